@@ -1,0 +1,89 @@
+# Every target does its own set-up: it finds a Python, makes $(VENV), installs pinned versions, and does so once.
+# Override with e.g. `make test PYTHON=3.11 VENV=.venv-3.11`, `make generate EXTRAS=cuda`, `make generate ARGS="--watch"`.
+
+PYTHON ?= 3.12 3.11 3.13
+VENV ?= .venv
+EXTRAS ?=
+ARGS ?=
+SEED ?= 0
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+comma := ,
+FAST_MARKS := not slow and not gpu and not network
+LONG_MARKS := not gpu and not network
+
+.PHONY: help generate test test-all check format gpu bench wheel setup setup-dev clean distclean
+
+help:
+	@echo "make generate   solve a held-out word problem with the built-in model (SEED=3, ARGS=--watch)"
+	@echo "make test       the tests, a few minutes on two cores"
+	@echo "make test-all   the long fuzzing and sweeps too"
+	@echo "make check      format, lint, types, layering"
+	@echo "make format     rewrite the files as ruff wants them"
+	@echo "make gpu        the tests that need an NVIDIA GPU (installs jax[cuda13])"
+	@echo "make bench      step times on this machine's accelerator"
+	@echo "make wheel      build the wheel into dist/"
+	@echo "make clean      remove caches and build outputs; distclean removes the environments as well"
+
+generate: setup
+	@$(BIN)/dllm-jax generate --seed $(SEED) $(ARGS)
+
+test: setup-dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "$(FAST_MARKS)" $(ARGS)
+
+test-all: setup-dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "$(LONG_MARKS)" $(ARGS)
+
+check: setup-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_layering.py
+
+format: setup-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+gpu: setup-dev
+	$(PIP) install -c constraints.txt -e '.[cuda]'
+	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+bench: setup
+	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+wheel: setup-dev
+	rm -rf dist
+	$(BIN)/python -m pip --disable-pip-version-check -q wheel --no-deps -w dist .
+
+# --- set-up: a stamp in the environment says what was installed, so a second run costs nothing ---
+
+$(VENV)/.made:
+	@python=$$(.ci/find-python $(PYTHON)) || exit 1; \
+	wanted=$$("$$python" -c 'import sys; print(*sys.version_info[:2], sep=".")'); \
+	if [ "$$($(BIN)/python -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null)" != "$$wanted" ]; then \
+		echo "making $(VENV) with $$python"; \
+		"$$python" -m venv --clear $(VENV) || exit 1; \
+	fi
+	@touch $@
+
+$(VENV)/.runtime$(EXTRAS): $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing the pinned dependencies into $(VENV) (once; a minute or two)"
+	@$(PIP) install -c constraints.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+	@touch $@
+
+$(VENV)/.dev$(EXTRAS): $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing the pinned development dependencies into $(VENV) (once; a minute or two)"
+	@$(PIP) install -c constraints.txt -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	@touch $@ $(VENV)/.runtime$(EXTRAS)
+
+setup: $(VENV)/.runtime$(EXTRAS)
+setup-dev: $(VENV)/.dev$(EXTRAS)
+
+clean:
+	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-3.11 .venv-3.12 .venv-3.13
