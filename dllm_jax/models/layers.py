@@ -1,0 +1,58 @@
+"""Layer arithmetic shared by the model families: norms, rotary embedding, SwiGLU.
+
+Pure functions of (weights, activations). Nothing here knows about pages, masks or strategies.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm: statistics in float32, scale applied in the activation dtype.
+
+    Source: Zhang & Sennrich 2019, eq. 4; the order of the casts is Hugging Face Qwen3's.
+    """
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_tables(
+    positions: Int[Array, "... T"], head_dim: int, theta: float
+) -> tuple[Float[Array, "... T H2"], Float[Array, "... T H2"]]:
+    """Cosine and sine of the rotary angles at absolute `positions`, in float32.
+
+    Source: Su et al. 2021 (RoFormer), §3.4.2; angle of pair j is `pos * theta^(-2j/H)`.
+    """
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequency = jnp.power(jnp.float32(theta), -exponent)
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Array, "... T N H"]:
+    """Rotate half-split pairs (j, j + H/2) in float32, return in the dtype of `x`."""
+    half = x.shape[-1] // 2
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def swiglu(
+    x: Float[Array, "... D"], w_gate_up: Float[Array, "D 2 F"], w_down: Float[Array, "F D"]
+) -> Float[Array, "... D"]:
+    """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6)."""
+    both = matmul(x, w_gate_up)
+    return matmul(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], w_down)
+
+
+def matmul(x: Float[Array, "... D"], w: Array) -> Array:
+    """`x @ w` over the last axis of `x` and the first of `w`; output in the dtype of `x`.
+
+    One flat [M, D] x [D, K] product whatever the trailing axes of `w`: reshaping a parameter is
+    free, and a two-dimensional dot is what XLA tunes best.
+    """
+    flat = w.reshape(w.shape[0], -1).astype(x.dtype)
+    out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())))
+    return out.reshape(*x.shape[:-1], *w.shape[1:])

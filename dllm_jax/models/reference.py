@@ -1,0 +1,54 @@
+"""Cache-free attention and logits: the truth that paged decoding is tested against.
+
+Also what `Model.logits` and the trainer use. Nothing here knows about pages.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.models import dense
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B U G H"],
+    v: Float[Array, "B U G H"],
+    visible: Bool[Array, "B T U"],
+) -> Float[Array, "B T N H"]:
+    """Grouped-query attention under a mask, softmax in float32; a row that sees nothing gives 0."""
+    B, T, N, H = q.shape
+    G = k.shape[2]
+    grouped = q.reshape(B, T, G, N // G, H)
+    scores = jnp.einsum("btgnh,bugh->bgntu", grouped, k, preferred_element_type=jnp.float32)
+    mask = visible[:, None, None]
+    scores = jnp.where(mask, scores * H**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0)
+    out = jnp.einsum("bgntu,bugh->btgnh", weights.astype(v.dtype), v)
+    return out.reshape(B, T, N, H)
+
+
+def dense_logits(
+    params: Any, cfg: dense.DenseConfig, token_ids: Int[Array, "B T"], visible: Bool[Array, "B T T"]
+) -> Float[Array, "B T V"]:
+    """Raw logits of every row (row i belongs to input i) under any visibility, without a cache."""
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    x = dense.embed(params, cfg, token_ids)
+    hidden, _ = dense.trunk(
+        params, cfg, x, positions, lambda _, q, k, v: attention(q, k, v, visible)
+    )
+    return dense.unembed(params, cfg, hidden)
+
+
+def visibility(kind: str, length: int, block_size: int) -> Bool[Array, "T T"]:
+    """The mask called `kind`: "full", "causal" or "block_causal" on the absolute block grid."""
+    row, column = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    if kind == "full":
+        return jnp.ones((length, length), bool)
+    if kind == "causal":
+        return column <= row
+    if kind == "block_causal":
+        return column // block_size <= row // block_size
+    raise ValueError(f'attention={kind!r} is not one of "full", "block_causal", "causal"')

@@ -1,0 +1,59 @@
+"""Decoding strategies: pure step functions over immutable block-buffer state."""
+
+from strategies.ar import AR
+from strategies.block_diffusion import BlockDiffusion
+from strategies.multi_bd import MultiBD
+from strategies.protocol import (
+    Forward,
+    ForwardOutput,
+    Needs,
+    PerSlot,
+    PrefillChunk,
+    SlotSpec,
+    Soft,
+    Strategy,
+    Taps,
+    TokenMix,
+    TokenStats,
+    knob,
+)
+from strategies.resolve import as_strategy, load_strategy, strategy_names
+from strategies.state import (
+    BlockBuffer,
+    Carry,
+    DecodeState,
+    Limits,
+    Sampling,
+    StepInfo,
+    put_slot,
+    take_slot,
+)
+
+__all__ = [
+    "AR",
+    "BlockBuffer",
+    "BlockDiffusion",
+    "Carry",
+    "DecodeState",
+    "Forward",
+    "ForwardOutput",
+    "Limits",
+    "MultiBD",
+    "Needs",
+    "PerSlot",
+    "PrefillChunk",
+    "Sampling",
+    "SlotSpec",
+    "Soft",
+    "StepInfo",
+    "Strategy",
+    "Taps",
+    "TokenMix",
+    "TokenStats",
+    "as_strategy",
+    "knob",
+    "load_strategy",
+    "put_slot",
+    "strategy_names",
+    "take_slot",
+]

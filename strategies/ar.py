@@ -1,0 +1,54 @@
+"""Plain autoregressive decoding: one token a forward, drawn by position.
+
+The window is an anchor (the last token known) and a hole behind it. The forward runs the anchor;
+its row predicts the hole; the anchor goes to the cache and the window moves on by one.
+
+Draws depend on the absolute position alone, which is what makes speculative decoding with the
+same keys reproduce them token for token.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+
+from strategies import blocks, random
+from strategies.protocol import Needs
+from strategies.state import ACTIVE, StepInfo
+
+
+class AR(struct.PyTreeNode):
+    """Next-token decoding of a model whose row i predicts token i + 1."""
+
+    block_size: int = struct.field(pytree_node=False, default=2)
+    buffer_size: int = struct.field(pytree_node=False, default=1)
+    needs: Needs = struct.field(
+        pytree_node=False, default=Needs("whole_causal", boundary=True)
+    )
+
+    def absorb(self, chunk, state):
+        """Draw the first token from the prompt's last row: the first anchor."""
+        keys = random.position_keys(state)[:, 0, 0]
+        first = chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)
+        anchor = chunk.last[:, None, None] & (jnp.arange(self.block_size) == 0)
+        buffer = state.buffer
+        return state.replace(
+            buffer=buffer.replace(
+                tokens=jnp.where(anchor, first.token[:, None, None], buffer.tokens),
+                filled=buffer.filled | anchor,
+                status=jnp.where(chunk.last[:, None], ACTIVE, buffer.status),
+            )
+        )
+
+    def step(self, forward, state):
+        """Run the anchor, fill the hole behind it."""
+        anchor = state.buffer.filled
+        out = forward(state, live=anchor, causal=True)
+        state = out.store(state, anchor)
+        stats = out.predict(
+            where=~anchor, sampling=state.sampling, keys=random.position_keys(state)
+        )
+        state = blocks.write(state, stats.token, ~anchor)
+        one = jnp.ones_like(state.buffer.nfe)
+        return state, StepInfo(commit_len=one, settled_len=2 * one, accepted=one, nfe=one)
+
+
+STRATEGY = AR

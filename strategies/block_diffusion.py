@@ -1,0 +1,84 @@
+"""Block diffusion, one block at a time, with a choice of remasking rule.
+
+A block is denoised until no hole is left, then one more forward writes it to the cache. Which
+holes are filled in a step is the remasking rule's to say.
+
+Source: Block Diffusion (arXiv 2503.09573), algorithm 2; the rules are SDAR's (arXiv 2510.06303)
+and, for the entropy bound, EB-Sampler's (arXiv 2505.24857).
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool
+
+from strategies import blocks, random, sampling
+from strategies.protocol import Needs, PerSlot, TokenStats, knob
+from strategies.state import DecodeState
+
+Remasking = Literal["sequential", "static", "dynamic", "entropy", "random"]
+_DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells
+
+
+class BlockDiffusion(struct.PyTreeNode):
+    """One block at a time.
+
+    Attributes:
+        accept_threshold: Probability (strictly) above which "dynamic" accepts.
+        entropy_bound: Nats that "entropy" may spend in a step beside its surest token.
+        remasking: "sequential": the leftmost holes; "static": the surest ones; "dynamic": all
+            above the threshold, or the surest if those are too few; "entropy": the surest ones
+            within the bound; "random": any.
+        denoising_steps: Forwards over which the quota of the first three and of "random" spreads
+            a block; None is one token a forward.
+    """
+
+    accept_threshold: PerSlot = knob(0.9)
+    entropy_bound: PerSlot = knob(0.1)
+    remasking: Remasking = struct.field(pytree_node=False, default="dynamic")
+    denoising_steps: int | None = struct.field(pytree_node=False, default=None)
+    block_size: int = struct.field(pytree_node=False, default=32)
+    buffer_size: int = struct.field(pytree_node=False, default=1)
+    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
+
+    def step(self, forward, state):
+        """One denoise step, or the commit of a finished block."""
+        state = blocks.open_next(state)
+        out = forward(state)
+        state = out.store(state, blocks.to_cache(state))
+        holes = blocks.holes(state)
+        keys = random.step_keys(state, salt=_DRAW_STREAM)
+        stats = out.predict(where=holes, sampling=state.sampling, keys=keys)
+        accept = self._accept(stats, state, holes)
+        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+    def _accept(
+        self, stats: TokenStats, state: DecodeState, holes: Bool[Array, "B K S"]
+    ) -> Bool[Array, "B K S"]:
+        quota = sampling.quota(state, self.denoising_steps or self.block_size)
+        surest = sampling.top_n(stats.confidence, quota, holes)
+        match self.remasking:
+            case "sequential":
+                leftmost = -state.buffer.positions.astype(jnp.float32)
+                return sampling.top_n(leftmost, quota, holes)
+            case "static":
+                return surest
+            case "dynamic":
+                sure = sampling.above(stats, self.accept_threshold) & holes
+                enough = jnp.sum(sure, axis=2, keepdims=True) >= quota[:, :, None]
+                return jnp.where(enough, sure, surest)
+            case "entropy":
+                return sampling.entropy_bounded(stats, self.entropy_bound, holes)
+            case "random":
+                keys = random.step_keys(state, salt=_ORDER_STREAM)
+                order = jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
+                return sampling.top_n(order, quota, holes)
+            case other:
+                raise ValueError(
+                    f"remasking={other!r} is not one of {', '.join(get_args(Remasking))}"
+                )
+
+
+STRATEGY = BlockDiffusion

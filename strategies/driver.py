@@ -1,0 +1,227 @@
+"""The engine's half of a decode step, pure: admit, count, settle, finish, emit, freeze, slide.
+
+One definition for every engine of this project and for `strategies.testing`, so that a strategy
+behaves the same under all of them. Nothing here knows about the model or about pages.
+
+One step is `advance(strategy.step(forward, state))`; contract §1 states the order.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from strategies import blocks
+from strategies.protocol import (
+    Forward,
+    Needs,
+    SlotSpec,
+    bind_knobs,
+    initial_carry,
+)
+from strategies.state import (
+    ACTIVE,
+    DUMMY,
+    LENGTH,
+    NFE,
+    REPETITION,
+    RUNNING,
+    STOP,
+    BlockBuffer,
+    Carry,
+    DecodeState,
+    StepInfo,
+    select_rows,
+)
+
+
+def prefill_len(needs: Needs, prompt_len: Array, block_size: int) -> Array:
+    """Tokens of the prompt that go to the cache before decoding; the rest enters the window."""
+    if needs.prompt == "in_window":
+        return jnp.zeros_like(prompt_len)
+    if needs.prompt in ("whole_causal", "whole_full"):
+        return prompt_len
+    return prompt_len // block_size * block_size
+
+
+def admit_window(
+    needs: Needs,
+    prompt: Int[Array, "B T"],
+    prompt_len: Int[Array, " B"],
+    limit: Int[Array, " B"],
+    num_blocks: int,
+    block_size: int,
+    suffix: tuple[Int[Array, "B U"], Int[Array, " B"]] | None = None,
+) -> BlockBuffer:
+    """The window of fresh requests: what of the prompt is not prefilled, then DUMMY blocks.
+
+    With `in_window` prompts every block that holds a position before the end of the text is
+    ACTIVE from the start, and a suffix fills the cells from `limit` on.
+
+    Args:
+        prompt: Token ids, right-padded.
+        suffix: Ids that follow the text to be written, right-padded, and how many count.
+    """
+    B, T = prompt.shape
+    K, S = num_blocks, block_size
+    start = prefill_len(needs, prompt_len, S)
+    position = start[:, None] + jnp.arange(K * S, dtype=jnp.int32)[None]
+    tokens = jnp.take_along_axis(prompt, jnp.minimum(position, T - 1), axis=1)
+    filled = position < prompt_len[:, None]
+    end = prompt_len
+    if needs.prompt == "in_window":
+        end = limit
+        if suffix is not None:
+            ids, count = suffix
+            offset = position - limit[:, None]
+            held = (offset >= 0) & (offset < count[:, None])
+            after = jnp.take_along_axis(ids, jnp.clip(offset, 0, ids.shape[1] - 1), axis=1)
+            tokens, filled, end = jnp.where(held, after, tokens), filled | held, limit + count
+    tokens = jnp.where(filled, tokens, 0).reshape(B, K, S)
+    in_use = (position < end[:, None]).reshape(B, K, S)[:, :, 0]
+    return BlockBuffer(
+        tokens=tokens,
+        filled=filled.reshape(B, K, S),
+        status=jnp.where(in_use, ACTIVE, DUMMY).astype(jnp.int32),
+        start=start,
+        prompt_len=prompt_len,
+        limit=limit,
+        block_steps=jnp.zeros((B, K), jnp.int32),
+        nfe=jnp.zeros((B,), jnp.int32),
+    )
+
+
+def broadcast_carry(carry: Carry, num_slots: int, num_blocks: int, block_size: int) -> Carry:
+    """An `init` value at full shape: the same constant in every slot, block and cell."""
+
+    def grow(leaves: dict[str, Array], axes: tuple[int, ...]) -> dict[str, Array]:
+        return {k: jnp.broadcast_to(v, (*axes, *v.shape[len(axes) :])) for k, v in leaves.items()}
+
+    return Carry(
+        tokens=grow(carry.tokens, (num_slots, num_blocks * block_size)),
+        blocks=grow(carry.blocks, (num_slots, num_blocks)),
+        slot=grow(carry.slot, (num_slots,)),
+    )
+
+
+def decode_step(
+    strategy: Any, forward: Forward, state: DecodeState, spec: SlotSpec
+) -> tuple[DecodeState, StepInfo]:
+    """One whole step of every running slot: the strategy's half, then the engine's.
+
+    Finished rows stay bit for bit as they are; their `info` is zero.
+    """
+    running = state.finish == RUNNING
+    bound = bind_knobs(strategy, state.knobs)
+    stepped, info = bound.step(forward, state)
+    info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
+    fresh = broadcast_carry(
+        initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
+    )
+    advanced = slide(finish(count(stepped, info), info), info, fresh, strategy.needs.boundary)
+    return select_rows(running, advanced, state), info
+
+
+def count(state: DecodeState, info: StepInfo) -> DecodeState:
+    """Add the forwards of this step."""
+    buffer = state.buffer
+    return state.replace(buffer=buffer.replace(nfe=buffer.nfe + info.nfe))
+
+
+def finish(state: DecodeState, info: StepInfo) -> DecodeState:
+    """Emit what is settled and decide which rows are done, by contract §1 and strategies §2.6-2.8.
+
+    A row ends with its first settled stop id (which is not emitted), when every position before
+    its limit is settled, when it has spent `max_nfe` forwards, or when its text ends in a run of
+    `max_run` equal tokens; in this order of precedence.
+    """
+    buffer, limits = state.buffer, state.limits
+    B = buffer.start.shape[0]
+    cell = jnp.arange(buffer.tokens.shape[1] * buffer.tokens.shape[2], dtype=jnp.int32)[None]
+    position = buffer.start[:, None] + cell
+    tokens = buffer.tokens.reshape(B, -1)
+    settled_end = jnp.minimum(buffer.start + info.settled_len, buffer.limit)
+    emitted = (position >= buffer.prompt_len[:, None]) & (position < settled_end[:, None])
+    stops = emitted & blocks.is_stop(state, buffer.tokens).reshape(B, -1)
+    far = jnp.iinfo(jnp.int32).max
+    first_stop = jnp.min(jnp.where(stops, position, far), axis=1)
+    stopped = first_stop < far
+    end = jnp.maximum(jnp.minimum(settled_end, first_stop), buffer.prompt_len)
+
+    output_len = jnp.maximum(state.output_len, end - buffer.prompt_len)
+    column = position - buffer.prompt_len[:, None]
+    wanted = emitted & (position < end[:, None])
+    # A dropped write needs a column past the array: negative ones would wrap.
+    column = jnp.where(wanted, column, state.output.shape[1])
+    output = state.output.at[jnp.arange(B)[:, None], column].set(tokens, mode="drop")
+
+    reasons = (
+        (stopped, STOP),
+        (settled_end >= buffer.limit, LENGTH),
+        (buffer.nfe >= limits.max_nfe, NFE),
+        (_trailing_run(output, output_len) >= limits.max_run, REPETITION),
+    )
+    reason = jnp.full((B,), RUNNING, jnp.int32)
+    for ended, code in reversed(reasons):
+        reason = jnp.where(ended, code, reason)
+    return state.replace(output=output, output_len=output_len, finish=reason)
+
+
+def _trailing_run(output: Int[Array, "B O"], length: Int[Array, " B"]) -> Int[Array, " B"]:
+    """How many equal tokens the first `length` of each row end in."""
+    index = jnp.arange(output.shape[1])[None]
+    last = jnp.take_along_axis(output, jnp.maximum(length - 1, 0)[:, None], axis=1)
+    differs = (output != last) & (index < length[:, None])
+    return length - 1 - jnp.max(jnp.where(differs, index, -1), axis=1)
+
+
+def slide(state: DecodeState, info: StepInfo, fresh: Carry, keep_boundary: bool) -> DecodeState:
+    """Move the window left past the committed tokens; new cells hold first values.
+
+    Blocks move by whole blocks: a window that advances by less keeps its blocks' state.
+    """
+    buffer = state.buffer
+    B, K, S = buffer.tokens.shape
+    by_token, by_block = info.commit_len, info.commit_len // S
+
+    def along(leaf: Array, by: Array, fill: Array) -> Array:
+        size = leaf.shape[1]
+        index = jnp.arange(size)[None] + by[:, None]
+        tail = (1,) * (leaf.ndim - 2)
+        moved = jnp.take_along_axis(
+            leaf, jnp.minimum(index, size - 1).reshape(B, size, *tail), axis=1
+        )
+        return jnp.where((index < size).reshape(B, size, *tail), moved, fill)
+
+    def cells(leaf: Array, fill: Any) -> Array:
+        return along(leaf.reshape(B, K * S), by_token, jnp.asarray(fill, leaf.dtype)).reshape(
+            B, K, S
+        )
+
+    moved = buffer.replace(
+        tokens=cells(buffer.tokens, 0),
+        filled=cells(buffer.filled, False),
+        status=along(buffer.status, by_block, jnp.int32(DUMMY)),
+        block_steps=along(buffer.block_steps, by_block, jnp.int32(0)),
+        start=buffer.start + by_token,
+    )
+    carry = state.carry.replace(
+        tokens={k: along(v, by_token, fresh.tokens[k]) for k, v in state.carry.tokens.items()},
+        blocks={k: along(v, by_block, fresh.blocks[k]) for k, v in state.carry.blocks.items()},
+    )
+    boundary = state.boundary
+    if keep_boundary:
+        boundary = next_boundary(boundary, state.rows, by_token)
+    return state.replace(buffer=moved, carry=carry, boundary=boundary)
+
+
+def next_boundary(boundary: Array, rows: Array, by: Int[Array, " B"]) -> Array:
+    """Raw hidden row of the last token before the window once it has moved `by` tokens."""
+    joined = jnp.concatenate([boundary[:, None], rows], axis=1)
+    return jnp.take_along_axis(joined, by[:, None, None], axis=1)[:, 0]
+
+
+def any_running(state: DecodeState) -> Bool[Array, ""]:
+    """Whether some slot still decodes."""
+    return jnp.any(state.finish == RUNNING)

@@ -1,0 +1,45 @@
+"""Random keys of a step: one a cell, from the request's own key.
+
+Nothing here depends on the slot, the batch or the clock: the same request draws the same numbers
+wherever and whenever it runs. The three streams (by position, by step, by step and salt) are
+separated by a leading fold, so that no two ever meet.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from strategies.state import DecodeState
+
+_POSITION_STREAM, _STEP_STREAM = 0, 1
+
+
+def _fold(keys: PRNGKeyArray, data: Array) -> PRNGKeyArray:
+    """Fold `data` into `keys`, element by element, after broadcasting."""
+    shape = jnp.broadcast_shapes(keys.shape, data.shape)
+    folded = jax.vmap(jax.random.fold_in)(
+        jnp.broadcast_to(keys, shape).reshape(-1), jnp.broadcast_to(data, shape).reshape(-1)
+    )
+    return folded.reshape(shape)
+
+
+def keys_at(keys: PRNGKeyArray, positions: Int[Array, "B ..."]) -> PRNGKeyArray:
+    """Keys of absolute positions alone: what AR and DFlash draw with."""
+    rows = keys.reshape(-1, *(1,) * (positions.ndim - 1))
+    return _fold(_fold(rows, jnp.asarray(_POSITION_STREAM)), positions)
+
+
+def position_keys(state: DecodeState) -> PRNGKeyArray:
+    """One key a cell [B K S], a function of the request's key and the absolute position."""
+    return keys_at(state.keys, state.buffer.positions)
+
+
+def step_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
+    """One key a cell [B K S], of the request's key, its forward count and the position.
+
+    Args:
+        salt: Tells apart several draws of one step.
+    """
+    step = _fold(_fold(state.keys, jnp.asarray(_STEP_STREAM)), state.buffer.nfe)
+    step = _fold(step, jnp.asarray(salt))
+    return _fold(step[:, None, None], state.buffer.positions)

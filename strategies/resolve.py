@@ -1,0 +1,143 @@
+"""From what a user says to a strategy value: a name, an import path, a file, a function, a value.
+
+Nothing here is a registry: a name is the module of that name in this package.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from flax import struct
+
+from strategies.protocol import InitFunction, Needs, SlotSpec, StepFunction, check_knob, knob_ranges
+from strategies.state import Carry
+
+# Modules of this package that are not algorithms.
+_SHARED = {
+    "blocks",
+    "driver",
+    "protocol",
+    "random",
+    "resolve",
+    "sampling",
+    "state",
+    "testing",
+}
+
+
+class FunctionStrategy(struct.PyTreeNode):
+    """A plain function `step(forward, state)` as a strategy."""
+
+    fn: StepFunction = struct.field(pytree_node=False)
+    init_fn: InitFunction | None = struct.field(pytree_node=False, default=None)
+    block_size: int | None = struct.field(pytree_node=False, default=None)
+    buffer_size: int | None = struct.field(pytree_node=False, default=None)
+    needs: Needs = struct.field(pytree_node=False, default=Needs())
+
+    def step(self, forward, state):
+        """Call the function."""
+        return self.fn(forward, state)
+
+    def init(self, spec: SlotSpec) -> Carry:
+        """The function's own leaves, if it has any."""
+        return self.init_fn(spec) if self.init_fn else Carry()
+
+
+def as_strategy(
+    fn: StepFunction,
+    block_size: int | None = None,
+    buffer_size: int | None = None,
+    needs: Needs = Needs("grid_causal"),
+    init: InitFunction | None = None,
+) -> FunctionStrategy:
+    """Make a strategy of a step function; sizes of None become the model family's default.
+
+    Keep the function at module level: a fresh closure is a new algorithm and compiles again.
+    """
+    return FunctionStrategy(fn, init, block_size, buffer_size, needs)
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Names that `load_strategy` takes: the algorithm modules of this package."""
+    package = importlib.import_module("strategies")
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _SHARED)
+    )
+
+
+def load_strategy(spec: Any, **overrides: Any) -> Any:
+    """Resolve `spec` to a strategy value.
+
+    Args:
+        spec: A value with a `step`, a step function, a class, a name such as "multi_bd", or
+            "pkg.mod:Name" / "path/to/file.py:name".
+        **overrides: Fields to set (`block_size=`, `accept_threshold=`, ...).
+
+    Raises:
+        ValueError: Unknown name, missing attribute, unknown field, or a value out of range.
+    """
+    found = _find(spec) if isinstance(spec, str) else spec
+    if isinstance(found, type):
+        found = found()
+    if not hasattr(found, "step"):
+        if not callable(found):
+            raise ValueError(
+                f"strategy={spec!r} has no step(forward, state) and is not a function; "
+                f"use one of {', '.join(strategy_names())} or a value with a step"
+            )
+        found = as_strategy(found)
+    return _override(found, {k: v for k, v in overrides.items() if v is not None})
+
+
+def _find(spec: str) -> Any:
+    if ":" not in spec:
+        if spec not in strategy_names():
+            raise ValueError(
+                f"strategy={spec!r} is unknown; use one of {', '.join(strategy_names())}, "
+                "'package.module:Name' or 'path/to/file.py:name'"
+            )
+        module = importlib.import_module(f"strategies.{spec}")
+        return module.STRATEGY
+    location, _, name = spec.rpartition(":")
+    module = _load_file(location) if location.endswith(".py") else _import(location, spec)
+    if not hasattr(module, name):
+        raise ValueError(f"strategy={spec!r}: {location} has no {name!r}; check the name")
+    return getattr(module, name)
+
+
+def _import(location: str, spec: str) -> Any:
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"strategy={spec!r}: cannot import {location} ({error}); check the path and PYTHONPATH"
+        ) from error
+
+
+def _load_file(location: str) -> Any:
+    path = Path(location)
+    if not path.is_file():
+        raise ValueError(f"strategy file {location!r} does not exist; check the path")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None  # a .py file always has a loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
+    names = [f.name for f in dataclasses.fields(strategy)]
+    ranges = knob_ranges(strategy)
+    for name, value in overrides.items():
+        if name not in names:
+            settable = ", ".join(n for n in names if n not in ("needs", "fn", "init_fn"))
+            raise ValueError(
+                f"{name}={value!r}: {type(strategy).__name__} has no such field; "
+                f"its fields are {settable}"
+            )
+        if name in ranges:
+            check_knob(strategy, name, value)
+    return strategy.replace(**overrides) if overrides else strategy

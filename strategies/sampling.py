@@ -1,0 +1,166 @@
+"""From logits to tokens, and from token statistics to the cells to accept.
+
+`token_stats` is the draw itself, one row at a time. The rules below it are what strategies
+compose: each takes statistics of the window and says which cells to fill. Nothing here knows
+where the logits come from.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from strategies import blocks
+from strategies.protocol import PerSlot, TokenStats
+from strategies.state import DecodeState
+
+_NEVER = jnp.finfo(jnp.float32).min
+
+
+def token_stats(
+    logits: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    keys: PRNGKeyArray | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
+    num_top: int = 0,
+) -> TokenStats:
+    """Draw one token a row and say how sure the law is.
+
+    Args:
+        logits: Float32, forbidden ids already at -inf or the float minimum.
+        temperature: 0 takes the most probable id, ties to the lowest.
+        top_k: Ids kept (ties at the edge stay), 0 for all.
+        top_p: Nucleus mass kept, 1 for all; the most probable id always stays.
+        keys: One a row; None where every row is greedy.
+        confidence: Law of confidence, entropy and top: see `ForwardOutput.predict`.
+
+    Returns:
+        TokenStats with leading axis R. Token and statistics never leave float32.
+    """
+    raw = logits
+    tempered = temperature > 0
+    scale = jnp.where(tempered, temperature, 1.0)[:, None]
+    law = raw / scale
+    restricted = jnp.any((top_k > 0) | (top_p < 1.0))
+    law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
+    if keys is None:
+        token = jnp.argmax(law, axis=-1)
+    else:
+        token = jax.lax.cond(jnp.any(tempered), _draw, _argmax, law, tempered, keys)
+    token = token.astype(jnp.int32)
+    judged = law if confidence == "drawn" else raw
+    log_norm = jax.nn.logsumexp(judged, axis=-1)
+    chosen = jnp.take_along_axis(judged, token[:, None], axis=-1)[:, 0]
+    log_prob = judged - log_norm[:, None]
+    prob = jnp.exp(log_prob)
+    entropy = -jnp.sum(jnp.where(prob > 0, prob * log_prob, 0.0), axis=-1)
+    top_probs, top_ids = jax.lax.top_k(prob, num_top) if num_top else (prob[:, :0], None)
+    return TokenStats(
+        token=token,
+        confidence=jnp.exp(chosen - log_norm),
+        entropy=entropy,
+        top_ids=jnp.zeros((len(token), 0), jnp.int32) if top_ids is None else top_ids,
+        top_probs=top_probs,
+    )
+
+
+def _argmax(law: Array, tempered: Array, keys: Array) -> Array:
+    del tempered, keys
+    return jnp.argmax(law, axis=-1)
+
+
+def _draw(law: Array, tempered: Array, keys: Array) -> Array:
+    """Gumbel-max draw with a key a row; greedy rows see no noise."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, law.shape[-1:], jnp.float32))(keys)
+    return jnp.argmax(law + jnp.where(tempered[:, None], noise, 0.0), axis=-1)
+
+
+def _restrict(law: Array, top_k: Array, top_p: Array) -> Array:
+    """Top-k, then the nucleus of what is left (Holtzman et al. 2020, §3.1), as vLLM orders them."""
+    ordered = -jnp.sort(-law, axis=-1)
+    V = law.shape[-1]
+    k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V)
+    kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
+    ordered = jnp.where(ordered >= kth, ordered, _NEVER)
+    prob = jax.nn.softmax(ordered, axis=-1)
+    mass_before = jnp.cumsum(prob, axis=-1) - prob
+    nucleus = mass_before < top_p[:, None]
+    nucleus = nucleus.at[:, 0].set(True)
+    edge = jnp.min(jnp.where(nucleus, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where((law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None]), law, _NEVER)
+
+
+# --- which cells to accept --------------------------------------------------------------------
+
+
+def above(stats: TokenStats, threshold: PerSlot) -> Bool[Array, "B K S"]:
+    """Cells whose confidence is strictly above the threshold (Fast-dLLM, arXiv 2505.22618, §3.3)."""
+    return stats.confidence > threshold.at_token
+
+
+def forced_top1(
+    stats: TokenStats, state: DecodeState, semi_complete_threshold: PerSlot
+) -> Bool[Array, "B K S"]:
+    """The surest hole of each block whose predecessor is semi-complete; ties: lowest position.
+
+    Joined with `above` it changes nothing where something is above (the surest hole is one of
+    those) and forces one token where nothing is. The predecessor is read before this step's
+    writes: a block whose context is still open does not guess.
+
+    Source: MBD-LMs, algorithm 5 (top-1 fallback).
+    """
+    may = blocks.semi_complete_before(state, semi_complete_threshold)
+    return top_n(stats.confidence, may.astype(jnp.int32), blocks.holes(state))
+
+
+def top_n(
+    score: Float[Array, "B K S"], n: Int[Array, "B K"], among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """The `n` best-scored cells of each block, ties to the lowest position, only `among`."""
+    return (rank(score, among) < n[:, :, None]) & among
+
+
+def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Place of each cell among those of its block by falling score; ties: lower position first.
+
+    Cells not `among` come last. S is small, so every pair is compared: no sort, and no way for
+    a tie to depend on how one is implemented.
+    """
+    score = jnp.where(among, score, -jnp.inf)
+    index = jnp.arange(score.shape[-1])
+    mine, other = score[..., :, None], score[..., None, :]
+    tie = (other == mine) & (index[None, :] < index[:, None])
+    return jnp.sum((other > mine) | tie, axis=-1)
+
+
+def quota(
+    state: DecodeState, denoising_steps: int
+) -> Int[Array, "B K"]:
+    """Cells to fill in this step so that a block takes `denoising_steps` of them, remainder first.
+
+    Source: LLaDA (arXiv 2502.09992) and SDAR (2510.06303), `get_num_transfer_tokens`.
+    """
+    S = state.buffer.tokens.shape[2]
+    base, remainder = divmod(S, denoising_steps)
+    share = base + (state.buffer.block_steps < remainder).astype(jnp.int32)
+    return jnp.maximum(share, 1)
+
+
+def entropy_bounded(
+    stats: TokenStats, bound: PerSlot, among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """Cells by rising entropy whose exclusive prefix sum of entropies is <= `bound` nats.
+
+    The surest cell always passes: nothing stands before it.
+
+    Source: EB-Sampler (arXiv 2505.24857).
+    """
+    place = rank(-stats.entropy, among)
+    entropy = jnp.where(among, stats.entropy, 0.0)
+    before = place[..., None, :] < place[..., :, None]
+    spent = jnp.sum(jnp.where(before, entropy[..., None, :], 0.0), axis=-1)
+    return among & (spent <= bound.at_token)
