@@ -1,0 +1,1 @@
+"""Slow twins of the project's algorithms, written from the notes, never from the code."""
