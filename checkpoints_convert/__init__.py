@@ -1,0 +1,8 @@
+"""Checkpoints in and out: Hugging Face folders to parameter trees, Orbax folders and back."""
+
+from checkpoints_convert.conversion import convert, load_params
+from checkpoints_convert.export import export_hf
+from checkpoints_convert.report import Report, inspect
+from checkpoints_convert.spec import ConversionError
+
+__all__ = ["convert", "inspect", "export_hf", "load_params", "ConversionError", "Report"]

@@ -1,0 +1,79 @@
+"""The two ways in: a parameter tree in memory, or a converted folder on disk."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from checkpoints_convert.report import Report, inspect
+from checkpoints_convert.weights import Progress, read_weights
+
+
+def load_params(
+    src: str | os.PathLike[str],
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    *,
+    allow_extra: bool = False,
+) -> tuple[Any, Report]:
+    """Read a checkpoint's weights into host memory.
+
+    Args:
+        src: A Hugging Face folder or a converted one.
+        dtype: "auto" (the checkpoint's own), "bfloat16", "float32" or "float16".
+        progress: Called with bytes done and bytes in all.
+        allow_extra: Leave tensors of unknown name out instead of refusing them.
+
+    Returns:
+        The parameter tree, and the report on the checkpoint.
+
+    Raises:
+        ConversionError: With every problem found.
+    """
+    report = inspect(src, allow_extra=allow_extra)
+    report.require_ok()
+    if report.kind == "converted":
+        from checkpoints_convert import orbax_io
+
+        return orbax_io.restore(report, dtype), report
+    return read_weights(report, dtype, progress), report
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    lora: str | None = None,
+    *,
+    force: bool = False,
+    allow_extra: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint as a converted folder: parameters in Orbax form, `meta.json`, tokenizer.
+
+    The folder appears whole or not at all: it is made beside its place and renamed.
+
+    Args:
+        src: A Hugging Face folder.
+        dst: Folder to make.
+        dtype: Type of every leaf; "auto" is the checkpoint's own.
+        lora: Not supported yet.
+        force: Replace an existing folder.
+        allow_extra: Leave tensors of unknown name out instead of refusing them.
+        progress: Called with bytes read and bytes in all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConversionError: With every problem found; nothing is written then.
+        FileExistsError: If the folder is there and `force` is not given.
+    """
+    from checkpoints_convert import orbax_io
+
+    if lora is not None:
+        raise ValueError(f"{lora=} is not supported yet; merge the adapter into the weights first")
+    target = Path(dst)
+    if target.exists() and not force:
+        raise FileExistsError(f"{os.fspath(dst)!r} exists already; choose another or use force")
+    params, report = load_params(src, dtype, progress, allow_extra=allow_extra)
+    return orbax_io.save(params, report, target)

@@ -1,0 +1,151 @@
+"""Which safetensors files make up a checkpoint, and what their headers say.
+
+Reads headers and the index only, never weights. File names are free: the index, where there is
+one, decides. Nothing here knows which tensors a family needs.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from checkpoints_convert.spec import Shape, listed
+from checkpoints_convert.tokenizer_files import read_json
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz")
+_LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor as a header describes it: its file, safetensors type name and shape."""
+
+    file: str
+    dtype: str
+    shape: Shape
+
+
+@dataclasses.dataclass
+class Shards:
+    """What a folder's headers say together, and what is wrong with them."""
+
+    files: tuple[str, ...] = ()
+    tensors: dict[str, Stored] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def read_shards(folder: Path) -> Shards:
+    """Headers of every file that belongs to the checkpoint in `folder`."""
+    shards = Shards()
+    weight_map = _weight_map(folder, shards)
+    if weight_map is None:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not names and not shards.problems:
+            shards.problems.append(_no_weights(folder))
+    else:
+        names = sorted(set(weight_map.values()))
+    shards.files = tuple(name for name in names if _is_here(folder, name, shards))
+    for name in shards.files:
+        _read_header(folder / name, shards)
+    if weight_map is not None:
+        _check_index(weight_map, shards)
+    return shards
+
+
+def _weight_map(folder: Path, shards: Shards) -> dict[str, str] | None:
+    """The index's tensor -> file, None where the folder has no index."""
+    path = folder / _INDEX
+    if not path.is_file():
+        return None
+    try:
+        index = read_json(path)
+    except ValueError as error:
+        shards.problems.append(str(error))
+        return {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        shards.problems.append(f'{_INDEX} has no "weight_map"; download it again')
+        return {}
+    total = (index.get("metadata") or {}).get("total_size")
+    have = sum(
+        p.stat().st_size for p in map(folder.joinpath, set(weight_map.values())) if p.is_file()
+    )
+    if isinstance(total, int) and total > have > 0:
+        shards.notes.append(f"{_INDEX} states total_size={total} bytes but its files hold {have}")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
+    if pickles:
+        return (
+            f"only {listed(pickles)} and no .safetensors: such files can run code when they are "
+            "read and are refused; get the safetensors version, or write it with save_pretrained"
+        )
+    return "no .safetensors file in the folder; download the weights"
+
+
+def _is_here(folder: Path, name: str, shards: Shards) -> bool:
+    if Path(name).name != name or "\\" in name:
+        shards.problems.append(f"{_INDEX} names {name!r}, which lies outside the folder; refused")
+    elif not name.endswith(".safetensors"):
+        shards.problems.append(f"{_INDEX} names {name!r}; only .safetensors files are read")
+    elif not (folder / name).is_file():
+        shards.problems.append(f"{name} is named by {_INDEX} but missing; download it again")
+    else:
+        return True
+    return False
+
+
+def _read_header(path: Path, shards: Shards) -> None:
+    """Add the tensors of one file, or the reason why it cannot be read."""
+    reason = _damage(path)
+    if reason is None:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 (the handle is no mapping)
+                    tensor = file.get_slice(name)
+                    stored = Stored(path.name, tensor.get_dtype(), tuple(tensor.get_shape()))
+                    first = shards.tensors.setdefault(name, stored)
+                    if first is not stored:
+                        shards.problems.append(
+                            f"{name} is in both {first.file} and {stored.file}; keep one of them"
+                        )
+        except (SafetensorError, OSError) as error:
+            reason = f"is truncated or corrupt ({error})"
+    if reason is not None:
+        shards.problems.append(f"{path.name} {reason}; download it again")
+
+
+def _damage(path: Path) -> str | None:
+    """What is plainly wrong with a file, said better than the reader would."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(64)
+    if not size:
+        return "is empty (0 bytes)"
+    if head.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the weights (run `git lfs pull`)"
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+        return "is a pickle renamed to .safetensors, which is refused"
+    header = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if size < _LENGTH_BYTES or size < _LENGTH_BYTES + header:
+        return f"is truncated: {size} bytes, its header alone has {_LENGTH_BYTES + header}"
+    return None
+
+
+def _check_index(weight_map: dict[str, str], shards: Shards) -> None:
+    """The index must say what the headers say."""
+    readable = {stored.file for stored in shards.tensors.values()}
+    lies = [
+        f"{name} ({file})"
+        for name, file in sorted(weight_map.items())
+        if file in readable and shards.tensors.get(name, Stored("", "", ())).file != file
+    ]
+    if lies:
+        shards.problems.append(f"{_INDEX} lists tensors its files do not hold: {listed(lies)}")
+    unlisted = [f"{n} ({t.file})" for n, t in sorted(shards.tensors.items()) if n not in weight_map]
+    if weight_map and unlisted:
+        shards.problems.append(f"{_INDEX} does not list {listed(unlisted)}")

@@ -1,0 +1,95 @@
+"""A loaded model as one value: weights as leaves, everything else static.
+
+So a `Model` is an argument of any jit, grad or vmap. Nothing here knows about files' formats,
+pages or strategies.
+"""
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dllm_jax.models import reference
+from dllm_jax.models.architecture import Architecture
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.families import FamilyDefaults
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSource:
+    """Tokenizer files and, once asked for, the tokenizer: importing transformers takes a while.
+
+    Compares by the digest of the files, so that loading a model twice does not trace a jit twice.
+    """
+
+    digest: str
+    folder: Path = dataclasses.field(compare=False)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the folder; never runs code that the folder brings."""
+        from dllm_jax.tokenization import read_tokenizer
+
+        return read_tokenizer(self.folder)
+
+
+class Model(struct.PyTreeNode):
+    """Weights and all that is needed to use them.
+
+    Attributes:
+        params: The weights, the only leaves.
+        config: Facts of the network.
+        arch: The network's functions.
+        defaults: How the family is decoded when nothing is said.
+        source: What `load` was given.
+        tokenizer_source: The tokenizer's files, None for a model without one.
+    """
+
+    params: Any
+    config: DenseConfig = struct.field(pytree_node=False)
+    arch: Architecture = struct.field(pytree_node=False)
+    defaults: FamilyDefaults = struct.field(pytree_node=False)
+    source: str = struct.field(pytree_node=False, default="")
+    tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, None for a model without one (`random:NAME`)."""
+        return None if self.tokenizer_source is None else self.tokenizer_source.tokenizer
+
+    def logits(
+        self,
+        token_ids: Int[Array, "B T"],
+        attention: str = "block_causal",
+        block_size: int | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Raw logits of whole sequences, without a cache.
+
+        Row i belongs to input i: it predicts token i, or token i + 1 where `config.shift`.
+
+        Args:
+            attention: "full", "causal" or "block_causal" (blocks on the absolute grid).
+            block_size: Tokens of a block; None takes the family's. Only block_causal reads it.
+
+        Raises:
+            ValueError: For an unknown attention or a block_size below 1.
+        """
+        size = self.defaults.block_size if block_size is None else block_size
+        if size < 1:
+            raise ValueError(f"{block_size=} must be at least 1")
+        ids = jnp.asarray(token_ids, jnp.int32)
+        visible = reference.visibility(attention, ids.shape[1], size)
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
+        rows, _ = self.arch.trunk(
+            self.params,
+            self.config,
+            self.arch.embed(self.params, self.config, ids),
+            positions,
+            lambda _, q, k, v: reference.attention(q, k, v, mask),
+        )
+        return self.arch.unembed(self.params, self.config, rows)

@@ -1,0 +1,42 @@
+"""What the engine asks of a network: a value holding functions, so that any family can be plugged in.
+
+The functions are those of `dense.py`, and so are their signatures; `cfg` is whatever configuration
+the family uses. Nothing here knows about pages, strategies or checkpoints.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from dllm_jax.models import dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """The functions of one network; compares by identity of its functions, so it may be static.
+
+    Attributes:
+        param_shapes: `(cfg, dtype) -> tree of ShapeDtypeStruct`.
+        embed: `(params, cfg, ids) -> rows [..., D]`.
+        trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
+            `takes_mode` it also takes `mode`, int32 [B], as a keyword.
+        unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`.
+        context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
+            that caches keys and values of vectors it is given (a drafter); None where it has none.
+        takes_mode: Whether `trunk` takes `mode`.
+    """
+
+    param_shapes: Callable[..., Any]
+    embed: Callable[..., Any]
+    trunk: Callable[..., Any]
+    unembed: Callable[..., Any]
+    context_kv: Callable[..., Any] | None = None
+    takes_mode: bool = False
+
+
+DENSE = Architecture(
+    param_shapes=dense.param_shapes,
+    embed=dense.embed,
+    trunk=dense.trunk,
+    unembed=dense.unembed,
+)
