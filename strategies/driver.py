@@ -119,7 +119,7 @@ def decode_step(
     fresh = broadcast_carry(
         initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
     )
-    advanced = slide(finish(count(stepped, info), info), info, fresh, strategy.needs.boundary)
+    advanced = slide(finish(count(stepped, info), info), info, fresh)
     return select_rows(running, advanced, state), info
 
 
@@ -176,7 +176,7 @@ def _trailing_run(output: Int[Array, "B O"], length: Int[Array, " B"]) -> Int[Ar
     return length - 1 - jnp.max(jnp.where(differs, index, -1), axis=1)
 
 
-def slide(state: DecodeState, info: StepInfo, fresh: Carry, keep_boundary: bool) -> DecodeState:
+def slide(state: DecodeState, info: StepInfo, fresh: Carry) -> DecodeState:
     """Move the window left past the committed tokens; new cells hold first values.
 
     Blocks move by whole blocks: a window that advances by less keeps its blocks' state.
@@ -210,14 +210,15 @@ def slide(state: DecodeState, info: StepInfo, fresh: Carry, keep_boundary: bool)
         tokens={k: along(v, by_token, fresh.tokens[k]) for k, v in state.carry.tokens.items()},
         blocks={k: along(v, by_block, fresh.blocks[k]) for k, v in state.carry.blocks.items()},
     )
-    boundary = state.boundary
-    if keep_boundary:
-        boundary = next_boundary(boundary, state.rows, by_token)
+    boundary = next_boundary(state.boundary, state.rows, by_token)
     return state.replace(buffer=moved, carry=carry, boundary=boundary)
 
 
 def next_boundary(boundary: Array, rows: Array, by: Int[Array, " B"]) -> Array:
-    """Raw hidden row of the last token before the window once it has moved `by` tokens."""
+    """Raw hidden row of the last token before the window once it has moved `by` tokens.
+
+    Where no boundary is kept both have no width, and so has the result.
+    """
     joined = jnp.concatenate([boundary[:, None], rows], axis=1)
     return jnp.take_along_axis(joined, by[:, None, None], axis=1)[:, 0]
 

@@ -1,0 +1,325 @@
+"""A model as strategies see it: `Forward` of the contract over parameters, pages and a kernel.
+
+One `ModelForward` lives for one trace. A call runs the network over the window's live cells and
+returns a `WindowOutput`, from which predictions and the deferred store are taken. Nothing here
+knows what any strategy does.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from dllm_jax.cache import page_slots, write_rows
+from dllm_jax.model import Model
+from dllm_jax.readout import read_soft, read_stats
+from pallas_kernels.paged_attention import WindowMask, paged_attention
+from strategies import blocks
+from strategies.protocol import Inputs, Soft, Taps, TokenMix, TokenStats
+from strategies.state import RUNNING, DecodeState, Sampling
+
+TARGET = "target"  # name of the main model's pool
+
+
+class ModelForward:
+    """See `strategies.protocol.Forward`.
+
+    Args:
+        model: The network and its weights.
+        pool: Which of the state's pools is this model's.
+        aux: Further models by name; they share the page table.
+        implementation: Attention back end, None for the best that fits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: str = TARGET,
+        aux: Mapping[str, Model] | None = None,
+        implementation: Any = None,
+    ):
+        self.model, self._pool, self._implementation = model, pool, implementation
+        self.mask_id: int = model.config.mask_token_id
+        self.vocab_size: int = model.config.vocab_size
+        self.aux = {
+            name: ModelForward(other, name, implementation=implementation)
+            for name, other in (aux or {}).items()
+        }
+
+    def __call__(
+        self,
+        state: DecodeState,
+        *,
+        inputs: Inputs | None = None,
+        live: Bool[Array, "B K S"] | None = None,
+        visible: Bool[Array, "B K K"] | None = None,
+        causal: bool | Bool[Array, " B"] = False,
+        context_len: Int[Array, " B"] | None = None,
+        mode: Int[Array, " B"] | int | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        width: int | None = None,
+    ) -> "WindowOutput":
+        """One pass over the window; see the protocol."""
+        buffer, arch = state.buffer, self.model.arch
+        B, K, S = buffer.tokens.shape
+        live = blocks.live_cells(state) if live is None else live
+        edges = _live_edges(live.reshape(B, K * S))
+        cell = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32), (B, K * S))
+        if width is not None:
+            cell = jnp.minimum(edges[:, :1] + jnp.arange(width, dtype=jnp.int32), K * S - 1)
+        positions = buffer.start[:, None] + cell
+        if isinstance(inputs, Taps):
+            return self._tapped(state, inputs, positions, cell, live)
+        mask = WindowMask(
+            cell=cell,
+            start=buffer.start,
+            # Past the narrowed rows nothing is fresh: what is cached there stays visible.
+            live=edges if width is None else edges.at[:, 1].min(edges[:, 0] + width),
+            context_len=buffer.start if context_len is None else context_len,
+            visible=blocks.visible_causal(K) if visible is None else visible,
+            causal=jnp.broadcast_to(jnp.asarray(causal), (B,)),
+            block_size=S,
+        )
+        fresh: list[tuple[Array, Array]] = []
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            fresh.append((k, v))
+            k_pages, v_pages = state.pools[self._pool][layer]
+            return paged_attention(
+                q,
+                k,
+                v,
+                k_pages,
+                v_pages,
+                state.page_table,
+                mask,
+                implementation=self._implementation,
+            )
+
+        x = self._embed_inputs(state, inputs)
+        x = x if width is None else jnp.take_along_axis(x, cell[:, :, None], axis=1)
+        if mode is not None and not arch.takes_mode:
+            raise ValueError(f"{mode=}: this model has one mode; leave mode out")
+        modes = {"mode": jnp.broadcast_to(jnp.asarray(mode or 0), (B,))} if arch.takes_mode else {}
+        rows, taps = arch.trunk(
+            self.model.params, self.model.config, x, positions, attend, hidden_layers, **modes
+        )
+        return WindowOutput(self, state, tuple(fresh), positions, cell, live, rows, taps, width)
+
+    def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Embedding rows of ids."""
+        return self.model.arch.embed(self.model.params, self.model.config, ids)
+
+    def predict(
+        self,
+        hidden: Float[Array, "B D"],
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+    ) -> TokenStats:
+        """Statistics [B] of hidden rows that belong to no cell."""
+        sampling = greedy(hidden.shape[0]) if sampling is None else sampling
+        return read_stats(self.unembed, hidden, sampling, keys, forbidden=self.forbidden)
+
+    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Float32 logits of hidden rows."""
+        return self.model.arch.unembed(self.model.params, self.model.config, hidden)
+
+    def forbidden(self, ids: Int[Array, " V"]) -> Bool[Array, " V"]:
+        """Ids that are never predicted: the mask, and rows of the vocabulary that hold no token."""
+        limit = self.model.defaults.vocab_limit or self.vocab_size
+        return (ids == self.mask_id) | (ids >= limit)
+
+    def _embed_inputs(self, state: DecodeState, inputs: Any) -> Float[Array, "B W D"]:
+        buffer = state.buffer
+        B, K, S = buffer.tokens.shape
+        if inputs is None:
+            inputs = jnp.where(buffer.filled, buffer.tokens, max(self.mask_id, 0))
+        if isinstance(inputs, TokenMix):
+            shown = jnp.where(buffer.filled, buffer.tokens, max(self.mask_id, 0))
+            rows = jnp.where(inputs.on[..., None], self._mixture(inputs), self.embed(shown))
+        elif isinstance(inputs, Soft):
+            hard = self.embed(inputs.ids)
+            rows = jnp.where(inputs.on[..., None], inputs.vectors.astype(hard.dtype), hard)
+        else:
+            rows = self.embed(jnp.asarray(inputs))
+        return rows.reshape(B, K * S, -1)
+
+    def _mixture(self, mix: TokenMix) -> Float[Array, "B K S D"]:
+        base, parts = self.embed(mix.base_ids), self.embed(mix.ids)
+        weight = mix.base_weight[..., None].astype(base.dtype)
+        probs = mix.probs[..., None].astype(base.dtype)
+        mixed = weight * base + jnp.sum(probs * parts, axis=-2)
+        if not mix.renormalize:
+            return mixed
+
+        def norm(x: Array) -> Array:
+            return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+
+        wanted = mix.base_weight * norm(base) + jnp.sum(mix.probs * norm(parts), axis=-1)
+        scale = wanted / jnp.maximum(norm(mixed), 1e-12)  # DMax, the reference's epsilon
+        return (mixed.astype(jnp.float32) * scale[..., None]).astype(base.dtype)
+
+    def _tapped(
+        self, state: DecodeState, taps: Taps, positions: Array, cell: Array, live: Array
+    ) -> "WindowOutput":
+        arch, B = self.model.arch, positions.shape[0]
+        if arch.context_kv is None:
+            raise ValueError(f"model {self._pool!r} takes no tapped features; give it token inputs")
+        vectors = taps.vectors.reshape(B, -1, taps.vectors.shape[-1])
+        vectors = jnp.take_along_axis(vectors, cell[:, :, None], axis=1)
+        fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
+        return WindowOutput(
+            self, state, tuple(fresh), positions, cell, live, vectors, (), cell.shape[1]
+        )
+
+
+class WindowOutput:
+    """See `strategies.protocol.ForwardOutput`; holds the rows that were computed."""
+
+    def __init__(
+        self,
+        forward: ModelForward,
+        state: DecodeState,
+        fresh: tuple[tuple[Array, Array], ...],
+        positions: Int[Array, "B T"],
+        cell: Int[Array, "B T"],
+        live: Bool[Array, "B K S"],
+        rows: Float[Array, "B T D"],
+        taps: tuple[Float[Array, "B T D"], ...],
+        width: int | None,
+    ):
+        self._forward, self._state, self._fresh = forward, state, fresh
+        self._positions, self._cell, self._live = positions, cell, live
+        self._rows, self._width = rows, width
+        self.hidden = self._to_window(rows)
+        self.taps = tuple(self._to_window(tap) for tap in taps)
+
+    def predict(
+        self,
+        where: Bool[Array, "B K S"] | None = None,
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+        confidence: Literal["drawn", "raw"] = "drawn",
+        forbid: Int[Array, " X"] | None = None,
+        penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
+        num_top: int = 0,
+    ) -> TokenStats:
+        """Statistics aligned with the cells; see the protocol."""
+        B, K, S = self._live.shape
+        sampling = greedy(B) if sampling is None else sampling
+        per_cell = Sampling(*(jnp.repeat(leaf, K * S) for leaf in (
+            sampling.temperature, sampling.top_k, sampling.top_p
+        )))
+        stats = read_stats(
+            self._forward.unembed,
+            self._aligned().reshape(B * K * S, -1),
+            per_cell,
+            None if keys is None else keys.reshape(-1),
+            forbidden=lambda ids: self._forbidden(ids, forbid),
+            penalty=None if penalty is None else (penalty[0].reshape(-1), penalty[1].reshape(-1)),
+            confidence=confidence,
+            num_top=num_top,
+        )
+        token, sure, entropy = (
+            leaf.reshape(B, K, S) for leaf in (stats.token, stats.confidence, stats.entropy)
+        )
+        where = self._predicted() if where is None else where & self._predicted()
+        return TokenStats(
+            token=jnp.where(where, token, 0),
+            confidence=jnp.where(where, sure, -jnp.inf),
+            entropy=jnp.where(where, entropy, jnp.inf),
+            top_ids=stats.top_ids.reshape(B, K, S, -1),
+            top_probs=stats.top_probs.reshape(B, K, S, -1),
+        )
+
+    def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
+        """Expected embedding under the tempered law of each cell."""
+        B, K, S = self._live.shape
+        forward = self._forward
+        per_cell = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, K, S)).reshape(-1)
+        every = forward.embed(jnp.arange(forward.vocab_size, dtype=jnp.int32))
+        rows = read_soft(
+            forward.unembed, every, self._aligned().reshape(B * K * S, -1), per_cell,
+            forward.forbidden,
+        )
+        return rows.reshape(B, K, S, -1)
+
+    def logits(self) -> Float[Array, "B K S V"]:
+        """Everything, aligned."""
+        return self._forward.unembed(self._aligned())
+
+    def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
+        """Write K/V of live cells in `where` of running rows; keep the raw rows for the boundary.
+
+        The write waits for the last hidden row, which every layer's read of the cache precedes:
+        XLA then has no reason to copy a pool to protect a reader. The same test keeps rows that
+        are not finite out of the cache.
+        """
+        B, K, S = self._live.shape
+        sound = jnp.all(jnp.isfinite(self._rows.astype(jnp.float32)), axis=-1)
+        running = (state.finish == RUNNING)[:, None, None]
+        wanted = (where & self._live & running).reshape(B, K * S)
+        wanted = jnp.take_along_axis(wanted, self._cell, axis=1) & sound
+        if self._width is not None:
+            # Narrowed rows past the window's end repeat its last cell.
+            wanted &= self._cell == self._cell[:, :1] + jnp.arange(self._width)[None]
+        name = self._forward._pool
+        pool = state.pools[name]
+        num_pages, _, page_size, _ = pool[0][0].shape
+        slots = page_slots(state.page_table, self._positions, wanted, num_pages, page_size)
+        state = state.replace(pools={**state.pools, name: write_rows(pool, self._fresh, slots)})
+        if name == TARGET and state.boundary.shape[-1]:
+            state = state.replace(rows=self.hidden.reshape(B, K * S, -1))
+        return state
+
+    def _to_window(self, rows: Float[Array, "B T D"]) -> Float[Array, "B K S D"]:
+        B, K, S = self._live.shape
+        if self._width is not None:
+            empty = jnp.zeros((B, K * S, rows.shape[-1]), rows.dtype)
+            # Last write wins nothing here: repeated cells carry the same row.
+            rows = empty.at[jnp.arange(B)[:, None], self._cell].set(rows)
+        return rows.reshape(B, K, S, -1)
+
+    def _aligned(self) -> Float[Array, "B K S D"]:
+        if not self._forward.model.config.shift:
+            return self.hidden
+        B, K, S = self._live.shape
+        boundary = self._state.boundary
+        if not boundary.shape[-1]:
+            raise ValueError("a shifted model predicts its first cell from the boundary row; "
+                             "keep it: Needs(boundary=True)")
+        rows = self.hidden.reshape(B, K * S, -1)
+        joined = jnp.concatenate([boundary[:, None].astype(rows.dtype), rows[:, :-1]], axis=1)
+        return joined.reshape(B, K, S, -1)
+
+    def _predicted(self) -> Bool[Array, "B K S"]:
+        """Cells some row speaks about."""
+        if not self._forward.model.config.shift:
+            return self._live
+        B, K, S = self._live.shape
+        flat = self._live.reshape(B, K * S)
+        left = jnp.concatenate([jnp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
+        return left.reshape(B, K, S)
+
+    def _forbidden(self, ids: Array, more: Array | None) -> Array:
+        out = self._forward.forbidden(ids)
+        return out if more is None else out | jnp.any(ids[:, None] == more[None, :], axis=1)
+
+
+def greedy(num_slots: int) -> Sampling:
+    """Sampling that takes the most probable token."""
+    return Sampling(
+        temperature=jnp.zeros((num_slots,), jnp.float32),
+        top_k=jnp.zeros((num_slots,), jnp.int32),
+        top_p=jnp.ones((num_slots,), jnp.float32),
+    )
+
+
+def _live_edges(live: Bool[Array, "B W"]) -> Int[Array, "B 2"]:
+    """First live cell and one past the last; (0, 0) where none is."""
+    W = live.shape[1]
+    cell = jnp.arange(W, dtype=jnp.int32)[None]
+    first = jnp.min(jnp.where(live, cell, W), axis=1)
+    end = jnp.max(jnp.where(live, cell + 1, 0), axis=1)
+    return jnp.stack([jnp.minimum(first, end), end], axis=1)

@@ -1,0 +1,349 @@
+"""`generate`: a batch of prompts to tokens, one jit, no scheduler; and the same in pieces.
+
+The host side here checks input and pads it to a bucket; the device side is `decode`. `generate`
+may be called under jit and vmapped over a strategy's thresholds. `start` and `advance` are its
+two halves for callers who want to look in between (streaming, `--watch`).
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from dllm_jax import decode
+from dllm_jax.cache import PAGE_SIZE
+from dllm_jax.forward import ModelForward
+from dllm_jax.loading import load
+from dllm_jax.model import Model
+from strategies.protocol import split_knobs
+from strategies.resolve import load_strategy
+from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
+
+MIN_PROMPT_BUCKET = 64
+STOP_BUCKET = 8
+
+
+class GenerateOutput(struct.PyTreeNode):
+    """What `generate` returns; a pytree.
+
+    Attributes:
+        tokens: Emitted ids, 0 past `length`; neither prompt nor stop id is among them.
+        length: How many count.
+        nfe: Forwards after prefill, commit passes included.
+        finish: Why each row ended: `strategies.state.FINISH_REASONS` has the words.
+    """
+
+    tokens: Int[Array, "B O"]
+    length: Int[Array, " B"]
+    nfe: Int[Array, " B"]
+    finish: Int[Array, " B"]
+
+
+class Session(struct.PyTreeNode):
+    """A batch in the middle of decoding: the bare strategy, the auxiliary models, the state."""
+
+    strategy: Any
+    aux: dict[str, Model]
+    state: DecodeState
+
+
+def generate(
+    model: Model | str,
+    prompts: Sequence[Sequence[int]] | Int[Array, "B T"],
+    strategy: Any = None,
+    *,
+    max_tokens: int = 256,
+    temperature: float | Array = 0.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    max_nfe: int | Array | None = None,
+    prompt_len: Int[Array, " B"] | None = None,
+    draft: Model | str | None = None,
+    key: PRNGKeyArray | None = None,
+    attention_implementation: str | None = None,
+) -> GenerateOutput:
+    """Decode a fixed batch of prompts.
+
+    Args:
+        model: A `Model` or what `load` takes.
+        prompts: Lists of token ids, or an array right-padded to one length with `prompt_len`.
+        strategy: A value, name, import path or step function; None is the family's default.
+        max_tokens: Most tokens a row may emit; static (another value compiles again).
+        temperature, top_k, top_p, max_nfe: One value, or one a row.
+        stop_token_ids: Ids that end a row, beside the model's own (unless `ignore_eos`).
+        prompt_len: Length of each row of an array of prompts; None: all of it.
+        draft: The model a speculative strategy drafts with.
+        key: One key (row i draws with `fold_in(key, i)`) or one a row; None is `key(0)`.
+
+    Returns:
+        Tokens, lengths, forwards and finish reasons, on the device.
+
+    Raises:
+        ValueError: An argument outside its range, an empty prompt, or one longer than the model.
+    """
+    model, call, max_tokens = _prepare(
+        model,
+        prompts,
+        strategy,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        max_nfe=max_nfe,
+        prompt_len=prompt_len,
+        draft=draft,
+        key=key,
+    )
+    return _generate(model, *call, max_tokens, attention_implementation)
+
+
+def start(
+    model: Model | str,
+    prompts: Sequence[Sequence[int]] | Int[Array, "B T"],
+    strategy: Any = None,
+    *,
+    attention_implementation: str | None = None,
+    **request: Any,
+) -> Session:
+    """Prefill a batch and stop before its first step; `request` is `generate`'s keywords."""
+    model, call, max_tokens = _prepare(model, prompts, strategy, **request)
+    state = _start(model, *call, max_tokens, attention_implementation)
+    return Session(call[0], call[1], state)
+
+
+def advance(
+    model: Model, session: Session, num_steps: int = 1, attention_implementation: str | None = None
+) -> Session:
+    """Run up to `num_steps` decode steps; the old session's state is donated, hence gone."""
+    state = _advance(
+        model,
+        session.strategy,
+        session.aux,
+        session.state,
+        jnp.int32(num_steps),
+        attention_implementation,
+    )
+    return session.replace(state=state)
+
+
+# --- the host side: check, pad, resolve --------------------------------------------------------
+
+
+def _prepare(
+    model: Model | str,
+    prompts: Any,
+    strategy: Any,
+    *,
+    max_tokens: int = 256,
+    temperature: Any = 0.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    max_nfe: Any = None,
+    prompt_len: Any = None,
+    draft: Any = None,
+    key: Any = None,
+) -> tuple[Model, tuple[Any, dict[str, Model], decode.Batch], int]:
+    """Check a call's arguments and turn them into arrays of bucketed shapes."""
+    model = load(model) if isinstance(model, str) else model
+    strategy = resolve_strategy(model, strategy)
+    bare, knobs = split_knobs(strategy)
+    aux = _bind_draft(strategy, draft)
+    _check_number("max_tokens", max_tokens, 1, None)
+    _check_number("temperature", temperature, 0.0, None)
+    _check_number("top_k", top_k, 0, None)
+    _check_number("top_p", top_p, 0.0, 1.0)
+    _check_number("max_nfe", max_nfe, 1, None)
+    ids, lengths = _pad_prompts(model, prompts, prompt_len)
+    B = ids.shape[0]
+
+    def a_row(value: Any, dtype: Any) -> Array:
+        return jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
+
+    stops = [*stop_token_ids, *(() if ignore_eos else model.defaults.stop_token_ids)]
+    width = max(STOP_BUCKET, -(-len(stops) // STOP_BUCKET) * STOP_BUCKET)
+    stop_ids = np.full((B, width), -1, np.int32)
+    stop_ids[:, : len(stops)] = stops
+    batch = decode.Batch(
+        prompt=ids,
+        prompt_len=lengths,
+        limit=jnp.minimum(lengths + max_tokens, model.config.max_position),
+        sampling=Sampling(
+            a_row(temperature, jnp.float32),
+            a_row(0 if top_k is None else top_k, jnp.int32),
+            a_row(1.0 if top_p is None else top_p, jnp.float32),
+        ),
+        limits=Limits(
+            jnp.asarray(stop_ids),
+            a_row(NO_LIMIT if max_nfe is None else max_nfe, jnp.int32),
+            a_row(NO_LIMIT, jnp.int32),
+        ),
+        knobs={name: a_row(value, jnp.float32) for name, value in knobs.items()},
+        keys=_row_keys(key, B),
+    )
+    return model, (bare, aux, batch), max_tokens
+
+
+def resolve_strategy(model: Model, strategy: Any) -> Any:
+    """The strategy to run: the family's default for None, its sizes where they are left open."""
+    defaults = model.defaults
+    if strategy is None:
+        strategy = family_strategy(model, defaults.strategy)
+    elif isinstance(strategy, str) and ":" not in strategy:
+        strategy = family_strategy(model, strategy)
+    strategy = load_strategy(strategy)
+    return strategy.replace(
+        block_size=strategy.block_size or defaults.block_size,
+        buffer_size=strategy.buffer_size or defaults.buffer_size,
+    )
+
+
+def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
+    """The strategy called `name` with the numbers of the model's family, then `overrides`."""
+    plain = load_strategy(name)
+    defaults = model.defaults
+    wanted = {
+        "accept_threshold": defaults.accept_threshold,
+        "add_block_threshold": defaults.add_block_threshold,
+        "semi_complete_threshold": defaults.semi_complete_threshold,
+    }
+    if name == defaults.strategy or plain.needs.prompt.startswith("grid"):
+        wanted |= {"block_size": defaults.block_size}
+    if name == defaults.strategy:
+        wanted |= {"buffer_size": defaults.buffer_size}
+    known = {k: v for k, v in wanted.items() if hasattr(plain, k)}
+    return load_strategy(plain, **{**known, **overrides})
+
+
+def _bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
+    names = strategy.needs.aux
+    if not names and draft is None:
+        return {}
+    if len(names) != 1 or draft is None:
+        raise ValueError(
+            f"draft={'given' if draft is not None else None} does not fit "
+            f"{type(strategy).__name__}, which needs {len(names)} auxiliary models; "
+            "give a draft exactly where the strategy drafts"
+        )
+    return {names[0]: load(draft) if isinstance(draft, str) else draft}
+
+
+def _check_number(name: str, value: Any, low: float, high: float | None) -> None:
+    """Check a plain number; arrays and tracers are the caller's own."""
+    if isinstance(value, int | float) and (value < low or (high is not None and value > high)):
+        span = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name}={value} must be {span}; choose a value there")
+
+
+def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Array]:
+    """Prompts as [B, bucket] and their lengths, checked where they are concrete."""
+    most = model.config.max_position
+    if hasattr(prompts, "ndim"):
+        ids = jnp.asarray(prompts, jnp.int32)
+        if ids.ndim != 2 or not ids.size:
+            raise ValueError(f"prompts have shape {ids.shape}; give [batch, tokens], not empty")
+        B, T = ids.shape
+        lengths = jnp.full((B,), T) if prompt_len is None else jnp.asarray(prompt_len)
+        ids = jnp.pad(ids, ((0, 0), (0, _bucket(T) - T)))
+        if T > most and prompt_len is None:
+            raise ValueError(_too_long(0, T, most))
+        return ids, jnp.broadcast_to(lengths.astype(jnp.int32), (B,))
+    if prompt_len is not None:
+        raise ValueError("prompt_len goes with an array of prompts; lists have their own lengths")
+    rows = [list(row) for row in prompts]
+    if not rows:
+        raise ValueError("prompts is empty; give at least one prompt")
+    for i, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {i} is empty; give at least one token")
+        if len(row) >= most:
+            raise ValueError(_too_long(i, len(row), most))
+        bad = next((t for t in row if not 0 <= t < model.config.vocab_size), None)
+        if bad is not None:
+            raise ValueError(
+                f"prompt {i} holds id {bad}, outside the vocabulary "
+                f"[0, {model.config.vocab_size}); was it tokenized for another model?"
+            )
+    ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    return jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def _too_long(index: int, length: int, most: int) -> str:
+    return (
+        f"prompt {index} has {length} tokens; the model takes {most}, prompt and output together: "
+        "shorten the prompt"
+    )
+
+
+def _bucket(length: int) -> int:
+    """Prompt lengths compile once per power of two."""
+    return max(MIN_PROMPT_BUCKET, 1 << (length - 1).bit_length())
+
+
+def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
+    key = jax.random.key(0) if key is None else key
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows))
+    if key.shape != (num_rows,):
+        raise ValueError(f"key has shape {key.shape}; give one key, or one for each of {num_rows} rows")
+    return key
+
+
+# --- the device side ---------------------------------------------------------------------------
+
+
+def _fresh(
+    model: Model, strategy: Any, aux: Mapping[str, Model], batch: decode.Batch, max_tokens: int
+) -> DecodeState:
+    """A state whose rows own enough pages for all they can ever write."""
+    B, T = batch.prompt.shape
+    window = strategy.buffer_size * strategy.block_size
+    pages = -(-(T + max_tokens + window) // PAGE_SIZE)
+    table = jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages)
+    return decode.new_state(
+        strategy, model, aux, batch, table, B * pages, PAGE_SIZE, max_tokens
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
+def _start(model, strategy, aux, batch, max_tokens, implementation):
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    state = _fresh(model, strategy, aux, batch, max_tokens)
+    return decode.prefill(strategy, forward, state, batch.prompt)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
+def _advance(model, strategy, aux, state, num_steps, implementation):
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+    return decode.run(strategy, forward, state, spec, num_steps)
+
+
+@functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
+def _generate(model, strategy, aux, batch, max_tokens, implementation):
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    state = _fresh(model, strategy, aux, batch, max_tokens)
+    state = decode.prefill(strategy, forward, state, batch.prompt)
+    spec = decode.slot_spec(strategy, model, batch.prompt.shape[0])
+    state = decode.run(strategy, forward, state, spec)
+    counts = jnp.arange(max_tokens)[None] < state.output_len[:, None]
+    return GenerateOutput(
+        tokens=jnp.where(counts, state.output, 0),
+        length=state.output_len,
+        nfe=state.buffer.nfe,
+        finish=state.finish,
+    )

@@ -1,0 +1,96 @@
+"""From hidden rows to token statistics, streamed: never a whole [rows, vocabulary] array.
+
+Rows are read out in chunks, so that memory is bounded whatever the batch and the window.
+Nothing here knows about windows or pages.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from strategies.protocol import TokenStats
+from strategies.sampling import token_stats
+from strategies.state import Sampling
+
+ROWS_AT_ONCE = 1024  # float32 logits of one chunk: 620 MB at 152k ids
+
+
+def in_chunks(fn: Callable[[Any], Any], rows: Any) -> Any:
+    """`fn` over the leading axis of `rows`, `ROWS_AT_ONCE` at a time."""
+    total = jax.tree.leaves(rows)[0].shape[0]
+    if total <= ROWS_AT_ONCE:
+        return fn(rows)
+    chunks = -(-total // ROWS_AT_ONCE)
+    pad = chunks * ROWS_AT_ONCE - total
+
+    def split(leaf: Array) -> Array:
+        # Padding repeats row 0: any valid row will do, its result is cut off.
+        padded = jnp.concatenate([leaf, jnp.broadcast_to(leaf[:1], (pad, *leaf.shape[1:]))])
+        return padded.reshape(chunks, ROWS_AT_ONCE, *leaf.shape[1:])
+
+    out = jax.lax.map(fn, jax.tree.map(split, rows))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:total], out)
+
+
+def read_stats(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "R D"],
+    sampling: Sampling,
+    keys: PRNGKeyArray | None,
+    *,
+    forbidden: Callable[[Array], Array],
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
+    num_top: int = 0,
+) -> TokenStats:
+    """Statistics of each row under its sampling, leading axis R.
+
+    Args:
+        unembed: Hidden rows to float32 logits.
+        sampling: One value a row.
+        keys: One a row, None where every row is greedy.
+        forbidden: Ids to a mask of those never drawn.
+        penalty: An id a row and what its logit loses.
+    """
+
+    def one(rows: tuple[Any, ...]) -> TokenStats:
+        hidden, sampling, keys, penalty = rows
+        logits = unembed(hidden)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        logits = jnp.where(forbidden(ids), jnp.finfo(jnp.float32).min, logits)
+        if penalty is not None:
+            logits = logits - jnp.where(ids == penalty[0][:, None], penalty[1][:, None], 0.0)
+        return token_stats(
+            logits,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            keys=keys,
+            confidence=confidence,
+            num_top=num_top,
+        )
+
+    return in_chunks(one, (hidden, sampling, keys, penalty))
+
+
+def read_soft(
+    unembed: Callable[[Array], Array],
+    embedding: Float[Array, "V D"],
+    hidden: Float[Array, "R D"],
+    temperature: Float[Array, " R"],
+    forbidden: Callable[[Array], Array],
+) -> Float[Array, "R D"]:
+    """Expected embedding of each row under its tempered law."""
+
+    def one(rows: tuple[Array, Array]) -> Array:
+        hidden, temperature = rows
+        logits = unembed(hidden)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        logits = jnp.where(forbidden(ids), jnp.finfo(jnp.float32).min, logits)
+        prob = jax.nn.softmax(logits / temperature[:, None], axis=-1)
+        return (prob.astype(embedding.dtype) @ embedding).astype(hidden.dtype)
+
+    return in_chunks(one, (hidden, temperature))
