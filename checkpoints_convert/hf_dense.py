@@ -1,7 +1,8 @@
 """The table of the dense families with Hugging Face names: SDAR and Qwen3 share it.
 
-Leaves are stored input axis first and fused as the forward pass reads them (`dllm_jax.models.dense`);
-files hold torch's `[out, in]` matrices, one a projection. No code, only the table.
+Leaves have their input axis first and are fused as the forward pass reads them (see
+`dllm_jax.models.dense`); files hold torch's `[out, in]` matrices, one a projection. No code, only
+the table.
 """
 
 import re

@@ -80,12 +80,14 @@ class Report:
             raise ConversionError(self.source, self.problems)
 
     def __str__(self) -> str:
+        kind = "Hugging Face folder" if self.kind == "hf" else "converted folder"
+        millions, megabytes = self.num_params / 1e6, self.num_bytes / 1e6
         lines = [
-            f"source      {self.source} ({'converted folder' if self.kind != 'hf' else 'Hugging Face folder'})",
+            f"source      {self.source} ({kind})",
             f"family      {self.family or 'unknown'}",
             f"tensors     {self.num_tensors} in {len(self.files)} file(s)",
-            f"parameters  {self.num_params:,} ({self.num_params / 1e6:.1f} M)",
-            f"bytes       {self.num_bytes:,} ({self.num_bytes / 1e6:.1f} MB, {self.dtype or 'no weights'})",
+            f"parameters  {self.num_params:,} ({millions:.1f} M)",
+            f"bytes       {self.num_bytes:,} ({megabytes:.1f} MB, {self.dtype or 'no weights'})",
             f"tokenizer   {', '.join(self.tokenizer_files) or 'none'}",
         ]
         for title, value in (("config", self.config), ("defaults", self.defaults)):

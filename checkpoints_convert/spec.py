@@ -22,7 +22,7 @@ _SHOWN = 10  # names shown of a long list
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot be read; `problems` holds every one of them, `source` what it was."""
+    """A checkpoint that cannot be read; `problems` holds every reason."""
 
     def __init__(self, source: str, problems: Iterable[str]):
         self.source = source

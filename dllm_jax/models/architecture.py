@@ -1,4 +1,4 @@
-"""What the engine asks of a network: a value holding functions, so that any family can be plugged in.
+"""What the engine asks of a network: a value holding functions, so any family can be plugged in.
 
 The functions are those of `dense.py`, and so are their signatures; `cfg` is whatever configuration
 the family uses. Nothing here knows about pages, strategies or checkpoints.

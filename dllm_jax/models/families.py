@@ -386,7 +386,7 @@ def _mask_id(
 def _settings(
     config: Json, family: Family, name: str, problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
-    """Strategy and sizes: the config's own `dllm_jax` entry over its block size over the family's."""
+    """Strategy and sizes: the `dllm_jax` entry over the stated block size over the family's."""
     suffix = re.search(r"-b(\d+)$", name)
     native = next((config[k] for k in ("bd_size", "block_size") if config.get(k)), None)
     if family.mask_token_id is None:

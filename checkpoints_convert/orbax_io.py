@@ -1,0 +1,234 @@
+"""Converted folders: an Orbax parameter tree, `meta.json` and the tokenizer's files.
+
+    DST/params/         Orbax checkpoint, one uncompressed array a leaf
+    DST/meta.json       format, family, config, defaults, dtype, source digests
+    DST/tokenizer.json  and the other tokenizer files of the source
+
+A folder is made under another name beside its place and renamed when it is complete, so whatever
+carries the name loads. Importing this module imports Orbax, which takes a second.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from checkpoints_convert.dtypes import as_dtype
+from checkpoints_convert.report import META, Report
+from checkpoints_convert.spec import ConversionError
+from checkpoints_convert.tokenizer_files import present, read_json
+from dllm_jax.models.dense import DenseConfig, param_shapes
+from dllm_jax.models.families import FamilyDefaults
+
+_FORMAT = "dllm-jax"
+_VERSION = 1
+_PARAMS = "params"
+
+
+def save(params: Any, report: Report, dst: Path) -> Path:
+    """Write a converted folder; an existing one of that name is replaced at the very end.
+
+    Args:
+        params: NumPy arrays in the tree of `dllm_jax.models.dense.Params`.
+        report: On the checkpoint they came from.
+    """
+    dst = dst.absolute()
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{dst.name}.partial-", dir=dst.parent))
+    try:
+        _write_params(params, partial / _PARAMS)
+        for name in report.tokenizer_files:
+            shutil.copyfile(report.folder / name, partial / name)
+        meta = _meta(params, report)
+        (partial / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        partial.chmod(0o755)  # mkdtemp makes it private
+        _sync(partial)
+        _move_into_place(partial, dst)
+    except BaseException:  # Ctrl-C too: no half folder is left behind
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return dst
+
+
+def describe(folder: Path, source: str) -> Report:
+    """The report on a converted folder, from its `meta.json`."""
+    report = Report(source=source, folder=folder, kind="converted")
+    try:
+        meta = read_json(folder / META)
+        if meta.get("format") != _FORMAT or meta.get("version") != _VERSION:
+            raise ValueError(
+                f"{META} is of format {meta.get('format')!r} version {meta.get('version')!r}, "
+                f"not {_FORMAT!r} version {_VERSION}; convert the checkpoint again"
+            )
+        config = DenseConfig(**meta["config"])
+        stops = tuple(meta["defaults"].pop("stop_token_ids"))
+        defaults = FamilyDefaults(**meta["defaults"], stop_token_ids=stops)
+        dtype = as_dtype(meta["dtype"])
+    except KeyError as error:
+        return dataclasses.replace(report, problems=(f"{META} lacks {error}; convert it again",))
+    except (TypeError, ValueError) as error:
+        return dataclasses.replace(report, problems=(str(error),))
+    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(config, dtype))
+    shapes = {_name(path): tuple(leaf.shape) for path, leaf in leaves}
+    size = sum(math.prod(shape) for shape in shapes.values())
+    problems = [
+        f"{_PARAMS}/{name} is missing; convert the checkpoint again"
+        for name in shapes
+        if not (folder / _PARAMS / name).is_dir()
+    ]
+    return dataclasses.replace(
+        report,
+        family=meta.get("family"),
+        config=config,
+        defaults=defaults,
+        dtype=meta["dtype"],
+        num_tensors=len(shapes),
+        num_params=size,
+        num_bytes=size * dtype.itemsize,
+        shapes=shapes,
+        files=(META,),
+        tokenizer_files=present(folder),
+        problems=tuple(problems),
+    )
+
+
+def restore(report: Report, dtype: str = "auto") -> Any:
+    """The parameter tree of a converted folder as NumPy arrays, in a few leaves at a time.
+
+    Args:
+        dtype: Type of the result; "auto" is the stored one.
+    """
+    cfg = report.config
+    if cfg is None or report.dtype is None:
+        raise ConversionError(report.source, report.problems)
+    stored = as_dtype(report.dtype)
+    target = stored if dtype == "auto" else as_dtype(dtype)
+    shapes, tree = jax.tree.flatten(param_shapes(cfg, stored))
+    leaves: list[Any] = [None] * len(shapes)
+    with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
+        for batch in _batches([math.prod(leaf.shape) for leaf in shapes]):
+            wanted = [0 if i in batch else ocp.PLACEHOLDER for i in range(len(shapes))]
+            item = jax.tree.unflatten(tree, wanted)
+            kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+            args = ocp.args.PyTreeRestore(item=item, restore_args=kinds)
+            try:
+                found = checkpointer.restore((report.folder / _PARAMS).absolute(), args=args)
+            except (OSError, ValueError, KeyError) as error:
+                reason = f"{_PARAMS} cannot be read ({error}); convert the checkpoint again"
+                raise ConversionError(report.source, [reason]) from error
+            for i, leaf in enumerate(tree.flatten_up_to(found)):
+                if i in batch:
+                    leaves[i] = _checked(report, leaf, shapes[i]).astype(target, copy=False)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _checked(report: Report, leaf: Any, wanted: jax.ShapeDtypeStruct) -> Any:
+    if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:
+        reason = (
+            f"{_PARAMS} holds {leaf.dtype}{list(leaf.shape)} where {META} says "
+            f"{wanted.dtype}{list(wanted.shape)}; convert the checkpoint again"
+        )
+        raise ConversionError(report.source, [reason])
+    return leaf
+
+
+def _batches(sizes: list[int]) -> Iterator[range]:
+    """Runs of leaves, each no larger than the largest leaf: few calls, bounded memory."""
+    most, start, total = max(sizes), 0, 0
+    for i, size in enumerate(sizes):
+        if total + size > most:
+            yield range(start, i)
+            start, total = i, 0
+        total += size
+    yield range(start, len(sizes))
+
+
+def _write_params(params: Any, path: Path) -> None:
+    with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(params))
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax set up for memory: by default it would copy the whole tree before writing.
+
+    One uncompressed file a leaf is written straight from our arrays; bfloat16 weights compress by
+    a fifth only.
+    """
+    kinds = ocp.type_handlers
+    registry = kinds.create_type_handler_registry(
+        (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False))
+    )
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_compression=False, type_handler_registry=registry
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Orbax's log lines, one of which warns of the absence of files nobody asked for."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _meta(params: Any, report: Report) -> dict[str, Any]:
+    if report.config is None or report.defaults is None:
+        raise ValueError(f"{report.source}: nothing to save; inspect it first")
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "family": report.family,
+        "config": dataclasses.asdict(report.config),
+        "defaults": dataclasses.asdict(report.defaults),
+        "dtype": str(params["embed"].dtype),
+        "source": report.source,
+        "digests": {name: _digest(report.folder / name) for name in report.files},
+        "tokenizer_files": list(report.tokenizer_files),
+    }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _name(path: Any) -> str:
+    """Name of a leaf's folder, as Orbax forms it: keys and indices joined by points."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file and folder to the disk, so that the rename is the last thing to happen."""
+    for root, _, files in os.walk(folder):
+        for path in (*(Path(root) / name for name in files), Path(root)):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _move_into_place(partial: Path, dst: Path) -> None:
+    old = None
+    if dst.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{dst.name}.old-", dir=dst.parent))
+        dst.rename(old / dst.name)
+    partial.rename(dst)
+    if old is not None:
+        shutil.rmtree(old)
