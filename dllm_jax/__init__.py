@@ -5,45 +5,37 @@ package imports no JAX, and the leaf `dllm_jax.models` can be read by `checkpoin
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import strategies
-    from dllm_jax.generate import GenerateOutput, generate
-    from dllm_jax.loading import Model, load
+    from dllm_jax.generation import GenerateOutput, generate
+    from dllm_jax.loading import load
+    from dllm_jax.model import Model
 
 __version__ = "0.1.0"
 __all__ = ["GenerateOutput", "Model", "generate", "load", "strategies"]
 
-# public name -> the module that holds it ("" = the name is that module itself)
+# public name -> the module that holds it; "" where the name is a module itself
 _HOMES = {
+    "GenerateOutput": "dllm_jax.generation",
+    "Model": "dllm_jax.model",
+    "generate": "dllm_jax.generation",
     "load": "dllm_jax.loading",
-    "Model": "dllm_jax.loading",
-    "generate": "dllm_jax.generate",
-    "GenerateOutput": "dllm_jax.generate",
     "strategies": "",
 }
 
 
-class _Package(ModuleType):
-    """Keeps `dllm_jax.generate` the function: importing the module of that name would hide it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (_HOMES.get(name) and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'dllm_jax' has no public name {name!r}; it has {__all__}")
-        module = importlib.import_module(_HOMES[name] or name)
-        value = getattr(module, name) if _HOMES[name] else module
-        self.__dict__[name] = value
-        return value
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *__all__]
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'dllm_jax' has no public name {name!r}; it has {', '.join(__all__)}"
+        )
+    module = importlib.import_module(_HOMES[name] or name)
+    value = getattr(module, name) if _HOMES[name] else module
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,8 @@
+"""`python -m dllm_jax.cli`: the same as `dllm-jax`."""
+
+import sys
+
+from dllm_jax.cli.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main())

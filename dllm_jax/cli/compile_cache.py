@@ -1,0 +1,23 @@
+"""Where compiled programs are kept between runs, so that a second run starts in seconds.
+
+Only the command line sets this: importing the library changes no global setting.
+"""
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/dllm-jax/jax`, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "dllm-jax" / "jax"
+
+
+def enable_compile_cache() -> None:
+    """Turn JAX's persistent compilation cache on, unless the user has set one up."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

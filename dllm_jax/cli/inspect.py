@@ -1,0 +1,42 @@
+"""`dllm-jax inspect SRC`: what a checkpoint holds and every problem in it, without its weights."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.add_argument("src", metavar="SRC", help="a checkpoint folder, or builtin:NAME")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; a checkpoint that cannot be loaded is a failure."""
+    from checkpoints_convert import inspect
+    from dllm_jax.cli.folders import checkpoint_folder
+
+    report = inspect(checkpoint_folder(args.src))
+    if args.json:
+        facts = {
+            "source": args.src,
+            "kind": report.kind,
+            "family": report.family,
+            "dtype": report.dtype,
+            "num_tensors": report.num_tensors,
+            "num_params": report.num_params,
+            "num_bytes": report.num_bytes,
+            "config": dataclasses.asdict(report.config) if report.config else None,
+            "defaults": dataclasses.asdict(report.defaults) if report.defaults else None,
+            "shapes": {name: list(shape) for name, shape in report.shapes.items()},
+            "problems": list(report.problems),
+            "notes": list(report.notes),
+        }
+        print(json.dumps(facts))
+    else:
+        print(report)
+    if report.problems:
+        sys.stdout.flush()
+        report.require_ok()
+    return 0

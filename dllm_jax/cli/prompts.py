@@ -1,0 +1,90 @@
+"""Where prompts come from and how they become token ids.
+
+Nothing here runs a model.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli.errors import UsageError
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of a command line: PROMPT, `-` for stdin, or the lines of --prompt-file.
+
+    Raises:
+        UsageError: Given twice or not at all, or empty.
+        ValueError: A file that is not there or not UTF-8.
+    """
+    if args.prompt is not None and args.prompt_file is not None:
+        raise UsageError("both PROMPT and --prompt-file are given; give one of them")
+    if args.prompt_file is not None:
+        lines = _read(args.prompt_file).splitlines()
+        prompts = [line for line in lines if line.strip()]
+        if not prompts:
+            raise UsageError(
+                f"prompt file {args.prompt_file!r} holds no prompt; write one on each line"
+            )
+        return prompts
+    if args.prompt is None:
+        raise UsageError("no prompt given; give PROMPT, - for stdin, or --prompt-file FILE")
+    prompt = _read("-").rstrip("\n") if args.prompt == "-" else args.prompt
+    if not prompt.strip():
+        raise UsageError("the prompt is empty; give at least one word")
+    return [prompt]
+
+
+def _read(name: str) -> str:
+    """Text of a file, or of stdin for "-"."""
+    what = "stdin" if name == "-" else f"prompt file {name!r}"
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(f"{what} cannot be read: {reason}; check the path") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
+            "save it as UTF-8"
+        ) from error
+
+
+def encode(model: Any, prompt: str, raw: bool) -> list[int]:
+    """Token ids of a prompt; unless `raw`, as one user message of the chat template, if any.
+
+    A prompt that holds the mask token keeps it: such cells are text, not holes. The user is told.
+
+    Raises:
+        ValueError: A model without a tokenizer, or a prompt too long for the model.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"model {model.source!r} has no tokenizer to read text with; use dj.generate with "
+            "token ids"
+        )
+    text = prompt
+    if not raw and tokenizer.chat_template:
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=raw or not tokenizer.chat_template)["input_ids"]
+    if not ids:
+        raise ValueError(f"the prompt {prompt!r} has no tokens; give at least one word")
+    most = model.config.max_position
+    if len(ids) >= most:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens but {model.source} takes {most}, prompt and text "
+            "together; shorten the prompt"
+        )
+    mask = model.config.mask_token_id
+    if mask in ids:
+        print(
+            f"warning: the prompt holds the mask token {tokenizer.decode([mask])!r} (id {mask}) "
+            f"{ids.count(mask)} time(s); its ids are kept as they are, as text",
+            file=sys.stderr,
+        )
+    return ids
