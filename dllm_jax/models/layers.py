@@ -15,7 +15,7 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) ->
     """
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * scale.astype(x.dtype)
+    return x32.astype(x.dtype) * _last(scale.astype(x.dtype), x.ndim)
 
 
 def rope_tables(
@@ -27,7 +27,7 @@ def rope_tables(
     """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequency = jnp.power(jnp.float32(theta), -exponent)
-    angle = positions.astype(jnp.float32)[..., None] * frequency
+    angle = positions.astype(jnp.float32)[..., None] * _last(frequency, positions.ndim + 1)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -37,6 +37,11 @@ def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Ar
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _last(vector: Float[Array, " D"], ndim: int) -> Array:
+    """A vector along the last of `ndim` axes: rank promotion is an error in our tests."""
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 
 def swiglu(
