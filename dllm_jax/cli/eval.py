@@ -1,0 +1,172 @@
+"""`dllm-jax eval`: strategies on the same held-out word problems, as a table and as JSON."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli.errors import UsageError
+
+DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
+ONE_TOKEN = "one token a forward"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.epilog = (
+        "Greedy. Forwards count after prefill, commit passes included; a forward is a commit pass "
+        "where it fills no cell. Intervals are 95 %; the first strategy is what the others are "
+        "compared with, problem by problem."
+    )
+    flags.add_model_flags(parser)
+    flags.add_strategy_flags(parser, several=True)
+    group = parser.add_argument_group("problems")
+    group.add_argument("--half", choices=("plain", "hard", "both"), default="both")
+    group.add_argument("--problems", type=flags.whole(1), default=200, metavar="N")
+    group.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0)
+    group.add_argument("--batch-size", type=flags.whole(1), default=32, metavar="B")
+    group.add_argument(
+        "--one-token",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also the accuracy at one token a forward (slow, default: on)",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    group.add_argument("--output", metavar="FILE", help="write the JSON object to FILE as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, print the table or the object."""
+    wanted = [_split(spec) for spec in args.strategy or DEFAULT_STRATEGIES]
+    if len({label for label, _, _ in wanted}) < len(wanted):
+        raise UsageError("the same --strategy is given twice; give each once")
+    for _, spec, _ in wanted:
+        flags.check_strategy(spec)
+
+    import dllm_jax as dj
+    from dllm_jax.cli.compile_cache import enable_compile_cache
+
+    enable_compile_cache()
+    model = dj.load(args.model, dtype=args.dtype)
+    if model.tokenizer is None:
+        raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
+    settings = _settings(model, wanted, flags.strategy_fields(args), args.one_token)
+    halves = ("plain", "hard") if args.half == "both" else (args.half,)
+    facts = _facts(args, model) | {
+        "strategies": {label: repr(strategy) for label, strategy in settings.items()},
+        "halves": {half: _evaluate(args, model, settings, half) for half in halves},
+    }
+    if args.output:
+        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(facts) if args.json else table(facts))
+    return 0
+
+
+def _split(text: str) -> tuple[str, str, dict[str, Any]]:
+    """`multi_bd,buffer_size=2` -> label, spec, fields."""
+    spec, *pairs = text.split(",")
+    try:
+        return text, spec, dict(flags.key_value(pair) for pair in pairs)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--strategy {text}: {error}") from None
+
+
+def _settings(
+    model: Any, wanted: list[Any], fields: dict[str, Any], with_one_token: bool
+) -> dict[str, Any]:
+    """Strategy values by label; shared fields apply where a strategy has them."""
+    from dllm_jax.evaluate import one_token
+    from dllm_jax.generation import resolve_strategy
+
+    settings = {}
+    for label, spec, own in wanted:
+        plain = flags.resolve_strategy(model, spec, {})
+        shared = {k: v for k, v in fields.items() if hasattr(plain, k)}
+        if spec == "block_diffusion":
+            shared.pop("buffer_size", None)  # one block at a time by definition
+        value = flags.resolve_strategy(model, spec, shared | own)
+        settings[label] = resolve_strategy(model, value)
+    if with_one_token:
+        settings[ONE_TOKEN] = one_token(next(iter(settings.values())).block_size)
+    return settings
+
+
+def _evaluate(
+    args: argparse.Namespace, model: Any, settings: dict[str, Any], half: str
+) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from dllm_jax import evaluate
+
+    problems = evaluate.held_out(half, args.problems, args.seed)
+    outcomes = {}
+    for label, strategy in settings.items():
+        with tqdm(total=len(problems), desc=f"{half}, {label}", leave=False, disable=None) as bar:
+            outcomes[label] = evaluate.solve(
+                model,
+                strategy,
+                problems,
+                batch_size=args.batch_size,
+                progress=lambda done, bar=bar: bar.update(done - bar.n),
+            )
+    base = next(iter(outcomes))
+    return {
+        "results": {label: evaluate.summarise(outcome) for label, outcome in outcomes.items()},
+        "against": base,
+        "comparisons": {
+            label: evaluate.compare(outcomes[base], outcome)
+            for label, outcome in outcomes.items()
+            if label != base
+        },
+    }
+
+
+def _facts(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    import jax
+
+    from dllm_jax import __version__
+
+    return {
+        "model": args.model,
+        "dtype": str(model.params["embed"].dtype),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"dllm-jax": __version__, "jax": jax.__version__},
+        "seed": args.seed,
+        "batch_size": args.batch_size,
+        "greedy": True,
+    }
+
+
+def table(facts: dict[str, Any]) -> str:
+    """The figures as text, one block a half."""
+    lines = [f"{facts['model']}, {facts['dtype']}, {facts['device']}, greedy, seed {facts['seed']}"]
+    for half, content in facts["halves"].items():
+        results = content["results"]
+        count = next(iter(results.values()))["problems"]
+        lines += ["", f"{half}: {count} held-out problems"]
+        lines.append(
+            f"{'':<32}{'exact %':>21}{'tokens/forward':>22}{'without commits':>17}"
+            f"{'denoise/block':>15}{'tok/s':>9}"
+        )
+        for label, row in results.items():
+            lines.append(
+                f"{label[:31]:<32}"
+                f"{_figure(row['exact'], 1, 100):>21}"
+                f"{_figure(row['tokens_per_forward'], 2):>22}"
+                f"{row['tokens_per_forward_without_commits']['value']:>17.2f}"
+                f"{row['denoise_forwards_per_block']['value']:>15.2f}{row['tok_s']:>9.0f}"
+            )
+        for label, row in content["comparisons"].items():
+            lines.append(
+                f"{label} against {content['against']}: {_figure(row['exact_points'], 1)} points, "
+                f"{_figure(row['speedup'], 2)} times the tokens per forward"
+            )
+    return "\n".join(lines)
+
+
+def _figure(entry: dict[str, Any], digits: int, scale: float = 1.0) -> str:
+    """`98.5 [97.4, 99.2]`."""
+    value, low, high = (round(scale * v, digits) for v in (entry["value"], *entry["ci95"]))
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

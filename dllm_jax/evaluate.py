@@ -1,0 +1,228 @@
+"""Accuracy and speed in forwards on the built-in word problems, strategies on the same ones.
+
+Data flow: seed -> held-out problems -> prompts -> batches through the decode loop, greedy ->
+`Outcome` (one row a problem) -> `summarise` and `compare`, with 95 % confidence intervals.
+Nothing here prints or reads a command line.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dllm_jax import decode, generation
+from dllm_jax.forward import ModelForward
+from dllm_jax.model import Model
+from dllm_jax.training.data import Problem, is_correct, problem
+from strategies import BlockDiffusion, driver
+from strategies.state import FINISH_REASONS, DecodeState
+
+MAX_TOKENS = 224  # the longest worked solution of both halves is shorter
+_RESAMPLES = 2000
+_Z95 = 1.959964  # two-sided 95 % of the normal law
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one strategy did with each problem, in order.
+
+    Attributes:
+        right: Whether the text states the right answer last.
+        tokens: Visible tokens.
+        forwards: Forwards after prefill, commit passes included.
+        denoise: Those of them that filled a cell.
+        blocks: Blocks that hold a visible token or the end mark.
+        seconds: Wall time of all batches, compilation apart.
+    """
+
+    right: np.ndarray
+    tokens: np.ndarray
+    forwards: np.ndarray
+    denoise: np.ndarray
+    blocks: np.ndarray
+    texts: tuple[str, ...]
+    finish: tuple[str | None, ...]
+    seconds: float
+
+
+def held_out(half: str, count: int, seed: int) -> list[Problem]:
+    """The first `count` held-out problems of a stream."""
+    return [problem(half, seed, index, heldout=True) for index in range(count)]
+
+
+def one_token(block_size: int) -> BlockDiffusion:
+    """The slow twin: one block at a time, its surest token in each forward."""
+    return BlockDiffusion(remasking="static", denoising_steps=block_size, block_size=block_size)
+
+
+def solve(
+    model: Model,
+    strategy: Any,
+    problems: Sequence[Problem],
+    *,
+    batch_size: int = 32,
+    max_tokens: int = MAX_TOKENS,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Solve problems greedily in batches of one shape.
+
+    Args:
+        strategy: A strategy value; its sizes must be set.
+        batch_size: Problems decoded together; the last batch is filled up and the rest dropped.
+        progress: Called with the number of problems done, after each batch.
+    """
+    ids = [_prompt(model, one.question) for one in problems]
+    width = max(map(len, ids))
+    lengths = np.array([len(row) for row in ids])
+    prompts = np.zeros((len(ids), width), np.int32)
+    for i, row in enumerate(ids):
+        prompts[i, : len(row)] = row
+    parts, seconds = [], 0.0
+    for first in range(0, len(ids), batch_size):
+        rows = np.minimum(np.arange(first, first + batch_size), len(ids) - 1)
+
+        def run(rows: np.ndarray = rows) -> Any:
+            session = generation.start(
+                model,
+                jnp.asarray(prompts[rows]),
+                strategy,
+                max_tokens=max_tokens,
+                prompt_len=jnp.asarray(lengths[rows]),
+            )
+            state, denoise = _run(model, session.strategy, session.aux, session.state)
+            nfe = state.buffer.nfe
+            return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish))
+
+        if first == 0:
+            run()  # compiles
+        began = time.perf_counter()
+        part = run()
+        seconds += time.perf_counter() - began
+        parts.append([leaf[: len(ids) - first] for leaf in part])
+        progress(min(first + batch_size, len(ids)))
+    output, length, forwards, denoise, finish = map(np.concatenate, zip(*parts, strict=True))
+    texts = tuple(
+        model.tokenizer.decode(row[:n].tolist(), skip_special_tokens=True)
+        for row, n in zip(output, length, strict=True)
+    )
+    reasons = tuple(FINISH_REASONS[int(code)] for code in finish)
+    has_end = np.array([reason == "stop" for reason in reasons])
+    last = lengths + length + has_end - 1
+    return Outcome(
+        right=np.array([is_correct(t, one) for t, one in zip(texts, problems, strict=True)]),
+        tokens=length,
+        forwards=forwards,
+        denoise=denoise,
+        blocks=np.maximum(last // strategy.block_size - lengths // strategy.block_size + 1, 1),
+        texts=texts,
+        finish=reasons,
+        seconds=seconds,
+    )
+
+
+def _prompt(model: Model, question: str) -> list[int]:
+    chat = [{"role": "user", "content": question}]
+    text = model.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _run(
+    model: Model, strategy: Any, aux: dict[str, Model], state: DecodeState
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """Decode to the end, counting the forwards of each row that filled a cell."""
+    forward = ModelForward(model, aux=aux)
+    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+
+    def one(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, denoise = carry
+        state, info = driver.decode_step(strategy, forward, state, spec)
+        return state, denoise + (info.accepted > 0).astype(jnp.int32)
+
+    return jax.lax.while_loop(
+        lambda carry: driver.any_running(carry[0]), one, (state, jnp.zeros_like(state.finish))
+    )
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+def summarise(outcome: Outcome) -> dict[str, Any]:
+    """Figures of one strategy; intervals are 95 %.
+
+    Tokens per forward are over all problems (visible tokens / forwards); `per_request` is the mean
+    of the same quotient of each problem.
+    """
+    weights = _resamples(len(outcome.right))
+
+    def ratio(over: np.ndarray, under: np.ndarray) -> dict[str, Any]:
+        drawn = (weights @ over) / np.maximum(weights @ under, 1)
+        return {"value": float(over.sum() / max(under.sum(), 1)), "ci95": _percentiles(drawn)}
+
+    each = outcome.tokens / np.maximum(outcome.forwards, 1)
+    return {
+        "problems": len(outcome.right),
+        "exact": {"value": float(outcome.right.mean()), "ci95": wilson(outcome.right)},
+        "tokens_per_forward": ratio(outcome.tokens, outcome.forwards),
+        "tokens_per_forward_without_commits": ratio(outcome.tokens, outcome.denoise),
+        "tokens_per_forward_per_request": {
+            "value": float(each.mean()),
+            "ci95": _percentiles(weights @ each / len(each)),
+        },
+        "denoise_forwards_per_block": ratio(outcome.denoise, outcome.blocks),
+        "mean_tokens": float(outcome.tokens.mean()),
+        "mean_forwards": float(outcome.forwards.mean()),
+        "mean_commit_forwards": float((outcome.forwards - outcome.denoise).mean()),
+        "unfinished": sum(reason != "stop" for reason in outcome.finish),
+        "seconds": outcome.seconds,
+        "tok_s": float(outcome.tokens.sum() / max(outcome.seconds, 1e-9)),
+    }
+
+
+def compare(base: Outcome, other: Outcome) -> dict[str, Any]:
+    """`other` against `base` on the same problems, by paired resampling."""
+    weights = _resamples(len(base.right))
+
+    def speed(one: Outcome, w: np.ndarray) -> np.ndarray:
+        return (w @ one.tokens) / np.maximum(w @ one.forwards, 1)
+
+    difference = other.right.astype(float) - base.right
+    everyone = np.ones((1, len(base.right)))
+    return {
+        "exact_points": {
+            "value": 100 * float(difference.mean()),
+            "ci95": _percentiles(100 * (weights @ difference) / len(difference)),
+        },
+        "speedup": {
+            "value": float((speed(other, everyone) / speed(base, everyone))[0]),
+            "ci95": _percentiles(speed(other, weights) / speed(base, weights)),
+        },
+    }
+
+
+def wilson(right: np.ndarray) -> list[float]:
+    """The 95 % interval of a share.
+
+    Source: Wilson (1927), score interval.
+    """
+    n, p = len(right), float(right.mean())
+    centre = (p + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
+    half = _Z95 * math.sqrt(p * (1 - p) / n + _Z95**2 / (4 * n * n)) / (1 + _Z95**2 / n)
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def _resamples(count: int) -> np.ndarray:
+    """Bootstrap weights [resample, problem]: the same for every strategy, so that pairs stay."""
+    rng = np.random.default_rng(0)
+    return rng.multinomial(count, np.full(count, 1 / count), size=_RESAMPLES).astype(float)
+
+
+def _percentiles(values: np.ndarray) -> list[float]:
+    return [float(v) for v in np.percentile(values, [2.5, 97.5])]
