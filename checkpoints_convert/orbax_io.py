@@ -9,6 +9,7 @@ carries the name loads. Importing this module imports Orbax, which takes a secon
 """
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from checkpoints_convert.dtypes import as_dtype
 from checkpoints_convert.report import META, Report
@@ -105,7 +107,7 @@ def describe(folder: Path, source: str) -> Report:
 
 
 def restore(report: Report, dtype: str = "auto") -> Any:
-    """The parameter tree of a converted folder as NumPy arrays, in a few leaves at a time.
+    """The parameter tree of a converted folder as NumPy arrays.
 
     Args:
         dtype: Type of the result; "auto" is the stored one.
@@ -115,22 +117,19 @@ def restore(report: Report, dtype: str = "auto") -> Any:
         raise ConversionError(report.source, report.problems)
     stored = as_dtype(report.dtype)
     target = stored if dtype == "auto" else as_dtype(dtype)
-    shapes, tree = jax.tree.flatten(param_shapes(cfg, stored))
-    leaves: list[Any] = [None] * len(shapes)
+    shapes = param_shapes(cfg, stored)
+    kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+    args = ocp.args.PyTreeRestore(item=shapes, restore_args=kinds)
     with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
-        for batch in _batches([math.prod(leaf.shape) for leaf in shapes]):
-            wanted = [0 if i in batch else ocp.PLACEHOLDER for i in range(len(shapes))]
-            item = jax.tree.unflatten(tree, wanted)
-            kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-            args = ocp.args.PyTreeRestore(item=item, restore_args=kinds)
-            try:
-                found = checkpointer.restore((report.folder / _PARAMS).absolute(), args=args)
-            except (OSError, ValueError, KeyError) as error:
-                reason = f"{_PARAMS} cannot be read ({error}); convert the checkpoint again"
-                raise ConversionError(report.source, [reason]) from error
-            for i, leaf in enumerate(tree.flatten_up_to(found)):
-                if i in batch:
-                    leaves[i] = _checked(report, leaf, shapes[i]).astype(target, copy=False)
+        try:
+            found = checkpointer.restore((report.folder / _PARAMS).absolute(), args=args)
+        except (OSError, ValueError, KeyError) as error:
+            reason = f"{_PARAMS} cannot be read ({error}); convert the checkpoint again"
+            raise ConversionError(report.source, [reason]) from error
+    leaves, tree = jax.tree.flatten(found)
+    del found  # so that a leaf of another type goes as soon as it is cast
+    for i, wanted in enumerate(jax.tree.leaves(shapes)):
+        leaves[i] = _checked(report, leaves[i], wanted).astype(target, copy=False)
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -144,32 +143,32 @@ def _checked(report: Report, leaf: Any, wanted: jax.ShapeDtypeStruct) -> Any:
     return leaf
 
 
-def _batches(sizes: list[int]) -> Iterator[range]:
-    """Runs of leaves, each no larger than the largest leaf: few calls, bounded memory."""
-    most, start, total = max(sizes), 0, 0
-    for i, size in enumerate(sizes):
-        if total + size > most:
-            yield range(start, i)
-            start, total = i, 0
-        total += size
-    yield range(start, len(sizes))
-
-
 def _write_params(params: Any, path: Path) -> None:
     with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(params))
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax set up for memory: by default it would copy the whole tree before writing.
+class _LeanHandler(ocp.type_handlers.NumpyHandler):
+    """Orbax's handler of NumPy arrays, with files mapped instead of read into buffers."""
 
-    One uncompressed file a leaf is written straight from our arrays; bfloat16 weights compress by
-    a fifth only.
+    def __init__(self):
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        context = ts.Context({"file_io_mode": {"mode": "memmap"}})
+        infos = [copy.copy(info) for info in infos]
+        for info in infos:
+            info.ts_context = context
+        return await super().deserialize(infos, args)
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax set up for memory: left alone it copies the whole tree before it writes.
+
+    One uncompressed file a leaf is written from our arrays and mapped when it is read; bfloat16
+    weights compress by a fifth only.
     """
-    kinds = ocp.type_handlers
-    registry = kinds.create_type_handler_registry(
-        (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False))
-    )
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, _LeanHandler()))
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, type_handler_registry=registry
     )

@@ -6,6 +6,7 @@ leaf by leaf. What the files of a checkpoint must look like is `checkpoints_conv
 
 import os
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,26 +111,23 @@ def _download(name: str, revision: str | None) -> Path:
 def _from_folder(folder: Path, source: str, dtype: str) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     params, report = checkpoints_convert.load_params(folder, target)
+    for note in report.notes:
+        warnings.warn(f"{source}: {note}", stacklevel=3)
+    leaves, tree = jax.tree.flatten(params)
+    del params  # so that each host leaf goes as soon as its copy is made
+    for i, leaf in enumerate(leaves):
+        leaves[i] = jax.block_until_ready(jnp.array(leaf))
     tokenizer = None
     if tokenizer_files.has_tokenizer(folder):
         tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
     return Model(
-        params=_to_device(params),
+        params=jax.tree.unflatten(tree, leaves),
         config=report.config,
         arch=DENSE,
         defaults=report.defaults,
         source=source,
         tokenizer_source=tokenizer,
     )
-
-
-def _to_device(params: Any) -> Any:
-    """Move leaf by leaf, giving each host leaf up as soon as its copy is made."""
-    leaves, tree = jax.tree.flatten(params)
-    del params
-    for i, leaf in enumerate(leaves):
-        leaves[i] = jax.block_until_ready(jnp.array(leaf))
-    return jax.tree.unflatten(tree, leaves)
 
 
 def _random(source: str, dtype: str) -> Model:
