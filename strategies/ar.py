@@ -28,7 +28,7 @@ class AR(struct.PyTreeNode):
         """Draw the first token from the prompt's last row: the first anchor."""
         keys = random.position_keys(state)[:, 0, 0]
         first = chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)
-        anchor = chunk.last[:, None, None] & (jnp.arange(self.block_size) == 0)
+        anchor = chunk.last[:, None, None] & (jnp.arange(self.block_size) == 0)[None, None]
         buffer = state.buffer
         return state.replace(
             buffer=buffer.replace(

@@ -138,7 +138,7 @@ class _ScriptedForward:
         column = jnp.minimum(positions, self._script.token.shape[1] - 1)
         row = jnp.minimum(row, self._script.token.shape[0] - 1)
         token, prob = self._script.token[row, column], self._script.prob[row, column]
-        ids = jnp.arange(self.vocab_size)
+        ids = jnp.arange(self.vocab_size).reshape(*(1,) * token.ndim, -1)
         masked = ids == self.mask_id
         others = self.vocab_size - 1 - int(0 <= self.mask_id < self.vocab_size)
         rest = (1.0 - prob[..., None]) / others
