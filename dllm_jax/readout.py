@@ -32,7 +32,9 @@ def in_chunks(fn: Callable[[Any], Any], rows: Any) -> Any:
         return padded.reshape(chunks, ROWS_AT_ONCE, *leaf.shape[1:])
 
     out = jax.lax.map(fn, jax.tree.map(split, rows))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:total], out)
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(chunks * ROWS_AT_ONCE, *leaf.shape[2:])[:total], out
+    )
 
 
 def read_stats(

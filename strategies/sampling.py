@@ -41,42 +41,50 @@ def token_stats(
     Returns:
         TokenStats with leading axis R. Token and statistics never leave float32.
     """
-    raw = logits
-    tempered = temperature > 0
-    scale = jnp.where(tempered, temperature, 1.0)[:, None]
-    law = raw / scale
-    restricted = jnp.any((top_k > 0) | (top_p < 1.0))
-    law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
-    if keys is None:
-        token = jnp.argmax(law, axis=-1)
-    else:
-        token = jax.lax.cond(jnp.any(tempered), _draw, _argmax, law, tempered, keys)
-    token = token.astype(jnp.int32)
-    judged = law if confidence == "drawn" else raw
-    log_norm = jax.nn.logsumexp(judged, axis=-1)
-    chosen = jnp.take_along_axis(judged, token[:, None], axis=-1)[:, 0]
-    log_prob = judged - log_norm[:, None]
-    prob = jnp.exp(log_prob)
-    entropy = -jnp.sum(jnp.where(prob > 0, prob * log_prob, 0.0), axis=-1)
-    top_probs, top_ids = jax.lax.top_k(prob, num_top) if num_top else (prob[:, :0], None)
+    def as_is(logits: Array) -> TokenStats:
+        return _judge(logits, jnp.argmax(logits, axis=-1), num_top)
+
+    def drawn(logits: Array) -> TokenStats:
+        tempered = temperature > 0
+        law = logits / jnp.where(tempered, temperature, 1.0)[:, None]
+        restricted = jnp.any((top_k > 0) | (top_p < 1.0))
+        law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
+        noisy = law if keys is None else law + _gumbel(keys, tempered, law.shape[-1])
+        token = jnp.argmax(noisy, axis=-1)
+        return _judge(law if confidence == "drawn" else logits, token, num_top)
+
+    # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
+    plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
+    return jax.lax.cond(plain, as_is, drawn, logits)
+
+
+def _judge(law: Float[Array, "R V"], token: Int[Array, " R"], num_top: int) -> TokenStats:
+    """Probability of `token`, entropy and top of a law given by its logits."""
+    peak = jnp.max(law, axis=-1)
+    above_peak = law - peak[:, None]
+    weight = jnp.exp(above_peak)
+    mass = jnp.sum(weight, axis=-1)
+    # Sum of w * log w with the limit 0 at w = 0: a forbidden id's log is -inf or nearly.
+    spread = jnp.sum(jnp.where(weight > 0, weight * above_peak, 0.0), axis=-1)
+    chosen = jnp.take_along_axis(law, token[:, None], axis=-1)[:, 0]
+    top_law, top_ids = (
+        jax.lax.top_k(law, num_top)
+        if num_top
+        else (law[:, :0], jnp.zeros((len(token), 0), jnp.int32))
+    )
     return TokenStats(
-        token=token,
-        confidence=jnp.exp(chosen - log_norm),
-        entropy=entropy,
-        top_ids=jnp.zeros((len(token), 0), jnp.int32) if top_ids is None else top_ids,
-        top_probs=top_probs,
+        token=token.astype(jnp.int32),
+        confidence=jnp.exp(chosen - peak) / mass,
+        entropy=jnp.log(mass) - spread / mass,
+        top_ids=top_ids,
+        top_probs=jnp.exp(top_law - peak[:, None]) / mass[:, None],
     )
 
 
-def _argmax(law: Array, tempered: Array, keys: Array) -> Array:
-    del tempered, keys
-    return jnp.argmax(law, axis=-1)
-
-
-def _draw(law: Array, tempered: Array, keys: Array) -> Array:
-    """Gumbel-max draw with a key a row; greedy rows see no noise."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, law.shape[-1:], jnp.float32))(keys)
-    return jnp.argmax(law + jnp.where(tempered[:, None], noise, 0.0), axis=-1)
+def _gumbel(keys: PRNGKeyArray, tempered: Bool[Array, " R"], size: int) -> Float[Array, "R V"]:
+    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
+    return jnp.where(tempered[:, None], noise, 0.0)
 
 
 def _restrict(law: Array, top_k: Array, top_p: Array) -> Array:
@@ -131,9 +139,9 @@ def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array
     a tie to depend on how one is implemented.
     """
     score = jnp.where(among, score, -jnp.inf)
-    index = jnp.arange(score.shape[-1])
+    index = jnp.arange(score.shape[-1]).reshape(*(1,) * (score.ndim - 1), -1)
     mine, other = score[..., :, None], score[..., None, :]
-    tie = (other == mine) & (index[None, :] < index[:, None])
+    tie = (other == mine) & (index[..., None, :] < index[..., :, None])
     return jnp.sum((other > mine) | tie, axis=-1)
 
 

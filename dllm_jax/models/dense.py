@@ -159,12 +159,14 @@ def trunk(
 def _attention(layer: Any, cfg: DenseConfig, x: Array, cos: Array, sin: Array, attend: Any) -> Array:
     n = cfg.num_heads // cfg.num_kv_heads
     fused = matmul(rms_norm(x, layer["attn_norm"], cfg.norm_eps), layer["wqkv"])
-    q = fused[..., :n, :].reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
-    k, v = fused[..., n, :], fused[..., n + 1, :]
+    # Queries and key of a group go through norm and rotation together: one pass, not two.
+    qk, v = fused[..., : n + 1, :], fused[..., n + 1, :]
     if cfg.qk_norm:
-        q = rms_norm(q, layer["q_norm"], cfg.norm_eps)
-        k = rms_norm(k, layer["k_norm"], cfg.norm_eps)
-    out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        scale = jnp.stack([layer["q_norm"]] * n + [layer["k_norm"]])
+        qk = rms_norm(qk, scale, cfg.norm_eps)
+    qk = apply_rope(qk, cos[..., None, :], sin[..., None, :])
+    q = qk[..., :n, :].reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
+    out = attend(q, qk[..., n, :], v)
     return matmul(out.reshape(*x.shape[:-1], -1), layer["wo"].reshape(-1, cfg.hidden_size))
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm: statistics in float32, scale applied in the activation dtype.
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
+    """Root-mean-square norm of the last axis: statistics in float32, scale in the dtype of `x`.
 
     Source: Zhang & Sennrich 2019, eq. 4; the order of the casts is Hugging Face Qwen3's.
     """
@@ -39,9 +39,9 @@ def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Ar
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _last(vector: Float[Array, " D"], ndim: int) -> Array:
-    """A vector along the last of `ndim` axes: rank promotion is an error in our tests."""
-    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+def _last(x: Array, ndim: int) -> Array:
+    """`x` along the last of `ndim` axes: rank promotion is an error in our tests."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def swiglu(

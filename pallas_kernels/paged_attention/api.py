@@ -90,7 +90,7 @@ def paged_attention(
             faster one that supports the arguments.
 
     Returns:
-        Rows that are not live are zero.
+        Rows that are not live hold any finite values: no other row sees them.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -107,16 +107,6 @@ def paged_attention(
             raise NotImplementedError(f'implementation="cudnn": {reason}; use "xla"')
         return cudnn.attention(q, k, v, k_pages, v_pages, page_table, mask)
     raise ValueError(f'{implementation=} is not one of "xla", "cudnn"')
-
-
-def gather_pages(
-    pages: Float[Array, "P G Z H"], page_table: Int[Array, "B C"]
-) -> Float[Array, "B CZ G H"]:
-    """The cached rows of each sequence in order of position; rows of no page are arbitrary."""
-    B, C = page_table.shape
-    _, G, Z, H = pages.shape
-    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
-    return found.swapaxes(2, 3).reshape(B, C * Z, G, H)
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.api import WindowMask, gather_pages, on_gpu, sees
+from pallas_kernels.paged_attention.api import WindowMask, on_gpu, sees
 
 _MAX_HEAD = 128  # cuDNN's forward attention on every architecture it supports
 
@@ -25,11 +25,19 @@ def attention(
 ) -> Array:
     """See `api.paged_attention`."""
     Z = k_pages.shape[2]
-    keys = jnp.concatenate([gather_pages(k_pages, page_table), k], axis=1)
-    values = jnp.concatenate([gather_pages(v_pages, page_table), v], axis=1)
+    keys = jnp.concatenate([_gather_pages(k_pages, page_table), k], axis=1)
+    values = jnp.concatenate([_gather_pages(v_pages, page_table), v], axis=1)
     visible = sees(mask, page_table, Z)
-    out = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         q, keys, values, mask=visible[:, None], implementation="cudnn"
     )
-    # A row that sees nothing is an average of everything here; by contract it is zero.
-    return jnp.where(mask.rows_live()[:, :, None, None], out, 0)
+
+
+def _gather_pages(
+    pages: Float[Array, "P G Z H"], page_table: Int[Array, "B C"]
+) -> Float[Array, "B CZ G H"]:
+    """Cached rows of each sequence in order of position; rows of no page are arbitrary."""
+    B, C = page_table.shape
+    _, G, Z, H = pages.shape
+    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
+    return found.swapaxes(2, 3).reshape(B, C * Z, G, H)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.paged_attention.api import WindowMask, gather_pages, sees
+from pallas_kernels.paged_attention.api import WindowMask, sees
 
 
 def attention(
@@ -13,13 +13,26 @@ def attention(
     """See `api.paged_attention`; a row that sees nothing gives zeros, never NaN."""
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
-    keys = jnp.concatenate([gather_pages(k_pages, page_table), k], axis=1)
-    values = jnp.concatenate([gather_pages(v_pages, page_table), v], axis=1)
+    keys = jnp.concatenate([_by_head(k_pages, page_table), k.swapaxes(1, 2)], axis=2)
+    values = jnp.concatenate([_by_head(v_pages, page_table), v.swapaxes(1, 2)], axis=2)
     visible = sees(mask, page_table, Z)[:, None, None]
+    # The query heads of a KV head are rows of one product.
     grouped = q.reshape(B, T, G, N // G, H)
-    scores = jnp.einsum("btgnh,bugh->bgntu", grouped, keys, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("btgnh,bguh->bgntu", grouped, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
     weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0)
-    # Cached rows nobody wrote hold zeros; a NaN that got there would survive a weight of zero.
-    out = jnp.einsum("bgntu,bugh->btgnh", weights.astype(values.dtype), values)
-    return out.reshape(B, T, N, H)
+    out = jnp.einsum(
+        "bgntu,bguh->btgnh",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    return out.reshape(B, T, N, H).astype(q.dtype)
+
+
+def _by_head(pages: Array, page_table: Array) -> Array:
+    """Cached rows of each sequence, [B G CZ H]: contiguous per head, as the products want them."""
+    B, C = page_table.shape
+    _, G, Z, H = pages.shape
+    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
+    return found.swapaxes(1, 2).reshape(B, G, C * Z, H)

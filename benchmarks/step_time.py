@@ -1,0 +1,221 @@
+"""Time of one decode step of `dj.generate`'s device loop, on whatever device JAX finds.
+
+A run with `max_nfe` = N costs prefill + N steps, so the difference of two runs is pure steps: the
+loop of `generate` itself, with rotary embedding, cache writes, block mask, readout and sampling.
+`max_nfe` is data, so both runs are one executable. Weights and prompts are random; with them no
+token reaches the threshold, so each step accepts what the forced rule takes: the work is fixed,
+the tokens written are the readout's own (they are returned and checked against it).
+
+    python benchmarks/step_time.py --out benchmarks/results/step_time.json
+
+Prints a table and writes JSON: per shape the median, minimum and maximum in milliseconds.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import re
+import statistics
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax import generation
+from dllm_jax.models import reference
+from pallas_kernels.paged_attention import WindowMask, paged_attention
+from strategies import MultiBD
+
+BARS_MS = {(1, 1): 2.6, (1, 4): 3.2, (8, 4): 9.0, (32, 4): 33.0}
+BLOCK = 32
+
+
+def check_attention(implementation: str) -> float:
+    """Largest error of a back end against float64, on random ragged data with every mask in use."""
+    rng = np.random.default_rng(0)
+    B, K, S, N, G, H, Z, C = 4, 4, BLOCK, 16, 8, 128, 64, 10
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    q, k, v = draw(B, K * S, N, H), draw(B, K * S, G, H), draw(B, K * S, G, H)
+    k_pages, v_pages = draw(B * C, G, Z, H), draw(B * C, G, Z, H)
+    table = jnp.asarray(rng.permutation(B * C).reshape(B, C), jnp.int32)
+    context = jnp.asarray([0, 64, 333, 512], jnp.int32)
+    live = jnp.asarray([[0, K * S], [0, S], [S, K * S], [0, 0]], jnp.int32)
+    mask = WindowMask(
+        cell=jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32), (B, K * S)),
+        start=context,
+        live=live,
+        context_len=context,
+        visible=jnp.tril(jnp.ones((1, K, K), bool)),
+        causal=jnp.asarray([False, True, False, False]),
+        block_size=S,
+    )
+    got = paged_attention(
+        q, k, v, k_pages, v_pages, table, mask, implementation=implementation
+    )
+    worst = 0.0
+    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
+    for b in range(B):
+        pages = np.asarray(table[b])
+        rows = lambda pool: f64(pool)[pages].swapaxes(1, 2).reshape(C * Z, G, H)  # noqa: B023, E731
+        n, (lo, hi) = int(context[b]), np.asarray(live[b])
+        for i in range(K * S):
+            want = np.zeros((N, H))
+            if lo <= i < hi:
+                fresh = [
+                    j
+                    for j in range(lo, hi)
+                    if j // S <= i // S and not (bool(mask.causal[b]) and j > i)
+                ]
+                keys = np.concatenate([rows(k_pages)[:n], f64(k[b])[fresh]]) if n or fresh else None
+                vals = np.concatenate([rows(v_pages)[:n], f64(v[b])[fresh]])
+                for h in range(N):
+                    s = keys[:, h // (N // G)] @ f64(q[b, i, h]) / H**0.5
+                    p = np.exp(s - s.max())
+                    want[h] = (p / p.sum()) @ vals[:, h // (N // G)]
+            if i % 17 == 0:  # a sample of the rows is enough, and keeps this quick
+                error = np.abs(f64(got[b, i]) - want).max()
+                worst = max(worst, float("inf") if np.isnan(error) else float(error))
+    return worst
+
+
+def time_shape(model, slots, blocks, context, implementation, repeats):
+    """Milliseconds of one step at slots x blocks x 32, every block live."""
+    rng = np.random.default_rng(slots * 10 + blocks)
+    vocab = model.config.vocab_size - 1000
+    prompts = jnp.asarray(rng.integers(0, vocab, (slots, context)), jnp.int32)
+    strategy = MultiBD(block_size=BLOCK, buffer_size=blocks, add_block_threshold=0.0)
+
+    def run(steps):
+        out = dj.generate(
+            model,
+            prompts,
+            strategy,
+            max_tokens=256,
+            max_nfe=steps,
+            ignore_eos=True,
+            attention_implementation=implementation,
+        )
+        return jax.block_until_ready(out)
+
+    few, many = 8, 72
+    began = time.perf_counter()
+    out = run(few)
+    compile_s = time.perf_counter() - began
+    assert int(out.nfe.max()) == few, out.nfe
+    run(many)
+    samples = []
+    for _ in range(repeats):
+        spent = []
+        for steps in (few, many):
+            began = time.perf_counter()
+            out = run(steps)
+            spent.append(time.perf_counter() - began)
+        samples.append((spent[1] - spent[0]) / (many - few) * 1e3)
+    assert len(np.unique(np.asarray(out.tokens))) > 4, "the tokens are not a readout's"
+    return {
+        "slots": slots,
+        "blocks": blocks,
+        "context": context,
+        "implementation": implementation,
+        "step_ms": statistics.median(samples),
+        "min_ms": min(samples),
+        "max_ms": max(samples),
+        "bar_ms": BARS_MS.get((slots, blocks)),
+        "compile_s": compile_s,
+        "tokens": np.asarray(out.tokens[0, :8]).tolist(),
+    }
+
+
+def check_readout(model) -> bool:
+    """The first token `generate` writes is the argmax of cache-free logits over the same window."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, model.config.vocab_size - 1000, (1, 64))
+    strategy = MultiBD(block_size=BLOCK, buffer_size=1, accept_threshold=2.0)
+    one = generation.advance(
+        model, generation.start(model, jnp.asarray(prompt, jnp.int32), strategy, max_tokens=32)
+    )
+    buffer = one.state.buffer
+    (cell,) = np.flatnonzero(np.asarray(buffer.filled[0, 0]))
+    ids = np.concatenate([prompt[0], np.full(BLOCK, model.config.mask_token_id)])[None]
+    visible = reference.visibility("block_causal", ids.shape[1], BLOCK)[None]
+    logits = np.array(
+        reference.dense_logits(model.params, model.config, jnp.asarray(ids, jnp.int32), visible)
+    )[0, 64 + cell]
+    logits[model.config.mask_token_id] = -np.inf
+    chosen = int(buffer.tokens[0, 0, cell])
+    return bool(logits[chosen] >= logits[: model.defaults.vocab_limit].max() - 0.1)
+
+
+def head_in_hlo(model, slots, blocks, context) -> bool:
+    """Whether the compiled step still multiplies by the LM head."""
+    strategy = MultiBD(block_size=BLOCK, buffer_size=blocks)
+    prompts = jnp.ones((slots, context), jnp.int32)
+    session = generation.start(model, prompts, strategy, max_tokens=64)
+    text = (
+        generation._advance.lower(
+            model, session.strategy, session.aux, session.state, jnp.int32(4), None
+        )
+        .compile()
+        .as_text()
+    )
+    rows = slots * blocks * BLOCK
+    return bool(re.search(rf"f32\[(?:{rows},{model.config.vocab_size}|{model.config.vocab_size},{rows})\]", text))
+
+
+def main():
+    """Check, time, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="random:JetLM/SDAR-1.7B-Chat")
+    parser.add_argument("--shapes", default="1x1,1x4,8x4,32x4", help="slots x blocks, comma-separated")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--implementations", default="cudnn,xla")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args()
+    model = dj.load(args.model)
+    jax.block_until_ready(model.params)
+    commit = args.commit or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    report = {
+        "command": "benchmarks/step_time.py",
+        "model": args.model,
+        "config": dataclasses.asdict(model.config),
+        "dtype": str(model.params["embed"].dtype),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "mode": "fixed",
+        "block_size": BLOCK,
+        "readout_matches_dense": check_readout(model),
+        "head_in_hlo": head_in_hlo(model, 1, 1, 64),
+        "attention_max_error": {},
+        "rows": [],
+    }
+    for implementation in args.implementations.split(","):
+        report["attention_max_error"][implementation] = check_attention(implementation)
+    print({k: v for k, v in report.items() if k not in ("config", "rows")}, flush=True)
+    for shape in args.shapes.split(","):
+        slots, blocks = map(int, shape.split("x"))
+        for implementation in args.implementations.split(","):
+            row = time_shape(model, slots, blocks, args.context, implementation, args.repeats)
+            report["rows"].append(row)
+            print(
+                f"{shape:>6} {implementation:>6} {row['step_ms']:8.3f} ms "
+                f"[{row['min_ms']:.3f} {row['max_ms']:.3f}] bar {row['bar_ms']} "
+                f"compile {row['compile_s']:.0f} s",
+                flush=True,
+            )
+            if args.out:
+                with open(args.out, "w") as file:
+                    json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
