@@ -1,0 +1,1 @@
+"""Training of the built-in models: data, tokenizer, objective, loop, export."""

@@ -1,0 +1,103 @@
+"""A finished run as an ordinary Hugging Face folder, with its model card.
+
+The weights go through `checkpoints_convert`, the way back of the path every checkpoint takes in.
+Nothing here knows how the model was trained, beyond what the card says.
+"""
+
+import json
+import pathlib
+import platform
+import shutil
+from typing import Any
+
+import jax
+
+import checkpoints_convert.export
+from dllm_jax.training import loop
+from dllm_jax.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, save_tokenizer
+
+BLOCK_SIZE = 32
+
+
+def save_folder(
+    run: dict[str, Any],
+    config: loop.TrainConfig,
+    folder: pathlib.Path,
+    curves: pathlib.Path | None = None,
+) -> None:
+    """Write weights (bf16), configuration, tokenizer and curves; `write_card` adds the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    checkpoints_convert.export.export_hf(
+        run["params"],
+        config.model,
+        folder,
+        extra_config={**ids, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE},
+    )
+    generation = {**ids, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_tokenizer(run["tokenizer"], folder, config.model.max_position)
+    if curves is not None:
+        shutil.copyfile(curves, folder / "curves.png")
+
+
+def write_card(
+    run: dict[str, Any], config: loop.TrainConfig, folder: pathlib.Path, results: list[dict]
+) -> None:
+    """Write README.md: what the model is, how it was made and how it scores."""
+    m = config.model
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(run["params"]))
+    device = jax.devices()[0]
+    samples = run["step"] * config.data.batch_size
+    rows = "\n".join(
+        f"| {r['half']} | {r['block_size']} | {r['buffer']} | {r['threshold']} "
+        f"| {100 * r['exact']:.2f} ± {100 * r['exact_ci']:.2f} "
+        f"| {r['tokens_per_forward']:.2f} ± {r['tokens_per_forward_ci']:.2f} "
+        f"| {r['forwards']:.2f} ({r['commit_only']:.2f}) | {r['denoise_per_block']:.2f} |"
+        for r in results
+    )
+    card = f"""---
+license: apache-2.0
+library_name: dllm-jax
+pipeline_tag: text-generation
+---
+# tiny-sdar
+
+A block-diffusion language model of {num_params / 1e6:.2f} M parameters that solves arithmetic word
+problems, several tokens per forward pass. It is SDAR-shaped (Qwen3 arithmetic, block-causal
+attention, no shift) and shipped with dllm_jax as `builtin:tiny-sdar`; it knows nothing else.
+
+- **Shape**: {m.num_layers} layers, width {m.hidden_size}, {m.num_heads} query and
+  {m.num_kv_heads} key/value heads of {m.head_dim}, SwiGLU {m.ffn_size}, RoPE theta
+  {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16.
+- **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
+  `<|eos|>`. The mask token is `<|mask|>` (id {MASK_ID}). Blocks of 4, 8, 16 and 32 were trained;
+  32 is the default.
+- **Data**: the project's own seeded generator (`dllm_jax/training/data.py`), fresh samples all
+  through; {100 * (1 - config.data.hard_share):.0f} % plain word problems (numbers below 1000),
+  {100 * config.data.hard_share:.0f} % hard ones (serial chains, numbers to 9999, worked partial
+  products and quotients). One instance in sixteen, by a hash of its numbers, is held out.
+- **Training**: {run["step"]} steps of {config.data.batch_size} rows of
+  {" or ".join(map(str, config.data.lengths))} tokens = {samples / 1e6:.1f} M samples in
+  {run["seconds"]:.0f} s (compilation and evaluation included) on {jax.device_count()} x
+  {device.device_kind}; Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed};
+  jax {jax.__version__}, Python {platform.python_version()}. Last training loss
+  {run["metrics"].get("loss", float("nan")):.4f}, masked digits right
+  {100 * run["metrics"].get("digit_accuracy", float("nan")):.2f} %. The same seed on other devices
+  gives another model.
+- **Limits**: trained on rows of at most {max(config.data.lengths)} tokens, English templates
+  only, whole numbers, results below 10000.
+
+![curves](curves.png)
+
+## Results
+
+Held-out problems, greedy, {results[0]["num_problems"] if results else 0} per half, dense decoder of
+the trainer in bf16; ± is the 95 % half-width. Forwards are all forwards after the prompt's
+prefill, in brackets those that only store a finished block; threshold 1.0 is one token a forward.
+
+| half | block | buffer | threshold | exact % | tokens per forward | forwards | denoise per block |
+|---|---|---|---|---|---|---|---|
+{rows}
+"""
+    (folder / "README.md").write_text(card, encoding="utf-8")
