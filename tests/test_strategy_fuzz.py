@@ -22,6 +22,7 @@ from tests.oracles.list_decoder import (
     Result,
     Rule,
     block_diffusion_rule,
+    list_ar,
     list_decode,
     multi_bd_rule,
 )
@@ -272,6 +273,20 @@ def test_block_diffusion_agrees_over_a_long_sweep(
     remasking: str, block_size: int, denoising_steps: int | None
 ) -> None:
     compare_block_diffusion(remasking, block_size, denoising_steps, first=1000, count=500)
+
+
+# ---- AR ----
+
+
+def test_ar_agrees_with_a_plain_loop() -> None:
+    reasons = set()
+    for seed in range(150):
+        case = draw_case(np.random.default_rng((1, seed)), block_size=2)
+        trace = run_script(strategies.AR(), case.prompt, case.token, case.prob, **case.limits)
+        truth = list_ar(case.prompt, case.token, case.prob, **case.limits)
+        check_agreement(trace, truth, seed)
+        reasons.add(trace.finish_reason)
+    assert reasons >= {"stop", "length", "nfe"}
 
 
 # ---- The traps of §7b that need two runs or a whole one ----

@@ -172,6 +172,7 @@ def list_decode(
     eos_ids: Sequence[int] = (),
     max_model_len: int | None = None,
     max_nfe: int | None = None,
+    max_run: int | None = None,
     result: Result | None = None,
 ) -> Result:
     """Decodes one request greedily from a script; see the module's words."""
@@ -246,6 +247,8 @@ def list_decode(
             result.finish_reason = "length"
         elif max_nfe is not None and result.nfe >= max_nfe:
             result.finish_reason = "nfe"
+        elif max_run is not None and _trailing_run(run) >= max_run:
+            result.finish_reason = "repetition"
         result.output = run
         if result.finish_reason is not None:
             result.steps.append(Step(None, None, None, len(writes)))
@@ -255,6 +258,52 @@ def list_decode(
             block.status = IN_CACHE
         result.steps.append(_draw(blocks, buffer_size, size, mask_id, len(writes)))
     return result
+
+
+def list_ar(
+    prompt: Sequence[int],
+    token: Any,
+    prob: Any,
+    *,
+    max_tokens: int,
+    mask_id: int,
+    vocab_size: int,
+    eos_ids: Sequence[int] = (),
+    max_model_len: int | None = None,
+    max_nfe: int | None = None,
+) -> Result:
+    """One token after the other: the first is known after prefill, by row 0 as for forward 0.
+
+    Forward `i` runs the last known token (the anchor), which enters the cache, and tells the next.
+    Nothing is tested before the first forward has run.
+    """
+    limit = len(prompt) + max_tokens
+    if max_model_len is not None:
+        limit = min(limit, max_model_len)
+    first = law_of(int(token[0][len(prompt)]), prob[0][len(prompt)], mask_id, vocab_size).token
+    text, result = [*prompt, first], Result()
+    for forward_token, forward_prob in zip(token, prob, strict=True):
+        end = len(text)
+        text.append(law_of(int(forward_token[end]), forward_prob[end], mask_id, vocab_size).token)
+        result.nfe += 1
+        run = text[len(prompt) : limit]
+        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
+        if stop is not None:
+            run, result.finish_reason = run[:stop], "stop"
+        elif len(text) >= limit:
+            result.finish_reason = "length"
+        elif max_nfe is not None and result.nfe >= max_nfe:
+            result.finish_reason = "nfe"
+        result.output = run
+        if result.finish_reason is not None:
+            result.steps.append(Step(None, None, None, 1))
+            break
+        result.steps.append(Step(end, [[text[end], mask_id]], [ACTIVE], 1))
+    return result
+
+
+def _trailing_run(tokens: list[int]) -> int:
+    return next((n for n, t in enumerate(reversed(tokens)) if t != tokens[-1]), len(tokens))
 
 
 def _draw(blocks: list[Block], buffer_size: int, size: int, mask_id: int, new: int) -> Step:
