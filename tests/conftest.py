@@ -1,9 +1,10 @@
 """Settings every test runs under: strict dtypes and ranks, the CPU unless `-m gpu` is asked for.
 
-Nothing here is a fixture of one test file only; oracles live in tests/oracles/.
+Fixtures shared by several files are here; oracles live in tests/oracles/.
 """
 
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,8 +20,49 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = config.getoption("-m") or ""
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of the built-in model's kind: random weights, a real tokenizer.
+
+    Two layers, blocks of 8, window of 2 blocks, 256 positions: small enough to compile at once.
+    """
+    import jax
+
+    from checkpoints_convert import export_hf
+    from dllm_jax.models.dense import DenseConfig, init_params
+    from dllm_jax.training import data
+    from dllm_jax.training.tokenizer import (
+        EOS_ID,
+        MASK_ID,
+        PAD_ID,
+        save_tokenizer,
+        train_tokenizer,
+    )
+
+    folder = tmp_path_factory.mktemp("models") / "random-sdar"
+    cfg = DenseConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_size=128,
+        max_position=256,
+        mask_token_id=MASK_ID,
+    )
+    problems = [data.problem("plain", 0, index) for index in range(300)]
+    tokenizer = train_tokenizer((p.question + p.response for p in problems), cfg.vocab_size)
+    save_tokenizer(tokenizer, folder, cfg.max_position)
+    settings = {"strategy": "multi_bd", "block_size": 8, "buffer_size": 2, "accept_threshold": 0.9}
+    params = init_params(jax.random.key(0), cfg, "float32")
+    extra = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "dllm_jax": settings}
+    return export_hf(params, cfg, folder, "float32", extra_config=extra)

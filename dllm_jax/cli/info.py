@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, dict[str, str]]:
     """The facts, by title: name -> what there is to say of it."""
     from dllm_jax.cli.compile_cache import cache_folder, enable_compile_cache
-    from dllm_jax.models.families import FAMILIES, PUBLISHED
+    from dllm_jax.models.families import FAMILIES
+    from dllm_jax.models.published import PUBLISHED
     from strategies import strategy_names
 
     enable_compile_cache()

@@ -71,7 +71,8 @@ def encode(model: Any, prompt: str, raw: bool) -> list[int]:
     if not raw and tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=raw or not tokenizer.chat_template)["input_ids"]
+    bare = raw or not tokenizer.chat_template  # a template writes its special tokens itself
+    ids = tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"]
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; give at least one word")
     most = model.config.max_position

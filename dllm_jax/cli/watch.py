@@ -32,9 +32,9 @@ class Frame:
 class Watch:
     """Shows one frame after another: in place on a terminal, as one line a frame elsewhere."""
 
-    def __init__(self, out: TextIO = sys.stdout, tty: bool | None = None):
-        self._out = out
-        self._tty = out.isatty() if tty is None else tty
+    def __init__(self, out: TextIO | None = None, tty: bool | None = None):
+        self._out = sys.stdout if out is None else out
+        self._tty = self._out.isatty() if tty is None else tty
         self._height = 0
 
     def show(self, frame: Frame) -> None:

@@ -1,0 +1,231 @@
+"""Proves how `dllm-jax` fails: exit status, exactly one line `error: ...`, and what it names.
+
+Every case runs the real command in this process. A traceback may appear with --debug only, and
+help and bad flags must be answered without importing JAX.
+"""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from dllm_jax.cli import main
+
+PROMPT = "Ann has 3 pens."
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache(monkeypatch):
+    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command that must fail; returns its one line of error."""
+
+    def run(status: int, *argv: str) -> str:
+        assert main(list(argv)) == status
+        lines = capsys.readouterr().err.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert lines == errors, "something besides the error line was written"
+        assert len(errors) == 1
+        return errors[0].removeprefix("error: ")
+
+    return run
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve", "bench", "tune", "trace", "replay"])
+def test_planned_verb_is_refused_by_name(fails, verb):
+    message = fails(2, verb, "--anything")
+    assert f"verb '{verb}' is not supported yet" in message
+    assert "generate" in message
+
+
+def test_unknown_verb_gets_a_suggestion(fails):
+    assert fails(2, "genrate") == "verb 'genrate' is unknown; did you mean 'generate'?"
+    assert "use one of generate, eval" in fails(2, "xyz")
+    assert "no verb given" in fails(2)
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"), [("--tensor-parallel-size=2", "use 1"), ("--draft", "leave it out")]
+)
+def test_planned_flag_is_refused_by_name(fails, flag, remedy):
+    message = fails(2, "generate", "x", flag)
+    assert message == f"{flag.split('=')[0]} is not supported yet; {remedy}"
+
+
+def test_unknown_flag_is_named(fails):
+    message = fails(2, "generate", "x", "--max-token", "3")
+    assert "unknown argument '--max-token'" in message
+    assert "dllm-jax generate --help" in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--max-tokens", "0"], "--max-tokens: 0 is too small; give one >= 1"),
+        (["--max-tokens", "many"], "--max-tokens: 'many' is no whole number"),
+        (["--temperature", "-1"], "--temperature: -1 is out of range; give one >= 0"),
+        (["--top-p", "0"], "--top-p: 0 is out of range; give one > 0 and <= 1"),
+        (["--top-k", "0"], "--top-k: 0 is too small"),
+        (["--accept-threshold", "nan"], "--accept-threshold: nan is out of range"),
+        (["--stop-token-ids", "a,b"], "'a,b' is no list of token ids; write e.g. 3,17"),
+        (["--set", "remasking"], "'remasking' is not KEY=VALUE"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_bad_flag_value_names_flag_value_and_rule(fails, argv, told):
+    assert told in fails(2, "generate", PROMPT, *argv)
+
+
+def test_unknown_strategy_lists_the_known_ones(fails, random_folder):
+    message = fails(2, "generate", PROMPT, "--strategy", "fancy", "--model", str(random_folder))
+    assert "strategy='fancy' is unknown" in message
+    assert "block_diffusion, multi_bd" in message
+
+
+def test_strategy_file_and_name_must_exist(fails, tmp_path):
+    missing = tmp_path / "no.py"
+    assert "does not exist" in fails(2, "generate", PROMPT, "--strategy", f"{missing}:step")
+    missing.write_text("x = 1\n")
+    assert "has no 'step'" in fails(2, "generate", PROMPT, "--strategy", f"{missing}:step")
+    assert "cannot import no_such" in fails(2, "generate", PROMPT, "--strategy", "no_such:step")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--set", "speed=3"], "speed=3: MultiBD has no such field; its fields are accept_"),
+        (["--set", "accept_threshold=high"], "accept_threshold='high' is no number"),
+        (["--block-size", "8", "--set", "block_size=4"], "block_size is already 8"),
+    ],
+)
+def test_bad_strategy_field_is_named(fails, random_folder, argv, told):
+    assert told in fails(2, "generate", PROMPT, "--model", str(random_folder), *argv)
+
+
+@pytest.mark.parametrize("prompt", ["", "   "])
+def test_empty_prompt(fails, prompt):
+    assert "the prompt is empty; give at least one word" in fails(2, "generate", prompt)
+
+
+def test_no_prompt_for_a_model_without_problems(fails, random_folder):
+    assert "no prompt given; give PROMPT" in fails(2, "generate", "--model", str(random_folder))
+
+
+def test_two_prompts_at_once(fails, tmp_path):
+    assert "give one of them" in fails(2, "generate", PROMPT, "--prompt-file", str(tmp_path))
+
+
+def test_prompt_file_without_prompts(fails, tmp_path):
+    (tmp_path / "p").write_text("\n \n")
+    assert "holds no prompt" in fails(2, "generate", "--prompt-file", str(tmp_path / "p"))
+
+
+def test_prompt_file_that_is_not_utf8(fails, tmp_path):
+    (tmp_path / "p").write_bytes(b"caf\xe9 for 3 dollars\n")
+    message = fails(1, "generate", "--prompt-file", str(tmp_path / "p"))
+    assert "is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8" in message
+
+
+def test_prompt_file_that_is_not_there(fails, tmp_path):
+    message = fails(1, "generate", "--prompt-file", str(tmp_path / "none"))
+    assert "cannot be read: No such file" in message
+
+
+def test_unknown_builtin_model(fails):
+    message = fails(1, "generate", PROMPT, "--model", "builtin:huge")
+    assert "'builtin:huge' is no built-in model; known are" in message
+
+
+def test_unknown_folder(fails, tmp_path):
+    message = fails(1, "generate", PROMPT, "--model", str(tmp_path / "nowhere"))
+    assert "nowhere' does not exist; give a folder" in message
+
+
+def test_folder_without_config(fails, tmp_path):
+    message = fails(1, "generate", PROMPT, "--model", str(tmp_path))
+    assert f"{tmp_path}: no config.json in the folder" in message
+
+
+def test_corrupt_shard(fails, random_folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(random_folder, broken)
+    shard = broken / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    message = fails(1, "generate", PROMPT, "--model", str(broken))
+    assert "model.safetensors" in message
+    assert str(broken) in message
+
+
+def test_prompt_longer_than_the_model(fails, random_folder):
+    message = fails(1, "generate", "7" * 300, "--model", str(random_folder))
+    assert "the prompt has 302 tokens but" in message
+    assert "takes 256" in message
+    assert "shorten the prompt" in message
+
+
+def test_model_without_tokenizer(fails, random_folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
+    message = fails(1, "generate", PROMPT, "--model", str(bare))
+    assert "has no tokenizer to read text with; use dj.generate" in message
+
+
+def test_watch_wants_one_prompt(fails):
+    assert "--watch shows one prompt" in fails(2, "generate", PROMPT, "--watch", "--json")
+
+
+def test_eval_names_a_strategy_given_twice(fails):
+    argv = ["--strategy", "multi_bd", "--strategy", "multi_bd"]
+    assert "given twice" in fails(2, "eval", *argv)
+    assert "'x' is not KEY=VALUE" in fails(2, "eval", "--strategy", "multi_bd,x")
+
+
+def test_inspect_of_a_bad_folder_reports_and_fails(capsys, tmp_path):
+    assert main(["inspect", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "problem: no config.json" in captured.out
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_convert_refuses_an_existing_target(fails, random_folder, tmp_path):
+    assert "exists already" in fails(1, "convert", str(random_folder), str(tmp_path))
+
+
+def test_train_checks_flags(fails):
+    assert "--steps: 0 is too small" in fails(2, "train", "--out", "x", "--steps", "0")
+    assert "required: --out" in fails(2, "train")
+
+
+def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):
+    def explode(args):
+        raise KeyError("page\n7")
+
+    monkeypatch.setattr("dllm_jax.cli.info.run", explode)
+    message = fails(1, "info")
+    assert message == "KeyError: 'page\\n7' (--debug shows where)"
+
+
+def test_traceback_only_with_debug(capsys, tmp_path):
+    assert main(["generate", PROMPT, "--model", str(tmp_path), "--debug"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_help_and_bad_flags_import_no_jax():
+    code = (
+        "import sys\n"
+        "from dllm_jax.cli import main\n"
+        "assert main(['generate', '--help']) == 0\n"
+        "assert main(['eval', '--help']) == 0\n"
+        "assert main(['generate', 'x', '--max-tokens', '0']) == 2\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--accept-threshold" in done.stdout
