@@ -166,12 +166,18 @@ def _read_config(folder: Path, problems: list[str]) -> Parsed | None:
         generation = folder / "generation_config.json"
         generation_config = read_json(generation) if generation.is_file() else None
         facts = read_facts(folder)
-        return parse_config(config, generation_config, facts, name=folder.resolve().name)
+        return parse_config(config, generation_config, facts, name=_folder_name(folder))
     except ConfigError as error:
         problems += [f"config.json: {problem}" for problem in error.problems]
     except ValueError as error:
         problems.append(str(error))
     return None
+
+
+def _folder_name(folder: Path) -> str:
+    """Name of a checkpoint by its folder; the hub's cache names it two levels up."""
+    folder = folder.resolve()
+    return folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
 
 
 def _quantised(tensors: Mapping[str, Stored]) -> list[str]:

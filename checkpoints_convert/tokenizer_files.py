@@ -1,7 +1,7 @@
 """What the tokenizer files of a folder say, read as plain JSON: no transformers, no code.
 
 Knows file names and layouts only; which fact wins over which is decided in
-`dllm_jax.models.families`.
+`dllm_jax.models.special_tokens`.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.models.families import TokenizerFacts
+from dllm_jax.models.special_tokens import TokenizerFacts
 
 # Every file a tokenizer may consist of; these travel with a converted checkpoint.
 TOKENIZER_FILES = (

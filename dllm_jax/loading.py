@@ -18,7 +18,8 @@ import checkpoints_convert
 from checkpoints_convert import tokenizer_files
 from dllm_jax.model import Model, TokenizerSource
 from dllm_jax.models.architecture import DENSE
-from dllm_jax.models.families import PUBLISHED, parse_config
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
 
 _BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from dllm_jax.models.config_fields import Json, network_fields, refusals
 from dllm_jax.models.dense import DenseConfig
-
-Json = Mapping[str, Any]
+from dllm_jax.models.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
 
 
 class ConfigError(ValueError):
@@ -21,20 +21,6 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[str]):
         self.problems = tuple(problems)
         super().__init__("; ".join(self.problems))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizerFacts:
-    """What a folder's tokenizer files say; None where they say nothing.
-
-    Attributes:
-        num_tokens: Ids in use, added tokens counted: the highest id plus one.
-    """
-
-    num_tokens: int | None = None
-    mask_token_id: int | None = None
-    eos_token_id: int | None = None
-    pad_token_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +103,6 @@ _SETTINGS = {
     "add_block_threshold": float,
     "semi_complete_threshold": float,
 }
-_MAX_POSITION = 32768  # where a config names no length
-_NORM_EPS = 1e-6  # the default of Qwen3Config
 
 
 def parse_config(
@@ -144,24 +128,27 @@ def parse_config(
     facts = tokenizer or TokenizerFacts()
     problems: list[str] = list(refusals(config))
     notes: list[str] = []
-    network = _network(config, problems)
-    vocab = network.get("vocab_size", 0)
-    limit = min(vocab, facts.num_tokens or vocab)
-    if facts.num_tokens is not None and vocab and facts.num_tokens > vocab:
+    network = network_fields(config, problems)
+    vocab: int = network["vocab_size"]
+    if facts.num_tokens is not None and facts.num_tokens > vocab > 0:
         problems.append(
             f"the tokenizer has {facts.num_tokens} tokens but vocab_size={vocab}; "
             "use the tokenizer that belongs to these weights"
         )
-    stops = _stop_ids(config, generation, facts, family, vocab, notes)
-    pad = _first_id(
-        vocab,
-        config.get("pad_token_id"),
-        generation.get("pad_token_id"),
-        facts.pad_token_id,
-        *stops,
-        0,
-    )
-    mask = _mask_id(config, facts, family, vocab, {pad, *stops}, problems, notes)
+    limit = min(vocab, facts.num_tokens or vocab)
+    ends = (generation.get("eos_token_id"), config.get("eos_token_id"), facts.eos_token_id)
+    stops = stop_ids(ends, family.stop_token_ids, vocab, limit, notes)
+    pads = (config.get("pad_token_id"), generation.get("pad_token_id"), facts.pad_token_id)
+    mask = -1
+    if family.mask_token_id is not None:
+        usual = family.mask_token_id
+        sources = {
+            "config.json": config.get("mask_token_id"),
+            "the tokenizer": facts.mask_token_id,
+            f"the {family.name} family": usual if usual < vocab else None,
+        }
+        stated = {i for value in pads for i in ids(value)}
+        mask = mask_id(sources, vocab, {*stops, *stated}, problems, notes)
     settings = _settings(config, family, name, problems, notes)
     cfg = None
     if not problems:
@@ -175,7 +162,7 @@ def parse_config(
         family=family.name,
         **settings,
         stop_token_ids=stops,
-        pad_token_id=pad,
+        pad_token_id=first_id(vocab, (*pads, *stops)),
         vocab_limit=limit,
     )
     return Parsed(family.name, cfg, defaults, tuple(notes))
@@ -216,7 +203,8 @@ def find_family(config: Json) -> Family:
     Raises:
         ConfigError: If the family is not known.
     """
-    named = list(config.get("architectures") or [])[:1]
+    stated = config.get("architectures")
+    named = [stated] if isinstance(stated, str) else list(stated or ())[:1]
     auto_map = config.get("auto_map")
     if isinstance(auto_map, Mapping):
         named += [
@@ -235,154 +223,6 @@ def find_family(config: Json) -> Family:
     )
 
 
-def refusals(config: Json) -> Iterable[str]:
-    """Features of a config that this network does not have; each is a reason to refuse it."""
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        yield f'hidden_act={act!r} is not supported; only "silu" is'
-    if config.get("use_sliding_window"):
-        yield "use_sliding_window=true is not supported; only full attention is"
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if kinds:
-        yield f'layer_types holds {kinds}; only "full_attention" is supported'
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            yield f"{key}=true is not supported; these families have no bias"
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if any(isinstance(value, Mapping) for value in rope.values()):
-            yield f"{key} differs from layer to layer, which is not supported"
-        elif kind != "default":
-            yield f'{key} type {kind!r} is not supported; only null or "default" is'
-    partial = (config.get("rope_parameters") or {}).get(
-        "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
-    )
-    if partial not in (None, 1, 1.0):
-        yield f"partial_rotary_factor={partial} is not supported; only 1.0 is"
-    quantised = config.get("quantization_config") or config.get("compression_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        yield (
-            f"the weights are quantised (quant_method={method!r}), which is not supported; "
-            "use the bfloat16 checkpoint"
-        )
-
-
-def _network(config: Json, problems: list[str]) -> dict[str, Any]:
-    """The fields of `DenseConfig` that the file states, problems noted."""
-
-    def whole(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(f"{key}={value!r} must be a positive whole number")
-            return 0
-        return value
-
-    def number(key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            problems.append(f"{key}={value!r} must be a positive number")
-            return 0.0
-        return float(value)
-
-    heads, hidden = whole("num_attention_heads"), whole("hidden_size")
-    head_dim = config.get("head_dim")
-    if head_dim is None and heads and hidden % heads:
-        problems.append(
-            f"head_dim is not given and num_attention_heads={heads} does not divide "
-            f"hidden_size={hidden}; state head_dim"
-        )
-    rope = {**config, **(config.get("rope_parameters") or {})}
-    return {
-        "vocab_size": whole("vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": whole("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": whole("num_key_value_heads", heads),
-        "head_dim": whole("head_dim", max(hidden // max(heads, 1), 1)),
-        "ffn_size": whole("intermediate_size"),
-        "rope_theta": number("rope_theta", rope.get("rope_theta")),
-        "norm_eps": number("rms_norm_eps", config.get("rms_norm_eps", _NORM_EPS)),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_position": whole("max_position_embeddings", _MAX_POSITION),
-    }
-
-
-def _ids(value: Any) -> list[int]:
-    """An id, a list of ids or nothing, as a list."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-
-
-def _first_id(vocab: int, *candidates: Any) -> int:
-    return next(i for value in candidates for i in _ids(value) if 0 <= i < max(vocab, 1))
-
-
-def _stop_ids(
-    config: Json,
-    generation: Json,
-    facts: TokenizerFacts,
-    family: Family,
-    vocab: int,
-    notes: list[str],
-) -> tuple[int, ...]:
-    """The union of what every file says; the family's own ids where the vocabulary has them."""
-    stated = _ids(generation.get("eos_token_id")) + _ids(config.get("eos_token_id"))
-    stated += _ids(facts.eos_token_id)
-    for token in sorted({i for i in stated if not 0 <= i < vocab}):
-        notes.append(f"eos_token_id={token} lies outside the vocabulary of {vocab}; ignored")
-    limit = facts.num_tokens or vocab
-    return tuple(
-        sorted(
-            {i for i in stated if 0 <= i < vocab} | {i for i in family.stop_token_ids if i < limit}
-        )
-    )
-
-
-def _mask_id(
-    config: Json,
-    facts: TokenizerFacts,
-    family: Family,
-    vocab: int,
-    ends: set[int],
-    problems: list[str],
-    notes: list[str],
-) -> int:
-    """The config's id, then the tokenizer's, then the family's; -1 for a model without one.
-
-    A config whose mask is its pad or eos id is wrong (published SDAR-MoE configs have been): the
-    next source is taken and the choice is told.
-    """
-    if family.mask_token_id is None:
-        return -1
-    constant = family.mask_token_id if family.mask_token_id < vocab else None
-    stated = config.get("mask_token_id")
-    sources = {
-        "config.json": stated,
-        "the tokenizer": facts.mask_token_id,
-        f"the {family.name} family": constant,
-    }
-    given = {where: i for where, i in sources.items() if i is not None}
-    if stated in ends and len(given) > 1:
-        given = {where: i for where, i in given.items() if where != "config.json"}
-    if not given:
-        problems.append(
-            "no mask token is known; set mask_token_id in config.json or mask_token in "
-            "tokenizer_config.json"
-        )
-        return -1
-    where, chosen = next(iter(given.items()))
-    told = {w: i for w, i in sources.items() if i is not None}
-    if len(set(told.values())) > 1:
-        says = ", ".join(f"{w} says {i}" for w, i in told.items())
-        notes.append(f"mask token in conflict: {says}; using {chosen} of {where}")
-    if not isinstance(chosen, int) or not 0 <= chosen < vocab:
-        problems.append(f"mask_token_id={chosen!r} lies outside the vocabulary of {vocab}")
-        return -1
-    return chosen
-
-
 def _settings(
     config: Json, family: Family, name: str, problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
@@ -399,6 +239,9 @@ def _settings(
         )
     settings: dict[str, Any] = {"strategy": family.strategy, "block_size": native}
     own = config.get("dllm_jax") or {}
+    if not isinstance(own, Mapping):
+        problems.append(f'"dllm_jax": {own!r} must be an object')
+        own = {}
     for key, value in own.items():
         kind = _SETTINGS.get(key)
         if kind is None:
@@ -411,35 +254,3 @@ def _settings(
         if not isinstance(settings.get(key, 1), int) or settings.get(key, 1) < 1:
             problems.append(f"{key}={settings[key]!r} must be a positive whole number")
     return settings
-
-
-def _published(
-    family: str, layers: int, width: int, heads: int, ffn: int, *, tied: bool = False
-) -> dict[str, Any]:
-    """One published config.json; all of these share vocabulary, KV heads and head size."""
-    cfg = DenseConfig(
-        vocab_size=151936,
-        hidden_size=width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        ffn_size=ffn,
-        tie_embeddings=tied,
-        max_position=32768 if family == "sdar" else 40960,
-        shift=family != "sdar",
-        mask_token_id=151669 if family == "sdar" else -1,
-    )
-    return {**config_json(family, cfg), "eos_token_id": 151645, "pad_token_id": 151643}
-
-
-# Source: config.json of these repositories on the Hugging Face hub. For `random:NAME`.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "JetLM/SDAR-1.7B-Chat": _published("sdar", 28, 2048, 16, 6144),
-    "JetLM/SDAR-4B-Chat": _published("sdar", 36, 2560, 32, 9728),
-    "JetLM/SDAR-8B-Chat": _published("sdar", 36, 4096, 32, 12288),
-    "Qwen/Qwen3-0.6B": _published("qwen3", 28, 1024, 16, 3072, tied=True),
-    "Qwen/Qwen3-1.7B": _published("qwen3", 28, 2048, 16, 6144, tied=True),
-    "Qwen/Qwen3-4B": _published("qwen3", 36, 2560, 32, 9728, tied=True),
-    "Qwen/Qwen3-8B": _published("qwen3", 36, 4096, 32, 12288),
-}

@@ -1,0 +1,88 @@
+"""Which ids mean hole, end and padding, where several files of a checkpoint have a say.
+
+Functions of plain values: nothing here reads a file or knows a family.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerFacts:
+    """What a folder's tokenizer files say; None where they say nothing.
+
+    Attributes:
+        num_tokens: Ids in use, added tokens counted: the highest id plus one.
+    """
+
+    num_tokens: int | None = None
+    mask_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+def ids(value: Any) -> list[int]:
+    """An id, a list of ids or nothing, as a list."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+
+
+def first_id(limit: int, candidates: Iterable[Any]) -> int:
+    """The first candidate that is an id below `limit`; 0 if none is."""
+    return next((i for value in candidates for i in ids(value) if 0 <= i < limit), 0)
+
+
+def stop_ids(
+    stated: Iterable[Any], usual: Iterable[int], vocab: int, limit: int, notes: list[str]
+) -> tuple[int, ...]:
+    """The union of what the files state and the family's own ids, ascending.
+
+    Args:
+        stated: Each file's `eos_token_id`: an id, a list of ids or None.
+        usual: The family's ids; those at or past `limit` belong to another vocabulary.
+        vocab: Rows of the embedding; a stated id outside them is noted and left out.
+    """
+    said = {i for value in stated for i in ids(value)}
+    for token in sorted(i for i in said if not 0 <= i < vocab):
+        notes.append(f"eos_token_id={token} lies outside the vocabulary of {vocab}; ignored")
+    return tuple(sorted({i for i in said if 0 <= i < vocab} | {i for i in usual if i < limit}))
+
+
+def mask_id(
+    sources: Mapping[str, int | None],
+    vocab: int,
+    ends: Iterable[int],
+    problems: list[str],
+    notes: list[str],
+) -> int:
+    """The id of the first source that has one.
+
+    A first source whose mask is a pad or end id is wrong (published SDAR-MoE configs have been):
+    it is passed over where another source has an answer. Any disagreement is noted.
+
+    Args:
+        sources: What each source says, by name, in the order in which they are believed.
+        ends: Ids of padding and of ends of text.
+    """
+    said = {where: i for where, i in sources.items() if i is not None}
+    if not said:
+        problems.append(
+            "no mask token is known; set mask_token_id in config.json or mask_token in "
+            "tokenizer_config.json"
+        )
+        return -1
+    where, chosen = next(iter(said.items()))
+    if chosen in (ends := set(ends)) and len(said) > 1:
+        where, chosen = list(said.items())[1]
+    if chosen in ends:
+        notes.append(f"mask token {chosen} of {where} is also a pad or end of text")
+    if len(set(said.values())) > 1:
+        says = ", ".join(f"{name} says {i}" for name, i in said.items())
+        notes.append(f"mask token in conflict: {says}; using {chosen} of {where}")
+    if not ids(chosen) or not 0 <= chosen < vocab:
+        problems.append(
+            f"mask_token_id={chosen!r} of {where} must be an id of the vocabulary of {vocab}"
+        )
+        return -1
+    return chosen
