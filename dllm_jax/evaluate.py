@@ -24,7 +24,7 @@ from dllm_jax.training.data import Problem, is_correct, problem
 from strategies import BlockDiffusion, driver
 from strategies.state import FINISH_REASONS, DecodeState
 
-MAX_TOKENS = 224  # the longest worked solution of both halves is shorter
+MAX_TOKENS = 224  # tokens of the longest worked solution of both halves, and some to spare
 _RESAMPLES = 2000
 _Z95 = 1.959964  # two-sided 95 % of the normal law
 

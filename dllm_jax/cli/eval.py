@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--problems", type=flags.whole(1), default=200, metavar="N")
     group.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0)
     group.add_argument("--batch-size", type=flags.whole(1), default=32, metavar="B")
+    group.add_argument("--max-tokens", type=flags.whole(1), default=224, metavar="N")
     group.add_argument(
         "--one-token",
         action=argparse.BooleanOptionalAction,
@@ -109,6 +110,7 @@ def _evaluate(
                 strategy,
                 problems,
                 batch_size=args.batch_size,
+                max_tokens=args.max_tokens,
                 progress=lambda done, bar=bar: bar.update(done - bar.n),
             )
     base = next(iter(outcomes))
