@@ -17,17 +17,15 @@ def attention(
     values = jnp.concatenate([_by_head(v_pages, page_table), v.swapaxes(1, 2)], axis=2)
     visible = sees(mask, page_table, Z)[:, None, None]
     # The query heads of a KV head are rows of one product.
-    grouped = q.reshape(B, T, G, N // G, H)
-    scores = jnp.einsum("btgnh,bguh->bgntu", grouped, keys, preferred_element_type=jnp.float32)
+    rows = q.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
+    scores = jnp.einsum("bgrh,bguh->bgru", rows, keys, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, G, N // G, T, -1)
     scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
     weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0)
-    out = jnp.einsum(
-        "bgntu,bguh->btgnh",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=jnp.float32,
-    )
-    return out.reshape(B, T, N, H).astype(q.dtype)
+    weights = weights.astype(values.dtype).reshape(B, G, N // G * T, -1)
+    out = jnp.einsum("bgru,bguh->bgrh", weights, values, preferred_element_type=jnp.float32)
+    out = out.astype(q.dtype).reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4)
+    return out.reshape(B, T, N, H)
 
 
 def _by_head(pages: Array, page_table: Array) -> Array:
