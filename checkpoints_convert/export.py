@@ -1,13 +1,14 @@
 """Writing a parameter tree as an ordinary Hugging Face folder: the inverse of reading one."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from checkpoints_convert import hf_dense
 from checkpoints_convert.dtypes import as_dtype
@@ -47,16 +48,22 @@ def export_hf(
         leaf = np.asarray(find(params, place.path))
         tensors[place.name] = place.part.view(leaf).astype(target, order="C").reshape(place.shape)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
     entries = {**config_json(family, cfg, dtype), **(extra_config or {})}
-    text = json.dumps(entries, indent=2) + "\n"
-    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    with _replaced(folder / "model.safetensors") as path:
+        save_file(tensors, path, {"format": "pt"})
+    with _replaced(folder / "config.json") as path:
+        path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
-def _replace(path: Path, write: Any) -> None:
+@contextlib.contextmanager
+def _replaced(path: Path) -> Generator[Path, None, None]:
+    """A path to write to; what is written takes the place of `path` if all went well."""
     partial = path.with_name(f".{path.name}.partial")
-    write(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

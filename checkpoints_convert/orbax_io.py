@@ -8,6 +8,9 @@ A folder is made under another name beside its place and renamed when it is comp
 carries the name loads. Importing this module imports Orbax, which takes a second.
 """
 
+# pyright: standard
+# (Orbax has no type stubs, so strict checking of this file reports nothing but that.)
+
 import contextlib
 import copy
 import dataclasses
@@ -18,7 +21,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +115,8 @@ def restore(report: Report, dtype: str = "auto") -> Any:
     Args:
         dtype: Type of the result; "auto" is the stored one.
     """
-    cfg = report.config
-    if cfg is None or report.dtype is None:
-        raise ConversionError(report.source, report.problems)
-    stored = as_dtype(report.dtype)
+    cfg, _ = report.require_ok()
+    stored = as_dtype(str(report.dtype))
     target = stored if dtype == "auto" else as_dtype(dtype)
     shapes = param_shapes(cfg, stored)
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
@@ -175,7 +176,7 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None, None, None]:
     """Without Orbax's log lines, one of which warns of the absence of files nobody asked for."""
     logger = logging.getLogger("absl")
     level = logger.level
@@ -187,14 +188,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _meta(params: Any, report: Report) -> dict[str, Any]:
-    if report.config is None or report.defaults is None:
-        raise ValueError(f"{report.source}: nothing to save; inspect it first")
+    config, defaults = report.require_ok()
     return {
         "format": _FORMAT,
         "version": _VERSION,
         "family": report.family,
-        "config": dataclasses.asdict(report.config),
-        "defaults": dataclasses.asdict(report.defaults),
+        "config": dataclasses.asdict(config),
+        "defaults": dataclasses.asdict(defaults),
         "dtype": str(params["embed"].dtype),
         "source": report.source,
         "digests": {name: _digest(report.folder / name) for name in report.files},

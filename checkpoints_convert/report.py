@@ -74,10 +74,15 @@ class Report:
         """Whether nothing speaks against loading."""
         return not self.problems
 
-    def require_ok(self) -> None:
-        """Raise a `ConversionError` with all problems, if there are any."""
-        if self.problems:
+    def require_ok(self) -> tuple[DenseConfig, FamilyDefaults]:
+        """The config and the defaults, which a checkpoint without problems has.
+
+        Raises:
+            ConversionError: With all problems, if there are any.
+        """
+        if self.problems or self.config is None or self.defaults is None:
             raise ConversionError(self.source, self.problems)
+        return self.config, self.defaults
 
     def __str__(self) -> str:
         kind = "Hugging Face folder" if self.kind == "hf" else "converted folder"

@@ -6,11 +6,12 @@ one, decides. Nothing here knows which tensors a family needs.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from checkpoints_convert.spec import Shape, listed
-from checkpoints_convert.tokenizer_files import read_json
+from checkpoints_convert.tokenizer_files import json_object, read_json
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz")
@@ -31,9 +32,9 @@ class Shards:
     """What a folder's headers say together, and what is wrong with them."""
 
     files: tuple[str, ...] = ()
-    tensors: dict[str, Stored] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    tensors: dict[str, Stored] = dataclasses.field(default_factory=dict[str, Stored])
+    problems: list[str] = dataclasses.field(default_factory=list[str])
+    notes: list[str] = dataclasses.field(default_factory=list[str])
 
 
 def read_shards(folder: Path) -> Shards:
@@ -54,6 +55,12 @@ def read_shards(folder: Path) -> Shards:
     return shards
 
 
+def open_tensors(path: Path) -> Any:
+    """A lazy reader of one file: `keys()`, and `get_slice(name)` to cut rows from."""
+    opener: Any = safe_open  # a class of the extension module, without types
+    return opener(path, framework="numpy")
+
+
 def _weight_map(folder: Path, shards: Shards) -> dict[str, str] | None:
     """The index's tensor -> file, None where the folder has no index."""
     path = folder / _INDEX
@@ -64,17 +71,18 @@ def _weight_map(folder: Path, shards: Shards) -> dict[str, str] | None:
     except ValueError as error:
         shards.problems.append(str(error))
         return {}
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map = json_object(index.get("weight_map"))
+    if not weight_map:
         shards.problems.append(f'{_INDEX} has no "weight_map"; download it again')
         return {}
-    total = (index.get("metadata") or {}).get("total_size")
+    weight_map = {name: str(file) for name, file in weight_map.items()}
+    total = json_object(index.get("metadata")).get("total_size")
     have = sum(
         p.stat().st_size for p in map(folder.joinpath, set(weight_map.values())) if p.is_file()
     )
     if isinstance(total, int) and total > have > 0:
         shards.notes.append(f"{_INDEX} states total_size={total} bytes but its files hold {have}")
-    return {str(name): str(file) for name, file in weight_map.items()}
+    return weight_map
 
 
 def _no_weights(folder: Path) -> str:
@@ -104,7 +112,7 @@ def _read_header(path: Path, shards: Shards) -> None:
     reason = _damage(path)
     if reason is None:
         try:
-            with safe_open(path, framework="numpy") as file:
+            with open_tensors(path) as file:
                 for name in file.keys():  # noqa: SIM118 (the handle is no mapping)
                     tensor = file.get_slice(name)
                     stored = Stored(path.name, tensor.get_dtype(), tuple(tensor.get_shape()))

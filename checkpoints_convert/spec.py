@@ -56,7 +56,9 @@ class Part:
 
     def shape(self, leaf_shape: Shape) -> Shape:
         """Shape of the stored tensor that fills this part of a leaf of `leaf_shape`."""
-        view = self.view(np.broadcast_to(np.zeros((), np.uint8), leaf_shape)).shape
+        # An array of that shape without memory.
+        empty = np.broadcast_to(np.uint8(0), leaf_shape)  # pyright: ignore[reportUnknownMemberType]
+        view = self.view(empty).shape
         if len(view) == 1:
             return view
         return math.prod(view[: self.rows]), math.prod(view[self.rows :])
@@ -89,7 +91,7 @@ def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
         shapes: Tree of anything with a `shape`, as `param_shapes` gives it.
     """
 
-    def expand(rule: Rule, layer: int | None) -> Iterator[Placement]:
+    def expand(rule: Rule, layer: int) -> Iterator[Placement]:
         path = tuple(layer if key == _LAYER else key for key in rule.path.split("."))
         leaf = find(shapes, path)
         if leaf is not None:
@@ -99,7 +101,7 @@ def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
     def expand_all() -> Iterator[Placement]:
         for rule in rules:
             if _LAYER not in rule.path:
-                yield from expand(rule, None)
+                yield from expand(rule, 0)
         for layer in range(len(shapes["layers"])):
             for rule in rules:
                 if _LAYER in rule.path:

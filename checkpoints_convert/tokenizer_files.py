@@ -7,7 +7,7 @@ Knows file names and layouts only; which fact wins over which is decided in
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dllm_jax.models.special_tokens import TokenizerFacts
 
@@ -75,20 +75,20 @@ def read_facts(folder: Path) -> TokenizerFacts:
 def _vocabulary(folder: Path) -> dict[str, int]:
     """Every token's id, added tokens included."""
     whole = _read(folder / "tokenizer.json")
+    ids: dict[str, int] = {}
     if whole:
-        vocab = whole.get("model", {}).get("vocab", {})
+        vocab: Any = json_object(whole.get("model")).get("vocab", {})
         # A unigram model lists [token, score] pairs in the order of their ids.
-        ids = dict(vocab) if isinstance(vocab, dict) else {t[0]: i for i, t in enumerate(vocab)}
-        ids.update({_text(token): int(token["id"]) for token in whole.get("added_tokens", ())})
+        ids |= vocab if isinstance(vocab, dict) else {t[0]: i for i, t in enumerate(vocab)}
+        ids |= {_text(token): int(token["id"]) for token in whole.get("added_tokens", ())}
     else:
-        ids = dict(_read(folder / "vocab.json"))
-    ids.update(_read(folder / "added_tokens.json"))
-    return ids
+        ids |= _read(folder / "vocab.json")
+    return ids | _read(folder / "added_tokens.json")
 
 
 def _text(token: Any) -> str:
     """A token given as text or as a record with its `content`."""
-    return str(token.get("content")) if isinstance(token, dict) else str(token)
+    return str(json_object(token).get("content", token))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -104,9 +104,14 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: If the file is not UTF-8, not JSON or no object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path.name} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} must hold a JSON object, not a {type(value).__name__}")
-    return value
+        raise ValueError(f"{path.name} must hold a JSON object, not {json.dumps(value)[:20]}")
+    return json_object(value)
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """A JSON value if it is an object, else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import safe_open
 
 from checkpoints_convert import hf_dense
 from checkpoints_convert.dtypes import STORED, all_finite, as_dtype, raw
 from checkpoints_convert.report import Report
-from checkpoints_convert.shards import Stored
+from checkpoints_convert.shards import Stored, open_tensors
 from checkpoints_convert.spec import Array, ConversionError, Placement, find
 from dllm_jax.models.dense import param_shapes
 
@@ -35,19 +34,20 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
     """
-    report.require_ok()
-    cfg = report.config
-    if cfg is None:
-        raise ValueError(f"{report.source}: nothing to read; inspect it first")
+    cfg, _ = report.require_ok()
     target = as_dtype(report.dtype or "float32" if dtype == "auto" else dtype)
-    tree = jax.tree.map(lambda leaf: np.empty(leaf.shape, target), param_shapes(cfg, target))
+
+    def allocate(leaf: Any) -> Array:
+        return np.empty(leaf.shape, target)
+
+    tree: Any = jax.tree.map(allocate, param_shapes(cfg, target))
     by_file: dict[str, list[Placement]] = {}
     for place in report.placements:
         by_file.setdefault(report.stored[place.name].file, []).append(place)
     total = sum(_num_bytes(report.stored[place.name]) for place in report.placements)
     done, problems = 0, list[str]()
     for file, places in by_file.items():
-        with safe_open(report.folder / file, framework="numpy") as handle:
+        with open_tensors(report.folder / file) as handle:
             for place in places:
                 bad: set[str] = set()
                 leaf = find(tree, place.path)
@@ -100,15 +100,14 @@ def _tied_head(report: Report) -> list[str]:
         return []
     if (head.dtype, head.shape) == (embed.dtype, embed.shape):
         with (
-            safe_open(report.folder / head.file, framework="numpy") as a,
-            safe_open(report.folder / embed.file, framework="numpy") as b,
+            open_tensors(report.folder / head.file) as a,
+            open_tensors(report.folder / embed.file) as b,
         ):
             left, right = a.get_slice(hf_dense.LM_HEAD), b.get_slice(hf_dense.EMBED)
             step = max(_SLICE_BYTES // (head.shape[1] * 4), 1)
             starts = range(0, head.shape[0], step)
-            if all(
-                np.array_equal(raw(left[i : i + step]), raw(right[i : i + step])) for i in starts
-            ):
+            slices = (slice(start, start + step) for start in starts)
+            if all(bool((raw(left[s]) == raw(right[s])).all()) for s in slices):
                 return []
     return [
         f"tie_word_embeddings is true but {hf_dense.LM_HEAD} differs from {hf_dense.EMBED}; "

@@ -112,6 +112,7 @@ def _download(name: str, revision: str | None) -> Path:
 def _from_folder(folder: Path, source: str, dtype: str) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     params, report = checkpoints_convert.load_params(folder, target)
+    config, defaults = report.require_ok()
     for note in report.notes:
         warnings.warn(f"{source}: {note}", stacklevel=3)
     leaves, tree = jax.tree.flatten(params)
@@ -123,9 +124,9 @@ def _from_folder(folder: Path, source: str, dtype: str) -> Model:
         tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
     return Model(
         params=jax.tree.unflatten(tree, leaves),
-        config=report.config,
+        config=config,
         arch=DENSE,
-        defaults=report.defaults,
+        defaults=defaults,
         source=source,
         tokenizer_source=tokenizer,
     )

@@ -15,10 +15,10 @@ def read_tokenizer(folder: Path) -> Any:
     Raises:
         ValueError: If the files cannot be read.
     """
-    from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     stock = (folder / "tokenizer.json").is_file()
-    kind = PreTrainedTokenizerFast if stock else Qwen2TokenizerFast
+    kind = PreTrainedTokenizerFast if stock else Qwen2Tokenizer
     try:
         return kind.from_pretrained(folder, **_overrides(folder))
     except Exception as error:  # whatever the tokenizers library meets in a broken file
