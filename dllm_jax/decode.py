@@ -148,6 +148,7 @@ def prefill(
             visible=jnp.ones((1, shape[1], shape[1]), bool) if one_pass else None,
             causal=needs.prompt == "whole_causal",
             mode=needs.prefill_mode or None,
+            hidden_layers=needs.hidden_layers,
         )
         view = out.store(view, valid)
         taken = jnp.clip(end - first, 0, size)

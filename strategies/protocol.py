@@ -34,12 +34,14 @@ class Needs:
             in which every prompt row sees every other. `whole_causal` / `whole_full`: the whole
             prompt prefilled, token-causal / in one full pass; the window starts at its end.
             `in_window`: no prefill; the prompt (and a suffix) are filled cells of the window.
+        hidden_layers: Residual streams that prefill hands to `absorb` as `chunk.out.taps`.
         boundary: Keep the raw hidden row of the position before the window.
         prefill_mode: The model mode of prefill (models with several modes).
         aux: Names of further models with pools of their own, such as a drafter.
     """
 
     prompt: PromptMode = "grid_causal"
+    hidden_layers: tuple[int, ...] = ()
     boundary: bool = False
     prefill_mode: int = 0
     aux: tuple[str, ...] = ()
@@ -314,14 +316,14 @@ class PrefillChunk:
         forward: As in `step`.
         state: A view whose buffer is the chunk.
         out: The chunk's forward; None where there was no prefill at all.
-        valid: Cells of the chunk that hold prompt, [B 1 T].
+        valid: Cells of the chunk that were stored, [B K S] of the chunk's own blocks.
         last: Rows whose prompt is complete after this chunk, [B].
     """
 
     forward: Forward
     state: DecodeState
     out: ForwardOutput | None
-    valid: Bool[Array, "B 1 T"]
+    valid: Bool[Array, "B K S"]
     last: Bool[Array, " B"]
 
 
