@@ -67,15 +67,18 @@ class ModelForward:
         edges = _live_edges(live.reshape(B, K * S))
         cell = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32), (B, K * S))
         if width is not None:
-            cell = jnp.minimum(edges[:, :1] + jnp.arange(width, dtype=jnp.int32), K * S - 1)
+            # Past the narrowed rows nothing is fresh, what is cached there stays visible; rows
+            # past the window's end belong to no cell.
+            edges = edges.at[:, 1].min(edges[:, 0] + width)
+            live = live & _between(cell, edges).reshape(B, K, S)
+            cell = edges[:, :1] + jnp.arange(width, dtype=jnp.int32)[None]
         positions = buffer.start[:, None] + cell
         if isinstance(inputs, Taps):
             return self._tapped(state, inputs, positions, cell, live)
         mask = WindowMask(
             cell=cell,
             start=buffer.start,
-            # Past the narrowed rows nothing is fresh: what is cached there stays visible.
-            live=edges if width is None else edges.at[:, 1].min(edges[:, 0] + width),
+            live=edges,
             context_len=buffer.start if context_len is None else context_len,
             visible=blocks.visible_causal(K) if visible is None else visible,
             causal=jnp.broadcast_to(jnp.asarray(causal), (B,)),
@@ -98,10 +101,11 @@ class ModelForward:
             )
 
         x = self._embed_inputs(state, inputs)
-        x = x if width is None else jnp.take_along_axis(x, cell[:, :, None], axis=1)
+        if width is not None:
+            x = jnp.take_along_axis(x, jnp.minimum(cell, K * S - 1)[:, :, None], axis=1)
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
-        modes = {"mode": jnp.broadcast_to(jnp.asarray(mode or 0), (B,))} if arch.takes_mode else {}
+        modes = {"mode": jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))} if arch.takes_mode else {}
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **modes
         )
@@ -167,7 +171,8 @@ class ModelForward:
         if arch.context_kv is None:
             raise ValueError(f"model {self._pool!r} takes no tapped features; give it token inputs")
         vectors = taps.vectors.reshape(B, -1, taps.vectors.shape[-1])
-        vectors = jnp.take_along_axis(vectors, cell[:, :, None], axis=1)
+        inside = jnp.minimum(cell, vectors.shape[1] - 1)
+        vectors = jnp.take_along_axis(vectors, inside[:, :, None], axis=1)
         fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
         return WindowOutput(
             self, state, tuple(fresh), positions, cell, live, vectors, (), cell.shape[1]
@@ -260,10 +265,9 @@ class WindowOutput:
         sound = jnp.all(jnp.isfinite(self._rows.astype(jnp.float32)), axis=-1)
         running = (state.finish == RUNNING)[:, None, None]
         wanted = (where & self._live & running).reshape(B, K * S)
-        wanted = jnp.take_along_axis(wanted, self._cell, axis=1) & sound
-        if self._width is not None:
-            # Narrowed rows past the window's end repeat its last cell.
-            wanted &= self._cell == self._cell[:, :1] + jnp.arange(self._width)[None]
+        inside = self._cell < K * S
+        wanted = jnp.take_along_axis(wanted, jnp.where(inside, self._cell, 0), axis=1)
+        wanted = wanted & inside & sound
         name = self._forward._pool
         pool = state.pools[name]
         num_pages, _, page_size, _ = pool[0][0].shape
@@ -277,8 +281,7 @@ class WindowOutput:
         B, K, S = self._live.shape
         if self._width is not None:
             empty = jnp.zeros((B, K * S, rows.shape[-1]), rows.dtype)
-            # Last write wins nothing here: repeated cells carry the same row.
-            rows = empty.at[jnp.arange(B)[:, None], self._cell].set(rows)
+            rows = empty.at[jnp.arange(B)[:, None], self._cell].set(rows, mode="drop")
         return rows.reshape(B, K, S, -1)
 
     def _aligned(self) -> Float[Array, "B K S D"]:
@@ -314,6 +317,10 @@ def greedy(num_slots: int) -> Sampling:
         top_k=jnp.zeros((num_slots,), jnp.int32),
         top_p=jnp.ones((num_slots,), jnp.float32),
     )
+
+
+def _between(cell: Int[Array, "B W"], edges: Int[Array, "B 2"]) -> Bool[Array, "B W"]:
+    return (cell >= edges[:, :1]) & (cell < edges[:, 1:])
 
 
 def _live_edges(live: Bool[Array, "B W"]) -> Int[Array, "B 2"]:
