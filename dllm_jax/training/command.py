@@ -45,7 +45,8 @@ def parser(add_help: bool = True) -> argparse.ArgumentParser:
     add("--hidden-size", type=int, default=default.model.hidden_size)
     add("--ffn-size", type=int, default=default.model.ffn_size)
     add("--workers", type=int, default=2, help="processes that make data; 0: none of their own")
-    add("--eval-problems", type=int, default=default.eval_problems, help="per half and quarter")
+    add("--eval-problems", type=int, default=default.eval_problems, help="per half and evaluation")
+    add("--evals", type=int, default=default.evals, help="evaluations in the run, evenly spaced")
     add("--final-problems", type=int, default=2048, help="per half, when the run is complete")
     add("--log-every", type=int, default=default.log_every)
     return options
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         muon_lr=args.muon_lr,
         adam_lr=args.adam_lr,
         eval_problems=args.eval_problems,
+        evals=args.evals,
         log_every=args.log_every,
     )
     run = loop.train(config, out, max_seconds=args.max_seconds, num_workers=args.workers)
@@ -90,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"{half} block {block_size} buffer {buffer} threshold {threshold}: "
                 f"{100 * result['exact']:.2f} % exact, {result['tokens_per_forward']:.2f} tokens "
-                f"per forward, {result['denoise_per_block']:.2f} denoise forwards a block, "
-                f"wrong {result['wrong_by_family']}"
+                f"per forward, {result['denoise_per_block']:.2f} denoise forwards a block"
             )
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     export.write_card(run, config, out / "model", results)

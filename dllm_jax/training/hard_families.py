@@ -1,8 +1,8 @@
 """The hard half: serial chains and larger word problems, numbers to 9999, parts worked out.
 
-A chain asks for one result after another, each needed by the next, so no decoder can fill it in
-at once; ordinals in question and response let each step find its event. Division comes about
-as often as all other steps of a chain. Nothing here knows about splits, tokens or jax.
+A chain asks for one result after another, each needed by the next, and writes them densely
+(`142 - 111 = 31, * 9 = 279, / 9 = 31.`), so that no decoder can fill a block in at once. Division is
+drawn most often, because it seldom fits. Nothing here knows about splits, tokens or jax.
 """
 
 import random
@@ -13,14 +13,17 @@ from dllm_jax.training.words import Family, Words
 _R = random.Random
 _Text = tuple[str, list[str], int]
 _LIMIT = 9999
-_ORDINALS = ("First", "Second", "Third", "Fourth", "Fifth")
 _WORK = {
     "add": arithmetic.add,
     "remove": arithmetic.subtract,
     "times": arithmetic.multiply,
     "share": arithmetic.divide,
 }
-_MAX_LINES = 7  # steps plus steps with parts of one chain, so that a sample fits 256 tokens
+_EVENTS = (4, 8)
+_STARTS = ((12, 99), (12, 99), (100, 999), (1000, 5000))
+_OPERANDS = (9, 99, 99, 999, 5000)  # largest number added or taken away, drawn per event
+_MAX_WORKED = 2  # steps with parts in one chain, and
+_MAX_LINES = 8  # steps plus those: a sample then fits 256 tokens
 _THEMES = (("A tank holds", "litres"), ("A store has", "boxes"), ("An account has", "points"))
 
 
@@ -28,10 +31,10 @@ def _draw_event(rng: _R, value: int) -> tuple[str, int] | None:
     kind = rng.choices(("add", "remove", "times", "share"), weights=(2, 2, 3, 4))[0]
     if kind == "add":
         most = _LIMIT - value
-        number = rng.randint(2, min(most, rng.choice((99, 999, 5000)))) if most > 2 else 0
+        number = rng.randint(2, min(most, rng.choice(_OPERANDS))) if most > 2 else 0
     elif kind == "remove":
         most = value - 12
-        number = rng.randint(2, min(most, rng.choice((99, 999, 5000)))) if most > 2 else 0
+        number = rng.randint(2, min(most, rng.choice(_OPERANDS))) if most > 2 else 0
     elif kind == "times":
         if value < 100 and rng.random() < 0.6:
             number = rng.randint(11, 99)
@@ -47,10 +50,9 @@ def _draw_event(rng: _R, value: int) -> tuple[str, int] | None:
 
 
 def _draw_chain(rng: _R) -> tuple:
-    size = rng.choice(((12, 99), (100, 999), (1000, 5000)))
-    start = value = rng.randint(*size)
+    start = value = rng.randint(*rng.choice(_STARTS))
     events: list[tuple[str, int]] = []
-    for _ in range(rng.randint(3, 5)):
+    for _ in range(rng.randint(*_EVENTS)):
         event = None
         while event is None:
             event = _draw_event(rng, value)
@@ -61,31 +63,32 @@ def _draw_chain(rng: _R) -> tuple:
     for kind, number in events:
         value, line = _WORK[kind](value, number)
         worked += ":" in line
-    return spec if worked + len(events) <= _MAX_LINES else _draw_chain(rng)
+    fits = worked <= _MAX_WORKED and worked + len(events) <= _MAX_LINES
+    return spec if fits else _draw_chain(rng)
 
 
-def _ask_event(kind: str, n: int, unit: str, w: Words) -> str:
+def _ask_event(kind: str, n: int, w: Words) -> str:
     if kind == "add":
-        return w.one_of(f"{n} {unit} are added", f"{n} more {unit} come in")
+        return w.one_of(f"{n} are added", f"{n} come in")
     if kind == "remove":
-        return w.one_of(f"{n} {unit} are taken away", f"{n} {unit} are lost")
+        return w.one_of(f"{n} are taken away", f"{n} are lost")
     if kind == "times":
-        return w.one_of(f"it grows to {n} times as much", f"there are {n} times as many {unit}")
-    return w.one_of(
-        f"{n} equal parts are made and one is kept", f"only one of {n} equal parts is kept"
-    )
+        return w.one_of(f"It grows to {n} times as much", f"There are {n} times as many then")
+    return w.one_of(f"One of {n} equal parts is kept", f"Only one part of {n} is kept")
 
 
 def _write_chain(spec: tuple, w: Words) -> _Text:
     value, events = spec
     opening, unit = w.one_of(*_THEMES)
-    text, lines = f"{opening} {value} {unit}.", []
-    for ordinal, (kind, number) in zip(_ORDINALS, events, strict=False):
-        text += f" {ordinal}, {_ask_event(kind, number, unit, w)}."
-        value, line = _WORK[kind](value, number)
-        lines.append(f"{ordinal} {line}.")
+    text, steps = f"{opening} {value} {unit}.", []
+    for kind, number in events:
+        text += f" {_ask_event(kind, number, w)}."
+        before = value
+        value, line = _WORK[kind](before, number)
+        # the running value is written once: a step starts at its operator
+        steps.append(line.removeprefix(f"{before} ") if steps else line)
     text += w.one_of(f" How many {unit} are there now?", f" How many {unit} are left in the end?")
-    return text, lines, value
+    return text, [", ".join(steps) + "."], value
 
 
 def _draw_order(rng: _R) -> tuple:
@@ -177,8 +180,8 @@ def _write_trip(spec: tuple, w: Words) -> _Text:
 
 
 FAMILIES = (
-    Family("chain", _draw_chain, _write_chain, weight=6.0),
-    Family("order", _draw_order, _write_order),
-    Family("factory", _draw_factory, _write_factory, weight=1.5),
-    Family("trip", _draw_trip, _write_trip),
+    Family("chain", _draw_chain, _write_chain, weight=8.0),
+    Family("order", _draw_order, _write_order, weight=0.7),
+    Family("factory", _draw_factory, _write_factory, weight=1.0),
+    Family("trip", _draw_trip, _write_trip, weight=0.7),
 )

@@ -5,7 +5,7 @@ optimisers or files.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -70,6 +70,13 @@ def score(
             commits.append(int(out.commits[i]))
             last = min(len(ids) + num, row_len - 1) // block_size
             blocks.append(last - len(ids) // block_size + 1)
+    families: dict[str, list[int]] = {}
+    for i, of in enumerate(problems):
+        families.setdefault(of.family, []).append(i)
+
+    def denoise_per_block(some: Iterable[int]) -> float:
+        return sum(forwards[i] - commits[i] for i in some) / sum(blocks[i] for i in some)
+
     half_width = lambda x: float(1.96 * np.std(x) / len(x) ** 0.5)  # noqa: E731
     return {
         "half": half,
@@ -83,21 +90,20 @@ def score(
         "tokens_per_forward_ci": half_width(speed),
         "forwards": float(np.mean(forwards)),
         "commit_only": float(np.mean(commits)),
-        "denoise_per_block": float((np.sum(forwards) - np.sum(commits)) / np.sum(blocks)),
+        "denoise_per_block": denoise_per_block(range(num_problems)),
         "right": "".join("01"[r] for r in right),
-        "wrong_by_family": _wrong_by_family(problems, right),
+        "families": {
+            name: {
+                "num_problems": len(of),
+                "exact": float(np.mean([right[i] for i in of])),
+                "tokens_per_forward": float(np.mean([speed[i] for i in of])),
+                "denoise_per_block": denoise_per_block(of),
+            }
+            for name, of in sorted(families.items())
+        },
     }
 
 
 @functools.cache
 def _problems(half: str, num_problems: int) -> tuple[data.Problem, ...]:
     return tuple(data.problem(half, _SEED, i, heldout=True) for i in range(num_problems))
-
-
-def _wrong_by_family(problems: Sequence[data.Problem], right: list[bool]) -> dict[str, str]:
-    totals: dict[str, list[int]] = {}
-    for of, ok in zip(problems, right, strict=True):
-        count = totals.setdefault(of.family, [0, 0])
-        count[0] += not ok
-        count[1] += 1
-    return {family: f"{wrong}/{total}" for family, (wrong, total) in sorted(totals.items())}

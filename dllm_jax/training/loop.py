@@ -1,7 +1,7 @@
 """The training loop: batches in, checkpoints, log and curves out; stops and resumes anywhere.
 
-stream -> noise and loss and update in one jitted step, rows sharded over all devices -> every
-quarter an evaluation on held-out problems -> Orbax checkpoints. The learning rate follows the
+stream -> noise and loss and update in one jitted step, rows sharded over all devices -> now
+and then an evaluation on held-out problems -> Orbax checkpoints. The learning rate follows the
 share of the run that is done: of the steps, or of a budget of seconds. Nothing here knows how
 problems are written or what the loss is.
 """
@@ -31,7 +31,7 @@ from dllm_jax.training.tokenizer import MASK_ID, train_tokenizer
 TINY_SDAR = dense.DenseConfig(
     vocab_size=768,
     hidden_size=256,
-    num_layers=4,
+    num_layers=3,
     num_heads=4,
     num_kv_heads=2,
     head_dim=64,
@@ -58,7 +58,8 @@ class TrainConfig:
         flat_until: Share of the run after which it falls, linearly to 0.
         log_every: Steps between lines of the log.
         checkpoint_seconds: Seconds between checkpoints.
-        eval_problems: Held-out problems per half and quarter.
+        eval_problems: Held-out problems per half and evaluation.
+        evals: Evaluations in a run, evenly spaced, the last at its end.
         compute_dtype: Dtype of the matrix products; master weights are float32.
     """
 
@@ -75,6 +76,7 @@ class TrainConfig:
     log_every: int = 50
     checkpoint_seconds: float = 120.0
     eval_problems: int = 512
+    evals: int = 4
     compute_dtype: str = "bfloat16"
 
 
@@ -208,7 +210,7 @@ def train(
     pending: list[dict] = []
     last = {}
     saved_at, logged_at, logged_step = seconds(), time.monotonic(), step_id
-    quarter = math.floor(progress() * 4)
+    part = math.floor(progress() * config.evals)
     feed = stream.batches(config.data, tokenizer, step_id, num_workers)
     try:
         while progress() < 1.0 and (max_seconds is None or seconds() - seconds_before < max_seconds):
@@ -235,8 +237,8 @@ def train(
                 )
                 if not math.isfinite(last["loss"]):
                     raise FloatingPointError(f"loss={last['loss']} at {step_id=}; lower the rates")
-            if math.floor(progress() * 4) > quarter:
-                quarter = math.floor(progress() * 4)
+            if math.floor(progress() * config.evals) > part:
+                part = math.floor(progress() * config.evals)
                 evaluate()
             if seconds() - saved_at > config.checkpoint_seconds:
                 _save(saver, state, seconds())
