@@ -18,13 +18,14 @@ import pytest
 from tests.oracles.list_decoder import (
     Result,
     block_diffusion_rule,
+    list_ar,
     list_decode,
     multi_bd_rule,
 )
 from tests.oracles.mutants import MUTANTS, Mutant, load_mutant
 from tests.test_strategy_fuzz import Case, check_agreement, draw_case
 
-SCRIPTS = 60
+SCRIPTS = 200
 BLOCK_SIZE, BUFFER_SIZE = 4, 3
 # Thresholds and probabilities that meet exactly, so that strictness shows.
 EDGES = np.array([0.25, 0.5, 0.75, 0.9], np.float32)
@@ -112,9 +113,18 @@ def run_repetition(package: ModuleType, number: int) -> tuple[Any, Result]:
     return package.testing.run_script(strategy, *script, **limits), truth
 
 
+def run_ar(package: ModuleType, number: int) -> tuple[Any, Result]:
+    _, case = corpus_case("ar", number)
+    script = (case.prompt, case.token, case.prob)
+    truth = list_ar(*script, **case.limits)
+    return package.testing.run_script(package.AR(), *script, **case.limits), truth
+
+
 def agrees(package: ModuleType, corpus: str, number: int) -> bool:
     if corpus == "multi_bd":
         trace, truth = run_multi_bd(package, number)
+    elif corpus == "ar":
+        trace, truth = run_ar(package, number)
     elif corpus == "repetition":
         trace, truth = run_repetition(package, number)
     else:

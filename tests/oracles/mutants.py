@@ -62,8 +62,9 @@ def load_mutant(name: str, changes: tuple[tuple[str, str, str], ...], folder: Pa
     return module
 
 
-def _one(name: str, corpus: str, file: str, old: str, new: str) -> Mutant:
-    return Mutant(name, corpus, ((file, old, new),))
+def _broken(corpus: str, file: str, **changes: tuple[str, str]) -> list[Mutant]:
+    """One mutant a keyword: `name=(expression, what replaces it)`."""
+    return [Mutant(name, corpus, ((file, *change),)) for name, change in changes.items()]
 
 
 _ACCEPT = """\
@@ -93,231 +94,172 @@ _PROMPT_CELLS = (
 )
 
 OPENING = [
-    _one("two_openings", "multi_bd", "multi_bd.py", _OPEN, _OPEN + _OPEN),
+    *_broken(
+        "multi_bd",
+        "blocks.py",
+        opens_past_the_limit=(
+            "(block_starts(state) < buffer.limit[:, None])",
+            "(block_starts(state) >= 0)",
+        ),
+        opens_at_the_limit=(
+            "(block_starts(state) < buffer.limit[:, None])",
+            "(block_starts(state) <= buffer.limit[:, None])",
+        ),
+        opens_beside_a_stop=("opens &= ~has_stop(state)[:, None]", ""),
+        prompt_stop_is_terminal=(
+            "generated = buffer.filled & (buffer.positions >= buffer.prompt_len[:, None, None])",
+            "generated = buffer.filled",
+        ),
+        add_is_strict=(
+            "last_progress >= add_block_threshold.at_block",
+            "last_progress > add_block_threshold.at_block",
+        ),
+        add_reads_the_first_block=(
+            "jnp.maximum(num_open - 1, 0)[:, None]",
+            "jnp.zeros_like(num_open)[:, None]",
+        ),
+        empty_window_waits_for_progress=("ready = num_open == 0", "ready = num_open < 0"),
+        always_opens_the_second=("ready = num_open == 0", "ready = num_open <= 1"),
+        prompt_is_no_progress=(
+            "jnp.mean(state.buffer.filled.astype(jnp.float32), axis=2)",
+            f"jnp.mean(({_PROMPT_CELLS}).astype(jnp.float32), axis=2)",
+        ),
+    ),
+    *_broken(
+        "multi_bd",
+        "multi_bd.py",
+        two_openings=(_OPEN, _OPEN + _OPEN),
+    ),
     Mutant(
         "opens_last", "multi_bd", (("multi_bd.py", _OPEN, ""), ("multi_bd.py", _RETURN, _OPEN_LAST))
-    ),
-    _one(
-        "opens_past_the_limit",
-        "multi_bd",
-        "blocks.py",
-        "(block_starts(state) < buffer.limit[:, None])",
-        "(block_starts(state) >= 0)",
-    ),
-    _one(
-        "opens_at_the_limit",
-        "multi_bd",
-        "blocks.py",
-        "(block_starts(state) < buffer.limit[:, None])",
-        "(block_starts(state) <= buffer.limit[:, None])",
-    ),
-    _one("opens_beside_a_stop", "multi_bd", "blocks.py", "opens &= ~has_stop(state)[:, None]", ""),
-    _one(
-        "prompt_stop_is_terminal",
-        "multi_bd",
-        "blocks.py",
-        "generated = buffer.filled & (buffer.positions >= buffer.prompt_len[:, None, None])",
-        "generated = buffer.filled",
-    ),
-    _one(
-        "add_is_strict",
-        "multi_bd",
-        "blocks.py",
-        "last_progress >= add_block_threshold.at_block",
-        "last_progress > add_block_threshold.at_block",
-    ),
-    _one(
-        "add_reads_the_first_block",
-        "multi_bd",
-        "blocks.py",
-        "jnp.maximum(num_open - 1, 0)[:, None]",
-        "jnp.zeros_like(num_open)[:, None]",
-    ),
-    _one(
-        "empty_window_waits_for_progress",
-        "multi_bd",
-        "blocks.py",
-        "ready = num_open == 0",
-        "ready = num_open < 0",
-    ),
-    _one(
-        "always_opens_the_second",
-        "multi_bd",
-        "blocks.py",
-        "ready = num_open == 0",
-        "ready = num_open <= 1",
-    ),
-    _one(
-        "prompt_is_no_progress",
-        "multi_bd",
-        "blocks.py",
-        "jnp.mean(state.buffer.filled.astype(jnp.float32), axis=2)",
-        f"jnp.mean(({_PROMPT_CELLS}).astype(jnp.float32), axis=2)",
     ),
 ]
 
 ACCEPTING = [
-    _one(
-        "accept_is_not_strict",
-        "multi_bd",
-        "sampling.py",
-        "stats.confidence > threshold.at_token",
-        "stats.confidence >= threshold.at_token",
-    ),
-    _one("gate_after_writes", "multi_bd", "multi_bd.py", _ACCEPT, _GATE_AFTER_WRITES),
-    _one("forces_beside_accepted", "multi_bd", "multi_bd.py", _ACCEPT, _FORCE_BESIDE),
-    _one(
-        "forces_without_a_gate",
-        "multi_bd",
-        "sampling.py",
-        "may.astype(jnp.int32)",
-        "jnp.ones_like(may, jnp.int32)",
-    ),
-    _one(
-        "never_forces",
-        "multi_bd",
-        "sampling.py",
-        "may.astype(jnp.int32)",
-        "jnp.zeros_like(may, jnp.int32)",
-    ),
-    _one(
-        "forced_ties_to_the_last",
-        "multi_bd",
-        "sampling.py",
-        "(index[..., None, :] < index[..., :, None])",
-        "(index[..., None, :] > index[..., :, None])",
-    ),
-    _one(
-        "semi_is_strict",
+    *_broken(
         "multi_bd",
         "blocks.py",
-        "progress(state) >= threshold.at_block",
-        "progress(state) > threshold.at_block",
+        semi_is_strict=(
+            "progress(state) >= threshold.at_block",
+            "progress(state) > threshold.at_block",
+        ),
+        first_block_needs_a_gate=(
+            "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
+            "[jnp.zeros_like(semi[:, :1]), semi[:, :-1]]",
+        ),
+        gate_reads_its_own_block=(
+            "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
+            "[jnp.ones_like(semi[:, :1]), semi[:, 1:]]",
+        ),
     ),
-    _one(
-        "first_block_needs_a_gate",
+    *_broken(
         "multi_bd",
-        "blocks.py",
-        "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
-        "[jnp.zeros_like(semi[:, :1]), semi[:, :-1]]",
+        "multi_bd.py",
+        gate_after_writes=(_ACCEPT, _GATE_AFTER_WRITES),
+        forces_beside_accepted=(_ACCEPT, _FORCE_BESIDE),
     ),
-    _one(
-        "gate_reads_its_own_block",
+    *_broken(
         "multi_bd",
-        "blocks.py",
-        "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
-        "[jnp.ones_like(semi[:, :1]), semi[:, 1:]]",
+        "sampling.py",
+        accept_is_not_strict=(
+            "stats.confidence > threshold.at_token",
+            "stats.confidence >= threshold.at_token",
+        ),
+        forces_without_a_gate=("may.astype(jnp.int32)", "jnp.ones_like(may, jnp.int32)"),
+        never_forces=("may.astype(jnp.int32)", "jnp.zeros_like(may, jnp.int32)"),
+        forced_ties_to_the_last=(
+            "(index[..., None, :] < index[..., :, None])",
+            "(index[..., None, :] > index[..., :, None])",
+        ),
     ),
 ]
 
 COMMITTING = [
-    _one(
-        "commits_behind_a_hole",
+    *_broken(
         "multi_bd",
         "blocks.py",
-        "jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)",
-        "done",
+        commits_behind_a_hole=("jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)", "done"),
+        commits_at_once=(
+            "commit_len=jnp.sum(committed, axis=1)",
+            "commit_len=jnp.sum(status == TO_CACHE, axis=1)",
+        ),
+        commits_one_at_a_time=(
+            "commit_len=jnp.sum(committed, axis=1)",
+            "commit_len=jnp.any(committed, axis=1)",
+        ),
+        promotes_only_the_first=(
+            "jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)",
+            "done & (jnp.arange(done.shape[1]) < 1)[None]",
+        ),
+        no_promotion_behind_a_commit=(
+            "(buffer.status == ACTIVE) & complete(state)",
+            "(buffer.status == ACTIVE) & complete(state) & ~jnp.any(committed, axis=1)[:, None]",
+        ),
     ),
-    _one(
-        "commits_at_once",
-        "multi_bd",
-        "blocks.py",
-        "commit_len=jnp.sum(committed, axis=1)",
-        "commit_len=jnp.sum(status == TO_CACHE, axis=1)",
-    ),
-    _one(
-        "commits_one_at_a_time",
-        "multi_bd",
-        "blocks.py",
-        "commit_len=jnp.sum(committed, axis=1)",
-        "commit_len=jnp.any(committed, axis=1)",
-    ),
-    _one(
-        "promotes_only_the_first",
-        "multi_bd",
-        "blocks.py",
-        "jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)",
-        "done & (jnp.arange(done.shape[1]) < 1)[None]",
-    ),
-    _one(
-        "no_promotion_behind_a_commit",
-        "multi_bd",
-        "blocks.py",
-        "(buffer.status == ACTIVE) & complete(state)",
-        "(buffer.status == ACTIVE) & complete(state) & ~jnp.any(committed, axis=1)[:, None]",
-    ),
-    _one(
-        "new_cells_keep_old_tokens",
+    *_broken(
         "multi_bd",
         "driver.py",
-        "jnp.where((index < size).reshape(B, size, *tail), moved, fill)",
-        "moved",
-    ),
-    _one(
-        "aligned_prompt_stays_in_the_window",
-        "multi_bd",
-        "driver.py",
-        "return prompt_len // block_size * block_size",
-        "return (prompt_len - 1) // block_size * block_size",
+        new_cells_keep_old_tokens=(
+            "jnp.where((index < size).reshape(B, size, *tail), moved, fill)",
+            "moved",
+        ),
+        aligned_prompt_stays_in_the_window=(
+            "return prompt_len // block_size * block_size",
+            "return (prompt_len - 1) // block_size * block_size",
+        ),
     ),
 ]
 
 FINISHING = [
-    _one(
-        "holes_are_settled",
+    *_broken(
         "multi_bd",
         "blocks.py",
-        "jnp.cumprod(solid.astype(jnp.int32), axis=1)",
-        "solid.astype(jnp.int32)",
+        holes_are_settled=(
+            "jnp.cumprod(solid.astype(jnp.int32), axis=1)",
+            "solid.astype(jnp.int32)",
+        ),
     ),
-    _one(
-        "prompt_stop_finishes",
+    *_broken(
         "multi_bd",
         "driver.py",
-        "stops = emitted & blocks",
-        "stops = (position < settled_end[:, None]) & blocks",
+        prompt_stop_finishes=(
+            "stops = emitted & blocks",
+            "stops = (position < settled_end[:, None]) & blocks",
+        ),
+        tail_past_the_limit_counts=(
+            "jnp.minimum(buffer.start + info.settled_len, buffer.limit)",
+            "buffer.start + info.settled_len",
+        ),
+        length_waits_for_one_more=(
+            "(settled_end >= buffer.limit, LENGTH)",
+            "(settled_end > buffer.limit, LENGTH)",
+        ),
+        length_waits_for_the_tail=(
+            "(settled_end >= buffer.limit, LENGTH)",
+            "((settled_end >= buffer.limit) & jnp.all(state.buffer.filled[:, 0], axis=1), LENGTH)",
+        ),
+        nfe_waits_for_one_more=("buffer.nfe >= limits.max_nfe", "buffer.nfe > limits.max_nfe"),
+        prefill_is_a_forward=("nfe=jnp.zeros((B,), jnp.int32)", "nfe=jnp.ones((B,), jnp.int32)"),
+        length_before_stop=(
+            "        (stopped, STOP),\n        (settled_end >= buffer.limit, LENGTH),\n",
+            "        (settled_end >= buffer.limit, LENGTH),\n        (stopped, STOP),\n",
+        ),
+        emits_the_stop=(
+            "jnp.minimum(settled_end, first_stop)",
+            "jnp.minimum(settled_end, first_stop + 1)",
+        ),
     ),
-    _one(
-        "tail_past_the_limit_counts",
-        "multi_bd",
+    *_broken(
+        "repetition",
         "driver.py",
-        "jnp.minimum(buffer.start + info.settled_len, buffer.limit)",
-        "buffer.start + info.settled_len",
-    ),
-    _one(
-        "length_waits_for_one_more",
-        "multi_bd",
-        "driver.py",
-        "(settled_end >= buffer.limit, LENGTH)",
-        "(settled_end > buffer.limit, LENGTH)",
-    ),
-    _one(
-        "length_waits_for_the_tail",
-        "multi_bd",
-        "driver.py",
-        "(settled_end >= buffer.limit, LENGTH)",
-        "((settled_end >= buffer.limit) & jnp.all(state.buffer.filled[:, 0], axis=1), LENGTH)",
-    ),
-    _one(
-        "nfe_waits_for_one_more",
-        "multi_bd",
-        "driver.py",
-        "buffer.nfe >= limits.max_nfe",
-        "buffer.nfe > limits.max_nfe",
-    ),
-    _one(
-        "prefill_is_a_forward",
-        "multi_bd",
-        "driver.py",
-        "nfe=jnp.zeros((B,), jnp.int32)",
-        "nfe=jnp.ones((B,), jnp.int32)",
-    ),
-    _one(
-        "length_before_stop",
-        "multi_bd",
-        "driver.py",
-        "        (stopped, STOP),\n        (settled_end >= buffer.limit, LENGTH),\n",
-        "        (settled_end >= buffer.limit, LENGTH),\n        (stopped, STOP),\n",
+        repetition_waits_for_one_more=(
+            ">= limits.max_run, REPETITION)",
+            "> limits.max_run, REPETITION)",
+        ),
+        repetition_anywhere=(
+            "return length - 1 - jnp.max(jnp.where(differs, index, -1), axis=1)",
+            "return length - jnp.sum(differs, axis=1)",
+        ),
     ),
     Mutant(
         "nfe_before_length",
@@ -331,13 +273,6 @@ FINISHING = [
                 "        (settled_end >= buffer.limit, LENGTH),\n",
             ),
         ),
-    ),
-    _one(
-        "emits_the_stop",
-        "multi_bd",
-        "driver.py",
-        "jnp.minimum(settled_end, first_stop)",
-        "jnp.minimum(settled_end, first_stop + 1)",
     ),
     Mutant(
         "cuts_at_the_last_stop",
@@ -356,114 +291,95 @@ FINISHING = [
             ),
         ),
     ),
-    _one(
-        "repetition_waits_for_one_more",
-        "repetition",
-        "driver.py",
-        ">= limits.max_run, REPETITION)",
-        "> limits.max_run, REPETITION)",
-    ),
-    _one(
-        "repetition_anywhere",
-        "repetition",
-        "driver.py",
-        "return length - 1 - jnp.max(jnp.where(differs, index, -1), axis=1)",
-        "return length - jnp.sum(differs, axis=1)",
-    ),
 ]
 
 REMASKING = [
-    _one(
-        "quota_remainder_lasts_longer",
-        "static",
-        "sampling.py",
-        "state.buffer.block_steps < remainder",
-        "state.buffer.block_steps <= remainder",
+    *_broken(
+        "dynamic",
+        "block_diffusion.py",
+        dynamic_ignores_the_quota=("keepdims=True) >= quota[:, :, None]", "keepdims=True) >= 1"),
     ),
-    _one(
-        "quota_remainder_last",
-        "static",
+    *_broken(
+        "dynamic",
         "sampling.py",
-        "state.buffer.block_steps < remainder",
-        "state.buffer.block_steps >= denoising_steps - remainder",
+        dynamic_is_not_strict=(
+            "stats.confidence > threshold.at_token",
+            "stats.confidence >= threshold.at_token",
+        ),
     ),
-    _one(
-        "block_steps_do_not_slide",
+    *_broken(
+        "entropy",
+        "sampling.py",
+        entropy_prefix_is_inclusive=(
+            "place[..., None, :] < place[..., :, None]",
+            "place[..., None, :] <= place[..., :, None]",
+        ),
+        entropy_bound_is_strict=("spent <= bound.at_token", "spent < bound.at_token"),
+        entropy_of_the_highest_first=("rank(-stats.entropy, among)", "rank(stats.entropy, among)"),
+        entropy_bounds_each_cell=(
+            "among & (spent <= bound.at_token)",
+            "among & ((stats.entropy <= bound.at_token) | (place == 0))",
+        ),
+    ),
+    *_broken(
+        "sequential",
+        "block_diffusion.py",
+        sequential_from_the_right=("-state.buffer.positions", "state.buffer.positions"),
+    ),
+    *_broken(
+        "sequential",
+        "sampling.py",
+        sequential_skips_holes=("score = jnp.where(among, score, -jnp.inf)", "score = score"),
+    ),
+    *_broken(
+        "static",
+        "block_diffusion.py",
+        static_takes_the_least_sure=(
+            "sampling.top_n(stats.confidence, quota, holes)",
+            "sampling.top_n(-stats.confidence, quota, holes)",
+        ),
+    ),
+    *_broken(
         "static",
         "driver.py",
-        "block_steps=along(buffer.block_steps, by_block, jnp.int32(0))",
-        "block_steps=buffer.block_steps",
+        block_steps_do_not_slide=(
+            "block_steps=along(buffer.block_steps, by_block, jnp.int32(0))",
+            "block_steps=buffer.block_steps",
+        ),
     ),
-    _one(
-        "static_takes_the_least_sure",
-        "static",
-        "block_diffusion.py",
-        "sampling.top_n(stats.confidence, quota, holes)",
-        "sampling.top_n(-stats.confidence, quota, holes)",
-    ),
-    _one(
-        "static_ties_to_the_last",
+    *_broken(
         "static",
         "sampling.py",
-        "(index[..., None, :] < index[..., :, None])",
-        "(index[..., None, :] > index[..., :, None])",
-    ),
-    _one(
-        "sequential_from_the_right",
-        "sequential",
-        "block_diffusion.py",
-        "-state.buffer.positions",
-        "state.buffer.positions",
-    ),
-    _one(
-        "sequential_skips_holes",
-        "sequential",
-        "sampling.py",
-        "score = jnp.where(among, score, -jnp.inf)",
-        "score = score",
-    ),
-    _one(
-        "dynamic_is_not_strict",
-        "dynamic",
-        "sampling.py",
-        "stats.confidence > threshold.at_token",
-        "stats.confidence >= threshold.at_token",
-    ),
-    _one(
-        "dynamic_ignores_the_quota",
-        "dynamic",
-        "block_diffusion.py",
-        "keepdims=True) >= quota[:, :, None]",
-        "keepdims=True) >= 1",
-    ),
-    _one(
-        "entropy_prefix_is_inclusive",
-        "entropy",
-        "sampling.py",
-        "place[..., None, :] < place[..., :, None]",
-        "place[..., None, :] <= place[..., :, None]",
-    ),
-    _one(
-        "entropy_bound_is_strict",
-        "entropy",
-        "sampling.py",
-        "spent <= bound.at_token",
-        "spent < bound.at_token",
-    ),
-    _one(
-        "entropy_of_the_highest_first",
-        "entropy",
-        "sampling.py",
-        "rank(-stats.entropy, among)",
-        "rank(stats.entropy, among)",
-    ),
-    _one(
-        "entropy_bounds_each_cell",
-        "entropy",
-        "sampling.py",
-        "among & (spent <= bound.at_token)",
-        "among & ((stats.entropy <= bound.at_token) | (place == 0))",
+        quota_remainder_lasts_longer=(
+            "state.buffer.block_steps < remainder",
+            "state.buffer.block_steps <= remainder",
+        ),
+        quota_remainder_last=(
+            "state.buffer.block_steps < remainder",
+            "state.buffer.block_steps >= denoising_steps - remainder",
+        ),
+        static_ties_to_the_last=(
+            "(index[..., None, :] < index[..., :, None])",
+            "(index[..., None, :] > index[..., :, None])",
+        ),
     ),
 ]
 
-MUTANTS = OPENING + ACCEPTING + COMMITTING + FINISHING + REMASKING
+AR = [
+    *_broken(
+        "ar",
+        "ar.py",
+        ar_settles_the_anchor_only=("settled_len=2 * one", "settled_len=one"),
+        ar_moves_by_two=("commit_len=one", "commit_len=2 * one"),
+        ar_forgets_the_first_token=(
+            "tokens=jnp.where(anchor, first.token[:, None, None], buffer.tokens)",
+            "tokens=buffer.tokens",
+        ),
+        ar_window_is_a_dummy=(
+            "status=jnp.where(chunk.last[:, None], ACTIVE, buffer.status)",
+            "status=buffer.status",
+        ),
+    ),
+]
+
+MUTANTS = OPENING + ACCEPTING + COMMITTING + FINISHING + REMASKING + AR
