@@ -30,6 +30,30 @@ BLOCK_SIZE, BUFFER_SIZE = 4, 3
 # Thresholds and probabilities that meet exactly, so that strictness shows.
 EDGES = np.array([0.25, 0.5, 0.75, 0.9], np.float32)
 
+# Two scripts of three and more notice these: the fuzz would as well. They run in `make test-all`.
+CRUDE = frozenset(
+    {
+        "ar_forgets_the_first_token",
+        "ar_moves_by_two",
+        "ar_settles_the_anchor_only",
+        "ar_window_is_a_dummy",
+        "commits_at_once",
+        "emits_the_stop",
+        "entropy_of_the_highest_first",
+        "entropy_prefix_is_inclusive",
+        "first_block_needs_a_gate",
+        "forces_beside_accepted",
+        "never_forces",
+        "opens_last",
+        "prefill_is_a_forward",
+        "quota_remainder_last",
+        "quota_remainder_lasts_longer",
+        "sequential_from_the_right",
+        "sequential_skips_holes",
+        "static_takes_the_least_sure",
+    }
+)
+
 
 @pytest.fixture(autouse=True)
 def _compile_quickly() -> Iterator[None]:
@@ -145,10 +169,22 @@ def test_the_unbroken_copy_passes_its_corpus(corpus: str, tmp_path: Path) -> Non
     assert wrong == []
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(
+            mutant, id=mutant.name, marks=[pytest.mark.slow] if mutant.name in CRUDE else []
+        )
+        for mutant in MUTANTS
+    ],
+)
 def test_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     package = load_mutant(mutant.name, mutant.changes, tmp_path)
     assert not all(agrees(package, mutant.corpus, number) for number in range(SCRIPTS))
+
+
+def test_only_mutants_are_called_crude() -> None:
+    assert {mutant.name for mutant in MUTANTS} > CRUDE
 
 
 def test_a_mutant_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
