@@ -104,9 +104,9 @@ def _tied_head(report: Report) -> list[str]:
             open_tensors(report.folder / embed.file) as b,
         ):
             left, right = a.get_slice(hf_dense.LM_HEAD), b.get_slice(hf_dense.EMBED)
+            rows = head.shape[0]
             step = max(_SLICE_BYTES // (head.shape[1] * 4), 1)
-            starts = range(0, head.shape[0], step)
-            slices = (slice(start, start + step) for start in starts)
+            slices = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
             if all(bool((raw(left[s]) == raw(right[s])).all()) for s in slices):
                 return []
     return [

@@ -4,9 +4,14 @@ Repositories of these families name tokenizer classes of their own in `auto_map`
 ordinary fast tokenizers, so the stock classes read them and no code of the folder is run.
 """
 
+import contextlib
 import json
+import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+_NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -15,16 +20,32 @@ def read_tokenizer(folder: Path) -> Any:
     Raises:
         ValueError: If the files cannot be read.
     """
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    with _without_advice():
+        from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-    stock = (folder / "tokenizer.json").is_file()
-    kind = PreTrainedTokenizerFast if stock else Qwen2Tokenizer
+        kind = PreTrainedTokenizerFast
+        if not (folder / "tokenizer.json").is_file():  # vocab.json and merges.txt
+            kind = Qwen2Tokenizer
+        try:
+            return kind.from_pretrained(folder, **_overrides(folder))
+        except Exception as error:  # whatever the tokenizers library meets in a broken file
+            raise ValueError(
+                f"{folder}: the tokenizer cannot be read ({error}); download its files again"
+            ) from error
+
+
+@contextlib.contextmanager
+def _without_advice() -> Generator[None, None, None]:
+    """Without transformers' advice to install PyTorch, which it gives when it is imported."""
+    before = os.environ.get(_NO_ADVICE)
+    os.environ[_NO_ADVICE] = "1"
     try:
-        return kind.from_pretrained(folder, **_overrides(folder))
-    except Exception as error:  # whatever the tokenizers library meets in a broken file
-        raise ValueError(
-            f"{folder}: the tokenizer cannot be read ({error}); download its files again"
-        ) from error
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_ADVICE]
+        else:
+            os.environ[_NO_ADVICE] = before
 
 
 def _overrides(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,334 @@
+"""Weights arrive bit for bit where the network reads them, by every way in and out.
+
+The expected leaves are built here element by element from the definition of the layout (query head
+h of torch's matrix is member h % n of group h // n, and so on), not with the table under test.
+Then: one file or shards, bfloat16 kept exactly, casts rounded once, Orbax and back, export and
+back, and published sizes counted without allocating.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints_convert import convert, export_hf, hf_dense, inspect, load_params
+from checkpoints_convert.__main__ import main
+from checkpoints_convert.spec import placements
+from dllm_jax.models.dense import DenseConfig, param_shapes
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+from tests.golden.folders import GOLDEN, copy_golden, edit_config, read_tensors, write_tensors
+
+
+def expected_layer(tensors, i, cfg):
+    """Layer `i` of the tree, from torch's matrices, one head at a time."""
+    get = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
+    q, k, v = (get[f"self_attn.{x}_proj.weight"] for x in "qkv")
+    D, G, H = cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim
+    n = cfg.num_heads // G
+    wqkv = np.zeros((D, G, n + 2, H), q.dtype)
+    for group in range(G):
+        for member in range(n):
+            head = group * n + member
+            wqkv[:, group, member] = q[head * H : (head + 1) * H].T
+        wqkv[:, group, n] = k[group * H : (group + 1) * H].T
+        wqkv[:, group, n + 1] = v[group * H : (group + 1) * H].T
+    o = get["self_attn.o_proj.weight"]
+    wo = np.stack([o[:, head * H : (head + 1) * H].T for head in range(cfg.num_heads)])
+    gate, up = get["mlp.gate_proj.weight"], get["mlp.up_proj.weight"]
+    return {
+        "attn_norm": get["input_layernorm.weight"],
+        "wqkv": wqkv,
+        "q_norm": get["self_attn.q_norm.weight"],
+        "k_norm": get["self_attn.k_norm.weight"],
+        "wo": wo,
+        "mlp_norm": get["post_attention_layernorm.weight"],
+        "w_gate_up": np.stack([gate.T, up.T], axis=1),
+        "w_down": get["mlp.down_proj.weight"].T,
+    }
+
+
+def expected_tree(folder, cfg):
+    tensors = read_tensors(folder)
+    head = {} if cfg.tie_embeddings else {"lm_head": tensors["lm_head.weight"]}
+    return {
+        "embed": tensors["model.embed_tokens.weight"],
+        **head,
+        "final_norm": tensors["model.norm.weight"],
+        "layers": [expected_layer(tensors, i, cfg) for i in range(cfg.num_layers)],
+    }
+
+
+def assert_same(tree, expected):
+    """Same structure, types and bits."""
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        other = expected
+        for key in path:
+            other = other[getattr(key, "key", getattr(key, "idx", None))]
+        assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), path
+        assert np.ascontiguousarray(leaf).tobytes() == np.ascontiguousarray(other).tobytes(), path
+
+
+@pytest.mark.parametrize("name", ["sdar", "qwen3"])
+def test_every_leaf_is_where_the_layout_says(name):
+    params, report = load_params(GOLDEN / name)
+    assert report.is_ok
+    assert report.family == name
+    assert_same(params, expected_tree(GOLDEN / name, report.config))
+
+
+def test_bfloat16_stays_bit_for_bit():
+    params, report = load_params(GOLDEN / "sdar")
+    assert report.dtype == "bfloat16"
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_one_file_and_shards_give_the_same(tmp_path):
+    single = copy_golden("sdar", tmp_path / "single", single=True)
+    assert [p.name for p in single.glob("*.safetensors")] == ["model.safetensors"]
+    assert_same(load_params(single)[0], load_params(GOLDEN / "sdar")[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_casts_round_each_weight_once(dtype):
+    params, _ = load_params(GOLDEN / "qwen3", dtype)
+    exact, _ = load_params(GOLDEN / "qwen3", "float32")
+    assert_same(params, jax.tree.map(lambda leaf: leaf.astype(dtype), exact))
+
+
+def test_a_slice_boundary_inside_a_tensor_changes_nothing(monkeypatch):
+    whole, _ = load_params(GOLDEN / "sdar")
+    monkeypatch.setattr("checkpoints_convert.weights._SLICE_BYTES", 300)
+    assert_same(load_params(GOLDEN / "sdar")[0], whole)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "auto"])
+@pytest.mark.parametrize("name", ["sdar", "qwen3"])
+def test_converted_folder_restores_bit_for_bit(name, dtype, tmp_path):
+    direct, report = load_params(GOLDEN / name, dtype)
+    folder = convert(GOLDEN / name, tmp_path / "deep" / "converted", dtype)
+    back, again = load_params(folder)
+    assert_same(back, direct)
+    assert (again.kind, again.config, again.defaults) == (
+        "converted",
+        report.config,
+        report.defaults,
+    )
+    cast = jax.tree.map(lambda leaf: leaf.astype("float32"), direct)
+    assert_same(load_params(folder, "float32")[0], cast)
+
+
+def test_plain_orbax_reads_a_converted_folder(tmp_path):
+    import orbax.checkpoint as ocp
+
+    folder = convert(GOLDEN / "sdar", tmp_path / "converted")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        assert_same(checkpointer.restore(folder / "params"), load_params(GOLDEN / "sdar")[0])
+
+
+def test_converted_folder_says_where_it_comes_from(tmp_path):
+    source = copy_golden("sdar", tmp_path / "source")
+    (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    folder = convert(source, tmp_path / "converted")
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["family"] == "sdar"
+    assert meta["dtype"] == "bfloat16"
+    assert meta["tokenizer_files"] == ["tokenizer.json", "generation_config.json"]
+    assert sorted(meta["digests"]) == sorted(p.name for p in source.glob("*.safetensors"))
+    assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    defaults = inspect(folder).defaults
+    assert defaults.stop_token_ids == (3, 4, 91)
+    assert defaults.vocab_limit == 2
+
+
+@given(
+    groups=st.integers(1, 3),
+    members=st.integers(1, 3),
+    half=st.integers(1, 3),
+    width=st.integers(1, 9),
+    ffn=st.integers(1, 9),
+    layers=st.integers(1, 2),
+    tied=st.booleans(),
+    family=st.sampled_from(["sdar", "qwen3"]),
+)
+def test_export_is_the_inverse_of_reading(
+    tmp_path_factory, groups, members, half, width, ffn, layers, tied, family
+):
+    cfg = DenseConfig(
+        vocab_size=11,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=groups * members,
+        num_kv_heads=groups,
+        head_dim=2 * half,
+        ffn_size=ffn,
+        tie_embeddings=tied,
+        shift=family == "qwen3",
+        mask_token_id=7 if family == "sdar" else -1,
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype), param_shapes(cfg)
+    )
+    folder = export_hf(params, cfg, tmp_path_factory.mktemp("export"), family=family)
+    back, report = load_params(folder)
+    assert report.config == cfg
+    assert_same(back, params)
+
+
+def test_export_writes_what_transformers_calls_the_tensors(tmp_path):
+    params, report = load_params(GOLDEN / "sdar")
+    extra = {"eos_token_id": 91, "pad_token_id": 90, "block_size": 4}
+    export_hf(params, report.config, tmp_path, extra_config=extra)
+    ours, theirs = read_tensors(tmp_path), read_tensors(GOLDEN / "sdar")
+    assert sorted(ours) == sorted(theirs)
+    for name, tensor in ours.items():
+        assert tensor.shape == theirs[name].shape
+        assert tensor.tobytes() == theirs[name].tobytes(), name
+    assert inspect(tmp_path).defaults == report.defaults
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_export_takes_device_arrays_and_rounds_to_bfloat16(tmp_path):
+    _, report = load_params(GOLDEN / "sdar")
+    params = jax.tree.map(
+        lambda leaf: jnp.linspace(0.1, 0.9, leaf.size).reshape(leaf.shape),
+        param_shapes(report.config, "float32"),
+    )
+    folder = export_hf(params, report.config, tmp_path)
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(ml_dtypes.bfloat16), params)
+    assert_same(load_params(folder)[0], rounded)
+
+
+def test_a_copied_head_beside_a_tied_embedding_is_dropped(tmp_path):
+    folder = copy_golden("qwen3", tmp_path / "tied")
+    tensors = read_tensors(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_tensors(folder, tensors)
+    params, _ = load_params(folder)
+    assert "lm_head" not in params
+    assert_same(params, load_params(GOLDEN / "qwen3")[0])
+
+
+def test_harmless_buffers_are_passed_over(tmp_path):
+    folder = copy_golden("sdar", tmp_path / "old", single=True)
+    tensors = read_tensors(folder)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    write_tensors(folder, tensors)
+    assert_same(load_params(folder)[0], load_params(GOLDEN / "sdar")[0])
+
+
+def test_progress_reaches_the_total():
+    seen = []
+    load_params(GOLDEN / "sdar", progress=lambda done, total: seen.append((done, total)))
+    size = sum(t.nbytes for t in read_tensors(GOLDEN / "sdar").values())
+    assert seen[-1] == (size, size)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_convert_refuses_to_overwrite(tmp_path):
+    folder = convert(GOLDEN / "sdar", tmp_path / "converted")
+    with pytest.raises(FileExistsError, match=r"exists already; choose another or use force"):
+        convert(GOLDEN / "qwen3", folder)
+    assert inspect(folder).family == "sdar"
+    convert(GOLDEN / "qwen3", folder, force=True)
+    assert inspect(folder).family == "qwen3"
+    assert [p.name for p in tmp_path.iterdir()] == ["converted"]
+
+
+KILLED = """
+import os, signal, sys
+from checkpoints_convert import convert, orbax_io
+orbax_io._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+convert(sys.argv[1], sys.argv[2], force=True)
+"""
+
+
+def test_a_killed_conversion_leaves_the_old_folder(tmp_path):
+    folder = convert(GOLDEN / "qwen3", tmp_path / "converted")
+    before = load_params(folder)[0]
+    command = [sys.executable, "-c", KILLED, str(GOLDEN / "sdar"), str(folder)]
+    killed = subprocess.run(command, check=False, cwd=os.getcwd())
+    assert killed.returncode == -signal.SIGKILL
+    assert inspect(folder).family == "qwen3"
+    assert_same(load_params(folder)[0], before)
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("checkpoints_convert.orbax_io._sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(GOLDEN / "sdar", tmp_path / "converted")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Source: models.md §1a; total_size of the published indices (SDAR-4B-Chat, SDAR-8B-Chat), and the
+# number of tensors 11 L + 2 (+ 1 untied).
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "num_bytes"),
+    [
+        ("JetLM/SDAR-4B-Chat", 399, 8822848512),
+        ("JetLM/SDAR-8B-Chat", 399, 16381470720),
+        ("JetLM/SDAR-1.7B-Chat", 311, None),
+        ("Qwen/Qwen3-0.6B", 310, None),
+        ("Qwen/Qwen3-8B", 399, 16381470720),
+    ],
+)
+def test_published_sizes(name, num_tensors, num_bytes):
+    shapes = param_shapes(parse_config(PUBLISHED[name]).config)
+    places = placements(hf_dense.RULES, shapes)
+    stored = sum(math.prod(place.shape) for place in places)
+    assert len(places) == num_tensors
+    assert stored == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert num_bytes is None or 2 * stored == num_bytes
+
+
+def test_command_converts_and_reports(tmp_path, capsys):
+    target = tmp_path / "converted"
+    assert main([str(GOLDEN / "sdar"), "--dry-run"]) == 0
+    assert "no problems" in capsys.readouterr().out
+    assert not target.exists()
+    assert main([str(GOLDEN / "sdar"), str(target)]) == 0
+    assert f"wrote {target}" in capsys.readouterr().out
+    assert inspect(target).is_ok
+    assert main([str(GOLDEN / "sdar"), str(target)]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_command_fails_on_a_broken_checkpoint(tmp_path, capsys):
+    folder = copy_golden("sdar", tmp_path / "broken")
+    edit_config(folder, hidden_act="gelu")
+    assert main([str(folder), "--dry-run"]) == 1
+    assert "problem: config.json: hidden_act='gelu'" in capsys.readouterr().out
+    assert main([str(folder), str(tmp_path / "out")]) == 1
+    assert "error: " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder)])
+
+
+def test_report_reads_well():
+    text = str(inspect(GOLDEN / "sdar"))
+    for piece in (
+        "family      sdar",
+        "tensors     36 in 3 file(s)",
+        "bfloat16",
+        "head_dim=16",
+        "strategy=multi_bd",
+        "model.layers.0.self_attn.q_proj.weight [96, 40]",
+        "no problems",
+    ):
+        assert piece in text
