@@ -88,11 +88,14 @@ def describe(folder: Path, source: str) -> Report:
     leaves = jax.tree_util.tree_leaves_with_path(param_shapes(config, dtype))
     shapes = {_name(path): tuple(leaf.shape) for path, leaf in leaves}
     size = sum(math.prod(shape) for shape in shapes.values())
-    problems = [
-        f"{_PARAMS}/{name} is missing; convert the checkpoint again"
-        for name in shapes
-        if not (folder / _PARAMS / name).is_dir()
-    ]
+    problems: list[str] = []
+    for name, shape in shapes.items():
+        have, want = _stored_bytes(folder / _PARAMS / name), math.prod(shape) * dtype.itemsize
+        if have != want:
+            problems.append(
+                f"{_PARAMS}/{name} holds {have} bytes instead of {want}; "
+                "convert the checkpoint again"
+            )
     return dataclasses.replace(
         report,
         family=meta.get("family"),
@@ -132,6 +135,12 @@ def restore(report: Report, dtype: str = "auto") -> Any:
     for i, wanted in enumerate(jax.tree.leaves(shapes)):
         leaves[i] = _checked(report, leaves[i], wanted).astype(target, copy=False)
     return jax.tree.unflatten(tree, leaves)
+
+
+def _stored_bytes(leaf: Path) -> int:
+    """Size of a leaf's data; Orbax would read zeros in place of data that is not there."""
+    files = leaf.iterdir() if leaf.is_dir() else ()
+    return sum(path.stat().st_size for path in files if not path.name.startswith("."))
 
 
 def _checked(report: Report, leaf: Any, wanted: jax.ShapeDtypeStruct) -> Any:

@@ -140,7 +140,8 @@ def _damage(path: Path) -> str | None:
         return "is a pickle renamed to .safetensors, which is refused"
     header = int.from_bytes(head[:_LENGTH_BYTES], "little")
     if size < _LENGTH_BYTES or size < _LENGTH_BYTES + header:
-        return f"is truncated: {size} bytes, its header alone has {_LENGTH_BYTES + header}"
+        needs = _LENGTH_BYTES + header
+        return f"is truncated or no safetensors file: {size} bytes, its header alone needs {needs}"
     return None
 
 

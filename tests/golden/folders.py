@@ -38,7 +38,7 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     """All tensors as the folder's one file, without an index."""
     for path in (*folder.glob("*.safetensors"), folder / INDEX):
         path.unlink(missing_ok=True)
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    contiguous = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors")
 
 
