@@ -42,7 +42,8 @@ def token_stats(
         TokenStats with leading axis R. Token and statistics never leave float32.
     """
     def as_is(logits: Array) -> TokenStats:
-        return _judge(logits, jnp.argmax(logits, axis=-1), num_top)
+        token = jnp.argmax(logits, axis=-1)
+        return _judge(logits, token, _at(logits, token), num_top)
 
     def drawn(logits: Array) -> TokenStats:
         tempered = temperature > 0
@@ -51,22 +52,30 @@ def token_stats(
         law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
         noisy = law if keys is None else law + _gumbel(keys, tempered, law.shape[-1])
         token = jnp.argmax(noisy, axis=-1)
-        return _judge(law if confidence == "drawn" else logits, token, num_top)
+        judged = law if confidence == "drawn" else logits
+        return _judge(judged, token, jnp.max(judged, axis=-1), num_top)
 
     # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
     plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
     return jax.lax.cond(plain, as_is, drawn, logits)
 
 
-def _judge(law: Float[Array, "R V"], token: Int[Array, " R"], num_top: int) -> TokenStats:
-    """Probability of `token`, entropy and top of a law given by its logits."""
-    peak = jnp.max(law, axis=-1)
+def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]:
+    return jnp.take_along_axis(law, token[:, None], axis=-1)[:, 0]
+
+
+def _judge(
+    law: Float[Array, "R V"], token: Int[Array, " R"], peak: Float[Array, " R"], num_top: int
+) -> TokenStats:
+    """Probability of `token`, entropy and top of a law given by its logits, `peak` their maximum.
+
+    The caller knows the peak or pays for it: each pass over the logits counts.
+    """
     above_peak = law - peak[:, None]
     weight = jnp.exp(above_peak)
     mass = jnp.sum(weight, axis=-1)
     # Sum of w * log w with the limit 0 at w = 0: a forbidden id's log is -inf or nearly.
     spread = jnp.sum(jnp.where(weight > 0, weight * above_peak, 0.0), axis=-1)
-    chosen = jnp.take_along_axis(law, token[:, None], axis=-1)[:, 0]
     top_law, top_ids = (
         jax.lax.top_k(law, num_top)
         if num_top
@@ -74,7 +83,7 @@ def _judge(law: Float[Array, "R V"], token: Int[Array, " R"], num_top: int) -> T
     )
     return TokenStats(
         token=token.astype(jnp.int32),
-        confidence=jnp.exp(chosen - peak) / mass,
+        confidence=jnp.exp(_at(law, token) - peak) / mass,
         entropy=jnp.log(mass) - spread / mass,
         top_ids=top_ids,
         top_probs=jnp.exp(top_law - peak[:, None]) / mass[:, None],

@@ -17,6 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 Implementation = Literal["xla", "cudnn"]
 
+# Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
+# SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
+# 14 M 11.1 / 8.8 (benchmarks/results/step_time.json).
+_XLA_SCORES = 4_000_000
+
 
 class WindowMask(struct.PyTreeNode):
     """Who sees whom, in a form small enough to travel to a kernel.
@@ -87,7 +92,7 @@ def paged_attention(
         page_table: Pages of each sequence in order of position; -1 where there is none.
         mask: Who sees whom.
         implementation: "xla" (any device, the truth), "cudnn" (NVIDIA GPU, 16-bit), or None: the
-            faster one that supports the arguments.
+            one measured to be faster that supports the arguments.
 
     Returns:
         Rows that are not live hold any finite values: no other row sees them.
@@ -98,7 +103,8 @@ def paged_attention(
     from pallas_kernels.paged_attention import cudnn, reference
 
     if implementation is None:
-        implementation = "xla" if cudnn.unsupported(q) else "cudnn"
+        small = q.shape[0] * q.shape[1] * q.shape[2] * _num_keys(k, k_pages, page_table) < _XLA_SCORES
+        implementation = "xla" if small or cudnn.unsupported(q) else "cudnn"
     if implementation == "xla":
         return reference.attention(q, k, v, k_pages, v_pages, page_table, mask)
     if implementation == "cudnn":
@@ -107,6 +113,10 @@ def paged_attention(
             raise NotImplementedError(f'implementation="cudnn": {reason}; use "xla"')
         return cudnn.attention(q, k, v, k_pages, v_pages, page_table, mask)
     raise ValueError(f'{implementation=} is not one of "xla", "cudnn"')
+
+
+def _num_keys(k: Array, k_pages: Array, page_table: Array) -> int:
+    return page_table.shape[1] * k_pages.shape[2] + k.shape[1]
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:
