@@ -140,7 +140,7 @@ def parse_config(
     stops = stop_ids(ends, family.stop_token_ids, vocab, limit, notes)
     pads = (config.get("pad_token_id"), generation.get("pad_token_id"), facts.pad_token_id)
     mask = -1
-    if family.mask_token_id is not None:
+    if family.mask_token_id is not None and vocab:
         usual = family.mask_token_id
         sources = {
             "config.json": config.get("mask_token_id"),
