@@ -51,10 +51,19 @@ def read_facts(folder: Path) -> TokenizerFacts:
     `<|MASK|>` while the vocabulary holds `<MASK>`.
 
     Raises:
-        ValueError: For a file that is not JSON, by name.
+        ValueError: For a file that is not JSON, by name, or not in a form we know.
     """
     if not has_tokenizer(folder):
         return TokenizerFacts()
+    try:
+        return _facts(folder)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the tokenizer files are not in a known form ({error}); download them again"
+        ) from error
+
+
+def _facts(folder: Path) -> TokenizerFacts:
     ids = _vocabulary(folder)
     settings = _read(folder / "tokenizer_config.json")
     special = {**_read(folder / "special_tokens_map.json"), **settings}

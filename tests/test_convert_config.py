@@ -4,10 +4,13 @@ Dispatch, both spellings of rope, null and missing fields, special tokens from f
 strategy settings, tokenizer files, and each refusal by its words.
 """
 
+import contextlib
 import dataclasses
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from checkpoints_convert.tokenizer_files import read_facts
 from dllm_jax.models.dense import DenseConfig
@@ -355,7 +358,7 @@ def test_our_own_entry_states_the_strategy():
         ({"block_size": "32"}, "block_size='32' must be of type int"),
         ({"accept_threshold": "high"}, "accept_threshold='high' must be of type float"),
         ({"buffer_size": 0}, "buffer_size=0 must be a positive whole number"),
-        ([1], "[1] must be an object"),
+        ([1], "dllm_jax=[1] must be an object or null"),
     ],
 )
 def test_wrong_settings_are_refused(settings, words):
@@ -441,3 +444,36 @@ def test_tokenizer_facts_of_a_unigram_model(tmp_path):
 def test_no_tokenizer_no_facts(tmp_path):
     write(tmp_path, tokenizer_config={"mask_token": "<MASK>"})
     assert read_facts(tmp_path) == TokenizerFacts()
+
+
+# Whatever JSON a config holds, it is read or refused, and never brings the program down.
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats(-2, 2) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+KEYS = sorted(
+    {*BASE, "auto_map", "layer_types", "rope_parameters", "quantization_config", "pad_token_id"}
+    | {"block_size", "bd_size", "dllm_jax", "use_sliding_window", "partial_rotary_factor"}
+)
+
+
+@settings(max_examples=400)
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3), JSON)
+def test_any_config_is_read_or_refused(changes, eos):
+    with contextlib.suppress(ConfigError):
+        parsed = parse_config({**BASE, **changes}, {"eos_token_id": eos})
+        hash((parsed.config, parsed.defaults))
+        assert all(0 <= i < parsed.config.vocab_size for i in parsed.defaults.stop_token_ids)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(["model", "added_tokens"]), JSON),
+    st.dictionaries(st.sampled_from(["mask_token", "eos_token", "added_tokens_decoder"]), JSON),
+)
+def test_any_tokenizer_file_is_read_or_refused(tmp_path, tokenizer, settings):
+    write(tmp_path, tokenizer=tokenizer, tokenizer_config=settings)
+    with contextlib.suppress(ValueError):
+        read_facts(tmp_path)

@@ -5,6 +5,7 @@ report must hold: what is wrong and what to do. `inspect` finds it without weigh
 values (NaN, a head that is no copy), which reading finds.
 """
 
+import contextlib
 import json
 import pickle
 import struct
@@ -12,10 +13,13 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from checkpoints_convert import ConversionError, convert, inspect, load_params
 from tests.golden.folders import (
+    GOLDEN,
     INDEX,
     copy_golden,
     edit_config,
@@ -465,3 +469,20 @@ def test_arguments_are_checked_by_name(tmp_path):
         load_params(folder, "int8")
     with pytest.raises(ValueError, match=r"lora='x' is not supported yet"):
         convert(folder, tmp_path / "converted", lora="x")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), min_size=1, max_size=4),
+    keep=st.integers(0, 4000) | st.none(),
+)
+def test_no_damage_to_a_header_brings_the_program_down(edits, keep, tmp_path):
+    folder = tmp_path / "model"
+    if not folder.exists():
+        copy_golden("qwen3", folder)
+    data = bytearray((GOLDEN / "qwen3" / "model.safetensors").read_bytes())
+    for position, value in edits:
+        data[position] = value
+    (folder / "model.safetensors").write_bytes(data[:keep])
+    with contextlib.suppress(ConversionError):
+        load_params(folder)

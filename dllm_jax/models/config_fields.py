@@ -4,6 +4,7 @@ Both spellings are read: top-level `rope_theta` / `rope_scaling`, and the `rope_
 transformers 5. Nothing here knows families or special tokens.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,8 +12,27 @@ Json = Mapping[str, Any]
 
 _MAX_POSITION = 32768  # where a config names no length
 _NORM_EPS = 1e-6  # the default of Qwen3Config
+# Entries that are no plain values: what they must be where they are given.
+_KINDS: dict[str, Any] = {
+    "architectures": list | str,
+    "auto_map": Mapping,
+    "layer_types": list,
+    "rope_scaling": Mapping,
+    "rope_parameters": Mapping,
+    "dllm_jax": Mapping,
+}
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
+
+
+def well_formed(config: Json, problems: list[str]) -> Json:
+    """The config without the entries of a wrong JSON type, each of which is a problem."""
+    kept = dict(config)
+    for key, kind in _KINDS.items():
+        if kept.get(key) is not None and not isinstance(kept[key], kind):
+            name = "an object" if kind is Mapping else "a list"
+            problems.append(f"{key}={kept.pop(key)!r} must be {name} or null")
+    return kept
 
 
 def refusals(config: Json) -> Iterable[str]:
@@ -51,7 +71,11 @@ def network_fields(config: Json, problems: list[str]) -> dict[str, Any]:
         return value
 
     def number(key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
             problems.append(f"{key}={value!r} must be a positive number")
             return 0.0
         return float(value)
@@ -82,9 +106,7 @@ def _rope_refusals(config: Json, key: str) -> Iterable[str]:
     rope = _mapping(config, key)
     kind = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if config.get(key) is not None and not isinstance(config[key], Mapping):
-        yield f"{key}={config[key]!r} must be an object or null"
-    elif any(isinstance(value, Mapping) for value in rope.values()):
+    if any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{key} differs from layer to layer, which is not supported"
     elif kind != "default":
         yield f'{key} type {kind!r} is not supported; only null or "default" is'

@@ -7,10 +7,10 @@ tensor name or runs a strategy. Every problem of a config is collected into one 
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from dllm_jax.models.config_fields import Json, network_fields, refusals
+from dllm_jax.models.config_fields import Json, network_fields, refusals, well_formed
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
 
@@ -123,10 +123,12 @@ def parse_config(
     Raises:
         ConfigError: With every problem found.
     """
+    problems: list[str] = []
+    config = well_formed(config, problems)
     family = find_family(config)
     generation = generation_config or {}
     facts = tokenizer or TokenizerFacts()
-    problems: list[str] = list(refusals(config))
+    problems += refusals(config)
     notes: list[str] = []
     network = network_fields(config, problems)
     vocab: int = network["vocab_size"]
@@ -205,13 +207,11 @@ def find_family(config: Json) -> Family:
     """
     stated = config.get("architectures")
     named = [stated] if isinstance(stated, str) else list(stated or ())[:1]
-    auto_map = config.get("auto_map")
-    if isinstance(auto_map, Mapping):
-        named += [
-            str(value).rsplit(".", 1)[-1]
-            for key, value in auto_map.items()
-            if str(key).startswith("AutoModel")
-        ]
+    named += [
+        str(value).rsplit(".", 1)[-1]
+        for key, value in (config.get("auto_map") or {}).items()
+        if key.startswith("AutoModel")
+    ]
     model_type = config.get("model_type")
     for family in FAMILIES:
         if family.architecture in named or (not named and family.model_type == model_type):
@@ -239,18 +239,18 @@ def _settings(
         )
     settings: dict[str, Any] = {"strategy": family.strategy, "block_size": native}
     own = config.get("dllm_jax") or {}
-    if not isinstance(own, Mapping):
-        problems.append(f'"dllm_jax": {own!r} must be an object')
-        own = {}
     for key, value in own.items():
         kind = _SETTINGS.get(key)
         if kind is None:
             problems.append(f'"dllm_jax": unknown key {key!r}; known are {", ".join(_SETTINGS)}')
-        elif not isinstance(value, int | float if kind is float else kind):
+        elif isinstance(value, bool) or not isinstance(
+            value, int | float if kind is float else kind
+        ):
             problems.append(f'"dllm_jax": {key}={value!r} must be of type {kind.__name__}')
         else:
             settings[key] = kind(value)
     for key in ("block_size", "buffer_size"):
-        if not isinstance(settings.get(key, 1), int) or settings.get(key, 1) < 1:
+        size = settings.get(key, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             problems.append(f"{key}={settings[key]!r} must be a positive whole number")
     return settings

@@ -72,6 +72,10 @@ def mask_id(
             "tokenizer_config.json"
         )
         return -1
+    wrong = [f"mask_token_id={i!r} of {where}" for where, i in said.items() if not _in(i, vocab)]
+    if wrong:
+        problems.append(f"{', '.join(wrong)} must be an id of the vocabulary of {vocab}")
+        return -1
     where, chosen = next(iter(said.items()))
     if chosen in (ends := set(ends)) and len(said) > 1:
         where, chosen = list(said.items())[1]
@@ -80,9 +84,8 @@ def mask_id(
     if len(set(said.values())) > 1:
         says = ", ".join(f"{name} says {i}" for name, i in said.items())
         notes.append(f"mask token in conflict: {says}; using {chosen} of {where}")
-    if not ids(chosen) or not 0 <= chosen < vocab:
-        problems.append(
-            f"mask_token_id={chosen!r} of {where} must be an id of the vocabulary of {vocab}"
-        )
-        return -1
     return chosen
+
+
+def _in(value: Any, vocab: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab
