@@ -1,0 +1,215 @@
+"""The cases of the gate: each strategy with its toy model, its requests and its dense truth.
+
+Shared by the tests of the contract and of the compiled loops, so that one truth serves both.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from strategies import AR, BlockDiffusion, MultiBD, Needs
+from tests.contract import dense, dense_blocks, dense_toys, models, toys, toys_models
+from tests.contract.harness import SLOTS, Decoded, Request, decode_paged
+
+_ids = np.random.default_rng(4).integers(0, models.MASK, 64).tolist()
+
+# Ragged: shorter than a block, on its edge, in the middle of one; longer than a prefill chunk.
+REQUESTS = [
+    Request(tuple(_ids[:3]), 14, seed=1),
+    Request(tuple(_ids[5:26]), 11, seed=2),
+    Request(tuple(_ids[30:38]), 18, seed=3),
+]
+SAMPLED = [dataclasses.replace(r, temperature=0.7) for r in REQUESTS]
+MIXED = (REQUESTS[0], SAMPLED[1], REQUESTS[2])
+NO_SCRIPT = jnp.full((SLOTS, 64), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A strategy, its models, and two truths of a request.
+
+    `truth(request)` decodes it; `cache(request, text)` says by pool what K and V of each layer its
+    cache holds of a final text, whose length is a multiple of `grid`.
+    """
+
+    strategy: Any
+    model: Any
+    truth: Callable[..., dense.Truth]
+    requests: tuple[Request, ...]
+    cache: Callable[..., dict[str, Any]] | None = None
+    grid: int = 1
+    aux: tuple[tuple[str, Any], ...] = ()
+
+
+def _blocks(
+    strategy: Any, model: Any, requests: Any, rule: Any, prompt: str = "grid_causal", **loop: Any
+) -> Case:
+    net, size = dense.Net(model), strategy.block_size
+    return Case(
+        strategy,
+        model,
+        functools.partial(
+            dense_blocks.decode_blocks,
+            net,
+            rule=rule,
+            size=size,
+            depth=strategy.buffer_size,
+            prompt=prompt,
+            **loop,
+        ),
+        tuple(requests),
+        lambda request, text: {
+            "target": dense_blocks.text_kv(net, request, text, size, prompt)
+        },
+        size,
+    )
+
+
+def _own(request: Request, **knobs: float) -> Request:
+    return dataclasses.replace(request, knobs=tuple(knobs.items()))
+
+
+def _multi_bd(
+    model: Any, prompt: str = "grid_causal", requests: Any = REQUESTS, accept: float = 0.35
+) -> Case:
+    strategy = MultiBD(accept, 0.25, 0.5, block_size=4, buffer_size=3, needs=Needs(prompt))
+    rule = dense_toys.threshold_rule(accept, 0.5)
+    return _blocks(strategy, model, requests, rule, prompt, add=0.25)
+
+
+# Thresholds of their own: B == S == 4, so a knob broadcast along positions would show.
+_THRESHOLDS = (
+    REQUESTS[0],
+    _own(REQUESTS[1], accept_threshold=0.9),
+    _own(SAMPLED[2], accept_threshold=0.2),
+)
+
+
+def _block_diffusion() -> Case:
+    strategy = BlockDiffusion(accept_threshold=0.35, block_size=8)
+    return _blocks(strategy, models.plain(), SAMPLED, dense_toys.threshold_rule(0.35, 0.0))
+
+
+def _soft_parallel() -> Case:
+    model = models.plain()
+    rule = dense_toys.soft_rule(dense.Net(model), 0.4)
+    return _blocks(toys.SoftParallel(), model, REQUESTS, rule, add=0.5, settles_ready=True)
+
+
+def _ar() -> Case:
+    target = models.causal()
+    net = dense.Net(target)
+    return Case(
+        AR(),
+        target,
+        functools.partial(dense.decode_tokens, net),
+        MIXED,
+        lambda _, text: {"target": dense.causal_rows(net, text).kv},
+    )
+
+
+def _speculate() -> Case:
+    target = models.causal()
+    draft = models.drafter(target)
+    net, draft_net = dense.Net(target), dense.Net(draft)
+
+    def cache(_, text):
+        seen = dense.causal_rows(net, text)
+        taps = np.concatenate(seen.taps, axis=-1)
+        return {"target": seen.kv, "draft": dense.context_kv(draft_net, taps)}
+
+    return Case(
+        toys_models.Speculate(script=NO_SCRIPT),
+        target,
+        functools.partial(dense.decode_drafted, net, draft_net, drafted=3),
+        MIXED,
+        cache,
+        aux=(("draft", draft),),
+    )
+
+
+def _block_cache() -> Case:
+    model = models.plain(4, shift=True)
+    net = dense.Net(model)
+    return Case(
+        toys.BlockCache(),
+        model,
+        functools.partial(dense_toys.decode_pieces, net, size=12, piece=4, accept=0.5),
+        (*REQUESTS[:2], SAMPLED[2]),
+        lambda request, text: {"target": dense_blocks.text_kv(net, request, text, 12)},
+        12,
+    )
+
+
+def _full_sequence() -> Case:
+    model = models.plain()
+    requests = (
+        Request(tuple(_ids[:3]), 10, seed=1, suffix=tuple(_ids[40:45])),
+        Request(tuple(_ids[5:21]), 11, seed=2),
+        Request(tuple(_ids[30:38]), 16, seed=3, temperature=0.7, suffix=(7,)),
+    )
+    truth = functools.partial(dense_toys.decode_whole, dense.Net(model), accept=0.6)
+    return Case(toys.FullSequence(), model, truth, requests)
+
+
+def _canvas() -> Case:
+    model = models.two_modes()
+    net = dense.Net(model)
+    return Case(
+        toys_models.Canvas(),
+        model,
+        functools.partial(dense_toys.decode_canvases, net, size=8, bound=2.0),
+        (_own(SAMPLED[0], most_steps=2), REQUESTS[1], _own(SAMPLED[2], most_steps=3)),
+        lambda _, text: {"target": dense.causal_rows(net, text, mode=1).kv},
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
+    "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
+    "multi_bd_grid_full": lambda: _multi_bd(models.plain(), "grid_full"),
+    "multi_bd_whole_full": lambda: _multi_bd(models.plain(), "whole_full"),
+    "block_diffusion": _block_diffusion,
+    "ar": _ar,
+    "soft_parallel": _soft_parallel,
+    "block_cache": _block_cache,
+    "speculate": _speculate,
+    "full_sequence": _full_sequence,
+    "canvas": _canvas,
+}
+NAMES = tuple(CASES)
+# Odd cases run on pages of 16, so that both sizes cost no further compilation.
+PAGE_SIZE = {name: 16 if i % 2 else 8 for i, name in enumerate(NAMES)}
+
+
+@functools.cache
+def case(name: str) -> Case:
+    return CASES[name]()
+
+
+@functools.cache
+def truth(name: str) -> list[dense.Truth]:
+    """The truth of each request of the case."""
+    return [case(name).truth(request=r) for r in case(name).requests]
+
+
+def paged(
+    name: str, requests: Any = None, strategy: Any = None, **options: Any
+) -> Decoded:
+    """The case on pages; `options` are those of `decode_paged`."""
+    c = case(name)
+    return decode_paged(
+        strategy or c.strategy,
+        c.model,
+        list(c.requests) if requests is None else requests,
+        aux=dict(c.aux),
+        page_size=PAGE_SIZE[name],
+        **options,
+    )
+
+
+once = functools.cache(paged)

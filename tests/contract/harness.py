@@ -1,0 +1,269 @@
+"""Real paging for the gate: permuted pages, ragged rows, one compiled step, invariants at each.
+
+`decode_paged` runs requests through `decode.new_state`, `prefill` and `driver.decode_step` with
+page tables that are random permutations, padded with -1, over pools that are full of garbage, so
+that a read of a cell nobody wrote shows. After every step the invariants of contract.md §6 are
+checked. It can move every request to another slot in the middle. It does not know any strategy.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import decode
+from dllm_jax.forward import ModelForward
+from strategies import driver
+from strategies.protocol import split_knobs
+from strategies.state import (
+    EMPTY,
+    FINISH_REASONS,
+    NO_LIMIT,
+    RUNNING,
+    DecodeState,
+    Limits,
+    Sampling,
+    StepInfo,
+    put_slot,
+    slot_part,
+    take_slot,
+)
+from tests.contract.invariants import Watcher
+
+SLOTS, BUCKET, ROOM, GARBAGE = 4, 32, 32, 1e3
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and its wishes; `seed` makes its key."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 14
+    temperature: float = 0.0
+    seed: int = 0
+    stops: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    knobs: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def limit(self) -> int:
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How one request ended, with what every step said of it: slot state before, and info."""
+
+    tokens: list[int]
+    reason: str | None
+    nfe: int
+    steps: list[tuple[DecodeState, StepInfo]]
+    cached: int
+    pages: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """All rows, in the order of the requests (EMPTY slots left out), and the last state."""
+
+    rows: list[Row]
+    state: DecodeState
+
+    def cache(self, row: Row, pool: str = "target") -> list[tuple[Any, Any]]:
+        """K and V [positions G H] of each layer that the row's cache holds."""
+        return read_cache(self.state.pools[pool], row.pages, row.cached)
+
+
+def read_cache(pool: Any, pages: np.ndarray, length: int) -> list[tuple[Any, Any]]:
+    """The first `length` rows of K and V of each layer behind a row of a page table."""
+
+    def read(leaf: Any) -> Any:
+        found = np.asarray(leaf)[pages[pages >= 0]].swapaxes(1, 2)
+        return found.reshape(-1, *found.shape[2:])[:length]
+
+    return [(read(k), read(v)) for k, v in pool]
+
+
+def page_table(
+    requests: list[Request | None], window: int, page_size: int, seed: int, tight: bool = False
+) -> tuple[np.ndarray, int]:
+    """Disjoint random pages for each slot, -1 behind them; and how many pages the pool has.
+
+    `tight` covers the positions before the limit only, so that writes past it must be dropped.
+    """
+    columns = -(-(BUCKET + ROOM + window) // page_size) + 1
+    num_pages = SLOTS * columns + 3
+    free = list(np.random.default_rng(seed).permutation(num_pages))
+    table = np.full((SLOTS, columns), -1, np.int32)
+    for b, request in enumerate(requests):
+        if request is not None:
+            last = request.limit + len(request.suffix) + (0 if tight else window)
+            count = -(-last // page_size)
+            table[b, :count] = [free.pop() for _ in range(count)]
+    return table, num_pages
+
+
+def fresh_state(
+    strategy: Any,
+    model: Any,
+    aux: dict[str, Any],
+    requests: list[Request | None],
+    page_size: int,
+    seed: int,
+    tight: bool = False,
+    num_pages: int | None = None,
+) -> tuple[Any, DecodeState, jax.Array]:
+    """The bare strategy, the state of these requests (None: an EMPTY slot), and their prompts.
+
+    The pool has as many pages as the tables can name, or `num_pages`.
+    """
+    bare, knobs = split_knobs(strategy)
+    some = [Request((0,), 1) if r is None else r for r in requests]
+    prompt = np.zeros((SLOTS, BUCKET), np.int32)
+    stops = np.full((SLOTS, 4), -1, np.int32)
+    for b, r in enumerate(some):
+        prompt[b, : len(r.prompt)] = r.prompt
+        stops[b, : len(r.stops)] = r.stops
+
+    def column(values: Any, dtype: Any) -> jax.Array:
+        return jnp.asarray(np.asarray(list(values)), dtype)
+
+    batch = decode.Batch(
+        prompt=jnp.asarray(prompt),
+        prompt_len=column((len(r.prompt) for r in some), jnp.int32),
+        limit=column((r.limit for r in some), jnp.int32),
+        sampling=Sampling(
+            column((r.temperature for r in some), jnp.float32),
+            jnp.zeros((SLOTS,), jnp.int32),
+            jnp.ones((SLOTS,), jnp.float32),
+        ),
+        limits=Limits(
+            jnp.asarray(stops),
+            jnp.full((SLOTS,), NO_LIMIT, jnp.int32),
+            jnp.full((SLOTS,), NO_LIMIT, jnp.int32),
+        ),
+        knobs={
+            name: column((dict(r.knobs).get(name, value) for r in some), jnp.float32)
+            for name, value in knobs.items()
+        },
+        keys=jax.vmap(jax.random.key)(column((r.seed for r in some), jnp.uint32)),
+    )
+    window = strategy.block_size * strategy.buffer_size
+    table, needed = page_table(requests, window, page_size, seed, tight)
+    state = decode.new_state(
+        bare, model, aux, batch, jnp.asarray(table), num_pages or needed, page_size, ROOM
+    )
+    if any(r.suffix for r in some):
+        suffix = np.zeros((SLOTS, 8), np.int32)
+        for b, r in enumerate(some):
+            suffix[b, : len(r.suffix)] = r.suffix
+        state = state.replace(
+            buffer=driver.admit_window(
+                bare.needs,
+                batch.prompt,
+                batch.prompt_len,
+                batch.limit,
+                bare.buffer_size,
+                bare.block_size,
+                suffix=(jnp.asarray(suffix), column((len(r.suffix) for r in some), jnp.int32)),
+            )
+        )
+    empty = column((r is None for r in requests), bool)
+    return (
+        bare,
+        state.replace(
+            finish=jnp.where(empty, EMPTY, RUNNING),
+            pools=jax.tree.map(lambda pool: jnp.full_like(pool, GARBAGE), state.pools),
+        ),
+        batch.prompt,
+    )
+
+
+# The programs run a few dozen times each: compiling them fast matters more than running them fast.
+_QUICK = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnames=("chunk_size",), compiler_options=_QUICK)
+def prefill(strategy, model, aux, state, prompt, chunk_size):
+    return decode.prefill(strategy, ModelForward(model, aux=aux), state, prompt, chunk_size)
+
+
+@functools.partial(jax.jit, compiler_options=_QUICK)
+def step(strategy, model, aux, state):
+    spec = decode.slot_spec(strategy, model, SLOTS)
+    return driver.decode_step(strategy, ModelForward(model, aux=aux), state, spec)
+
+
+def decode_paged(
+    strategy: Any,
+    model: Any,
+    requests: list[Request | None],
+    *,
+    aux: dict[str, Any] | None = None,
+    page_size: int = 8,
+    chunk_size: int = 8,
+    seed: int = 0,
+    move_at: int | None = None,
+    tight: bool = False,
+) -> Decoded:
+    """Decode to the end, one step at a time, checking the invariants after each.
+
+    Args:
+        chunk_size: Prompt tokens of one prefill pass; prompts are longer than one.
+        seed: Of the page permutation.
+        move_at: Before this step every request moves to another slot, with its pages.
+    """
+    aux = aux or {}
+    requests = requests + [None] * (SLOTS - len(requests))
+    bare, state, prompt = fresh_state(strategy, model, aux, requests, page_size, seed, tight)
+    state = prefill(bare, model, aux, state, prompt, chunk_size)
+    slots = list(range(SLOTS))  # slots[i]: where request i is
+    checks = [Watcher(() if r is None else r.prompt) for r in requests]
+    for count in range(200):
+        if not (np.asarray(state.finish) == RUNNING).any():
+            break
+        if count == move_at:
+            state, slots = rotate(state), [(b + 1) % SLOTS for b in slots]
+        new, info = step(bare, model, aux, state)
+        before, after, told = jax.device_get((_plain(state), _plain(new), info))
+        for watcher, b in zip(checks, slots, strict=True):
+            watcher.see(*(jax.tree.map(lambda x, b=b: x[b], t) for t in (before, after, told)))
+        state = new
+    else:
+        raise AssertionError("200 steps and still running")
+    table = np.asarray(state.page_table)
+    done = [
+        _row(watcher, table[b])
+        for watcher, b, r in zip(checks, slots, requests, strict=True)
+        if r is not None
+    ]
+    return Decoded(done, state)
+
+
+def _row(watcher: Watcher, pages: np.ndarray) -> Row:
+    last = watcher.last
+    return Row(
+        tokens=last.output[: last.output_len].tolist(),
+        reason=FINISH_REASONS[int(last.finish)],
+        nfe=int(last.buffer.nfe),
+        steps=watcher.steps,
+        cached=int(last.buffer.start),
+        pages=pages,
+    )
+
+
+def rotate(state: DecodeState) -> DecodeState:
+    """Every request one slot further, its pages with it; the pools stay where they are."""
+    taken = [take_slot(state, b) for b in range(SLOTS)]
+    table = state.page_table
+    for b, slot in enumerate(taken):
+        state = put_slot(state, (b + 1) % SLOTS, slot)
+    return state.replace(page_table=jnp.roll(table, 1, axis=0))
+
+
+def _plain(state: DecodeState) -> DecodeState:
+    """The slot leaves, keys as numbers, so that they can leave the device."""
+    return slot_part(state).replace(keys=jax.random.key_data(state.keys))

@@ -1,0 +1,116 @@
+"""Toy models of the contract's gate: two layers, 32 wide, 40 ids, float32, sharp enough to decide.
+
+Three networks: the plain dense one (shifted or not), one with two modes (a gain on the input rows
+that differs by mode, so that a wrong mode shows), and a drafter that caches keys and values of
+features it is given. Nothing here knows about pages or strategies.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.model import Model
+from dllm_jax.models import dense
+from dllm_jax.models.architecture import DENSE, Architecture
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.families import FamilyDefaults
+from dllm_jax.models.layers import apply_rope, matmul, rms_norm, rope_tables
+
+VOCAB, MASK, PADDED = 40, 38, 39  # id 39 is a row of the vocabulary that belongs to no token
+DEFAULTS = FamilyDefaults(family="toy", strategy="multi_bd", block_size=4, vocab_limit=PADDED)
+
+CONFIG = DenseConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    mask_token_id=MASK,
+    max_position=512,
+)
+DRAFT_CONFIG = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=40)
+TAPS = (1, 2)
+
+
+def weights(cfg: DenseConfig, seed: int, dtype=jnp.float32):
+    """Random weights whose logits have a standard deviation near 3."""
+    params = dense.init_params(jax.random.key(seed), cfg, dtype)
+    params = jax.tree.map(lambda w: w * 8 if w.ndim > 1 else w, params)
+    return params | {"lm_head": params["lm_head"] * 3}
+
+
+def plain(seed: int = 1, dtype=jnp.float32, **facts) -> Model:
+    """A dense model; `facts` override its configuration."""
+    cfg = dataclasses.replace(CONFIG, **facts)
+    return Model(params=weights(cfg, seed, dtype), config=cfg, arch=DENSE, defaults=DEFAULTS)
+
+
+def causal(dtype=jnp.float32) -> Model:
+    """An autoregressive model: shifted, without a mask token."""
+    return plain(2, dtype, shift=True, mask_token_id=-1)
+
+
+# --- two modes ------------------------------------------------------------------------------------
+
+
+def _two_mode_trunk(params, cfg, x, positions, attend, hidden_layers=(), *, mode):
+    """`mode` is [B], or [B T] where rows of several modes stand in one sequence."""
+    gain = jnp.take(params["mode_gain"], mode, axis=0)
+    x = x * gain.reshape(x.shape[0], -1, x.shape[-1])
+    return dense.trunk(params, cfg, x, positions, attend, hidden_layers)
+
+
+TWO_MODES = Architecture(
+    param_shapes=dense.param_shapes,
+    embed=dense.embed,
+    trunk=_two_mode_trunk,
+    unembed=dense.unembed,
+    takes_mode=True,
+)
+
+
+def two_modes(dtype=jnp.float32) -> Model:
+    """A model whose mode 0 (decoder) and mode 1 (encoder) scale the input rows differently."""
+    gain = 1 + 0.5 * jax.random.normal(jax.random.key(9), (2, CONFIG.hidden_size))
+    params = weights(CONFIG, 3, dtype) | {"mode_gain": gain.astype(dtype)}
+    return Model(params=params, config=CONFIG, arch=TWO_MODES, defaults=DEFAULTS)
+
+
+# --- a drafter ------------------------------------------------------------------------------------
+
+
+def _context_kv(params, cfg, vectors, positions):
+    """Keys and values of tapped features: one projection and norm, then each layer's k and v."""
+    context = rms_norm(matmul(vectors, params["fc"]), params["fc_norm"], cfg.norm_eps)
+    cos, sin = rope_tables(positions, cfg.head_dim, cfg.rope_theta)
+    n = cfg.num_heads // cfg.num_kv_heads
+
+    def one(layer):
+        fused = matmul(context, layer["wqkv"])
+        k = rms_norm(fused[..., n, :], layer["k_norm"], cfg.norm_eps)
+        return apply_rope(k, cos, sin), fused[..., n + 1, :]
+
+    return tuple(one(layer) for layer in params["layers"])
+
+
+DRAFTER = Architecture(
+    param_shapes=dense.param_shapes,
+    embed=dense.embed,
+    trunk=dense.trunk,
+    unembed=dense.unembed,
+    context_kv=_context_kv,
+)
+
+
+def drafter(target: Model) -> Model:
+    """A drafter with the target's embedding and head and layers of its own."""
+    dtype = target.params["embed"].dtype
+    shared = {name: target.params[name] for name in ("embed", "lm_head")}
+    width = len(TAPS) * CONFIG.hidden_size
+    fc = jax.random.normal(jax.random.key(7), (width, CONFIG.hidden_size)) * width**-0.5
+    own = {"fc": fc.astype(dtype), "fc_norm": jnp.ones((CONFIG.hidden_size,), dtype)}
+    params = weights(DRAFT_CONFIG, 5, dtype) | shared | own
+    return Model(params=params, config=DRAFT_CONFIG, arch=DRAFTER, defaults=DEFAULTS)

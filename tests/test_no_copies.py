@@ -1,0 +1,108 @@
+"""The decode loop never copies the cache: read from the compiled program of every strategy.
+
+Proves, for each case of the contract's gate (toys, `AR`, `BlockDiffusion`, `MultiBD`), that prefill
+and the decode loop on the device, compiled as one program with the state donated, reuse the pools
+in place (they are aliased), hold no instruction that makes another array of a pool's size (copy,
+select, transpose, convert, broadcast, ...) and need far less scratch memory than the cache; and
+that this loop emits what the step-by-step run emits. The pool has a prime number of pages, so its
+shape is unique in the program text. float32 everywhere; bfloat16 where XLA's CPU scatter keeps it
+(jax >= 0.11; 0.10 widens it to float32).
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import decode
+from dllm_jax.forward import ModelForward
+from strategies.state import RUNNING
+from tests.contract import harness, models
+from tests.contract.cases import NAMES, case, once
+
+NUM_PAGES, PAGE_SIZE = 4099, 8
+_NEW_ARRAY = r"(copy|copy-start|select|transpose|convert|broadcast|concatenate|pad|reverse|gather)\("
+
+
+def pool_sized(program: str) -> list[str]:
+    """Instructions of a compiled program that write a new array with the pool's page axis."""
+    made = re.compile(rf"= \w+\[(\d+,)*{NUM_PAGES}(,\d+)*\]\S* {_NEW_ARRAY}")
+    return [line.strip() for line in program.splitlines() if made.search(line)]
+
+
+def compiled(name: str, dtype=jnp.float32):
+    """The whole loop of a case, ready to run, and the arguments for it."""
+    c = case(name)
+
+    def cast(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+    model = c.model.replace(params=cast(c.model.params))
+    aux = {name: other.replace(params=cast(other.params)) for name, other in c.aux}
+    requests = [*c.requests, *[None] * (harness.SLOTS - len(c.requests))]
+    bare, state, prompt = harness.fresh_state(
+        c.strategy, model, aux, requests, PAGE_SIZE, seed=3, num_pages=NUM_PAGES
+    )
+
+    def loop(strategy, model, aux, state, prompt):
+        forward = ModelForward(model, aux=aux)
+        state = decode.prefill(strategy, forward, state, prompt, chunk_size=8)
+        spec = decode.slot_spec(strategy, model, harness.SLOTS)
+        return decode.run(strategy, forward, state, spec)
+
+    arguments = (bare, model, aux, state, prompt)
+    program = jax.jit(loop, donate_argnames=("state",)).lower(*arguments).compile()
+    return program, arguments
+
+
+def check(program, arguments) -> None:
+    cache = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[3].pools))
+    memory = program.memory_analysis()
+    assert not pool_sized(program.as_text())
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS
+
+
+# Gathered context, scores and logits of a few slots; the cache of these tests is above 8 MB.
+ACTIVATIONS = 1_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_works_in_place_and_equals_the_steps(name):
+    program, arguments = compiled(name)
+    check(program, arguments)
+    pools = jax.tree.leaves(arguments[3].pools)
+    state = program(*arguments)
+    assert all(pool.is_deleted() for pool in pools)
+    assert not (np.asarray(state.finish) == RUNNING).any()
+    rows = once(name).rows
+    assert np.asarray(state.buffer.nfe)[: len(rows)].tolist() == [row.nfe for row in rows]
+    for b, row in enumerate(rows):
+        assert state.output[b, : int(state.output_len[b])].tolist() == row.tokens
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="XLA's CPU scatter widens bfloat16 before jax 0.11"
+)
+@pytest.mark.parametrize("name", ["multi_bd", "speculate"])
+def test_the_loop_works_in_place_in_bfloat16(name):
+    check(*compiled(name, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["select", "read_after_write"])
+def test_a_copied_cache_is_seen(kind):
+    """The detector itself: two programs that must copy a donated pool."""
+
+    def bad(pool, row, keep):
+        new = pool.at[3].set(row)
+        if kind == "select":
+            return jnp.where(keep, new, pool)
+        return new.at[4].set(pool[5] + new[6])
+
+    pool = jnp.zeros((NUM_PAGES, 2, PAGE_SIZE, 8))
+    arguments = (pool, jnp.ones(pool.shape[1:]), jnp.asarray(True))
+    program = jax.jit(bad, donate_argnums=0).lower(*arguments).compile()
+    assert pool_sized(program.as_text())
+    assert models.VOCAB < NUM_PAGES
