@@ -1,6 +1,6 @@
 """Where the time of one decode step goes: kernels by total time, from a profile of the device loop.
 
-    python benchmarks/profile_step.py --slots 1 --blocks 1 --top 30 [--hlo step.hlo.txt]
+python benchmarks/profile_step.py --slots 1 --blocks 1 --top 30 [--hlo step.hlo.txt]
 """
 
 import argparse
@@ -71,8 +71,10 @@ def main():
                 last = max(last, event.start_ns + event.duration_ns)
         busy, span = sum(total.values()), last - first
         per = args.steps * 1e3
-        print(f"{plane.name}: per step {span / per:.1f} us wall, {busy / per:.1f} us in "
-              f"{sum(count.values()) / args.steps:.1f} kernels")
+        print(
+            f"{plane.name}: per step {span / per:.1f} us wall, {busy / per:.1f} us in "
+            f"{sum(count.values()) / args.steps:.1f} kernels"
+        )
         for name, spent in total.most_common(args.top):
             print(f"{spent / per:9.2f} us {count[name] / args.steps:7.2f} x  {name[:110]}")
 

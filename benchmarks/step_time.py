@@ -53,9 +53,7 @@ def check_attention(implementation: str) -> float:
         causal=jnp.asarray([False, True, False, False]),
         block_size=S,
     )
-    got = paged_attention(
-        q, k, v, k_pages, v_pages, table, mask, implementation=implementation
-    )
+    got = paged_attention(q, k, v, k_pages, v_pages, table, mask, implementation=implementation)
     worst = 0.0
     f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
     for b in range(B):
@@ -161,25 +159,36 @@ def head_in_hlo(model, slots, blocks, context) -> bool:
         .as_text()
     )
     rows = slots * blocks * BLOCK
-    return bool(re.search(rf"f32\[(?:{rows},{model.config.vocab_size}|{model.config.vocab_size},{rows})\]", text))
+    return bool(
+        re.search(
+            rf"f32\[(?:{rows},{model.config.vocab_size}|{model.config.vocab_size},{rows})\]", text
+        )
+    )
 
 
 def main():
     """Check, time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="random:JetLM/SDAR-1.7B-Chat")
-    parser.add_argument("--shapes", default="1x1,1x4,8x4,32x4", help="slots x blocks, comma-separated")
+    parser.add_argument(
+        "--shapes", default="1x1,1x4,8x4,32x4", help="slots x blocks, comma-separated"
+    )
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--implementations", default="auto", help="auto, xla, cudnn; comma-separated")
+    parser.add_argument(
+        "--implementations", default="auto", help="auto, xla, cudnn; comma-separated"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--commit", default=None)
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     model = dj.load(args.model)
     jax.block_until_ready(model.params)
-    commit = args.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     report = {
         "command": "benchmarks/step_time.py",
         "model": args.model,

@@ -53,6 +53,5 @@ def write_rows(
         return pages.at[page, :, offset].set(flat, mode="drop", unique_indices=True)
 
     return tuple(
-        (put(k, new_k), put(v, new_v))
-        for (k, v), (new_k, new_v) in zip(pool, rows, strict=True)
+        (put(k, new_k), put(v, new_v)) for (k, v), (new_k, new_v) in zip(pool, rows, strict=True)
     )

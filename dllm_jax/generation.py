@@ -255,7 +255,7 @@ def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Ar
         B, T = ids.shape
         lengths = jnp.full((B,), T) if prompt_len is None else jnp.asarray(prompt_len)
         ids = jnp.pad(ids, ((0, 0), (0, _bucket(T) - T)))
-        if T > most and prompt_len is None:
+        if most < T and prompt_len is None:
             raise ValueError(_too_long(0, T, most))
         return ids, jnp.broadcast_to(lengths.astype(jnp.int32), (B,))
     if prompt_len is not None:
@@ -299,7 +299,9 @@ def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
     if key.ndim == 0:
         return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows))
     if key.shape != (num_rows,):
-        raise ValueError(f"key has shape {key.shape}; give one key, or one for each of {num_rows} rows")
+        raise ValueError(
+            f"key has shape {key.shape}; give one key, or one for each of {num_rows} rows"
+        )
     return key
 
 
@@ -314,9 +316,7 @@ def _fresh(
     window = strategy.buffer_size * strategy.block_size
     pages = -(-(T + max_tokens + window) // PAGE_SIZE)
     table = jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages)
-    return decode.new_state(
-        strategy, model, aux, batch, table, B * pages, PAGE_SIZE, max_tokens
-    )
+    return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, max_tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))

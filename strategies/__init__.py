@@ -6,6 +6,7 @@ from strategies.multi_bd import MultiBD
 from strategies.protocol import (
     Forward,
     ForwardOutput,
+    Knob,
     Needs,
     PerSlot,
     PrefillChunk,
@@ -37,6 +38,7 @@ __all__ = [
     "DecodeState",
     "Forward",
     "ForwardOutput",
+    "Knob",
     "Limits",
     "MultiBD",
     "Needs",

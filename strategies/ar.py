@@ -20,9 +20,7 @@ class AR(struct.PyTreeNode):
 
     block_size: int = struct.field(pytree_node=False, default=2)
     buffer_size: int = struct.field(pytree_node=False, default=1)
-    needs: Needs = struct.field(
-        pytree_node=False, default=Needs("whole_causal", boundary=True)
-    )
+    needs: Needs = struct.field(pytree_node=False, default=Needs("whole_causal", boundary=True))
 
     def absorb(self, chunk, state):
         """Draw the first token from the prompt's last row: the first anchor."""

@@ -15,7 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool
 
 from strategies import blocks, random, sampling
-from strategies.protocol import Needs, PerSlot, TokenStats, knob
+from strategies.protocol import Knob, Needs, TokenStats, knob
 from strategies.state import DecodeState
 
 Remasking = Literal["sequential", "static", "dynamic", "entropy", "random"]
@@ -35,8 +35,8 @@ class BlockDiffusion(struct.PyTreeNode):
             a block; None is one token a forward.
     """
 
-    accept_threshold: PerSlot = knob(0.9)
-    entropy_bound: PerSlot = knob(0.1)
+    accept_threshold: Knob = knob(0.9)
+    entropy_bound: Knob = knob(0.1)
     remasking: Remasking = struct.field(pytree_node=False, default="dynamic")
     denoising_steps: int | None = struct.field(pytree_node=False, default=None)
     block_size: int = struct.field(pytree_node=False, default=32)

@@ -90,7 +90,7 @@ def open_next(state: DecodeState, add_block_threshold: PerSlot | None = None) ->
         add_block_threshold: Progress (>=) the last open block must show; None: one at a time.
     """
     buffer = state.buffer
-    B, K, _ = buffer.tokens.shape
+    K = buffer.tokens.shape[1]
     num_open = jnp.sum(buffer.status != DUMMY, axis=1)
     ready = num_open == 0
     if add_block_threshold is not None:
@@ -125,9 +125,7 @@ def settled_run(state: DecodeState) -> Int[Array, " B"]:
     return jnp.sum(jnp.cumprod(solid.astype(jnp.int32), axis=1), axis=1)
 
 
-def finish_step(
-    state: DecodeState, accept: Bool[Array, "B K S"]
-) -> tuple[DecodeState, StepInfo]:
+def finish_step(state: DecodeState, accept: Bool[Array, "B K S"]) -> tuple[DecodeState, StepInfo]:
     """End of a mask-to-token step of one forward: promote, count, report.
 
     Blocks that were TO_CACHE during the forward are in the cache now: they commit. The run of

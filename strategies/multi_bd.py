@@ -10,7 +10,7 @@ Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 from flax import struct
 
 from strategies import blocks, random, sampling
-from strategies.protocol import Needs, PerSlot, knob
+from strategies.protocol import Knob, Needs, knob
 
 
 class MultiBD(struct.PyTreeNode):
@@ -22,9 +22,9 @@ class MultiBD(struct.PyTreeNode):
         semi_complete_threshold: Progress of the block before (>=) that allows a forced token.
     """
 
-    accept_threshold: PerSlot = knob(0.9)
-    add_block_threshold: PerSlot = knob(0.1)
-    semi_complete_threshold: PerSlot = knob(0.9)
+    accept_threshold: Knob = knob(0.9)
+    add_block_threshold: Knob = knob(0.1)
+    semi_complete_threshold: Knob = knob(0.9)
     block_size: int = struct.field(pytree_node=False, default=32)
     buffer_size: int = struct.field(pytree_node=False, default=4)
     needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))

@@ -89,10 +89,12 @@ class PerSlot:
         return self.values[:, None, None]
 
     def tree_flatten(self):
+        """The values are the one child."""
         return (self.values,), None
 
     @classmethod
     def tree_unflatten(cls, _, children):
+        """Rebuild around the one child, whatever a transformation put there."""
         return cls(children[0])
 
     def _refuse(self, *_: Any) -> Any:
@@ -106,6 +108,10 @@ class PerSlot:
     __truediv__ = __rtruediv__ = __neg__ = __bool__ = __float__ = __array__ = _refuse
     __jax_array__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+# Type of a knob field: a float (or an array, one value a slot) to users, a PerSlot inside `step`.
+Knob = Any
 
 
 def knob(default: float, low: float = 0.0, high: float = float("inf")) -> Any:

@@ -28,6 +28,9 @@ _SHARED = {
 }
 
 
+_DEFAULT_NEEDS = Needs("grid_causal")
+
+
 class FunctionStrategy(struct.PyTreeNode):
     """A plain function `step(forward, state)` as a strategy."""
 
@@ -35,7 +38,7 @@ class FunctionStrategy(struct.PyTreeNode):
     init_fn: InitFunction | None = struct.field(pytree_node=False, default=None)
     block_size: int | None = struct.field(pytree_node=False, default=None)
     buffer_size: int | None = struct.field(pytree_node=False, default=None)
-    needs: Needs = struct.field(pytree_node=False, default=Needs())
+    needs: Needs = struct.field(pytree_node=False, default=_DEFAULT_NEEDS)
 
     def step(self, forward, state):
         """Call the function."""
@@ -50,7 +53,7 @@ def as_strategy(
     fn: StepFunction,
     block_size: int | None = None,
     buffer_size: int | None = None,
-    needs: Needs = Needs("grid_causal"),
+    needs: Needs = _DEFAULT_NEEDS,
     init: InitFunction | None = None,
 ) -> FunctionStrategy:
     """Make a strategy of a step function; sizes of None become the model family's default.
@@ -79,7 +82,7 @@ def load_strategy(spec: Any, **overrides: Any) -> Any:
     Raises:
         ValueError: Unknown name, missing attribute, unknown field, or a value out of range.
     """
-    found = _find(spec) if isinstance(spec, str) else spec
+    found: Any = _find(spec) if isinstance(spec, str) else spec
     if isinstance(found, type):
         found = found()
     if not hasattr(found, "step"):
@@ -88,7 +91,7 @@ def load_strategy(spec: Any, **overrides: Any) -> Any:
                 f"strategy={spec!r} has no step(forward, state) and is not a function; "
                 f"use one of {', '.join(strategy_names())} or a value with a step"
             )
-        found = as_strategy(found)
+        found = FunctionStrategy(found)
     return _override(found, {k: v for k, v in overrides.items() if v is not None})
 
 
@@ -122,7 +125,8 @@ def _load_file(location: str) -> Any:
     if not path.is_file():
         raise ValueError(f"strategy file {location!r} does not exist; check the path")
     found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None and found.loader is not None  # a .py file always has a loader
+    if found is None or found.loader is None:
+        raise ValueError(f"strategy file {location!r} is no Python source; check the path")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -41,6 +41,7 @@ def token_stats(
     Returns:
         TokenStats with leading axis R. Token and statistics never leave float32.
     """
+
     def as_is(logits: Array) -> TokenStats:
         token = jnp.argmax(logits, axis=-1)
         return _judge(logits, token, _at(logits, token), num_top)
@@ -115,7 +116,10 @@ def _restrict(law: Array, top_k: Array, top_p: Array) -> Array:
 
 
 def above(stats: TokenStats, threshold: PerSlot) -> Bool[Array, "B K S"]:
-    """Cells whose confidence is strictly above the threshold (Fast-dLLM, arXiv 2505.22618, §3.3)."""
+    """Cells whose confidence is strictly above the threshold.
+
+    Source: Fast-dLLM (arXiv 2505.22618), §3.3, confidence-aware parallel decoding.
+    """
     return stats.confidence > threshold.at_token
 
 
@@ -154,9 +158,7 @@ def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array
     return jnp.sum((other > mine) | tie, axis=-1)
 
 
-def quota(
-    state: DecodeState, denoising_steps: int
-) -> Int[Array, "B K"]:
+def quota(state: DecodeState, denoising_steps: int) -> Int[Array, "B K"]:
     """Cells to fill in this step so that a block takes `denoising_steps` of them, remainder first.
 
     Source: LLaDA (arXiv 2502.09992) and SDAR (2510.06303), `get_num_transfer_tokens`.

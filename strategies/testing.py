@@ -114,9 +114,7 @@ class _ScriptedForward:
     forward's.
     """
 
-    def __init__(
-        self, script: _Script, first: Array, start: Array, mask_id: int, vocab_size: int
-    ):
+    def __init__(self, script: _Script, first: Array, start: Array, mask_id: int, vocab_size: int):
         self.mask_id, self.vocab_size, self.aux = mask_id, vocab_size, {}
         self._script, self._first, self._start, self.calls = script, first, start, 0
 
@@ -128,7 +126,13 @@ class _ScriptedForward:
         self.calls += 1
         return _ScriptedOutput(self, state.buffer.positions)
 
-    def predict(self, hidden: Array, sampling: Any = None, keys: Any = None) -> TokenStats:
+    def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... 0"]:
+        """Rows of no width, as the hidden rows of a script are."""
+        return jnp.zeros((*ids.shape, 0))
+
+    def predict(
+        self, hidden: Array, sampling: Sampling | None = None, keys: Any = None
+    ) -> TokenStats:
         """Prediction outside the window: that of the position the window starts at."""
         del hidden, sampling, keys
         return self.stats(self.row, self._start, 0)
@@ -140,18 +144,24 @@ class _ScriptedForward:
         token, prob = self._script.token[row, column], self._script.prob[row, column]
         ids = jnp.arange(self.vocab_size).reshape(*(1,) * token.ndim, -1)
         masked = ids == self.mask_id
-        others = self.vocab_size - 1 - int(0 <= self.mask_id < self.vocab_size)
+        masks = 1 if 0 <= self.mask_id < self.vocab_size else 0
+        others = self.vocab_size - 1 - masks
         rest = (1.0 - prob[..., None]) / others
         law = jnp.where(ids == token[..., None], prob[..., None], jnp.where(masked, 0.0, rest))
-        log = jnp.where(law > 0, jnp.log(jnp.where(law > 0, law, 1.0)), 0.0)
+        # In closed form: laws that differ only in which token they favour tie exactly.
+        entropy = -_plogp(prob) - others * _plogp(rest[..., 0])
         top_probs, top_ids = jax.lax.top_k(law, num_top)
         return TokenStats(
             token=jnp.argmax(law, axis=-1).astype(jnp.int32),
             confidence=jnp.max(law, axis=-1),
-            entropy=-jnp.sum(law * log, axis=-1),
+            entropy=entropy,
             top_ids=top_ids,
             top_probs=top_probs,
         )
+
+
+def _plogp(p: Array) -> Array:
+    return jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
 
 
 def run_script(
@@ -192,6 +202,8 @@ def run_script(
     limit = limit if max_model_len is None else min(limit, max_model_len)
     if not 0 < len(prompt) < limit:
         raise ValueError(f"{len(prompt)=} must be at least 1 and below the limit of {limit}")
+    if max_nfe is not None and max_nfe < 1:
+        raise ValueError(f"{max_nfe=} must be at least 1; None sets no limit")
     bare, knobs = split_knobs(strategy)
     padded = np.zeros((1, max(token.shape[1], len(prompt))), np.int32)
     padded[0, : len(prompt)] = prompt
@@ -206,7 +218,7 @@ def run_script(
         jnp.asarray([limit], jnp.int32),
         Limits(
             stop_ids=jnp.asarray(stops),
-            max_nfe=jnp.asarray([max_nfe or NO_LIMIT], jnp.int32),
+            max_nfe=jnp.asarray([NO_LIMIT if max_nfe is None else max_nfe], jnp.int32),
             max_run=jnp.asarray([NO_LIMIT], jnp.int32),
         ),
         mask_id,
@@ -237,13 +249,13 @@ def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
         output=jnp.zeros((1, num_positions + K * S), jnp.int32),
         output_len=zeros,
     )
-    prefill = _ScriptedForward(script, zeros[0], state.buffer.start, mask_id, vocab_size)
+    prefill: Any = _ScriptedForward(script, zeros[0], state.buffer.start, mask_id, vocab_size)
     whole = jnp.ones((1, 1, 1), bool)
     state = absorb(strategy, PrefillChunk(prefill, state, None, whole, whole[:, 0, 0]), state)
 
     def one(carry):
         state, row, step, history = carry
-        forward = _ScriptedForward(script, row, state.buffer.start, mask_id, vocab_size)
+        forward: Any = _ScriptedForward(script, row, state.buffer.start, mask_id, vocab_size)
         state, info = driver.decode_step(strategy, forward, state, spec)
         buffer = state.buffer
         shown = jnp.where(buffer.filled, buffer.tokens, mask_id)[0]

@@ -64,9 +64,7 @@ def lists(out: dj.GenerateOutput) -> list[list[int]]:
 STRATEGIES = {
     "multi_bd": MultiBD(accept_threshold=0.2, block_size=4, buffer_size=3),
     **{
-        rule: BlockDiffusion(
-            accept_threshold=0.2, remasking=rule, denoising_steps=2, block_size=4
-        )
+        rule: BlockDiffusion(accept_threshold=0.2, remasking=rule, denoising_steps=2, block_size=4)
         for rule in ("sequential", "static", "dynamic", "entropy", "random")
     },
     "ar": AR(),
@@ -82,7 +80,9 @@ def test_generate_gives_a_row_the_same_tokens_alone_and_in_a_batch(name, tempera
     args = {"strategy": STRATEGIES[name], "max_tokens": 10, "temperature": temperature}
     together = lists(dj.generate(model, PROMPTS, key=keys, **args))
     turned = [2, 0, 3, 1]
-    moved = lists(dj.generate(model, [PROMPTS[i] for i in turned], key=keys[jnp.asarray(turned)], **args))
+    moved = lists(
+        dj.generate(model, [PROMPTS[i] for i in turned], key=keys[jnp.asarray(turned)], **args)
+    )
     assert moved == [together[i] for i in turned]
     alone = lists(dj.generate(model, PROMPTS[2:3], key=keys[2:3], **args))
     assert alone == together[2:3]
@@ -163,7 +163,11 @@ def test_generate_draws_depend_on_the_seed_and_only_when_sampling(model):
     """Another key is another text; greedy decoding has no randomness."""
     strategy = STRATEGIES["multi_bd"]
     outs = [
-        lists(dj.generate(model, PROMPTS, strategy, max_tokens=12, temperature=t, key=jax.random.key(k)))
+        lists(
+            dj.generate(
+                model, PROMPTS, strategy, max_tokens=12, temperature=t, key=jax.random.key(k)
+            )
+        )
         for t, k in ((1.5, 0), (1.5, 0), (1.5, 1), (0.0, 0), (0.0, 1))
     ]
     assert outs[0] == outs[1] != outs[2]
@@ -251,7 +255,9 @@ def test_token_stats_match_float64():
         entropy = -np.nansum(np.where(p > 0, p * np.log(p), 0), axis=-1)
     np.testing.assert_allclose(stats.entropy, entropy, atol=2e-5)
     assert np.array_equal(stats.top_ids[:6], order[:6])
-    np.testing.assert_allclose(stats.top_probs, np.take_along_axis(p, order, -1), rtol=1e-4, atol=1e-30)
+    np.testing.assert_allclose(
+        stats.top_probs, np.take_along_axis(p, order, -1), rtol=1e-4, atol=1e-30
+    )
 
 
 def test_token_stats_ties_go_to_the_lowest_id():

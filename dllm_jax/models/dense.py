@@ -150,13 +150,16 @@ def trunk(
     streams = {0: x} if 0 in hidden_layers else {}
     for i, layer in enumerate(params["layers"]):
         x = x + _attention(layer, cfg, x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
-        x = x + swiglu(rms_norm(x, layer["mlp_norm"], cfg.norm_eps), layer["w_gate_up"], layer["w_down"])
+        normed = rms_norm(x, layer["mlp_norm"], cfg.norm_eps)
+        x = x + swiglu(normed, layer["w_gate_up"], layer["w_down"])
         if i + 1 in hidden_layers:
             streams[i + 1] = x
     return rms_norm(x, params["final_norm"], cfg.norm_eps), tuple(streams[j] for j in hidden_layers)
 
 
-def _attention(layer: Any, cfg: DenseConfig, x: Array, cos: Array, sin: Array, attend: Any) -> Array:
+def _attention(
+    layer: Any, cfg: DenseConfig, x: Array, cos: Array, sin: Array, attend: Callable[..., Array]
+) -> Array:
     n = cfg.num_heads // cfg.num_kv_heads
     fused = matmul(rms_norm(x, layer["attn_norm"], cfg.norm_eps), layer["wqkv"])
     # Queries and key of a group go through norm and rotation together: one pass, not two.

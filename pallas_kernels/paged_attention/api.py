@@ -103,7 +103,9 @@ def paged_attention(
     from pallas_kernels.paged_attention import cudnn, reference
 
     if implementation is None:
-        small = q.shape[0] * q.shape[1] * q.shape[2] * _num_keys(k, k_pages, page_table) < _XLA_SCORES
+        small = (
+            q.shape[0] * q.shape[1] * q.shape[2] * _num_keys(k, k_pages, page_table) < _XLA_SCORES
+        )
         implementation = "xla" if small or cudnn.unsupported(q) else "cudnn"
     if implementation == "xla":
         return reference.attention(q, k, v, k_pages, v_pages, page_table, mask)

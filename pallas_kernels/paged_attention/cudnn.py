@@ -21,7 +21,13 @@ def unsupported(q: Array) -> str | None:
 
 
 def attention(
-    q: Array, k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, mask: WindowMask
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    mask: WindowMask,
 ) -> Array:
     """See `api.paged_attention`."""
     Z = k_pages.shape[2]

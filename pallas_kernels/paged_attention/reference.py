@@ -8,7 +8,13 @@ from pallas_kernels.paged_attention.api import WindowMask, sees
 
 
 def attention(
-    q: Array, k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, mask: WindowMask
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    mask: WindowMask,
 ) -> Array:
     """See `api.paged_attention`; a row that sees nothing gives zeros, never NaN."""
     B, T, N, H = q.shape
