@@ -83,13 +83,5 @@ class Model(struct.PyTreeNode):
             raise ValueError(f"{block_size=} must be at least 1")
         ids = jnp.asarray(token_ids, jnp.int32)
         visible = reference.visibility(attention, ids.shape[1], size)
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
-        rows, _ = self.arch.trunk(
-            self.params,
-            self.config,
-            self.arch.embed(self.params, self.config, ids),
-            positions,
-            lambda _, q, k, v: reference.attention(q, k, v, mask),
-        )
-        return self.arch.unembed(self.params, self.config, rows)
+        return reference.dense_logits(self.params, self.config, ids, mask, self.arch)

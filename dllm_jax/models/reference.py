@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.models import dense
+from dllm_jax.models.architecture import DENSE, Architecture
 
 
 def attention(
@@ -31,15 +31,19 @@ def attention(
 
 
 def dense_logits(
-    params: Any, cfg: dense.DenseConfig, token_ids: Int[Array, "B T"], visible: Bool[Array, "B T T"]
+    params: Any,
+    cfg: Any,
+    token_ids: Int[Array, "B T"],
+    visible: Bool[Array, "B T T"],
+    arch: Architecture = DENSE,
 ) -> Float[Array, "B T V"]:
     """Raw logits of every row (row i belongs to input i) under any visibility, without a cache."""
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    x = dense.embed(params, cfg, token_ids)
-    hidden, _ = dense.trunk(
+    x = arch.embed(params, cfg, token_ids)
+    hidden, _ = arch.trunk(
         params, cfg, x, positions, lambda _, q, k, v: attention(q, k, v, visible)
     )
-    return dense.unembed(params, cfg, hidden)
+    return arch.unembed(params, cfg, hidden)
 
 
 def visibility(kind: str, length: int, block_size: int) -> Bool[Array, "T T"]:
