@@ -9,6 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+ROOT = Path(__file__).resolve().parent.parent
+
 # The reproducible profile of `make test`; `--hypothesis-profile=explore` draws anew each time.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
@@ -26,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # Most of a first run is compiling; programs are kept in the clone for the next one and shared
+    # between workers. The key holds the program, the versions and the flags.
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @pytest.fixture(scope="session")
