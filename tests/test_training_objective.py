@@ -19,6 +19,8 @@ CFG = dense.DenseConfig(
 )  # fmt: skip
 IS_DIGIT = jnp.arange(40) < 15
 T = 48
+DRAW = jax.jit(objective.draw_noise, static_argnums=1)
+LOGITS = jax.jit(objective.noisy_logits, static_argnums=(1, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +33,14 @@ def draw(rows: int, seed: int = 0, **changes: object) -> tuple[jax.Array, object
     rng = np.random.default_rng(seed)
     tokens = jnp.asarray(rng.integers(2, 40, (rows, T)), jnp.int32)
     prompt = jnp.asarray(rng.integers(3, 20, rows), jnp.int32)
-    noise = objective.draw_noise(
-        jax.random.key(seed), objective.NoiseConfig(**changes), tokens, prompt, prompt + 20, IS_DIGIT
-    )
-    return tokens, noise
+    cfg = objective.NoiseConfig(**changes)
+    return tokens, DRAW(jax.random.key(seed), cfg, tokens, prompt, prompt + 20, IS_DIGIT)
 
 
 def test_noisy_rows_equal_a_block_causal_forward_over_the_composed_sequence() -> None:
     tokens, noise = draw(12)
     params = dense.init_params(jax.random.key(3), CFG, jnp.float32)
-    got = objective.noisy_logits(params, CFG, tokens, noise, jnp.float32)
+    got = LOGITS(params, CFG, tokens, noise, jnp.float32)
     block, first, masked = (np.asarray(x) for x in (noise.block, noise.first, noise.masked))
     clean = np.asarray(tokens)
     logits_of = jax.jit(reference.dense_logits, static_argnums=1)
@@ -62,14 +62,13 @@ def test_noisy_rows_equal_a_block_causal_forward_over_the_composed_sequence() ->
 
 
 def test_a_noisy_token_changes_no_row_outside_its_view() -> None:
-    tokens, noise = draw(4, seed=1)
+    tokens, noise = draw(12, seed=1)
     params = dense.init_params(jax.random.key(3), CFG, jnp.float32)
-    base = objective.noisy_logits(params, CFG, tokens, noise, jnp.float32)
-    hidden = np.argwhere(np.asarray(noise.masked))[5]  # a masked token, known to the clean half only
+    base = LOGITS(params, CFG, tokens, noise, jnp.float32)
+    # a masked token: only the clean half knows it
+    hidden = np.argwhere(np.asarray(noise.masked))[5]
     row, at = int(hidden[0]), int(hidden[1])
-    other = objective.noisy_logits(
-        params, CFG, tokens.at[row, at].add(1), noise, jnp.float32
-    )
+    other = LOGITS(params, CFG, tokens.at[row, at].add(1), noise, jnp.float32)
     moved = np.abs(np.nan_to_num(np.asarray(base - other)[row])).max(axis=1) > 1e-6
     sees_clean = np.asarray(noise.first)[row] > np.asarray(noise.block)[row, at]
     assert not moved[~sees_clean].any()  # in its own group the hidden token must not leak
@@ -77,7 +76,7 @@ def test_a_noisy_token_changes_no_row_outside_its_view() -> None:
 
 
 def test_noise_follows_its_configuration() -> None:
-    tokens, noise = draw(600, seed=2, full_share=0.0)
+    _, noise = draw(600, seed=2, full_share=0.0)
     block, first, masked = (np.asarray(x) for x in (noise.block, noise.first, noise.masked))
     sizes = np.sum(block == 0, axis=1)
     for size, share in zip((4, 8, 16, 32), (0.05, 0.15, 0.20, 0.60), strict=True):
@@ -101,7 +100,7 @@ def test_noise_follows_its_configuration() -> None:
 
 
 def test_loss_weights_bound_the_inverse_ratio_and_discount_what_follows_the_end() -> None:
-    tokens, noise = draw(50, seed=4, full_share=1.0, rule_shares=(1.0, 0.0, 0.0))
+    _, noise = draw(50, seed=4, full_share=1.0, rule_shares=(1.0, 0.0, 0.0))
     weight, pos = np.asarray(noise.weight), np.arange(T)
     length = np.random.default_rng(4)
     length.integers(2, 40, (50, T))
@@ -114,9 +113,10 @@ def test_loss_weights_bound_the_inverse_ratio_and_discount_what_follows_the_end(
 
 
 def test_the_mask_token_is_never_predicted() -> None:
-    tokens, noise = draw(2, seed=5)
+    tokens, noise = draw(12, seed=5)
     params = dense.init_params(jax.random.key(0), CFG, jnp.float32)
-    logits = objective.noisy_logits(params, CFG, tokens, noise, jnp.float32)
+    logits = LOGITS(params, CFG, tokens, noise, jnp.float32)
     assert np.isneginf(np.asarray(logits)[..., CFG.mask_token_id]).all()
-    value, _ = objective.loss(params, CFG, tokens, noise, IS_DIGIT, jnp.float32)
+    loss = jax.jit(objective.loss, static_argnums=(1, 5))
+    value, _ = loss(params, CFG, tokens, noise, IS_DIGIT, jnp.float32)
     assert float(value) == pytest.approx(np.log(39), rel=0.05)

@@ -1,7 +1,7 @@
 """The hard half: serial chains and larger word problems, numbers to 9999, parts worked out.
 
 A chain asks for one result after another, each needed by the next, and writes them densely
-(`142 - 111 = 31, * 9 = 279, / 9 = 31.`), so that no decoder can fill a block in at once. Division is
+(`142-111=31, *9=279, /9=31.`), so that no decoder can fill a block in at once. Division is
 drawn most often, because it seldom fits. Nothing here knows about splits, tokens or jax.
 """
 
@@ -86,7 +86,7 @@ def _write_chain(spec: tuple, w: Words) -> _Text:
         before = value
         value, line = _WORK[kind](before, number)
         # the running value is written once: a step starts at its operator
-        steps.append(line.removeprefix(f"{before} ") if steps else line)
+        steps.append(line.removeprefix(f"{before}") if steps else line)
     text += w.one_of(f" How many {unit} are there now?", f" How many {unit} are left in the end?")
     return text, [", ".join(steps) + "."], value
 
@@ -107,7 +107,9 @@ def _write_order(spec: tuple, w: Words) -> _Text:
         f"For a {place}, {a} {x} cost {p} dollars each and {b} {y} cost {q} dollars each.",
     )
     if off:
-        text += w.one_of(f" A coupon takes {off} dollars off.", f" It has a coupon for {off} dollars.")
+        text += w.one_of(
+            f" A coupon takes {off} dollars off.", f" It has a coupon for {off} dollars."
+        )
     text += w.one_of(" What is the whole price?", " How many dollars is that?")
     first, line1 = arithmetic.multiply(a, p)
     second, line2 = arithmetic.multiply(q, b)

@@ -55,9 +55,15 @@ def score(
         put = jax.device_put((tokens, lens), sharding)
         out = jax.device_get(
             dense_decode.decode(
-                params, cfg, *put, threshold, buffer,
-                eos_id=EOS_ID, block_size=block_size, dtype=dtype,
-            )  # fmt: skip
+                params,
+                cfg,
+                *put,
+                threshold,
+                buffer,
+                eos_id=EOS_ID,
+                block_size=block_size,
+                dtype=dtype,
+            )
         )
         for i, ids in enumerate(some):
             row = out.tokens[i, len(ids) :]

@@ -6,18 +6,19 @@ share of the run that is done: of the steps, or of a budget of seconds. Nothing 
 problems are written or what the loss is.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import tokenizers
 from flax import struct
@@ -88,6 +89,7 @@ class TrainState(struct.PyTreeNode):
     step: Int[Array, ""]
 
 
+@functools.cache
 def make_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
     """The tokenizer of a run: a function of the generator and the vocabulary size alone."""
     drawn = (
@@ -125,7 +127,7 @@ def make_step(config: TrainConfig, is_digit: Array) -> tuple[Callable, Callable]
         )
         updates, opt_state = optimize.update(gradient, state.optimizer, state.params)
         params = jax.tree.map(lambda p, u: p + factor * u, state.params, updates)
-        metrics = metrics | {"loss": value, "gradient_norm": optax.global_norm(gradient)}
+        metrics = metrics | {"loss": value, "gradient_norm": _norm(gradient)}
         return TrainState(params, opt_state, state.step + 1), metrics
 
     return init, step
@@ -150,113 +152,160 @@ def train(
     Returns:
         `params` (float32, on the host), `step`, `seconds`, `done` (the run is complete),
         `tokenizer` and the last `metrics`.
+
+    Raises:
+        FloatingPointError: If the loss is no number any more.
     """
-    started = time.monotonic()
     out_dir = pathlib.Path(out_dir).resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    tokenizer = make_tokenizer(config.model.vocab_size)
-    if tokenizer.get_vocab_size() != config.model.vocab_size:
-        raise ValueError(
-            f"vocab_size={config.model.vocab_size} differs from the tokenizer's "
-            f"{tokenizer.get_vocab_size()}; use at most that many"
-        )
-    is_digit = np.zeros(config.model.vocab_size, bool)
-    is_digit[[tokenizer.token_to_id(d) for d in "0123456789"]] = True
+    clock = _Clock(config)
+    tokenizer, is_digit = _make_tokenizer_for(config.model)
     init, step = make_step(config, jnp.asarray(is_digit))
-
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     whole = NamedSharding(mesh, PartitionSpec())
     run_step = jax.jit(step, donate_argnums=0, out_shardings=whole)
     state = jax.jit(init, out_shardings=whole)(jax.random.key(config.seed))
-    saver = ocp.CheckpointManager(
-        out_dir / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    )
-    seconds_before = 0.0
-    if saver.latest_step() is not None:
-        state, seconds_before = _restore(saver, state, whole)
-        say(f"resumed at step {int(state.step)}, {seconds_before:.0f} s")
-    step_id = int(state.step)
-
-    def seconds() -> float:
-        return seconds_before + time.monotonic() - started
-
-    def progress() -> float:
-        if config.budget_seconds is not None:
-            return min(1.0, seconds() / config.budget_seconds)
-        return min(1.0, step_id / config.num_steps)
-
-    log = (out_dir / "metrics.jsonl").open("a", encoding="utf-8")
-
-    def evaluate() -> None:
-        for half in data.HALVES:
-            for buffer in (1, 4):
-                result = held_out.score(
-                    state.params, config.model, tokenizer, half, buffer=buffer, sharding=rows,
-                    num_problems=config.eval_problems, row_len=max(config.data.lengths),
-                    batch_size=min(512, config.eval_problems),
-                    dtype=jnp.dtype(config.compute_dtype),
-                )  # fmt: skip
-                del result["right"]
-                log.write(json.dumps({"step": step_id, "eval": result}) + "\n")
-                say(
-                    f"{half} buffer {buffer}: {result['exact']:.3f} exact, "
-                    f"{result['tokens_per_forward']:.2f} tokens per forward, "
-                    f"{result['denoise_per_block']:.2f} denoise forwards a block"
-                )
-        log.flush()
-
-    pending: list[dict] = []
-    last = {}
-    saved_at, logged_at, logged_step = seconds(), time.monotonic(), step_id
-    part = math.floor(progress() * config.evals)
-    feed = stream.batches(config.data, tokenizer, step_id, num_workers)
-    try:
-        while progress() < 1.0 and (max_seconds is None or seconds() - seconds_before < max_seconds):
-            batch = jax.device_put(next(feed), rows)
-            factor = np.float32(learning_rate_factor(config, progress()))
-            state, metrics = run_step(state, batch, factor)
-            pending.append(metrics)
-            step_id += 1
-            if step_id % config.log_every == 0:
-                # read all but the newest few, so that the device always has work queued
-                ready, pending = pending[:-5] or pending, pending[-5:]
-                read = jax.device_get(ready)
-                now = time.monotonic()
-                last = {name: float(np.mean([m[name] for m in read])) for name in read[0]}
-                speed = (step_id - logged_step) / (now - logged_at)
-                logged_at, logged_step = now, step_id
-                line = {"step": step_id, "seconds": seconds(), "progress": progress(), **last}
-                line |= {"lr_factor": float(factor), "steps_per_second": speed}
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-                say(
-                    f"step {step_id} {100 * progress():.1f} % loss {last['loss']:.4f} "
-                    f"digits {last['digit_accuracy']:.4f} {speed:.1f} steps/s"
-                )
-                if not math.isfinite(last["loss"]):
-                    raise FloatingPointError(f"loss={last['loss']} at {step_id=}; lower the rates")
-            if math.floor(progress() * config.evals) > part:
-                part = math.floor(progress() * config.evals)
-                evaluate()
-            if seconds() - saved_at > config.checkpoint_seconds:
-                _save(saver, state, seconds())
-                saved_at = seconds()
-    finally:
-        feed.close()
-    if saver.latest_step() != step_id:
-        _save(saver, state, seconds())
-    saver.close()
-    log.close()
+    with (
+        ocp.CheckpointManager(
+            out_dir / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        ) as saver,
+        (out_dir / "metrics.jsonl").open("a", encoding="utf-8") as file,
+    ):
+        if saver.latest_step() is not None:
+            state, clock.seconds_before = _restore(saver, state, whole)
+            clock.step = int(state.step)
+            say(f"resumed at step {clock.step}, {clock.seconds_before:.0f} s")
+        log = _Log(file, say, clock)
+        part, saved_at = math.floor(clock.progress() * config.evals), clock.seconds()
+        with contextlib.closing(
+            stream.batches(config.data, tokenizer, clock.step, num_workers)
+        ) as feed:
+            while clock.progress() < 1.0 and not clock.is_over(max_seconds):
+                batch = jax.device_put(next(feed), rows)
+                factor = np.float32(learning_rate_factor(config, clock.progress()))
+                state, metrics = run_step(state, batch, factor)
+                clock.step += 1
+                log.add(metrics, float(factor), clock.step % config.log_every == 0)
+                if math.floor(clock.progress() * config.evals) > part:
+                    part = math.floor(clock.progress() * config.evals)
+                    log.write_scores(_evaluate(config, state.params, tokenizer, rows))
+                if clock.seconds() - saved_at > config.checkpoint_seconds:
+                    _save(saver, state, clock.seconds())
+                    saved_at = clock.seconds()
+        if saver.latest_step() != clock.step:
+            _save(saver, state, clock.seconds())
     return {
         "params": jax.device_get(state.params),
-        "step": step_id,
-        "seconds": seconds(),
-        "done": progress() >= 1.0,
+        "step": clock.step,
+        "seconds": clock.seconds(),
+        "done": clock.progress() >= 1.0,
         "tokenizer": tokenizer,
-        "metrics": last,
+        "metrics": log.last,
     }
+
+
+class _Clock:
+    """How far a run is, in steps and in seconds of all its calls."""
+
+    def __init__(self, config: TrainConfig):
+        self._config, self._started = config, time.monotonic()
+        self.step, self.seconds_before = 0, 0.0
+
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self._started
+
+    def progress(self) -> float:
+        if self._config.budget_seconds is not None:
+            return min(1.0, self.seconds() / self._config.budget_seconds)
+        return min(1.0, self.step / self._config.num_steps)
+
+    def is_over(self, max_seconds: float | None) -> bool:
+        return max_seconds is not None and self.seconds() - self.seconds_before >= max_seconds
+
+
+class _Log:
+    """Lines of `metrics.jsonl`, and of what the user sees."""
+
+    def __init__(self, file: TextIO, say: Callable[[str], None], clock: _Clock):
+        self._file, self._say, self._clock = file, say, clock
+        self._pending: list[dict] = []
+        self._from = (clock.step, time.monotonic())
+        self.last: dict[str, float] = {}
+
+    def add(self, metrics: dict, factor: float, is_due: bool) -> None:
+        """Keep a step's metrics; when due, write the mean of all but the newest few."""
+        self._pending.append(metrics)
+        if not is_due:
+            return
+        # the newest few are still being computed: reading them would leave the device idle
+        ready, self._pending = self._pending[:-5] or self._pending, self._pending[-5:]
+        read = jax.device_get(ready)
+        self.last = {name: float(np.mean([m[name] for m in read])) for name in read[0]}
+        step, now = self._clock.step, time.monotonic()
+        speed = (step - self._from[0]) / (now - self._from[1])
+        self._from = (step, now)
+        line = {"step": step, "seconds": self._clock.seconds(), "progress": self._clock.progress()}
+        self._write(line | self.last | {"lr_factor": factor, "steps_per_second": speed})
+        self._say(
+            f"step {step} {100 * self._clock.progress():.1f} % loss {self.last['loss']:.4f} "
+            f"digits {self.last['digit_accuracy']:.4f} {speed:.1f} steps/s"
+        )
+        if not math.isfinite(self.last["loss"]):
+            raise FloatingPointError(f"loss={self.last['loss']} at {step=}; lower the rates")
+
+    def write_scores(self, scores: list[dict]) -> None:
+        """Write the results of an evaluation."""
+        for score in scores:
+            kept = {name: value for name, value in score.items() if name != "right"}
+            self._write({"step": self._clock.step, "eval": kept})
+            self._say(
+                f"{score['half']} buffer {score['buffer']}: {score['exact']:.3f} exact, "
+                f"{score['tokens_per_forward']:.2f} tokens per forward, "
+                f"{score['denoise_per_block']:.2f} denoise forwards a block"
+            )
+
+    def _write(self, line: dict) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _make_tokenizer_for(model: dense.DenseConfig) -> tuple[tokenizers.Tokenizer, np.ndarray]:
+    tokenizer = make_tokenizer(model.vocab_size)
+    if tokenizer.get_vocab_size() != model.vocab_size:
+        raise ValueError(
+            f"vocab_size={model.vocab_size} differs from the tokenizer's "
+            f"{tokenizer.get_vocab_size()}; use at most that many"
+        )
+    is_digit = np.zeros(model.vocab_size, bool)
+    is_digit[[tokenizer.token_to_id(digit) for digit in "0123456789"]] = True
+    return tokenizer, is_digit
+
+
+def _evaluate(
+    config: TrainConfig, params: Any, tokenizer: tokenizers.Tokenizer, rows: NamedSharding
+) -> list[dict]:
+    return [
+        held_out.score(
+            params,
+            config.model,
+            tokenizer,
+            half,
+            buffer=buffer,
+            num_problems=config.eval_problems,
+            batch_size=min(512, config.eval_problems),
+            row_len=max(config.data.lengths),
+            sharding=rows,
+            dtype=jnp.dtype(config.compute_dtype),
+        )
+        for half in data.HALVES
+        for buffer in (1, 4)
+    ]
+
+
+def _norm(tree: Any) -> Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def _save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> None:

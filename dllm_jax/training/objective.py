@@ -108,7 +108,8 @@ def draw_noise(
     where_cut = per_block(jax.random.uniform(next(keys), (B, max_blocks)), first)
     group_start = first * block_size
     group_end = jnp.minimum((unclipped + size) * block_size, T)
-    cut = group_start.astype(jnp.float32) + where_cut * (group_end - group_start).astype(jnp.float32)
+    extent = (group_end - group_start).astype(jnp.float32)
+    cut = group_start.astype(jnp.float32) + where_cut * extent
     digit = is_digit[tokens]
     rule = choose((0, 1, 2), cfg.rule_shares)
     word_ratio = jnp.where(rule == 0, ratio, jnp.where(rule == 1, other, other**2))

@@ -17,7 +17,9 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's quintic coefficients
 _STEPS = 5
 
 
-def make_optimizer(muon_lr: float, adam_lr: float, decay: float = 0.01) -> optax.GradientTransformation:
+def make_optimizer(
+    muon_lr: float, adam_lr: float, decay: float = 0.01
+) -> optax.GradientTransformation:
     """Updates at full learning rate: decoupled decay on the matrices only.
 
     Args:
@@ -85,7 +87,8 @@ def _newton_schulz(batch: Float[Array, "N I O"]) -> Float[Array, "N I O"]:
     rows, columns = batch.shape[1:]
     x = batch.astype(jnp.bfloat16)
     x = jnp.swapaxes(x, 1, 2) if rows > columns else x
-    x = x / (jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True) + 1e-7).astype(x.dtype)
+    norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
+    x = x / (norm + 1e-7).astype(x.dtype)
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_STEPS):
         gram = x @ jnp.swapaxes(x, 1, 2)

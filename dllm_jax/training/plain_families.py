@@ -80,7 +80,8 @@ def _write_stock(spec: tuple, w: Words) -> _Text:
         if kind == "boxes":
             m = size[0]
             text += w.one_of(
-                f" It opens {k} boxes with {m} {x} in each.", f" Then {k} boxes of {m} {x} are opened."
+                f" It opens {k} boxes with {m} {x} in each.",
+                f" Then {k} boxes of {m} {x} are opened.",
             )
             lines.append(f"The {x} in the boxes that are opened are {k} * {m} = {k * m}.")
             lines.append(f"With the boxes there are now {count} + {k * m} = {count + k * m} {x}.")
@@ -152,9 +153,7 @@ def _write_ages(spec: tuple, w: Words) -> _Text:
     p, q, r = w.names(3)
     word = "older" if older else "younger"
     text = w.one_of(f"{p} is {a} years old.", f"{p} has lived in the town for {a} years.")
-    text += w.one_of(
-        f" {q} is {d} years {word} than {p}.", f" {d} years {word} than {p} is {q}."
-    )
+    text += w.one_of(f" {q} is {d} years {word} than {p}.", f" {d} years {word} than {p} is {q}.")
     text += w.one_of(
         f" {r} is {times} times as old as {q}. How old are the three together?",
         f" The tree of {r} is {times} times as old as {q}. What do the three ages add up to?",
@@ -242,7 +241,8 @@ def _write_harvest(spec: tuple, w: Words) -> _Text:
     rows, m, bad, p = spec
     x = w.fruit()
     text = w.one_of(
-        f"A farmer picks {rows} rows of {m} {x}.", f"In a field there are {rows} rows with {m} {x} each."
+        f"A farmer picks {rows} rows of {m} {x}.",
+        f"In a field there are {rows} rows with {m} {x} each.",
     )
     text += w.one_of(f" {bad} of them are bad.", f" Birds eat {bad} of them.")
     text += w.one_of(

@@ -8,15 +8,48 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-NAMES = (
-    "Anna Ben Carl Dora Emil Fay Gus Hana Ivan Jill Karl Lena Max Nora Omar Pia Quinn Rosa Sam Tina"
-).split()
-THINGS = (
-    "apples books cookies pencils eggs cards stamps shirts plates lamps balls cups toys flowers"
-    " candles bottles"
-).split()
-FRUIT = "apples pears plums melons carrots potatoes onions lemons".split()
-PLACES = "shop store school library bakery market museum club".split()
+NAMES = [
+    "Anna",
+    "Ben",
+    "Carl",
+    "Dora",
+    "Emil",
+    "Fay",
+    "Gus",
+    "Hana",
+    "Ivan",
+    "Jill",
+    "Karl",
+    "Lena",
+    "Max",
+    "Nora",
+    "Omar",
+    "Pia",
+    "Quinn",
+    "Rosa",
+    "Sam",
+    "Tina",
+]
+THINGS = [
+    "apples",
+    "books",
+    "cookies",
+    "pencils",
+    "eggs",
+    "cards",
+    "stamps",
+    "shirts",
+    "plates",
+    "lamps",
+    "balls",
+    "cups",
+    "toys",
+    "flowers",
+    "candles",
+    "bottles",
+]
+FRUIT = ["apples", "pears", "plums", "melons", "carrots", "potatoes", "onions", "lemons"]
+PLACES = ["shop", "store", "school", "library", "bakery", "market", "museum", "club"]
 INVENTED_SHARE = 0.12  # of name, thing and place choices
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -1,0 +1,144 @@
+"""Proves the loop: the loss falls, a resumed run is the uninterrupted one, the stream is a function
+of its position, and an exported run loads like any checkpoint.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_convert import conversion
+from dllm_jax.models import dense
+from dllm_jax.training import export, loop, optimizer, report, stream
+
+TINY = loop.TrainConfig(
+    model=dense.DenseConfig(
+        vocab_size=768, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ffn_size=64, rope_theta=1e4, mask_token_id=1,
+    ),
+    data=stream.StreamConfig(batch_size=8, lengths=(128, 160), hard_share=0.2),
+    num_steps=50,
+    log_every=5,
+    evals=0,
+    compute_dtype="float32",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    # optax mixes dtypes, dllm_jax.models ranks
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return out, loop.train(TINY, out, num_workers=0, say=lambda _: None)
+
+
+def test_fifty_steps_lower_the_loss(whole_run) -> None:
+    out, run = whole_run
+    steps, _ = report.read_log(out / "metrics.jsonl")
+    assert [line["step"] for line in steps] == list(range(5, 51, 5))
+    assert steps[0]["loss"] > 6.0  # log 767 is 6.6
+    assert steps[-1]["loss"] < 4.5
+    assert run["done"]
+    assert steps[-1]["lr_factor"] < 0.1
+    report.draw_curves(out / "metrics.jsonl", out / "curves.png")
+    assert (out / "curves.png").stat().st_size > 5000
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(whole_run, tmp_path, monkeypatch) -> None:
+    _, whole = whole_run
+    lines: list[str] = []
+
+    class Enough(Exception):
+        pass
+
+    real = loop.learning_rate_factor
+    calls = []
+
+    def stop_after_seven(config, progress):
+        calls.append(progress)
+        if len(calls) == 8:
+            raise Enough
+        return real(config, progress)
+
+    # an interrupted call leaves the checkpoint it last wrote: here, one after every step
+    config = dataclasses.replace(TINY, checkpoint_seconds=-1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "learning_rate_factor", stop_after_seven)
+        with pytest.raises(Enough):
+            loop.train(config, tmp_path, num_workers=0, say=lines.append)
+    run = loop.train(TINY, tmp_path, num_workers=0, say=lines.append)
+    assert any("resumed at step 7" in line for line in lines)
+    assert run["step"] == 50
+    for a, b in zip(jax.tree.leaves(run["params"]), jax.tree.leaves(whole["params"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_time_limit_ends_with_a_checkpoint(tmp_path) -> None:
+    run = loop.train(TINY, tmp_path, max_seconds=0.0, num_workers=0, say=lambda _: None)
+    assert not run["done"]
+    assert list((tmp_path / "checkpoints").iterdir())
+
+
+def test_the_stream_is_a_function_of_its_position() -> None:
+    tokenizer = loop.make_tokenizer(768)
+    cfg = dataclasses.replace(TINY.data, batch_size=4)
+    feed = stream.batches(cfg, tokenizer)
+    first = [next(feed) for _ in range(19)]
+    for start, workers in ((11, 0), (3, 2)):
+        other = stream.batches(cfg, tokenizer, start, workers)
+        for wanted in first[start : start + 6]:
+            got = next(other)
+            assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
+        other.close()
+    shapes = {batch["tokens"].shape for batch in first}
+    assert shapes == {(4, 128), (4, 160)}
+    for batch in first:
+        T = batch["tokens"].shape[1]
+        assert (batch["length"] <= (T - cfg.room if T == 128 else T)).all()
+        at = np.arange(T)[None] >= batch["length"][:, None] - 1
+        assert (batch["tokens"][at] == 2).all()
+        opens = np.take_along_axis(batch["tokens"], batch["prompt_len"][:, None] - 1, 1)
+        assert (opens == 4).all()  # the prompt ends with <|assistant|>
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    factors = [loop.learning_rate_factor(TINY, p) for p in (0.0, 0.015, 0.03, 0.3, 0.65, 1.0)]
+    assert factors == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_muon_makes_every_matrix_of_a_layer_semi_orthogonal() -> None:
+    cfg = dataclasses.replace(TINY.model, num_layers=2, hidden_size=64)
+    params = dense.init_params(jax.random.key(0), cfg, jnp.float32)
+    updates = {
+        "layers": [
+            {name: w for name, w in layer.items() if w.ndim > 1} for layer in params["layers"]
+        ]
+    }
+    layer = optimizer.orthogonalize(updates)["layers"][1]
+    key = layer["wqkv"][:, :, -2].reshape(64, -1)
+    for matrix in (key, layer["w_gate_up"][:, 1], layer["wo"].reshape(-1, 64), layer["w_down"]):
+        scale = max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5
+        values = np.linalg.svd(np.asarray(matrix), compute_uv=False) / scale
+        assert values.max() < 1.3
+        assert np.median(values) > 0.6
+
+
+def test_an_exported_run_loads_like_any_checkpoint(whole_run, tmp_path) -> None:
+    _, run = whole_run
+    export.save_folder(run, TINY, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["SDARForCausalLM"]
+    assert (config["mask_token_id"], config["block_size"], config["head_dim"]) == (1, 32, 16)
+    loaded, _ = conversion.load_params(tmp_path)
+    want = jax.tree.map(lambda w: np.asarray(jnp.asarray(w, jnp.bfloat16)), run["params"])
+    same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), b), loaded, want)
+    assert all(jax.tree.leaves(same))
