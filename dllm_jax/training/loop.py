@@ -65,8 +65,8 @@ class TrainConfig:
     """
 
     model: dense.DenseConfig = TINY_SDAR
-    data: stream.StreamConfig = stream.StreamConfig()
-    noise: objective.NoiseConfig = objective.NoiseConfig()
+    data: stream.StreamConfig = dataclasses.field(default_factory=stream.StreamConfig)
+    noise: objective.NoiseConfig = dataclasses.field(default_factory=objective.NoiseConfig)
     seed: int = 0
     num_steps: int = 20_000
     budget_seconds: float | None = None

@@ -222,9 +222,8 @@ def _write_savings(spec: tuple, w: Words) -> _Text:
         f"In all of the days together that makes {k} * {days} = {k * days} dollars.",
     ]
     if first:
-        lines.append(
-            f"With what {who} had before, that is {k * days} + {first} = {k * days + first} dollars."
-        )
+        sum_text = f"{k * days} + {first} = {k * days + first}"
+        lines.append(f"With what {who} had before, that is {sum_text} dollars.")
     return text, lines, k * days + first
 
 
