@@ -21,6 +21,7 @@ from strategies.state import TO_CACHE
 from tests.contract import dense, harness
 from tests.contract.cases import NAMES, PAGE_SIZE, case, once, paged, truth
 from tests.contract.harness import SLOTS, Request
+from tests.contract.models import PADDED
 from tests.contract.toys_models import Speculate
 
 CACHED = [name for name in NAMES if name != "full_sequence"]
@@ -51,8 +52,10 @@ def test_stop_ids_end_a_request_where_the_dense_run_ends(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_moving_every_request_in_the_middle_changes_nothing(name):
     first_end = min(len(row.steps) for row in once(name).rows)
+    traces = harness.step._cache_size()
     for at in (1, max(2, first_end - 1)):
         assert ends(paged(name, seed=5, move_at=at).rows) == ends(once(name).rows)
+    assert harness.step._cache_size() == traces, "the state a step leaves is not what it takes"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,7 +175,7 @@ def test_scripted_drafts_are_accepted_exactly_where_they_are_right(wrong, counts
     truth_of = dense.decode_tokens(dense.Net(case("speculate").model), request)
     start = len(request.prompt)
     script = np.full((SLOTS, 64), 0, np.int32)
-    script[:, start : start + 13] = [(t + wrong) % 38 for t in truth_of.tokens]
+    script[:, start : start + 13] = [(t + wrong) % PADDED for t in truth_of.tokens]
     decoded = paged("speculate", [request], strategy=Speculate(script=jnp.asarray(script)))
     assert decoded.rows[0].tokens == truth_of.tokens
     # The first token comes with prefill; the other twelve in rounds of `counts`.
@@ -184,7 +187,7 @@ def test_a_draft_that_is_sometimes_right_emits_what_the_dense_loop_emits():
     text = once("ar").rows
     script = np.full((SLOTS, 64), 0, np.int32)
     for b, (request, row) in enumerate(zip(requests, text, strict=True)):
-        right = np.asarray([t if i % (b + 3) else (t + 1) % 38 for i, t in enumerate(row.tokens)])
+        right = np.asarray([t if i % (b + 3) else (t + 1) % PADDED for i, t in enumerate(row.tokens)])
         script[b, len(request.prompt) : len(request.prompt) + len(right)] = right
     decoded = paged("speculate", strategy=Speculate(script=jnp.asarray(script)))
     wanted = [case("speculate").truth(request=r, script=script[b]) for b, r in enumerate(requests)]

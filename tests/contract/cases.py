@@ -25,7 +25,7 @@ REQUESTS = [
 ]
 SAMPLED = [dataclasses.replace(r, temperature=0.7) for r in REQUESTS]
 MIXED = (REQUESTS[0], SAMPLED[1], REQUESTS[2])
-NO_SCRIPT = jnp.full((SLOTS, 64), -1)
+NO_SCRIPT = jnp.full((SLOTS, 64), -1, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _speculate() -> Case:
 
 
 def _block_cache() -> Case:
-    model = models.plain(4, shift=True)
+    model = models.plain(3, shift=True)
     net = dense.Net(model)
     return Case(
         toys.BlockCache(),

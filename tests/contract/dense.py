@@ -123,11 +123,12 @@ class Law:
         e = np.exp(z - z.max())
         return e / e.sum()
 
-    def draw(self, temperature: float = 0.0, key: Any = None) -> tuple[int, float]:
+    def draw(self, temperature: float = 0.0, key: "Key | None" = None) -> tuple[int, float]:
         """A token and its probability under the law it was drawn from."""
         z = self.logits
         if temperature:
-            z = z / temperature + np.asarray(jax.random.gumbel(key, (VOCAB,), jnp.float32))
+            assert key is not None
+            z = z / temperature + np.asarray(_gumbel(*key))
         token = int(np.argmax(z))
         return token, float(self.probs(temperature)[token])
 
@@ -136,18 +137,36 @@ class Law:
         return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
-def step_key(request: Request, nfe: int, position: int, salt: int = 0) -> Any:
+Key = tuple[int, tuple[int, ...]]  # a request's seed, and what is folded into its key
+
+
+def step_key(request: Request, nfe: int, position: int, salt: int = 0) -> Key:
     """The key of a cell in a step: stream 1, forward, salt, position."""
-    return _fold(jax.random.key(request.seed), 1, nfe, salt, position)
+    return request.seed, (1, nfe, salt, position)
 
 
-def position_key(request: Request, position: int) -> Any:
+def position_key(request: Request, position: int) -> Key:
     """The key of an absolute position: stream 0."""
-    return _fold(jax.random.key(request.seed), 0, position)
+    return request.seed, (0, position)
 
 
-def _fold(key: Any, *data: int) -> Any:
-    return functools.reduce(jax.random.fold_in, data, key)
+def random_id(key: Key, below: int) -> int:
+    """An id drawn evenly from [0, below)."""
+    return int(_integer(*key, below))
+
+
+def _folded(seed: int, data: tuple[int, ...]) -> Any:
+    return functools.reduce(jax.random.fold_in, data, jax.random.key(seed))
+
+
+@jax.jit
+def _gumbel(seed, data):
+    return jax.random.gumbel(_folded(seed, data), (VOCAB,), jnp.float32)
+
+
+@jax.jit
+def _integer(seed, data, below):
+    return jax.random.randint(_folded(seed, data), (), 0, below)
 
 
 # --- one token at a time, and with a drafter ------------------------------------------------------
@@ -203,18 +222,20 @@ def decode_drafted(
 
 def context_kv(draft: Net, taps: np.ndarray) -> list[tuple[Any, Any]]:
     """Keys and values that the drafter caches of features at positions 0, 1, ..."""
-    model, positions = draft.model, jnp.arange(len(taps))[None]
-    kv = model.arch.context_kv(model.params, model.config, jnp.asarray(taps)[None], positions)
+    kv = _context(draft.model, np.pad(taps, ((0, -len(taps) % 64), (0, 0))))
     return [(k[0], v[0]) for k, v in kv]
+
+
+@jax.jit
+def _context(model, taps):
+    positions = jnp.arange(len(taps))[None]
+    return model.arch.context_kv(model.params, model.config, taps[None], positions)
 
 
 def draft_rows(draft: Net, taps: np.ndarray, anchor: int, drafted: int) -> Seen:
     """The drafter on (anchor, masks), all seeing all and the context of the features `taps`."""
     known = len(taps)
-    size = -(-known // 64) * 64
-    real = jnp.arange(size) < known
-    padded = np.pad(taps, ((0, size - known), (0, 0)))
-    context = [(k, v, real) for k, v in context_kv(draft, padded)]
+    context = [(k, v, np.arange(len(k)) < known) for k, v in context_kv(draft, taps)]
     block = [anchor] + [draft.mask] * drafted
     everyone = np.ones((len(block), len(block)), bool)
     return draft(block, range(known, known + len(block)), everyone, context=context)

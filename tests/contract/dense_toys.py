@@ -3,10 +3,9 @@
 Written from the toys' descriptions with lists and NumPy; nothing here imports `strategies`.
 """
 
-import jax
 import numpy as np
 
-from tests.contract.dense import Law, Net, Truth, step_key
+from tests.contract.dense import Law, Net, Truth, random_id, step_key
 from tests.contract.dense_blocks import Block, Rule
 from tests.contract.harness import Request
 
@@ -170,8 +169,7 @@ def decode_canvases(net: Net, request: Request, size: int, bound: float) -> Trut
     done, most = list(request.prompt), dict(request.knobs).get("most_steps", 4)
 
     def noise(position: int, salt: int) -> int:
-        key = step_key(request, truth.nfe, position, salt)
-        return int(jax.random.randint(key, (), 0, net.mask))
+        return random_id(step_key(request, truth.nfe, position, salt), net.mask)
 
     while True:
         where = range(len(done), len(done) + size)

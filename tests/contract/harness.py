@@ -175,7 +175,7 @@ def fresh_state(
     return (
         bare,
         state.replace(
-            finish=jnp.where(empty, EMPTY, RUNNING),
+            finish=jnp.where(empty, EMPTY, RUNNING).astype(jnp.int32),
             pools=jax.tree.map(lambda pool: jnp.full_like(pool, GARBAGE), state.pools),
         ),
         batch.prompt,
@@ -231,6 +231,7 @@ def decode_paged(
         before, after, told = jax.device_get((_plain(state), _plain(new), info))
         for watcher, b in zip(checks, slots, strict=True):
             watcher.see(*(jax.tree.map(lambda x, b=b: x[b], t) for t in (before, after, told)))
+        check_pools(state, new)
         state = new
     else:
         raise AssertionError("200 steps and still running")
@@ -262,6 +263,20 @@ def rotate(state: DecodeState) -> DecodeState:
     for b, slot in enumerate(taken):
         state = put_slot(state, (b + 1) % SLOTS, slot)
     return state.replace(page_table=jnp.roll(table, 1, axis=0))
+
+
+def check_pools(old: DecodeState, new: DecodeState) -> None:
+    """A step writes at or past `start` of running rows, on their own pages, and nowhere else."""
+    table, start = np.asarray(old.page_table), np.asarray(old.buffer.start)
+    for pool in old.pools:
+        num_pages, _, size, _ = old.pools[pool][0][0].shape
+        may = np.zeros((num_pages, size), bool)
+        for b in np.flatnonzero(np.asarray(old.finish) == RUNNING):
+            position = np.arange(table.shape[1] * size).reshape(-1, size)
+            may[table[b][table[b] >= 0]] = (position >= start[b])[table[b] >= 0]
+        for a, z in zip(*map(jax.tree.leaves, (old.pools[pool], new.pools[pool])), strict=True):
+            same = (np.asarray(a) == np.asarray(z)).all(axis=(1, 3))
+            assert (same | may).all(), f"{pool}: a cell was written that is not the step's to write"
 
 
 def _plain(state: DecodeState) -> DecodeState:

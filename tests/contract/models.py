@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.model import Model
 from dllm_jax.models import dense
@@ -37,8 +38,13 @@ TAPS = (1, 2)
 
 def weights(cfg: DenseConfig, seed: int, dtype=jnp.float32):
     """Random weights whose logits have a standard deviation near 3."""
-    params = dense.init_params(jax.random.key(seed), cfg, dtype)
-    params = jax.tree.map(lambda w: w * 8 if w.ndim > 1 else w, params)
+    draw = np.random.default_rng(seed).normal
+
+    def leaf(shape):
+        values = np.ones(shape.shape) if len(shape.shape) == 1 else 0.16 * draw(size=shape.shape)
+        return jnp.asarray(values, shape.dtype)
+
+    params = jax.tree.map(leaf, dense.param_shapes(cfg, dtype))
     return params | {"lm_head": params["lm_head"] * 3}
 
 
@@ -74,8 +80,8 @@ TWO_MODES = Architecture(
 
 def two_modes(dtype=jnp.float32) -> Model:
     """A model whose mode 0 (decoder) and mode 1 (encoder) scale the input rows differently."""
-    gain = 1 + 0.5 * jax.random.normal(jax.random.key(9), (2, CONFIG.hidden_size))
-    params = weights(CONFIG, 3, dtype) | {"mode_gain": gain.astype(dtype)}
+    gain = 1 + 0.5 * np.random.default_rng(9).normal(size=(2, CONFIG.hidden_size))
+    params = weights(CONFIG, 3, dtype) | {"mode_gain": jnp.asarray(gain, dtype)}
     return Model(params=params, config=CONFIG, arch=TWO_MODES, defaults=DEFAULTS)
 
 
@@ -110,7 +116,7 @@ def drafter(target: Model) -> Model:
     dtype = target.params["embed"].dtype
     shared = {name: target.params[name] for name in ("embed", "lm_head")}
     width = len(TAPS) * CONFIG.hidden_size
-    fc = jax.random.normal(jax.random.key(7), (width, CONFIG.hidden_size)) * width**-0.5
-    own = {"fc": fc.astype(dtype), "fc_norm": jnp.ones((CONFIG.hidden_size,), dtype)}
+    fc = np.random.default_rng(7).normal(size=(width, CONFIG.hidden_size)) * width**-0.5
+    own = {"fc": jnp.asarray(fc, dtype), "fc_norm": jnp.ones((CONFIG.hidden_size,), dtype)}
     params = weights(DRAFT_CONFIG, 5, dtype) | shared | own
     return Model(params=params, config=DRAFT_CONFIG, arch=DRAFTER, defaults=DEFAULTS)
