@@ -1,0 +1,43 @@
+"""NumPy attention over dense keys rebuilt from pages, by definition, in float64."""
+
+import numpy as np
+
+
+def attention(q, k, v, k_pages, v_pages, page_table, mask):
+    """One query at a time: list what it sees, softmax, average. Rows that are not live are NaN.
+
+    `mask` is a `WindowMask` of host arrays; see `pallas_kernels.paged_attention.api`.
+    """
+    B, T, N, H = q.shape
+    _, G, Z, _ = k_pages.shape
+    out = np.full((B, T, N, H), np.nan)
+    for b in range(B):
+        first, end = mask.live[b]
+        visible = mask.visible[min(b, len(mask.visible) - 1)]
+        fresh_at = {int(c): i for i, c in enumerate(mask.cell[b]) if first <= c < end}
+        for i in range(T):
+            cell = int(mask.cell[b, i])
+            if not first <= cell < end:
+                continue
+            position = int(mask.start[b]) + cell
+            keys, values = [], []
+            for j in range(int(mask.context_len[b])):
+                in_window = j - int(mask.start[b])
+                if first <= in_window < end or (mask.causal[b] and j > position):
+                    continue
+                page = page_table[b, j // Z]
+                if page < 0:
+                    continue
+                keys.append(k_pages[page, :, j % Z])
+                values.append(v_pages[page, :, j % Z])
+            for other, row in fresh_at.items():
+                seen = visible[cell // mask.block_size, other // mask.block_size]
+                if seen and not (mask.causal[b] and other > cell):
+                    keys.append(k[b, row])
+                    values.append(v[b, row])
+            for h in range(N):
+                group = h // (N // G)
+                score = np.asarray([key[group] @ q[b, i, h] for key in keys]) / np.sqrt(H)
+                weight = np.exp(score - score.max())
+                out[b, i, h] = (weight / weight.sum()) @ np.asarray(values)[:, group]
+    return out

@@ -1,0 +1,109 @@
+"""Paged attention against NumPy float64, for every back end this machine runs.
+
+The mask is the interface: ragged contexts (none, partial pages, past the window's start), live
+ranges, block visibility, token order a row, narrowed rows. Physical page order and what stands in
+pages nobody may see change nothing; a live row is never NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import WindowMask, paged_attention
+from tests.oracles import paged_attention as oracle
+
+B, K, S, N, G, H, Z, C = 5, 3, 4, 4, 2, 16, 8, 5
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # absolute, unit-normal data
+BACK_ENDS = [
+    ("xla", "float32"),
+    ("xla", "bfloat16"),
+    pytest.param("cudnn", "bfloat16", marks=pytest.mark.gpu),
+]
+
+
+def case(seed: int, dtype: str, width: int | None = None):
+    """Random data for every kind of row: no context, partial page, dead slot, past start."""
+    rng = np.random.default_rng(seed)
+    W = K * S
+    live = np.asarray([[0, W], [0, S], [2, 7], [0, 0], [1, W]], np.int32)
+    cell = np.broadcast_to(np.arange(W, dtype=np.int32), (B, W))
+    if width is not None:
+        live[:, 1] = np.minimum(live[:, 1], live[:, 0] + width)
+        cell = live[:, :1] + np.arange(width, dtype=np.int32)
+    T = cell.shape[1]
+    start = np.asarray([0, 8, 13, 20, 21], np.int32)
+    mask = WindowMask(
+        cell=cell,
+        start=start,
+        live=live,
+        context_len=start + np.asarray([0, 0, 9, 0, 3], np.int32),
+        visible=rng.random((B, K, K)) < 0.5,
+        causal=np.asarray([False, True, False, False, True]),
+        block_size=S,
+    )
+    mask.visible[:, range(K), range(K)] = True  # a row sees itself
+    round_to = jnp.dtype(dtype)
+    draw = lambda *shape: np.asarray(rng.standard_normal(shape), round_to)  # noqa: E731
+    data = [draw(B, T, N, H), *(draw(B, T, G, H) for _ in range(2))]
+    data += [draw(B * C + 2, G, Z, H) for _ in range(2)]
+    table = rng.permutation(B * C + 2)[: B * C].reshape(B, C).astype(np.int32)
+    table[0, 3:] = -1
+    return data, table, mask
+
+
+def run(data, table, mask, implementation):
+    """The back end's answer, as float64."""
+    arrays = [jnp.asarray(x) for x in data]
+    out = paged_attention(
+        *arrays,
+        jnp.asarray(table),
+        jax.tree.map(jnp.asarray, mask),
+        implementation=implementation,
+    )
+    assert out.shape == data[0].shape
+    return np.asarray(out.astype(jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("width", [None, 5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
+def test_paged_attention_matches_numpy(implementation, dtype, seed, width):
+    data, table, mask = case(seed, dtype, width)
+    got = run(data, table, mask, implementation)
+    want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
+    live = ~np.isnan(want)
+    assert live.any(axis=(1, 2, 3)).tolist() == [True, True, True, False, True]
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
+def test_paged_attention_ignores_page_order_and_unseen_rows(implementation, dtype):
+    data, table, mask = case(7, dtype)
+    before = run(data, table, mask, implementation)
+    rng = np.random.default_rng(1)
+    pages = len(data[3])
+    order = rng.permutation(pages)
+    moved = [x[np.argsort(order)] for x in data[3:]]
+    renamed = np.where(table >= 0, order[np.maximum(table, 0)], -1).astype(np.int32)
+    # Garbage wherever no live row may look: unowned pages, rows past the context.
+    owned = {}
+    for b in range(B):
+        for c in range(C):
+            if renamed[b, c] >= 0:
+                owned[int(renamed[b, c])] = int(mask.context_len[b]) - c * Z
+    for page in range(pages):
+        for pool in moved:
+            pool[page, :, max(owned.get(page, 0), 0) :] = 1e4
+    after = run([*data[:3], *moved], renamed, mask, implementation)
+    live = (mask.cell >= mask.live[:, :1]) & (mask.cell < mask.live[:, 1:])
+    assert np.array_equal(before[live], after[live])
+
+
+def test_paged_attention_refuses_what_it_cannot_do():
+    data, table, mask = case(0, "float32")
+    with pytest.raises(NotImplementedError, match='implementation="cudnn": needs'):
+        run(data, table, mask, "cudnn")
+    with pytest.raises(ValueError, match="implementation='triton' is not one of"):
+        run(data, table, mask, "triton")
