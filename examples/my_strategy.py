@@ -30,8 +30,9 @@ if __name__ == "__main__":
     import dllm_jax as dj
 
     model = dj.load("builtin:tiny-sdar")
-    chat = [{"role": "user", "content": "Ann has 12 pens. She buys 30 pens. How many now?"}]
-    prompt = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    question = "A shop has 40 cups. It sells 15 of them. Then 9 break and are thrown out."
+    question += " How many cups are there now?"
+    prompt = model.tokenizer(f"<|user|>{question}<|assistant|>")["input_ids"]
     out = dj.generate(model, [prompt], strategy=my_step, max_tokens=96, key=jax.random.key(0))
     print(model.tokenizer.decode(out.tokens[0, : out.length[0]]))
     print(f"{out.length[0]} tokens in {out.nfe[0]} forwards")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import decode, generation
-from dllm_jax.cli.watch import Frame
+from dllm_jax.cli.watch import END_MARK, Frame
 from strategies import driver
 from strategies.state import DUMMY, FINISH_REASONS, RUNNING
 
@@ -105,10 +105,11 @@ def _prefill_nfe(strategy: Any, prompts: Sequence[Sequence[int]]) -> int:
     return max(1, -(-length // decode.PREFILL_CHUNK))
 
 
-def frame(state: Any, tokenizer: Any) -> Frame:
-    """The window of row 0 as text."""
+def frame(state: Any, model: Any) -> Frame:
+    """The window of row 0 as text; end marks are small squares."""
     from dllm_jax.cli.text import cell_texts
 
+    tokenizer = model.tokenizer
     buffer = jax.device_get(jax.tree.map(lambda leaf: leaf[0], state.buffer))
     length = int(state.output_len[0])
     output = np.asarray(state.output[0])[:length].tolist()
@@ -117,7 +118,10 @@ def frame(state: Any, tokenizer: Any) -> Frame:
     shown = np.repeat(buffer.status != DUMMY, buffer.tokens.shape[1])
     shown &= (position >= buffer.prompt_len) & (position < buffer.limit)
     tokens, filled = buffer.tokens.reshape(-1)[shown], buffer.filled.reshape(-1)[shown]
-    texts = cell_texts(tokenizer, tokens.tolist())
+    texts = [
+        END_MARK if token in model.defaults.stop_token_ids else text
+        for token, text in zip(tokens, cell_texts(tokenizer, tokens.tolist()), strict=True)
+    ]
     return Frame(
         nfe=int(buffer.nfe),
         committed=tokenizer.decode(output[:committed], skip_special_tokens=True),

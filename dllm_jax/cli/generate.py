@@ -138,7 +138,7 @@ def _one(args: argparse.Namespace, model: Any, strategy: Any, ids: list[int]) ->
             if not args.watch:
                 print(stream.feed(row.token_ids), end="", flush=True)
             elif row.finish_reason is None:
-                watch.show(frame(state, model.tokenizer))
+                watch.show(frame(state, model))
                 time.sleep(args.watch_delay)
     except KeyboardInterrupt:
         watch.clear()

@@ -10,7 +10,7 @@ import sys
 from typing import TextIO
 
 GREEN, YELLOW, GREY, RESET = "\x1b[32m", "\x1b[33m", "\x1b[90m", "\x1b[0m"
-HOLE = "·"
+HOLE, END_MARK = "·", "▪"
 
 
 @dataclasses.dataclass(frozen=True)
