@@ -30,8 +30,8 @@ if __name__ == "__main__":
     import dllm_jax as dj
 
     model = dj.load("builtin:tiny-sdar")
-    question = "A shop has 40 cups. It sells 15 of them. Then 9 break and are thrown out."
-    question += " How many cups are there now?"
+    question = "A shop has 365 plates. People bring 132 back. A truck brings 64 more."
+    question += " How many plates are left in the end?"
     prompt = model.tokenizer(f"<|user|>{question}<|assistant|>")["input_ids"]
     out = dj.generate(model, [prompt], strategy=my_step, max_tokens=96, key=jax.random.key(0))
     print(model.tokenizer.decode(out.tokens[0, : out.length[0]]))
