@@ -162,9 +162,7 @@ def prefill(
     return jax.lax.while_loop(lambda carry: carry[0] < needed, one, (jnp.int32(0), state))[1]
 
 
-def _chunk_buffer(
-    buffer: BlockBuffer, prompt: Array, first: Array, live: Array
-) -> BlockBuffer:
+def _chunk_buffer(buffer: BlockBuffer, prompt: Array, first: Array, live: Array) -> BlockBuffer:
     """The window of a prefill pass: the chunk itself."""
     B, K, S = live.shape
     tokens = jax.lax.dynamic_slice_in_dim(prompt, first, K * S, axis=1).reshape(live.shape)

@@ -8,6 +8,7 @@ knows what any strategy does.
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -105,7 +106,8 @@ class ModelForward:
             x = jnp.take_along_axis(x, jnp.minimum(cell, K * S - 1)[:, :, None], axis=1)
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
-        modes = {"mode": jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))} if arch.takes_mode else {}
+        mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
+        modes = {"mode": mode} if arch.takes_mode else {}
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **modes
         )
@@ -213,9 +215,7 @@ class WindowOutput:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self._live.shape
         sampling = greedy(B) if sampling is None else sampling
-        per_cell = Sampling(*(jnp.repeat(leaf, K * S) for leaf in (
-            sampling.temperature, sampling.top_k, sampling.top_p
-        )))
+        per_cell = jax.tree.map(lambda leaf: jnp.repeat(leaf, K * S), sampling)
         stats = read_stats(
             self._forward.unembed,
             self._aligned().reshape(B * K * S, -1),
@@ -245,7 +245,10 @@ class WindowOutput:
         per_cell = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, K, S)).reshape(-1)
         every = forward.embed(jnp.arange(forward.vocab_size, dtype=jnp.int32))
         rows = read_soft(
-            forward.unembed, every, self._aligned().reshape(B * K * S, -1), per_cell,
+            forward.unembed,
+            every,
+            self._aligned().reshape(B * K * S, -1),
+            per_cell,
             forward.forbidden,
         )
         return rows.reshape(B, K, S, -1)
@@ -290,8 +293,10 @@ class WindowOutput:
         B, K, S = self._live.shape
         boundary = self._state.boundary
         if not boundary.shape[-1]:
-            raise ValueError("a shifted model predicts its first cell from the boundary row; "
-                             "keep it: Needs(boundary=True)")
+            raise ValueError(
+                "a shifted model predicts its first cell from the boundary row; "
+                "keep it: Needs(boundary=True)"
+            )
         rows = self.hidden.reshape(B, K * S, -1)
         joined = jnp.concatenate([boundary[:, None].astype(rows.dtype), rows[:, :-1]], axis=1)
         return joined.reshape(B, K, S, -1)
