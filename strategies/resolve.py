@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import pkgutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flax import struct
 
@@ -91,7 +91,7 @@ def load_strategy(spec: Any, **overrides: Any) -> Any:
                 f"strategy={spec!r} has no step(forward, state) and is not a function; "
                 f"use one of {', '.join(strategy_names())} or a value with a step"
             )
-        found = FunctionStrategy(found)
+        found = FunctionStrategy(cast(StepFunction, found))
     return _override(found, {k: v for k, v in overrides.items() if v is not None})
 
 
