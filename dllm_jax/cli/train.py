@@ -18,6 +18,8 @@ OPTIONS = (
     ("--hidden-size", flags.whole(1), "width of the model"),
     ("--ffn-size", flags.whole(1), "width of its feed-forward part"),
     ("--workers", flags.whole(0), "processes that make data"),
+    ("--head-temperature", flags.number(0, 100, True), "what the head is divided by in the end"),
+    ("--evals", flags.whole(0), "evaluations during the run"),
     ("--eval-problems", flags.whole(1), "held-out problems a half, each quarter"),
     ("--final-problems", flags.whole(1), "held-out problems a half, at the end"),
     ("--log-every", flags.whole(1), "steps between lines of the log"),

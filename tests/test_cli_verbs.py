@@ -1,0 +1,93 @@
+"""Proves the quiet verbs: `inspect`, `convert`, `info`, `train` do what they say and report it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import main
+from dllm_jax.models.dense import param_shapes
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache(monkeypatch):
+    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+
+
+def test_inspect_reports_shapes_and_sizes(random_folder, capsys):
+    assert main(["inspect", str(random_folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    leaves = jax.tree.leaves(param_shapes(dj.load(random_folder).config, "float32"))
+    assert facts["num_params"] == sum(leaf.size for leaf in leaves)
+    assert (facts["family"], facts["kind"], facts["dtype"]) == ("sdar", "hf", "float32")
+    assert facts["defaults"]["block_size"] == 8
+    assert facts["shapes"]["model.embed_tokens.weight"] == [512, 64]
+    assert facts["problems"] == []
+    assert main(["inspect", str(random_folder)]) == 0
+    assert "no problems" in capsys.readouterr().out
+
+
+def test_inspect_of_a_builtin_model(capsys):
+    assert main(["inspect", "builtin:tiny-sdar"]) == 0
+    assert "family      sdar" in capsys.readouterr().out
+
+
+def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
+    target = tmp_path / "converted"
+    assert main(["convert", str(random_folder), str(target), "--dtype", "float32"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{target}: ")
+    assert " MB in " in told
+    first, again = dj.load(random_folder), dj.load(target)
+    assert jax.tree.all(jax.tree.map(np.array_equal, first.params, again.params))
+    assert main(["convert", str(random_folder), str(target), "--dtype", "bfloat16", "--force"]) == 0
+    assert dj.load(target, dtype="auto").config == first.config
+
+
+def test_info_tells_what_runs_here(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["jax"] == jax.__version__
+    assert facts["devices"] == {str(d): f"{d.device_kind} ({d.platform})" for d in jax.devices()}
+    assert "xla" in facts["kernels"]["paged_attention"]
+    assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
+    assert {"ar", "block_diffusion", "multi_bd"} <= set(facts["strategies"])
+    assert main(["info"]) == 0
+    assert "versions    python" in capsys.readouterr().out
+
+
+def test_train_hands_on_only_what_was_given(monkeypatch):
+    seen = []
+    monkeypatch.setattr("dllm_jax.training.command.main", lambda argv: seen.append(argv) or 0)
+    assert main(["train", "--out", "run", "--steps", "50", "--muon-lr", "0.01"]) == 0
+    assert seen == [["--out", "run", "--steps", "50", "--muon-lr", "0.01"]]
+
+
+def test_every_option_of_the_trainer_is_a_flag_of_the_verb():
+    from dllm_jax.cli.train import OPTIONS
+    from dllm_jax.training.command import parser
+
+    known = {flag for action in parser()._actions for flag in action.option_strings}
+    assert {flag for flag, _, _ in OPTIONS} | {"--out", "-h", "--help"} == known
+
+
+def test_compile_cache_is_under_xdg_and_only_for_the_command_line(random_folder, tmp_path):
+    env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    code = "import jax, dllm_jax.generation; assert jax.config.jax_compilation_cache_dir is None"
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    argv = ["generate", "x", "--max-tokens", "4", "--max-nfe", "1", "--model", str(random_folder)]
+    subprocess.run([sys.executable, "-m", "dllm_jax.cli", *argv], check=True, env=env)
+    assert any((tmp_path / "dllm-jax" / "jax").iterdir())
+
+
+def test_output_to_a_closed_pipe_is_no_traceback(tmp_path):
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    command = f"{sys.executable} -m dllm_jax.cli inspect builtin:tiny-sdar | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.startswith("source ")
+    assert done.stderr == ""
