@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.forward import ModelForward
-from strategies.state import TO_CACHE
+from strategies.state import STOP, TO_CACHE
 from tests.contract import dense, harness
 from tests.contract.cases import NAMES, PAGE_SIZE, case, once, paged, truth
 from tests.contract.harness import SLOTS, Request
@@ -198,30 +198,56 @@ def test_a_draft_that_is_sometimes_right_emits_what_the_dense_loop_emits():
     assert {n for row in accepted for n in row} >= {1, 3, 4}
 
 
-# --- narrow passes --------------------------------------------------------------------------------
+# --- narrow passes and dropped writes -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [3, 5, 8])
-def test_a_narrow_pass_equals_the_wide_one_also_at_the_windows_end(width):
-    """Live ranges that start near the window's end, are shorter or longer than the width."""
-    bare, state = prefilled("multi_bd_shifted", case("multi_bd_shifted").requests, 8)
+def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
+    """Live ranges that touch the window's end, are shorter or longer than the width, or empty."""
+    _, state = prefilled("multi_bd_shifted", case("multi_bd_shifted").requests, 8)
     model = case("multi_bd_shifted").model
-    edges = np.array([[9, 12], [10, 12], [2, 5], [0, 0]])
+    edges = np.array([[9, 12], [10, 12], [1, 8], [0, 0]])
     cell = np.arange(12)[None]
-    live = jnp.asarray((cell >= edges[:, :1]) & (cell < edges[:, 1:])).reshape(SLOTS, 3, 4)
-    context = state.buffer.start
+
+    def cells(length):
+        inside = (cell >= edges[:, :1]) & (cell < np.minimum(edges[:, 1:], edges[:, :1] + length))
+        return jnp.asarray(inside).reshape(SLOTS, 3, 4)
 
     @jax.jit
-    def run(state, live):
+    def run(state):
         forward = ModelForward(model)
-        outs = [forward(state, live=live, context_len=context, width=w) for w in (None, width)]
-        stores = [out.store(state, live) for out in outs]
-        return [out.hidden for out in outs], [out.predict().confidence for out in outs], stores
+        wide, narrow = forward(state, live=cells(width)), forward(state, live=cells(12), width=width)
+        return [(o.hidden, o.predict().confidence, o.store(state, cells(12))) for o in (wide, narrow)]
 
-    hidden, sure, stores = run(state, live)
-    mask = np.asarray(live)
-    np.testing.assert_allclose(hidden[1][mask], hidden[0][mask], **TOLERANCE)
-    np.testing.assert_allclose(sure[1], sure[0], **TOLERANCE)
-    for a, b in zip(*map(jax.tree.leaves, [s.pools for s in stores]), strict=True):
-        np.testing.assert_allclose(b, a, **TOLERANCE)
-    assert bare.block_size == 4
+    (wide, wide_sure, wide_state), (narrow, sure, narrow_state) = run(state)
+    mask = np.asarray(cells(width))
+    np.testing.assert_allclose(narrow[mask], wide[mask], **TOLERANCE)
+    np.testing.assert_allclose(sure, wide_sure, **TOLERANCE)
+    for a, b in zip(*map(jax.tree.leaves, (narrow_state.pools, wide_state.pools)), strict=True):
+        np.testing.assert_allclose(a, b, **TOLERANCE)
+
+
+def test_store_writes_where_it_may_and_drops_the_rest():
+    """Past the table's last column, on a page of -1, of a finished row: nothing is written."""
+    _, state = prefilled("multi_bd", case("multi_bd").requests, 8)
+    size, columns = PAGE_SIZE["multi_bd"], state.page_table.shape[1]
+    num_pages = state.pools["target"][0][0].shape[0]
+    assert num_pages > 3 * columns + 2
+    table = np.arange(SLOTS * columns).reshape(SLOTS, columns) % num_pages
+    table[1, 3] = -1
+    table[3] = -1
+    # Slot 0 ends eight cells behind the table's end, slot 1 runs into a hole, slot 2 is done.
+    start = np.array([columns * size - 4, 3 * size - 4, 8, 0])
+    state = state.replace(
+        page_table=jnp.asarray(table, jnp.int32),
+        buffer=state.buffer.replace(start=jnp.asarray(start, jnp.int32)),
+        finish=state.finish.at[2].set(STOP),
+    )
+    everywhere = jnp.ones((SLOTS, 3, 4), bool)
+    forward = ModelForward(case("multi_bd").model)
+    new = jax.jit(lambda s: forward(s, live=everywhere).store(s, everywhere))(state)
+    written = {(int(table[0, -1]), i) for i in range(size - 4, size)}
+    written |= {(int(table[1, 2]), i) for i in range(size - 4, size)}
+    for old, leaf in zip(*map(jax.tree.leaves, (state.pools, new.pools)), strict=True):
+        differs = (np.asarray(old) != np.asarray(leaf)).any(axis=(1, 3))
+        assert set(zip(*np.nonzero(differs), strict=True)) == written
