@@ -101,24 +101,24 @@ def check_readout(model) -> bool:
     return bool(logits[chosen] >= logits[: model.defaults.vocab_limit].max() - 0.1)
 
 
-def head_in_hlo(model, slots, blocks, context) -> bool:
-    """Whether the compiled step still multiplies by the LM head."""
-    strategy = MultiBD(block_size=BLOCK, buffer_size=blocks)
-    prompts = jnp.ones((slots, context), jnp.int32)
-    session = generation.start(model, prompts, strategy, max_tokens=64)
-    text = (
-        generation._advance.lower(
-            model, session.strategy, session.aux, session.state, jnp.int32(4), None
-        )
-        .compile()
-        .as_text()
-    )
-    rows = slots * blocks * BLOCK
-    return bool(
-        re.search(
-            rf"f32\[(?:{rows},{model.config.vocab_size}|{model.config.vocab_size},{rows})\]", text
-        )
-    )
+def read_program(model) -> dict[str, object]:
+    """What the compiled loop at 1 x 1 says of itself: is the head there, is a pool ever copied."""
+    strategy = MultiBD(block_size=BLOCK, buffer_size=1)
+    session = generation.start(model, jnp.ones((1, 64), jnp.int32), strategy, max_tokens=64)
+    program = generation._advance.lower(
+        model, session.strategy, session.aux, session.state, jnp.int32(4), None
+    ).compile()
+    text, vocab = program.as_text(), model.config.vocab_size
+    pages = session.state.pools["target"][0][0]
+    shape = ",".join(map(str, pages.shape))
+    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(session.state.pools))
+    return {
+        "head_in_hlo": bool(re.search(rf"f32\[(?:{BLOCK},{vocab}|{vocab},{BLOCK})\]", text)),
+        "pool_copies_in_hlo": len(
+            re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|select|transpose|convert)\(", text)
+        ),
+        "pools_aliased": program.memory_analysis().alias_size_in_bytes >= pools,
+    }
 
 
 def main():
@@ -156,7 +156,7 @@ def main():
         "mode": "fixed",
         "block_size": BLOCK,
         "readout_matches_dense": check_readout(model),
-        "head_in_hlo": head_in_hlo(model, 1, 1, 64),
+        **read_program(model),
         "rows": [],
     }
     print({k: v for k, v in report.items() if k not in ("config", "rows")}, flush=True)

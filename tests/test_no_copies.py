@@ -23,7 +23,9 @@ from tests.contract import harness
 from tests.contract.cases import NAMES, case, once
 
 NUM_PAGES, PAGE_SIZE = 4099, 8
-_NEW_ARRAY = r"(copy|copy-start|select|transpose|convert|broadcast|concatenate|pad|reverse|gather)\("
+_NEW_ARRAY = (
+    r"(copy|copy-start|select|transpose|convert|broadcast|concatenate|pad|reverse|gather)\("
+)
 
 
 def pool_sized(program: str) -> list[str]:
@@ -32,7 +34,11 @@ def pool_sized(program: str) -> list[str]:
     return [line.strip() for line in program.splitlines() if made.search(line)]
 
 
-def compiled(name: str, dtype=jnp.float32):
+# Level 0 skips LLVM's work only: the program text, and so its copies, are the same.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def compiled(name: str, dtype=jnp.float32, options=QUICK):
     """The whole loop of a case, ready to run, and the arguments for it."""
     c = case(name)
 
@@ -55,8 +61,7 @@ def compiled(name: str, dtype=jnp.float32):
     state = jax.tree.map(jnp.copy, state)  # leaves that share a buffer cannot be donated
     arguments = (bare, model, aux, state, prompt)
     lowered = jax.jit(loop, donate_argnames=("state",)).lower(*arguments)
-    # Level 0 skips LLVM's work only: the program text, and so its copies, are the same.
-    return lowered.compile({"xla_backend_optimization_level": 0}), arguments
+    return lowered.compile(options), arguments
 
 
 def check(program, arguments) -> None:
@@ -91,6 +96,16 @@ def test_the_loop_works_in_place_and_equals_the_steps(name):
 @pytest.mark.parametrize("name", ["multi_bd", "speculate"])
 def test_the_loop_works_in_place_in_bfloat16(name):
     check(*compiled(name, jnp.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["multi_bd", "block_diffusion", "ar", "speculate"])
+def test_the_loop_works_in_place_on_a_gpu(name):
+    """As above but for scratch memory, which on a GPU holds the libraries' workspaces too."""
+    program, arguments = compiled(name, jnp.bfloat16, options=None)
+    cache = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[3].pools))
+    assert not pool_sized(program.as_text())
+    assert program.memory_analysis().alias_size_in_bytes >= cache
 
 
 @pytest.mark.parametrize("kind", ["select", "read_after_write"])
