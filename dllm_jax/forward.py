@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.cache import page_slots, write_rows
@@ -40,7 +41,7 @@ class ModelForward:
         aux: Mapping[str, Model] | None = None,
         implementation: Any = None,
     ):
-        self.model, self._pool, self._implementation = model, pool, implementation
+        self.model, self.pool, self._implementation = model, pool, implementation
         self.mask_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
         self.aux = {
@@ -73,9 +74,10 @@ class ModelForward:
             edges = edges.at[:, 1].min(edges[:, 0] + width)
             live = live & _between(cell, edges).reshape(B, K, S)
             cell = edges[:, :1] + jnp.arange(width, dtype=jnp.int32)[None]
+        narrow = None if width is None else cell
         positions = buffer.start[:, None] + cell
         if isinstance(inputs, Taps):
-            return self._tapped(state, inputs, positions, cell, live)
+            return self._tapped(state, inputs, positions, live, narrow)
         mask = WindowMask(
             cell=cell,
             start=buffer.start,
@@ -89,7 +91,7 @@ class ModelForward:
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             fresh.append((k, v))
-            k_pages, v_pages = state.pools[self._pool][layer]
+            k_pages, v_pages = state.pools[self.pool][layer]
             return paged_attention(
                 q,
                 k,
@@ -101,9 +103,7 @@ class ModelForward:
                 implementation=self._implementation,
             )
 
-        x = self._embed_inputs(state, inputs)
-        if width is not None:
-            x = jnp.take_along_axis(x, jnp.minimum(cell, K * S - 1)[:, :, None], axis=1)
+        x = _narrowed(self._embed_inputs(state, inputs), narrow)
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
         mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
@@ -111,7 +111,7 @@ class ModelForward:
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **modes
         )
-        return WindowOutput(self, state, tuple(fresh), positions, cell, live, rows, taps, width)
+        return _window_output(self, state, tuple(fresh), live, rows, taps, narrow)
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Embedding rows of ids."""
@@ -167,40 +167,76 @@ class ModelForward:
         return (mixed.astype(jnp.float32) * scale[..., None]).astype(base.dtype)
 
     def _tapped(
-        self, state: DecodeState, taps: Taps, positions: Array, cell: Array, live: Array
+        self,
+        state: DecodeState,
+        taps: Taps,
+        positions: Int[Array, "B T"],
+        live: Bool[Array, "B K S"],
+        narrow: Int[Array, "B T"] | None,
     ) -> "WindowOutput":
         arch, B = self.model.arch, positions.shape[0]
         if arch.context_kv is None:
-            raise ValueError(f"model {self._pool!r} takes no tapped features; give it token inputs")
-        vectors = taps.vectors.reshape(B, -1, taps.vectors.shape[-1])
-        inside = jnp.minimum(cell, vectors.shape[1] - 1)
-        vectors = jnp.take_along_axis(vectors, inside[:, :, None], axis=1)
+            raise ValueError(f"model {self.pool!r} takes no tapped features; give it token inputs")
+        vectors = _narrowed(taps.vectors.reshape(B, -1, taps.vectors.shape[-1]), narrow)
         fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
-        return WindowOutput(
-            self, state, tuple(fresh), positions, cell, live, vectors, (), cell.shape[1]
-        )
+        return _window_output(self, state, tuple(fresh), live, vectors, (), narrow)
 
 
-class WindowOutput:
-    """See `strategies.protocol.ForwardOutput`; holds the rows that were computed."""
+def _narrowed(rows: Float[Array, "B W D"], cell: Int[Array, "B T"] | None) -> Array:
+    """The rows of the cells of a narrow pass; any row for those past the window."""
+    if cell is None:
+        return rows
+    return jnp.take_along_axis(rows, jnp.minimum(cell, rows.shape[1] - 1)[:, :, None], axis=1)
 
-    def __init__(
-        self,
-        forward: ModelForward,
-        state: DecodeState,
-        fresh: tuple[tuple[Array, Array], ...],
-        positions: Int[Array, "B T"],
-        cell: Int[Array, "B T"],
-        live: Bool[Array, "B K S"],
-        rows: Float[Array, "B T D"],
-        taps: tuple[Float[Array, "B T D"], ...],
-        width: int | None,
-    ):
-        self._forward, self._state, self._fresh = forward, state, fresh
-        self._positions, self._cell, self._live = positions, cell, live
-        self._rows, self._width = rows, width
-        self.hidden = self._to_window(rows)
-        self.taps = tuple(self._to_window(tap) for tap in taps)
+
+def _window_output(
+    forward: ModelForward,
+    state: DecodeState,
+    fresh: tuple[tuple[Array, Array], ...],
+    live: Bool[Array, "B K S"],
+    rows: Float[Array, "B T D"],
+    taps: tuple[Float[Array, "B T D"], ...],
+    cell: Int[Array, "B T"] | None,
+) -> "WindowOutput":
+    """Computed rows as rows of the window: those of a narrow pass go to their `cell`."""
+    B, K, S = live.shape
+
+    def widen(leaf: Array) -> Array:
+        if cell is None:
+            return leaf
+        empty = jnp.zeros((B, K * S, *leaf.shape[2:]), leaf.dtype)
+        return empty.at[jnp.arange(B)[:, None], cell].set(leaf, mode="drop")
+
+    rows, taps, fresh = jax.tree.map(widen, (rows, taps, fresh))
+
+    def as_cells(leaf: Array) -> Array:
+        return leaf.reshape(B, K, S, -1)
+
+    return WindowOutput(
+        hidden=as_cells(rows),
+        taps=tuple(as_cells(tap) for tap in taps),
+        fresh=fresh,
+        live=live,
+        positions=state.buffer.positions,
+        boundary=state.boundary,
+        forward=forward,
+    )
+
+
+class WindowOutput(struct.PyTreeNode):
+    """See `strategies.protocol.ForwardOutput`.
+
+    A pytree of window-shaped leaves whatever the width of the pass, so that passes of several
+    widths may be the branches of a `lax.switch` and their output leave it.
+    """
+
+    hidden: Float[Array, "B K S D"]
+    taps: tuple[Float[Array, "B K S D"], ...]
+    fresh: tuple[tuple[Float[Array, "B W G H"], Float[Array, "B W G H"]], ...]
+    live: Bool[Array, "B K S"]
+    positions: Int[Array, "B K S"]
+    boundary: Float[Array, "B D"]
+    forward: ModelForward = struct.field(pytree_node=False)
 
     def predict(
         self,
@@ -213,11 +249,11 @@ class WindowOutput:
         num_top: int = 0,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
-        B, K, S = self._live.shape
+        B, K, S = self.live.shape
         sampling = greedy(B) if sampling is None else sampling
         per_cell = jax.tree.map(lambda leaf: jnp.repeat(leaf, K * S), sampling)
         stats = read_stats(
-            self._forward.unembed,
+            self.forward.unembed,
             self._aligned().reshape(B * K * S, -1),
             per_cell,
             None if keys is None else keys.reshape(-1),
@@ -240,8 +276,8 @@ class WindowOutput:
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
         """Expected embedding under the tempered law of each cell."""
-        B, K, S = self._live.shape
-        forward = self._forward
+        B, K, S = self.live.shape
+        forward = self.forward
         per_cell = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, K, S)).reshape(-1)
         every = forward.embed(jnp.arange(forward.vocab_size, dtype=jnp.int32))
         rows = read_soft(
@@ -255,7 +291,7 @@ class WindowOutput:
 
     def logits(self) -> Float[Array, "B K S V"]:
         """Everything, aligned."""
-        return self._forward.unembed(self._aligned())
+        return self.forward.unembed(self._aligned())
 
     def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
         """Write K/V of live cells in `where` of running rows; keep the raw rows for the boundary.
@@ -264,34 +300,30 @@ class WindowOutput:
         XLA then has no reason to copy a pool to protect a reader. The same test keeps rows that
         are not finite out of the cache.
         """
-        B, K, S = self._live.shape
-        sound = jnp.all(jnp.isfinite(self._rows.astype(jnp.float32)), axis=-1)
+        sound = jnp.all(jnp.isfinite(self.hidden.astype(jnp.float32)), axis=-1)
         running = (state.finish == RUNNING)[:, None, None]
-        wanted = (where & self._live & running).reshape(B, K * S)
-        inside = self._cell < K * S
-        wanted = jnp.take_along_axis(wanted, jnp.where(inside, self._cell, 0), axis=1)
-        wanted = wanted & inside & sound
-        name = self._forward._pool
+        wanted = where & self.live & running & sound
+        name = self.forward.pool
         pool = state.pools[name]
         num_pages, _, page_size, _ = pool[0][0].shape
-        slots = page_slots(state.page_table, self._positions, wanted, num_pages, page_size)
-        state = state.replace(pools={**state.pools, name: write_rows(pool, self._fresh, slots)})
+        B, K, S = wanted.shape
+        slots = page_slots(
+            state.page_table,
+            self.positions.reshape(B, -1),
+            wanted.reshape(B, -1),
+            num_pages,
+            page_size,
+        )
+        state = state.replace(pools={**state.pools, name: write_rows(pool, self.fresh, slots)})
         if name == TARGET and state.boundary.shape[-1]:
             state = state.replace(rows=self.hidden.reshape(B, K * S, -1))
         return state
 
-    def _to_window(self, rows: Float[Array, "B T D"]) -> Float[Array, "B K S D"]:
-        B, K, S = self._live.shape
-        if self._width is not None:
-            empty = jnp.zeros((B, K * S, rows.shape[-1]), rows.dtype)
-            rows = empty.at[jnp.arange(B)[:, None], self._cell].set(rows, mode="drop")
-        return rows.reshape(B, K, S, -1)
-
     def _aligned(self) -> Float[Array, "B K S D"]:
-        if not self._forward.model.config.shift:
+        if not self.forward.model.config.shift:
             return self.hidden
-        B, K, S = self._live.shape
-        boundary = self._state.boundary
+        B, K, S = self.live.shape
+        boundary = self.boundary
         if not boundary.shape[-1]:
             raise ValueError(
                 "a shifted model predicts its first cell from the boundary row; "
@@ -303,15 +335,15 @@ class WindowOutput:
 
     def _predicted(self) -> Bool[Array, "B K S"]:
         """Cells some row speaks about."""
-        if not self._forward.model.config.shift:
-            return self._live
-        B, K, S = self._live.shape
-        flat = self._live.reshape(B, K * S)
+        if not self.forward.model.config.shift:
+            return self.live
+        B, K, S = self.live.shape
+        flat = self.live.reshape(B, K * S)
         left = jnp.concatenate([jnp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
 
     def _forbidden(self, ids: Array, more: Array | None) -> Array:
-        out = self._forward.forbidden(ids)
+        out = self.forward.forbidden(ids)
         return out if more is None else out | jnp.any(ids[:, None] == more[None, :], axis=1)
 
 

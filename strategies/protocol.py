@@ -296,7 +296,10 @@ class Forward(Protocol):
                 and live, the live cell wins.
             mode: Handed to the model.
             hidden_layers: Residual streams to return.
-            width: Compute only the first `width` live cells of each row.
+            width: Compute only the first `width` live cells of each row; the others have no
+                prediction. The output is a pytree of the window's shape, so passes of several
+                widths may be branches of a `lax.switch`; store outside of it (jaxlib 0.10 copies
+                a pool that two branches write).
         """
         ...
 

@@ -115,27 +115,18 @@ class BlockCache(struct.PyTreeNode):
         narrow = (buffer.block_steps[:, 0] > 0) & head & ~ended
         live = blocks.live_cells(state) & (in_piece | ~narrow[:, None])[:, None]
 
-        def run(width, state):
-            out = forward(
-                state,
-                live=live,
-                context_len=buffer.start + jnp.where(narrow, S, 0),
-                width=width,
-            )
-            stats = out.predict(
-                where=(holes & in_piece)[:, None],
-                sampling=state.sampling,
-                keys=random.step_keys(state),
-            )
-            return out.store(state, live), stats
+        def run(width):
+            seen = buffer.start + jnp.where(narrow, S, 0)
+            return forward(state, live=live, context_len=seen, width=width)
 
+        # A narrow program when all rows allow it; the store stays outside of the branches.
         all_narrow = jnp.all(narrow | (state.finish != RUNNING))
-        state, stats = jax.lax.cond(
-            all_narrow, lambda s: run(self.piece, s), lambda s: run(None, s), state
-        )
-        best = sampling.top_n(
-            stats.confidence, jnp.ones_like(buffer.status), (holes & in_piece)[:, None]
-        )
+        out = jax.lax.cond(all_narrow, lambda: run(self.piece), lambda: run(None))
+        state = out.store(state, live)
+        mine = (holes & in_piece)[:, None]
+        keys = random.step_keys(state)
+        stats = out.predict(where=mine, sampling=state.sampling, keys=keys)
+        best = sampling.top_n(stats.confidence, jnp.ones_like(buffer.status), mine)
         accept = sampling.above(stats, self.accept_threshold) | best
         return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
 
