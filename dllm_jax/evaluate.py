@@ -69,7 +69,7 @@ def solve(
     *,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> Outcome:
     """Solve problems greedily in batches of one shape.
 

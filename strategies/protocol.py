@@ -269,7 +269,11 @@ class Forward(Protocol):
 
     mask_id: int
     vocab_size: int
-    aux: Mapping[str, "Forward"]
+
+    @property
+    def aux(self) -> Mapping[str, "Forward"]:
+        """The auxiliary models by name, each with a cache of its own."""
+        ...
 
     def __call__(
         self,
