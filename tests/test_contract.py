@@ -187,7 +187,9 @@ def test_a_draft_that_is_sometimes_right_emits_what_the_dense_loop_emits():
     text = once("ar").rows
     script = np.full((SLOTS, 64), 0, np.int32)
     for b, (request, row) in enumerate(zip(requests, text, strict=True)):
-        right = np.asarray([t if i % (b + 3) else (t + 1) % PADDED for i, t in enumerate(row.tokens)])
+        right = np.asarray(
+            [t if i % (b + 3) else (t + 1) % PADDED for i, t in enumerate(row.tokens)]
+        )
         script[b, len(request.prompt) : len(request.prompt) + len(right)] = right
     decoded = paged("speculate", strategy=Speculate(script=jnp.asarray(script)))
     wanted = [case("speculate").truth(request=r, script=script[b]) for b, r in enumerate(requests)]
@@ -216,8 +218,13 @@ def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
     @jax.jit
     def run(state):
         forward = ModelForward(model)
-        wide, narrow = forward(state, live=cells(width)), forward(state, live=cells(12), width=width)
-        return [(o.hidden, o.predict().confidence, o.store(state, cells(12))) for o in (wide, narrow)]
+        wide, narrow = (
+            forward(state, live=cells(width)),
+            forward(state, live=cells(12), width=width),
+        )
+        return [
+            (o.hidden, o.predict().confidence, o.store(state, cells(12))) for o in (wide, narrow)
+        ]
 
     (wide, wide_sure, wide_state), (narrow, sure, narrow_state) = run(state)
     mask = np.asarray(cells(width))

@@ -62,9 +62,7 @@ def _blocks(
             **loop,
         ),
         tuple(requests),
-        lambda request, text: {
-            "target": dense_blocks.text_kv(net, request, text, size, prompt)
-        },
+        lambda request, text: {"target": dense_blocks.text_kv(net, request, text, size, prompt)},
         size,
     )
 
@@ -197,9 +195,7 @@ def truth(name: str) -> list[dense.Truth]:
     return [case(name).truth(request=r) for r in case(name).requests]
 
 
-def paged(
-    name: str, requests: Any = None, strategy: Any = None, **options: Any
-) -> Decoded:
+def paged(name: str, requests: Any = None, strategy: Any = None, **options: Any) -> Decoded:
     """The case on pages; `options` are those of `decode_paged`."""
     c = case(name)
     return decode_paged(

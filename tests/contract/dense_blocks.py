@@ -70,12 +70,18 @@ def decode_blocks(
         laws = _block_laws(net, request, done, blocks, first, size, prompt)
         leaving = [block for block in blocks if block.ready]
         before = [1.0] + [block.progress() for block in blocks]
-        out_of = [
-            rule(block, progress, {i: laws.get(block.start + i) for i in range(size)}, request, truth.nfe)
-            for block, progress in zip(blocks, before[:-1], strict=True)
-            if not block.ready
+        open_blocks = [(b, p) for b, p in zip(blocks, before[:-1], strict=True) if not b.ready]
+        done_now = [
+            rule(
+                block,
+                progress,
+                {i: laws[block.start + i] for i in range(size) if block.start + i in laws},
+                request,
+                truth.nfe,
+            )
+            for block, progress in open_blocks
         ]
-        for block, may in zip([b for b in blocks if not b.ready], out_of, strict=True):
+        for (block, _), may in zip(open_blocks, done_now, strict=True):
             if not may:
                 break
             block.ready = True

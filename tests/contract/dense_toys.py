@@ -1,4 +1,4 @@
-"""Cache-free truths of the stranger loops, and the rules that `dense_blocks.decode_blocks` is given.
+"""Cache-free truths of the stranger loops, and the rules of `dense_blocks.decode_blocks`.
 
 Written from the toys' descriptions with lists and NumPy; nothing here imports `strategies`.
 """
@@ -8,6 +8,7 @@ import numpy as np
 from tests.contract.dense import Law, Net, Truth, random_id, step_key
 from tests.contract.dense_blocks import Block, Rule
 from tests.contract.harness import Request
+
 
 def _complete(block: Block, request: Request) -> bool:
     return all(block.start + i >= request.limit for i in block.holes())
@@ -93,9 +94,7 @@ def decode_pieces(net: Net, request: Request, size: int, piece: int, accept: flo
             passes.append({i: net.mask if c is None else c for i, c in shown.items()})
             laws = _piece_laws(net, done, passes, size)
             drawn = {
-                i: laws[i].draw(
-                    request.temperature, step_key(request, truth.nfe, block.start + i)
-                )
+                i: laws[i].draw(request.temperature, step_key(request, truth.nfe, block.start + i))
                 for i in holes
                 if first <= i < first + piece
             }

@@ -102,9 +102,7 @@ class Canvas(struct.PyTreeNode):
         noise = self._random_ids(forward, state, salt=0)
         buffer = opened.buffer
         canvas = jnp.where(new, noise, buffer.tokens)
-        state = opened.replace(
-            buffer=buffer.replace(tokens=canvas, filled=buffer.filled | new)
-        )
+        state = opened.replace(buffer=buffer.replace(tokens=canvas, filled=buffer.filled | new))
         encode = buffer.status[:, 0] == TO_CACHE
         shape = (*canvas.shape, -1)
         soft = state.carry.tokens["soft"].reshape(shape)
