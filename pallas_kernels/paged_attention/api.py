@@ -19,7 +19,7 @@ Implementation = Literal["xla", "cudnn"]
 
 # Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
-# 14 M 11.1 / 8.8 (benchmarks/results/step_time.json).
+# 14 M 11.1 / 8.8 (benchmarks/results/step_time_h200_back_ends.json).
 _XLA_SCORES = 4_000_000
 
 
