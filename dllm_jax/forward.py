@@ -5,6 +5,7 @@ returns a `WindowOutput`, from which predictions and the deferred store are take
 knows what any strategy does.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -119,13 +120,22 @@ class ModelForward:
 
     def predict(
         self,
-        hidden: Float[Array, "B D"],
+        hidden: Float[Array, "B *X D"],
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
     ) -> TokenStats:
-        """Statistics [B] of hidden rows that belong to no cell."""
-        sampling = greedy(hidden.shape[0]) if sampling is None else sampling
-        return read_stats(self.unembed, hidden, sampling, keys, forbidden=self.forbidden)
+        """Statistics [B *X] of hidden rows that belong to no cell."""
+        *axes, width = hidden.shape
+        sampling = greedy(axes[0]) if sampling is None else sampling
+        per_row = math.prod(axes[1:])
+        stats = read_stats(
+            self.unembed,
+            hidden.reshape(-1, width),
+            jax.tree.map(lambda leaf: jnp.repeat(leaf, per_row), sampling),
+            None if keys is None else keys.reshape(-1),
+            forbidden=self.forbidden,
+        )
+        return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Float32 logits of hidden rows."""

@@ -313,11 +313,11 @@ class Forward(Protocol):
 
     def predict(
         self,
-        hidden: Float[Array, "B D"],
+        hidden: Float[Array, "B *X D"],
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
     ) -> TokenStats:
-        """Statistics [B] of hidden rows that belong to no cell of the window."""
+        """Statistics [B *X] of hidden rows that belong to no cell of the window."""
         ...
 
 
