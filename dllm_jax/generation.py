@@ -217,7 +217,7 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
         "add_block_threshold": defaults.add_block_threshold,
         "semi_complete_threshold": defaults.semi_complete_threshold,
     }
-    if name == defaults.strategy or plain.needs.prompt.startswith("grid"):
+    if plain.needs.prompt.startswith("grid"):  # elsewhere the size is the algorithm's, as AR's 2
         wanted |= {"block_size": defaults.block_size}
     if name == defaults.strategy:
         wanted |= {"buffer_size": defaults.buffer_size}

@@ -38,6 +38,11 @@ class AR(struct.PyTreeNode):
 
     def step(self, forward, state):
         """Run the anchor, fill the hole behind it."""
+        if state.buffer.tokens.shape[1:] != (1, 2):
+            raise ValueError(
+                f"block_size={self.block_size}, buffer_size={self.buffer_size}: the window is "
+                "an anchor and a hole; leave both at their defaults, 2 and 1"
+            )
         anchor = state.buffer.filled
         out = forward(state, live=anchor, causal=True)
         state = out.store(state, anchor)
