@@ -79,10 +79,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{problem.question}\n", flush=True)
     if len(prompts) > 1 or args.json:
         return _many(args, model, strategy, prompts, ids)
-    text = _one(args, model, strategy, ids[0])
-    if problem:
-        print(_verdict(problem, text))
-    return 0
+    return _one(args, model, strategy, ids[0], problem)
 
 
 def _draw_problem(args: argparse.Namespace) -> Any:
@@ -125,8 +122,8 @@ def _options(args: argparse.Namespace, first: int, count: int) -> dict[str, Any]
     }
 
 
-def _one(args: argparse.Namespace, model: Any, strategy: Any, ids: list[int]) -> str:
-    """Decode one prompt before the user's eyes; returns the text."""
+def _one(args: argparse.Namespace, model: Any, strategy: Any, ids: list[int], problem: Any) -> int:
+    """Decode one prompt before the user's eyes; the last line is the figures."""
     from dllm_jax.cli.decoding import decode_batch, frame
     from dllm_jax.cli.text import TextStream
     from dllm_jax.cli.watch import Watch
@@ -145,20 +142,23 @@ def _one(args: argparse.Namespace, model: Any, strategy: Any, ids: list[int]) ->
         if progress is None:
             raise Interrupted("interrupted before the first token; run it again") from None
         _finish_text(stream, progress, whole=args.watch)
+        print(summary(progress), flush=True)
         raise Interrupted(
             f"interrupted after {progress.rows[0].nfe} forwards; what was generated so far is "
             "shown; run it again to finish"
         ) from None
     watch.clear()
     _finish_text(stream, progress, whole=args.watch)
-    return stream.text
+    if problem:
+        print(_verdict(problem, stream.text))
+    print(summary(progress), flush=True)
+    return 0
 
 
 def _finish_text(stream: Any, progress: Any, whole: bool) -> None:
-    """Print what of the text is left, then the line of figures."""
+    """Print what of the text is left, or all of it, and an empty line."""
     rest = stream.feed(progress.rows[0].token_ids, last=True)
-    print(stream.text if whole else rest)
-    print(f"\n{summary(progress)}", flush=True)
+    print(f"{stream.text if whole else rest}\n", flush=True)
 
 
 def _many(
