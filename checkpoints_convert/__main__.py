@@ -6,7 +6,7 @@ import sys
 from tqdm import tqdm
 
 from checkpoints_convert.conversion import convert
-from checkpoints_convert.report import inspect
+from checkpoints_convert.inspection import inspect
 
 
 def main(argv: list[str] | None = None) -> int:

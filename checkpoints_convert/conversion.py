@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.report import Report, inspect
+from checkpoints_convert.inspection import inspect
+from checkpoints_convert.report import Report
 from checkpoints_convert.weights import Progress, read_weights
 
 

@@ -96,6 +96,13 @@ def describe(folder: Path, source: str) -> Report:
                 f"{_PARAMS}/{name} holds {have} bytes instead of {want}; "
                 "convert the checkpoint again"
             )
+        # Read here as well: Orbax, stopped half-way by one bad leaf, leaves its other reads
+        # running into a closed event loop.
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                read_json(folder / _PARAMS / name / ".zarray")
+            except ValueError as error:
+                problems.append(f"{_PARAMS}/{name}: {error}")
     return dataclasses.replace(
         report,
         family=meta.get("family"),

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.api import WindowMask, on_gpu, sees
+from pallas_kernels.paged_attention.mask import WindowMask, sees
 
 _MAX_HEAD = 128  # cuDNN's forward attention on every architecture it supports
 
 
 def unsupported(q: Array) -> str | None:
     """Why this back end cannot run these queries, or None."""
-    if not on_gpu():
+    if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {q.dtype}"

@@ -1,0 +1,65 @@
+"""Who sees whom in a window: the mask of paged attention, in a form small enough for a kernel.
+
+Nothing here computes attention.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+
+class WindowMask(struct.PyTreeNode):
+    """Who sees whom, in a form small enough to travel to a kernel.
+
+    Attributes:
+        cell: Window cell of each computed row; its block is `cell // block_size`.
+        start: Absolute position of cell 0.
+        live: First and one past the last live cell, [B 2]; other cells neither see nor are seen.
+        context_len: Cached keys seen, counted from position 0.
+        visible: Whether row block q sees key block k; leading axis B or 1.
+        causal: Rows in token order as well.
+        block_size: Cells of a block.
+    """
+
+    cell: Int[Array, "B T"]
+    start: Int[Array, " B"]
+    live: Int[Array, "B 2"]
+    context_len: Int[Array, " B"]
+    visible: Bool[Array, "B K K"]
+    causal: Bool[Array, " B"]
+    block_size: int = struct.field(pytree_node=False)
+
+    def rows_live(self) -> Bool[Array, "B T"]:
+        """Computed rows that take part."""
+        return (self.cell >= self.live[:, :1]) & (self.cell < self.live[:, 1:])
+
+    def sees_context(self, length: int) -> Bool[Array, "B T L"]:
+        """Row i sees cached position j.
+
+        A position that is both cached and live is seen fresh, not cached; in token order a row
+        sees no cached position behind its own.
+        """
+        j = jnp.arange(length)[None, None, :]
+        edges = (self.start[:, None] + self.live)[:, :, None, None]
+        refreshed = (j >= edges[:, 0]) & (j < edges[:, 1])
+        cached = (j < self.context_len[:, None, None]) & ~refreshed
+        position = (self.start[:, None] + self.cell)[:, :, None]
+        in_order = ~self.causal[:, None, None] | (j <= position)
+        return cached & in_order & self.rows_live()[:, :, None]
+
+    def sees_fresh(self) -> Bool[Array, "B T T"]:
+        """Row i sees the fresh key of row j."""
+        live = self.rows_live()
+        block = jnp.clip(self.cell // self.block_size, 0, self.visible.shape[1] - 1)
+        visible = jnp.broadcast_to(self.visible, (len(block), *self.visible.shape[1:]))
+        rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
+        pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
+        in_order = ~self.causal[:, None, None] | (self.cell[:, None, :] <= self.cell[:, :, None])
+        return pairs & in_order & live[:, :, None] & live[:, None, :]
+
+
+def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:
+    """The whole mask over gathered context, then fresh keys."""
+    context = mask.sees_context(page_table.shape[1] * page_size)
+    present = jnp.repeat(page_table >= 0, page_size, axis=1)[:, None, :]
+    return jnp.concatenate([context & present, mask.sees_fresh()], axis=-1)
