@@ -17,7 +17,8 @@ def enable_compile_cache() -> None:
     """Turn JAX's persistent compilation cache on, unless the user has set one up."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is not None:
+    # By name: the stubs of jax 0.10 do not list it.
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
