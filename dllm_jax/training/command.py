@@ -37,6 +37,7 @@ def parser(add_help: bool = True) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--muon-lr", type=float, default=default.muon_lr)
     add("--adam-lr", type=float, default=default.adam_lr)
+    add("--head-temperature", type=float, default=default.head_temperature)
     add("--layers", type=int, default=default.model.num_layers)
     add("--hidden-size", type=int, default=default.model.hidden_size)
     add("--ffn-size", type=int, default=default.model.ffn_size)
@@ -69,12 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         eval_problems=args.eval_problems,
         evals=args.evals,
         log_every=args.log_every,
+        head_temperature=args.head_temperature,
     )
     run = loop.train(config, out, max_seconds=args.max_seconds, num_workers=args.workers)
     report.draw_curves(out / "metrics.jsonl", out / "curves.png")
     if not run["done"]:
         print(f"stopped at step {run['step']}; the same command continues")
         return 0
+    run["params"] = export.calibrate(run["params"], config.head_temperature)
     export.save_folder(run, config, out / "model", curves=out / "curves.png")
     results = []
     for half in ("plain", "hard"):

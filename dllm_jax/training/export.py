@@ -17,6 +17,19 @@ from dllm_jax.training import loop
 from dllm_jax.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, save_tokenizer
 
 BLOCK_SIZE = 32
+# How the model is decoded when nothing is said: the numbers of `strategies.MultiBD()`.
+DECODING = {
+    "strategy": "multi_bd",
+    "buffer_size": 4,
+    "accept_threshold": 0.9,
+    "add_block_threshold": 0.1,
+    "semi_complete_threshold": 0.9,
+}
+
+
+def calibrate(params: Any, temperature: float) -> Any:
+    """The weights with every logit divided by `temperature` (the head must not be tied)."""
+    return params | {"lm_head": params["lm_head"] / temperature}
 
 
 def save_folder(
@@ -32,7 +45,12 @@ def save_folder(
         run["params"],
         config.model,
         folder,
-        extra_config={**ids, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE},
+        extra_config={
+            **ids,
+            "mask_token_id": MASK_ID,
+            "block_size": BLOCK_SIZE,
+            "dllm_jax": DECODING,
+        },
     )
     generation = {**ids, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -42,12 +60,15 @@ def save_folder(
 
 
 def write_card(
-    run: dict[str, Any], config: loop.TrainConfig, folder: pathlib.Path, results: list[dict]
+    run: dict[str, Any],
+    config: loop.TrainConfig,
+    folder: pathlib.Path,
+    results: list[dict],
+    measured_with: str = "the trainer's dense decoder in bf16",
 ) -> None:
     """Write README.md: what the model is, how it was made and how it scores."""
     m = config.model
     num_params = sum(leaf.size for leaf in jax.tree.leaves(run["params"]))
-    device = jax.devices()[0]
     samples = run["step"] * config.data.batch_size
     rows = "\n".join(
         f"| {r['half']} | {r['block_size']} | {r['buffer']} | {r['threshold']} "
@@ -74,17 +95,20 @@ attention, no shift) and shipped with dllm_jax as `builtin:tiny-sdar`; it knows 
   `<|eos|>`. The mask token is `<|mask|>` (id {MASK_ID}). Blocks of 4, 8, 16 and 32 were trained;
   32 is the default.
 - **Data**: the project's own seeded generator (`dllm_jax/training/data.py`), fresh samples all
-  through; {100 * (1 - config.data.hard_share):.0f} % plain word problems (numbers below 1000),
-  {100 * config.data.hard_share:.0f} % hard ones (serial chains, numbers to 9999, worked partial
-  products and quotients). One instance in sixteen, by a hash of its numbers, is held out.
+  through; {1 - config.data.hard_share:.0%} plain word problems (numbers below 1000),
+  {config.data.hard_share:.0%} hard ones (serial chains, numbers to 9999, worked partial products
+  and quotients). One instance in sixteen, by a hash of its numbers, is held out.
 - **Training**: {run["step"]} steps of {config.data.batch_size} rows of
   {" or ".join(map(str, config.data.lengths))} tokens = {samples / 1e6:.1f} M samples in
-  {run["seconds"]:.0f} s (compilation and evaluation included) on {jax.device_count()} x
-  {device.device_kind}; Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed};
-  jax {jax.__version__}, Python {platform.python_version()}. Last training loss
-  {run["metrics"].get("loss", float("nan")):.4f}, masked digits right
-  {100 * run["metrics"].get("digit_accuracy", float("nan")):.2f} %. The same seed on other devices
-  gives another model.
+  {run["seconds"]:.0f} s (compilation and evaluation included) on
+  {jax.device_count()} x {jax.devices()[0].device_kind};
+  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; jax {jax.__version__},
+  Python {platform.python_version()}. Last training loss {run["metrics"].get("loss", 0.0):.4f},
+  masked digits right {run["metrics"].get("digit_accuracy", 0.0):.2%} (many cannot be known yet).
+  The same seed on other devices gives another model.
+- **Head**: divided by {config.head_temperature:g} after training, so that an accept threshold of
+  0.9 keeps tokens that are accepted together consistent; greedy choices are those of the trained
+  head. To draw samples use a temperature of {1 / config.head_temperature:.2f} or lower.
 - **Limits**: trained on rows of at most {max(config.data.lengths)} tokens, English templates
   only, whole numbers, results below 10000.
 
@@ -92,9 +116,10 @@ attention, no shift) and shipped with dllm_jax as `builtin:tiny-sdar`; it knows 
 
 ## Results
 
-Held-out problems, greedy, {results[0]["num_problems"] if results else 0} per half, dense decoder of
-the trainer in bf16; ± is the 95 % half-width. Forwards are all forwards after the prompt's
-prefill, in brackets those that only store a finished block; threshold 1.0 is one token a forward.
+Held-out problems, greedy, {results[0]["num_problems"] if results else 0} per half, with
+{measured_with}; ± is the 95 % half-width. Forwards are all forwards after
+the prompt's prefill, in brackets those that only store a finished block; threshold 1.0 is one
+token a forward.
 
 | half | block | buffer | threshold | exact % | tokens per forward | forwards | denoise per block |
 |---|---|---|---|---|---|---|---|

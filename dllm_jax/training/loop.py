@@ -62,6 +62,10 @@ class TrainConfig:
         eval_problems: Held-out problems per half and evaluation.
         evals: Evaluations in a run, evenly spaced, the last at its end.
         compute_dtype: Dtype of the matrix products; master weights are float32.
+        head_temperature: What the head is divided by once the run is done. Cross entropy makes
+            each token's probability right on its own, but a block's tokens are accepted together:
+            several at 0.95 are often inconsistent. Softer probabilities let an accept threshold
+            of 0.9 ask for what 0.99 and more asked for before; greedy choices do not change.
     """
 
     model: dense.DenseConfig = TINY_SDAR
@@ -79,6 +83,7 @@ class TrainConfig:
     eval_problems: int = 512
     evals: int = 4
     compute_dtype: str = "bfloat16"
+    head_temperature: float = 2.25
 
 
 class TrainState(struct.PyTreeNode):
