@@ -12,21 +12,20 @@ import functools
 import json
 import math
 import pathlib
-import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tokenizers
-from flax import struct
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from dllm_jax.models import dense
-from dllm_jax.training import data, held_out, objective, optimizer, stream
+from dllm_jax.training import data, held_out, objective, optimizer, run_log, stream
+from dllm_jax.training.run_state import TrainState, restore, save
 from dllm_jax.training.tokenizer import MASK_ID, train_tokenizer
 
 TINY_SDAR = dense.DenseConfig(
@@ -84,14 +83,6 @@ class TrainConfig:
     evals: int = 4
     compute_dtype: str = "bfloat16"
     head_temperature: float = 2.25
-
-
-class TrainState(struct.PyTreeNode):
-    """Everything on the device that a checkpoint holds."""
-
-    params: Any
-    optimizer: Any
-    step: Int[Array, ""]
 
 
 @functools.cache
@@ -164,7 +155,7 @@ def train(
     out_dir = pathlib.Path(out_dir).resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    clock = _Clock(config)
+    clock = run_log.Clock(config.num_steps, config.budget_seconds)
     tokenizer, is_digit = _make_tokenizer_for(config.model)
     init, step = make_step(config, jnp.asarray(is_digit))
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -179,10 +170,10 @@ def train(
         (out_dir / "metrics.jsonl").open("a", encoding="utf-8") as file,
     ):
         if saver.latest_step() is not None:
-            state, clock.seconds_before = _restore(saver, state, whole)
+            state, clock.seconds_before = restore(saver, state, whole)
             clock.step = int(state.step)
             say(f"resumed at step {clock.step}, {clock.seconds_before:.0f} s")
-        log = _Log(file, say, clock)
+        log = run_log.Log(file, say, clock)
         part, saved_at = math.floor(clock.progress() * config.evals), clock.seconds()
         with contextlib.closing(
             stream.batches(config.data, tokenizer, clock.step, num_workers)
@@ -197,10 +188,10 @@ def train(
                     part = math.floor(clock.progress() * config.evals)
                     log.write_scores(_evaluate(config, state.params, tokenizer, rows))
                 if clock.seconds() - saved_at > config.checkpoint_seconds:
-                    _save(saver, state, clock.seconds())
+                    save(saver, state, clock.seconds())
                     saved_at = clock.seconds()
         if saver.latest_step() != clock.step:
-            _save(saver, state, clock.seconds())
+            save(saver, state, clock.seconds())
     return {
         "params": jax.device_get(state.params),
         "step": clock.step,
@@ -211,71 +202,6 @@ def train(
     }
 
 
-class _Clock:
-    """How far a run is, in steps and in seconds of all its calls."""
-
-    def __init__(self, config: TrainConfig):
-        self._config, self._started = config, time.monotonic()
-        self.step, self.seconds_before = 0, 0.0
-
-    def seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self._started
-
-    def progress(self) -> float:
-        if self._config.budget_seconds is not None:
-            return min(1.0, self.seconds() / self._config.budget_seconds)
-        return min(1.0, self.step / self._config.num_steps)
-
-    def is_over(self, max_seconds: float | None) -> bool:
-        return max_seconds is not None and self.seconds() - self.seconds_before >= max_seconds
-
-
-class _Log:
-    """Lines of `metrics.jsonl`, and of what the user sees."""
-
-    def __init__(self, file: TextIO, say: Callable[[str], None], clock: _Clock):
-        self._file, self._say, self._clock = file, say, clock
-        self._pending: list[dict] = []
-        self._from = (clock.step, time.monotonic())
-        self.last: dict[str, float] = {}
-
-    def add(self, metrics: dict, factor: float, is_due: bool) -> None:
-        """Keep a step's metrics; when due, write the mean of all but the newest few."""
-        self._pending.append(metrics)
-        if not is_due:
-            return
-        # the newest few are still being computed: reading them would leave the device idle
-        ready, self._pending = self._pending[:-5] or self._pending, self._pending[-5:]
-        read = jax.device_get(ready)
-        self.last = {name: float(np.mean([m[name] for m in read])) for name in read[0]}
-        step, now = self._clock.step, time.monotonic()
-        speed = (step - self._from[0]) / (now - self._from[1])
-        self._from = (step, now)
-        line = {"step": step, "seconds": self._clock.seconds(), "progress": self._clock.progress()}
-        self._write(line | self.last | {"lr_factor": factor, "steps_per_second": speed})
-        self._say(
-            f"step {step} {100 * self._clock.progress():.1f} % loss {self.last['loss']:.4f} "
-            f"digits {self.last['digit_accuracy']:.4f} {speed:.1f} steps/s"
-        )
-        if not math.isfinite(self.last["loss"]):
-            raise FloatingPointError(f"loss={self.last['loss']} at {step=}; lower the rates")
-
-    def write_scores(self, scores: list[dict]) -> None:
-        """Write the results of an evaluation."""
-        for score in scores:
-            kept = {name: value for name, value in score.items() if name != "right"}
-            self._write({"step": self._clock.step, "eval": kept})
-            self._say(
-                f"{score['half']} buffer {score['buffer']}: {score['exact']:.3f} exact, "
-                f"{score['tokens_per_forward']:.2f} tokens per forward, "
-                f"{score['denoise_per_block']:.2f} denoise forwards a block"
-            )
-
-    def _write(self, line: dict) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-
 def _make_tokenizer_for(model: dense.DenseConfig) -> tuple[tokenizers.Tokenizer, np.ndarray]:
     tokenizer = make_tokenizer(model.vocab_size)
     if tokenizer.get_vocab_size() != model.vocab_size:
@@ -284,7 +210,7 @@ def _make_tokenizer_for(model: dense.DenseConfig) -> tuple[tokenizers.Tokenizer,
             f"{tokenizer.get_vocab_size()}; use at most that many"
         )
     is_digit = np.zeros(model.vocab_size, bool)
-    is_digit[[tokenizer.token_to_id(digit) for digit in "0123456789"]] = True
+    is_digit[[tokenizer.encode(digit).ids[0] for digit in "0123456789"]] = True
     return tokenizer, is_digit
 
 
@@ -311,31 +237,3 @@ def _evaluate(
 
 def _norm(tree: Any) -> Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
-
-
-def _save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> None:
-    # optimiser states hold empty nodes that a stored tree cannot name: keep their leaves by number
-    leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state.optimizer))}
-    tree = {"params": state.params, "optimizer": leaves, "seconds": np.float64(seconds)}
-    saver.save(int(state.step), args=ocp.args.StandardSave(tree))
-    saver.wait_until_finished()
-
-
-def _restore(
-    saver: ocp.CheckpointManager, like: TrainState, sharding: NamedSharding
-) -> tuple[TrainState, float]:
-    step_id = saver.latest_step()
-    leaves, tree = jax.tree.flatten(like.optimizer)
-
-    def shape(leaf: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    wanted = {
-        "params": jax.tree.map(shape, like.params),
-        "optimizer": {str(i): shape(leaf) for i, leaf in enumerate(leaves)},
-        "seconds": np.float64(0),
-    }
-    got = saver.restore(step_id, args=ocp.args.StandardRestore(wanted))
-    opt_state = jax.tree.unflatten(tree, [got["optimizer"][str(i)] for i in range(len(leaves))])
-    step = jax.device_put(jnp.asarray(step_id, jnp.int32), sharding)
-    return TrainState(got["params"], opt_state, step), float(got["seconds"])

@@ -47,7 +47,7 @@ def orthogonalize(updates: Any) -> Any:
     """Every weight of the layers made semi-orthogonal, same-shape matrices in one batch."""
     is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
     leaves, tree = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_masked)
-    groups: dict[tuple[int, int], list[Array]] = {}
+    groups: dict[tuple[int, ...], list[Array]] = {}
     places = []  # per leaf: name, then (shape, position in its group) of each of its matrices
     for path, leaf in leaves:
         parts = [] if is_masked(leaf) else _split(path[-1].key, leaf)

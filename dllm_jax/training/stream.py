@@ -9,7 +9,7 @@ import dataclasses
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ def _pack(rows: list[tuple[list[int], int]], length: int) -> dict[str, Any]:
 
 def batches(
     cfg: StreamConfig, tokenizer: tokenizers.Tokenizer, first: int = 0, num_workers: int = 0
-) -> Iterator[dict]:
+) -> Generator[dict, None, None]:
     """The stream from batch number `first` on.
 
     Args:

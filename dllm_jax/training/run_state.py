@@ -1,0 +1,52 @@
+"""What a run is at one step, and its checkpoints.
+
+Nothing here knows how the state changes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import struct
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Int
+
+
+class TrainState(struct.PyTreeNode):
+    """Everything on the device that a checkpoint holds."""
+
+    params: Any
+    optimizer: Any
+    step: Int[Array, ""]
+
+
+def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> None:
+    """Write a checkpoint and wait for it; `seconds` is how long the run has lasted."""
+    # optimiser states hold empty nodes that a stored tree cannot name: keep their leaves by number
+    leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state.optimizer))}
+    tree = {"params": state.params, "optimizer": leaves, "seconds": np.float64(seconds)}
+    saver.save(int(state.step), args=ocp.args.StandardSave(tree))
+    saver.wait_until_finished()
+
+
+def restore(
+    saver: ocp.CheckpointManager, like: TrainState, sharding: NamedSharding
+) -> tuple[TrainState, float]:
+    """The newest checkpoint in the form of `like`, and the seconds the run had lasted."""
+    step_id = saver.latest_step()
+    leaves, tree = jax.tree.flatten(like.optimizer)
+
+    def shape(leaf: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    wanted = {
+        "params": jax.tree.map(shape, like.params),
+        "optimizer": {str(i): shape(leaf) for i, leaf in enumerate(leaves)},
+        "seconds": np.float64(0),
+    }
+    got = saver.restore(step_id, args=ocp.args.StandardRestore(wanted))
+    opt_state = jax.tree.unflatten(tree, [got["optimizer"][str(i)] for i in range(len(leaves))])
+    step = jax.device_put(jnp.asarray(step_id, jnp.int32), sharding)
+    return TrainState(got["params"], opt_state, step), float(got["seconds"])
