@@ -44,6 +44,7 @@ def score(
         Means over problems, 95 % half-widths of the first two, and the list of what was right.
     """
     problems = _problems(half, num_problems)
+    batch_size = min(batch_size, num_problems)
     prompts = [tokenizer.encode(stream.conversation(p.question)).ids for p in problems]
     right, speed, forwards, commits, blocks = [], [], [], [], []
     for at in range(0, num_problems, batch_size):

@@ -225,7 +225,6 @@ def _evaluate(
             half,
             buffer=buffer,
             num_problems=config.eval_problems,
-            batch_size=min(512, config.eval_problems),
             row_len=max(config.data.lengths),
             sharding=rows,
             dtype=jnp.dtype(config.compute_dtype),
