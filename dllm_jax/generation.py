@@ -159,7 +159,8 @@ def _prepare(
     strategy = resolve_strategy(model, strategy)
     bare, knobs = split_knobs(strategy)
     aux = _bind_draft(strategy, draft)
-    _check_number("max_tokens", max_tokens, 1, None)
+    _check_number("max_tokens", max_tokens, 1, model.config.max_position)
+    _check_window(model, strategy)
     _check_number("temperature", temperature, 0.0, None)
     _check_number("top_k", top_k, 0, None)
     _check_number("top_p", top_p, 0.0, 1.0)
@@ -243,6 +244,17 @@ def _check_number(name: str, value: Any, low: float, high: float | None) -> None
     if isinstance(value, int | float) and (value < low or (high is not None and value > high)):
         span = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name}={value} must be {span}; choose a value there")
+
+
+def _check_window(model: Model, strategy: Any) -> None:
+    """Refuse a window that the model has no positions for, before anything is allocated."""
+    block_size, buffer_size = strategy.block_size, strategy.buffer_size
+    most = model.config.max_position
+    if block_size < 1 or buffer_size < 1 or block_size * buffer_size > most:
+        raise ValueError(
+            f"{block_size=} and {buffer_size=} must be at least 1, and their product at most the "
+            f"model's {most} positions; choose smaller ones"
+        )
 
 
 def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Array]:

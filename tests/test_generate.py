@@ -34,7 +34,7 @@ def toy(shift: bool = False) -> Model:
         num_kv_heads=2,
         head_dim=8,
         ffn_size=48,
-        max_position=200,
+        max_position=300,
         mask_token_id=-1 if shift else VOCAB - 1,
         shift=shift,
     )
@@ -184,7 +184,13 @@ def test_generate_default_strategy_is_the_familys(model):
 
 
 BAD = {
-    "max_tokens": ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+    "max_tokens": ({"max_tokens": 0}, r"max_tokens=0 must be in \[1, 300\]"),
+    "too many": ({"max_tokens": 10**9}, r"max_tokens=1000000000 must be in \[1, 300\]"),
+    "window": (
+        {"strategy": MultiBD(block_size=32, buffer_size=100)},
+        "buffer_size=100 must be at least 1, and their product at most the model's 300 positions",
+    ),
+    "block": ({"strategy": MultiBD(block_size=-4, buffer_size=1)}, "block_size=-4 and buffer_size"),
     "temperature": ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
     "top_p": ({"top_p": 1.5}, r"top_p=1.5 must be in \[0.0, 1.0\]"),
     "max_nfe": ({"max_nfe": 0}, "max_nfe=0 must be at least 1"),
@@ -208,7 +214,7 @@ def test_generate_refuses_bad_arguments(model, case):
     [
         ([], "prompts is empty"),
         ([[1], []], "prompt 1 is empty"),
-        ([[1] * 200], "prompt 0 has 200 tokens; the model takes 200"),
+        ([[1] * 300], "prompt 0 has 300 tokens; the model takes 300"),
         ([[VOCAB]], r"prompt 0 holds id 60, outside the vocabulary \[0, 60\)"),
         (jnp.zeros((3,), jnp.int32), r"prompts have shape \(3,\)"),
     ],
