@@ -188,7 +188,6 @@ def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[
         "attention_bias": False,
         "rms_norm_eps": cfg.norm_eps,
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": None,
         "max_position_embeddings": cfg.max_position,
         "tie_word_embeddings": cfg.tie_embeddings,
         "torch_dtype": dtype,
