@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints_convert import conversion
 from dllm_jax.models import dense
-from dllm_jax.training import export, loop, optimizer, report, stream
+from dllm_jax.training import export, loop, optimizer, report, run_folder, stream
 
 TINY = loop.TrainConfig(
     model=dense.DenseConfig(
@@ -86,6 +86,40 @@ def test_a_time_limit_ends_with_a_checkpoint(tmp_path) -> None:
     run = loop.train(TINY, tmp_path, max_seconds=0.0, num_workers=0, say=lambda _: None)
     assert not run["done"]
     assert list((tmp_path / "checkpoints").iterdir())
+
+
+def claim(folder, **changes) -> None:
+    run_folder.claim(folder, dataclasses.replace(TINY, **changes))
+
+
+def test_a_run_takes_no_foreign_folder(tmp_path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "sdar"}')
+    with pytest.raises(ValueError, match=r"model' holds 'config.json' and no training run; give a"):
+        loop.train(TINY, model, num_workers=0)
+    assert [p.name for p in model.iterdir()] == ["config.json"]
+    assert (model / "config.json").read_text() == '{"model_type": "sdar"}'
+    for path in (model / "config.json", model / "config.json" / "below"):
+        with pytest.raises(
+            ValueError, match=r"cannot be the folder of a run \(.+\); give a folder"
+        ):
+            loop.train(TINY, path, num_workers=0)
+
+
+def test_a_run_is_continued_with_its_own_config_only(tmp_path) -> None:
+    claim(tmp_path / "run")
+    before = (tmp_path / "run" / "config.json").read_text()
+    changes = {"seed": 1, "data": dataclasses.replace(TINY.data, batch_size=16)}
+    words = r"\(data.batch_size is 8 there and 16 here; seed is 0 there and 1 here\); continue it"
+    with pytest.raises(ValueError, match=words):
+        claim(tmp_path / "run", **changes)
+    for shorter in ({"num_steps": 49}, {"budget_seconds": 9.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(shorter))} is .* there"):
+            claim(tmp_path / "run", **shorter)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+    claim(tmp_path / "run", num_steps=51, evals=9, log_every=1, head_temperature=1.0)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["num_steps"] == 51
 
 
 def test_the_stream_is_a_function_of_its_position() -> None:

@@ -9,7 +9,6 @@ problems are written or what the loss is.
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dllm_jax.models import dense
-from dllm_jax.training import data, held_out, objective, optimizer, run_log, stream
+from dllm_jax.training import data, held_out, objective, optimizer, run_folder, run_log, stream
 from dllm_jax.training.run_state import TrainState, restore, save
 from dllm_jax.training.tokenizer import MASK_ID, train_tokenizer
 
@@ -151,10 +150,10 @@ def train(
 
     Raises:
         FloatingPointError: If the loss is no number any more.
+        ValueError: If `out_dir` holds something else, or a run whose config differs in more than
+            its length, its evaluations, log and checkpoints, and the head's temperature.
     """
-    out_dir = pathlib.Path(out_dir).resolve()
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    out_dir = run_folder.claim(out_dir, config)
     clock = run_log.Clock(config.num_steps, config.budget_seconds)
     tokenizer, is_digit = _make_tokenizer_for(config.model)
     init, step = make_step(config, jnp.asarray(is_digit))

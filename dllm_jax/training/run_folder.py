@@ -1,0 +1,92 @@
+"""The folder of a run: taken only if it is empty or holds this very run.
+
+`config.json` says which run a folder belongs to. Nothing here knows what a run does with it.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+CONFIG = "config.json"
+# What says how a run is watched, cut into checkpoints and finished, and not what it learns.
+_FREE = {"log_every", "checkpoint_seconds", "evals", "eval_problems", "head_temperature"}
+# A run may be made longer: the learning rate then goes on from the smaller share that is done.
+_LENGTHS = {"num_steps", "budget_seconds"}
+
+
+def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
+    """Make the folder of a run, or find that it is this run's; write `config.json`.
+
+    Args:
+        config: Dataclass of the run, such as `dllm_jax.training.loop.TrainConfig`.
+
+    Returns:
+        The folder, resolved.
+
+    Raises:
+        ValueError: If it cannot be made, holds something else, or a run of another config.
+    """
+    shown = os.fspath(folder)
+    path = pathlib.Path(shown).resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+        if names := sorted(os.listdir(path)):
+            _check(shown, names[0], _stored(path / CONFIG), json.loads(text))
+        partial = path / f".{CONFIG}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path / CONFIG)
+    except OSError as error:
+        raise ValueError(
+            f"{shown!r} cannot be the folder of a run ({error.strerror}); "
+            "give a folder that is new, empty or this run's"
+        ) from error
+    return path
+
+
+def _check(shown: str, found: str, stored: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
+    if stored is None:
+        raise ValueError(
+            f"{shown!r} holds {found!r} and no training run; "
+            "give a folder that is new, empty or this run's"
+        )
+    if differences := _differences(stored, wanted):
+        raise ValueError(
+            f"{shown!r} holds a run of another config ({'; '.join(differences)}); "
+            "continue it with its own values, or give another folder"
+        )
+
+
+def _stored(path: pathlib.Path) -> dict[str, Any] | None:
+    """A run's config, None if the file is missing or not a run's (a model's has other names)."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_run = isinstance(stored, dict) and {"model", "data", "noise"} <= set(stored)
+    return stored if is_run else None
+
+
+def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Fields that forbid to continue, each with both values."""
+    before, after = _flat(stored), _flat(wanted)
+    found = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        is_longer = name in _LENGTHS and (old or math.inf) < (new or 0)  # None: of the other kind
+        if old != new and name not in _FREE and not is_longer:
+            found.append(f"{name} is {old!r} there and {new!r} here")
+    return found
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
