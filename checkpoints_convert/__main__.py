@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("dst", nargs="?", help="the folder to make; not needed with --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="only report what is there")
     parser.add_argument("--dtype", default="bfloat16", help="auto, bfloat16, float32 or float16")
-    parser.add_argument("--force", action="store_true", help="replace an existing folder")
+    parser.add_argument("--force", action="store_true", help="replace a converted folder")
     parser.add_argument("--allow-extra", action="store_true", help="leave unknown tensors out")
     args = parser.parse_args(argv)
     if args.dry_run:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.inspection import inspect
+from checkpoints_convert.placing import placed
 from checkpoints_convert.report import Report
 from checkpoints_convert.weights import Progress, read_weights
 
@@ -32,11 +33,7 @@ def load_params(
     """
     report = inspect(src, allow_extra=allow_extra)
     report.require_ok()
-    if report.kind == "converted":
-        from checkpoints_convert import orbax_io
-
-        return orbax_io.restore(report, dtype), report
-    return read_weights(report, dtype, progress), report
+    return _read(report, dtype, progress), report
 
 
 def convert(
@@ -58,7 +55,7 @@ def convert(
         dst: Folder to make.
         dtype: Type of every leaf; "auto" is the checkpoint's own.
         lora: Not supported yet.
-        force: Replace an existing folder.
+        force: Replace an existing converted folder; anything else in its place is refused.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
         progress: Called with bytes read and bytes in all.
 
@@ -67,14 +64,26 @@ def convert(
 
     Raises:
         ConversionError: With every problem found; nothing is written then.
-        FileExistsError: If the folder is there and `force` is not given.
+        FileExistsError: If the folder is there and may not be replaced.
+        OSError: If the folder cannot be written, found out before weights are read.
+        ValueError: If `dst` is `src` or holds it.
     """
-    from checkpoints_convert import orbax_io
-
     if lora is not None:
         raise ValueError(f"{lora=} is not supported yet; merge the adapter into the weights first")
+    report = inspect(src, allow_extra=allow_extra)
+    report.require_ok()
     target = Path(dst)
-    if target.exists() and not force:
-        raise FileExistsError(f"{os.fspath(dst)!r} exists already; choose another or use force")
-    params, report = load_params(src, dtype, progress, allow_extra=allow_extra)
-    return orbax_io.save(params, report, target)
+    with placed(target, Path(src), force=force) as folder:
+        from checkpoints_convert import orbax_io
+
+        orbax_io.save(_read(report, dtype, progress), report, folder)
+    return target.absolute()
+
+
+def _read(report: Report, dtype: str, progress: Progress | None) -> Any:
+    """The weights of an inspected checkpoint without problems."""
+    if report.kind == "converted":
+        from checkpoints_convert import orbax_io
+
+        return orbax_io.restore(report, dtype)
+    return read_weights(report, dtype, progress)

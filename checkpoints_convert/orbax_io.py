@@ -4,8 +4,8 @@
     DST/meta.json       format, family, config, defaults, dtype, source digests
     DST/tokenizer.json  and the other tokenizer files of the source
 
-A folder is made under another name beside its place and renamed when it is complete, so whatever
-carries the name loads. Importing this module imports Orbax, which takes a second.
+`placing` brings such a folder to its place. Importing this module imports Orbax, which takes a
+second.
 """
 
 # pyright: standard
@@ -18,9 +18,7 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -31,40 +29,28 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from checkpoints_convert.dtypes import as_dtype
-from checkpoints_convert.report import META, Report
+from checkpoints_convert.report import FORMAT, META, Report
 from checkpoints_convert.spec import ConversionError
 from checkpoints_convert.tokenizer_files import present, read_json
 from dllm_jax.models.dense import DenseConfig, param_shapes
 from dllm_jax.models.families import FamilyDefaults
 
-_FORMAT = "dllm-jax"
 _VERSION = 1
 _PARAMS = "params"
 
 
-def save(params: Any, report: Report, dst: Path) -> Path:
-    """Write a converted folder; an existing one of that name is replaced at the very end.
+def save(params: Any, report: Report, folder: Path) -> None:
+    """Fill an empty folder with a converted checkpoint.
 
     Args:
         params: NumPy arrays in the tree of `dllm_jax.models.dense.Params`.
         report: On the checkpoint they came from.
     """
-    dst = dst.absolute()
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{dst.name}.partial-", dir=dst.parent))
-    try:
-        _write_params(params, partial / _PARAMS)
-        for name in report.tokenizer_files:
-            shutil.copyfile(report.folder / name, partial / name)
-        meta = _meta(params, report)
-        (partial / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        partial.chmod(0o755)  # mkdtemp makes it private
-        _sync(partial)
-        _move_into_place(partial, dst)
-    except BaseException:  # Ctrl-C too: no half folder is left behind
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return dst
+    _write_params(params, folder.absolute() / _PARAMS)
+    for name in report.tokenizer_files:
+        shutil.copyfile(report.folder / name, folder / name)
+    meta = _meta(params, report)
+    (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
 def describe(folder: Path, source: str) -> Report:
@@ -72,10 +58,10 @@ def describe(folder: Path, source: str) -> Report:
     report = Report(source=source, folder=folder, kind="converted")
     try:
         meta = read_json(folder / META)
-        if meta.get("format") != _FORMAT or meta.get("version") != _VERSION:
+        if meta.get("format") != FORMAT or meta.get("version") != _VERSION:
             raise ValueError(
                 f"{META} is of format {meta.get('format')!r} version {meta.get('version')!r}, "
-                f"not {_FORMAT!r} version {_VERSION}; convert the checkpoint again"
+                f"not {FORMAT!r} version {_VERSION}; convert the checkpoint again"
             )
         config = DenseConfig(**meta["config"])
         stops = tuple(meta["defaults"].pop("stop_token_ids"))
@@ -206,7 +192,7 @@ def _quiet() -> Generator[None, None, None]:
 def _meta(params: Any, report: Report) -> dict[str, Any]:
     config, defaults = report.require_ok()
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "version": _VERSION,
         "family": report.family,
         "config": dataclasses.asdict(config),
@@ -226,24 +212,3 @@ def _digest(path: Path) -> str:
 def _name(path: Any) -> str:
     """Name of a leaf's folder, as Orbax forms it: keys and indices joined by points."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _sync(folder: Path) -> None:
-    """Bring every file and folder to the disk, so that the rename is the last thing to happen."""
-    for root, _, files in os.walk(folder):
-        for path in (*(Path(root) / name for name in files), Path(root)):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def _move_into_place(partial: Path, dst: Path) -> None:
-    old = None
-    if dst.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{dst.name}.old-", dir=dst.parent))
-        dst.rename(old / dst.name)
-    partial.rename(dst)
-    if old is not None:
-        shutil.rmtree(old)

@@ -11,6 +11,7 @@ from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import FamilyDefaults
 
 META = "meta.json"
+FORMAT = "dllm-jax"  # what the file says it belongs to
 _SHOWN_SHAPES = 40
 
 

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +241,7 @@ def test_progress_reaches_the_total():
 
 def test_convert_refuses_to_overwrite(tmp_path):
     folder = convert(GOLDEN / "sdar", tmp_path / "converted")
-    with pytest.raises(FileExistsError, match=r"exists already; choose another or use force"):
+    with pytest.raises(FileExistsError, match=r"exists already; choose .* force=True \(--force\)"):
         convert(GOLDEN / "qwen3", folder)
     assert inspect(folder).family == "sdar"
     convert(GOLDEN / "qwen3", folder, force=True)
@@ -250,8 +251,8 @@ def test_convert_refuses_to_overwrite(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from checkpoints_convert import convert, orbax_io
-orbax_io._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+from checkpoints_convert import convert, placing
+placing._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], force=True)
 """
 
@@ -270,10 +271,75 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("checkpoints_convert.orbax_io._sync", full)
+    monkeypatch.setattr("checkpoints_convert.placing._sync", full)
     with pytest.raises(OSError, match="No space left"):
-        convert(GOLDEN / "sdar", tmp_path / "converted")
+        convert(GOLDEN / "sdar", tmp_path / "deep" / "converted")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_force_replaces_converted_and_empty_folders_only(tmp_path):
+    source = copy_golden("sdar", tmp_path / "source")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    assert_same(load_params(convert(source, mine, force=True))[0], load_params(source)[0])
+    (mine / "meta.json").write_text('{"format": "another"}')
+    file = tmp_path / "file"
+    file.write_text("text")
+    for target in (mine, file):
+        with pytest.raises(FileExistsError, match=r"no converted folder .* force=True \(--force\)"):
+            convert(source, target, force=True)
+    assert file.read_text() == "text"
+    (tmp_path / "link").symlink_to(source)
+    for target in (source, tmp_path / "link", tmp_path):
+        with pytest.raises(ValueError, match=r"holds the source .* choose another destination"):
+            convert(source, target, force=True)
+    assert inspect(source).is_ok
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "mine", "source"]
+
+
+@pytest.mark.parametrize("when", ["while reading", "while reading, forced", "before the rename"])
+def test_a_folder_that_appears_meanwhile_is_kept(when, tmp_path, monkeypatch):
+    target = tmp_path / "converted"
+
+    def appear(*_):
+        target.mkdir(exist_ok=True)
+        (target / "notes").write_text("mine")
+
+    rename = Path.rename
+    if when == "before the rename":
+        monkeypatch.setattr(Path, "rename", lambda self, to: appear() or rename(self, to))
+    progress = None if when == "before the rename" else appear
+    with pytest.raises(FileExistsError, match="force=True"):
+        convert(GOLDEN / "sdar", target, force="forced" in when, progress=progress)
+    assert [p.name for p in tmp_path.rglob("*")] == ["converted", "notes"]
+
+
+def test_an_interrupt_between_the_renames_brings_the_old_folder_back(tmp_path, monkeypatch):
+    folder = convert(GOLDEN / "qwen3", tmp_path / "converted")
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if ".partial-" in self.name:
+            assert not folder.exists()
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(GOLDEN / "sdar", folder, force=True)
+    assert inspect(folder).family == "qwen3"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_place_that_cannot_be_written_is_found_before_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.conversion.read_weights", pytest.fail)
+    (tmp_path / "file").write_text("text")
+    words = r"cannot be made \(.+file.*\); choose a destination in a folder that can be written"
+    for target in (tmp_path / "file" / "below", tmp_path / "file" / "far" / "below"):
+        with pytest.raises(OSError, match=words):
+            convert(GOLDEN / "sdar", target)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 # Source: models.md §1a; total_size of the published indices (SDAR-4B-Chat, SDAR-8B-Chat), and the

@@ -1,0 +1,108 @@
+"""A folder made under another name beside its place, and renamed when it is complete.
+
+So whatever carries the name is whole, and that it can be written is found out first. Nothing here
+knows what is in the folder, beyond the `meta.json` that says whether an old one may be replaced.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+from checkpoints_convert.report import FORMAT, META
+from checkpoints_convert.tokenizer_files import read_json
+
+
+@contextlib.contextmanager
+def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
+    """A new folder to write to; it takes the place of `dst` if all went well.
+
+    Args:
+        dst: The folder's place. A link is followed.
+        src: What is read meanwhile, and so cannot be replaced.
+        force: Replace a converted folder.
+
+    Raises:
+        FileExistsError: If `dst` is there and may not be replaced.
+        OSError: If `dst` cannot be written.
+        ValueError: If `src` is `dst` or in it.
+    """
+    place, source = dst.resolve(), src.resolve()
+    if source == place or place in source.parents:
+        raise ValueError(f"{str(dst)!r} holds the source {str(src)!r}; choose another destination")
+    _require_free(dst, force)
+    made = [folder for folder in place.parents if not folder.exists()]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
+    except OSError as error:
+        raise OSError(
+            f"{str(dst)!r} cannot be made ({error.strerror}: {error.filename}); "
+            "choose a destination in a folder that can be written"
+        ) from error
+    try:
+        yield partial
+        partial.chmod(0o755)  # mkdtemp makes it private
+        _sync(partial)
+        _require_free(dst, force)  # reading took its time
+        try:
+            _move(partial, place, force)
+        except OSError:
+            _require_free(dst, force)  # something came in the very last moment
+            raise
+    except BaseException:  # Ctrl-C too: no half folder is left behind
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a parent that holds something else by now stays
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def _require_free(dst: Path, force: bool) -> None:
+    """Nothing is lost in `dst`: it is not there, or empty, or a converted folder to be replaced."""
+    if not dst.exists():
+        return
+    if not force:
+        raise FileExistsError(
+            f"{str(dst)!r} exists already; choose another destination, or replace it with "
+            "force=True (--force)"
+        )
+    is_ours = False
+    with contextlib.suppress(OSError, ValueError):
+        is_ours = read_json(dst / META).get("format") == FORMAT
+    if not is_ours and not (dst.is_dir() and not any(dst.iterdir())):
+        raise FileExistsError(
+            f"{str(dst)!r} is no converted folder (no {META} of {FORMAT}) and not empty, and only "
+            "those are replaced by force=True (--force); choose another destination"
+        )
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file and folder to the disk, so that the rename is the last thing to happen."""
+    for root, _, files in os.walk(folder):
+        for path in (*(Path(root) / name for name in files), Path(root)):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _move(partial: Path, place: Path, force: bool) -> None:
+    if not (force and place.exists()):
+        partial.rename(place)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.old-", dir=place.parent))
+    old = aside / place.name
+    try:
+        place.rename(old)
+        partial.rename(place)
+    except BaseException:  # Ctrl-C between the two as well: the old folder comes back
+        if old.exists() and not place.exists():
+            old.rename(place)
+        with contextlib.suppress(OSError):  # never with anything in it
+            aside.rmdir()
+        raise
+    shutil.rmtree(aside)
