@@ -38,8 +38,8 @@ LAYERS = {
     "dllm_jax.cli": 8,
 }
 
-# inside strategies: the machinery, then shared pieces of algorithms, then algorithms, which import
-# neither each other nor anything above them.
+# inside strategies: the machinery, which imports no algorithm, then algorithms, which import
+# nothing but the machinery.
 STRATEGY_MACHINERY = (
     "state",
     "protocol",
@@ -49,7 +49,6 @@ STRATEGY_MACHINERY = (
     "blocks",
     "sampling",
 )
-STRATEGY_SHARED = ("token_merge", "dual_cache", "remasking")
 
 # third parties a package may import; the rest of its imports is the standard library or ours
 THIRD_PARTIES = {
@@ -145,12 +144,9 @@ def strategy_breach(module: str, name: str, where: str) -> list[str]:
         return []
     if not other or not (ROOT / "strategies" / f"{other[0]}.py").exists():
         return [f"{where}: inside strategies import the module, not the package"]
-    allowed = STRATEGY_MACHINERY
-    if me[0] not in (*STRATEGY_MACHINERY, *STRATEGY_SHARED):
-        allowed = (*STRATEGY_MACHINERY, *STRATEGY_SHARED)
-    if other[0] in allowed:
+    if other[0] in STRATEGY_MACHINERY:
         return []
-    return [f"{where}: {me[0]} may import {allowed}"]
+    return [f"{where}: {me[0]} may import {STRATEGY_MACHINERY}"]
 
 
 def is_third_party(top: str) -> bool:
