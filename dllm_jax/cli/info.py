@@ -63,11 +63,19 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    from typing import get_args
+    import jax
+    import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention.api import Implementation
+    from pallas_kernels.paged_attention import api, cudnn
 
-    return {"paged_attention": f"back ends {', '.join(get_args(Implementation))}"}
+    missing = cudnn.unsupported(jax.ShapeDtypeStruct((1, 1, 1, 128), jnp.bfloat16))
+    told = f"xla here (cudnn {missing})"
+    if missing is None:
+        told = (
+            f"xla or cudnn here: cudnn for 16-bit models in passes of {api.XLA_SCORES:,} scores "
+            "(sequences x rows x heads x keys) and more, else xla"
+        )
+    return {"paged_attention": told}
 
 
 def _models() -> dict[str, str]:

@@ -20,7 +20,7 @@ Implementation = Literal["xla", "cudnn"]
 # Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
 # 14 M 11.1 / 8.8 (benchmarks/results/step_time_h200_back_ends.json).
-_XLA_SCORES = 4_000_000
+XLA_SCORES = 4_000_000
 
 
 def paged_attention(
@@ -52,7 +52,7 @@ def paged_attention(
     """
     if implementation is None:
         small = (
-            q.shape[0] * q.shape[1] * q.shape[2] * _num_keys(k, k_pages, page_table) < _XLA_SCORES
+            q.shape[0] * q.shape[1] * q.shape[2] * _num_keys(k, k_pages, page_table) < XLA_SCORES
         )
         implementation = "xla" if small or cudnn.unsupported(q) else "cudnn"
     if implementation == "xla":
