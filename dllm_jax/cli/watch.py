@@ -7,6 +7,7 @@ yellow, holes grey dots. Nothing here knows about models: a `Frame` is text alre
 import dataclasses
 import shutil
 import sys
+import unicodedata
 from typing import TextIO
 
 GREEN, YELLOW, GREY, RESET = "\x1b[32m", "\x1b[33m", "\x1b[90m", "\x1b[0m"
@@ -43,12 +44,14 @@ class Watch:
             text = "".join(HOLE if cell is None else cell for cell in frame.cells)
             print(f"forward {frame.nfe:>3} |{text}|", file=self._out, flush=True)
             return
-        columns = shutil.get_terminal_size().columns
-        body = f"forward {frame.nfe}\n{frame.committed}{_paint(frame)}{RESET}"
-        bare = f"forward {frame.nfe}\n{frame.committed}" + "".join(c or HOLE for c in frame.cells)
-        self._out.write(self._rewind() + body + "\n")
+        columns, lines = shutil.get_terminal_size()
+        rows = _rows(frame, columns)
+        # What has scrolled off cannot be drawn over, and the last line holds the cursor.
+        rows = rows[-max(1, lines - 2) :]
+        body = f"forward {frame.nfe}\n" + "\n".join(rows) + RESET + "\n"
+        self._out.write(self._rewind() + body)
         self._out.flush()
-        self._height = sum(max(1, -(-len(line) // columns)) for line in bare.split("\n"))
+        self._height = 1 + len(rows)
 
     def clear(self) -> None:
         """Take the drawing away, so that what follows stands in its place."""
@@ -61,11 +64,21 @@ class Watch:
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
 
 
-def _paint(frame: Frame) -> str:
-    """Cells in their colours, a colour change only where the colour changes."""
-    parts, current = [], ""
+def _rows(frame: Frame, columns: int) -> list[str]:
+    """Text and cells as terminal rows, each in its own colours, broken where the terminal would."""
+    pieces = [(frame.committed, "")]
     for i, cell in enumerate(frame.cells):
         color = GREY if cell is None else GREEN if i < frame.num_settled else YELLOW
-        parts.append((color if color != current else "") + (HOLE if cell is None else cell))
-        current = color
-    return "".join(parts)
+        pieces.append((HOLE if cell is None else cell, color))
+    rows, used, current = [""], 0, ""
+    for text, color in pieces:
+        for char in text:
+            wide = 2 if unicodedata.east_asian_width(char) in "WF" else 1
+            if char == "\n" or used + wide > columns:
+                rows.append("")
+                used, current = 0, ""
+            if char == "\n":
+                continue
+            rows[-1] += (color if color != current else "") + char
+            used, current = used + wide, color
+    return rows
