@@ -7,6 +7,7 @@ leaf by leaf. What the files of a checkpoint must look like is `checkpoints_conv
 import os
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     lora: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Model:
     """Load a model.
 
@@ -47,6 +49,7 @@ def load(
             CPU, where XLA only emulates bfloat16.
         revision: Branch, tag or commit; for hub ids only.
         lora: Not supported yet.
+        progress: Called with bytes read and bytes in all, while a folder is read.
 
     Returns:
         The model, weights on the default device.
@@ -56,6 +59,8 @@ def load(
         ConversionError: If the files of a checkpoint are wrong, with every problem.
     """
     source = os.fspath(src)
+    if not source:
+        raise LoadError(f"model {source!r} is empty; give a folder, a hub id or builtin:NAME")
     if dtype not in _DTYPES:
         raise LoadError(f"{dtype=} is not supported; use one of {', '.join(_DTYPES)}")
     if lora is not None:
@@ -65,7 +70,7 @@ def load(
         raise LoadError(f"{revision=} applies to hub ids only, not to {source!r}; leave it out")
     if source.startswith("random:"):
         return _random(source, dtype)
-    return _from_folder(_folder(source, revision, is_hub), source, dtype)
+    return _from_folder(_folder(source, revision, is_hub), source, dtype, progress)
 
 
 def _folder(source: str, revision: str | None, is_hub: bool) -> Path:
@@ -109,9 +114,11 @@ def _download(name: str, revision: str | None) -> Path:
     return Path(folder)
 
 
-def _from_folder(folder: Path, source: str, dtype: str) -> Model:
+def _from_folder(
+    folder: Path, source: str, dtype: str, progress: Callable[[int, int], object] | None
+) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-    params, report = checkpoints_convert.load_params(folder, target)
+    params, report = checkpoints_convert.load_params(folder, target, progress)
     config, defaults = report.require_ok()
     for note in report.notes:
         warnings.warn(f"{source}: {note}", stacklevel=3)

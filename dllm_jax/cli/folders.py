@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import dllm_jax
+from dllm_jax.cli.errors import UsageError
 
 BUILTIN = Path(dllm_jax.__file__).parent / "builtin"
 
@@ -16,8 +17,16 @@ def checkpoint_folder(source: str) -> Path:
     """The folder of a checkpoint source.
 
     Raises:
+        UsageError: No source at all, or one without files.
         ValueError: `builtin:` with a name that is not there.
     """
+    if not source:
+        raise UsageError("SRC is empty; give a folder or builtin:NAME")
+    if source.startswith("random:"):
+        raise UsageError(
+            f"{source!r} has no files: its weights are drawn when it is loaded; "
+            "give a folder or builtin:NAME"
+        )
     if not source.startswith("builtin:"):
         return Path(source)
     name = source.removeprefix("builtin:")
