@@ -4,12 +4,14 @@ Every case runs the real command in this process. A traceback may appear with --
 help and bad flags must be answered without importing JAX.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+import dllm_jax as dj
 from dllm_jax.cli import main
 
 PROMPT = "Ann has 3 pens."
@@ -26,7 +28,9 @@ def fails(capsys):
 
     def run(status: int, *argv: str) -> str:
         assert main(list(argv)) == status
-        lines = capsys.readouterr().err.splitlines()
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = captured.err.splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         assert lines == errors, "something besides the error line was written"
         assert len(errors) == 1
@@ -69,7 +73,12 @@ def test_unknown_flag_is_named(fails):
         (["--max-tokens", "many"], "--max-tokens: 'many' is no whole number"),
         (["--temperature", "-1"], "--temperature: -1 is out of range; give one >= 0"),
         (["--top-p", "0"], "--top-p: 0 is out of range; give one > 0 and <= 1"),
+        (["--temperature", "inf"], "--temperature: inf is out of range"),
+        (["--temperature", "nan"], "--temperature: nan is out of range"),
         (["--top-k", "0"], "--top-k: 0 is too small"),
+        (["--top-k", "99999999999"], "--top-k: 99999999999 is too large; give one <= 2147483647"),
+        (["--max-nfe", "99999999999"], "--max-nfe: 99999999999 is too large; give one <= "),
+        (["--stop-token-ids", "3,99999999999"], "99999999999 is too large; give ids <= 2147483647"),
         (["--accept-threshold", "nan"], "--accept-threshold: nan is out of range"),
         (["--stop-token-ids", "a,b"], "'a,b' is no list of token ids; write e.g. 3,17"),
         (["--set", "remasking"], "'remasking' is not KEY=VALUE"),
@@ -98,12 +107,98 @@ def test_strategy_file_and_name_must_exist(fails, tmp_path):
     ("argv", "told"),
     [
         (["--set", "speed=3"], "speed=3: MultiBD has no such field; its fields are accept_"),
-        (["--set", "accept_threshold=high"], "accept_threshold='high' is no number"),
+        (["--set", "accept_threshold=high"], "accept_threshold='high' is not a number"),
+        (["--set", "accept_threshold=none"], "accept_threshold=none is not a number"),
+        (["--set", "buffer_size=2.5"], "buffer_size=2.5 is not a whole number in [1, "),
+        (["--set", "buffer_size=true"], "buffer_size=true is not a whole number"),
+        (["--set", "block_size=0"], "block_size=0 is not a whole number in [1, "),
+        (["--set", "needs=3"], "needs is not settable; its fields are accept_threshold, "),
         (["--block-size", "8", "--set", "block_size=4"], "block_size is already 8"),
     ],
 )
 def test_bad_strategy_field_is_named(fails, random_folder, argv, told):
     assert told in fails(2, "generate", PROMPT, "--model", str(random_folder), *argv)
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        ("remasking=none", "remasking=none is not one of sequential, static, dynamic, entropy, "),
+        ("remasking=zzz", "remasking='zzz' is not one of sequential, static"),
+        ("denoising_steps=1.5", "denoising_steps=1.5 is not a whole number or none"),
+    ],
+)
+def test_bad_field_of_block_diffusion_is_named(fails, pair, told):
+    assert told in fails(2, "generate", "--strategy", "block_diffusion", "--set", pair)
+
+
+def test_field_set_to_none_is_set(random_folder):
+    from dllm_jax.cli import strategy
+
+    model = dj.load(random_folder)
+    value = strategy.load("block_diffusion").replace(denoising_steps=4)
+    chosen = strategy.resolve(model, "my.module:Thing", value, {"denoising_steps": None})
+    assert (chosen.denoising_steps, chosen.block_size) == (None, 32)
+
+
+def test_strategy_file_that_ends_the_program(fails, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import sys\nsys.exit('bye')\n")
+    message = fails(2, "generate", PROMPT, "--strategy", f"{path}:step")
+    assert "ends the program while it is loaded (bye)" in message
+    path.write_text("import sys\nsys.exit(0)\n")
+    assert "(0)" in fails(2, "eval", "--strategy", f"{path}:step")
+
+
+def test_strategy_file_is_executed_once(random_folder, tmp_path, capsys):
+    path, count = tmp_path / "mine.py", tmp_path / "count"
+    path.write_text(
+        f"with open({str(count)!r}, 'a') as f:\n    f.write('x')\n"
+        "from strategies.multi_bd import MultiBD as Mine\n"
+    )
+    argv = ["--strategy", f"{path}:Mine", "--model", str(random_folder), "--max-tokens", "4"]
+    argv += ["--set", "block_size=8", "--set", "buffer_size=2", "--max-nfe", "1"]
+    assert main(["generate", PROMPT, *argv]) == 0
+    assert count.read_text() == "x"
+
+
+def test_exit_with_words_is_one_line(fails, monkeypatch):
+    def leave(args):
+        raise SystemExit("bye")
+
+    monkeypatch.setattr("dllm_jax.cli.info.run", leave)
+    assert fails(1, "info") == "SystemExit: bye (--debug shows where)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["x", "--half", "plain"], "--half is about problems drawn by --seed"),
+        (["x", "--watch-delay", "1"], "--watch-delay goes with --watch"),
+    ],
+)
+def test_flag_without_its_purpose_is_refused(fails, argv, told):
+    assert told in fails(2, "generate", *argv)
+
+
+def test_stdin_that_is_not_read_is_noted(tmp_path):
+    code = "from dllm_jax.cli.prompts import stdin_waits; print(stdin_waits())"
+
+    def told(**stdin):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, **stdin
+        )
+        return done.stdout.decode().strip()
+
+    assert told(input=b"Ann has 3 pens.") == "True"
+    assert told(input=b"") == told(stdin=subprocess.DEVNULL) == "False"
+    read, write = os.pipe()  # open and silent: must not be waited for
+    assert told(stdin=read, timeout=60) == "False"
+    os.close(read)
+    os.close(write)
+    (tmp_path / "p").write_text("x")
+    with (tmp_path / "p").open() as file:
+        assert told(stdin=file) == "True"
 
 
 @pytest.mark.parametrize("prompt", ["", "   "])
@@ -138,6 +233,13 @@ def test_prompt_file_that_is_not_there(fails, tmp_path):
 def test_unknown_builtin_model(fails):
     message = fails(1, "generate", PROMPT, "--model", "builtin:huge")
     assert "'builtin:huge' is no built-in model; known are" in message
+
+
+def test_sources_that_name_no_folder(fails):
+    assert "model '' is empty; give a folder" in fails(1, "generate", PROMPT, "--model", "")
+    assert "SRC is empty; give a folder" in fails(2, "inspect", "")
+    message = fails(2, "inspect", "random:JetLM/SDAR-1.7B-Chat")
+    assert "has no files: its weights are drawn when it is loaded" in message
 
 
 def test_unknown_folder(fails, tmp_path):
@@ -184,6 +286,28 @@ def test_eval_names_a_strategy_given_twice(fails):
     assert "'x' is not KEY=VALUE" in fails(2, "eval", "--strategy", "multi_bd,x")
 
 
+def test_eval_refuses_a_field_that_no_strategy_has(fails):
+    message = fails(2, "eval", "--set", "nosuch=3")
+    assert message == "nosuch=3: none of block_diffusion, multi_bd takes nosuch; leave it out"
+    argv = ["--strategy", "block_diffusion", "--buffer-size", "2"]
+    assert "none of block_diffusion takes buffer_size" in fails(2, "eval", *argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nowhere/x.json", "there is no folder '"),
+        ("", "it is a folder"),
+        ("sub/missing/x.json", "there is no folder '"),
+    ],
+)
+def test_eval_checks_where_it_will_write_before_it_works(fails, tmp_path, monkeypatch, name, told):
+    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda args: pytest.fail("worked first"))
+    message = fails(2, "eval", "--output", str(tmp_path / name))
+    assert "cannot be written: " in message
+    assert told in message
+
+
 def test_inspect_of_a_bad_folder_reports_and_fails(capsys, tmp_path):
     assert main(["inspect", str(tmp_path)]) == 1
     captured = capsys.readouterr()
@@ -215,6 +339,13 @@ def test_traceback_only_with_debug(capsys, tmp_path):
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
     assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_debug_stands_before_the_verb_too(capsys, tmp_path):
+    assert main(["--debug", "generate", PROMPT, "--model", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "no config.json" in err.splitlines()[-1]
 
 
 def test_help_and_bad_flags_import_no_jax():

@@ -68,12 +68,18 @@ def build_parser(verb: str | None = None) -> Parser:
         epilog="Exit status: 0 done, 1 failed, 2 bad usage, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"dllm-jax {_version()}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
     for name, summary in VERBS.items():
         child = verbs.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
-        child.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+        child.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,  # what was said before the verb stands
+            help="show the traceback of a failure",
+        )
         if name == verb:
             importlib.import_module(f"dllm_jax.cli.{name}").add_arguments(child)
     return parser
@@ -112,8 +118,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse(argv)
         return importlib.import_module(f"dllm_jax.cli.{args.verb}").run(args)
-    except SystemExit as stop:  # --help and --version, already printed
-        return int(stop.code or DONE)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):  # --help and --version, printed already
+            return stop.code or DONE
+        return _fail(one_line(stop), FAILED, debug)  # code of the user's that ends the program
     except BrokenPipeError:  # the reader of our output left (`| head`): nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

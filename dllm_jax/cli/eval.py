@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli import flags
+from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
@@ -17,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Greedy. Forwards count after prefill, commit passes included; a forward is a commit pass "
         "where it fills no cell. Intervals are 95 %; the first strategy is what the others are "
-        "compared with, problem by problem."
+        "compared with, problem by problem. A field set by a flag applies to every strategy that "
+        "has it (buffer_size: not to block_diffusion) and must fit one of them; fields of one "
+        "strategy go behind its name."
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser, several=True)
@@ -43,26 +48,44 @@ def run(args: argparse.Namespace) -> int:
     wanted = [_split(spec) for spec in args.strategy or DEFAULT_STRATEGIES]
     if len({label for label, _, _ in wanted}) < len(wanted):
         raise UsageError("the same --strategy is given twice; give each once")
-    for _, spec, _ in wanted:
-        flags.check_strategy(spec)
+    if args.output is not None:
+        _check_output(args.output)
+    choices = _share(
+        [(label, spec, strategies.load(spec), own) for label, spec, own in wanted],
+        strategies.given_fields(args),
+    )
 
-    import dllm_jax as dj
     from dllm_jax.cli.compile_cache import enable_compile_cache
+    from dllm_jax.cli.models import load_model
 
     enable_compile_cache()
-    model = dj.load(args.model, dtype=args.dtype)
+    model = load_model(args)
     if model.tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
-    settings = _settings(model, wanted, flags.strategy_fields(args), args.one_token)
+    settings = _settings(model, choices, args.one_token)
     halves = ("plain", "hard") if args.half == "both" else (args.half,)
     facts = _facts(args, model) | {
         "strategies": {label: repr(strategy) for label, strategy in settings.items()},
         "halves": {half: _evaluate(args, model, settings, half) for half in halves},
     }
-    if args.output:
+    print(json.dumps(facts) if args.json else table(facts), flush=True)
+    if args.output is not None:
         Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(facts) if args.json else table(facts))
     return 0
+
+
+def _check_output(name: str) -> None:
+    """Refuse, before the work, a file that could not be written after it."""
+    path = Path(name)
+    reason = None
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission is denied"
+    if reason:
+        raise UsageError(f"--output {name!r} cannot be written: {reason}; give another path")
 
 
 def _split(text: str) -> tuple[str, str, dict[str, Any]]:
@@ -74,21 +97,39 @@ def _split(text: str) -> tuple[str, str, dict[str, Any]]:
         raise UsageError(f"--strategy {text}: {error}") from None
 
 
-def _settings(
-    model: Any, wanted: list[Any], fields: dict[str, Any], with_one_token: bool
-) -> dict[str, Any]:
-    """Strategy values by label; shared fields apply where a strategy has them."""
-    from dllm_jax.evaluate import one_token
-    from dllm_jax.generation import resolve_strategy
-
-    settings = {}
-    for label, spec, own in wanted:
-        plain = flags.resolve_strategy(model, spec, {})
-        shared = {k: v for k, v in fields.items() if hasattr(plain, k)}
+def _share(choices: list[Any], fields: dict[str, Any]) -> list[Any]:
+    """Choices with the shared fields that each has; a field that none has is an error."""
+    takers: dict[str, list[str]] = {name: [] for name in fields}
+    shared = []
+    for label, spec, value, own in choices:
+        has = set(strategies.settable(value))
         if spec == "block_diffusion":
-            shared.pop("buffer_size", None)  # one block at a time by definition
-        value = flags.resolve_strategy(model, spec, shared | own)
-        settings[label] = resolve_strategy(model, value)
+            has.discard("buffer_size")  # one block at a time by definition
+        mine = {name: field for name, field in fields.items() if name in has}
+        strategies.check_fields(value, mine | own)
+        for name in mine:
+            takers[name].append(label)
+        shared.append((label, spec, value, mine | own))
+    for name, labels in takers.items():
+        if not labels:
+            raise UsageError(
+                f"{name}={strategies.shown(fields[name])}: none of "
+                f"{', '.join(label for label, *_ in choices)} takes {name}; leave it out"
+            )
+    for name, labels in takers.items():
+        if len(labels) < len(choices):
+            print(f"note: {name} applies to {', '.join(labels)} only", file=sys.stderr)
+    return shared
+
+
+def _settings(model: Any, choices: list[Any], with_one_token: bool) -> dict[str, Any]:
+    """Strategy values by label."""
+    from dllm_jax.evaluate import one_token
+
+    settings = {
+        label: strategies.resolve(model, spec, value, fields)
+        for label, spec, value, fields in choices
+    }
     if with_one_token:
         settings[ONE_TOKEN] = one_token(next(iter(settings.values())).block_size)
     return settings

@@ -1,6 +1,6 @@
-"""Flags that several verbs share, their types, and what is made of them.
+"""Flags that several verbs share, and their types.
 
-Nothing here runs a model.
+Nothing here knows what is made of them.
 """
 
 import argparse
@@ -8,16 +8,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.cli.errors import UsageError
-
 DTYPES = ("auto", "bfloat16", "float32", "float16")
+INT_MAX = 2**31 - 1  # what counts on the device holds
 # flag -> field of the strategy
 THRESHOLDS = ("accept_threshold", "add_block_threshold", "semi_complete_threshold")
 
 
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `low` (and at most `high`)."""
-    bound = f">= {low}" if high is None else f"in [{low}, {high}]"
+def whole(low: int, high: int = INT_MAX) -> Callable[[str], int]:
+    """An argparse type: a whole number in [low, high]."""
+    bound = f">= {low}" if high == INT_MAX else f"in [{low}, {high}]"
 
     def parse(text: str) -> int:
         try:
@@ -26,10 +25,10 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no whole number; give one {bound}"
             ) from None
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(
-                f"{value} is too {_side(value, low)}; give one {bound}"
-            )
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is too small; give one {bound}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{value} is too large; give one <= {high}")
         return value
 
     return parse
@@ -53,10 +52,6 @@ def number(low: float, high: float, open_low: bool = False) -> Callable[[str], f
     return parse
 
 
-def _side(value: int, low: int) -> str:
-    return "small" if value < low else "large"
-
-
 def token_ids(text: str) -> tuple[int, ...]:
     """An argparse type: token ids separated by commas."""
     try:
@@ -65,6 +60,8 @@ def token_ids(text: str) -> tuple[int, ...]:
         ids = ()
     if not ids or min(ids) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write e.g. 3,17")
+    if max(ids) > INT_MAX:
+        raise argparse.ArgumentTypeError(f"{max(ids)} is too large; give ids <= {INT_MAX}")
     return ids
 
 
@@ -100,7 +97,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "random weights of a published shape (default: %(default)s)",
     )
     group.add_argument(
-        "--dtype", default="auto", choices=DTYPES, help="of the weights (default: the checkpoint's)"
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="of the weights (default: auto, the checkpoint's on an accelerator, float32 on CPU)",
     )
 
 
@@ -130,60 +130,3 @@ def add_strategy_flags(parser: argparse.ArgumentParser, several: bool = False) -
         metavar="KEY=VALUE",
         help="any field of the strategy",
     )
-
-
-def strategy_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The strategy fields that the flags set; a field set twice is an error."""
-    fields = {
-        name: getattr(args, name)
-        for name in ("block_size", "buffer_size", *THRESHOLDS)
-        if getattr(args, name) is not None
-    }
-    for key, value in args.set:
-        if key in fields and fields[key] != value:
-            raise UsageError(f"--set {key}={value}: {key} is already {fields[key]}; give it once")
-        fields[key] = value
-    return fields
-
-
-def resolve_strategy(model: Any, spec: str | None, fields: dict[str, Any]) -> Any:
-    """`spec` as a strategy value, with the numbers of the model's family, then `fields`.
-
-    Raises:
-        UsageError: Unknown strategy or field, or a value out of range.
-    """
-    from dllm_jax.generation import family_strategy
-    from strategies import load_strategy
-
-    try:
-        if spec is not None and ":" in spec:
-            strategy = load_strategy(spec)
-            _check_kinds(strategy, fields)
-            return load_strategy(strategy, **fields)
-        name = spec or model.defaults.strategy
-        _check_kinds(load_strategy(name), fields)
-        return family_strategy(model, name, **fields)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def _check_kinds(strategy: Any, fields: dict[str, Any]) -> None:
-    """A number must stay a number: `--set accept_threshold=high` fails here, not on the device."""
-    from strategies.protocol import knob_ranges
-
-    for name, value in fields.items():
-        is_number = name in knob_ranges(strategy) or name in ("block_size", "buffer_size")
-        if is_number and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UsageError(f"{name}={value!r} is no number; give one")
-
-
-def check_strategy(spec: str | None) -> None:
-    """Fail early, before a model is loaded, if `spec` names no strategy."""
-    from strategies import load_strategy
-
-    if spec is None:
-        return
-    try:
-        load_strategy(spec)
-    except ValueError as error:
-        raise UsageError(str(error)) from error

@@ -6,20 +6,24 @@ prompt and a built-in model, `--seed` draws a held-out word problem and the answ
 
 import argparse
 import json
+import sys
 import time
 from typing import Any
 
 from dllm_jax.cli import flags
+from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import Interrupted, UsageError
 
 BATCH_SIZE = 8  # prompts of a file decoded together
+WATCH_DELAY = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = (
         "A prompt for a model with a chat template is sent as one user message; --raw sends it as "
-        "it is. Without a prompt a built-in model gets a held-out word problem drawn by --seed."
+        "it is. Without a prompt a built-in model gets a held-out word problem drawn by --seed; "
+        "stdin is read only for PROMPT or FILE -."
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
     parser.add_argument(
@@ -27,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument(
-        "--half", choices=("plain", "hard"), default="plain", help="which problems --seed draws"
+        "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
     group = parser.add_argument_group("sampling and limits")
     group.add_argument("--max-tokens", type=flags.whole(1), default=256, metavar="N")
     group.add_argument(
-        "--temperature", type=flags.number(0, float("inf")), default=0.0, help="0 is greedy"
+        "--temperature", type=flags.number(0, 1e6), default=0.0, metavar="T", help="0 is greedy"
     )
     group.add_argument("--top-k", type=flags.whole(1), metavar="K")
     group.add_argument("--top-p", type=flags.number(0, 1, open_low=True), metavar="P")
@@ -46,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ids that end the text, beside the model's own",
     )
     group.add_argument("--max-nfe", type=flags.whole(1), metavar="N", help="forwards at most")
-    group.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0)
+    group.add_argument(
+        "--seed",
+        type=flags.whole(0, 2**32 - 1),
+        metavar="N",
+        help="of sampling, and of the problem where no prompt is given (default: 0)",
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a prompt, a line each")
     group.add_argument("--watch", action="store_true", help="draw the window as it denoises")
@@ -54,26 +63,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch-delay",
         type=flags.number(0, 60),
         metavar="S",
-        default=0.2,
-        help="seconds between two frames of --watch (default: %(default)s)",
+        help=f"seconds between two frames of --watch (default: {WATCH_DELAY})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate, print, and say what it cost."""
-    problem = _draw_problem(args)
+    _check_flags(args)
+    problem = draw_problem(args)
     prompts = [problem.question] if problem else _read_prompts(args)
     if args.watch and (args.json or len(prompts) > 1):
         raise UsageError("--watch shows one prompt, as text; leave out --json or give one prompt")
-    flags.check_strategy(args.strategy)
+    chosen = strategies.load(args.strategy)
 
-    import dllm_jax as dj
     from dllm_jax.cli.compile_cache import enable_compile_cache
+    from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode
 
     enable_compile_cache()
-    model = dj.load(args.model, dtype=args.dtype)
-    strategy = _strategy(model, args)
+    model = load_model(args)
+    strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
     ids = [encode(model, prompt, args.raw) for prompt in prompts]
     if problem and not args.json:
         print(f"{problem.question}\n", flush=True)
@@ -82,14 +91,28 @@ def run(args: argparse.Namespace) -> int:
     return _one(args, model, strategy, ids[0], problem)
 
 
-def _draw_problem(args: argparse.Namespace) -> Any:
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that would be ignored."""
+    if args.half and not _nothing_given(args):
+        raise UsageError("--half is about problems drawn by --seed; leave out it or the prompt")
+    if args.watch_delay is not None and not args.watch:
+        raise UsageError("--watch-delay goes with --watch; give both or neither")
+
+
+def _nothing_given(args: argparse.Namespace) -> bool:
+    return args.prompt is None and args.prompt_file is None
+
+
+def draw_problem(args: argparse.Namespace) -> Any:
     """A held-out problem where no prompt is given and the model can be expected to solve it."""
-    nothing = args.prompt is None and args.prompt_file is None
-    if not (nothing and args.model.startswith("builtin:")):
+    if not (_nothing_given(args) and args.model.startswith("builtin:")):
         return None
+    from dllm_jax.cli.prompts import stdin_waits
     from dllm_jax.training.data import problem
 
-    return problem(args.half, args.seed, 0, heldout=True)
+    if args.seed is None and stdin_waits():
+        print("note: stdin is not read; give - to make it the prompt", file=sys.stderr)
+    return problem(args.half or "plain", args.seed or 0, 0, heldout=True)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -98,14 +121,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return read_prompts(args)
 
 
-def _strategy(model: Any, args: argparse.Namespace) -> Any:
-    from dllm_jax.generation import resolve_strategy
-
-    value = flags.resolve_strategy(model, args.strategy, flags.strategy_fields(args))
-    return resolve_strategy(model, value)  # sizes a step function leaves open
-
-
-def _options(args: argparse.Namespace, first: int, count: int) -> dict[str, Any]:
+def options(args: argparse.Namespace, first: int, count: int) -> dict[str, Any]:
     """Keywords of `dj.generate`; request i of the command has the key `fold_in(key(seed), i)`."""
     import jax
     import jax.numpy as jnp
@@ -118,7 +134,7 @@ def _options(args: argparse.Namespace, first: int, count: int) -> dict[str, Any]
         "top_p": args.top_p,
         "stop_token_ids": args.stop_token_ids,
         "max_nfe": args.max_nfe,
-        "key": jax.vmap(lambda i: jax.random.fold_in(jax.random.key(args.seed), i))(index),
+        "key": jax.vmap(lambda i: jax.random.fold_in(jax.random.key(args.seed or 0), i))(index),
     }
 
 
@@ -130,13 +146,13 @@ def _one(args: argparse.Namespace, model: Any, strategy: Any, ids: list[int], pr
 
     stream, watch, progress = TextStream(model.tokenizer), Watch(), None
     try:
-        for progress, state in decode_batch(model, [ids], strategy, _options(args, 0, 1)):
+        for progress, state in decode_batch(model, [ids], strategy, options(args, 0, 1)):
             row = progress.rows[0]
             if not args.watch:
                 print(stream.feed(row.token_ids), end="", flush=True)
             elif row.finish_reason is None:
                 watch.show(frame(state, model))
-                time.sleep(args.watch_delay)
+                time.sleep(WATCH_DELAY if args.watch_delay is None else args.watch_delay)
     except KeyboardInterrupt:
         watch.clear()
         if progress is None:
@@ -169,13 +185,13 @@ def _many(
 
     from dllm_jax.cli.decoding import decode_batch
 
-    done = []
+    done, warmed = [], set()
     with tqdm(total=len(prompts), unit="prompt", leave=False, disable=None) as bar:
         for first in range(0, len(prompts), BATCH_SIZE):
             batch, progress = ids[first : first + BATCH_SIZE], None
             try:
-                options = _options(args, first, len(batch))
-                for progress, _ in decode_batch(model, batch, strategy, options):
+                wanted = options(args, first, len(batch))
+                for progress, _ in decode_batch(model, batch, strategy, wanted, warmed):
                     bar.n = first + sum(row.finish_reason is not None for row in progress.rows)
                     bar.refresh()
             except KeyboardInterrupt:

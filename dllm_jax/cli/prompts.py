@@ -4,6 +4,8 @@ Nothing here runs a model.
 """
 
 import argparse
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,21 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompt.strip():
         raise UsageError("the prompt is empty; give at least one word")
     return [prompt]
+
+
+def stdin_waits() -> bool:
+    """Whether a pipe or a file with something in it is on stdin; never waits for one."""
+    try:
+        import fcntl
+        import termios
+
+        fd = sys.stdin.fileno()
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+            return False
+        return any(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))
+    except (ImportError, AttributeError, OSError, ValueError):  # no stdin, or another system
+        return False
 
 
 def _read(name: str) -> str:

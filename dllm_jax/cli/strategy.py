@@ -1,0 +1,165 @@
+"""The strategy that a command line asks for: loaded once, its fields checked by their types.
+
+Whatever is wrong with it is a `UsageError`, raised before anything is printed. Nothing here runs a
+model.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.flags import INT_MAX, THRESHOLDS
+
+SIZES = ("block_size", "buffer_size")
+_UNSETTABLE = ("needs", "fn", "init_fn")
+
+
+def load(spec: str | None) -> Any:
+    """The strategy value behind `spec`, without fields; a file is executed here and only here.
+
+    Raises:
+        UsageError: It names no strategy, or its file cannot be run.
+    """
+    from strategies import load_strategy
+
+    if spec is None:
+        return None
+    try:
+        value = load_strategy(spec)
+    except Exception as error:  # code of the user's runs here
+        raise UsageError(one_line(error)) from error
+    except SystemExit as stop:
+        raise UsageError(
+            f"strategy={spec!r} ends the program while it is loaded ({stop.code}); "
+            "take the call of exit out of its file"
+        ) from stop
+    if not (dataclasses.is_dataclass(value) and hasattr(value, "replace")):
+        raise UsageError(
+            f"strategy={spec!r} is a {type(value).__name__}; make it a flax.struct.PyTreeNode"
+        )
+    return value
+
+
+def given_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The strategy fields that the flags set; a field set twice is an error."""
+    fields = {
+        name: getattr(args, name)
+        for name in (*SIZES, *THRESHOLDS)
+        if getattr(args, name) is not None
+    }
+    for key, value in args.set:
+        if key in fields and fields[key] != value:
+            raise UsageError(
+                f"--set {key}={shown(value)}: {key} is already {fields[key]}; give it once"
+            )
+        fields[key] = value
+    return fields
+
+
+def resolve(model: Any, spec: str | None, value: Any, fields: dict[str, Any]) -> Any:
+    """A loaded strategy with the numbers of the model's family, then `fields`, sizes all set.
+
+    Args:
+        spec: What the user wrote, None for the model's own strategy.
+        value: `load(spec)`.
+
+    Raises:
+        UsageError: Unknown field, a value of another type, or one out of range.
+    """
+    from dllm_jax.generation import family_strategy, resolve_strategy
+    from strategies import load_strategy
+
+    name = spec or model.defaults.strategy
+    value = load(name) if value is None else value
+    check_fields(value, fields)
+    cleared = {key: None for key, field in fields.items() if field is None}
+    try:
+        if ":" in name:
+            value = load_strategy(value, **fields)
+        else:
+            value = family_strategy(model, name, **fields)
+        return resolve_strategy(model, value.replace(**cleared) if cleared else value)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def settable(strategy: Any) -> tuple[str, ...]:
+    """Fields that a command line may set."""
+    names = (field.name for field in dataclasses.fields(strategy))
+    return tuple(name for name in names if name not in _UNSETTABLE)
+
+
+def check_fields(strategy: Any, fields: dict[str, Any]) -> None:
+    """Refuse what would fail on the device, or be ignored: `needs=3`, `accept_threshold=high`."""
+    from strategies.protocol import knob_ranges
+
+    knobs = knob_ranges(strategy)
+    kinds = _kinds(strategy)
+    for name, value in fields.items():
+        told = f"{name}={shown(value)}"
+        if name not in settable(strategy):
+            what = "has no such field"
+            if name in _UNSETTABLE:
+                what = f"is what it is: {name} is not settable"
+            raise UsageError(
+                f"{told}: {type(strategy).__name__} {what}; "
+                f"its fields are {', '.join(settable(strategy))}"
+            )
+        rule = "a number" if name in knobs and not _is(value, float) else None
+        rule = rule or _broken_rule(name, value, kinds.get(name, Any))
+        if rule:
+            raise UsageError(f"{told} is not {rule}; give one")
+
+
+def shown(value: Any) -> str:
+    """A value as a command line writes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+
+
+def _kinds(strategy: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(type(strategy))
+    except (NameError, TypeError):  # a user's file with annotations that are only text
+        return {}
+
+
+def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
+    """What `value` should have been, or None if it is that."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    options = typing.get_args(kind) if union else (kind,)
+    told = []
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            choices = typing.get_args(option)
+            if value in choices:
+                return None
+            told.append(f"one of {', '.join(map(str, choices))}")
+        elif option is int:
+            low = 1 if name in SIZES else -INT_MAX
+            if _is(value, int) and low <= value <= INT_MAX:
+                return None
+            told.append("a whole number" + (f" in [1, {INT_MAX}]" if name in SIZES else ""))
+        elif option is types.NoneType:
+            if value is None:
+                return None
+            told.append("none")
+        elif option in _WORDS:
+            if _is(value, option):
+                return None
+            told.append(_WORDS[option])
+        else:
+            return None  # a type of the strategy's own: its constructor checks it
+    return " or ".join(told)
+
+
+_WORDS = {float: "a number", bool: "true or false", str: "a word"}
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a literal is of a type; a bool is no number, a whole number is one."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, int | float if kind is float else kind)
