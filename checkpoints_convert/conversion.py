@@ -22,7 +22,8 @@ def load_params(
     Args:
         src: A Hugging Face folder or a converted one.
         dtype: "auto" (the checkpoint's own), "bfloat16", "float32" or "float16".
-        progress: Called with bytes done and bytes in all.
+        progress: Called with bytes read so far and in all, after each slice of a Hugging Face
+            folder or each leaf of a converted one.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
 
     Returns:
@@ -85,5 +86,5 @@ def _read(report: Report, dtype: str, progress: Progress | None) -> Any:
     if report.kind == "converted":
         from checkpoints_convert import orbax_io
 
-        return orbax_io.restore(report, dtype)
+        return orbax_io.restore(report, dtype, progress)
     return read_weights(report, dtype, progress)

@@ -11,6 +11,7 @@ second.
 # pyright: standard
 # (Orbax has no type stubs, so strict checking of this file reports nothing but that.)
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -32,6 +33,7 @@ from checkpoints_convert.dtypes import as_dtype
 from checkpoints_convert.report import FORMAT, META, Report
 from checkpoints_convert.spec import ConversionError
 from checkpoints_convert.tokenizer_files import present, read_json
+from checkpoints_convert.weights import Progress
 from dllm_jax.models.dense import DenseConfig, param_shapes
 from dllm_jax.models.families import FamilyDefaults
 
@@ -105,11 +107,12 @@ def describe(folder: Path, source: str) -> Report:
     )
 
 
-def restore(report: Report, dtype: str = "auto") -> Any:
+def restore(report: Report, dtype: str = "auto", progress: Progress | None = None) -> Any:
     """The parameter tree of a converted folder as NumPy arrays.
 
     Args:
         dtype: Type of the result; "auto" is the stored one.
+        progress: Called with bytes read so far and in all, after each leaf, from another thread.
     """
     cfg, _ = report.require_ok()
     stored = as_dtype(str(report.dtype))
@@ -117,7 +120,7 @@ def restore(report: Report, dtype: str = "auto") -> Any:
     shapes = param_shapes(cfg, stored)
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
     args = ocp.args.PyTreeRestore(item=shapes, restore_args=kinds)
-    with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
+    with _quiet(), ocp.Checkpointer(_handler(report.num_bytes, progress)) as checkpointer:
         try:
             found = checkpointer.restore((report.folder / _PARAMS).absolute(), args=args)
         except (OSError, ValueError, KeyError) as error:
@@ -154,24 +157,35 @@ def _write_params(params: Any, path: Path) -> None:
 class _LeanHandler(ocp.type_handlers.NumpyHandler):
     """Orbax's handler of NumPy arrays, with files mapped instead of read into buffers."""
 
-    def __init__(self):
+    def __init__(self, total: int, progress: Progress | None):
         super().__init__(deepcopy_host_arrays=False)
+        self._done, self._total, self._progress = 0, total, progress
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
         context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-        infos = [copy.copy(info) for info in infos]
-        for info in infos:
+        read_leaves = super().deserialize
+
+        async def read(info: Any, arg: Any) -> Any:
+            info = copy.copy(info)
             info.ts_context = context
-        return await super().deserialize(infos, args)
+            [leaf] = await read_leaves([info], [arg])
+            self._done += leaf.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+            return leaf
+
+        args = args or [ocp.RestoreArgs()] * len(infos)
+        return await asyncio.gather(*map(read, infos, args))
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
+def _handler(total: int = 0, progress: Progress | None = None) -> ocp.PyTreeCheckpointHandler:
     """Orbax set up for memory: left alone it copies the whole tree before it writes.
 
     One uncompressed file a leaf is written from our arrays and mapped when it is read; bfloat16
     weights compress by a fifth only.
     """
-    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, _LeanHandler()))
+    lean = _LeanHandler(total, progress)
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, lean))
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, type_handler_registry=registry
     )

@@ -231,12 +231,15 @@ def test_harmless_buffers_are_passed_over(tmp_path):
     assert_same(load_params(folder)[0], load_params(GOLDEN / "sdar")[0])
 
 
-def test_progress_reaches_the_total():
-    seen = []
-    load_params(GOLDEN / "sdar", progress=lambda done, total: seen.append((done, total)))
+def test_progress_reaches_the_total(tmp_path):
     size = sum(t.nbytes for t in read_tensors(GOLDEN / "sdar").values())
-    assert seen[-1] == (size, size)
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    for source in (GOLDEN / "sdar", convert(GOLDEN / "sdar", tmp_path / "converted")):
+        seen = []
+        load_params(source, progress=lambda *counts, seen=seen: seen.append(counts))
+        assert len(seen) > 20
+        assert seen[-1] == (size, size)
+        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+        assert {total for _, total in seen} == {size}
 
 
 def test_convert_refuses_to_overwrite(tmp_path):
