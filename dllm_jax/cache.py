@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-PAGE_SIZE = 64  # multiple of every block size in use; one K tile of 64 x 128 is 16 KB
+PAGE_SIZE = 64  # one K tile of 64 x 128 is 16 KB
 
 # K and V of each layer, [P G Z H].
 Pool = tuple[tuple[Array, Array], ...]

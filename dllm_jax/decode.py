@@ -27,7 +27,7 @@ from strategies.state import (
     Sampling,
 )
 
-PREFILL_CHUNK = 512  # prompt tokens of one prefill pass; a multiple of every block size in use
+PREFILL_CHUNK = 512  # prompt tokens of one prefill pass, rounded up to whole blocks
 
 
 class Batch(struct.PyTreeNode):

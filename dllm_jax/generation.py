@@ -6,6 +6,7 @@ two halves for callers who want to look in between (streaming, `--watch`).
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
 MIN_PROMPT_BUCKET = 64
 STOP_BUCKET = 8
+MOST_TOKENS = 1 << 24  # more positions than any model has; the output is an array of that width
+_FINITE = float(np.finfo(np.float32).max)
 
 
 class GenerateOutput(struct.PyTreeNode):
@@ -159,16 +162,22 @@ def _prepare(
     strategy = resolve_strategy(model, strategy)
     bare, knobs = split_knobs(strategy)
     aux = _bind_draft(strategy, draft)
-    _check_number("max_tokens", max_tokens, 1, model.config.max_position)
-    _check_window(model, strategy)
-    _check_number("temperature", temperature, 0.0, None)
-    _check_number("top_k", top_k, 0, None)
+    _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
+    _check_number("temperature", temperature, 0.0, _FINITE)
+    _check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
     _check_number("top_p", top_p, 0.0, 1.0)
-    _check_number("max_nfe", max_nfe, 1, None)
+    _check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
+    for stop in stop_token_ids:
+        _check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
+    _check_fit(model, strategy)
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
 
-    def a_row(value: Any, dtype: Any) -> Array:
+    def a_row(name: str, value: Any, dtype: Any) -> Array:
+        if np.shape(value) not in ((), (1,), (B,)):
+            raise ValueError(
+                f"{name} has shape {np.shape(value)}; give one value or {B}, one a row"
+            )
         return jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
 
     stops = [*stop_token_ids, *(() if ignore_eos else model.defaults.stop_token_ids)]
@@ -180,16 +189,16 @@ def _prepare(
         prompt_len=lengths,
         limit=jnp.minimum(lengths + max_tokens, model.config.max_position),
         sampling=Sampling(
-            a_row(temperature, jnp.float32),
-            a_row(0 if top_k is None else top_k, jnp.int32),
-            a_row(1.0 if top_p is None else top_p, jnp.float32),
+            a_row("temperature", temperature, jnp.float32),
+            a_row("top_k", 0 if top_k is None else top_k, jnp.int32),
+            a_row("top_p", 1.0 if top_p is None else top_p, jnp.float32),
         ),
         limits=Limits(
             jnp.asarray(stop_ids),
-            a_row(NO_LIMIT if max_nfe is None else max_nfe, jnp.int32),
-            a_row(NO_LIMIT, jnp.int32),
+            a_row("max_nfe", NO_LIMIT if max_nfe is None else max_nfe, jnp.int32),
+            a_row("max_run", NO_LIMIT, jnp.int32),
         ),
-        knobs={name: a_row(value, jnp.float32) for name, value in knobs.items()},
+        knobs={name: a_row(name, value, jnp.float32) for name, value in knobs.items()},
         keys=_row_keys(key, B),
     )
     return model, (bare, aux, batch), max_tokens
@@ -203,10 +212,9 @@ def resolve_strategy(model: Model, strategy: Any) -> Any:
     elif isinstance(strategy, str) and ":" not in strategy:
         strategy = family_strategy(model, strategy)
     strategy = load_strategy(strategy)
-    return strategy.replace(
-        block_size=strategy.block_size or defaults.block_size,
-        buffer_size=strategy.buffer_size or defaults.buffer_size,
-    )
+    sizes = {"block_size": defaults.block_size, "buffer_size": defaults.buffer_size}
+    missing = {name: size for name, size in sizes.items() if getattr(strategy, name) is None}
+    return strategy.replace(**missing) if missing else strategy
 
 
 def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
@@ -239,39 +247,73 @@ def _bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
     return {names[0]: load(draft) if isinstance(draft, str) else draft}
 
 
-def _check_number(name: str, value: Any, low: float, high: float | None) -> None:
-    """Check a plain number; arrays and tracers are the caller's own."""
-    if isinstance(value, int | float) and (value < low or (high is not None and value > high)):
-        span = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name}={value} must be {span}; choose a value there")
+def _check_number(
+    name: str, value: Any, low: float, high: float | None, whole: bool = False
+) -> None:
+    """Check a plain number; arrays of rows and tracers are the caller's own."""
+    if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) > 0:
+        return
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{name}={value} must be {kind} in [{low}, {high}]; choose a value there")
 
 
-def _check_window(model: Model, strategy: Any) -> None:
-    """Refuse a window that the model has no positions for, before anything is allocated."""
-    block_size, buffer_size = strategy.block_size, strategy.buffer_size
-    most = model.config.max_position
-    if block_size < 1 or buffer_size < 1 or block_size * buffer_size > most:
+def _check_fit(model: Model, strategy: Any) -> None:
+    """Refuse what the model cannot do, before anything is allocated or compiled."""
+    cfg, name = model.config, type(strategy).__name__
+    for field in ("block_size", "buffer_size"):
+        _check_number(field, getattr(strategy, field), 1, cfg.max_position, whole=True)
+    window = strategy.block_size * strategy.buffer_size
+    if window > cfg.max_position:
         raise ValueError(
-            f"{block_size=} and {buffer_size=} must be at least 1, and their product at most the "
-            f"model's {most} positions; choose smaller ones"
+            f"block_size={strategy.block_size} times buffer_size={strategy.buffer_size} is "
+            f"{window} tokens, more than the model's {cfg.max_position} positions; "
+            "choose smaller ones"
+        )
+    instead = f"use the family's own strategy, {model.defaults.strategy!r}"
+    if strategy.needs.boundary and not cfg.shift:
+        raise ValueError(
+            f"{name} continues from the row before its window, which predicts the next token only "
+            f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
+        )
+    if strategy.needs.prompt.startswith("grid") and cfg.mask_token_id < 0:
+        raise ValueError(
+            f"{name} denoises masks, and {model.defaults.family} has no mask token: {instead}"
         )
 
 
 def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Array]:
     """Prompts as [B, bucket] and their lengths, checked where they are concrete."""
-    most = model.config.max_position
-    if hasattr(prompts, "ndim"):
+    if isinstance(prompts, jax.core.Tracer) or isinstance(prompt_len, jax.core.Tracer):
         ids = jnp.asarray(prompts, jnp.int32)
-        if ids.ndim != 2 or not ids.size:
-            raise ValueError(f"prompts have shape {ids.shape}; give [batch, tokens], not empty")
         B, T = ids.shape
-        lengths = jnp.full((B,), T) if prompt_len is None else jnp.asarray(prompt_len)
+        lengths = jnp.asarray(T if prompt_len is None else prompt_len, jnp.int32)
         ids = jnp.pad(ids, ((0, 0), (0, _bucket(T) - T)))
-        if most < T and prompt_len is None:
-            raise ValueError(_too_long(0, T, most))
-        return ids, jnp.broadcast_to(lengths.astype(jnp.int32), (B,))
-    if prompt_len is not None:
+        return ids, jnp.broadcast_to(lengths, (B,))
+    if hasattr(prompts, "ndim"):
+        if prompts.ndim != 2 or not prompts.size:
+            raise ValueError(f"prompts have shape {prompts.shape}; give [batch, tokens], not empty")
+        B, T = prompts.shape
+        lengths = np.broadcast_to(T if prompt_len is None else np.asarray(prompt_len), (B,))
+        for i, length in enumerate(lengths):
+            _check_number(f"prompt_len[{i}]", length, 0, T, whole=True)
+        prompts = [row[:n].tolist() for row, n in zip(np.asarray(prompts), lengths, strict=True)]
+    elif prompt_len is not None:
         raise ValueError("prompt_len goes with an array of prompts; lists have their own lengths")
+    return _pad_lists(model, prompts)
+
+
+def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
+    most, vocab = model.config.max_position, model.config.vocab_size
+    if isinstance(prompts, str) or any(isinstance(row, str | int) for row in prompts):
+        raise ValueError(
+            "prompts are lists of token ids, one list a prompt; "
+            "encode text with model.tokenizer, and wrap a single prompt in a list"
+        )
     rows = [list(row) for row in prompts]
     if not rows:
         raise ValueError("prompts is empty; give at least one prompt")
@@ -280,11 +322,11 @@ def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Ar
             raise ValueError(f"prompt {i} is empty; give at least one token")
         if len(row) >= most:
             raise ValueError(_too_long(i, len(row), most))
-        bad = next((t for t in row if not 0 <= t < model.config.vocab_size), None)
+        bad = next((t for t in row if not 0 <= t < vocab), None)
         if bad is not None:
             raise ValueError(
-                f"prompt {i} holds id {bad}, outside the vocabulary "
-                f"[0, {model.config.vocab_size}); was it tokenized for another model?"
+                f"prompt {i} holds id {bad}, outside the vocabulary [0, {vocab}); "
+                "was it tokenized for another model?"
             )
     ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
     for i, row in enumerate(rows):
@@ -306,6 +348,8 @@ def _bucket(length: int) -> int:
 
 def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
     key = jax.random.key(0) if key is None else key
+    if not hasattr(key, "dtype"):
+        raise ValueError(f"{key=} is no random key; give jax.random.key(seed)")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:
@@ -325,10 +369,11 @@ def _fresh(
 ) -> DecodeState:
     """A state whose rows own enough pages for all they can ever write."""
     B, T = batch.prompt.shape
-    window = strategy.buffer_size * strategy.block_size
-    pages = -(-(T + max_tokens + window) // PAGE_SIZE)
+    last = min(T + max_tokens, model.config.max_position)
+    pages = -(-(last + strategy.buffer_size * strategy.block_size) // PAGE_SIZE)
     table = jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages)
-    return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, max_tokens)
+    emitted = min(max_tokens, model.config.max_position)
+    return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
@@ -352,9 +397,10 @@ def _generate(model, strategy, aux, batch, max_tokens, implementation):
     state = decode.prefill(strategy, forward, state, batch.prompt)
     spec = decode.slot_spec(strategy, model, batch.prompt.shape[0])
     state = decode.run(strategy, forward, state, spec)
-    counts = jnp.arange(max_tokens)[None] < state.output_len[:, None]
+    counts = jnp.arange(state.output.shape[1])[None] < state.output_len[:, None]
+    unused = max_tokens - state.output.shape[1]
     return GenerateOutput(
-        tokens=jnp.where(counts, state.output, 0),
+        tokens=jnp.pad(jnp.where(counts, state.output, 0), ((0, 0), (0, unused))),
         length=state.output_len,
         nfe=state.buffer.nfe,
         finish=state.finish,

@@ -82,6 +82,8 @@ class Model(struct.PyTreeNode):
         if size < 1:
             raise ValueError(f"{block_size=} must be at least 1")
         ids = jnp.asarray(token_ids, jnp.int32)
+        if ids.ndim != 2:
+            raise ValueError(f"token_ids have shape {ids.shape}; give [batch, tokens]")
         visible = reference.visibility(attention, ids.shape[1], size)
         mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
         return reference.dense_logits(self.params, self.config, ids, mask, self.arch)

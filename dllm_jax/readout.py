@@ -62,7 +62,7 @@ def read_stats(
         hidden, sampling, keys, penalty = rows
         logits = unembed(hidden)
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        logits = jnp.where(forbidden(ids), jnp.finfo(jnp.float32).min, logits)
+        logits = jnp.where(forbidden(ids), -jnp.inf, logits)
         if penalty is not None:
             logits = logits - jnp.where(ids == penalty[0][:, None], penalty[1][:, None], 0.0)
         return token_stats(
@@ -91,7 +91,7 @@ def read_soft(
         hidden, temperature = rows
         logits = unembed(hidden)
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        logits = jnp.where(forbidden(ids), jnp.finfo(jnp.float32).min, logits)
+        logits = jnp.where(forbidden(ids), -jnp.inf, logits)
         prob = jax.nn.softmax(logits / temperature[:, None], axis=-1)
         return (prob.astype(embedding.dtype) @ embedding).astype(hidden.dtype)
 

@@ -1,5 +1,6 @@
 """Decoding strategies: pure step functions over immutable block-buffer state."""
 
+from strategies import testing
 from strategies.ar import AR
 from strategies.block_diffusion import BlockDiffusion
 from strategies.multi_bd import MultiBD
@@ -58,4 +59,5 @@ __all__ = [
     "put_slot",
     "strategy_names",
     "take_slot",
+    "testing",
 ]

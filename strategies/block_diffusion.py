@@ -43,6 +43,18 @@ class BlockDiffusion(struct.PyTreeNode):
     buffer_size: int = struct.field(pytree_node=False, default=1)
     needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
+    def __post_init__(self):
+        """Check the static fields; they choose the program, so nothing later would."""
+        if self.remasking not in get_args(Remasking):
+            choices = ", ".join(get_args(Remasking))
+            raise ValueError(f"remasking={self.remasking!r} is not one of {choices}; choose one")
+        steps = self.denoising_steps
+        if steps is not None and not (isinstance(steps, int) and steps >= 1):
+            raise ValueError(
+                f"denoising_steps={steps!r} must be a whole number of at least 1; None is one "
+                "token a forward"
+            )
+
     def step(self, forward, state):
         """One denoise step, or the commit of a finished block."""
         state = blocks.open_next(state)
@@ -57,7 +69,7 @@ class BlockDiffusion(struct.PyTreeNode):
     def _accept(
         self, stats: TokenStats, state: DecodeState, holes: Bool[Array, "B K S"]
     ) -> Bool[Array, "B K S"]:
-        quota = sampling.quota(state, self.denoising_steps or self.block_size)
+        quota = sampling.quota(state, self.denoising_steps or state.buffer.tokens.shape[2])
         surest = sampling.top_n(stats.confidence, quota, holes)
         match self.remasking:
             case "sequential":
@@ -75,10 +87,6 @@ class BlockDiffusion(struct.PyTreeNode):
                 keys = random.step_keys(state, salt=_ORDER_STREAM)
                 order = jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
                 return sampling.top_n(order, quota, holes)
-            case other:
-                raise ValueError(
-                    f"remasking={other!r} is not one of {', '.join(get_args(Remasking))}"
-                )
 
 
 STRATEGY = BlockDiffusion

@@ -114,13 +114,26 @@ def decode_step(
     """
     running = state.finish == RUNNING
     bound = bind_knobs(strategy, state.knobs)
-    stepped, info = bound.step(forward, state)
+    stepped, info = _checked(strategy, bound.step(forward, state))
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(
         initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
     )
     advanced = slide(finish(count(stepped, info), info), info, fresh)
     return select_rows(running, advanced, state), info
+
+
+def _checked(strategy: Any, returned: Any) -> tuple[DecodeState, StepInfo]:
+    """What a step returned, if it is what a step must return (at trace time)."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        state, info = returned
+        if isinstance(state, DecodeState) and isinstance(info, StepInfo):
+            return state, info
+    name = getattr(getattr(strategy, "fn", None), "__name__", type(strategy).__name__)
+    raise ValueError(
+        f"the step of {name} returned {type(returned).__name__}, not (DecodeState, StepInfo); "
+        "end it with `return blocks.finish_step(state, accept)` or a pair of your own"
+    )
 
 
 def count(state: DecodeState, info: StepInfo) -> DecodeState:

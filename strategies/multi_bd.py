@@ -17,7 +17,8 @@ class MultiBD(struct.PyTreeNode):
     """Pipelined blocks behind a block-causal prefix.
 
     Attributes:
-        accept_threshold: A token is accepted when its probability is above it (strictly).
+        accept_threshold: A token is accepted when its probability is above it (strictly); from 1
+            up nothing is, and each step takes its surest token alone.
         add_block_threshold: Progress of the last block (>=) at which the next one opens.
         semi_complete_threshold: Progress of the block before (>=) that allows a forced token.
     """

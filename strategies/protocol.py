@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import jax
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -152,7 +153,7 @@ def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
 def check_knob(strategy: Any, name: str, value: Any) -> None:
     """Raise ValueError if `value` is a plain number outside the range of knob `name`."""
     low, high = knob_ranges(strategy)[name]
-    if isinstance(value, int | float) and not low <= value <= high:
+    if isinstance(value, int | float | np.number) and not low <= value <= high:
         raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose a value inside it")
 
 

@@ -1,8 +1,8 @@
 """Random keys of a step: one a cell, from the request's own key.
 
 Nothing here depends on the slot, the batch or the clock: the same request draws the same numbers
-wherever and whenever it runs. The three streams (by position, by step, by step and salt) are
-separated by a leading fold, so that no two ever meet.
+wherever and whenever it runs. The two streams (by position, by step) are separated by a leading
+fold, so that they never meet.
 """
 
 import jax

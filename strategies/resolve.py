@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ _SHARED = {
 }
 
 
+_FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
 _DEFAULT_NEEDS = Needs("grid_causal")
 
 
@@ -77,10 +79,11 @@ def load_strategy(spec: Any, **overrides: Any) -> Any:
     Args:
         spec: A value with a `step`, a step function, a class, a name such as "multi_bd", or
             "pkg.mod:Name" / "path/to/file.py:name".
-        **overrides: Fields to set (`block_size=`, `accept_threshold=`, ...).
+        **overrides: Fields to set (`block_size=`, `accept_threshold=`, ...); None leaves a field.
 
     Raises:
-        ValueError: Unknown name, missing attribute, unknown field, or a value out of range.
+        ValueError: Unknown name, missing attribute, a file that cannot be run, unknown field, or a
+            value out of range.
     """
     found: Any = _find(spec) if isinstance(spec, str) else spec
     if isinstance(found, type):
@@ -124,23 +127,31 @@ def _load_file(location: str) -> Any:
     path = Path(location)
     if not path.is_file():
         raise ValueError(f"strategy file {location!r} does not exist; check the path")
-    found = importlib.util.spec_from_file_location(path.stem, path)
+    found = importlib.util.spec_from_file_location(f"strategy_file_{path.stem}", path)
     if found is None or found.loader is None:
         raise ValueError(f"strategy file {location!r} is no Python source; check the path")
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    # Dataclasses look their module up by name while the file runs.
+    sys.modules[module.__name__] = module
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module.__name__]
+        raise ValueError(
+            f"strategy file {location!r} cannot be run "
+            f"({type(error).__name__}: {error}); mend the file"
+        ) from error
     return module
 
 
 def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
-    names = [f.name for f in dataclasses.fields(strategy)]
+    names = [f.name for f in dataclasses.fields(strategy) if f.name not in _FIXED]
     ranges = knob_ranges(strategy)
     for name, value in overrides.items():
         if name not in names:
-            settable = ", ".join(n for n in names if n not in ("needs", "fn", "init_fn"))
             raise ValueError(
-                f"{name}={value!r}: {type(strategy).__name__} has no such field; "
-                f"its fields are {settable}"
+                f"{name}={value!r}: {type(strategy).__name__} has no such field to set; "
+                f"its fields are {', '.join(names)}"
             )
         if name in ranges:
             check_knob(strategy, name, value)

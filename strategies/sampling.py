@@ -15,7 +15,7 @@ from strategies import blocks
 from strategies.protocol import PerSlot, TokenStats
 from strategies.state import DecodeState
 
-_NEVER = jnp.finfo(jnp.float32).min
+_NEVER = -jnp.inf
 
 
 def token_stats(
@@ -31,7 +31,7 @@ def token_stats(
     """Draw one token a row and say how sure the law is.
 
     Args:
-        logits: Float32, forbidden ids already at -inf or the float minimum.
+        logits: Float32, forbidden ids already at -inf.
         temperature: 0 takes the most probable id, ties to the lowest.
         top_k: Ids kept (ties at the edge stay), 0 for all.
         top_p: Nucleus mass kept, 1 for all; the most probable id always stays.
@@ -49,6 +49,8 @@ def token_stats(
     def drawn(logits: Array) -> TokenStats:
         tempered = temperature > 0
         law = logits / jnp.where(tempered, temperature, 1.0)[:, None]
+        # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
+        law = jnp.where(logits > _NEVER, law, _NEVER)
         restricted = jnp.any((top_k > 0) | (top_p < 1.0))
         law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
         noisy = law if keys is None else law + _gumbel(keys, tempered, law.shape[-1])

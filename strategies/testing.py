@@ -193,6 +193,11 @@ def run_script(
         ValueError: Shapes that do not fit, a scripted mask token, or a prompt without room.
     """
     strategy = load_strategy(strategy)
+    if strategy.block_size is None:
+        raise ValueError(
+            f"{type(strategy).__name__} has no block_size, and a script has no model to take it "
+            "from; wrap the function: as_strategy(step, block_size=4, buffer_size=1)"
+        )
     token, prob = np.asarray(token, np.int32), np.asarray(prob, np.float32)
     if token.shape != prob.shape or token.ndim != 2:
         raise ValueError(f"{token.shape=} and {prob.shape=} must be equal, [forwards, positions]")
@@ -207,7 +212,7 @@ def run_script(
     bare, knobs = split_knobs(strategy)
     padded = np.zeros((1, max(token.shape[1], len(prompt))), np.int32)
     padded[0, : len(prompt)] = prompt
-    stops = np.full((1, 8), -1, np.int32)
+    stops = np.full((1, max(8, len(eos_ids))), -1, np.int32)
     stops[0, : len(eos_ids)] = eos_ids
     result, history = _run(
         bare,

@@ -183,21 +183,34 @@ def test_generate_default_strategy_is_the_familys(model):
     assert generation.resolve_strategy(model, "ar").block_size == 2
 
 
+def returns_nothing(forward, state):
+    """A step that forgot its return."""
+
+
 BAD = {
-    "max_tokens": ({"max_tokens": 0}, r"max_tokens=0 must be in \[1, 300\]"),
-    "too many": ({"max_tokens": 10**9}, r"max_tokens=1000000000 must be in \[1, 300\]"),
-    "window": (
-        {"strategy": MultiBD(block_size=32, buffer_size=100)},
-        "buffer_size=100 must be at least 1, and their product at most the model's 300 positions",
-    ),
-    "block": ({"strategy": MultiBD(block_size=-4, buffer_size=1)}, "block_size=-4 and buffer_size"),
-    "temperature": ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
-    "top_p": ({"top_p": 1.5}, r"top_p=1.5 must be in \[0.0, 1.0\]"),
-    "max_nfe": ({"max_nfe": 0}, "max_nfe=0 must be at least 1"),
+    "max_tokens": ({"max_tokens": 0}, r"max_tokens=0 must be a whole number in \[1, "),
+    "fraction": ({"max_tokens": 4.5}, "max_tokens=4.5 must be a whole number"),
+    "temperature": ({"temperature": -1.0}, "temperature=-1.0 must be a number in"),
+    "nan": ({"temperature": np.float32("nan")}, "temperature=nan must be a number in"),
+    "infinite": ({"temperature": float("inf")}, "temperature=inf must be a number in"),
+    "rows": ({"temperature": jnp.ones((3,))}, r"temperature has shape \(3,\); give one value or 4"),
+    "top_p": ({"top_p": 1.5}, r"top_p=1.5 must be a number in \[0.0, 1.0\]"),
+    "top_k": ({"top_k": 10**11}, "top_k=100000000000 must be a whole number in"),
+    "stop": ({"stop_token_ids": [-5]}, "stop_token_ids=-5 must be a whole number in"),
+    "max_nfe": ({"max_nfe": 0}, r"max_nfe=0 must be a whole number in \[1, "),
     "strategy": ({"strategy": "no_such"}, "strategy='no_such' is unknown; use one of ar, "),
+    "step": ({"strategy": returns_nothing}, "the step of returns_nothing returned NoneType, not"),
     "knob": ({"strategy": MultiBD(accept_threshold=-0.5)}, r"accept_threshold=-0.5 is outside"),
     "draft": ({"draft": "builtin:tiny-sdar"}, "draft=given does not fit MultiBD"),
     "key": ({"key": jax.random.split(jax.random.key(0), 3)}, r"key has shape \(3,\)"),
+    "no key": ({"key": 3}, r"key=3 is no random key; give jax.random.key\(seed\)"),
+    "window": (
+        {"strategy": MultiBD(block_size=32, buffer_size=100)},
+        "block_size=32 times buffer_size=100 is 3200 tokens, more than the model's 300 positions",
+    ),
+    "block": ({"strategy": MultiBD(block_size=0)}, "block_size=0 must be a whole number in"),
+    "buffer": ({"strategy": MultiBD(buffer_size=2.5)}, "buffer_size=2.5 must be a whole number"),
+    "unshifted": ({"strategy": "ar"}, "AR continues from the row before its window.*toy is none"),
 }
 
 
@@ -216,13 +229,55 @@ def test_generate_refuses_bad_arguments(model, case):
         ([[1], []], "prompt 1 is empty"),
         ([[1] * 300], "prompt 0 has 300 tokens; the model takes 300"),
         ([[VOCAB]], r"prompt 0 holds id 60, outside the vocabulary \[0, 60\)"),
+        ([1, 2, 3], "prompts are lists of token ids, one list a prompt"),
+        (["hi"], "prompts are lists of token ids, one list a prompt"),
         (jnp.zeros((3,), jnp.int32), r"prompts have shape \(3,\)"),
+        (jnp.full((1, 4), VOCAB), r"prompt 0 holds id 60, outside the vocabulary"),
+        (jnp.ones((1, 300), jnp.int32), "prompt 0 has 300 tokens; the model takes 300"),
     ],
 )
 def test_generate_refuses_bad_prompts(model, prompts, message):
     """Prompts are checked before anything is compiled."""
     with pytest.raises(ValueError, match=message):
         dj.generate(model, prompts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([2, 0], "prompt 1 is empty"),
+        ([-3, 2], r"prompt_len\[0\]=-3 must be a whole number in \[0, 4\]"),
+        ([2, 9], r"prompt_len\[1\]=9 must be a whole number in \[0, 4\]"),
+    ],
+)
+def test_generate_refuses_bad_prompt_lengths(model, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        dj.generate(model, np.ones((2, 4), np.int32), prompt_len=np.asarray(lengths))
+
+
+def test_generate_refuses_to_denoise_without_a_mask():
+    with pytest.raises(ValueError, match="MultiBD denoises masks, and toy has no mask token"):
+        dj.generate(toy(shift=True), PROMPTS, "multi_bd")
+
+
+def test_generate_treats_an_array_as_the_lists_it_holds(model):
+    """Right-padded arrays, whatever stands in the padding."""
+    lengths = [len(p) for p in PROMPTS]
+    array = np.full((4, 11), 13, np.int32)
+    for i, prompt in enumerate(PROMPTS):
+        array[i, : len(prompt)] = prompt
+    strategy = STRATEGIES["multi_bd"]
+    a = dj.generate(model, PROMPTS, strategy, max_tokens=7)
+    b = dj.generate(model, array, strategy, max_tokens=7, prompt_len=np.asarray(lengths))
+    assert lists(a) == lists(b)
+
+
+def test_generate_stops_at_the_models_last_position(model):
+    """A budget past the model's positions is cut there; the output keeps the width asked for."""
+    out = dj.generate(model, [[1] * 290], MultiBD(block_size=4, buffer_size=1), max_tokens=1000)
+    assert out.tokens.shape == (1, 1000)
+    assert out.length.tolist() == [10]
+    assert out.finish.tolist() == [LENGTH]
 
 
 # --- the draw itself ---------------------------------------------------------------------------
@@ -292,6 +347,16 @@ def test_token_stats_restrict_the_law(settings, allowed):
         np.tile(np.log(p), (300, 1)), temperature=1.0, keys=keys, confidence="raw", **settings
     )
     np.testing.assert_allclose(raw.confidence, p[np.asarray(raw.token)], rtol=1e-5)
+
+
+def test_token_stats_never_draw_what_is_forbidden():
+    """Also at temperatures that flatten everything else."""
+    logits = np.asarray([0.0, -np.inf, 3.0, -np.inf])
+    keys = jax.random.split(jax.random.key(2), 400)
+    stats = draw(np.tile(logits, (400, 1)), temperature=1e38, keys=keys)
+    assert set(np.asarray(stats.token).tolist()) == {0, 2}
+    assert np.isfinite(stats.entropy).all()
+    np.testing.assert_allclose(stats.confidence, 0.5, rtol=1e-5)
 
 
 def test_token_stats_draw_from_the_tempered_law():
