@@ -112,7 +112,7 @@ def restore(report: Report, dtype: str = "auto", progress: Progress | None = Non
 
     Args:
         dtype: Type of the result; "auto" is the stored one.
-        progress: Called with bytes read so far and in all, after each leaf, from another thread.
+        progress: Called with bytes read so far and in all, after each leaf.
     """
     cfg, _ = report.require_ok()
     stored = as_dtype(str(report.dtype))

@@ -1,10 +1,13 @@
 """Proves what a user installs: the wheel's content, the public names, and the pinned versions.
 
-The wheel is really built. Importing the package must load no JAX; each public name must resolve
+The wheel is really built, and installed into a folder of its own that works far from the checkout.
+Importing the package must load no JAX; each public name must resolve
 to the object of the module that defines it.
 """
 
 import configparser
+import json
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +68,43 @@ def test_wheel_names_the_command_and_the_licence(wheel):
     assert parser["console_scripts"]["dllm-jax"] == "dllm_jax.cli:main"
     (licence,) = (name for name in wheel.namelist() if name.endswith("licenses/LICENSE"))
     assert "Apache License" in wheel.read(licence).decode()
+
+
+INSTALLED = """
+import importlib, json, sys
+target, *packages = sys.argv[1:]
+sys.path.insert(0, target)
+files = {name: importlib.import_module(name).__file__ for name in packages}
+import dllm_jax
+model = dllm_jax.load("builtin:tiny-sdar")
+files |= {name: m.__file__ for name, m in sys.modules.items() if name.split(".")[0] in packages}
+text = model.tokenizer.decode(model.tokenizer.encode("17+25=42"))
+print(json.dumps({"files": files, "vocab_size": model.config.vocab_size, "text": text}))
+"""
+
+
+def test_wheel_works_where_there_is_no_checkout(wheel, tmp_path):
+    target = tmp_path / "installed"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    options = ["--no-compile", "--disable-pip-version-check", "--target", str(target)]
+    subprocess.run([*command, *options, wheel.filename], check=True, cwd=tmp_path)
+    installed = {path.name for path in target.iterdir()}
+    assert installed >= PACKAGES
+    assert not installed & {"tests", "docs", "benchmarks", "examples"}
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALLED, str(target), *sorted(PACKAGES)],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["vocab_size"], found["text"]) == (768, "17+25=42")
+    assert len(found["files"]) > 30
+    for name, file in found["files"].items():
+        assert Path(file).is_relative_to(target), name
 
 
 def test_import_loads_no_jax():
