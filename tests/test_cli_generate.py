@@ -200,6 +200,35 @@ def test_watch_counts_wrapped_lines(monkeypatch):
     assert out.getvalue().endswith("\x1b[3A\r\x1b[J")
 
 
+def test_watch_keeps_to_the_lines_and_columns_of_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4")
+    monkeypatch.setenv("LINES", "5")
+    out = io.StringIO()
+    watch = Watch(out, tty=True)
+    watch.show(Frame(nfe=1, committed="abcdefgh日本語", cells=("w", "xyz", None), num_settled=1))
+    watch.clear()
+    green, yellow, grey = "\x1b[32m", "\x1b[33m", "\x1b[90m"
+    # rows: abcd | efgh | 日本 | 語wx | yz·, of which the last three fit under the heading
+    rows = ["forward 1", "日本", f"語{green}w{yellow}x", f"{yellow}yz{grey}·\x1b[0m", ""]
+    assert out.getvalue() == "\n".join(rows) + "\x1b[4A\r\x1b[J"
+
+
+def test_one_warm_up_serves_batches_of_one_shape(random_folder, capsys, monkeypatch, tmp_path):
+    from dllm_jax import generation
+    from dllm_jax.cli import generate
+
+    start, calls = generation.start, []
+    monkeypatch.setattr(generation, "start", lambda *a, **k: calls.append(1) or start(*a, **k))
+    monkeypatch.setattr(generate, "BATCH_SIZE", 2)
+    (tmp_path / "prompts").write_text("\n".join([*PROMPTS, *PROMPTS[:2]]) + "\n")
+    argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "4"]
+    assert main(["generate", "--model", str(random_folder), *argv]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(calls) == 3 + 2  # batches of 2, 2 and 1: two shapes
+    warmed = [line["metrics"]["compile_s"] > 0 for line in lines]
+    assert warmed == [True, True, False, False, True]
+
+
 def test_text_stream_waits_for_whole_characters(model):
     text = "Zoë pays 3 € now"
     ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -64,8 +64,9 @@ def decode_batch(
         next step.
     """
     progress = Progress([Row([]) for _ in prompts], _prefill_nfe(strategy, prompts))
-    # `start` pads prompts to a power of two, so this tells shapes apart.
-    shape = len(prompts), (max(map(len, prompts)) - 1).bit_length()
+    # `start` pads prompts to powers of two from a smallest one on, so this tells shapes apart.
+    longest = max(generation.MIN_PROMPT_BUCKET, *map(len, prompts))
+    shape = len(prompts), (longest - 1).bit_length()
     if warmed is None or shape not in warmed:
         began = time.perf_counter()
         session = generation.start(model, prompts, strategy, **{**options, "max_nfe": 1})
