@@ -38,7 +38,7 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     lora: str | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model.
 
@@ -115,7 +115,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _from_folder(
-    folder: Path, source: str, dtype: str, progress: Callable[[int, int], object] | None
+    folder: Path, source: str, dtype: str, progress: Callable[[int, int], None] | None
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     params, report = checkpoints_convert.load_params(folder, target, progress)

@@ -63,12 +63,11 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    import jax
     import jax.numpy as jnp
 
     from pallas_kernels.paged_attention import api, cudnn
 
-    missing = cudnn.unsupported(jax.ShapeDtypeStruct((1, 1, 1, 128), jnp.bfloat16))
+    missing = cudnn.unsupported(jnp.zeros((1, 1, 1, 128), jnp.bfloat16))
     told = f"xla here (cudnn {missing})"
     if missing is None:
         told = (
