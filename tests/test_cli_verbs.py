@@ -54,7 +54,8 @@ def test_info_tells_what_runs_here(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["jax"] == jax.__version__
     assert facts["devices"] == {str(d): f"{d.device_kind} ({d.platform})" for d in jax.devices()}
-    assert "xla" in facts["kernels"]["paged_attention"]
+    if jax.default_backend() == "cpu":
+        assert facts["kernels"]["paged_attention"] == "xla here (cudnn needs an NVIDIA GPU)"
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
     assert {"ar", "block_diffusion", "multi_bd"} <= set(facts["strategies"])
     assert main(["info"]) == 0
@@ -83,6 +84,35 @@ def test_compile_cache_is_under_xdg_and_only_for_the_command_line(random_folder,
     argv = ["generate", "x", "--max-tokens", "4", "--max-nfe", "1", "--model", str(random_folder)]
     subprocess.run([sys.executable, "-m", "dllm_jax.cli", *argv], check=True, env=env)
     assert any((tmp_path / "dllm-jax" / "jax").iterdir())
+
+
+def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
+    from argparse import Namespace
+
+    from dllm_jax.cli import models
+
+    bars = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.total, self.n, self.closed = total, 0, False
+            bars.append(self)
+
+        def update(self, more):
+            self.n += more
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    args = Namespace(model=str(random_folder), dtype="auto")
+    models.load_model(args)
+    assert bars == []
+    monkeypatch.setattr(models, "BAR_FROM", 1000)
+    model = models.load_model(args)
+    (bar,) = bars
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert (bar.n, bar.total, bar.closed) == (size, size, True)
 
 
 def test_output_to_a_closed_pipe_is_no_traceback(tmp_path):
