@@ -146,3 +146,35 @@ def test_command_prints_the_table_and_writes_the_object(
     speed = results["multi_bd,buffer_size=3"]["tokens_per_forward"]["value"]
     assert f"{speed:.2f} [" in shown
     assert "multi_bd,buffer_size=3 against block_diffusion" in shown
+
+
+def test_shared_fields_go_where_they_fit(capsys):
+    from dllm_jax.cli import eval as verb
+    from dllm_jax.cli import strategy
+
+    names = ("block_diffusion", "multi_bd")
+    choices = [(name, name, strategy.load(name), {}) for name in names]
+    shared = verb._share(choices, {"remasking": "static", "buffer_size": 2, "block_size": 8})
+    assert [fields for *_, fields in shared] == [
+        {"remasking": "static", "block_size": 8},
+        {"buffer_size": 2, "block_size": 8},
+    ]
+    assert capsys.readouterr().err == (
+        "note: remasking applies to block_diffusion only\n"
+        "note: buffer_size applies to multi_bd only\n"
+    )
+
+
+def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", "2"]
+    argv += ["--strategy", "multi_bd", "--no-one-token", "--max-tokens", "4", "--batch-size", "2"]
+    assert main([*argv, "--output", str(tmp_path / "r")]) == 1
+    captured = capsys.readouterr()
+    assert "plain: 2 held-out problems" in captured.out
+    assert captured.err == "error: [Errno 28] No space left on device\n"
