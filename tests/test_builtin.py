@@ -8,9 +8,13 @@ import re
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import evaluate
 from dllm_jax.cli import main
-from dllm_jax.training.data import problem
+from dllm_jax.cli.entry import parse
+from dllm_jax.cli.generate import draw_problem, options
+from dllm_jax.cli.prompts import encode
+from dllm_jax.cli.strategy import given_fields, resolve
+from dllm_jax.training.data import is_correct, problem
+from strategies.state import FINISH_REASONS
 
 SEEDS = range(20)
 
@@ -21,12 +25,21 @@ def model():
 
 
 def test_twenty_seeds_of_the_plain_half(model):
-    problems = [problem("plain", seed, 0, heldout=True) for seed in SEEDS]
-    outcome = evaluate.solve(model, dj.strategies.MultiBD(), problems, batch_size=20)
-    wrong = [seed for seed, right in zip(SEEDS, outcome.right, strict=True) if not right]
+    # What the command makes of its flags, decoded as one batch instead of one by one.
+    commands = [parse(["generate", "--seed", str(seed)]) for seed in SEEDS]
+    problems = [draw_problem(args) for args in commands]
+    args = commands[0]
+    strategy = resolve(model, args.strategy, None, given_fields(args))
+    ids = [encode(model, one.question, args.raw) for one in problems]
+    out = dj.generate(model, ids, strategy, **options(args, 0, len(ids)))
+    texts = [
+        model.tokenizer.decode(row[:n], skip_special_tokens=True)
+        for row, n in zip(out.tokens, out.length, strict=True)
+    ]
+    wrong = [s for s in SEEDS if not is_correct(texts[s], problems[s])]
     assert len(wrong) <= 2, f"wrong seeds: {wrong}"
-    assert outcome.tokens.sum() / outcome.forwards.sum() > 10
-    assert set(outcome.finish) == {"stop"}
+    assert out.length.sum() / out.nfe.sum() > 10
+    assert {FINISH_REASONS[int(code)] for code in out.finish} == {"stop"}
 
 
 def test_defaults_are_those_of_multi_bd(model):
