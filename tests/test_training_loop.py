@@ -100,10 +100,11 @@ def test_a_run_takes_no_foreign_folder(tmp_path) -> None:
         loop.train(TINY, model, num_workers=0)
     assert [p.name for p in model.iterdir()] == ["config.json"]
     assert (model / "config.json").read_text() == '{"model_type": "sdar"}'
-    for path in (model / "config.json", model / "config.json" / "below"):
-        with pytest.raises(
-            ValueError, match=r"cannot be the folder of a run \(.+\); give a folder"
-        ):
+    for path, reason in (
+        (model / "config.json", "it is a file"),
+        (model / "config.json" / "x", "Not a"),
+    ):
+        with pytest.raises(ValueError, match=rf"folder of a run \({reason}.*\); give a folder"):
             loop.train(TINY, path, num_workers=0)
 
 

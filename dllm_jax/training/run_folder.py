@@ -40,8 +40,9 @@ def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path / CONFIG)
     except OSError as error:
+        reason = "it is a file" if path.is_file() else error.strerror
         raise ValueError(
-            f"{shown!r} cannot be the folder of a run ({error.strerror}); "
+            f"{shown!r} cannot be the folder of a run ({reason}); "
             "give a folder that is new, empty or this run's"
         ) from error
     return path
