@@ -150,6 +150,20 @@ def test_strategy_file_that_ends_the_program(fails, tmp_path):
     assert "(0)" in fails(2, "eval", "--strategy", f"{path}:step")
 
 
+def test_strategy_file_that_is_broken(fails, tmp_path):
+    path = tmp_path / "mine.py"
+    argv = ["--strategy", f"{path}:Mine"]
+    path.write_text("def step(:\n")
+    assert "cannot be run (SyntaxError: " in fails(2, "generate", *argv)
+    path.write_text("1 / 0\n")
+    assert "cannot be run (ZeroDivisionError: " in fails(2, "generate", *argv)
+    path.write_text("class Mine:\n    def __init__(self, size): pass\n    step = None\n")
+    message = fails(2, "generate", *argv)
+    assert f"strategy='{path}:Mine' cannot be used (TypeError: " in message
+    path.write_text("class Mine:\n    def step(self, forward, state): pass\n")
+    assert f"strategy='{path}:Mine' " in fails(2, "generate", *argv)
+
+
 def test_strategy_file_is_executed_once(random_folder, tmp_path, capsys):
     path, count = tmp_path / "mine.py", tmp_path / "count"
     path.write_text(

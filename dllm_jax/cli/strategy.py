@@ -29,8 +29,12 @@ def load(spec: str | None) -> Any:
         return None
     try:
         value = load_strategy(spec)
-    except Exception as error:  # code of the user's runs here
+    except ValueError as error:
         raise UsageError(one_line(error)) from error
+    except Exception as error:  # code of the user's runs here
+        raise UsageError(
+            f"strategy={spec!r} cannot be used ({type(error).__name__}: {error}); mend its code"
+        ) from error
     except SystemExit as stop:
         raise UsageError(
             f"strategy={spec!r} ends the program while it is loaded ({stop.code}); "
