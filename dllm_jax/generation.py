@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax import decode
@@ -251,7 +252,7 @@ def _check_number(
     name: str, value: Any, low: float, high: float | None, whole: bool = False
 ) -> None:
     """Check a plain number; arrays of rows and tracers are the caller's own."""
-    if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) > 0:
+    if value is None or isinstance(value, Tracer) or np.ndim(value) > 0:
         return
     try:
         number = float(value)
@@ -288,7 +289,7 @@ def _check_fit(model: Model, strategy: Any) -> None:
 
 def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Array]:
     """Prompts as [B, bucket] and their lengths, checked where they are concrete."""
-    if isinstance(prompts, jax.core.Tracer) or isinstance(prompt_len, jax.core.Tracer):
+    if isinstance(prompts, Tracer) or isinstance(prompt_len, Tracer):
         ids = jnp.asarray(prompts, jnp.int32)
         B, T = ids.shape
         lengths = jnp.asarray(T if prompt_len is None else prompt_len, jnp.int32)

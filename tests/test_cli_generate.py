@@ -156,7 +156,7 @@ def test_real_interrupt_ends_with_130(random_folder, tmp_path):
         try:
             line = process.stdout.readline()  # the first frame: now it sleeps for a minute
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 130, err

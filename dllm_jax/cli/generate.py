@@ -7,12 +7,12 @@ prompt and a built-in model, `--seed` draws a held-out word problem and the answ
 import argparse
 import json
 import sys
-import time
 from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import Interrupted, UsageError
+from dllm_jax.cli.interrupt import catch_interrupt
 
 BATCH_SIZE = 8  # prompts of a file decoded together
 WATCH_DELAY = 0.2
@@ -145,14 +145,16 @@ def _one(args: argparse.Namespace, model: Any, strategy: Any, ids: list[int], pr
     from dllm_jax.cli.watch import Watch
 
     stream, watch, progress = TextStream(model.tokenizer), Watch(), None
+    stop = catch_interrupt()
     try:
         for progress, state in decode_batch(model, [ids], strategy, options(args, 0, 1)):
+            stop.check()
             row = progress.rows[0]
             if not args.watch:
                 print(stream.feed(row.token_ids), end="", flush=True)
             elif row.finish_reason is None:
                 watch.show(frame(state, model))
-                time.sleep(WATCH_DELAY if args.watch_delay is None else args.watch_delay)
+                stop.sleep(WATCH_DELAY if args.watch_delay is None else args.watch_delay)
     except KeyboardInterrupt:
         watch.clear()
         if progress is None:
