@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Most of a first run is compiling; programs are kept in the clone for the next one and shared
     # between workers. The key holds the program, the versions and the flags.
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(scope="session")
