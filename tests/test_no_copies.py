@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import decode
+from dllm_jax import decode, generation
 from dllm_jax.forward import ModelForward
 from strategies.state import RUNNING
 from tests.contract import harness
@@ -28,9 +28,9 @@ _NEW_ARRAY = (
 )
 
 
-def pool_sized(program: str) -> list[str]:
+def pool_sized(program: str, shape: str = rf"(\d+,)*{NUM_PAGES}(,\d+)*") -> list[str]:
     """Instructions of a compiled program that write a new array with the pool's page axis."""
-    made = re.compile(rf"= \w+\[(\d+,)*{NUM_PAGES}(,\d+)*\]\S* {_NEW_ARRAY}")
+    made = re.compile(rf"= \w+\[{shape}\]\S* {_NEW_ARRAY}")
     return [line.strip() for line in program.splitlines() if made.search(line)]
 
 
@@ -96,6 +96,23 @@ def test_the_loop_works_in_place_and_equals_the_steps(name):
 @pytest.mark.parametrize("name", ["multi_bd", "speculate"])
 def test_the_loop_works_in_place_in_bfloat16(name):
     check(*compiled(name, jnp.bfloat16))
+
+
+def test_the_loop_of_generate_works_in_place():
+    """The product's own program, as `--watch` and streaming run it between two looks."""
+    c = case("multi_bd")
+    prompts = [[1] * 30, [2] * 5, [3]]
+    session = generation.start(c.model, prompts, c.strategy, max_tokens=100)
+    pools = jax.tree.leaves(session.state.pools)
+    program = generation._advance.lower(
+        c.model, session.strategy, session.aux, session.state, jnp.int32(3), None
+    ).compile()
+    shape = ",".join(map(str, pools[0].shape))
+    assert f"[{shape}]" in program.as_text()
+    assert not pool_sized(program.as_text(), shape)
+    assert program.memory_analysis().alias_size_in_bytes >= sum(pool.nbytes for pool in pools)
+    generation.advance(c.model, session)
+    assert all(pool.is_deleted() for pool in pools)
 
 
 @pytest.mark.gpu
