@@ -32,7 +32,7 @@ def model() -> tuple[dict, object]:
 def decode_by_lists(logits_of, prompt: list[int], threshold: float, buffer: int):
     """One request, straight from the rules; blocks are lists, None is a hole."""
     text: list[int | None] = [*prompt] + [None] * (T - len(prompt))
-    first = last = len(prompt) // S  # blocks first..last-1 are open
+    first, last = len(prompt) // S, -(-len(prompt) // S)  # blocks first..last-1 are open
     forwards = commits = 0
 
     def holes(b: int) -> list[int]:

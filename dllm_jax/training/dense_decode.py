@@ -134,7 +134,8 @@ def decode(
         out=Decoded(tokens=tokens, forwards=zero, commits=zero, ended=jnp.zeros(B, bool)),
         holes=own,
         start=first_block,
-        stop=first_block,
+        # A block that the prompt has begun is open from the start, as in the engine.
+        stop=first_block + (prompt_len % block_size > 0).astype(jnp.int32),
         alive=prompt_len < T,
     )
     return jax.lax.while_loop(lambda s: jnp.any(s.alive), body, state).out
