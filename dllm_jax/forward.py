@@ -20,7 +20,7 @@ from dllm_jax.readout import read_soft, read_stats
 from pallas_kernels.paged_attention import WindowMask, paged_attention
 from strategies import blocks
 from strategies.protocol import Inputs, Soft, Taps, TokenMix, TokenStats
-from strategies.state import RUNNING, DecodeState, Sampling
+from strategies.state import ERROR, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
 
@@ -324,7 +324,11 @@ class WindowOutput(struct.PyTreeNode):
             num_pages,
             page_size,
         )
-        state = state.replace(pools={**state.pools, name: write_rows(pool, self.fresh, slots)})
+        lost = jnp.any(where & self.live & ~sound, axis=(1, 2)) & (state.finish == RUNNING)
+        state = state.replace(
+            pools={**state.pools, name: write_rows(pool, self.fresh, slots)},
+            finish=jnp.where(lost, ERROR, state.finish),
+        )
         if name == TARGET and state.boundary.shape[-1]:
             state = state.replace(rows=self.hidden.reshape(B, K * S, -1))
         return state

@@ -23,8 +23,10 @@ from strategies.protocol import (
 from strategies.state import (
     ACTIVE,
     DUMMY,
+    ERROR,
     LENGTH,
     NFE,
+    NO_TOKEN,
     REPETITION,
     RUNNING,
     STOP,
@@ -47,7 +49,7 @@ def prefill_len(needs: Needs, prompt_len: Array, block_size: int) -> Array:
 
 def admit_window(
     needs: Needs,
-    prompt: Int[Array, "B T"],
+    tail: Int[Array, "B W"],
     prompt_len: Int[Array, " B"],
     limit: Int[Array, " B"],
     num_blocks: int,
@@ -60,14 +62,15 @@ def admit_window(
     ACTIVE from the start, and a suffix fills the cells from `limit` on.
 
     Args:
-        prompt: Token ids, right-padded.
+        tail: The prompt's ids from the window's first position on (`prompt_tail`); what lies
+            behind the prompt may be anything.
         suffix: Ids that follow the text to be written, right-padded, and how many count.
     """
-    B, T = prompt.shape
+    B = tail.shape[0]
     K, S = num_blocks, block_size
     start = prefill_len(needs, prompt_len, S)
     position = start[:, None] + jnp.arange(K * S, dtype=jnp.int32)[None]
-    tokens = jnp.take_along_axis(prompt, jnp.minimum(position, T - 1), axis=1)
+    tokens = tail
     filled = position < prompt_len[:, None]
     end = prompt_len
     if needs.prompt == "in_window":
@@ -92,6 +95,20 @@ def admit_window(
     )
 
 
+def prompt_tail(
+    needs: Needs,
+    prompt: Int[Array, "B T"],
+    prompt_len: Int[Array, " B"],
+    num_blocks: int,
+    block_size: int,
+) -> Int[Array, "B W"]:
+    """Ids of right-padded prompts at the window's positions; any id behind the prompt."""
+    start = prefill_len(needs, prompt_len, block_size)
+    cell = jnp.arange(num_blocks * block_size, dtype=jnp.int32)[None]
+    index = jnp.minimum(start[:, None] + cell, prompt.shape[1] - 1)
+    return jnp.take_along_axis(prompt, index, axis=1)
+
+
 def broadcast_carry(carry: Carry, num_slots: int, num_blocks: int, block_size: int) -> Carry:
     """An `init` value at full shape: the same constant in every slot, block and cell."""
 
@@ -110,7 +127,8 @@ def decode_step(
 ) -> tuple[DecodeState, StepInfo]:
     """One whole step of every running slot: the strategy's half, then the engine's.
 
-    Finished rows stay bit for bit as they are; their `info` is zero.
+    Finished rows stay bit for bit as they are; their `info` is zero. A row that meets a value
+    that is not finite ends with ERROR and what it had before the step.
     """
     running = state.finish == RUNNING
     bound = bind_knobs(strategy, state.knobs)
@@ -120,7 +138,16 @@ def decode_step(
         initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
     )
     advanced = slide(finish(count(stepped, info), info), info, fresh)
-    return select_rows(running, advanced, state), info
+    # What a broken row wrote is not worth keeping: it stays as it was before this step.
+    broken = running & is_broken(stepped)
+    selected = select_rows(running & ~broken, advanced, state)
+    return selected.replace(finish=jnp.where(broken, ERROR, selected.finish)), info
+
+
+def is_broken(state: DecodeState) -> Bool[Array, " B"]:
+    """Rows that met a value that is not finite: in a row to store, or in a readout."""
+    no_token = jnp.any(state.buffer.filled & (state.buffer.tokens == NO_TOKEN), axis=(1, 2))
+    return (state.finish == ERROR) | no_token
 
 
 def _checked(strategy: Any, returned: Any) -> tuple[DecodeState, StepInfo]:

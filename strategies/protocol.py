@@ -39,6 +39,8 @@ class Needs:
         boundary: Keep the raw hidden row of the position before the window.
         prefill_mode: The model mode of prefill (models with several modes).
         aux: Names of further models with pools of their own, such as a drafter.
+        soft_commits: Committed keys and values depend on more than the committed tokens: such
+            pages are never shared, and a preempted request starts over.
     """
 
     prompt: PromptMode = "grid_causal"
@@ -46,6 +48,7 @@ class Needs:
     boundary: bool = False
     prefill_mode: int = 0
     aux: tuple[str, ...] = ()
+    soft_commits: bool = False
 
     def __post_init__(self):
         if self.prompt not in PROMPT_MODES:

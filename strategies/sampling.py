@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from strategies import blocks
 from strategies.protocol import PerSlot, TokenStats
-from strategies.state import DecodeState
+from strategies.state import NO_TOKEN, DecodeState
 
 _NEVER = -jnp.inf
 
@@ -39,7 +39,9 @@ def token_stats(
         confidence: Law of confidence, entropy and top: see `ForwardOutput.predict`.
 
     Returns:
-        TokenStats with leading axis R. Token and statistics never leave float32.
+        TokenStats with leading axis R. Token and statistics never leave float32. A row whose
+        logits are not finite has NO_TOKEN with full confidence: it is taken at once, and the
+        engine ends the request (`driver.decode_step`).
     """
 
     def as_is(logits: Array) -> TokenStats:
@@ -60,7 +62,13 @@ def token_stats(
 
     # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
     plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
-    return jax.lax.cond(plain, as_is, drawn, logits)
+    stats = jax.lax.cond(plain, as_is, drawn, logits)
+    sound = jnp.isfinite(stats.confidence)
+    return stats.replace(
+        token=jnp.where(sound, stats.token, NO_TOKEN),
+        confidence=jnp.where(sound, stats.confidence, 1.0),
+        entropy=jnp.where(sound, stats.entropy, 0.0),
+    )
 
 
 def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]:

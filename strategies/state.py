@@ -32,6 +32,7 @@ FINISH_REASONS: dict[int, str | None] = {
 }
 
 NO_LIMIT = 2**31 - 1  # max_nfe and max_run of a request that sets none
+NO_TOKEN = -1  # what a readout that is not finite predicts
 
 
 class BlockBuffer(struct.PyTreeNode):

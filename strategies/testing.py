@@ -240,7 +240,14 @@ def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
     carry = driver.broadcast_carry(initial_carry(strategy, spec), 1, K, S)
     zeros = jnp.zeros((1,), jnp.int32)
     state = DecodeState(
-        buffer=driver.admit_window(strategy.needs, prompt, prompt_len, limit, K, S),
+        buffer=driver.admit_window(
+            strategy.needs,
+            driver.prompt_tail(strategy.needs, prompt, prompt_len, K, S),
+            prompt_len,
+            limit,
+            K,
+            S,
+        ),
         sampling=Sampling(jnp.zeros((1,)), zeros, jnp.ones((1,))),
         limits=limits,
         finish=jnp.full((1,), RUNNING, jnp.int32),

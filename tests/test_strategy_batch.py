@@ -81,7 +81,14 @@ def batch_state(strategy: Any, cases: list[Case], keys: Any, knobs: dict[str, An
     max_nfe = [case.limits.get("max_nfe") or NO_LIMIT for case in cases]
     none = jnp.zeros((slots,), jnp.int32)
     return DecodeState(
-        buffer=driver.admit_window(strategy.needs, jnp.asarray(prompt), prompt_len, limit, K, S),
+        buffer=driver.admit_window(
+            strategy.needs,
+            driver.prompt_tail(strategy.needs, jnp.asarray(prompt), prompt_len, K, S),
+            prompt_len,
+            limit,
+            K,
+            S,
+        ),
         sampling=Sampling(jnp.zeros((slots,)), none, jnp.ones((slots,))),
         limits=Limits(
             stop_ids=jnp.asarray(stops),

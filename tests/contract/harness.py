@@ -163,7 +163,9 @@ def fresh_state(
         state = state.replace(
             buffer=driver.admit_window(
                 bare.needs,
-                batch.prompt,
+                driver.prompt_tail(
+                    bare.needs, batch.prompt, batch.prompt_len, bare.buffer_size, bare.block_size
+                ),
                 batch.prompt_len,
                 batch.limit,
                 bare.buffer_size,

@@ -1,0 +1,659 @@
+"""The host loop: requests in, tokens out, two chunks of decode steps always on their way.
+
+One `step` admits, dispatches prefill passes and decode chunks, and then reads the chunk before:
+the device never waits for the host, and the host blocks only in the harvest. Nothing here imports
+JAX: the device is an argument (`device.Device`, or a test's own).
+
+Where a chunk says something of a stay that has ended (`Sample.epoch`), it is not listened to. So
+preemption, abort and recovery need no synchronisation: a sample goes on from its last harvest, and
+what the device still writes for it is overwritten by what is dispatched later.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dllm_jax.facts import DeviceFailure, Facts, Placement
+from dllm_jax.requests import (
+    MAX_SEED,
+    CompletionOutput,
+    Metrics,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+from dllm_jax.scheduler import DECODE, DONE, PREFILL, WAITING, Pass, Sample, Scheduler
+from dllm_jax.text import TextStream
+
+STOP_WIDTH = 32
+RUNNING_CODE = 1
+ERROR_CODE = 7
+REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort", 7: "error"}
+NO_LIMIT = 2**31 - 1
+
+CHUNK_S = 0.02  # a dispatch should last so long where nobody waits: 1 % of it is 200 us of host
+CHUNK_S_WAITING = 0.005  # and so long where somebody waits for a slot
+PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
+MOST_FAILURES = 2  # device failures in a row before the live requests end with "error"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Live:
+    """A request in the engine."""
+
+    id: str
+    request: Request
+    params: SamplingParams
+    added_s: float
+    deadline_s: float | None
+    samples: list[Sample]
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts since the engine was made; the first five are of this moment."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_held: int
+    num_chunks_in_flight: int
+    num_requests: int
+    num_finished: int
+    num_steps: int
+    num_preemptions: int
+    num_failures: int
+    num_late_compiles: int
+    prompt_tokens: int
+    generated_tokens: int
+    nfe: int
+    prefix_queries: int
+    prefix_hits: int
+    prefix_evictions: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Chunk:
+    handle: Any
+    samples: list[Sample]
+    epochs: list[int]
+    steps: int
+
+
+class Engine:
+    """Continuous batching over a device.
+
+    Args:
+        device: Runs the programs (`device.Device`); `device.facts` are the rules.
+        tokenizer: For texts and stop strings; None: texts are empty.
+        seed: Of requests without one.
+        clock: Seconds; for deadlines and metrics.
+        save_snapshot: Saves samples that ended by a device failure; returns where.
+    """
+
+    def __init__(
+        self,
+        device: Any,
+        tokenizer: Any = None,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        save_snapshot: Callable[[Sequence[Sample]], str] | None = None,
+    ):
+        self.device = device
+        self.facts: Facts = device.facts
+        self.scheduler = Scheduler(self.facts)
+        self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
+        self._save_snapshot = save_snapshot
+        self._requests: dict[str, Live] = {}
+        self._deadlines = 0
+        self._moved: list[Live] = []
+        self._rounds: deque[list[_Chunk]] = deque()
+        self._num_samples = self._num_requests = 0
+        self._step_s = 0.0
+        self._last_harvest_s: float | None = None
+        self._failures_in_a_row = 0
+        self._counts = dict.fromkeys(
+            ("finished", "steps", "failures", "prompt_tokens", "generated_tokens", "nfe"), 0
+        )
+
+    # --- what users call ------------------------------------------------------------------------
+
+    def add(self, request: Request) -> str:
+        """Queue a request.
+
+        Returns:
+            Its id.
+
+        Raises:
+            ValueError: It can never run, or asks for what does not exist; the engine is as before.
+        """
+        live = self._accepted(request)
+        self._requests[live.id] = live
+        self._num_requests += 1
+        self._num_samples += len(live.samples)
+        self._deadlines += live.deadline_s is not None
+        self._counts["prompt_tokens"] += len(live.samples[0].prompt)
+        for sample in live.samples:
+            self.scheduler.add(sample)
+        return live.id
+
+    def step(self) -> list[RequestOutput]:
+        """Admit, dispatch, and read the chunk before.
+
+        Returns:
+            Requests that ended, and those with `stream` that moved. Empty where nothing is left
+            (`has_work` is False) or nothing was to be read yet.
+        """
+        if self._deadlines:
+            self._end_late_ones()
+        try:
+            dispatched = self._dispatch()
+            if self._rounds and (len(self._rounds) > 1 or not dispatched):
+                self._harvest(self._rounds[0])
+                self._rounds.popleft()
+                self._failures_in_a_row = 0
+        except DeviceFailure as failure:
+            self._recover(failure)
+        return self._report()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with "abort" and what it has; its last output comes with the next step.
+
+        Returns:
+            False where no such request is in the engine.
+        """
+        live = self._requests.get(request_id)
+        if live is None:
+            return False
+        for sample in live.samples:
+            self._end(sample, "abort")
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a further step can bring anything."""
+        return bool(self._requests or self._moved)
+
+    def stats(self) -> Stats:
+        """Counts of this moment and since the start."""
+        pool, counts = self.scheduler.pool, self._counts
+        return Stats(
+            num_running=len(self.scheduler.live),
+            num_waiting=self.scheduler.num_waiting,
+            num_pages=pool.num_pages,
+            num_pages_held=pool.num_held,
+            num_chunks_in_flight=sum(map(len, self._rounds)),
+            num_requests=self._num_requests,
+            num_finished=counts["finished"],
+            num_steps=counts["steps"],
+            num_preemptions=self.scheduler.num_preemptions,
+            num_failures=counts["failures"],
+            num_late_compiles=self.device.num_late_compiles,
+            prompt_tokens=counts["prompt_tokens"],
+            generated_tokens=counts["generated_tokens"],
+            nfe=counts["nfe"],
+            prefix_queries=pool.queries,
+            prefix_hits=pool.hits,
+            prefix_evictions=pool.evictions,
+        )
+
+    # --- from a request to samples ----------------------------------------------------------------
+
+    def _accepted(self, request: Request) -> Live:
+        facts, params = self.facts, request.params
+        prompt = list(request.prompt_token_ids)
+        suffix = tuple(request.suffix_token_ids)
+        request_id = request.request_id
+        if request_id is None:
+            request_id = str(self._num_requests)
+        if request_id in self._requests:
+            raise ValueError(f"{request_id=} is already in the engine; give another, or none")
+        self._check(request, prompt, suffix)
+        limit, capacity = self.scheduler.limits(len(prompt), params.max_tokens, len(suffix))
+        first = facts.prefill_len(len(prompt))
+        stops = params.stop_token_ids + (() if params.ignore_eos else facts.stop_token_ids)
+        now = self._clock()
+        deadline = None if request.deadline_s is None else now + request.deadline_s
+        live = Live(request_id, request, params, now, deadline, [])
+        placement = Placement(
+            tail=tuple(prompt[first : first + facts.window]),
+            prompt_len=len(prompt),
+            limit=limit,
+            temperature=float(params.temperature),
+            top_k=params.top_k or 0,
+            top_p=1.0 if params.top_p is None else float(params.top_p),
+            stop_ids=tuple(dict.fromkeys(stops)),
+            max_nfe=params.max_nfe or NO_LIMIT,
+            max_run=params.max_repetition_run or NO_LIMIT,
+            knobs={**facts.knob_values, **params.strategy_overrides},
+            seed=self._seed if params.seed is None else params.seed,
+            fold=0,
+            suffix=suffix,
+        )
+        for index in range(params.n):
+            number = self._num_samples + index
+            fold = number if params.seed is None else index
+            sample = Sample(
+                owner=live,
+                index=index,
+                rank=(request.priority, number),
+                prompt=prompt,
+                placement=dataclasses.replace(placement, fold=fold),
+                capacity=capacity,
+                leader=live.samples[0] if index else None,
+            )
+            sample.watched = request.stream or request.denoise or bool(params.stop)
+            if self._tokenizer is not None and sample.watched:
+                sample.stream = TextStream(self._tokenizer, params.stop)
+            live.samples.append(sample)
+        return live
+
+    def _check(self, request: Request, prompt: list[int], suffix: tuple[int, ...]) -> None:
+        facts, params = self.facts, request.params
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token")
+        for token in (*prompt, *suffix):
+            if not 0 <= token < facts.vocab_size:
+                raise ValueError(
+                    f"the prompt holds id {token}, outside the vocabulary [0, {facts.vocab_size}); "
+                    "was it tokenized for another model?"
+                )
+        if suffix and facts.prompt_mode != "in_window":
+            raise ValueError("a suffix needs a strategy that keeps the prompt in its window")
+        for name, value in params.strategy_overrides.items():
+            if name not in facts.knobs:
+                known = ", ".join(sorted(facts.knobs)) or "none"
+                raise ValueError(
+                    f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}"
+                )
+            low, high = facts.knobs[name]
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose one inside")
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.stop_token_ids)}
+        if len(stops) > STOP_WIDTH:
+            raise ValueError(
+                f"{len(stops)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "
+                "give fewer, or use stop strings"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        if request.deadline_s is not None and not request.deadline_s > 0:
+            raise ValueError(f"deadline_s={request.deadline_s!r} must be above 0 seconds")
+        if params.seed is not None and not 0 <= params.seed <= MAX_SEED:
+            raise ValueError(f"seed={params.seed} must be in [0, {MAX_SEED}]")
+
+    # --- dispatch -----------------------------------------------------------------------------------
+
+    def _dispatch(self) -> bool:
+        scheduler = self.scheduler
+        if scheduler.has_waiting:
+            for sample in scheduler.admit():
+                self._place(sample)
+        decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
+        steps = self._num_steps(decoding)
+        did_prefill = self._prefill(decoding, steps)
+        decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
+        if not decoding:
+            if did_prefill:
+                self._rounds.append([])
+            return did_prefill
+        steps = scheduler.grow(decoding, steps)
+        round_ = [
+            self._decode(group, steps)
+            for group in self._groups([s for s in decoding if s.stage == DECODE], steps)
+        ]
+        self._rounds.append(round_)
+        return True
+
+    def _place(self, sample: Sample) -> None:
+        self.device.admit(sample.slot, sample.placement)
+        for source, target in sample.copies:
+            self.device.copy_page(source, target)
+        if sample.done >= sample.goal:
+            self._begin(sample)
+
+    def _begin(self, sample: Sample, prefilled: bool = False) -> None:
+        """The prefix is in the cache (or dispatched): let the slot decode."""
+        if sample.saved is not None:
+            harvest, row = sample.saved
+            self.device.restore(
+                sample.slot, sample.placement, harvest.saved(row), sample.tokens
+            )
+        elif not prefilled:
+            self.device.begin(sample.slot, sample.boundary)
+        sample.stage = DECODE
+
+    def _prefill(self, decoding: list[Sample], steps: int) -> bool:
+        """Dispatch passes within the round's budget, best-ranked samples first."""
+        waiting = [sample for sample in self.scheduler.live if sample.stage == PREFILL]
+        budget = self._budget(decoding, steps) if waiting else None
+        did = False
+        for sample in waiting:
+            while budget is not None and sample.done < sample.goal:
+                piece = budget.take(self.scheduler, sample, forced=not did)
+                if piece is None:
+                    return did
+                self._run_pass(sample, piece)
+                did = True
+        return did
+
+    def _run_pass(self, sample: Sample, piece: Pass) -> None:
+        columns = self.scheduler.page_bucket(piece.end)
+        last = piece.end >= sample.goal and sample.saved is None
+        boundary = self.device.prefill(
+            sample.slot,
+            sample.text_ids(piece.first, piece.live_end),
+            piece.first,
+            piece.end,
+            piece.live_end,
+            last,
+            self.scheduler.table[sample.slot, :columns],
+            piece.size,
+            piece.kind,
+        )
+        sample.prefill_nfe += 1
+        sample.done = piece.end
+        if piece.kind == "full":
+            sample.boundary = boundary
+        if sample.done >= sample.goal:
+            self._begin(sample, prefilled=True)
+
+    def _budget(self, decoding: list[Sample], steps: int) -> "_Budget":
+        cost = self.device.cost
+        largest = self.facts.prefill_buckets[-1]
+        tokens = self.facts.max_num_batched_tokens or PREFILL_ALONE * largest
+        if not decoding or cost is None:
+            return _Budget(tokens if not decoding else min(tokens, largest), None, cost)
+        step_s = sum(
+            cost.decode_s(self.scheduler.slot_bucket(len(group)), columns)
+            for group, columns in self._sized_groups(decoding, steps)
+        )
+        return _Budget(tokens, steps * step_s, cost)
+
+    def _num_steps(self, decoding: list[Sample]) -> int:
+        """Steps of the next chunk: as many as last a while, fewer where somebody waits."""
+        if not self._step_s or any(sample.owner.request.denoise for sample in decoding):
+            return 1
+        wanted = CHUNK_S_WAITING if self.scheduler.has_waiting else CHUNK_S
+        return max(1, min(self.facts.max_steps_per_chunk, int(wanted / self._step_s)))
+
+    def _groups(self, decoding: list[Sample], steps: int) -> list[tuple[list[Sample], int]]:
+        return self._sized_groups(decoding, steps)
+
+    def _sized_groups(
+        self, decoding: list[Sample], steps: int
+    ) -> list[tuple[list[Sample], int]]:
+        """Rows by page bucket, merged where one dispatch is cheaper than two."""
+        scheduler, cost = self.scheduler, self.device.cost
+        buckets = self.facts.page_buckets
+        if len(buckets) == 1:
+            return [(decoding, buckets[0])] if decoding else []
+        by_columns: dict[int, list[Sample]] = {}
+        for sample in decoding:
+            columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
+            by_columns.setdefault(columns, []).append(sample)
+        groups = [(by_columns[columns], columns) for columns in sorted(by_columns)]
+        if cost is None or len(groups) < 2:
+            return groups
+        merged = [groups[0]]
+        for group, columns in groups[1:]:
+            before, narrow = merged[-1]
+            together = cost.decode_s(scheduler.slot_bucket(len(before) + len(group)), columns)
+            apart = cost.decode_s(scheduler.slot_bucket(len(before)), narrow) + cost.decode_s(
+                scheduler.slot_bucket(len(group)), columns
+            )
+            if together <= apart:
+                merged[-1] = (before + group, columns)
+            else:
+                merged.append((group, columns))
+        return merged
+
+    def _decode(self, sized: tuple[list[Sample], int], steps: int) -> _Chunk:
+        group, columns = sized
+        scheduler = self.scheduler
+        rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
+        pages = scheduler.table[rows, :columns]
+        handle = self.device.decode(rows, len(group), pages, steps, scheduler.has_waiting)
+        for sample in group:
+            sample.in_flight += steps
+        return _Chunk(handle, group, [sample.epoch for sample in group], steps)
+
+    # --- harvest ------------------------------------------------------------------------------------
+
+    def _harvest(self, round_: list[_Chunk]) -> None:
+        ran = 0
+        for chunk in round_:
+            got = self.device.harvest(chunk.handle)
+            ran = max(ran, got.steps)
+            self._read(chunk, got)
+        self._counts["steps"] += ran
+        now = self._clock()
+        if ran and self._last_harvest_s is not None:
+            step_s = (now - self._last_harvest_s) / ran
+            self._step_s = 0.8 * self._step_s + 0.2 * step_s if self._step_s else step_s
+        self._last_harvest_s = now if self._rounds else None
+
+    def _read(self, chunk: _Chunk, got: Any) -> None:
+        publishes = self.facts.prefix_caching
+        rows = zip(
+            chunk.samples,
+            chunk.epochs,
+            got.start,
+            got.finish,
+            got.nfe,
+            got.length,
+            got.before,
+            strict=False,  # the bucket may be wider than the group
+        )
+        for i, (sample, epoch, start, finish, nfe, length, before) in enumerate(rows):
+            if sample.epoch != epoch:
+                continue
+            sample.in_flight -= chunk.steps
+            sample.saved = (got, i)
+            sample.nfe = nfe
+            moved = length > before
+            if moved:
+                sample.tokens[before:] = got.new_tokens(i)
+            if start > sample.start:
+                sample.start = start
+                if sample.first_s is None:
+                    sample.first_s = self._clock()
+            if finish != ERROR_CODE and start >= sample.publish_at:
+                if publishes or sample.owner.params.n > 1:
+                    self.scheduler.publish(sample)
+            if finish != RUNNING_CODE or (sample.watched and (moved or sample.owner.request.denoise)):
+                self._settle(sample, finish)
+
+    def _settle(self, sample: Sample, finish: int) -> None:
+        """Text of what moved, and the end of what ended."""
+        live = sample.owner
+        if finish == ERROR_CODE:
+            live.error = (
+                "the model produced values that are not finite; "
+                "check the weights and the prompt, or use float32"
+            )
+        ended = finish != RUNNING_CODE
+        if sample.stream is not None and not self._feed(sample, ended):
+            return
+        if ended:
+            self._end(sample, REASONS[finish])
+        elif live.request.stream:
+            self._moved.append(live)
+
+    def _feed(self, sample: Sample, last: bool) -> bool:
+        """Give the new tokens to the sample's text; False where that ended it."""
+        try:
+            sample.stream.feed(sample.tokens, last)
+        except Exception as error:  # whatever a tokenizer raises is this request's own business
+            sample.owner.error = f"the tokenizer failed: {type(error).__name__}: {error}"
+            self._end(sample, "error")
+            return False
+        if sample.stream.stopped is None:
+            return True
+        del sample.tokens[sample.stream.stopped :]
+        self._end(sample, "stop")
+        return False
+
+    def _end(self, sample: Sample, reason: str) -> None:
+        if sample.stage == DONE:
+            return
+        self.scheduler.leave(sample)
+        sample.finish_reason = reason
+        sample.end_s = self._clock()
+        if sample.first_s is None:
+            sample.first_s = sample.end_s
+        sample.saved = None
+        self._counts["generated_tokens"] += len(sample.tokens)
+        self._counts["nfe"] += sample.nfe
+        self._moved.append(sample.owner)
+
+    def _end_late_ones(self) -> None:
+        now = self._clock()
+        for live in list(self._requests.values()):
+            if live.deadline_s is not None and now >= live.deadline_s:
+                self.abort(live.id)
+
+    # --- failure --------------------------------------------------------------------------------------
+
+    def _recover(self, failure: DeviceFailure) -> None:
+        """The donated state is gone: start over from the last harvests, or give up on them."""
+        self._counts["failures"] += 1
+        self._failures_in_a_row += 1
+        self._rounds.clear()
+        self._last_harvest_s = None
+        lost = list(self.scheduler.live)
+        if self._failures_in_a_row >= MOST_FAILURES:
+            self._give_up(lost, str(failure))
+        self.scheduler.lose_everything()
+        try:
+            self.device.reset()
+        except DeviceFailure as second:
+            everyone = [s for live in self._requests.values() for s in live.samples]
+            self._give_up([s for s in everyone if s.stage != DONE], str(second))
+
+    def _give_up(self, samples: list[Sample], why: str) -> None:
+        where = ""
+        if self._save_snapshot is not None and samples:
+            path = self._save_snapshot(samples)
+            where = f"; saved: `dllm-jax replay {path}` runs it again"
+        first_line = why.strip().splitlines()[0] if why.strip() else "no message"
+        for sample in samples:
+            sample.owner.error = f"the device failed twice ({first_line}){where}"
+            self._end(sample, "error")
+
+    # --- outputs ----------------------------------------------------------------------------------------
+
+    def _report(self) -> list[RequestOutput]:
+        if not self._moved:
+            return []
+        moved, self._moved = list(dict.fromkeys(self._moved)), []
+        outputs = []
+        for live in moved:
+            done = all(sample.stage == DONE for sample in live.samples)
+            if not done and not live.request.stream:
+                continue
+            if live.id not in self._requests:
+                continue
+            if done:
+                del self._requests[live.id]
+                self._deadlines -= live.deadline_s is not None
+                self._counts["finished"] += 1
+            outputs.append(self._output(live, done))
+        return outputs
+
+    def _output(self, live: Live, done: bool) -> RequestOutput:
+        completions = [self._completion(live, sample) for sample in live.samples]
+        return RequestOutput(
+            request_id=live.id,
+            prompt=live.request.prompt,
+            prompt_token_ids=live.samples[0].prompt,
+            outputs=completions,
+            finished=done,
+            metrics=self._metrics(live, completions),
+            error=live.error,
+        )
+
+    def _completion(self, live: Live, sample: Sample) -> CompletionOutput:
+        window: tuple[int | None, ...] = ()
+        if live.request.denoise and sample.saved is not None:
+            harvest, row = sample.saved
+            window = harvest.window(row, len(sample.tokens))
+        return CompletionOutput(
+            index=sample.index,
+            text=self._text(live, sample),
+            token_ids=list(sample.tokens),
+            finish_reason=sample.finish_reason,
+            window=window,
+        )
+
+    def _text(self, live: Live, sample: Sample) -> str:
+        if sample.stream is None:
+            if self._tokenizer is None or sample.stage != DONE:
+                return ""
+            sample.stream = TextStream(self._tokenizer, live.params.stop)
+        try:
+            if sample.stage == DONE:
+                sample.stream.feed(sample.tokens, last=True)
+        except Exception as error:  # as in `_feed`
+            live.error = f"the tokenizer failed: {type(error).__name__}: {error}"
+            sample.finish_reason = "error"
+        return sample.stream.text
+
+    def _metrics(self, live: Live, completions: Sequence[CompletionOutput]) -> Metrics:
+        samples = live.samples
+        nfe = sum(sample.nfe for sample in samples)
+        tokens = sum(len(one.token_ids) for one in completions)
+        firsts = [sample.first_s for sample in samples if sample.first_s is not None]
+        ends = [sample.end_s for sample in samples if sample.end_s is not None]
+        now = max(ends) if len(ends) == len(samples) else self._clock()
+        return Metrics(
+            nfe=nfe,
+            prefill_nfe=sum(sample.prefill_nfe for sample in samples),
+            cached_tokens=sum(sample.cached_tokens or 0 for sample in samples),
+            num_preemptions=sum(sample.num_preemptions for sample in samples),
+            tokens_per_forward=tokens / max(nfe, 1),
+            ttfb_s=min(firsts) - live.added_s if firsts else None,
+            e2e_s=now - live.added_s,
+        )
+
+
+class _Budget:
+    """Prefill tokens, and seconds, a round may spend."""
+
+    def __init__(self, tokens: int, seconds: float | None, cost: Any):
+        self._tokens, self._seconds, self._cost = tokens, seconds, cost
+
+    def take(self, scheduler: Scheduler, sample: Sample, forced: bool) -> Pass | None:
+        """The sample's next pass, paid for; None where nothing is left.
+
+        Args:
+            forced: Take the smallest piece whatever it costs: a prefix always gets on.
+        """
+        most = self._tokens
+        while True:
+            piece = scheduler.next_pass(sample, most)
+            if piece is None:
+                return None
+            price = self._price(scheduler, piece)
+            smallest = piece.kind == "full" or piece.size == scheduler.facts.prefill_buckets[0]
+            fits = piece.size <= max(self._tokens, 0) and (
+                self._seconds is None or price <= self._seconds
+            )
+            if fits or (forced and smallest):
+                self._tokens -= piece.size
+                if self._seconds is not None:
+                    self._seconds -= price
+                return piece
+            if smallest:
+                return None
+            most = piece.size - 1
+
+    def _price(self, scheduler: Scheduler, piece: Pass) -> float:
+        if self._seconds is None:
+            return 0.0
+        return self._cost.prefill_s(piece.size, scheduler.page_bucket(piece.end), piece.kind)

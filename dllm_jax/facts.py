@@ -1,0 +1,155 @@
+"""What the host loop must know of the device's programs: sizes and rules, as plain numbers.
+
+Made once by `device` from model, strategy and configuration. Nothing here imports JAX.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+PromptMode = Literal["grid_causal", "grid_full", "whole_causal", "whole_full", "in_window"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Resources and limits of an engine.
+
+    Attributes:
+        max_num_seqs: Slots: texts decoded at once.
+        max_model_len: Most tokens of prompt and text together; None: the model's positions.
+        page_size: Tokens of a page.
+        num_pages: Pages of the pool; None: as many as memory holds.
+        memory_utilization: Share of the device's memory to use when `num_pages` is None.
+        enable_prefix_caching: Reuse pages of equal prefixes.
+        max_num_batched_tokens: Most prefill tokens between two decode steps; None: as many as
+            keep the step below twice its time.
+        max_steps_per_chunk: Most decode steps of one dispatch.
+        slot_buckets, page_buckets, prefill_buckets: Sizes to compile; None: chosen.
+    """
+
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int | None = None
+    max_steps_per_chunk: int = 8
+    slot_buckets: tuple[int, ...] | None = None
+    page_buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        whole = ("max_num_seqs", "page_size", "max_steps_per_chunk")
+        optional = ("max_model_len", "num_pages", "max_num_batched_tokens")
+        for name in (*whole, *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number >= 1; choose one")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ValueError(
+                f"memory_utilization={self.memory_utilization!r} must be in (0, 1]; "
+                "0.9 leaves a tenth for others"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The rules and sizes the host loop plans by.
+
+    Attributes:
+        num_slots, num_pages, page_size, max_model_len, max_steps_per_chunk: As configured.
+        block_size: S, tokens of a block.
+        window: W, cells of the window: a step commits and writes at most so many positions.
+        prompt_mode: How prompts are taken in (`strategies.protocol.Needs.prompt`).
+        compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
+        soft_commits: Committed keys depend on more than tokens: generated pages are never shared
+            and a preempted request starts over.
+        prefix_caching: Reuse pages across requests.
+        salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
+        vocab_size, mask_id, stop_token_ids: Of the model.
+        knobs: The strategy's thresholds, with the range of each.
+        slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
+            cover every slot, every page of a request, and (full modes) every prompt.
+    """
+
+    num_slots: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_steps_per_chunk: int
+    block_size: int
+    window: int
+    prompt_mode: PromptMode
+    compute_at_least: int = 0
+    soft_commits: bool = False
+    prefix_caching: bool = True
+    salt: bytes = b""
+    vocab_size: int
+    mask_id: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    knobs: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    knob_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    slot_buckets: tuple[int, ...]
+    page_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    max_num_batched_tokens: int | None = None
+
+    @property
+    def is_grid(self) -> bool:
+        """Blocks lie on the absolute grid."""
+        return self.prompt_mode.startswith("grid")
+
+    @property
+    def is_full(self) -> bool:
+        """Prompt rows all see each other: one pass, reusable only as a whole."""
+        return self.prompt_mode.endswith("full")
+
+    @property
+    def unit(self) -> int:
+        """Tokens whose pages are shared together: whole pages of whole blocks."""
+        return math.lcm(self.page_size, self.block_size if self.is_grid else 1)
+
+    def prefill_len(self, prompt_len: int) -> int:
+        """Tokens of a prompt that go to the cache before decoding."""
+        if self.prompt_mode == "in_window":
+            return 0
+        return prompt_len // self.block_size * self.block_size if self.is_grid else prompt_len
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One sample as its slot sees it, in host numbers.
+
+    Attributes:
+        tail: Prompt tokens from the first cell of the window on, at most W.
+        limit: First absolute position that may not be emitted.
+        knobs: One value for each of `Facts.knobs`.
+        seed, fold: The sample's random key is `fold_in(key(seed), fold)`.
+        suffix: Tokens behind `limit` (prompts in the window).
+    """
+
+    tail: tuple[int, ...]
+    prompt_len: int
+    limit: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_ids: tuple[int, ...]
+    max_nfe: int
+    max_run: int
+    knobs: Mapping[str, float]
+    seed: int
+    fold: int
+    suffix: tuple[int, ...] = ()
+
+
+class DeviceFailure(RuntimeError):
+    """A program failed on the device: the donated state, pools included, is gone."""

@@ -1,0 +1,174 @@
+"""Pages of the KV cache as numbers: who holds one, which may be shared, which goes first.
+
+A page is free, held (by as many owners as its count says), or idle: held by nobody, but its
+content is known under a key and can be shared again until the page is needed. Plain Python over
+ints; nothing here knows about requests, devices or what a key was made of.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+_DIGEST_BYTES = 16  # 128 bits: equal keys mean equal tokens
+
+
+class OutOfPages(RuntimeError):
+    """More pages were asked for than are free or idle."""
+
+
+class PagePool:
+    """The pages of one pool.
+
+    Attributes:
+        num_pages: How many there are.
+        queries, hits: Pages looked up by key, and found.
+        evictions: Idle pages taken for something else.
+    """
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self.queries = self.hits = self.evictions = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Every page free, nothing known: the contents are gone."""
+        self._free = list(range(self.num_pages - 1, -1, -1))  # taken from the end
+        self._owners = [0] * self.num_pages
+        self._page_of: dict[Any, int] = {}
+        self._key_of: dict[int, Any] = {}
+        self._payload: dict[int, Any] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` can give."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Pages with at least one owner."""
+        return self.num_pages - self.num_available
+
+    def take(self, count: int) -> list[int]:
+        """So many pages of unknown content for one owner; idle ones go in order of release.
+
+        Raises:
+            OutOfPages: Nothing was taken.
+        """
+        if count > self.num_available:
+            raise OutOfPages(f"{count} pages wanted, {self.num_available} available")
+        taken = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                self._forget(page)
+                self.evictions += 1
+            self._owners[page] = 1
+            taken.append(page)
+        return taken
+
+    def share(self, page: int) -> None:
+        """One more owner of a page that is held or idle."""
+        if self._owners[page] == 0:
+            del self._idle[page]
+        self._owners[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner less of each page, given in order of position.
+
+        The last ones become idle first, hence are taken first: a prefix outlives what follows it.
+        """
+        for page in reversed(pages):
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def publish(self, key: Any, page: int, payload: Any = None) -> None:
+        """Make a held page known under `key`; the first page under a key stays the one."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+            if payload is not None:
+                self._payload[page] = payload
+
+    def find(self, keys: Iterable[Any]) -> list[int]:
+        """Pages of the leading keys that are known; stops at the first that is not."""
+        found = []
+        for key in keys:
+            self.queries += 1
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            self.hits += 1
+            found.append(page)
+        return found
+
+    def payload(self, page: int) -> Any:
+        """What was published with the page."""
+        return self._payload.get(page)
+
+    def owners(self, page: int) -> int:
+        """How many hold it."""
+        return self._owners[page]
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._payload.pop(page, None)
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Raise if the books are wrong, given the pages of every owner (for tests)."""
+        counted = [0] * self.num_pages
+        for pages in held:
+            for page in pages:
+                counted[page] += 1
+        if counted != self._owners:
+            raise RuntimeError(f"owners {self._owners} but {counted} are held")
+        idle, free = set(self._idle), set(self._free)
+        held_pages = {page for page, owners in enumerate(counted) if owners}
+        if len(free) != len(self._free) or idle & free or (idle | free) & held_pages:
+            raise RuntimeError("a page is in two places")
+        if len(idle) + len(free) + len(held_pages) != self.num_pages:
+            raise RuntimeError("a page is in no place")
+        if not idle <= set(self._key_of) or free & set(self._key_of):
+            raise RuntimeError("an idle page without a key, or a free one with one")
+        if {key: page for page, key in self._key_of.items()} != self._page_of:
+            raise RuntimeError("keys and pages do not match")
+
+
+class Chain:
+    """Keys of the pages of a growing text: each stands for all tokens up to the page's end.
+
+    Args:
+        salt: What the cached values depend on beside the tokens.
+        unit: Tokens that are keyed together; `page_size` divides it.
+    """
+
+    def __init__(self, salt: bytes, unit: int, page_size: int):
+        self._digest, self._unit, self._parts = salt, unit, unit // page_size
+        self.keys: list[Any] = []
+        self.length = 0  # tokens that have a key
+
+    def extend(self, tokens: Sequence[int], end: int) -> list[Any]:
+        """Keys that the first `end` tokens add; whole units only."""
+        before = len(self.keys)
+        while self.length + self._unit <= end:
+            first, self.length = self.length, self.length + self._unit
+            self._digest = digest(self._digest, tokens[first : self.length])
+            self.keys += (
+                [self._digest]
+                if self._parts == 1
+                else [(self._digest, part) for part in range(self._parts)]
+            )
+        return self.keys[before:]
+
+
+def digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of tokens behind whatever `before` stands for."""
+    return blake2b(before + array("i", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()

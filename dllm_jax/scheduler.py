@@ -1,0 +1,406 @@
+"""Who gets a slot and pages, who gives way, and what of which prefix is computed next.
+
+First come first served: a sample's rank is (priority, arrival), and the worst-ranked one gives its
+slot and pages up when the pool is short. Plain Python over ints, no JAX: nothing here dispatches
+or knows about time.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dllm_jax.facts import Facts, Placement
+from dllm_jax.pages import Chain, OutOfPages, PagePool, digest
+
+WAITING, PREFILL, DECODE, DONE = range(4)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sample:
+    """One text being made: what the host knows of it.
+
+    Attributes:
+        owner: The request it belongs to; opaque here.
+        rank: (priority, arrival): lower goes first, no two are equal.
+        placement: Its slot when fresh.
+        leader: The first sample of its request, whose prompt pages it waits for and shares.
+        capacity: Positions it can ever write.
+        epoch: Counts its stays in a slot: what a dispatch of an earlier stay says is void.
+        done, goal: Prefix positions computed (or found), and to compute, in this stay.
+        start: Tokens in the cache at its last harvest; on a fresh sample what prefill will store.
+        tokens: Settled output as harvested.
+        saved: The last harvest and its row there; None: it starts over.
+        in_flight: Decode steps dispatched and not harvested.
+        covered: Positions its pages hold.
+        publish_at: `start` from which the next pages can be published.
+        watched: Somebody wants to hear of each move: a stream, a stop string.
+    """
+
+    owner: Any
+    index: int
+    rank: tuple[int, int]
+    prompt: list[int]
+    placement: Placement
+    capacity: int
+    leader: "Sample | None" = None
+    stage: int = WAITING
+    slot: int = -1
+    epoch: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    covered: int = 0
+    done: int = 0
+    goal: int = 0
+    start: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    saved: tuple[Any, int] | None = None
+    in_flight: int = 0
+    chain: Chain | None = None
+    publish_at: int = 0
+    prompt_published: bool = False
+    boundary: Any = None
+    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    nfe: int = 0
+    prefill_nfe: int = 0
+    cached_tokens: int | None = None
+    num_preemptions: int = 0
+    first_s: float | None = None
+    end_s: float | None = None
+    watched: bool = False
+    stream: Any = None
+    finish_reason: str | None = None
+
+    def text_ids(self, first: int, end: int) -> list[int]:
+        """Ids of positions [first, end) of prompt and settled output."""
+        split = len(self.prompt)
+        return self.prompt[first:end] + self.tokens[max(first - split, 0) : max(end - split, 0)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """One prefill dispatch: positions [first, end) are stored, [first, live_end) computed."""
+
+    kind: Literal["blocks", "causal", "full"]
+    first: int
+    end: int
+    live_end: int
+    size: int
+
+
+class Scheduler:
+    """The queue, the slots and the pages.
+
+    Attributes:
+        pool: The page books.
+        slots: Which sample is in each slot.
+        live: Samples in slots, best rank first.
+        table: Pages of each slot in order of position, -1 behind them.
+    """
+
+    def __init__(self, facts: Facts):
+        self.facts = facts
+        self.pool = PagePool(facts.num_pages)
+        self.slots: list[Sample | None] = [None] * facts.num_slots
+        self.live: list[Sample] = []
+        self.table = np.full((facts.num_slots, facts.page_buckets[-1]), -1, np.int32)
+        self._free_slots = list(range(facts.num_slots - 1, -1, -1))
+        self._waiting: list[tuple[tuple[int, int], Sample]] = []
+        self.num_preemptions = 0
+
+    # --- the queue ----------------------------------------------------------------------------
+
+    def limits(self, prompt_len: int, max_tokens: int, suffix_len: int) -> tuple[int, int]:
+        """First position that may not be emitted, and positions ever written.
+
+        The pool bounds both: a text alone in it ends with "length" where the pool does.
+
+        Raises:
+            ValueError: The request can never run.
+        """
+        facts = self.facts
+        beyond = facts.block_size + suffix_len
+        if prompt_len >= facts.max_model_len:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens; the engine takes {facts.max_model_len}, "
+                "prompt and text together: shorten it or raise max_model_len"
+            )
+        if facts.prompt_mode == "in_window" and prompt_len + max_tokens + suffix_len > facts.window:
+            raise ValueError(
+                f"prompt, max_tokens and suffix are {prompt_len} + {max_tokens} + {suffix_len} "
+                f"tokens, the window has {facts.window}; raise buffer_size or lower max_tokens"
+            )
+        room = facts.num_pages * facts.page_size - beyond
+        limit = min(prompt_len + max_tokens, facts.max_model_len, room)
+        if limit <= prompt_len:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens and needs "
+                f"{facts.pages_for(prompt_len + 1 + beyond)} pages of {facts.page_size}; the pool "
+                f"has {facts.num_pages}: raise num_pages or shorten the prompt"
+            )
+        return limit, limit + beyond
+
+    def add(self, sample: Sample) -> None:
+        """Queue a sample."""
+        sample.start = self.facts.prefill_len(len(sample.prompt))
+        heapq.heappush(self._waiting, (sample.rank, sample))
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples without a slot."""
+        return sum(sample.stage == WAITING for _, sample in self._waiting)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has no slot."""
+        while self._waiting and self._waiting[0][1].stage != WAITING:
+            heapq.heappop(self._waiting)  # ended while it waited
+        return bool(self._waiting)
+
+    def admit(self) -> list[Sample]:
+        """Give slots and the pages of their prefixes to waiting samples, in order of rank.
+
+        A sample that waits for the prompt pages of its request's first one lets others pass;
+        one that does not fit does not.
+        """
+        placed, passed = [], []
+        while self._free_slots and self.has_waiting:
+            entry = heapq.heappop(self._waiting)
+            sample = entry[1]
+            if self._waits_for_leader(sample):
+                passed.append(entry)
+            elif self._place(sample):
+                placed.append(sample)
+            else:
+                passed.append(entry)
+                break
+        for entry in passed:
+            heapq.heappush(self._waiting, entry)
+        return placed
+
+    def _waits_for_leader(self, sample: Sample) -> bool:
+        leader = sample.leader
+        return leader is not None and leader.stage != DONE and not leader.prompt_published
+
+    def _place(self, sample: Sample) -> bool:
+        facts, pool = self.facts, self.pool
+        goal = sample.start
+        hits = self._hits(sample, goal)
+        partial = bool(hits) and facts.is_full and facts.prefill_len(len(sample.prompt)) % (
+            facts.page_size
+        )
+        shared = hits[:-1] if partial else hits
+        new = facts.pages_for(goal) - len(shared)
+        first_steps = facts.pages_for(min(goal + facts.window, sample.capacity)) - len(shared)
+        idle = sum(pool.owners(page) == 0 for page in hits)
+        # A page for each neighbour to grow into, or it would have to give way at once.
+        if max(new, first_steps) + idle + len(self.live) > pool.num_available:
+            return False
+        for page in hits:
+            pool.share(page)
+        sample.pages = shared + pool.take(new)
+        sample.copies = []
+        if partial:
+            sample.copies = [(hits[-1], sample.pages[len(shared)])]
+            # Device order: the copy is dispatched before anything that could overwrite its source.
+            pool.release(hits[-1:])
+        if facts.is_full:
+            sample.done = facts.prefill_len(len(sample.prompt)) if hits else 0
+            sample.boundary = pool.payload(hits[-1]) if hits else None
+        else:
+            sample.done = len(shared) * facts.page_size
+        if sample.cached_tokens is None:
+            sample.cached_tokens = min(sample.done, len(sample.prompt))
+        sample.goal = goal
+        sample.covered = len(sample.pages) * facts.page_size
+        sample.publish_at = 0
+        sample.stage = PREFILL
+        sample.slot = self._free_slots.pop()
+        sample.epoch += 1
+        sample.in_flight = 0
+        self.slots[sample.slot] = sample
+        self.live.append(sample)
+        self.live.sort(key=_rank)
+        row = self.table[sample.slot]
+        row[:] = -1
+        row[: len(sample.pages)] = sample.pages
+        return True
+
+    # --- the prefix cache -----------------------------------------------------------------------
+
+    def _salt(self, sample: Sample) -> bytes:
+        """Without prefix caching only the samples of one request share."""
+        if self.facts.prefix_caching:
+            return self.facts.salt
+        leader = sample.leader or sample
+        return b"%s|%d" % (self.facts.salt, leader.rank[1])
+
+    def _chain(self, sample: Sample) -> Chain:
+        if sample.chain is None:
+            sample.chain = Chain(self._salt(sample), self.facts.unit, self.facts.page_size)
+        return sample.chain
+
+    def _prompt_keys(self, sample: Sample) -> list[Any]:
+        """Keys of a prompt that is reusable only as a whole; the last page may be partly filled."""
+        count = self.facts.pages_for(self.facts.prefill_len(len(sample.prompt)))
+        whole = digest(b"whole|" + self._salt(sample), sample.prompt)
+        return [(whole, page) for page in range(count)]
+
+    def _hits(self, sample: Sample, goal: int) -> list[int]:
+        """Pages of the sample's prefix that are in the pool."""
+        facts = self.facts
+        if goal == 0 or not (facts.prefix_caching or sample.leader or sample.saved):
+            return []
+        if facts.is_full:
+            keys = self._prompt_keys(sample)
+            hits = self.pool.find(keys)
+            return hits if len(hits) == len(keys) else []
+        # A harvested slot brings its boundary row along: all of its prefix may be found.
+        reusable = goal if sample.saved else goal - facts.compute_at_least
+        chain = self._chain(sample)
+        if chain.length < reusable:
+            chain.extend(sample.text_ids(0, reusable), reusable)
+        return self.pool.find(chain.keys[: max(reusable, 0) // facts.unit * self._unit_pages])
+
+    @property
+    def _unit_pages(self) -> int:
+        return self.facts.unit // self.facts.page_size
+
+    def publish(self, sample: Sample) -> None:
+        """Make the pages known that are full, final and written; call after a harvest."""
+        facts = self.facts
+        if facts.is_full:
+            if not sample.prompt_published:
+                keys = self._prompt_keys(sample)
+                for i, key in enumerate(keys):
+                    last = i == len(keys) - 1
+                    self.pool.publish(key, sample.pages[i], sample.boundary if last else None)
+            sample.publish_at = facts.num_pages * facts.page_size + 1
+        else:
+            end = sample.start
+            if facts.soft_commits:
+                end = min(end, facts.prefill_len(len(sample.prompt)))
+            chain = self._chain(sample)
+            chain.extend(sample.text_ids(0, end), end)
+            count = end // facts.unit * self._unit_pages
+            for key, page in zip(chain.keys[:count], sample.pages[:count], strict=True):
+                self.pool.publish(key, page)
+            sample.publish_at = (end // facts.unit + 1) * facts.unit
+        sample.prompt_published = True
+
+    # --- prefill --------------------------------------------------------------------------------
+
+    def next_pass(self, sample: Sample, most: int) -> Pass | None:
+        """The next piece of a sample's prefix, at most `most` tokens unless it cannot be split."""
+        facts = self.facts
+        prompt_len = len(sample.prompt)
+        if facts.is_full and sample.done < facts.prefill_len(prompt_len):
+            size = next(size for size in facts.prefill_buckets if size >= prompt_len)
+            return Pass("full", 0, facts.prefill_len(prompt_len), prompt_len, size)
+        left = sample.goal - sample.done
+        if left <= 0:
+            return None
+        fitting = [size for size in facts.prefill_buckets if size <= most]
+        most = fitting[-1] if fitting else facts.prefill_buckets[0]
+        size = next((size for size in facts.prefill_buckets if size >= left), most)
+        size = min(size, most)
+        end = sample.done + min(size, left)
+        kind = "causal" if facts.prompt_mode == "whole_causal" else "blocks"
+        return Pass(kind, sample.done, end, end, size)
+
+    # --- growing and giving way -----------------------------------------------------------------
+
+    def reach(self, sample: Sample, steps: int) -> int:
+        """Positions that must be covered before `steps` more steps are dispatched."""
+        end = sample.start + (sample.in_flight + steps) * self.facts.window
+        return min(end, sample.capacity)
+
+    def grow(self, samples: Sequence[Sample], steps: int) -> int:
+        """Cover what the dispatched steps and `steps` more can write; the worst-ranked give way.
+
+        Args:
+            samples: In order of rank.
+
+        Returns:
+            The steps covered: 1 where the pool is short for more. Samples that lost their slot
+            are WAITING.
+        """
+        facts, pool = self.facts, self.pool
+        short = [s for s in samples if s.start + (s.in_flight + steps) * facts.window > s.covered]
+        wanted = [(s, facts.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
+        if sum(max(count, 0) for _, count in wanted) > pool.num_available and steps > 1:
+            return self.grow(samples, 1)
+        for sample, count in wanted:
+            while count > 0 and sample.stage == DECODE:
+                try:
+                    pages = pool.take(count)
+                except OutOfPages:
+                    self.preempt(self.live[-1])
+                    continue
+                self.table[sample.slot, len(sample.pages) : len(sample.pages) + count] = pages
+                sample.pages += pages
+                sample.covered = len(sample.pages) * facts.page_size
+                break
+        return steps
+
+    def preempt(self, sample: Sample) -> None:
+        """Take slot and pages; the sample goes on from its last harvest once it is admitted."""
+        self._vacate(sample)
+        sample.stage = WAITING
+        sample.num_preemptions += 1
+        self.num_preemptions += 1
+        if self.facts.soft_commits:
+            sample.saved = None  # its keys and values cannot be computed from its tokens
+        if sample.saved is None:
+            sample.tokens = []
+            sample.start = self.facts.prefill_len(len(sample.prompt))
+        heapq.heappush(self._waiting, (sample.rank, sample))
+
+    def leave(self, sample: Sample) -> None:
+        """A sample has ended, wherever it was."""
+        if sample.slot >= 0:
+            self._vacate(sample)
+        sample.stage = DONE
+
+    def _vacate(self, sample: Sample) -> None:
+        self.pool.release(sample.pages)
+        sample.pages, sample.covered = [], 0
+        sample.boundary = None
+        self.slots[sample.slot] = None
+        self._free_slots.append(sample.slot)
+        self.live.remove(sample)
+        sample.slot, sample.in_flight = -1, 0
+        sample.epoch += 1
+
+    def lose_everything(self) -> list[Sample]:
+        """The pools are gone: every page is free, every live sample waits again."""
+        lost = list(self.live)
+        for sample in lost:
+            self.preempt(sample)
+        self.pool.reset()
+        return lost
+
+    # --- decode groups --------------------------------------------------------------------------
+
+    def slot_bucket(self, count: int) -> int:
+        """The smallest compiled bucket that holds so many slots."""
+        return next(size for size in self.facts.slot_buckets if size >= count)
+
+    def page_bucket(self, positions: int) -> int:
+        """The smallest compiled page table that covers so many positions."""
+        pages = self.facts.pages_for(positions)
+        return next(size for size in self.facts.page_buckets if size >= pages)
+
+    def rows(self, samples: Iterable[Sample], bucket: int) -> list[int]:
+        """Slots of the samples, filled up to the bucket with others, all distinct."""
+        slots = [sample.slot for sample in samples]
+        taken = set(slots)
+        others = (slot for slot in range(self.facts.num_slots) if slot not in taken)
+        while len(slots) < bucket:
+            slots.append(next(others))
+        return slots
+
+
+def _rank(sample: Sample) -> tuple[int, int]:
+    return sample.rank
