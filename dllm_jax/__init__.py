@@ -9,17 +9,52 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import strategies
+    from dllm_jax.engine import Engine
+    from dllm_jax.facts import EngineConfig
     from dllm_jax.generation import GenerateOutput, generate
+    from dllm_jax.llm import LLM
     from dllm_jax.loading import load
     from dllm_jax.model import Model
+    from dllm_jax.requests import (
+        CompletionOutput,
+        Metrics,
+        Request,
+        RequestOutput,
+        SamplingParams,
+        StreamEvent,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["GenerateOutput", "Model", "generate", "load", "strategies"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "GenerateOutput",
+    "Metrics",
+    "Model",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamEvent",
+    "generate",
+    "load",
+    "strategies",
+]
 
 # public name -> the module that holds it; "" where the name is a module itself
 _HOMES = {
+    "LLM": "dllm_jax.llm",
+    "CompletionOutput": "dllm_jax.requests",
+    "Engine": "dllm_jax.engine",
+    "EngineConfig": "dllm_jax.facts",
     "GenerateOutput": "dllm_jax.generation",
+    "Metrics": "dllm_jax.requests",
     "Model": "dllm_jax.model",
+    "Request": "dllm_jax.requests",
+    "RequestOutput": "dllm_jax.requests",
+    "SamplingParams": "dllm_jax.requests",
+    "StreamEvent": "dllm_jax.requests",
     "generate": "dllm_jax.generation",
     "load": "dllm_jax.loading",
     "strategies": "",

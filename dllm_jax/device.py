@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dllm_jax import decode
 from dllm_jax.facts import DeviceFailure, Facts, Placement
@@ -147,6 +147,7 @@ class Device:
             most_new=self.most_new,
             implementation=implementation,
         )
+        self.cost: Any = None  # predicted seconds of programs, once they were timed
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
         self.num_late_compiles = 0
         self._warm = False
@@ -294,7 +295,9 @@ class Device:
             progress: Called with what was compiled, how many are done, and of how many.
         """
         facts = self.facts
-        kinds = {decode.PASS_KINDS[facts.prompt_mode]} if facts.prompt_mode != "in_window" else set()
+        kinds = (
+            {decode.PASS_KINDS[facts.prompt_mode]} if facts.prompt_mode != "in_window" else set()
+        )
         if facts.is_full and not facts.soft_commits:
             kinds.add("blocks")
         work: list[tuple[str, Callable[[], Any]]] = []
@@ -404,7 +407,9 @@ def _asked(ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str,
     key = jax.random.fold_in(jax.random.key(seed), ints[6])
     return _Asked(
         sampling=Sampling(temperature=floats[:1], top_k=ints[2:3], top_p=floats[1:2]),
-        limits=Limits(stop_ids=ints[8 : 8 + STOP_WIDTH][None], max_nfe=ints[3:4], max_run=ints[4:5]),
+        limits=Limits(
+            stop_ids=ints[8 : 8 + STOP_WIDTH][None], max_nfe=ints[3:4], max_run=ints[4:5]
+        ),
         knobs={name: floats[2 + i][None] for i, name in enumerate(knobs)},
         keys=key[None],
     )
@@ -435,9 +440,7 @@ def _new_state(
     one = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
     one = one.replace(finish=jnp.full_like(one.finish, EMPTY))
     slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), one)
-    pools = decode.new_pools(
-        programs.strategy, programs.model, programs.aux, num_pages, page_size
-    )
+    pools = decode.new_pools(programs.strategy, programs.model, programs.aux, num_pages, page_size)
     return slots.replace(pools=pools)
 
 

@@ -26,7 +26,7 @@ from dllm_jax.requests import (
     RequestOutput,
     SamplingParams,
 )
-from dllm_jax.scheduler import DECODE, DONE, PREFILL, WAITING, Pass, Sample, Scheduler
+from dllm_jax.scheduler import DECODE, DONE, PREFILL, Pass, Sample, Scheduler
 from dllm_jax.text import TextStream
 
 STOP_WIDTH = 32
@@ -202,7 +202,7 @@ class Engine:
             prefix_evictions=pool.evictions,
         )
 
-    # --- from a request to samples ----------------------------------------------------------------
+    # --- from a request to samples ---------------------------------------------------------------
 
     def _accepted(self, request: Request) -> Live:
         facts, params = self.facts, request.params
@@ -287,7 +287,7 @@ class Engine:
         if params.seed is not None and not 0 <= params.seed <= MAX_SEED:
             raise ValueError(f"seed={params.seed} must be in [0, {MAX_SEED}]")
 
-    # --- dispatch -----------------------------------------------------------------------------------
+    # --- dispatch --------------------------------------------------------------------------------
 
     def _dispatch(self) -> bool:
         scheduler = self.scheduler
@@ -321,9 +321,7 @@ class Engine:
         """The prefix is in the cache (or dispatched): let the slot decode."""
         if sample.saved is not None:
             harvest, row = sample.saved
-            self.device.restore(
-                sample.slot, sample.placement, harvest.saved(row), sample.tokens
-            )
+            self.device.restore(sample.slot, sample.placement, harvest.saved(row), sample.tokens)
         elif not prefilled:
             self.device.begin(sample.slot, sample.boundary)
         sample.stage = DECODE
@@ -385,9 +383,7 @@ class Engine:
     def _groups(self, decoding: list[Sample], steps: int) -> list[tuple[list[Sample], int]]:
         return self._sized_groups(decoding, steps)
 
-    def _sized_groups(
-        self, decoding: list[Sample], steps: int
-    ) -> list[tuple[list[Sample], int]]:
+    def _sized_groups(self, decoding: list[Sample], steps: int) -> list[tuple[list[Sample], int]]:
         """Rows by page bucket, merged where one dispatch is cheaper than two."""
         scheduler, cost = self.scheduler, self.device.cost
         buckets = self.facts.page_buckets
@@ -423,7 +419,7 @@ class Engine:
             sample.in_flight += steps
         return _Chunk(handle, group, [sample.epoch for sample in group], steps)
 
-    # --- harvest ------------------------------------------------------------------------------------
+    # --- harvest ---------------------------------------------------------------------------------
 
     def _harvest(self, round_: list[_Chunk]) -> None:
         ran = 0
@@ -466,7 +462,9 @@ class Engine:
             if finish != ERROR_CODE and start >= sample.publish_at:
                 if publishes or sample.owner.params.n > 1:
                     self.scheduler.publish(sample)
-            if finish != RUNNING_CODE or (sample.watched and (moved or sample.owner.request.denoise)):
+            if finish != RUNNING_CODE or (
+                sample.watched and (moved or sample.owner.request.denoise)
+            ):
                 self._settle(sample, finish)
 
     def _settle(self, sample: Sample, finish: int) -> None:
@@ -518,7 +516,7 @@ class Engine:
             if live.deadline_s is not None and now >= live.deadline_s:
                 self.abort(live.id)
 
-    # --- failure --------------------------------------------------------------------------------------
+    # --- failure ---------------------------------------------------------------------------------
 
     def _recover(self, failure: DeviceFailure) -> None:
         """The donated state is gone: start over from the last harvests, or give up on them."""
@@ -546,7 +544,7 @@ class Engine:
             sample.owner.error = f"the device failed twice ({first_line}){where}"
             self._end(sample, "error")
 
-    # --- outputs ----------------------------------------------------------------------------------------
+    # --- outputs ---------------------------------------------------------------------------------
 
     def _report(self) -> list[RequestOutput]:
         if not self._moved:

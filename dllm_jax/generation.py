@@ -162,7 +162,7 @@ def _prepare(
     model = load(model) if isinstance(model, str) else model
     strategy = resolve_strategy(model, strategy)
     bare, knobs = split_knobs(strategy)
-    aux = _bind_draft(strategy, draft)
+    aux = bind_draft(strategy, draft)
     _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
     _check_number("temperature", temperature, 0.0, _FINITE)
     _check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
@@ -170,7 +170,7 @@ def _prepare(
     _check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
     for stop in stop_token_ids:
         _check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
-    _check_fit(model, strategy)
+    check_fit(model, strategy)
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
 
@@ -235,7 +235,8 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     return load_strategy(plain, **{**known, **overrides})
 
 
-def _bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
+def bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
+    """The auxiliary models a strategy needs, loaded, by name."""
     names = strategy.needs.aux
     if not names and draft is None:
         return {}
@@ -263,7 +264,7 @@ def _check_number(
         raise ValueError(f"{name}={value} must be {kind} in [{low}, {high}]; choose a value there")
 
 
-def _check_fit(model: Model, strategy: Any) -> None:
+def check_fit(model: Model, strategy: Any) -> None:
     """Refuse what the model cannot do, before anything is allocated or compiled."""
     cfg, name = model.config, type(strategy).__name__
     for field in ("block_size", "buffer_size"):

@@ -187,8 +187,10 @@ class Scheduler:
         facts, pool = self.facts, self.pool
         goal = sample.start
         hits = self._hits(sample, goal)
-        partial = bool(hits) and facts.is_full and facts.prefill_len(len(sample.prompt)) % (
-            facts.page_size
+        partial = (
+            bool(hits)
+            and facts.is_full
+            and facts.prefill_len(len(sample.prompt)) % (facts.page_size)
         )
         shared = hits[:-1] if partial else hits
         new = facts.pages_for(goal) - len(shared)

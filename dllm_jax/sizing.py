@@ -1,7 +1,7 @@
 """From model, strategy and configuration to the sizes the engine is built with."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dllm_jax.facts import EngineConfig, Facts
@@ -19,13 +19,11 @@ def make_facts(
     strategy: Any,
     aux: Mapping[str, Model],
     config: EngineConfig,
-    num_pages: int,
 ) -> Facts:
     """The sizes and rules of an engine.
 
     Args:
         strategy: With its numbers and sizes.
-        num_pages: Pages of the pool.
 
     Raises:
         ValueError: The configuration does not fit the model.
@@ -47,7 +45,7 @@ def make_facts(
     columns = -(-max(max_len + S, W) // config.page_size)
     return Facts(
         num_slots=config.max_num_seqs,
-        num_pages=num_pages,
+        num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
         page_size=config.page_size,
         max_model_len=max_len,
         max_steps_per_chunk=config.max_steps_per_chunk,
@@ -113,3 +111,19 @@ def _prefill_buckets(
             size *= 2
         sizes.append(max_len)
     return tuple(sorted({blocks(size) for size in sizes}))
+
+
+def progress_line() -> Callable[[str, int, int], None]:
+    """A bar for `Device.warm_up`, on a terminal."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=0, unit="program", desc="compiling", leave=False, disable=None)
+
+    def show(name: str, done: int, total: int) -> None:
+        bar.total = total
+        bar.set_postfix_str(name, refresh=False)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show

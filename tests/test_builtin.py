@@ -49,7 +49,7 @@ def test_defaults_are_those_of_multi_bd(model):
 
 
 def test_command_solves_a_problem_and_counts(model, capsys, monkeypatch):
-    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
     assert main(["generate", "--seed", "0"]) == 0
     shown = capsys.readouterr().out
     expected = problem("plain", 0, 0, heldout=True)

@@ -19,7 +19,7 @@ PROMPT = "Ann has 3 pens."
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture

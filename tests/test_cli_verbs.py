@@ -16,7 +16,7 @@ from dllm_jax.models.dense import param_shapes
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
 
 
 def test_inspect_reports_shapes_and_sizes(random_folder, capsys):

@@ -129,7 +129,7 @@ def test_speedup_is_the_quotient_of_tokens_per_forward():
 def test_command_prints_the_table_and_writes_the_object(
     solved, random_folder, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
     _, _, _, outcome = solved
     argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", str(COUNT)]
     argv += ["--seed", "3", "--batch-size", "2", "--no-one-token", "--max-tokens", "20"]
@@ -166,7 +166,7 @@ def test_shared_fields_go_where_they_fit(capsys):
 
 
 def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

@@ -55,7 +55,7 @@ def test_step_function_fills_the_surest_half_of_the_holes(my_step):
 def test_step_function_runs_from_the_library_and_the_command_line(
     my_step, random_folder, capsys, monkeypatch
 ):
-    monkeypatch.setattr("dllm_jax.cli.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
     model = dj.load(random_folder)
     prompt = "Ann has 3 pens."
     ids = model.tokenizer(f"<|user|>{prompt}<|assistant|>")["input_ids"]

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         strategies.given_fields(args),
     )
 
-    from dllm_jax.cli.compile_cache import enable_compile_cache
     from dllm_jax.cli.models import load_model
+    from dllm_jax.compile_cache import enable_compile_cache
 
     enable_compile_cache()
     model = load_model(args)

@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--watch shows one prompt, as text; leave out --json or give one prompt")
     chosen = strategies.load(args.strategy)
 
-    from dllm_jax.cli.compile_cache import enable_compile_cache
     from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode
+    from dllm_jax.compile_cache import enable_compile_cache
 
     enable_compile_cache()
     model = load_model(args)

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, dict[str, str]]:
     """The facts, by title: name -> what there is to say of it."""
-    from dllm_jax.cli.compile_cache import cache_folder, enable_compile_cache
+    from dllm_jax.compile_cache import cache_folder, enable_compile_cache
     from dllm_jax.models.families import FAMILIES
     from dllm_jax.models.published import PUBLISHED
     from strategies import strategy_names
@@ -91,7 +91,7 @@ def _models() -> dict[str, str]:
 
 
 def _size_of_cache() -> str:
-    from dllm_jax.cli.compile_cache import cache_folder
+    from dllm_jax.compile_cache import cache_folder
 
     size = sum(f.stat().st_size for f in cache_folder().rglob("*") if f.is_file())
     return f"{size / 1e6:.1f} MB of compiled programs"

@@ -1,6 +1,6 @@
 """Where compiled programs are kept between runs, so that a second run starts in seconds.
 
-Only the command line sets this: importing the library changes no global setting.
+`LLM` and the command line turn it on; importing the library changes no global setting.
 """
 
 import os
