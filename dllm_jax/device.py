@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from dllm_jax import decode
 from dllm_jax.facts import DeviceFailure, Facts, Placement
 from dllm_jax.forward import ModelForward
+from dllm_jax.intake import STOP_WIDTH
 from dllm_jax.model import Model
 from strategies import driver
 from strategies.protocol import SlotSpec
@@ -35,8 +36,6 @@ from strategies.state import (
     Limits,
     Sampling,
 )
-
-STOP_WIDTH = 32  # stop ids of a request, the model's own included
 
 # Columns of a harvested row before its new tokens.
 _START, _FINISH, _NFE, _LENGTH, _FROM, _STEPS = range(6)

@@ -17,41 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.facts import DeviceFailure, Facts, Placement
-from dllm_jax.requests import (
-    MAX_SEED,
-    CompletionOutput,
-    Metrics,
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
+from dllm_jax.facts import DeviceFailure, Facts
+from dllm_jax.intake import Live, accept
+from dllm_jax.planning import Budget, groups, num_steps
+from dllm_jax.reporting import output
+from dllm_jax.requests import Request, RequestOutput
 from dllm_jax.scheduler import DECODE, DONE, PREFILL, Pass, Sample, Scheduler
-from dllm_jax.text import TextStream
 
-STOP_WIDTH = 32
 RUNNING_CODE = 1
 ERROR_CODE = 7
 REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort", 7: "error"}
-NO_LIMIT = 2**31 - 1
 
-CHUNK_S = 0.02  # a dispatch should last so long where nobody waits: 1 % of it is 200 us of host
-CHUNK_S_WAITING = 0.005  # and so long where somebody waits for a slot
-PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
 MOST_FAILURES = 2  # device failures in a row before the live requests end with "error"
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Live:
-    """A request in the engine."""
-
-    id: str
-    request: Request
-    params: SamplingParams
-    added_s: float
-    deadline_s: float | None
-    samples: list[Sample]
-    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +109,18 @@ class Engine:
         Raises:
             ValueError: It can never run, or asks for what does not exist; the engine is as before.
         """
-        live = self._accepted(request)
+        request_id = str(self._num_requests) if request.request_id is None else request.request_id
+        if request_id in self._requests:
+            raise ValueError(f"{request_id=} is already in the engine; give another, or none")
+        live = accept(
+            request,
+            request_id,
+            self._num_samples,
+            self._clock(),
+            self.scheduler,
+            self._tokenizer,
+            self._seed,
+        )
         self._requests[live.id] = live
         self._num_requests += 1
         self._num_samples += len(live.samples)
@@ -202,91 +190,6 @@ class Engine:
             prefix_evictions=pool.evictions,
         )
 
-    # --- from a request to samples ---------------------------------------------------------------
-
-    def _accepted(self, request: Request) -> Live:
-        facts, params = self.facts, request.params
-        prompt = list(request.prompt_token_ids)
-        suffix = tuple(request.suffix_token_ids)
-        request_id = request.request_id
-        if request_id is None:
-            request_id = str(self._num_requests)
-        if request_id in self._requests:
-            raise ValueError(f"{request_id=} is already in the engine; give another, or none")
-        self._check(request, prompt, suffix)
-        limit, capacity = self.scheduler.limits(len(prompt), params.max_tokens, len(suffix))
-        first = facts.prefill_len(len(prompt))
-        stops = params.stop_token_ids + (() if params.ignore_eos else facts.stop_token_ids)
-        now = self._clock()
-        deadline = None if request.deadline_s is None else now + request.deadline_s
-        live = Live(request_id, request, params, now, deadline, [])
-        placement = Placement(
-            tail=tuple(prompt[first : first + facts.window]),
-            prompt_len=len(prompt),
-            limit=limit,
-            temperature=float(params.temperature),
-            top_k=params.top_k or 0,
-            top_p=1.0 if params.top_p is None else float(params.top_p),
-            stop_ids=tuple(dict.fromkeys(stops)),
-            max_nfe=params.max_nfe or NO_LIMIT,
-            max_run=params.max_repetition_run or NO_LIMIT,
-            knobs={**facts.knob_values, **params.strategy_overrides},
-            seed=self._seed if params.seed is None else params.seed,
-            fold=0,
-            suffix=suffix,
-        )
-        for index in range(params.n):
-            number = self._num_samples + index
-            fold = number if params.seed is None else index
-            sample = Sample(
-                owner=live,
-                index=index,
-                rank=(request.priority, number),
-                prompt=prompt,
-                placement=dataclasses.replace(placement, fold=fold),
-                capacity=capacity,
-                leader=live.samples[0] if index else None,
-            )
-            sample.watched = request.stream or request.denoise or bool(params.stop)
-            if self._tokenizer is not None and sample.watched:
-                sample.stream = TextStream(self._tokenizer, params.stop)
-            live.samples.append(sample)
-        return live
-
-    def _check(self, request: Request, prompt: list[int], suffix: tuple[int, ...]) -> None:
-        facts, params = self.facts, request.params
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        for token in (*prompt, *suffix):
-            if not 0 <= token < facts.vocab_size:
-                raise ValueError(
-                    f"the prompt holds id {token}, outside the vocabulary [0, {facts.vocab_size}); "
-                    "was it tokenized for another model?"
-                )
-        if suffix and facts.prompt_mode != "in_window":
-            raise ValueError("a suffix needs a strategy that keeps the prompt in its window")
-        for name, value in params.strategy_overrides.items():
-            if name not in facts.knobs:
-                known = ", ".join(sorted(facts.knobs)) or "none"
-                raise ValueError(
-                    f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}"
-                )
-            low, high = facts.knobs[name]
-            if not low <= value <= high:
-                raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose one inside")
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.stop_token_ids)}
-        if len(stops) > STOP_WIDTH:
-            raise ValueError(
-                f"{len(stops)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "
-                "give fewer, or use stop strings"
-            )
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        if request.deadline_s is not None and not request.deadline_s > 0:
-            raise ValueError(f"deadline_s={request.deadline_s!r} must be above 0 seconds")
-        if params.seed is not None and not 0 <= params.seed <= MAX_SEED:
-            raise ValueError(f"seed={params.seed} must be in [0, {MAX_SEED}]")
-
     # --- dispatch --------------------------------------------------------------------------------
 
     def _dispatch(self) -> bool:
@@ -295,7 +198,7 @@ class Engine:
             for sample in scheduler.admit():
                 self._place(sample)
         decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
-        steps = self._num_steps(decoding)
+        steps = num_steps(self._step_s, scheduler, decoding)
         did_prefill = self._prefill(decoding, steps)
         decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
         if not decoding:
@@ -303,11 +206,9 @@ class Engine:
                 self._rounds.append([])
             return did_prefill
         steps = scheduler.grow(decoding, steps)
-        round_ = [
-            self._decode(group, steps)
-            for group in self._groups([s for s in decoding if s.stage == DECODE], steps)
-        ]
-        self._rounds.append(round_)
+        decoding = [sample for sample in decoding if sample.stage == DECODE]
+        sized = groups(scheduler, decoding, steps, self.device.cost)
+        self._rounds.append([self._decode(group, steps) for group in sized])
         return True
 
     def _place(self, sample: Sample) -> None:
@@ -329,11 +230,13 @@ class Engine:
     def _prefill(self, decoding: list[Sample], steps: int) -> bool:
         """Dispatch passes within the round's budget, best-ranked samples first."""
         waiting = [sample for sample in self.scheduler.live if sample.stage == PREFILL]
-        budget = self._budget(decoding, steps) if waiting else None
+        if not waiting:
+            return False
+        budget = Budget(self.scheduler, decoding, steps, self.device.cost)
         did = False
         for sample in waiting:
-            while budget is not None and sample.done < sample.goal:
-                piece = budget.take(self.scheduler, sample, forced=not did)
+            while sample.done < sample.goal:
+                piece = budget.take(sample, forced=not did)
                 if piece is None:
                     return did
                 self._run_pass(sample, piece)
@@ -360,54 +263,6 @@ class Engine:
             sample.boundary = boundary
         if sample.done >= sample.goal:
             self._begin(sample, prefilled=True)
-
-    def _budget(self, decoding: list[Sample], steps: int) -> "_Budget":
-        cost = self.device.cost
-        largest = self.facts.prefill_buckets[-1]
-        tokens = self.facts.max_num_batched_tokens or PREFILL_ALONE * largest
-        if not decoding or cost is None:
-            return _Budget(tokens if not decoding else min(tokens, largest), None, cost)
-        step_s = sum(
-            cost.decode_s(self.scheduler.slot_bucket(len(group)), columns)
-            for group, columns in self._sized_groups(decoding, steps)
-        )
-        return _Budget(tokens, steps * step_s, cost)
-
-    def _num_steps(self, decoding: list[Sample]) -> int:
-        """Steps of the next chunk: as many as last a while, fewer where somebody waits."""
-        if not self._step_s or any(sample.owner.request.denoise for sample in decoding):
-            return 1
-        wanted = CHUNK_S_WAITING if self.scheduler.has_waiting else CHUNK_S
-        return max(1, min(self.facts.max_steps_per_chunk, int(wanted / self._step_s)))
-
-    def _groups(self, decoding: list[Sample], steps: int) -> list[tuple[list[Sample], int]]:
-        return self._sized_groups(decoding, steps)
-
-    def _sized_groups(self, decoding: list[Sample], steps: int) -> list[tuple[list[Sample], int]]:
-        """Rows by page bucket, merged where one dispatch is cheaper than two."""
-        scheduler, cost = self.scheduler, self.device.cost
-        buckets = self.facts.page_buckets
-        if len(buckets) == 1:
-            return [(decoding, buckets[0])] if decoding else []
-        by_columns: dict[int, list[Sample]] = {}
-        for sample in decoding:
-            columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
-            by_columns.setdefault(columns, []).append(sample)
-        groups = [(by_columns[columns], columns) for columns in sorted(by_columns)]
-        if cost is None or len(groups) < 2:
-            return groups
-        merged = [groups[0]]
-        for group, columns in groups[1:]:
-            before, narrow = merged[-1]
-            together = cost.decode_s(scheduler.slot_bucket(len(before) + len(group)), columns)
-            apart = cost.decode_s(scheduler.slot_bucket(len(before)), narrow) + cost.decode_s(
-                scheduler.slot_bucket(len(group)), columns
-            )
-            if together <= apart:
-                merged[-1] = (before + group, columns)
-            else:
-                merged.append((group, columns))
-        return merged
 
     def _decode(self, sized: tuple[list[Sample], int], steps: int) -> _Chunk:
         group, columns = sized
@@ -459,9 +314,9 @@ class Engine:
                 sample.start = start
                 if sample.first_s is None:
                     sample.first_s = self._clock()
-            if finish != ERROR_CODE and start >= sample.publish_at:
-                if publishes or sample.owner.params.n > 1:
-                    self.scheduler.publish(sample)
+            final = finish != ERROR_CODE and start >= sample.publish_at
+            if final and (publishes or sample.owner.params.n > 1):
+                self.scheduler.publish(sample)
             if finish != RUNNING_CODE or (
                 sample.watched and (moved or sample.owner.request.denoise)
             ):
@@ -561,97 +416,5 @@ class Engine:
                 del self._requests[live.id]
                 self._deadlines -= live.deadline_s is not None
                 self._counts["finished"] += 1
-            outputs.append(self._output(live, done))
+            outputs.append(output(live, self._tokenizer, self._clock()))
         return outputs
-
-    def _output(self, live: Live, done: bool) -> RequestOutput:
-        completions = [self._completion(live, sample) for sample in live.samples]
-        return RequestOutput(
-            request_id=live.id,
-            prompt=live.request.prompt,
-            prompt_token_ids=live.samples[0].prompt,
-            outputs=completions,
-            finished=done,
-            metrics=self._metrics(live, completions),
-            error=live.error,
-        )
-
-    def _completion(self, live: Live, sample: Sample) -> CompletionOutput:
-        window: tuple[int | None, ...] = ()
-        if live.request.denoise and sample.saved is not None:
-            harvest, row = sample.saved
-            window = harvest.window(row, len(sample.tokens))
-        return CompletionOutput(
-            index=sample.index,
-            text=self._text(live, sample),
-            token_ids=list(sample.tokens),
-            finish_reason=sample.finish_reason,
-            window=window,
-        )
-
-    def _text(self, live: Live, sample: Sample) -> str:
-        if sample.stream is None:
-            if self._tokenizer is None or sample.stage != DONE:
-                return ""
-            sample.stream = TextStream(self._tokenizer, live.params.stop)
-        try:
-            if sample.stage == DONE:
-                sample.stream.feed(sample.tokens, last=True)
-        except Exception as error:  # as in `_feed`
-            live.error = f"the tokenizer failed: {type(error).__name__}: {error}"
-            sample.finish_reason = "error"
-        return sample.stream.text
-
-    def _metrics(self, live: Live, completions: Sequence[CompletionOutput]) -> Metrics:
-        samples = live.samples
-        nfe = sum(sample.nfe for sample in samples)
-        tokens = sum(len(one.token_ids) for one in completions)
-        firsts = [sample.first_s for sample in samples if sample.first_s is not None]
-        ends = [sample.end_s for sample in samples if sample.end_s is not None]
-        now = max(ends) if len(ends) == len(samples) else self._clock()
-        return Metrics(
-            nfe=nfe,
-            prefill_nfe=sum(sample.prefill_nfe for sample in samples),
-            cached_tokens=sum(sample.cached_tokens or 0 for sample in samples),
-            num_preemptions=sum(sample.num_preemptions for sample in samples),
-            tokens_per_forward=tokens / max(nfe, 1),
-            ttfb_s=min(firsts) - live.added_s if firsts else None,
-            e2e_s=now - live.added_s,
-        )
-
-
-class _Budget:
-    """Prefill tokens, and seconds, a round may spend."""
-
-    def __init__(self, tokens: int, seconds: float | None, cost: Any):
-        self._tokens, self._seconds, self._cost = tokens, seconds, cost
-
-    def take(self, scheduler: Scheduler, sample: Sample, forced: bool) -> Pass | None:
-        """The sample's next pass, paid for; None where nothing is left.
-
-        Args:
-            forced: Take the smallest piece whatever it costs: a prefix always gets on.
-        """
-        most = self._tokens
-        while True:
-            piece = scheduler.next_pass(sample, most)
-            if piece is None:
-                return None
-            price = self._price(scheduler, piece)
-            smallest = piece.kind == "full" or piece.size == scheduler.facts.prefill_buckets[0]
-            fits = piece.size <= max(self._tokens, 0) and (
-                self._seconds is None or price <= self._seconds
-            )
-            if fits or (forced and smallest):
-                self._tokens -= piece.size
-                if self._seconds is not None:
-                    self._seconds -= price
-                return piece
-            if smallest:
-                return None
-            most = piece.size - 1
-
-    def _price(self, scheduler: Scheduler, piece: Pass) -> float:
-        if self._seconds is None:
-            return 0.0
-        return self._cost.prefill_s(piece.size, scheduler.page_bucket(piece.end), piece.kind)

@@ -183,7 +183,7 @@ class StreamEvent:
 def _check_whole(name: str, value: Any, low: int, high: int, none: bool = False) -> None:
     if value is None and none:
         return
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not low <= value <= high:
         raise ValueError(
             f"{name}={value!r} must be a whole number in [{low}, {high}]; choose a value there"

@@ -1,0 +1,128 @@
+"""From a request to the samples the engine runs: everything that can be refused, refused here.
+
+Nothing here has a slot, a page or a device.
+"""
+
+import dataclasses
+from typing import Any
+
+from dllm_jax.facts import Facts, Placement
+from dllm_jax.requests import MAX_SEED, Request, SamplingParams
+from dllm_jax.scheduler import Sample, Scheduler
+from dllm_jax.text import TextStream
+
+STOP_WIDTH = 32  # stop ids of a request, the model's own included
+NO_LIMIT = 2**31 - 1
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Live:
+    """A request in the engine; `error` says why it ended with "error"."""
+
+    id: str
+    request: Request
+    params: SamplingParams
+    added_s: float
+    deadline_s: float | None
+    samples: list[Sample]
+    error: str | None = None
+
+
+def accept(
+    request: Request,
+    request_id: str,
+    number: int,
+    now: float,
+    scheduler: Scheduler,
+    tokenizer: Any,
+    seed: int,
+) -> Live:
+    """A request as samples, not queued yet.
+
+    Args:
+        number: Samples submitted before: their order, and their key where no seed is given.
+        seed: Of requests without one.
+
+    Raises:
+        ValueError: It can never run, or asks for what does not exist.
+    """
+    facts, params = scheduler.facts, request.params
+    prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
+    _check(request, prompt, suffix, facts, tokenizer)
+    limit, capacity = scheduler.limits(len(prompt), params.max_tokens, len(suffix))
+    first = facts.prefill_len(len(prompt))
+    stops = params.stop_token_ids + (() if params.ignore_eos else facts.stop_token_ids)
+    deadline = None if request.deadline_s is None else now + request.deadline_s
+    live = Live(request_id, request, params, now, deadline, [])
+    placement = Placement(
+        tail=tuple(prompt[first : first + facts.window]),
+        prompt_len=len(prompt),
+        limit=limit,
+        temperature=float(params.temperature),
+        top_k=params.top_k or 0,
+        top_p=1.0 if params.top_p is None else float(params.top_p),
+        stop_ids=tuple(dict.fromkeys(stops)),
+        max_nfe=params.max_nfe or NO_LIMIT,
+        max_run=params.max_repetition_run or NO_LIMIT,
+        knobs={**facts.knob_values, **params.strategy_overrides},
+        seed=seed if params.seed is None else params.seed,
+        fold=0,
+        suffix=suffix,
+    )
+    for index in range(params.n):
+        fold = number + index if params.seed is None else index
+        sample = Sample(
+            owner=live,
+            index=index,
+            rank=(request.priority, number + index),
+            prompt=prompt,
+            placement=dataclasses.replace(placement, fold=fold),
+            capacity=capacity,
+            leader=live.samples[0] if index else None,
+        )
+        sample.watched = request.stream or request.denoise or bool(params.stop)
+        if tokenizer is not None and sample.watched:
+            sample.stream = TextStream(tokenizer, params.stop)
+        live.samples.append(sample)
+    return live
+
+
+def _check(
+    request: Request,
+    prompt: list[int],
+    suffix: tuple[int, ...],
+    facts: Facts,
+    tokenizer: Any,
+) -> None:
+    params = request.params
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    for token in (*prompt, *suffix):
+        if not 0 <= token < facts.vocab_size:
+            raise ValueError(
+                f"the prompt holds id {token}, outside the vocabulary [0, {facts.vocab_size}); "
+                "was it tokenized for another model?"
+            )
+    if suffix and facts.prompt_mode != "in_window":
+        raise ValueError("a suffix needs a strategy that keeps the prompt in its window")
+    for name, value in params.strategy_overrides.items():
+        if name not in facts.knobs:
+            known = ", ".join(sorted(facts.knobs)) or "none"
+            raise ValueError(
+                f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}"
+            )
+        low, high = facts.knobs[name]
+        if not low <= value <= high:
+            raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose one inside")
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.stop_token_ids)}
+    if len(stops) > STOP_WIDTH:
+        raise ValueError(
+            f"{len(stops)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "
+            "give fewer, or use stop strings"
+        )
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise ValueError(f"deadline_s={request.deadline_s!r} must be above 0 seconds")
+    if params.seed is not None and not 0 <= params.seed <= MAX_SEED:
+        raise ValueError(f"seed={params.seed} must be in [0, {MAX_SEED}]")

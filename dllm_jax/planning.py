@@ -1,0 +1,120 @@
+"""How much goes into a round: decode steps, groups of rows, prefill within what the steps take.
+
+A round's prefill may cost as much as its decode steps, so that a step takes at most twice its time
+beside a long prompt. Costs are predictions of `device.cost`; without them rounds are sized by
+tokens. Nothing here dispatches.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dllm_jax.scheduler import Pass, Sample, Scheduler
+
+CHUNK_S = 0.02  # a dispatch should last so long where nobody waits: 1 % of it is 200 us of host
+CHUNK_S_WAITING = 0.005  # and so long where somebody waits for a slot
+PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
+
+Group = tuple[list[Sample], int]  # rows of one dispatch, and the columns of their page table
+
+
+class Cost(Protocol):
+    """Predicted seconds of a program."""
+
+    def decode_s(self, rows: int, columns: int) -> float:
+        """One decode step of a slot bucket over a page bucket."""
+        ...
+
+    def prefill_s(self, size: int, columns: int, kind: str) -> float:
+        """One prefill pass."""
+        ...
+
+
+def num_steps(step_s: float, scheduler: Scheduler, decoding: Sequence[Sample]) -> int:
+    """Steps of the next chunk: as many as last a while, fewer where somebody waits.
+
+    Args:
+        step_s: What a step took lately; 0: nobody knows.
+    """
+    if not step_s or any(sample.owner.request.denoise for sample in decoding):
+        return 1
+    wanted = CHUNK_S_WAITING if scheduler.has_waiting else CHUNK_S
+    return max(1, min(scheduler.facts.max_steps_per_chunk, int(wanted / step_s)))
+
+
+def groups(
+    scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost | None
+) -> list[Group]:
+    """Rows by page bucket, neighbours merged where one dispatch is cheaper than two.
+
+    So short contexts do not pay for long ones.
+    """
+    buckets = scheduler.facts.page_buckets
+    if len(buckets) == 1:
+        return [(decoding, buckets[0])] if decoding else []
+    by_columns: dict[int, list[Sample]] = {}
+    for sample in decoding:
+        columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
+        by_columns.setdefault(columns, []).append(sample)
+    apart = [(by_columns[columns], columns) for columns in sorted(by_columns)]
+    if cost is None:
+        return apart
+
+    def step_s(rows: int, columns: int) -> float:
+        return cost.decode_s(scheduler.slot_bucket(rows), columns)
+
+    merged = apart[:1]
+    for group, columns in apart[1:]:
+        before, narrow = merged[-1]
+        together = step_s(len(before) + len(group), columns)
+        if together <= step_s(len(before), narrow) + step_s(len(group), columns):
+            merged[-1] = (before + group, columns)
+        else:
+            merged.append((group, columns))
+    return merged
+
+
+class Budget:
+    """Prefill tokens, and seconds, a round may spend."""
+
+    def __init__(self, scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost | None):
+        facts = scheduler.facts
+        self._scheduler, self._cost = scheduler, cost
+        largest = facts.prefill_buckets[-1]
+        self._tokens = facts.max_num_batched_tokens or PREFILL_ALONE * largest
+        self._seconds = None
+        if decoding and cost is None:
+            self._tokens = min(self._tokens, largest)
+        elif decoding and cost is not None:
+            self._seconds = steps * sum(
+                cost.decode_s(scheduler.slot_bucket(len(group)), columns)
+                for group, columns in groups(scheduler, decoding, steps, cost)
+            )
+
+    def take(self, sample: Sample, forced: bool) -> Pass | None:
+        """The sample's next pass, paid for; None where nothing is left to compute or to spend.
+
+        Args:
+            forced: Take the smallest piece whatever it costs: a prefix always gets on.
+        """
+        most = self._tokens
+        while (piece := self._scheduler.next_pass(sample, most)) is not None:
+            smallest = self._scheduler.facts.prefill_buckets[0]
+            indivisible = piece.kind == "full" or piece.size == smallest
+            price = self._price(piece)
+            fits = piece.size <= self._tokens
+            fits &= self._seconds is None or price <= self._seconds
+            if fits or (forced and indivisible):
+                self._tokens -= piece.size
+                if self._seconds is not None:
+                    self._seconds -= price
+                return piece
+            if indivisible:
+                return None
+            most = piece.size - 1
+        return None
+
+    def _price(self, piece: Pass) -> float:
+        if self._cost is None:
+            return 0.0
+        columns = self._scheduler.page_bucket(max(1, piece.end))
+        return self._cost.prefill_s(piece.size, columns, piece.kind)

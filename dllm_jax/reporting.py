@@ -1,0 +1,73 @@
+"""What the engine says of a request: texts, finish reasons, metrics.
+
+Nothing here changes a request, but for an error of its tokenizer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dllm_jax.intake import Live
+from dllm_jax.requests import CompletionOutput, Metrics, RequestOutput
+from dllm_jax.scheduler import DONE, Sample
+from dllm_jax.text import TextStream
+
+
+def output(live: Live, tokenizer: Any, now: float) -> RequestOutput:
+    """The request as it stands at `now` on the engine's clock."""
+    completions = [_completion(live, sample, tokenizer) for sample in live.samples]
+    return RequestOutput(
+        request_id=live.id,
+        prompt=live.request.prompt,
+        prompt_token_ids=live.samples[0].prompt,
+        outputs=completions,
+        finished=all(sample.stage == DONE for sample in live.samples),
+        metrics=_metrics(live, completions, now),
+        error=live.error,
+    )
+
+
+def _completion(live: Live, sample: Sample, tokenizer: Any) -> CompletionOutput:
+    window: tuple[int | None, ...] = ()
+    if live.request.denoise and sample.saved is not None:
+        harvest, row = sample.saved
+        window = harvest.window(row, len(sample.tokens))
+    return CompletionOutput(
+        index=sample.index,
+        text=_text(live, sample, tokenizer),
+        token_ids=list(sample.tokens),
+        finish_reason=sample.finish_reason,
+        window=window,
+    )
+
+
+def _text(live: Live, sample: Sample, tokenizer: Any) -> str:
+    if sample.stream is None:
+        if tokenizer is None or sample.stage != DONE:
+            return ""
+        sample.stream = TextStream(tokenizer, live.params.stop)
+    try:
+        if sample.stage == DONE:
+            sample.stream.feed(sample.tokens, last=True)
+    except Exception as error:  # as in the engine's `_feed`
+        live.error = f"the tokenizer failed: {type(error).__name__}: {error}"
+        sample.finish_reason = "error"
+    return sample.stream.text
+
+
+def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) -> Metrics:
+    samples = live.samples
+    nfe = sum(sample.nfe for sample in samples)
+    tokens = sum(len(one.token_ids) for one in completions)
+    firsts = [sample.first_s for sample in samples if sample.first_s is not None]
+    ends = [sample.end_s for sample in samples if sample.end_s is not None]
+    if len(ends) == len(samples):
+        now = max(ends)
+    return Metrics(
+        nfe=nfe,
+        prefill_nfe=sum(sample.prefill_nfe for sample in samples),
+        cached_tokens=sum(sample.cached_tokens or 0 for sample in samples),
+        num_preemptions=sum(sample.num_preemptions for sample in samples),
+        tokens_per_forward=tokens / max(nfe, 1),
+        ttfb_s=min(firsts) - live.added_s if firsts else None,
+        e2e_s=now - live.added_s,
+    )
