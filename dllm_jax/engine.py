@@ -162,6 +162,16 @@ class Engine:
             self._end(sample, "abort")
         return True
 
+    def outputs(self) -> list[RequestOutput]:
+        """Every request in the engine as it stands; without `stream` its text comes at the end."""
+        now = self._clock()
+        return [output(live, self._tokenizer, now) for live in list(self._requests.values())]
+
+    def samples(self, request_id: str) -> list[Sample]:
+        """What the engine keeps of a request's texts: to look at, and for `snapshot.restore`."""
+        live = self._requests.get(request_id)
+        return [] if live is None else live.samples
+
     @property
     def has_work(self) -> bool:
         """Whether a further step can bring anything."""
@@ -390,14 +400,20 @@ class Engine:
             self._give_up([s for s in everyone if s.stage != DONE], str(second))
 
     def _give_up(self, samples: list[Sample], why: str) -> None:
-        where = ""
-        if self._save_snapshot is not None and samples:
-            path = self._save_snapshot(samples)
-            where = f"; saved: `dllm-jax replay {path}` runs it again"
+        where = self._save(samples)
         first_line = why.strip().splitlines()[0] if why.strip() else "no message"
         for sample in samples:
             sample.owner.error = f"the device failed twice ({first_line}){where}"
             self._end(sample, "error")
+
+    def _save(self, samples: list[Sample]) -> str:
+        if self._save_snapshot is None or not samples:
+            return ""
+        try:
+            path = self._save_snapshot(samples)
+        except Exception as error:  # a full disk must not take the other requests along
+            return f"; it could not be saved ({type(error).__name__}: {error})"
+        return f"; saved: `dllm-jax replay {path}` runs it again"
 
     # --- outputs ---------------------------------------------------------------------------------
 

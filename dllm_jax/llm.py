@@ -4,7 +4,8 @@ The wiring is here and nowhere else; requests are made of what users write, and 
 their order. Nothing here schedules or touches arrays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dllm_jax import sizing
@@ -53,6 +54,7 @@ class LLM:
         warm_up: Compile everything now; otherwise each size when it is first met.
         config: Further sizes; the arguments above it are then taken from it.
         progress: Show a line while compiling (on a terminal).
+        clock: Seconds; of deadlines and metrics.
 
     Raises:
         ValueError: Arguments that do not fit the model, or each other.
@@ -80,6 +82,7 @@ class LLM:
         warm_up: bool = True,
         config: EngineConfig | None = None,
         progress: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         if tensor_parallel_size != 1:
             raise ValueError(f"{tensor_parallel_size=} is not supported yet; use 1")
@@ -111,6 +114,7 @@ class LLM:
             device,
             self.model.tokenizer,
             seed=seed,
+            clock=clock,
             save_snapshot=snapshot_saver(self.model, self.strategy, config),
         )
 
