@@ -1,69 +1,38 @@
-"""What the engine runs on the device: five programs over one donated state, dispatched in order.
+"""The engine's programs at work: one state, one thread that runs what the host loop dispatches.
 
-`admit` puts a fresh request into its slot, `prefill` computes one piece of its prefix, `decode`
-gathers a bucket of slots, steps them and scatters them back, `restore` puts a harvested slot back,
-`copy_page` makes a private copy. Slot leaves are kept at `max_num_seqs`, pools never move, and the
-page table is an argument: the host owns it.
-
-Nothing here schedules: the host loop (`engine`) says what to run and reads `Harvest`.
+On a GPU a program whose loop asks the device whether to go on keeps its caller until the loop ends.
+So programs run in a thread of their own, in the order of dispatch, and the next one is there when
+the last one returns; the host loop waits in `harvest` alone. Nothing here schedules.
 """
 
 import dataclasses
 import functools
-import math
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Float, Int
 
-from dllm_jax import decode
+from dllm_jax import decode as decoding
+from dllm_jax import programs, words
 from dllm_jax.facts import DeviceFailure, Facts, Placement
-from dllm_jax.forward import ModelForward
 from dllm_jax.intake import STOP_WIDTH
 from dllm_jax.model import Model
-from strategies import driver
-from strategies.protocol import SlotSpec
-from strategies.state import (
-    EMPTY,
-    ERROR,
-    FINISH_REASONS,
-    RUNNING,
-    DecodeState,
-    Limits,
-    Sampling,
-)
+from dllm_jax.programs import HEAD, NUMBERS, Programs
+from strategies.state import DecodeState
 
-# Columns of a harvested row before its new tokens.
-_START, _FINISH, _NFE, _LENGTH, _FROM, _STEPS = range(6)
-_HEAD = 6
-
-
-class Programs(struct.PyTreeNode):
-    """Everything the programs are made from but the state: weights are leaves, the rest static."""
-
-    model: Model
-    aux: dict[str, Model]
-    strategy: Any
-    spec: SlotSpec = struct.field(pytree_node=False)
-    kept: int = struct.field(pytree_node=False)
-    max_output: int = struct.field(pytree_node=False)
-    most_new: int = struct.field(pytree_node=False)
-    implementation: str | None = struct.field(pytree_node=False)
-
-    def forward(self) -> ModelForward:
-        """The model as the strategy sees it."""
-        return ModelForward(self.model, aux=self.aux, implementation=self.implementation)
+_START, _FINISH, _NFE, _LENGTH, _FROM, _STEPS = range(HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A dispatched decode: what it returns is still being computed."""
 
-    packed: Array
+    packed: Future
 
 
 class Harvest:
@@ -79,7 +48,7 @@ class Harvest:
 
     def __init__(self, packed: np.ndarray, device: "Device"):
         self._packed, self._device = packed, device
-        head = packed[:, :_HEAD].T.tolist()
+        head = packed[:, :HEAD].T.tolist()
         self.start: list[int] = head[_START]
         self.finish: list[int] = head[_FINISH]
         self.nfe: list[int] = head[_NFE]
@@ -90,15 +59,15 @@ class Harvest:
     def new_tokens(self, row: int) -> list[int]:
         """Tokens of positions `before` to `length` of the output."""
         count = self.length[row] - self.before[row]
-        return self._packed[row, _HEAD : _HEAD + count].tolist()
+        return self._packed[row, HEAD : HEAD + count].tolist()
 
     def saved(self, row: int) -> np.ndarray:
         """The slot as `Device.restore` takes it; a copy."""
-        return self._packed[row, _HEAD + self._device.most_new :].copy()
+        return self._packed[row, HEAD + self._device.most_new :].copy()
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells behind the first `length` output tokens, None for a hole."""
-        slot = self._device.unpack(self._packed[row, _HEAD + self._device.most_new :])
+        slot = self._device.unpack(self._packed[row, HEAD + self._device.most_new :])
         return provisional(slot, length)
 
 
@@ -140,8 +109,8 @@ class Device:
             model=model,
             aux=dict(aux),
             strategy=strategy,
-            spec=decode.slot_spec(strategy, model, facts.num_slots),
-            kept=decode.boundary_size(strategy, model),
+            spec=decoding.slot_spec(strategy, model, facts.num_slots),
+            kept=decoding.boundary_size(strategy, model),
             max_output=facts.max_model_len,
             most_new=self.most_new,
             implementation=implementation,
@@ -149,38 +118,55 @@ class Device:
         self.cost: Any = None  # predicted seconds of programs, once they were timed
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
         self.num_late_compiles = 0
+        self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
         shapes = jax.eval_shape(
-            functools.partial(_new_state, num_pages=1, page_size=1, knobs=self._knobs),
+            functools.partial(programs.new_state, num_pages=1, page_size=1, knobs=self._knobs),
             self._programs,
         )
-        self._layout = _layout(_kept_part(shapes))
-        self.state: DecodeState | None = None
+        self._layout = words.layout_of(words.kept_part(shapes))
+        self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._tasks,), daemon=True, name="dllm-device").start()
+        weakref.finalize(self, self._tasks.put, None)
         self.reset()
 
     # --- the state ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """A state with every slot empty and a new pool."""
-        self.state = None  # the old pools go before new ones come
-        facts = self.facts
-        with _failures():
-            self.state = _new_state_jit(
-                self._programs,
-                num_pages=facts.num_pages,
-                page_size=facts.page_size,
-                knobs=self._knobs,
-            )
+        """A state with every slot empty and a new pool, once what was dispatched is over."""
+        self._submit(self._reset).result()
 
-    def _run(self, key: tuple[Any, ...], program: Callable[..., Any], *args: Any, **static: Any):
-        """Run a program over the state; the state it returns replaces the donated one."""
+    def _reset(self) -> None:
+        self.state = None  # the old pools go before new ones come
+        self.state = programs.make_state(
+            self._programs,
+            num_pages=self.facts.num_pages,
+            page_size=self.facts.page_size,
+            knobs=self._knobs,
+        )
+
+    def _submit(self, task: Callable[..., Any], *args: Any) -> Future:
+        future: Future = Future()
+        self._tasks.put((future, task, args))
+        return future
+
+    def _run(
+        self, key: tuple[Any, ...], program: Callable[..., Any], *args: Any, **static: Any
+    ) -> Future:
+        """Dispatch a program over the state; the state it returns replaces the donated one."""
         if key not in self.compiled:
             self.compiled.add(key)
             self.num_late_compiles += self._warm
+        return self._submit(self._call, program, args, static)
+
+    def _call(self, program: Callable[..., Any], args: tuple[Any, ...], static: dict) -> Any:
+        if self.state is None:
+            raise DeviceFailure("an earlier program failed")
         state, self.state = self.state, None
-        with _failures():
-            out = program(self._programs, state, *args, **static)
-        self.state, rest = out
+        self.state, rest = program(self._programs, state, *args, **static)
+        if isinstance(rest, jax.Array):
+            rest.copy_to_host_async()
         return rest
 
     # --- requests -----------------------------------------------------------------------------
@@ -188,7 +174,7 @@ class Device:
     def admit(self, slot: int, placement: Placement) -> None:
         """Put a fresh request into a slot; it does not decode until its prefill is done."""
         ints, floats = self._numbers(placement)
-        self._run(("admit",), _admit, np.int32(slot), ints, floats, knobs=self._knobs)
+        self._run(("admit",), programs.admit, np.int32(slot), ints, floats, knobs=self._knobs)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -199,7 +185,7 @@ class Device:
         output[: len(tokens)] = tokens
         self._run(
             ("restore",),
-            _restore,
+            programs.restore,
             np.int32(slot),
             ints,
             floats,
@@ -219,8 +205,8 @@ class Device:
         last: bool,
         pages: np.ndarray,
         size: int,
-        kind: decode.PassKind,
-    ) -> Array:
+        kind: decoding.PassKind,
+    ) -> Future:
         """Compute and store one piece of a prefix.
 
         Args:
@@ -230,13 +216,15 @@ class Device:
             pages: The slot's row of the page table, one of the page buckets wide.
 
         Returns:
-            The boundary row after the pass [D], on the device.
+            The boundary row after the pass [D], on the device, once it has run.
         """
         ids = np.zeros((1, size), np.int32)
         ids[0, : len(tokens)] = tokens
         numbers = np.array([slot, first, end, live_end, last], np.int32)
         key = ("prefill", size, len(pages), kind)
-        return self._run(key, _prefill, ids, numbers, pages[None], kind=kind)
+        # The host's page table changes while this waits its turn: the row is copied.
+        table = np.array(pages, np.int32)[None]
+        return self._run(key, programs.prefill, ids, numbers, table, kind=kind)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -244,13 +232,15 @@ class Device:
         Args:
             boundary: The row before its window, from `prefill` of the same prefix.
         """
-        if boundary is None:
-            boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
-        self._run(("begin",), _begin, np.int32(slot), boundary)
+        self._run(("begin",), self._begin, np.int32(slot), boundary)
+
+    def _begin(self, made: Programs, state: DecodeState, slot: np.int32, boundary: Any) -> Any:
+        row = np.zeros((made.kept,), made.spec.dtype) if boundary is None else boundary.result()
+        return programs.begin(made, state, slot, row)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""
-        self._run(("copy",), _copy_page, np.int32(source), np.int32(target))
+        self._run(("copy",), programs.copy_page, np.int32(source), np.int32(target))
 
     # --- decoding -----------------------------------------------------------------------------
 
@@ -266,24 +256,23 @@ class Device:
             early: Stop as soon as one of them ends.
         """
         numbers = np.array([num_active, num_steps, early], np.int32)
-        packed = self._run(
-            ("decode", *pages.shape), _decode, rows, numbers, pages, layout=self._layout
-        )
-        packed.copy_to_host_async()
-        return Chunk(packed)
+        key = ("decode", *pages.shape)
+        return Chunk(self._run(key, programs.decode, rows, numbers, pages))
 
     def harvest(self, chunk: Chunk) -> Harvest:
-        """Wait for a chunk and read it."""
-        with _failures():
-            return Harvest(np.asarray(chunk.packed), self)
+        """Wait for a chunk and read it.
+
+        Raises:
+            DeviceFailure: It failed, or one before it did: the state is gone.
+        """
+        try:
+            return Harvest(np.asarray(chunk.packed.result()), self)
+        except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
+            raise DeviceFailure(str(error)) from error
 
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
-        leaves = []
-        for offset, size, shape, dtype in self._layout.leaves:
-            part = saved[offset : offset + size]
-            leaves.append(_from_words(part, dtype).reshape(shape))
-        return jax.tree.unflatten(self._layout.tree, leaves)
+        return words.host_unpack(saved, self._layout)
 
     # --- before the first request -------------------------------------------------------------
 
@@ -295,9 +284,9 @@ class Device:
         """
         facts = self.facts
         kinds = (
-            {decode.PASS_KINDS[facts.prompt_mode]} if facts.prompt_mode != "in_window" else set()
+            {decoding.PASS_KINDS[facts.prompt_mode]} if facts.prompt_mode != "in_window" else set()
         )
-        if facts.is_full and not facts.soft_commits:
+        if facts.is_full and not facts.starts_over:
             kinds.add("blocks")
         work: list[tuple[str, Callable[[], Any]]] = []
         empty = Placement(
@@ -348,17 +337,16 @@ class Device:
 
     def wait(self) -> None:
         """Until all that was dispatched is done."""
-        with _failures():
-            jax.block_until_ready(self.state)
+        self._submit(lambda: jax.block_until_ready(self.state)).result()
 
     # --- host numbers -------------------------------------------------------------------------
 
     def _numbers(self, p: Placement) -> tuple[np.ndarray, np.ndarray]:
         """A placement as two arrays: one transfer each, one program for all."""
         W = self.facts.window
-        ints = np.zeros((8 + STOP_WIDTH + 2 * W,), np.int32)
+        ints = np.zeros((NUMBERS + STOP_WIDTH + 2 * W,), np.int32)
         seed = np.array([p.seed], np.uint32).view(np.int32)[0]
-        ints[:8] = (
+        ints[:NUMBERS] = (
             p.prompt_len,
             p.limit,
             p.top_k,
@@ -368,274 +356,27 @@ class Device:
             p.fold,
             len(p.suffix),
         )
-        ints[8 : 8 + STOP_WIDTH] = -1
-        ints[8 : 8 + len(p.stop_ids)] = p.stop_ids
-        ints[8 + STOP_WIDTH : 8 + STOP_WIDTH + len(p.tail)] = p.tail
-        ints[8 + STOP_WIDTH + W : 8 + STOP_WIDTH + W + len(p.suffix)] = p.suffix
+        ints[NUMBERS : NUMBERS + STOP_WIDTH] = -1
+        ints[NUMBERS : NUMBERS + len(p.stop_ids)] = p.stop_ids
+        tail = NUMBERS + STOP_WIDTH
+        ints[tail : tail + len(p.tail)] = p.tail
+        ints[tail + W : tail + W + len(p.suffix)] = p.suffix
         floats = np.array(
             [p.temperature, p.top_p, *(p.knobs[name] for name in self._knobs)], np.float32
         )
         return ints, floats
 
 
-class _failures:
-    """Turn what JAX raises when a program fails into `DeviceFailure`."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            raise DeviceFailure(str(error)) from error
-
-
-# --- programs ---------------------------------------------------------------------------------
-
-
-class _Asked(struct.PyTreeNode):
-    """What of a request stays the same while it runs, one row."""
-
-    sampling: Sampling
-    limits: Limits
-    knobs: dict[str, Array]
-    keys: Array
-
-
-def _asked(ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]) -> _Asked:
-    seed = jax.lax.bitcast_convert_type(ints[5], jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(seed), ints[6])
-    return _Asked(
-        sampling=Sampling(temperature=floats[:1], top_k=ints[2:3], top_p=floats[1:2]),
-        limits=Limits(
-            stop_ids=ints[8 : 8 + STOP_WIDTH][None], max_nfe=ints[3:4], max_run=ints[4:5]
-        ),
-        knobs={name: floats[2 + i][None] for i, name in enumerate(knobs)},
-        keys=key[None],
-    )
-
-
-def _fresh(
-    programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
-) -> DecodeState:
-    """One fresh slot, with a leading axis of 1."""
-    spec = dataclasses.replace(programs.spec, num_slots=1)
-    K, S = spec.num_blocks, spec.block_size
-    W = K * S
-    tail, suffix = ints[8 + STOP_WIDTH :][:W][None], ints[8 + STOP_WIDTH + W :][:W][None]
-    buffer = driver.admit_window(
-        programs.strategy.needs, tail, ints[:1], ints[1:2], K, S, suffix=(suffix, ints[7:8])
-    )
-    asked = _asked(ints, floats, knobs)
-    return decode.new_slots(
-        programs.strategy, spec, programs.kept, asked, buffer, programs.max_output
-    )
-
-
-def _new_state(
-    programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
-) -> DecodeState:
-    W = programs.spec.num_blocks * programs.spec.block_size
-    ints = jnp.zeros((8 + STOP_WIDTH + 2 * W,), jnp.int32)
-    one = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
-    one = one.replace(finish=jnp.full_like(one.finish, EMPTY))
-    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), one)
-    pools = decode.new_pools(programs.strategy, programs.model, programs.aux, num_pages, page_size)
-    return slots.replace(pools=pools)
-
-
-_new_state_jit = jax.jit(_new_state, static_argnames=("num_pages", "page_size", "knobs"))
-
-
-def _rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
-    """Some slots of the state, pools included."""
-    taken = jax.tree.map(lambda leaf: leaf[rows], state.replace(pools=None))
-    return taken.replace(pools=state.pools)
-
-
-def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> DecodeState:
-    """The state with some slots, and the pools, of `new`."""
-    put = jax.tree.map(
-        lambda leaf, row: leaf.at[rows].set(row),
-        state.replace(pools=None),
-        new.replace(pools=None, rows=None, page_table=None),
-    )
-    return put.replace(pools=new.pools)
-
-
-@functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
-def _admit(programs, state, slot, ints, floats, knobs):
-    fresh = _fresh(programs, ints, floats, knobs)
-    # Nothing decodes it before its prefill is done.
-    fresh = fresh.replace(finish=jnp.full_like(fresh.finish, EMPTY), pools=state.pools)
-    return _put_rows(state, slot[None], fresh), None
-
-
-@functools.partial(jax.jit, static_argnames=("knobs", "layout"), donate_argnames=("state",))
-def _restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
-    old = _rows(state, slot[None])
-    slot_leaves = _unpacked(saved, layout)
-    # Recomputing its prefix may have met a value that is not finite.
-    finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
-    asked = _asked(ints, floats, knobs)
-    new = old.replace(
-        **{**slot_leaves, "finish": finish},
-        sampling=asked.sampling,
-        limits=asked.limits,
-        knobs=asked.knobs,
-        keys=asked.keys,
-        output=output[None],
-    )
-    return _put_rows(state, slot[None], new), None
-
-
-@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("state",))
-def _prefill(programs, state, tokens, numbers, pages, kind):
-    slot, first, end, live_end, last = (numbers[i : i + 1] for i in range(5))
-    row = _rows(state, slot)
-    broken = row.finish == ERROR
-    row = row.replace(finish=jnp.full_like(row.finish, RUNNING), page_table=pages)
-    done = decode.prefill_pass(
-        programs.strategy,
-        programs.forward(),
-        row,
-        tokens,
-        first,
-        end,
-        live_end,
-        last > 0,
-        kind,
-    )
-    broken |= done.finish == ERROR
-    finish = jnp.where(broken, ERROR, jnp.where(last > 0, RUNNING, EMPTY)).astype(jnp.int32)
-    return _put_rows(state, slot, done.replace(finish=finish)), done.boundary[0]
-
-
-@functools.partial(jax.jit, donate_argnames=("state",))
-def _begin(programs, state, slot, boundary):
-    row = _rows(state, slot[None])
-    row = row.replace(
-        finish=jnp.full_like(row.finish, RUNNING),
-        boundary=boundary[None],
-        rows=jnp.zeros((1, 0, programs.kept), programs.spec.dtype),
-    )
-    done = decode.absorb_nothing(programs.strategy, programs.forward(), row)
-    return _put_rows(state, slot[None], done), None
-
-
-@functools.partial(jax.jit, donate_argnames=("state",))
-def _copy_page(programs, state, source, target):
-    pools = jax.tree.map(lambda pages: pages.at[target].set(pages[source]), state.pools)
-    return state.replace(pools=pools), None
-
-
-@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
-def _decode(programs, state, rows, numbers, pages, layout):
-    num_active, num_steps, early = numbers[0], numbers[1], numbers[2] > 0
-    R = rows.shape[0]
-    spec = dataclasses.replace(programs.spec, num_slots=R)
-    W = spec.num_blocks * spec.block_size
-    forward = programs.forward()
-    bucket = _rows(state, rows)
-    active = jnp.arange(R) < num_active
-    idle_finish = bucket.finish
-    bucket = bucket.replace(
-        # Rows that fill the bucket up are other requests in their prefill, or nobody.
-        finish=jnp.where(active, bucket.finish, EMPTY),
-        page_table=pages,
-        rows=jnp.zeros((R, W, programs.kept), spec.dtype),
-    )
-    began = bucket.finish == RUNNING
-    before = bucket.output_len
-
-    def go_on(carry: tuple[Array, DecodeState]) -> Array:
-        step, now = carry
-        ended = jnp.any(began & (now.finish != RUNNING))
-        return (step < num_steps) & driver.any_running(now) & ~(early & ended)
-
-    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        step, now = carry
-        return step + 1, driver.decode_step(programs.strategy, forward, now, spec)[0]
-
-    steps, bucket = jax.lax.while_loop(go_on, one, (jnp.int32(0), bucket))
-    bucket = bucket.replace(finish=jnp.where(active, bucket.finish, idle_finish))
-    index = before[:, None] + jnp.arange(programs.most_new)[None]
-    index = jnp.minimum(index, bucket.output.shape[1] - 1)
-    new_tokens = jnp.take_along_axis(bucket.output, index, axis=1)
-    head = (
-        bucket.buffer.start,
-        bucket.finish,
-        bucket.buffer.nfe,
-        bucket.output_len,
-        before,
-        jnp.full_like(before, steps),
-    )
-    packed = jnp.concatenate(
-        [jnp.stack(head, axis=1), new_tokens, _packed(_kept_part(bucket), layout)], axis=1
-    )
-    return _put_rows(state, rows, bucket), packed
-
-
-# --- slots as words -----------------------------------------------------------------------------
-# One transfer a chunk: every leaf of a slot that changes while it decodes, as 32-bit words.
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where each leaf of a slot stands among its words."""
-
-    tree: Any
-    leaves: tuple[tuple[int, int, tuple[int, ...], str], ...]  # offset, words, shape, dtype
-    size: int
-
-
-def _kept_part(state: DecodeState) -> dict[str, Any]:
-    """What a slot needs to go on but what its request says and what it has emitted."""
-    return {
-        "buffer": state.buffer,
-        "finish": state.finish,
-        "carry": state.carry,
-        "boundary": state.boundary,
-        "output_len": state.output_len,
-    }
-
-
-def _layout(part: Any) -> Layout:
-    leaves, tree = jax.tree.flatten(part)
-    placed, offset = [], 0
-    for leaf in leaves:
-        shape = tuple(leaf.shape[1:])
-        size = math.prod(shape)
-        placed.append((offset, size, shape, str(leaf.dtype)))
-        offset += size
-    return Layout(tree, tuple(placed), offset)
-
-
-def _packed(part: Any, layout: Layout) -> Int[Array, "R X"]:
-    words = []
-    for leaf in jax.tree.leaves(part):
-        flat = leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
-        if jnp.issubdtype(flat.dtype, jnp.floating):
-            flat = jax.lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.int32)
-        words.append(flat.astype(jnp.int32))
-    return jnp.concatenate(words, axis=1)
-
-
-def _unpacked(words: Int[Array, "R X"], layout: Layout) -> Any:
-    leaves = []
-    for offset, size, shape, dtype in layout.leaves:
-        flat = words[:, offset : offset + size]
-        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            flat = jax.lax.bitcast_convert_type(flat, jnp.float32)
-        leaves.append(flat.astype(dtype).reshape(len(words), *shape))
-    return jax.tree.unflatten(layout.tree, leaves)
-
-
-def _from_words(words: np.ndarray, dtype: str) -> np.ndarray:
-    if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        return words.view(np.float32)
-    return words.astype(dtype)
-
-
-def finish_reason(code: int) -> str | None:
-    """The word for a finish code, None while it runs."""
-    return FINISH_REASONS[code]
+def _work(tasks: queue.SimpleQueue) -> None:
+    """Run tasks in order until None comes; what they raise goes to whoever waits for them."""
+    while (task := tasks.get()) is not None:
+        future, function, args = task
+        try:
+            future.set_result(function(*args))
+        except jax.errors.JaxRuntimeError as error:
+            failure = DeviceFailure(str(error))
+            failure.__cause__ = error
+            future.set_exception(failure)
+        except BaseException as error:
+            future.set_exception(error)
+        del task, future, function, args  # they hold the device

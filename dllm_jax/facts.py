@@ -35,7 +35,7 @@ class EngineConfig:
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int | None = None
-    max_steps_per_chunk: int = 8
+    max_steps_per_chunk: int = 16
     slot_buckets: tuple[int, ...] | None = None
     page_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -66,8 +66,8 @@ class Facts:
         window: W, cells of the window: a step commits and writes at most so many positions.
         prompt_mode: How prompts are taken in (`strategies.protocol.Needs.prompt`).
         compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
-        soft_commits: Committed keys depend on more than tokens: generated pages are never shared
-            and a preempted request starts over.
+        soft_commits: Committed keys depend on more than tokens: generated pages are never shared.
+        starts_over: A preempted request does so: its tokens and its slot do not say all of it.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
         vocab_size, mask_id, stop_token_ids: Of the model.
@@ -86,6 +86,7 @@ class Facts:
     prompt_mode: PromptMode
     compute_at_least: int = 0
     soft_commits: bool = False
+    starts_over: bool = False
     prefix_caching: bool = True
     salt: bytes = b""
     vocab_size: int

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dllm_jax.scheduler import Pass, Sample, Scheduler
 
-CHUNK_S = 0.02  # a dispatch should last so long where nobody waits: 1 % of it is 200 us of host
+CHUNK_S = 0.032  # a dispatch should last so long where nobody waits: 1 % of it is 320 us of host
 CHUNK_S_WAITING = 0.005  # and so long where somebody waits for a slot
 PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
 

@@ -43,14 +43,16 @@ LAYERS = {
     "dllm_jax.decode": 4,
     "dllm_jax.engine": 4,
     "dllm_jax.sizing": 4,
-    "dllm_jax.device": 5,
+    "dllm_jax.words": 4,
+    "dllm_jax.programs": 5,
+    "dllm_jax.device": 6,
     "dllm_jax.generation": 5,
-    "dllm_jax.snapshot": 6,
+    "dllm_jax.snapshot": 7,
     "dllm_jax.training": 6,
-    "dllm_jax.llm": 7,
+    "dllm_jax.llm": 8,
     "dllm_jax.evaluate": 7,
-    "dllm_jax.bench": 8,
-    "dllm_jax.cli": 9,
+    "dllm_jax.bench": 9,
+    "dllm_jax.cli": 10,
 }
 
 # inside strategies: the machinery, which imports no algorithm, then algorithms, which import

@@ -1,0 +1,252 @@
+"""The engine's programs: pure functions over one donated state, compiled for buckets of sizes.
+
+`admit` puts a fresh request into its slot, `prefill` computes one piece of its prefix, `begin` lets
+it decode without one, `decode` gathers a bucket of slots, steps them and scatters them back,
+`restore` puts a harvested slot back, `copy_page` makes a private copy. Slot leaves are kept at
+`max_num_seqs`, pools never move, and the page table is an argument: the host owns it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dllm_jax import decode as decoding
+from dllm_jax import words
+from dllm_jax.forward import ModelForward
+from dllm_jax.intake import STOP_WIDTH
+from dllm_jax.model import Model
+from strategies import driver
+from strategies.protocol import SlotSpec
+from strategies.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
+
+# Columns of a harvested row before its new tokens: start, finish, nfe, output length, that length
+# before the chunk, steps.
+HEAD = 6
+NUMBERS = 8  # words of a request before its stop ids
+
+
+class Programs(struct.PyTreeNode):
+    """Everything the programs are made from but the state: weights are leaves, the rest static."""
+
+    model: Model
+    aux: dict[str, Model]
+    strategy: Any
+    spec: SlotSpec = struct.field(pytree_node=False)
+    kept: int = struct.field(pytree_node=False)
+    max_output: int = struct.field(pytree_node=False)
+    most_new: int = struct.field(pytree_node=False)
+    implementation: str | None = struct.field(pytree_node=False)
+
+    def forward(self) -> ModelForward:
+        """The model as the strategy sees it."""
+        return ModelForward(
+            self.model,
+            aux=self.aux,
+            implementation=self.implementation,
+            reads_ahead=self.strategy.needs.provisional_cache is not None,
+        )
+
+
+class _Asked(struct.PyTreeNode):
+    """What of a request stays the same while it runs, one row."""
+
+    sampling: Sampling
+    limits: Limits
+    knobs: dict[str, Array]
+    keys: Array
+
+
+def _asked(ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]) -> _Asked:
+    seed = jax.lax.bitcast_convert_type(ints[5], jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), ints[6])
+    return _Asked(
+        sampling=Sampling(temperature=floats[:1], top_k=ints[2:3], top_p=floats[1:2]),
+        limits=Limits(
+            stop_ids=ints[NUMBERS : NUMBERS + STOP_WIDTH][None],
+            max_nfe=ints[3:4],
+            max_run=ints[4:5],
+        ),
+        knobs={name: floats[2 + i][None] for i, name in enumerate(knobs)},
+        keys=key[None],
+    )
+
+
+def _fresh(
+    programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
+) -> DecodeState:
+    """One fresh slot, with a leading axis of 1."""
+    spec = dataclasses.replace(programs.spec, num_slots=1)
+    K, S = spec.num_blocks, spec.block_size
+    W = K * S
+    tail, suffix = (
+        ints[NUMBERS + STOP_WIDTH :][:W][None],
+        ints[NUMBERS + STOP_WIDTH + W :][:W][None],
+    )
+    buffer = driver.admit_window(
+        programs.strategy.needs, tail, ints[:1], ints[1:2], K, S, suffix=(suffix, ints[7:8])
+    )
+    asked = _asked(ints, floats, knobs)
+    return decoding.new_slots(
+        programs.strategy, spec, programs.kept, asked, buffer, programs.max_output
+    )
+
+
+def new_state(
+    programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
+) -> DecodeState:
+    """Every slot empty, and pools without content."""
+    W = programs.spec.num_blocks * programs.spec.block_size
+    ints = jnp.zeros((NUMBERS + STOP_WIDTH + 2 * W,), jnp.int32)
+    one = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
+    one = one.replace(finish=jnp.full_like(one.finish, EMPTY))
+    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), one)
+    pools = decoding.new_pools(
+        programs.strategy, programs.model, programs.aux, num_pages, page_size
+    )
+    return slots.replace(pools=pools)
+
+
+make_state = jax.jit(new_state, static_argnames=("num_pages", "page_size", "knobs"))
+
+
+def _rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
+    """Some slots of the state, pools included."""
+    taken = jax.tree.map(lambda leaf: leaf[rows], state.replace(pools=None))
+    return taken.replace(pools=state.pools)
+
+
+def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> DecodeState:
+    """The state with some slots, and the pools, of `new`."""
+    put = jax.tree.map(
+        lambda leaf, row: leaf.at[rows].set(row),
+        state.replace(pools=None),
+        new.replace(pools=None, rows=None, page_table=None),
+    )
+    return put.replace(pools=new.pools)
+
+
+@functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
+def admit(programs, state, slot, ints, floats, knobs):
+    """A fresh request in its slot; nothing decodes it before its prefill is done."""
+    fresh = _fresh(programs, ints, floats, knobs)
+    fresh = fresh.replace(finish=jnp.full_like(fresh.finish, EMPTY), pools=state.pools)
+    return _put_rows(state, slot[None], fresh), None
+
+
+@functools.partial(jax.jit, static_argnames=("knobs", "layout"), donate_argnames=("state",))
+def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
+    """A harvested slot (`words`) and what it had emitted, back in a slot."""
+    old = _rows(state, slot[None])
+    slot_leaves = words.unpack(saved, layout)
+    # Recomputing its prefix may have met a value that is not finite.
+    finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
+    asked = _asked(ints, floats, knobs)
+    new = old.replace(
+        **{**slot_leaves, "finish": finish},
+        sampling=asked.sampling,
+        limits=asked.limits,
+        knobs=asked.knobs,
+        keys=asked.keys,
+        output=output[None],
+    )
+    return _put_rows(state, slot[None], new), None
+
+
+@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("state",))
+def prefill(programs, state, tokens, numbers, pages, kind):
+    """One prefill pass of one slot; `numbers` are slot, first, end, live_end, last."""
+    slot, first, end, live_end, last = (numbers[i : i + 1] for i in range(5))
+    row = _rows(state, slot)
+    broken = row.finish == ERROR
+    row = row.replace(finish=jnp.full_like(row.finish, RUNNING), page_table=pages)
+    done = decoding.prefill_pass(
+        programs.strategy,
+        programs.forward(),
+        row,
+        tokens,
+        first,
+        end,
+        live_end,
+        last > 0,
+        kind,
+    )
+    broken |= done.finish == ERROR
+    finish = jnp.where(broken, ERROR, jnp.where(last > 0, RUNNING, EMPTY)).astype(jnp.int32)
+    return _put_rows(state, slot, done.replace(finish=finish)), done.boundary[0]
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def begin(programs, state, slot, boundary):
+    """Let a slot decode, with the row before its window."""
+    row = _rows(state, slot[None])
+    row = row.replace(
+        finish=jnp.full_like(row.finish, RUNNING),
+        boundary=boundary[None],
+        rows=jnp.zeros((1, 0, programs.kept), programs.spec.dtype),
+    )
+    done = decoding.absorb_nothing(programs.strategy, programs.forward(), row)
+    return _put_rows(state, slot[None], done), None
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def copy_page(programs, state, source, target):
+    """One page copied in every pool."""
+    pools = jax.tree.map(lambda pages: pages.at[target].set(pages[source]), state.pools)
+    return state.replace(pools=pools), None
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def decode(programs, state, rows, numbers, pages):
+    """Steps of some slots; `numbers` are how many of `rows` decode, steps, whether to stop early.
+
+    Returns:
+        The state, and a row of words a slot: the columns of `HEAD`, new tokens, the slot.
+    """
+    num_active, num_steps, early = numbers[0], numbers[1], numbers[2] > 0
+    R = rows.shape[0]
+    spec = dataclasses.replace(programs.spec, num_slots=R)
+    W = spec.num_blocks * spec.block_size
+    forward = programs.forward()
+    bucket = _rows(state, rows)
+    active = jnp.arange(R) < num_active
+    idle_finish = bucket.finish
+    bucket = bucket.replace(
+        # Rows that fill the bucket up are other requests in their prefill, or nobody.
+        finish=jnp.where(active, bucket.finish, EMPTY),
+        page_table=pages,
+        rows=jnp.zeros((R, W, programs.kept), spec.dtype),
+    )
+    began = bucket.finish == RUNNING
+    before = bucket.output_len
+
+    def go_on(carry: tuple[Array, DecodeState]) -> Array:
+        step, now = carry
+        ended = jnp.any(began & (now.finish != RUNNING))
+        return (step < num_steps) & driver.any_running(now) & ~(early & ended)
+
+    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        step, now = carry
+        return step + 1, driver.decode_step(programs.strategy, forward, now, spec)[0]
+
+    steps, bucket = jax.lax.while_loop(go_on, one, (jnp.int32(0), bucket))
+    bucket = bucket.replace(finish=jnp.where(active, bucket.finish, idle_finish))
+    index = before[:, None] + jnp.arange(programs.most_new)[None]
+    index = jnp.minimum(index, bucket.output.shape[1] - 1)
+    new_tokens = jnp.take_along_axis(bucket.output, index, axis=1)
+    head = (
+        bucket.buffer.start,
+        bucket.finish,
+        bucket.buffer.nfe,
+        bucket.output_len,
+        before,
+        jnp.full_like(before, steps),
+    )
+    packed = jnp.concatenate(
+        [jnp.stack(head, axis=1), new_tokens, words.pack(words.kept_part(bucket))], axis=1
+    )
+    return _put_rows(state, rows, bucket), packed
