@@ -270,6 +270,17 @@ class Device:
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise DeviceFailure(str(error)) from error
 
+    def join(self, last_pass: Future) -> None:
+        """Wait for a prefill pass.
+
+        Raises:
+            DeviceFailure: As `harvest`.
+        """
+        try:
+            jax.block_until_ready(last_pass.result())
+        except jax.errors.JaxRuntimeError as error:
+            raise DeviceFailure(str(error)) from error
+
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
         return words.host_unpack(saved, self._layout)

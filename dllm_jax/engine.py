@@ -62,6 +62,14 @@ class _Chunk:
     steps: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Round:
+    """What one step dispatched: decode chunks, or prefill passes alone with the last one's handle."""
+
+    chunks: list[_Chunk]
+    last_pass: Any
+
+
 class Engine:
     """Continuous batching over a device.
 
@@ -89,7 +97,7 @@ class Engine:
         self._requests: dict[str, Live] = {}
         self._deadlines = 0
         self._moved: list[Live] = []
-        self._rounds: deque[list[_Chunk]] = deque()
+        self._rounds: deque[_Round] = deque()
         self._num_samples = self._num_requests = 0
         self._step_s = 0.0
         self._last_harvest_s: float | None = None
@@ -185,7 +193,7 @@ class Engine:
             num_waiting=self.scheduler.num_waiting,
             num_pages=pool.num_pages,
             num_pages_held=pool.num_held,
-            num_chunks_in_flight=sum(map(len, self._rounds)),
+            num_chunks_in_flight=sum(len(one.chunks) for one in self._rounds),
             num_requests=self._num_requests,
             num_finished=counts["finished"],
             num_steps=counts["steps"],
@@ -209,16 +217,16 @@ class Engine:
                 self._place(sample)
         decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
         steps = num_steps(self._step_s, scheduler, decoding)
-        did_prefill = self._prefill(decoding, steps)
+        last_pass = self._prefill(decoding, steps)
         decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
         if not decoding:
-            if did_prefill:
-                self._rounds.append([])
-            return did_prefill
+            if last_pass is not None:
+                self._rounds.append(_Round([], last_pass))
+            return last_pass is not None
         steps = scheduler.grow(decoding, steps)
         decoding = [sample for sample in decoding if sample.stage == DECODE]
         sized = groups(scheduler, decoding, steps, self.device.cost)
-        self._rounds.append([self._decode(group, steps) for group in sized])
+        self._rounds.append(_Round([self._decode(group, steps) for group in sized], None))
         return True
 
     def _place(self, sample: Sample) -> None:
@@ -237,23 +245,26 @@ class Engine:
             self.device.begin(sample.slot, sample.boundary)
         sample.stage = DECODE
 
-    def _prefill(self, decoding: list[Sample], steps: int) -> bool:
-        """Dispatch passes within the round's budget, best-ranked samples first."""
+    def _prefill(self, decoding: list[Sample], steps: int) -> Any:
+        """Dispatch passes within the round's budget, best-ranked samples first.
+
+        Returns:
+            The last one's handle; None where there was none.
+        """
         waiting = [sample for sample in self.scheduler.live if sample.stage == PREFILL]
         if not waiting:
-            return False
+            return None
         budget = Budget(self.scheduler, decoding, steps, self.device.cost)
-        did = False
+        last = None
         for sample in waiting:
             while sample.done < sample.goal:
-                piece = budget.take(sample, forced=not did)
+                piece = budget.take(sample, forced=last is None)
                 if piece is None:
-                    return did
-                self._run_pass(sample, piece)
-                did = True
-        return did
+                    return last
+                last = self._run_pass(sample, piece)
+        return last
 
-    def _run_pass(self, sample: Sample, piece: Pass) -> None:
+    def _run_pass(self, sample: Sample, piece: Pass) -> Any:
         columns = self.scheduler.page_bucket(piece.end)
         last = piece.end >= sample.goal and sample.saved is None
         boundary = self.device.prefill(
@@ -273,6 +284,7 @@ class Engine:
             sample.boundary = boundary
         if sample.done >= sample.goal:
             self._begin(sample, prefilled=True)
+        return boundary
 
     def _decode(self, sized: tuple[list[Sample], int], steps: int) -> _Chunk:
         group, columns = sized
@@ -286,9 +298,11 @@ class Engine:
 
     # --- harvest ---------------------------------------------------------------------------------
 
-    def _harvest(self, round_: list[_Chunk]) -> None:
+    def _harvest(self, one: _Round) -> None:
+        if one.last_pass is not None:
+            self.device.join(one.last_pass)
         ran = 0
-        for chunk in round_:
+        for chunk in one.chunks:
             got = self.device.harvest(chunk.handle)
             ran = max(ran, got.steps)
             self._read(chunk, got)
