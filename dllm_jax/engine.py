@@ -64,7 +64,7 @@ class _Chunk:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """What one step dispatched: decode chunks, or prefill passes alone with the last one's handle."""
+    """What a step dispatched: decode chunks, or prefill passes alone and the last one's handle."""
 
     chunks: list[_Chunk]
     last_pass: Any
