@@ -5,10 +5,13 @@ So programs run in a thread of their own, in the order of dispatch, and the next
 the last one returns; the host loop waits in `harvest` alone. Nothing here schedules.
 """
 
+import atexit
+import copy
 import dataclasses
 import functools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from dllm_jax import cost, memory, programs, warming, words
 from dllm_jax import decode as decoding
-from dllm_jax import programs, words
 from dllm_jax.facts import DeviceFailure, Facts, Placement
 from dllm_jax.intake import STOP_WIDTH
 from dllm_jax.model import Model
@@ -92,6 +95,7 @@ class Device:
         aux: Models the strategy needs beside it.
         facts: Sizes; every program is compiled for a bucket of them.
         implementation: Attention back end, None for the best.
+        allocate: Make the state now; otherwise `reset` does, before anything is run.
     """
 
     def __init__(
@@ -101,8 +105,10 @@ class Device:
         aux: Mapping[str, Model],
         facts: Facts,
         implementation: str | None = None,
+        allocate: bool = True,
     ):
         self.facts = facts
+        self.memory: memory.MemoryPlan | None = None  # what it holds, where it was planned
         self._knobs = tuple(sorted(facts.knobs))
         self.most_new = min(facts.max_steps_per_chunk * facts.window, facts.max_model_len)
         self._programs = Programs(
@@ -120,18 +126,28 @@ class Device:
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
-        shapes = jax.eval_shape(
-            functools.partial(programs.new_state, num_pages=1, page_size=1, knobs=self._knobs),
-            self._programs,
-        )
-        self._layout = words.layout_of(words.kept_part(shapes))
+        self._layout = words.layout_of(words.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._tasks,), daemon=True, name="dllm-device").start()
+        worker = threading.Thread(
+            target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
+        )
+        worker.start()
+        _workers[worker] = self._tasks
         weakref.finalize(self, self._tasks.put, None)
-        self.reset()
+        if allocate:
+            self.reset()
 
     # --- the state ----------------------------------------------------------------------------
+
+    def shapes(self, num_pages: int | None = None) -> DecodeState:
+        """Shapes of the state, with so many pages or as many as there are."""
+        sizes = {
+            "num_pages": num_pages or self.facts.num_pages,
+            "page_size": self.facts.page_size,
+            "knobs": self._knobs,
+        }
+        return jax.eval_shape(functools.partial(programs.new_state, **sizes), self._programs)
 
     def reset(self) -> None:
         """A state with every slot empty and a new pool, once what was dispatched is over."""
@@ -148,22 +164,26 @@ class Device:
 
     def _submit(self, task: Callable[..., Any], *args: Any) -> Future:
         future: Future = Future()
-        self._tasks.put((future, task, args))
+        self._tasks.put((future, task, args, self.memory))
         return future
 
-    def _run(
-        self, key: tuple[Any, ...], program: Callable[..., Any], *args: Any, **static: Any
-    ) -> Future:
+    def _run(self, key: tuple[Any, ...], program: Any, *args: Any, **static: Any) -> Future:
         """Dispatch a program over the state; the state it returns replaces the donated one."""
-        if key not in self.compiled:
+        is_new = key not in self.compiled
+        if is_new:
             self.compiled.add(key)
             self.num_late_compiles += self._warm
-        return self._submit(self._call, program, args, static)
+        return self._submit(self._call, program, args, static, is_new)
 
-    def _call(self, program: Callable[..., Any], args: tuple[Any, ...], static: dict) -> Any:
+    def _call(self, program: Any, args: tuple[Any, ...], static: dict, is_new: bool) -> Any:
         if self.state is None:
             raise DeviceFailure("an earlier program failed")
+        args = tuple(arg.result() if isinstance(arg, Future) else arg for arg in args)
         state, self.state = self.state, None
+        if is_new:  # the call below finds it compiled: jit keeps one cache for both
+            began = time.perf_counter()
+            program.lower(self._programs, state, *args, **static).compile()
+            self.compile_s += time.perf_counter() - began
         self.state, rest = program(self._programs, state, *args, **static)
         if isinstance(rest, jax.Array):
             rest.copy_to_host_async()
@@ -232,11 +252,9 @@ class Device:
         Args:
             boundary: The row before its window, from `prefill` of the same prefix.
         """
-        self._run(("begin",), self._begin, np.int32(slot), boundary)
-
-    def _begin(self, made: Programs, state: DecodeState, slot: np.int32, boundary: Any) -> Any:
-        row = np.zeros((made.kept,), made.spec.dtype) if boundary is None else boundary.result()
-        return programs.begin(made, state, slot, row)
+        if boundary is None:
+            boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
+        self._run(("begin",), programs.begin, np.int32(slot), boundary)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""
@@ -268,7 +286,7 @@ class Device:
         try:
             return Harvest(np.asarray(chunk.packed.result()), self)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
-            raise DeviceFailure(str(error)) from error
+            raise self._failure(error) from error
 
     def join(self, last_pass: Future) -> None:
         """Wait for a prefill pass.
@@ -279,7 +297,7 @@ class Device:
         try:
             jax.block_until_ready(last_pass.result())
         except jax.errors.JaxRuntimeError as error:
-            raise DeviceFailure(str(error)) from error
+            raise self._failure(error) from error
 
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
@@ -287,68 +305,59 @@ class Device:
 
     # --- before the first request -------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compile every bucket by running it on empty slots.
+    def lower(self, run: Callable[["Device"], Any]) -> jax.stages.Lowered:
+        """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
+        asked: list[tuple[Any, tuple, dict]] = []
+        twin = copy.copy(self)
+        twin._run = lambda key, program, *args, **static: asked.append((program, args, static))  # type: ignore[method-assign]
+        run(twin)
+        ((program, args, static),) = asked
+        return program.lower(self._programs, self.shapes(), *args, **static)
+
+    def warm_up(
+        self, progress: Callable[[str, int, int], None] | None = None, calibrate: bool = False
+    ) -> None:
+        """Compile every bucket, make the state if there is none, run each once on empty slots.
 
         Args:
             progress: Called with what was compiled, how many are done, and of how many.
+            calibrate: Time them too, for `cost`; no request may be in a slot.
+
+        Raises:
+            DeviceFailure: A program does not compile, or run.
+            ValueError: What they need was planned and does not fit.
         """
-        facts = self.facts
-        kinds = (
-            {decoding.PASS_KINDS[facts.prompt_mode]} if facts.prompt_mode != "in_window" else set()
-        )
-        if facts.is_full and not facts.starts_over:
-            kinds.add("blocks")
-        work: list[tuple[str, Callable[[], Any]]] = []
-        empty = Placement(
-            tail=(),
-            prompt_len=1,
-            limit=1,
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            stop_ids=(),
-            max_nfe=1,
-            max_run=1,
-            knobs=facts.knob_values,
-            seed=0,
-            fold=0,
-        )
-        saved = np.zeros((self._layout.size,), np.int32)
-        work.append(("admit", lambda: self.admit(0, empty)))
-        work.append(("restore", lambda: self.restore(0, empty, saved, ())))
-        work.append(("begin", lambda: self.begin(0)))
-        work.append(("copy", lambda: self.copy_page(0, 0)))
-        for columns in facts.page_buckets:
-            table = np.full((facts.num_slots, columns), -1, np.int32)
-            for kind in sorted(kinds):
-                for size in facts.prefill_buckets:
-                    work.append(
-                        (
-                            f"prefill {size} tokens, {columns} pages",
-                            functools.partial(
-                                self.prefill, 0, (), 0, 0, 0, False, table[0], size, kind
-                            ),
-                        )
-                    )
-            for rows in facts.slot_buckets:
-                slots = np.arange(rows, dtype=np.int32)
-                work.append(
-                    (
-                        f"decode {rows} slots, {columns} pages",
-                        functools.partial(self.decode, slots, 0, table[:rows], 1, False),
-                    )
-                )
-        for done, (name, run) in enumerate(work):
-            run()
-            if progress:
-                progress(name, done + 1, len(work))
-        self.wait()
+        work = warming.every_program(self.facts, self._layout.size)
+        began = time.perf_counter()
+        temp_bytes = self.compile_ahead(work, progress)
+        self.compile_s += time.perf_counter() - began
+        if self.memory is not None:
+            self.memory = dataclasses.replace(self.memory, temp_bytes=temp_bytes)
+            self.memory.check()
+        if self.state is None:
+            self.reset()
+        warming.run_each(self, work)
+        if calibrate:
+            self.cost = cost.calibrate(self)
         self._warm = True
+
+    def compile_ahead(
+        self,
+        work: Sequence[warming.Work],
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> int:
+        """Compile programs; the most bytes one needs beside what it is given."""
+        try:
+            return warming.compile_ahead(self, work, progress)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._failure(error) from error
 
     def wait(self) -> None:
         """Until all that was dispatched is done."""
         self._submit(lambda: jax.block_until_ready(self.state)).result()
+
+    def _failure(self, error: Exception) -> DeviceFailure:
+        return DeviceFailure(memory.explain(str(error), self.memory))
 
     # --- host numbers -------------------------------------------------------------------------
 
@@ -378,16 +387,29 @@ class Device:
         return ints, floats
 
 
+_workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """The interpreter ends the process with an abort where one is still inside a program."""
+    for worker, tasks in list(_workers.items()):
+        tasks.put(None)
+        worker.join()
+
+
 def _work(tasks: queue.SimpleQueue) -> None:
     """Run tasks in order until None comes; what they raise goes to whoever waits for them."""
     while (task := tasks.get()) is not None:
-        future, function, args = task
+        future, function, args, plan = task
         try:
             future.set_result(function(*args))
         except jax.errors.JaxRuntimeError as error:
-            failure = DeviceFailure(str(error))
+            failure = DeviceFailure(memory.explain(str(error), plan))
             failure.__cause__ = error
             future.set_exception(failure)
         except BaseException as error:
             future.set_exception(error)
-        del task, future, function, args  # they hold the device
+        del task, future, function, args, plan  # they hold the device
