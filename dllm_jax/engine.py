@@ -28,8 +28,6 @@ RUNNING_CODE = 1
 ERROR_CODE = 7
 REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort", 7: "error"}
 
-MOST_FAILURES = 2  # device failures in a row before the live requests end with "error"
-
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
@@ -101,7 +99,6 @@ class Engine:
         self._num_samples = self._num_requests = 0
         self._step_s = 0.0
         self._last_harvest_s: float | None = None
-        self._failures_in_a_row = 0
         self._counts = dict.fromkeys(
             ("finished", "steps", "failures", "prompt_tokens", "generated_tokens", "nfe"), 0
         )
@@ -152,7 +149,6 @@ class Engine:
             if self._rounds and (len(self._rounds) > 1 or not dispatched):
                 self._harvest(self._rounds[0])
                 self._rounds.popleft()
-                self._failures_in_a_row = 0
         except DeviceFailure as failure:
             self._recover(failure)
         return self._report()
@@ -333,7 +329,8 @@ class Engine:
             sample.nfe = nfe
             moved = length > before
             if moved:
-                sample.tokens[before:] = got.new_tokens(i)
+                # One that started over still has what it had said: these are the same tokens.
+                sample.tokens[before:length] = got.new_tokens(i)
             if start > sample.start:
                 sample.start = start
                 if sample.first_s is None:
@@ -349,14 +346,14 @@ class Engine:
     def _settle(self, sample: Sample, finish: int) -> None:
         """Text of what moved, and the end of what ended."""
         live = sample.owner
+        ended = finish != RUNNING_CODE
+        if sample.stream is not None and not self._feed(sample, ended):
+            return
         if finish == ERROR_CODE:
             live.error = (
                 "the model produced values that are not finite; "
                 "check the weights and the prompt, or use float32"
             )
-        ended = finish != RUNNING_CODE
-        if sample.stream is not None and not self._feed(sample, ended):
-            return
         if ended:
             self._end(sample, REASONS[finish])
         elif live.request.stream:
@@ -398,14 +395,17 @@ class Engine:
     # --- failure ---------------------------------------------------------------------------------
 
     def _recover(self, failure: DeviceFailure) -> None:
-        """The donated state is gone: start over from the last harvests, or give up on them."""
+        """The donated state is gone: start over from the last harvests.
+
+        A sample that got no further since the failure before is given up: it would fail again.
+        """
         self._counts["failures"] += 1
-        self._failures_in_a_row += 1
         self._rounds.clear()
         self._last_harvest_s = None
         lost = list(self.scheduler.live)
-        if self._failures_in_a_row >= MOST_FAILURES:
-            self._give_up(lost, str(failure))
+        self._give_up([s for s in lost if s.nfe <= s.failed_at], str(failure))
+        for sample in lost:
+            sample.failed_at = sample.nfe
         self.scheduler.lose_everything()
         try:
             self.device.reset()

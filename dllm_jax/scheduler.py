@@ -5,6 +5,7 @@ slot and pages up when the pool is short. Plain Python over ints, no JAX: nothin
 or knows about time.
 """
 
+import bisect
 import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
@@ -30,12 +31,14 @@ class Sample:
         capacity: Positions it can ever write.
         epoch: Counts its stays in a slot: what a dispatch of an earlier stay says is void.
         done, goal: Prefix positions computed (or found), and to compute, in this stay.
+        prefix_len: Tokens of the prompt that prefill stores.
         start: Tokens in the cache at its last harvest; on a fresh sample what prefill will store.
         tokens: Settled output as harvested.
         saved: The last harvest and its row there; None: it starts over.
         in_flight: Decode steps dispatched and not harvested.
         covered: Positions its pages hold.
         publish_at: `start` from which the next pages can be published.
+        failed_at: Forwards it had made when the device last failed, -1 if it never did.
         watched: Somebody wants to hear of each move: a stream, a stop string.
     """
 
@@ -53,6 +56,7 @@ class Sample:
     covered: int = 0
     done: int = 0
     goal: int = 0
+    prefix_len: int = 0
     start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     saved: tuple[Any, int] | None = None
@@ -66,6 +70,7 @@ class Sample:
     prefill_nfe: int = 0
     cached_tokens: int | None = None
     num_preemptions: int = 0
+    failed_at: int = -1
     first_s: float | None = None
     end_s: float | None = None
     watched: bool = False
@@ -139,11 +144,12 @@ class Scheduler:
                 f"{facts.pages_for(prompt_len + 1 + beyond)} pages of {facts.page_size}; the pool "
                 f"has {facts.num_pages}: raise num_pages or shorten the prompt"
             )
-        return limit, limit + beyond
+        in_table = facts.page_buckets[-1] * facts.page_size  # the device drops what lies behind it
+        return limit, min(limit + beyond, in_table)
 
     def add(self, sample: Sample) -> None:
         """Queue a sample."""
-        sample.start = self.facts.prefill_len(len(sample.prompt))
+        sample.start = sample.prefix_len = self.facts.prefill_len(len(sample.prompt))
         heapq.heappush(self._waiting, (sample.rank, sample))
 
     @property
@@ -184,50 +190,56 @@ class Scheduler:
         return leader is not None and leader.stage != DONE and not leader.prompt_published
 
     def _place(self, sample: Sample) -> bool:
-        facts, pool = self.facts, self.pool
-        goal = sample.start
-        hits = self._hits(sample, goal)
-        partial = (
-            bool(hits)
-            and facts.is_full
-            and facts.prefill_len(len(sample.prompt)) % (facts.page_size)
-        )
-        shared = hits[:-1] if partial else hits
-        new = facts.pages_for(goal) - len(shared)
-        first_steps = facts.pages_for(min(goal + facts.window, sample.capacity)) - len(shared)
+        facts = self.facts
+        hits = self._hits(sample)
+        # A prompt shared as a whole may end within a page, which its text then needs for itself.
+        copied = bool(hits) and facts.is_full and sample.prefix_len % facts.page_size > 0
+        if not self._fits(sample, hits, copied):
+            # The copied page counts twice: where that is too much, the prompt is computed again.
+            if not (copied and self._fits(sample, [], False)):
+                return False
+            hits, copied = [], False
+        self._take_prefix(sample, hits, copied)
+        self._enter(sample)
+        return True
+
+    def _fits(self, sample: Sample, hits: list[int], copied: bool) -> bool:
+        pool, pages_for = self.pool, self.facts.pages_for
+        first_steps = min(sample.start + self.facts.window, sample.capacity)
+        wanted = pages_for(max(sample.start, first_steps)) - len(hits) + copied
         idle = sum(pool.owners(page) == 0 for page in hits)
         # A page for each neighbour to grow into, or it would have to give way at once.
-        if max(new, first_steps) + idle + len(self.live) > pool.num_available:
-            return False
+        return wanted + idle + len(self.live) <= pool.num_available
+
+    def _take_prefix(self, sample: Sample, hits: list[int], copied: bool) -> None:
+        facts, pool = self.facts, self.pool
         for page in hits:
             pool.share(page)
-        sample.pages = shared + pool.take(new)
+        shared = hits[:-1] if copied else hits
+        sample.pages = shared + pool.take(facts.pages_for(sample.start) - len(shared))
         sample.copies = []
-        if partial:
+        if copied:
             sample.copies = [(hits[-1], sample.pages[len(shared)])]
             # Device order: the copy is dispatched before anything that could overwrite its source.
             pool.release(hits[-1:])
-        if facts.is_full:
-            sample.done = facts.prefill_len(len(sample.prompt)) if hits else 0
-            sample.boundary = pool.payload(hits[-1]) if hits else None
-        else:
-            sample.done = len(shared) * facts.page_size
+        sample.done, sample.goal = len(shared) * facts.page_size, sample.start
+        if facts.is_full and hits:
+            sample.done = sample.prefix_len
+            sample.boundary = pool.payload(hits[-1])
         if sample.cached_tokens is None:
             sample.cached_tokens = min(sample.done, len(sample.prompt))
-        sample.goal = goal
-        sample.covered = len(sample.pages) * facts.page_size
-        sample.publish_at = 0
+
+    def _enter(self, sample: Sample) -> None:
         sample.stage = PREFILL
         sample.slot = self._free_slots.pop()
         sample.epoch += 1
-        sample.in_flight = 0
+        sample.in_flight = sample.publish_at = 0
+        sample.covered = len(sample.pages) * self.facts.page_size
         self.slots[sample.slot] = sample
-        self.live.append(sample)
-        self.live.sort(key=_rank)
+        bisect.insort(self.live, sample, key=_rank)
         row = self.table[sample.slot]
         row[:] = -1
         row[: len(sample.pages)] = sample.pages
-        return True
 
     # --- the prefix cache -----------------------------------------------------------------------
 
@@ -245,13 +257,13 @@ class Scheduler:
 
     def _prompt_keys(self, sample: Sample) -> list[Any]:
         """Keys of a prompt that is reusable only as a whole; the last page may be partly filled."""
-        count = self.facts.pages_for(self.facts.prefill_len(len(sample.prompt)))
+        count = self.facts.pages_for(sample.prefix_len)
         whole = digest(b"whole|" + self._salt(sample), sample.prompt)
         return [(whole, page) for page in range(count)]
 
-    def _hits(self, sample: Sample, goal: int) -> list[int]:
+    def _hits(self, sample: Sample) -> list[int]:
         """Pages of the sample's prefix that are in the pool."""
-        facts = self.facts
+        facts, goal = self.facts, sample.start
         if goal == 0 or not (facts.prefix_caching or sample.leader or sample.saved):
             return []
         if facts.is_full:
@@ -263,7 +275,9 @@ class Scheduler:
         chain = self._chain(sample)
         if chain.length < reusable:
             chain.extend(sample.text_ids(0, reusable), reusable)
-        return self.pool.find(chain.keys[: max(reusable, 0) // facts.unit * self._unit_pages])
+        hits = self.pool.find(chain.keys[: max(reusable, 0) // facts.unit * self._unit_pages])
+        # Eviction takes single pages: what is left of a unit may end within a block.
+        return hits[: len(hits) // self._unit_pages * self._unit_pages]
 
     @property
     def _unit_pages(self) -> int:
@@ -282,7 +296,7 @@ class Scheduler:
         else:
             end = sample.start
             if facts.soft_commits:
-                end = min(end, facts.prefill_len(len(sample.prompt)))
+                end = min(end, sample.prefix_len)
             chain = self._chain(sample)
             chain.extend(sample.text_ids(0, end), end)
             count = end // facts.unit * self._unit_pages
@@ -297,9 +311,9 @@ class Scheduler:
         """The next piece of a sample's prefix, at most `most` tokens unless it cannot be split."""
         facts = self.facts
         prompt_len = len(sample.prompt)
-        if facts.is_full and sample.done < facts.prefill_len(prompt_len):
+        if facts.is_full and sample.done < sample.prefix_len:
             size = next(size for size in facts.prefill_buckets if size >= prompt_len)
-            return Pass("full", 0, facts.prefill_len(prompt_len), prompt_len, size)
+            return Pass("full", 0, sample.prefix_len, prompt_len, size)
         left = sample.goal - sample.done
         if left <= 0:
             return None
@@ -347,16 +361,18 @@ class Scheduler:
         return steps
 
     def preempt(self, sample: Sample) -> None:
-        """Take slot and pages; the sample goes on from its last harvest once it is admitted."""
+        """Take slot and pages; the sample goes on from its last harvest once it is admitted.
+
+        One whose slot does not say all of it (`Facts.starts_over`) starts over.
+        """
         self._vacate(sample)
         sample.stage = WAITING
         sample.num_preemptions += 1
         self.num_preemptions += 1
-        if self.facts.soft_commits:
-            sample.saved = None  # its keys and values cannot be computed from its tokens
+        if self.facts.starts_over:
+            sample.saved = None
         if sample.saved is None:
-            sample.tokens = []
-            sample.start = self.facts.prefill_len(len(sample.prompt))
+            sample.start = sample.prefix_len
         heapq.heappush(self._waiting, (sample.rank, sample))
 
     def leave(self, sample: Sample) -> None:
