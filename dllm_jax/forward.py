@@ -33,6 +33,7 @@ class ModelForward:
         pool: Which of the state's pools is this model's.
         aux: Further models by name; they share the page table.
         implementation: Attention back end, None for the best that fits.
+        reads_ahead: Take `context_len`.
     """
 
     def __init__(
@@ -41,12 +42,16 @@ class ModelForward:
         pool: str = TARGET,
         aux: Mapping[str, Model] | None = None,
         implementation: Any = None,
+        reads_ahead: bool = True,
     ):
         self.model, self.pool, self._implementation = model, pool, implementation
+        self._reads_ahead = reads_ahead
         self.mask_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
         self.aux = {
-            name: ModelForward(other, name, implementation=implementation)
+            name: ModelForward(
+                other, name, implementation=implementation, reads_ahead=reads_ahead
+            )
             for name, other in (aux or {}).items()
         }
 
@@ -64,6 +69,12 @@ class ModelForward:
         width: int | None = None,
     ) -> "WindowOutput":
         """One pass over the window; see the protocol."""
+        if context_len is not None and not self._reads_ahead:
+            raise ValueError(
+                "the strategy gives context_len and its needs do not say why; use "
+                "Needs(provisional_cache=True) where a step reads what an earlier one stored past "
+                "`start`, else False"
+            )
         buffer, arch = state.buffer, self.model.arch
         B, K, S = buffer.tokens.shape
         live = blocks.live_cells(state) if live is None else live

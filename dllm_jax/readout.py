@@ -64,7 +64,7 @@ def read_stats(
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         logits = jnp.where(forbidden(ids), -jnp.inf, logits)
         if penalty is not None:
-            logits = logits - jnp.where(ids == penalty[0][:, None], penalty[1][:, None], 0.0)
+            logits = logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
         return token_stats(
             logits,
             temperature=sampling.temperature,

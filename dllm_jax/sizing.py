@@ -1,17 +1,25 @@
-"""From model, strategy and configuration to the sizes the engine is built with."""
+"""From model, strategy and configuration to the sizes the engine is built with.
+
+Every size between two buckets is padded to the larger one; every bucket is a program to compile. An
+accelerator reads its weights whatever the size and compiles on many cores; the CPU does neither.
+"""
 
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dllm_jax.cache import PAGE_SIZE
 from dllm_jax.facts import EngineConfig, Facts
 from dllm_jax.model import Model
 from strategies.protocol import knob_ranges, split_knobs
 
 SLOT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CPU_SLOT_BUCKETS = (1, 8, 64, 512)
 PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
 FIRST_PAGE_BUCKET = 16
-PREFILL_BUCKETS = (64, 128, 256, 512, 1024)
+# Fewer than 128 tokens cost an accelerator what 128 do: reading the weights.
+PREFILL_BUCKETS = (128, 256, 512, 1024)
+CPU_PREFILL_BUCKETS = (64, 256, 1024)
 
 
 def make_facts(
@@ -43,6 +51,12 @@ def make_facts(
     if needs.prompt == "whole_causal":
         least = 1
     columns = -(-max(max_len + S, W) // config.page_size)
+    _check(config, max_len, columns)
+    on_cpu = is_on_cpu(model)
+    slots = config.slot_buckets or (CPU_SLOT_BUCKETS if on_cpu else SLOT_BUCKETS)
+    prefill = config.prefill_buckets or (CPU_PREFILL_BUCKETS if on_cpu else PREFILL_BUCKETS)
+    if config.prefill_buckets is None:
+        prefill = tuple(size for size in prefill if size < 2 * max_len) or prefill[:1]
     return Facts(
         num_slots=config.max_num_seqs,
         num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
@@ -54,6 +68,7 @@ def make_facts(
         prompt_mode=needs.prompt,
         compute_at_least=least,
         soft_commits=needs.soft_commits,
+        starts_over=needs.soft_commits or bool(needs.provisional_cache),
         prefix_caching=config.enable_prefix_caching,
         salt=_salt(model, strategy, aux),
         vocab_size=cfg.vocab_size,
@@ -61,9 +76,9 @@ def make_facts(
         stop_token_ids=tuple(model.defaults.stop_token_ids),
         knobs=knob_ranges(strategy),
         knob_values={name: float(value) for name, value in knobs.items()},
-        slot_buckets=_buckets(config.slot_buckets or SLOT_BUCKETS, config.max_num_seqs),
+        slot_buckets=_buckets(slots, config.max_num_seqs),
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
-        prefill_buckets=_prefill_buckets(config.prefill_buckets, needs.prompt, max_len, S),
+        prefill_buckets=_prefill_buckets(prefill, needs.prompt, max_len, S),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
 
@@ -95,22 +110,49 @@ def _page_buckets(columns: int) -> tuple[int, ...]:
 
 
 def _prefill_buckets(
-    given: tuple[int, ...] | None, prompt: str, max_len: int, block_size: int
+    given: tuple[int, ...], prompt: str, max_len: int, block_size: int
 ) -> tuple[int, ...]:
     """Ascending; whole blocks unless causal; in full modes up to every prompt."""
 
     def blocks(size: int) -> int:
         return size if prompt == "whole_causal" else -(-size // block_size) * block_size
 
-    sizes = [*(given or (size for size in PREFILL_BUCKETS if size < 2 * max_len))]
+    sizes = [*given]
     if prompt.endswith("full"):
         sizes = [size for size in sizes if size < max_len]
-        size = 2 * max(sizes, default=64)
+        size = 2 * max(sizes, default=max_len)
         while size < max_len:
             sizes.append(size)
             size *= 2
         sizes.append(max_len)
     return tuple(sorted({blocks(size) for size in sizes}))
+
+
+def _check(config: EngineConfig, max_len: int, columns: int) -> None:
+    """Raise ValueError where sizes do not go together."""
+    if config.page_size > max_len:
+        raise ValueError(
+            f"page_size={config.page_size} is more than a whole text, {max_len} tokens "
+            f"(max_model_len); use page_size={min(PAGE_SIZE, max_len)}"
+        )
+    most = {"slot_buckets": config.max_num_seqs, "page_buckets": columns, "prefill_buckets": None}
+    for name, limit in most.items():
+        sizes = getattr(config, name)
+        if sizes is None:
+            continue
+        wrong = [size for size in sizes if not isinstance(size, int) or size < 1]
+        if wrong or not sizes:
+            raise ValueError(f"{name}={sizes!r} must be whole numbers >= 1; leave it out for some")
+        if limit is not None and max(sizes) > limit:
+            what = "max_num_seqs" if name == "slot_buckets" else "the pages of a whole text"
+            raise ValueError(
+                f"{name}={sizes!r} holds {max(sizes)}, more than {what}, {limit}; leave it out"
+            )
+
+
+def is_on_cpu(model: Model) -> bool:
+    """Whether the weights are in the memory of the host."""
+    return next(iter(model.params["embed"].devices())).platform == "cpu"
 
 
 def progress_line() -> Callable[[str, int, int], None]:

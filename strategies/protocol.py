@@ -41,6 +41,9 @@ class Needs:
         aux: Names of further models with pools of their own, such as a drafter.
         soft_commits: Committed keys and values depend on more than the committed tokens: such
             pages are never shared, and a preempted request starts over.
+        provisional_cache: A step reads past `start` what an earlier one stored there: not all of a
+            request is in its slot, so a preempted one starts over. None: `context_len` is refused
+            where requests are preempted; False: what is read there was stored in the same step.
     """
 
     prompt: PromptMode = "grid_causal"
@@ -49,6 +52,7 @@ class Needs:
     prefill_mode: int = 0
     aux: tuple[str, ...] = ()
     soft_commits: bool = False
+    provisional_cache: bool | None = None
 
     def __post_init__(self):
         if self.prompt not in PROMPT_MODES:

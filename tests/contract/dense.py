@@ -142,12 +142,12 @@ Key = tuple[int, tuple[int, ...]]  # a request's seed, and what is folded into i
 
 def step_key(request: Request, nfe: int, position: int, salt: int = 0) -> Key:
     """The key of a cell in a step: stream 1, forward, salt, position."""
-    return request.seed, (1, nfe, salt, position)
+    return request.seed, (*request.fold, 1, nfe, salt, position)
 
 
 def position_key(request: Request, position: int) -> Key:
     """The key of an absolute position: stream 0."""
-    return request.seed, (0, position)
+    return request.seed, (*request.fold, 0, position)
 
 
 def random_id(key: Key, below: int) -> int:

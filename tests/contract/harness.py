@@ -38,7 +38,7 @@ SLOTS, BUCKET, ROOM, GARBAGE = 4, 32, 32, 1e3
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt and its wishes; `seed` makes its key."""
+    """One prompt and its wishes; `seed` makes its key, into which `fold` is folded."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 14
@@ -47,6 +47,7 @@ class Request:
     stops: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     knobs: tuple[tuple[str, float], ...] = ()
+    fold: tuple[int, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -149,7 +150,7 @@ def fresh_state(
             name: column((dict(r.knobs).get(name, value) for r in some), jnp.float32)
             for name, value in knobs.items()
         },
-        keys=jax.vmap(jax.random.key)(column((r.seed for r in some), jnp.uint32)),
+        keys=jnp.stack([_key(r) for r in some]),
     )
     window = strategy.block_size * strategy.buffer_size
     table, needed = page_table(requests, window, page_size, seed, tight)
@@ -182,6 +183,10 @@ def fresh_state(
         ),
         batch.prompt,
     )
+
+
+def _key(request: Request) -> jax.Array:
+    return functools.reduce(jax.random.fold_in, request.fold, jax.random.key(request.seed))
 
 
 # The programs run a few dozen times each: compiling them fast matters more than running them fast.

@@ -101,7 +101,7 @@ class BlockCache(struct.PyTreeNode):
     piece: int = static(4)
     block_size: int = static(12)
     buffer_size: int = static(1)
-    needs: Needs = static(Needs("grid_causal", boundary=True))
+    needs: Needs = static(Needs("grid_causal", boundary=True, provisional_cache=True))
 
     def step(self, forward, state):
         state = blocks.open_next(state)
