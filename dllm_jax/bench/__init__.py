@@ -1,0 +1,1 @@
+"""Measurements of the engine: the work, the runs, the numbers; `dllm-jax bench` prints them."""

@@ -1,0 +1,72 @@
+"""Work of a known size: a strategy that fills exactly n holes a step, however sure the model is.
+
+With it L tokens take ceil(L / n) forwards, so that two runs differ in speed alone. The tokens are
+the readout's own, only how many are taken is scripted: no forward, and no part of one, can be left
+out. Nothing here measures.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from strategies import blocks, random, sampling
+from strategies.protocol import Needs
+from strategies.state import ACTIVE, DUMMY, DecodeState
+
+
+class FixedWork(struct.PyTreeNode):
+    """The n surest holes of the leftmost block that has any, spilling over into the next ones.
+
+    Every block opens at once; blocks commit as in `MultiBD`, in the forward after their last hole.
+
+    Attributes:
+        tokens_per_step: n. A block that is being committed still stands in the window, so the
+            blocks behind it must hold n holes: 2 n <= (K - 1) S + 1.
+    """
+
+    tokens_per_step: int = struct.field(pytree_node=False, default=4)
+    block_size: int = struct.field(pytree_node=False, default=32)
+    buffer_size: int = struct.field(pytree_node=False, default=4)
+    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
+
+    def __post_init__(self):
+        """Refuse a window in which a step could find fewer than n holes."""
+        if self.block_size is None or self.buffer_size is None:
+            return  # the family's sizes are filled in later
+        most = ((self.buffer_size - 1) * self.block_size + 1) // 2
+        if not 1 <= self.tokens_per_step <= most:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} must be in [1, {most}] in a window of "
+                f"{self.buffer_size} blocks of {self.block_size}; lower it or raise buffer_size"
+            )
+
+    def step(self, forward, state):
+        """One forward of the whole window, and n of its tokens."""
+        state = open_all(state)
+        out = forward(state)
+        state = out.store(state, blocks.to_cache(state))
+        # Cells past the limit are nobody's: filling them would be work that is not counted.
+        wanted = blocks.holes(state) & (state.buffer.positions < state.buffer.limit[:, None, None])
+        stats = out.predict(where=wanted, sampling=state.sampling, keys=random.step_keys(state))
+        accept = sampling.top_n(stats.confidence, leftmost(wanted, self.tokens_per_step), wanted)
+        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+
+def open_all(state: DecodeState) -> DecodeState:
+    """Open every block that holds a position before the limit."""
+    buffer = state.buffer
+    opens = (buffer.status == DUMMY) & (blocks.block_starts(state) < buffer.limit[:, None])
+    return state.replace(buffer=buffer.replace(status=jnp.where(opens, ACTIVE, buffer.status)))
+
+
+def leftmost(holes: Bool[Array, "B K S"], count: int) -> Int[Array, "B K"]:
+    """How many holes of each block make up the `count` leftmost, whole blocks first.
+
+    Worked example: holes [3, 32, 32], count 4 -> [3, 1, 0].
+    """
+    in_block = jnp.sum(holes, axis=2)
+    before = jnp.cumsum(in_block, axis=1) - in_block
+    return jnp.clip(count - before, 0, in_block).astype(jnp.int32)
+
+
+STRATEGY = FixedWork

@@ -1,0 +1,245 @@
+"""The two sides of `host_overhead`: what an engine ran, and what its programs cost by themselves.
+
+`recording` counts the decode steps and prefill passes of each compiled bucket while an engine
+works. `decode_step_ms` and `prefill_pass_ms` time the same compiled programs in a bare device
+loop, by the difference of two counts, so that launch and transfer cancel. Nothing here knows
+about workloads or reports.
+"""
+
+import contextlib
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import programs
+from dllm_jax.decode import PassKind
+from dllm_jax.engine import Engine
+from dllm_jax.intake import accept
+from dllm_jax.models import reference
+from dllm_jax.requests import Request, SamplingParams
+from dllm_jax.scheduler import Sample
+
+FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
+LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order
+
+Decode = tuple[int, int]  # rows, columns of the page table
+Prefill = tuple[int, int, PassKind]  # tokens, columns, kind
+
+
+class Recording:
+    """A device that counts what it is asked to run; everything else is the device's own.
+
+    Attributes:
+        steps: Decode steps that ran, by bucket.
+        tokens: Tokens those steps settled, by bucket.
+        passes: Prefill passes, by bucket.
+    """
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+        self._flying: dict[int, tuple[Any, Decode, int]] = {}
+        self.steps: Counter[Decode] = Counter()
+        self.tokens: Counter[Decode] = Counter()
+        self.passes: Counter[Prefill] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def decode(self, rows: Any, num_active: int, pages: Any, num_steps: int, early: bool) -> Any:
+        """As `Device.decode`."""
+        handle = self._inner.decode(rows, num_active, pages, num_steps, early)
+        # The handle is kept: its id is another's once it is gone.
+        self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), num_active
+        return handle
+
+    def harvest(self, handle: Any) -> Any:
+        """As `Device.harvest`."""
+        got = self._inner.harvest(handle)
+        _, bucket, active = self._flying.pop(id(handle), (None, None, 0))
+        if bucket is not None:
+            self.steps[bucket] += got.steps
+            settled = zip(got.length[:active], got.before[:active], strict=True)
+            self.tokens[bucket] += sum(length - before for length, before in settled)
+        return got
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        first: int,
+        end: int,
+        live_end: int,
+        last: bool,
+        pages: Any,
+        size: int,
+        kind: PassKind,
+    ) -> Any:
+        """As `Device.prefill`."""
+        self.passes[size, len(pages), kind] += 1
+        return self._inner.prefill(slot, tokens, first, end, live_end, last, pages, size, kind)
+
+    def clear(self) -> None:
+        """Count from zero."""
+        for counter in (self.steps, self.tokens, self.passes):
+            counter.clear()
+
+
+@contextlib.contextmanager
+def recording(engine: Engine) -> Iterator[Recording]:
+    """Count what an engine runs inside the block."""
+    inner = engine.device
+    engine.device = Recording(inner)
+    try:
+        yield engine.device
+    finally:
+        engine.device = inner
+
+
+def decode_step_ms(
+    engine: Engine, rows: int, columns: int, context: int, steps: int = 32, repeats: int = 5
+) -> float:
+    """Milliseconds of one decode step of a compiled bucket in a bare device loop, the median.
+
+    Every row decodes a text of its own from `context` tokens on (at most half of what the bucket
+    holds): one dispatch of `steps` + 4 steps against one of 4.
+
+    Args:
+        engine: Idle; its free pages are borrowed, cached prefixes in them are given up.
+
+    Raises:
+        ValueError: The engine is at work, or its pool is too small.
+    """
+    with _borrowed(engine, rows, columns, context) as (samples, table):
+        slots = np.arange(rows, dtype=np.int32)
+        bare = engine.device
+
+        def spend(count: int) -> tuple[float, int]:
+            for slot, sample in enumerate(samples):
+                bare.admit(slot, sample.placement)
+                bare.begin(slot)
+            bare.wait()
+            began = time.perf_counter()
+            got = bare.harvest(bare.decode(slots, rows, table, count, False))
+            return time.perf_counter() - began, got.steps
+
+        spend(FEW_STEPS)  # compiles, if that is still to be done
+        found = []
+        for _ in range(repeats):
+            (less_s, less), (more_s, more) = spend(FEW_STEPS), spend(FEW_STEPS + steps)
+            if more <= less:
+                raise ValueError(f"the texts ended after {more} steps; lower {steps=}")
+            found.append((more_s - less_s) / (more - less) * 1e3)
+    return statistics.median(found)
+
+
+def prefill_pass_ms(
+    engine: Engine,
+    size: int,
+    columns: int,
+    kind: PassKind,
+    first: int = 0,
+    passes: int = 6,
+    repeats: int = 5,
+) -> float:
+    """Milliseconds of one prefill pass of a compiled bucket, one after another, the median.
+
+    Args:
+        first: Position at which the pass begins, moved down to where the bucket holds it whole.
+    """
+    room = columns * engine.facts.page_size
+    first = max(0, min(first, room - size)) // engine.facts.block_size * engine.facts.block_size
+    end = min(first + size, room)
+    with _borrowed(engine, 1, columns, engine.facts.block_size) as (samples, table):
+        pages = _stretched(engine, table[0])
+        bare = engine.device
+        bare.admit(0, samples[0].placement)
+        tokens = [0] * (end - first)
+
+        def spend(count: int) -> float:
+            bare.wait()
+            began = time.perf_counter()
+            for _ in range(count):
+                bare.prefill(0, tokens, first, end, end, False, pages, size, kind)
+            bare.wait()
+            return time.perf_counter() - began
+
+        spend(1)
+        found = [(spend(1 + passes) - spend(1)) / passes * 1e3 for _ in range(repeats)]
+    return statistics.median(found)
+
+
+def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
+    """Whether the compiled decode program computes logits over the whole vocabulary."""
+    bare, vocab = engine.device, engine.facts.vocab_size
+    slots = np.arange(rows, dtype=np.int32)
+    table = np.full((rows, columns), -1, np.int32)
+    numbers = np.array([rows, 1, 0], np.int32)
+    bare.wait()
+    program = programs.decode.lower(bare._programs, bare.state, slots, numbers, table).compile()
+    return bool(re.search(rf"f32\[(?:\d+,{vocab}|{vocab},\d+)\]", program.as_text() or ""))
+
+
+def first_token_is_the_models(llm: Any) -> bool:
+    """Whether a token the engine writes is the argmax of logits computed without any cache.
+
+    The prompt leaves one hole in its last block, which `FixedWork` fills first.
+    """
+    model, size = llm.model, llm.engine.facts.block_size
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, model.defaults.vocab_limit, 2 * size - 1).tolist()
+    prompt = [token if token != model.config.mask_token_id else 0 for token in prompt]
+    params = SamplingParams(max_tokens=size, max_nfe=1, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    chosen = output.outputs[0].token_ids[0]
+    ids = jnp.array([[*prompt, model.config.mask_token_id]], jnp.int32)
+    visible = reference.visibility("block_causal", ids.shape[1], size)[None]
+    logits = reference.dense_logits(model.params, model.config, ids, visible, model.arch)
+    row = np.array(logits[0, -1])
+    row[model.config.mask_token_id] = -np.inf
+    return bool(row[chosen] >= row[: model.defaults.vocab_limit].max() - LOGIT_TOLERANCE)
+
+
+@contextlib.contextmanager
+def _borrowed(
+    engine: Engine, rows: int, columns: int, context: int
+) -> Iterator[tuple[list[Sample], np.ndarray]]:
+    """Samples that are in no queue, and a page table for them over pages of their own."""
+    facts, scheduler = engine.facts, engine.scheduler
+    if engine.has_work:
+        raise ValueError("the engine is at work; measure it before or after")
+    pool, size = scheduler.pool, facts.block_size
+    each = min(columns, pool.num_available // rows)
+    room = min(each * facts.page_size - size, facts.max_model_len)
+    if facts.prompt_mode == "in_window":
+        room = facts.window
+    if room < 2 * size:
+        raise ValueError(
+            f"{rows} rows have {pool.num_available} pages to share; raise num_pages to measure"
+        )
+    # The text goes on to the end of the room: for as many steps as its strategy takes.
+    context = max(1, min(context, room // 2)) // size * size
+    prompt = [0] * max(context, 1)
+    params = SamplingParams(max_tokens=room - len(prompt), ignore_eos=True)
+    live = accept(
+        Request(prompt_token_ids=prompt, params=params), "bare", 0, 0.0, scheduler, None, 0
+    )
+    pages = pool.take(rows * each)
+    table = np.full((rows, columns), -1, np.int32)
+    table[:, :each] = np.array(pages, np.int32).reshape(rows, each)
+    try:
+        yield live.samples * rows, table
+        engine.device.wait()
+    finally:
+        pool.release(pages)
+
+
+def _stretched(engine: Engine, row: np.ndarray) -> np.ndarray:
+    """A row of a page table with its last page in the columns that have none."""
+    held = row[row >= 0]
+    return np.concatenate([held, np.repeat(held[-1:], len(row) - len(held))])

@@ -1,0 +1,241 @@
+"""From what an engine did to the numbers of docs/benchmarks.md, and where they were measured.
+
+Nothing here runs a request; the bare times of programs are asked of `measure`.
+"""
+
+import dataclasses
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax import __version__
+from dllm_jax.bench import measure, roofline
+from dllm_jax.bench.fixed import FixedWork
+from dllm_jax.bench.workload import Work
+from dllm_jax.requests import RequestOutput
+from dllm_jax.training.data import is_correct
+from strategies.protocol import knob_ranges
+
+BARE_STEPS, BARE_REPEATS = 24, 3
+
+
+@dataclasses.dataclass
+class Ran:
+    """What ran and how long it took.
+
+    Attributes:
+        walls_s: Wall time of each batch, from the first request added to the last one ended.
+        counts: Differences of `Engine.stats` over all of it.
+        waited: Whether the engine had to wait for arrivals: then idle time is nobody's overhead.
+    """
+
+    work: list[Work]
+    outputs: list[RequestOutput]
+    walls_s: list[float]
+    steps: Counter[measure.Decode]
+    passes: Counter[measure.Prefill]
+    counts: dict[str, int]
+    waited: bool = False
+
+
+def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
+    """Everything that is reported of a run, by name."""
+    wall_s = sum(ran.walls_s)
+    tokens = sum(_visible(output) for output in ran.outputs)
+    nfe = sum(output.metrics.nfe for output in ran.outputs)
+    counts = ran.counts
+    found = {
+        "requests": len(ran.outputs),
+        "prompt_tokens": sum(len(output.prompt_token_ids) for output in ran.outputs),
+        "visible_tokens": tokens,
+        "nfe": nfe,
+        "tokens_per_forward": tokens / max(nfe, 1),
+        "prefill_nfe": sum(output.metrics.prefill_nfe for output in ran.outputs),
+        "wall_s": wall_s,
+        "tok_s": tokens / wall_s,
+        "decode_steps": counts["num_steps"],
+        "ttfb_s": percentiles([o.metrics.ttfb_s for o in ran.outputs]),
+        "tpot_s": percentiles([_tpot_s(o, llm.engine.facts) for o in ran.outputs]),
+        "e2e_s": percentiles([o.metrics.e2e_s for o in ran.outputs]),
+        "preemptions": counts["num_preemptions"],
+        "late_compiles": counts["num_late_compiles"],
+        "prefix_hits": counts["prefix_hits"],
+        "prefix_queries": counts["prefix_queries"],
+        "cached_tokens": sum(output.metrics.cached_tokens for output in ran.outputs),
+        "finish_reasons": dict(Counter(o.outputs[0].finish_reason for o in ran.outputs)),
+    }
+    graded = [(o, w.problem) for o, w in zip(ran.outputs, ran.work, strict=True) if w.problem]
+    if graded:
+        right = sum(is_correct(output.outputs[0].text, of) for output, of in graded)
+        found["accuracy"] = right / len(graded)
+    return found | _overhead(llm, ran, tokens)
+
+
+def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
+    """Wall time against the same programs in a bare loop of the same run."""
+    engine = llm.engine
+    context = mean_context(ran)
+    step_ms = {
+        bucket: measure.decode_step_ms(engine, *bucket, int(context), BARE_STEPS, BARE_REPEATS)
+        for bucket in ran.steps
+    }
+    pass_ms = {
+        bucket: measure.prefill_pass_ms(engine, *bucket, repeats=BARE_REPEATS)
+        for bucket in ran.passes
+    }
+    prefill_s = sum(count * pass_ms[bucket] for bucket, count in ran.passes.items()) / 1e3
+    bare_s = sum(count * step_ms[bucket] for bucket, count in ran.steps.items()) / 1e3
+    decode_s = sum(ran.walls_s) - prefill_s
+    steps = max(ran.counts["num_steps"], 1)
+    floors = [
+        (count, roofline.floor_ms(llm.model, rows, engine.facts.window, context, device_kind()))
+        for (rows, _), count in ran.steps.items()
+    ]
+    floor = None
+    if floors and all(ms is not None for _, ms in floors):
+        floor = sum(count * (ms or 0.0) for count, ms in floors) / steps
+    shown_ms = decode_s / steps * 1e3
+    return {
+        "prefill_s": prefill_s,
+        "decode_tok_s": None if ran.waited else tokens / decode_s,
+        "step_ms": None if ran.waited else shown_ms,
+        "bare_step_ms": bare_s / steps * 1e3,
+        "floor_ms": floor,
+        "step_over_floor": None if ran.waited or floor is None else shown_ms / floor,
+        "host_overhead": None if ran.waited else 1 - bare_s / decode_s,
+        "decode_programs": [
+            {"rows": rows, "pages": columns, "steps": count, "bare_ms": step_ms[rows, columns]}
+            for (rows, columns), count in sorted(ran.steps.items())
+        ],
+        "prefill_programs": [
+            {"tokens": size, "pages": columns, "passes": count, "bare_ms": pass_ms[bucket]}
+            for bucket, count in sorted(ran.passes.items())
+            for size, columns, _ in [bucket]
+        ],
+    }
+
+
+def mean_context(ran: Ran) -> float:
+    """Tokens in the cache of a decoding request, on average over its life."""
+    lengths = [len(o.prompt_token_ids) + _visible(o) / 2 for o in ran.outputs]
+    return sum(lengths) / len(lengths)
+
+
+def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
+    """p50, p90 and p99 of the values there are."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return None
+    found = np.percentile(there, (50, 90, 99))
+    return {name: float(value) for name, value in zip(("p50", "p90", "p99"), found, strict=True)}
+
+
+def _visible(output: RequestOutput) -> int:
+    return sum(len(one.token_ids) for one in output.outputs)
+
+
+def _tpot_s(output: RequestOutput, facts: Any) -> float | None:
+    """Seconds a token behind the first block; None for a text that ends in it."""
+    metrics = output.metrics
+    first = facts.block_size
+    if facts.is_grid:
+        first -= len(output.prompt_token_ids) % facts.block_size
+    behind = _visible(output) - first
+    if behind <= 0 or metrics.ttfb_s is None:
+        return None
+    return (metrics.e2e_s - metrics.ttfb_s) / behind
+
+
+# --- where it was measured ----------------------------------------------------------------------
+
+
+def setting(llm: Any) -> dict[str, Any]:
+    """Model, strategy, sizes, device, versions, commit."""
+    model, strategy, facts = llm.model, llm.strategy, llm.engine.facts
+    return {
+        "model": model.source,
+        "config": dataclasses.asdict(model.config),
+        "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "mode": "fixed" if isinstance(strategy, FixedWork) else "adaptive",
+        "strategy": type(strategy).__name__,
+        "thresholds": {name: float(getattr(strategy, name)) for name in knob_ranges(strategy)},
+        "tokens_per_step": getattr(strategy, "tokens_per_step", None),
+        "block_size": facts.block_size,
+        "buffer_size": strategy.buffer_size,
+        "num_slots": facts.num_slots,
+        "num_pages": facts.num_pages,
+        "page_size": facts.page_size,
+        "max_model_len": facts.max_model_len,
+        "slot_buckets": facts.slot_buckets,
+        "page_buckets": facts.page_buckets,
+        "prefill_buckets": facts.prefill_buckets,
+        "prefix_caching": facts.prefix_caching,
+        **environment(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions and commit."""
+    return {
+        "device": device_kind(),
+        "num_devices": jax.device_count(),
+        "dllm_jax": __version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def device_kind() -> str:
+    """What JAX calls the device."""
+    return jax.devices()[0].device_kind
+
+
+def commit() -> str | None:
+    """Of the checkout this runs from, "+" behind it where files differ; None without one."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        said = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None
+
+
+def check_outputs(outputs: Sequence[RequestOutput]) -> None:
+    """Refuse to report numbers of requests that failed.
+
+    Raises:
+        ValueError: One did.
+    """
+    for i, output in enumerate(outputs):
+        if output.error is not None:
+            raise ValueError(f"request {i} failed: {output.error}")
+
+
+def check_readout(llm: Any, ran: Ran) -> dict[str, Any]:
+    """Evidence that tokens are the model's own: no part of a forward was left out.
+
+    Raises:
+        ValueError: There is evidence to the contrary.
+    """
+    distinct = len({token for o in ran.outputs for one in o.outputs for token in one.token_ids})
+    bucket = max(ran.steps, key=lambda one: ran.steps[one])
+    head = measure.head_in_program(llm.engine, *bucket)
+    facts: dict[str, Any] = {"distinct_tokens": distinct, "head_in_program": head}
+    if isinstance(llm.strategy, FixedWork):
+        facts["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
+    if distinct < 2 or not all(value for value in facts.values()):
+        raise ValueError(f"the tokens are not the readout's own: {facts}; the run does not count")
+    return facts
