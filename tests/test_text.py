@@ -197,6 +197,69 @@ def test_stop_string_within_a_run_of_bytes_keeps_the_fewest_tokens(tokenizers):
     assert (stream.text, stream.stopped) == ("é", 2)
 
 
+def fed(tokenizer, portions, stops=()):
+    stream, ids = TextStream(tokenizer, stops), []
+    for portion in portions:
+        ids = ids + portion
+        stream.feed(ids)
+    stream.feed(ids, last=True)
+    return stream
+
+
+def test_long_stop_string_is_found_behind_a_long_text(tokenizers):
+    stop = "".join(f"{i}," for i in range(40))
+    ids = bytes_of(tokenizers["bytes"], "bytes", "z" * 200 + stop)
+    for portions in ([ids[:260], ids[260:]], [[token] for token in ids]):
+        stream = fed(tokenizers["bytes"], portions, [stop])
+        assert (stream.text, stream.stopped) == ("z" * 200, 200)
+
+
+def test_stop_string_that_begins_in_a_run_of_bytes_is_counted_in_tokens(tokenizers):
+    a, b, dot = 3, 4, 9
+    run = bytes_of(tokenizers["fallback"], "fallback", "é" * 6)
+    stream = fed(tokenizers["fallback"], [[a] * 99 + [*run, b], [dot]], ["éb."])
+    assert (stream.text, stream.stopped) == ("a" * 99 + "é" * 5, 99 + 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_without_text_change_nothing(tokenizers, kind):
+    tokenizer, unknown = tokenizers[kind], 5000  # models have more ids than their tokenizers
+    word = tokenizer.convert_tokens_to_ids("▁a" if kind == "fallback" else "a")
+    ids = [word] * 40 + [unknown] * 40 + [word] * 40
+    stream = fed(tokenizer, [[token] for token in ids])
+    assert stream.text == whole_text(tokenizer, ids)
+    assert stream.text.count("a") == 80
+
+
+class PerByte:
+    """Ids are bytes; each one that is part of no whole character is shown as broken."""
+
+    def decode(self, ids, skip_special_tokens):
+        data, text = bytes(ids), ""
+        while data:
+            size = next((n for n in (1, 2, 3, 4) if is_text(data[:n])), 0)
+            text += data[:size].decode() if size else BROKEN
+            data = data[size or 1 :]
+        return text
+
+
+def is_text(data):
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+def test_tokenizer_that_shows_every_broken_byte_is_waited_for():
+    text = "a😀€é" * 20
+    stream, shown = TextStream(PerByte()), []
+    ids = list(text.encode())
+    for i in range(len(ids)):
+        shown.append(stream.feed(ids[: i + 1]))
+    assert "".join(shown) == text
+    assert set(shown) == {"", *text}
+
+
 @pytest.mark.parametrize(
     ("text", "stops", "visible"),
     [
