@@ -128,6 +128,7 @@ class Device:
         self._warm = False
         self._layout = words.layout_of(words.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
+        self._lost: BaseException | None = None  # what took the state, until `reset`
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         worker = threading.Thread(
             target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
@@ -154,7 +155,7 @@ class Device:
         self._submit(self._reset).result()
 
     def _reset(self) -> None:
-        self.state = None  # the old pools go before new ones come
+        self.state = self._lost = None  # the old pools go before new ones come
         self.state = programs.make_state(
             self._programs,
             num_pages=self.facts.num_pages,
@@ -176,15 +177,23 @@ class Device:
         return self._submit(self._call, program, args, static, is_new)
 
     def _call(self, program: Any, args: tuple[Any, ...], static: dict, is_new: bool) -> Any:
-        if self.state is None:
-            raise DeviceFailure("an earlier program failed")
-        args = tuple(arg.result() if isinstance(arg, Future) else arg for arg in args)
+        if self.state is None:  # what is dispatched behind a failure fails like it
+            raise self._lost or DeviceFailure("the device has no state yet; call reset()")
         state, self.state = self.state, None
-        if is_new:  # the call below finds it compiled: jit keeps one cache for both
-            began = time.perf_counter()
-            program.lower(self._programs, state, *args, **static).compile()
-            self.compile_s += time.perf_counter() - began
-        self.state, rest = program(self._programs, state, *args, **static)
+        try:
+            args = tuple(arg.result() if isinstance(arg, Future) else arg for arg in args)
+            if is_new:  # the call below finds it compiled: jit keeps one cache for both
+                began = time.perf_counter()
+                program.lower(self._programs, state, *args, **static).compile()
+                self.compile_s += time.perf_counter() - began
+            self.state, rest = program(self._programs, state, *args, **static)
+        except BaseException as error:
+            # Often nobody waits for the program that failed, but for one behind it.
+            self._lost = error
+            for leaf in jax.tree.leaves(state):  # the traceback would hold what was not donated
+                if not leaf.is_deleted():
+                    leaf.delete()
+            raise
         if isinstance(rest, jax.Array):
             rest.copy_to_host_async()
         return rest
@@ -298,6 +307,11 @@ class Device:
             jax.block_until_ready(last_pass.result())
         except jax.errors.JaxRuntimeError as error:
             raise self._failure(error) from error
+
+    @property
+    def num_words(self) -> int:
+        """Words of a saved slot."""
+        return self._layout.size
 
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""

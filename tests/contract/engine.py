@@ -53,7 +53,7 @@ def config_of(name: str, **more: Any) -> EngineConfig:
         "num_pages": NUM_PAGES,
         "max_steps_per_chunk": MOST_STEPS,
         "slot_buckets": (SLOTS,),
-        "page_buckets": (MAX_LEN,),
+        "page_buckets": (1,),
         "prefill_buckets": (32 if full else 12 if name == "block_cache" else 8,),
     }
     return EngineConfig(**(sizes | more))
@@ -96,7 +96,7 @@ def make_engine(name: str, on: Any = None, engine: dict[str, Any] | None = None,
 @contextlib.contextmanager
 def steps_a_chunk(count: int) -> Iterator[None]:
     """Every decode dispatch has so many steps."""
-    with mock.patch("dllm_jax.engine.num_steps", lambda *_: count):
+    with mock.patch("dllm_jax.engine.num_steps", return_value=count):
         yield
 
 
@@ -178,8 +178,7 @@ def check_books(engine: Engine) -> None:
 def ends(outputs: Sequence[RequestOutput]) -> list[End]:
     """Tokens, reason and forwards of requests of one sample each."""
     return [
-        (one.outputs[0].token_ids, one.outputs[0].finish_reason, one.metrics.nfe)
-        for one in outputs
+        (one.outputs[0].token_ids, one.outputs[0].finish_reason, one.metrics.nfe) for one in outputs
     ]
 
 
