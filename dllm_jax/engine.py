@@ -144,11 +144,13 @@ class Engine:
         """
         if self._deadlines:
             self._end_late_ones()
+        if not self.scheduler.live:  # what is in flight is nobody's, and idle time no step's
+            self._rounds.clear()
+            self._last_harvest_s = None
         try:
             dispatched = self._dispatch()
             if self._rounds and (len(self._rounds) > 1 or not dispatched):
-                self._harvest(self._rounds[0])
-                self._rounds.popleft()
+                self._harvest(self._rounds.popleft())
         except DeviceFailure as failure:
             self._recover(failure)
         return self._report()
@@ -307,7 +309,7 @@ class Engine:
         if ran and self._last_harvest_s is not None:
             step_s = (now - self._last_harvest_s) / ran
             self._step_s = 0.8 * self._step_s + 0.2 * step_s if self._step_s else step_s
-        self._last_harvest_s = now if self._rounds else None
+        self._last_harvest_s = now
 
     def _read(self, chunk: _Chunk, got: Any) -> None:
         publishes = self.facts.prefix_caching

@@ -31,10 +31,14 @@ def _completion(live: Live, sample: Sample, tokenizer: Any) -> CompletionOutput:
     if live.request.denoise and sample.saved is not None:
         harvest, row = sample.saved
         window = harvest.window(row, len(sample.tokens))
+    text = _text(live, sample, tokenizer)
+    tokens = list(sample.tokens)
+    if live.params.stop and sample.stage != DONE and sample.stream is not None:
+        del tokens[sample.stream.num_shown :]  # what is shown is never taken back
     return CompletionOutput(
         index=sample.index,
-        text=_text(live, sample, tokenizer),
-        token_ids=list(sample.tokens),
+        text=text,
+        token_ids=tokens,
         finish_reason=sample.finish_reason,
         window=window,
     )

@@ -80,6 +80,12 @@ class TextStream:
         self.text += piece
         return piece
 
+    @property
+    def num_shown(self) -> int:
+        """The fewest ids that make `text`: what may become a stop string is not among them."""
+        visible = self._window[: self._settled - len(self._held)]
+        return self._count_ids(visible, _facts(self._tokenizer))
+
     def _take(self, token_ids: Sequence[int], facts: "_Facts", last: bool) -> bool:
         """Put the new ids into the window; whether more of them are ready."""
         before = self._ready
