@@ -1,0 +1,421 @@
+"""The host loop over a fake device, driven at random and compared with each request run alone.
+
+`World` holds an engine with tiny pools, does one thing to it at a time and checks after each what
+must always hold: pages conserved, growth ahead of the dispatched steps, first come first served,
+streams that only grow, every request ended exactly once, with the tokens and the reason it has
+alone (`fake_device.alone`) or, where it was cut short, with a beginning of them.
+"""
+
+import dataclasses
+import importlib
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from dllm_jax.facts import Placement
+from tests.oracles.fake_device import (
+    END_ID,
+    POISON_ID,
+    VOCAB,
+    Clock,
+    Cost,
+    FakeDevice,
+    alone,
+    draw_facts,
+)
+
+HOST_MODULES = (
+    "facts",
+    "requests",
+    "pages",
+    "text",
+    "scheduler",
+    "intake",
+    "planning",
+    "reporting",
+    "engine",
+)
+NO_LIMIT = 2**31 - 1
+ENGINE_SEED = 77
+MOST_LIVE = 12  # requests in the engine at a time
+# What is done to the engine, and how often: steps are what brings tokens.
+ACTIONS = {
+    "step": 24,
+    "add": 7,
+    "abort": 1,
+    "preempt": 2,
+    "fail": 0.4,
+    "wait": 1,
+}
+
+
+def host_of(package: str = "dllm_jax") -> SimpleNamespace:
+    """The modules of the host loop, of the package or of a mutated copy."""
+    return SimpleNamespace(
+        **{name: importlib.import_module(f"{package}.{name}") for name in HOST_MODULES}
+    )
+
+
+class Truth(NamedTuple):
+    """What a sample gives alone; `raw`: were it not for its stop strings; `nfe` None: with them."""
+
+    tokens: list[int]
+    reason: str
+    nfe: int | None
+    raw: list[int]
+
+
+@dataclasses.dataclass
+class Expected:
+    """A request as the model of the engine sees it."""
+
+    request: Any
+    truths: list["Truth"]
+    failures_before: int
+    deadline: float | None
+    aborted: bool = False
+    shown: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    spoken: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+    """A tokenizer: a letter an id; it fails at one of them."""
+
+    breaks_at: int = -1
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        if self.breaks_at in ids:
+            raise OverflowError("no such letter")
+        return "".join(chr(ord("a") + token) for token in ids)
+
+
+class World:
+    """An engine, its device, and what must come out of it.
+
+    Args:
+        host: `host_of(...)`.
+        rng: Draws the sizes.
+
+    Attributes:
+        counts: What happened, to see that a run meant something.
+    """
+
+    def __init__(self, host: SimpleNamespace, rng: random.Random):
+        self.host = host
+        self.facts = draw_facts(rng, host.facts.Facts)
+        cost = Cost(0.0001, rng.choice((0.00001, 0.001))) if rng.random() < 0.5 else None
+        self.clock = Clock()
+        self.device = FakeDevice(self.facts, host.facts.DeviceFailure, self.clock, cost)
+        self.tokenizer = rng.choice((None, None, Letters(), Letters(breaks_at=9)))
+        self.engine = host.engine.Engine(
+            self.device, self.tokenizer, seed=ENGINE_SEED, clock=self.clock
+        )
+        self.scheduler = self.engine.scheduler
+        self.expected: dict[str, Expected] = {}
+        self.texts: list[list[int]] = [
+            [rng.randrange(VOCAB - 1) for _ in range(self.facts.max_model_len)] for _ in range(3)
+        ]
+        self.num_added = self.num_samples = 0
+        self.counts: Counter[str] = Counter()
+
+    # --- what can be done -------------------------------------------------------------------------
+
+    def act(self, rng: random.Random) -> None:
+        """One random thing."""
+        (name,) = rng.choices(list(ACTIONS), list(ACTIONS.values()))
+        getattr(self, name)(rng)
+
+    def add(self, rng: random.Random) -> None:
+        """Queue a request, or see it refused."""
+        if len(self.expected) >= MOST_LIVE:
+            return
+        request = self._draw_request(rng)
+        limit = self._limit(request)
+        stats = self.engine.stats()
+        try:
+            name = self.engine.add(request)
+        except ValueError:
+            assert limit is None, "a request that could run was refused"
+            assert self.engine.stats() == stats, "a refused request left a trace"
+            self.counts["refused"] += 1
+            return
+        assert limit is not None, "a request that can never run was taken"
+        truths = [self._truth(request, limit, index) for index in range(request.params.n)]
+        deadline = None if request.deadline_s is None else self.clock.now + request.deadline_s
+        self.expected[name] = Expected(request, truths, self.device.num_failures, deadline)
+        self.num_added += 1
+        self.num_samples += request.params.n
+        self.check()
+
+    def step(self, rng: random.Random | None = None) -> None:
+        """One step of the engine; what it reports is compared."""
+        scheduler = self.scheduler
+        before = {id(sample) for sample in scheduler.live}
+        preempted = {id(s): s.num_preemptions for s in scheduler.live}
+        blocked = {id(s) for s in self._waiting() if waits_for_leader(s, self.host)}
+        failures = self.device.num_failures
+        outputs = self.engine.step()
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            self._read(output)
+        if self.device.num_failures == failures:
+            self._check_order(before, preempted, blocked)
+        self.check()
+
+    def abort(self, rng: random.Random) -> None:
+        """End a request, or one that is not there."""
+        assert not self.engine.abort("nobody")
+        if self.expected:
+            name = rng.choice(list(self.expected))
+            self.expected[name].aborted = True
+            assert self.engine.abort(name)
+            self.counts["abort"] += 1
+        self.check()
+
+    def preempt(self, rng: random.Random) -> None:
+        """Take the slot of a random sample."""
+        if self.scheduler.live:
+            self.scheduler.preempt(rng.choice(self.scheduler.live))
+            self.counts["preempt"] += 1
+        self.check()
+
+    def fail(self, rng: random.Random) -> None:
+        """Lose the device soon: in a program, in a harvest, once or twice, or for good a while."""
+        programs = ("decode", "decode", "harvest", "prefill", "admit", "restore", "begin")
+        again = rng.random() < 0.4
+        self.device.planned = [rng.choice(programs) for _ in range(1 + again)]
+        if rng.random() < 0.1:
+            self.device.planned.append("reset")
+        self.counts["planned"] += 1
+
+    def wait(self, rng: random.Random) -> None:
+        """Let time pass."""
+        self.clock.now += rng.choice((0.001, 0.01, 0.1))
+
+    def drain(self) -> None:
+        """Run to the end: bounded, and nothing is left."""
+        self.device.planned = []
+        work = sum(
+            len(one.request.prompt_token_ids) + sum(9 * len(t.raw) + 9 for t in one.truths)
+            for one in self.expected.values()
+        )
+        left = 20 + 2 * work
+        while self.engine.has_work:
+            self.step()
+            left -= 1
+            assert left > 0, "the engine does not get on"
+        assert not self.expected, "requests that never ended"
+        stats = self.engine.stats()
+        assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
+        assert stats.num_requests == self.num_added == stats.num_finished
+        assert self.engine.step() == []
+        self.counts["late"] += stats.num_late_compiles
+        self.counts["preempted"] += stats.num_preemptions
+        self.counts["hits"] += stats.prefix_hits
+        self.counts["evictions"] += stats.prefix_evictions
+        self.counts["failures"] += stats.num_failures
+
+    # --- what must come out -----------------------------------------------------------------------
+
+    def _draw_request(self, rng: random.Random) -> Any:
+        facts, requests = self.facts, self.host.requests
+        base = rng.choice(self.texts)
+        prompt = base[: rng.randint(1, max(1, facts.max_model_len - 1))]
+        if rng.random() < 0.5:
+            prompt = prompt[: rng.randint(1, 12)]
+        if rng.random() < 0.2:
+            prompt[-1] = rng.randrange(VOCAB)
+        params = requests.SamplingParams(
+            max_tokens=rng.choice((1, 2, 5, 12, 30)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.choice((None, 5, 6)),
+            stop_token_ids=rng.choice(((), (3,), (3, 4))),
+            ignore_eos=rng.random() < 0.7,
+            max_nfe=rng.choice((None, None, None, 1, 6)),
+            max_repetition_run=rng.choice((None, None, 2, 3)),
+            stop=rng.choice(((), (), ("h",), ("hh", "fh", "e"))) if self.tokenizer else (),
+            n=rng.choice((1, 1, 1, 2, 3)),
+            strategy_overrides=rng.choice(({}, {"threshold": 0.25})),
+        )
+        suffix: tuple[int, ...] = ()
+        if facts.prompt_mode == "in_window" and rng.random() < 0.5:
+            suffix = tuple(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 3)))
+        return requests.Request(
+            prompt_token_ids=prompt,
+            params=params,
+            priority=rng.choice((0, 0, 0, -1, 1)),
+            deadline_s=rng.choice((None, None, None, 0.02, 0.2)),
+            stream=rng.random() < 0.5,
+            denoise=rng.random() < 0.1,
+            suffix_token_ids=suffix,
+        )
+
+    def _limit(self, request: Any) -> int | None:
+        """First position that may not be emitted; None: it can never run."""
+        facts = self.facts
+        prompt, suffix = len(request.prompt_token_ids), len(request.suffix_token_ids)
+        asked = prompt + request.params.max_tokens
+        if facts.prompt_mode == "in_window" and asked + suffix > facts.window:
+            return None
+        in_pool = facts.num_pages * facts.page_size - facts.block_size - suffix
+        limit = min(asked, facts.max_model_len, in_pool)
+        return limit if limit > prompt else None
+
+    def _truth(self, request: Any, limit: int, index: int) -> Truth:
+        prompt = request.prompt_token_ids
+        tokens, reason, nfe = alone(self.facts, prompt, self._placement(request, limit, index))
+        text = Letters().decode(tokens, True)
+        found = [(at + len(s), at) for s in request.params.stop if (at := text.find(s)) >= 0]
+        if found:
+            return Truth(tokens[: min(found)[1]], "stop", None, tokens)
+        return Truth(tokens, reason, nfe, tokens)
+
+    def _placement(self, request: Any, limit: int, index: int) -> Placement:
+        facts, params = self.facts, request.params
+        prompt = list(request.prompt_token_ids)
+        first = facts.prefill_len(len(prompt))
+        return Placement(
+            tail=tuple(prompt[first : first + facts.window]),
+            prompt_len=len(prompt),
+            limit=limit,
+            temperature=params.temperature,
+            top_k=0,
+            top_p=1.0,
+            stop_ids=params.stop_token_ids + (() if params.ignore_eos else (END_ID,)),
+            max_nfe=params.max_nfe or NO_LIMIT,
+            max_run=params.max_repetition_run or NO_LIMIT,
+            knobs={"threshold": params.strategy_overrides.get("threshold", 0.5)},
+            seed=ENGINE_SEED if params.seed is None else params.seed,
+            fold=index + (self.num_samples if params.seed is None else 0),
+            suffix=tuple(request.suffix_token_ids),
+        )
+
+    def _read(self, output: Any) -> None:
+        """What a step reports of a request."""
+        one = self.expected[output.request_id]  # a KeyError: it ended twice
+        assert output.prompt_token_ids == list(one.request.prompt_token_ids)
+        assert [sample.index for sample in output.outputs] == list(range(one.request.params.n))
+        assert output.finished == all(sample.finish_reason for sample in output.outputs)
+        assert output.finished or one.request.stream
+        reasons = {sample.finish_reason for sample in output.outputs}
+        assert (output.error is not None) == ("error" in reasons)
+        for sample, truth in zip(output.outputs, one.truths, strict=True):
+            shown = one.shown.get(sample.index, [])
+            assert sample.token_ids[: len(shown)] == shown, "a stream took tokens back"
+            one.shown[sample.index] = list(sample.token_ids)
+            spoken = one.spoken.get(sample.index, "")
+            assert sample.text.startswith(spoken), "a stream took text back"
+            one.spoken[sample.index] = sample.text
+            assert sample.token_ids == truth.raw[: len(sample.token_ids)]
+            if sample.finish_reason is not None:
+                self._check_end(one, sample, truth, output.error)
+        if output.finished:
+            self._check_metrics(one, output)
+            del self.expected[output.request_id]
+            self.counts["ended"] += 1
+            self._remember(one, output)
+
+    def _check_end(self, one: Expected, sample: Any, truth: Truth, error: str | None) -> None:
+        self.counts[sample.finish_reason] += 1
+        cut = sample.finish_reason == "abort" and (
+            one.aborted or (one.deadline is not None and self.clock.now >= one.deadline)
+        )
+        said = error or ""  # of a request: of one of its samples
+        is_error, is_alone = sample.finish_reason == "error", one.request.params.n == 1
+        gave_up = (
+            is_error
+            and self.device.num_failures >= one.failures_before + 2
+            and (said.startswith("the device failed twice") or not is_alone)
+        )
+        unreadable = (
+            is_error
+            and getattr(self.tokenizer, "breaks_at", -1) in sample.token_ids
+            and (said.startswith("the tokenizer failed: OverflowError") or not is_alone)
+        )
+        if cut or gave_up or unreadable:
+            self.counts["cut"] += 1
+            return
+        assert (sample.token_ids, sample.finish_reason) == (truth.tokens, truth.reason)
+        if self.tokenizer:
+            assert sample.text == self.tokenizer.decode(truth.tokens, True)
+
+    def _check_metrics(self, one: Expected, output: Any) -> None:
+        metrics = output.metrics
+        is_whole = all(s.finish_reason not in ("abort", "error") for s in output.outputs)
+        forwards = [truth.nfe for truth in one.truths]
+        if is_whole and None not in forwards:
+            assert metrics.nfe == sum(forwards)
+        assert metrics.e2e_s >= (metrics.ttfb_s or 0.0) >= 0.0
+        self.counts["cached"] += metrics.cached_tokens
+        if not self.facts.prefix_caching and one.request.params.n == 1:
+            assert metrics.cached_tokens == 0 or metrics.num_preemptions
+
+    def _remember(self, one: Expected, output: Any) -> None:
+        """Turn two of a chat starts with turn one."""
+        text = output.prompt_token_ids + output.outputs[0].token_ids
+        self.texts = [*self.texts[-5:], text + [len(text) % DRAWN] * 4]
+
+    # --- what must always hold --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The books after any action."""
+        scheduler, facts, stages = self.scheduler, self.facts, self.host.scheduler
+        live = scheduler.live
+        scheduler.pool.check([sample.pages for sample in live])
+        assert [s for s in scheduler.slots if s is not None] == sorted(live, key=lambda s: s.slot)
+        assert [s.rank for s in live] == sorted(s.rank for s in live)
+        for sample in live:
+            assert scheduler.slots[sample.slot] is sample
+            assert sample.stage in (stages.PREFILL, stages.DECODE)
+            held = scheduler.table[sample.slot].tolist()
+            assert held[: len(sample.pages)] == sample.pages
+            assert set(held[len(sample.pages) :]) <= {-1}
+            if sample.stage == stages.DECODE:
+                end = sample.start + sample.in_flight * facts.window
+                assert len(sample.pages) * facts.page_size >= min(end, sample.capacity)
+                assert sample.in_flight >= 0
+        waiting = self._waiting()
+        assert len({id(sample) for sample in waiting}) == len(waiting), "queued twice"
+        assert scheduler.num_waiting == len(waiting)
+        alive = {
+            id(sample)
+            for one in self.engine._requests.values()
+            for sample in one.samples
+            if sample.stage != stages.DONE
+        }
+        assert alive == {id(s) for s in live} | {id(s) for s in waiting}, "a sample is lost"
+
+    def _waiting(self) -> list[Any]:
+        waiting = self.host.scheduler.WAITING
+        return [s for _, s in self.scheduler._waiting if s.stage == waiting]
+
+    def _check_order(self, before: set[int], preempted: dict[int, int], blocked: set[int]) -> None:
+        """Nobody was passed by a worse-ranked one, and only the worst-ranked gave way."""
+        live = self.scheduler.live
+        waiting = [s for s in self._waiting() if id(s) not in blocked]
+        for sample in live:
+            if id(sample) not in before:
+                assert all(other.rank > sample.rank for other in waiting), "passed in the queue"
+        for sample in waiting:
+            if sample.num_preemptions > preempted.get(id(sample), NO_LIMIT):
+                assert all(other.rank < sample.rank for other in live), "the wrong one gave way"
+
+
+DRAWN = POISON_ID
+
+
+def waits_for_leader(sample: Any, host: SimpleNamespace) -> bool:
+    leader = sample.leader
+    return leader is not None and leader.stage != host.scheduler.DONE
+
+
+def run(host: SimpleNamespace, seed: int, actions: int) -> Counter[str]:
+    """A seeded run: random actions, then to the end; raises where something is wrong."""
+    rng = random.Random(seed)
+    world = World(host, rng)
+    for _ in range(actions):
+        world.act(rng)
+    world.drain()
+    return world.counts
