@@ -3,14 +3,18 @@
 Nothing here imports JAX, runs a model or knows about slots and pages.
 """
 
+import contextlib
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_SEED = 2**32 - 1  # a random key is made from 32 bits
 MOST = 2**31 - 1  # what counts on the device holds
+MOST_TEXTS = 4096  # of one prompt
+_MOST_FLOAT = 3.0e38  # what float32 holds
 
 FinishReason = str  # "stop" | "length" | "nfe" | "repetition" | "abort" | "error"
 
@@ -50,29 +54,27 @@ class SamplingParams:
     strategy_overrides: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        _check_whole("max_tokens", self.max_tokens, 1, MOST)
-        _check_number("temperature", self.temperature, 0.0, 3.0e38)
-        _check_whole("top_k", self.top_k, 1, MOST, none=True)
+        stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        plain: dict[str, Any] = {
+            "max_tokens": whole_number("max_tokens", self.max_tokens, 1, MOST),
+            "temperature": _number("temperature", self.temperature, 0.0, _MOST_FLOAT),
+            "ignore_eos": _truth("ignore_eos", self.ignore_eos),
+            "n": whole_number("n", self.n, 1, MOST_TEXTS),
+            "stop": _stops(() if self.stop is None else self.stop),
+            "stop_token_ids": tuple(token_ids("stop_token_ids", stop_ids, MOST)),
+            "strategy_overrides": _overrides(self.strategy_overrides),
+        }
         if self.top_p is not None:
-            _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_whole("seed", self.seed, 0, MAX_SEED, none=True)
-        _check_whole("max_nfe", self.max_nfe, 1, MOST, none=True)
-        _check_whole("max_repetition_run", self.max_repetition_run, 2, MOST, none=True)
-        _check_whole("n", self.n, 1, 4096)
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stops:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}; give strings of at least one character")
-        ids = tuple(self.stop_token_ids)
-        for one in ids:
-            _check_whole("stop_token_ids", one, 0, MOST)
-        overrides = dict(self.strategy_overrides)
-        for name, value in overrides.items():
-            _check_number(f"strategy_overrides[{name!r}]", value, -math.inf, math.inf)
-        # Frozen from here on; these three were given in any form that means the same.
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", ids)
-        object.__setattr__(self, "strategy_overrides", overrides)
+            plain["top_p"] = _number("top_p", self.top_p, 0.0, 1.0)
+        for name, low, high in (
+            ("top_k", 1, MOST),
+            ("seed", 0, MAX_SEED),
+            ("max_nfe", 1, MOST),
+            ("max_repetition_run", 2, MOST),
+        ):
+            if getattr(self, name) is not None:
+                plain[name] = whole_number(name, getattr(self, name), low, high)
+        _set(self, plain)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,23 @@ class Request:
     stream: bool = False
     denoise: bool = False
     suffix_token_ids: Sequence[int] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.params, SamplingParams):
+            raise ValueError(f"params is a {_kind(self.params)}; give SamplingParams")
+        for name in ("prompt", "request_id"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str)):
+                raise ValueError(f"{name}={value!r} must be a string; leave it out or give one")
+        plain: dict[str, Any] = {
+            name: token_ids(name, getattr(self, name))
+            for name in ("prompt_token_ids", "suffix_token_ids")
+        }
+        plain["priority"] = whole_number("priority", self.priority, -MOST, MOST)
+        plain |= {name: _truth(name, getattr(self, name)) for name in ("stream", "denoise")}
+        if self.deadline_s is not None:
+            plain["deadline_s"] = _number("deadline_s", self.deadline_s, 0.0, math.inf)
+        _set(self, plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,16 +199,93 @@ class StreamEvent:
     metrics: Metrics
 
 
-def _check_whole(name: str, value: Any, low: int, high: int, none: bool = False) -> None:
-    if value is None and none:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:
+# --- checks: each returns the value as plain Python; NumPy's numbers are as good -----------------
+
+
+def whole_number(name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int; truth values are none.
+
+    Raises:
+        ValueError: It is not whole, or not in [low, high].
+    """
+    number = low - 1
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if not low <= number <= high:
         raise ValueError(
             f"{name}={value!r} must be a whole number in [{low}, {high}]; choose a value there"
         )
+    return number
 
 
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, numbers.Real) or not low <= float(value) <= high:
+def token_ids(name: str, ids: Any, most: int | None = None) -> list[int]:
+    """The ids as a list of ints.
+
+    Args:
+        most: Where given, they are in [0, most]; the engine knows its vocabulary better.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    try:
+        plain = list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
+    except TypeError:
+        raise ValueError(
+            f"{name} is {_short(ids)}; give one list of whole numbers, token ids"
+        ) from None
+    if most is not None:
+        for token in plain:
+            whole_number(name, token, 0, most)
+    return plain
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not low <= float(value) <= high:
         raise ValueError(f"{name}={value!r} must be a number in [{low}, {high}]; choose one there")
+    return float(value)
+
+
+def _truth(name: str, value: Any) -> bool:
+    if type(value).__name__ not in ("bool", "bool_"):  # Python's and NumPy's
+        raise ValueError(f"{name}={value!r} must be True or False; choose one")
+    return bool(value)
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Iterable):
+        raise ValueError(f"{stop=} must be a string or several; give those that end the text")
+    stops = tuple(stops)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop holds {text!r}; give strings of at least one character")
+    return stops
+
+
+def _overrides(overrides: Any) -> dict[str, float]:
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"strategy_overrides={overrides!r} must be a mapping; "
+            'give thresholds by name, as {"accept_threshold": 0.8}'
+        )
+    return {
+        name: _number(f"strategy_overrides[{name!r}]", value, -math.inf, math.inf)
+        for name, value in overrides.items()
+    }
+
+
+def _set(frozen: Any, plain: Mapping[str, Any]) -> None:
+    """Fields of a frozen value while it is being made: given in any form that means the same."""
+    for name, value in plain.items():
+        object.__setattr__(frozen, name, value)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _short(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 60 and "\n" not in said else f"a {_kind(value)}"

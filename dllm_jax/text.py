@@ -162,7 +162,7 @@ class TextStream:
                 self._dropped = self._ends[first - 1]
                 del self._ids[:first], self._ends[:first]
                 self._ready -= first
-                self._settled = len(text) - unsettled
+                self._window, self._settled = text, len(text) - unsettled
                 return
             count *= 2
 

@@ -104,6 +104,11 @@ def first_stop(text, stops):
     return None
 
 
+def fewest(tokenizer, ids, text):
+    """How many ids it takes to make a text."""
+    return next(n for n in range(len(ids) + 1) if whole_text(tokenizer, ids[:n]).startswith(text))
+
+
 @st.composite
 def cases(draw):
     kind = draw(st.sampled_from(KINDS))
@@ -155,15 +160,13 @@ def test_stop_string_cuts_at_the_first_match_to_be_complete(tokenizers, case, da
             text = settled.text
             maybe = [i for i in range(len(text)) if any(s.startswith(text[i:]) for s in stops)]
             assert stream.text == text[: min(maybe, default=None)]
+            assert stream.num_shown == fewest(tokenizer, portion, stream.text)
     stream.feed(ids, last=True)
     if found is None:
         assert (stream.text, stream.stopped) == (whole, None)
         return
     assert stream.text == whole[: found[0]]
-    fewest = next(
-        n for n in range(len(ids) + 1) if whole_text(tokenizer, ids[:n]).startswith(stream.text)
-    )
-    assert stream.stopped == fewest
+    assert stream.stopped == fewest(tokenizer, ids, stream.text)
     assert stream.feed([*ids, *ids]) == ""
 
 
@@ -212,6 +215,9 @@ def test_long_stop_string_is_found_behind_a_long_text(tokenizers):
     for portions in ([ids[:260], ids[260:]], [[token] for token in ids]):
         stream = fed(tokenizers["bytes"], portions, [stop])
         assert (stream.text, stream.stopped) == ("z" * 200, 200)
+    stream = TextStream(tokenizers["bytes"], [stop])
+    stream.feed(ids[:260])
+    assert (stream.text, stream.num_shown) == ("z" * 200, 200)
 
 
 def test_stop_string_that_begins_in_a_run_of_bytes_is_counted_in_tokens(tokenizers):
