@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from dllm_jax import sizing
 from dllm_jax.compile_cache import enable_compile_cache
-from dllm_jax.device import Device
 from dllm_jax.engine import Engine
 from dllm_jax.facts import EngineConfig
 from dllm_jax.generation import bind_draft, check_fit, family_strategy, resolve_strategy
 from dllm_jax.loading import load
+from dllm_jax.memory import MemoryPlan
 from dllm_jax.model import Model
 from dllm_jax.requests import (
     MAX_SEED,
@@ -26,7 +26,7 @@ from dllm_jax.requests import (
     StreamEvent,
 )
 from dllm_jax.snapshot import snapshot_saver
-from strategies.protocol import split_knobs
+from dllm_jax.startup import start
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -52,6 +52,7 @@ class LLM:
         seed: Of requests without one.
         max_num_batched_tokens: Most prefill tokens between two decode steps.
         warm_up: Compile everything now; otherwise each size when it is first met.
+        calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
         config: Further sizes; the arguments above it are then taken from it.
         progress: Show a line while compiling (on a terminal).
         clock: Seconds; of deadlines and metrics.
@@ -80,6 +81,7 @@ class LLM:
         *,
         max_num_batched_tokens: int | None = None,
         warm_up: bool = True,
+        calibrate: bool | None = None,
         config: EngineConfig | None = None,
         progress: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -104,12 +106,16 @@ class LLM:
         check_fit(self.model, self.strategy)
         aux = bind_draft(self.strategy, draft)
         self.config = config
-        facts = sizing.make_facts(self.model, self.strategy, aux, config)
-        device = Device(
-            self.model, split_knobs(self.strategy)[0], aux, facts, attention_implementation
+        device = start(
+            self.model,
+            self.strategy,
+            aux,
+            config,
+            attention_implementation,
+            warm_up=warm_up,
+            calibrate=calibrate,
+            progress=sizing.progress_line() if progress and warm_up else None,
         )
-        if warm_up:
-            device.warm_up(sizing.progress_line() if progress else None)
         self.engine = Engine(
             device,
             self.model.tokenizer,
@@ -117,6 +123,11 @@ class LLM:
             clock=clock,
             save_snapshot=snapshot_saver(self.model, self.strategy, config),
         )
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What the engine holds on its device, and the peak that was predicted."""
+        return self.engine.device.memory
 
     def generate(
         self,

@@ -1,0 +1,163 @@
+"""What programs take: each is timed on made-up requests before the first real one.
+
+Rounds are planned by these figures (`planning.Cost`). A program is timed as the difference of a
+longer and a shorter run, so that what is paid once a dispatch does not count. Pages of the made-up
+requests are -1: they read as much as real ones would and write nothing.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dllm_jax.facts import Facts, Placement
+from dllm_jax.warming import pass_kinds
+
+SLOW_S = 0.1  # programs slower than this are timed once: one run in ten does not matter to them
+REPEATS = 3
+BUDGET_S = 10.0  # of all timing; what is left by then is taken from the next larger size
+SHORT, LONG = 2, 4  # decode steps, and prefill passes, of the two runs
+LEAST_S = 1e-7  # where the clock cannot tell two runs apart
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCost:
+    """Seconds of programs by their sizes; sizes that were not timed cost what larger ones do.
+
+    Attributes:
+        decode: Of one decode step, by slots and pages.
+        prefill: Of one pass, by kind, tokens and pages.
+    """
+
+    decode: Mapping[tuple[int, int], float]
+    prefill: Mapping[str, Mapping[tuple[int, int], float]]
+
+    def decode_s(self, rows: int, columns: int) -> float:
+        """One decode step of a slot bucket over a page bucket."""
+        return _nearest(self.decode, rows, columns)
+
+    def prefill_s(self, size: int, columns: int, kind: str) -> float:
+        """One prefill pass."""
+        times = self.prefill.get(kind) or next(iter(self.prefill.values()), {})
+        return _nearest(times, size, columns)
+
+
+def _nearest(times: Mapping[tuple[int, int], float], size: int, columns: int) -> float:
+    """The cheapest of those at least as large; else the largest, scaled by its size."""
+    if (size, columns) in times:
+        return times[size, columns]
+    larger = [s for (n, c), s in times.items() if n >= size and c >= columns]
+    if larger:
+        return min(larger)
+    if not times:
+        return 0.0
+    n, c = max(times)
+    return times[n, c] * max(1.0, size / n) * max(1.0, columns / c)
+
+
+def calibrate(
+    device: Any,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = BUDGET_S,
+) -> MeasuredCost:
+    """Time the programs of a device that holds no request; afterwards it is as it was.
+
+    Args:
+        device: `device.Device`, its programs compiled.
+        clock: Seconds.
+        budget_s: No further program is begun once so much time has gone.
+    """
+    facts: Facts = device.facts
+    until = clock() + budget_s
+    decode: dict[tuple[int, int], float] = {}
+    prefill: dict[str, dict[tuple[int, int], float]] = {}
+    # From large to small: what is not timed any more finds something larger.
+    for columns in reversed(facts.page_buckets):
+        for rows in reversed(facts.slot_buckets):
+            if clock() < until or not decode:
+                decode[rows, columns] = _typical(
+                    lambda r=rows, c=columns: _step_s(device, r, c, clock)
+                )
+        for kind in pass_kinds(facts):
+            times = prefill.setdefault(kind, {})
+            for size in reversed(facts.prefill_buckets):
+                if clock() < until or not times:
+                    times[size, columns] = _typical(
+                        lambda s=size, c=columns, k=kind: _pass_s(device, s, c, k, clock)
+                    )
+    device.reset()
+    return MeasuredCost(decode, prefill)
+
+
+def _typical(measure: Callable[[], float]) -> float:
+    first = measure()
+    if first > SLOW_S:
+        return first
+    more = [measure() for _ in range(REPEATS - 1)]
+    return max(LEAST_S, statistics.median([first, *more]))
+
+
+def _step_s(device: Any, rows: int, columns: int, clock: Callable[[], float]) -> float:
+    """One decode step of so many slots."""
+    placement = made_up(device.facts, columns)
+    for slot in range(rows):
+        device.admit(slot, placement)
+        device.begin(slot)
+    slots = np.arange(rows, dtype=np.int32)
+    pages = np.full((rows, columns), -1, np.int32)
+    taken, ran = [], []
+    for steps in (SHORT, LONG):
+        device.wait()
+        began = clock()
+        harvest = device.harvest(device.decode(slots, rows, pages, steps, False))
+        taken.append(clock() - began)
+        ran.append(harvest.steps)
+    if ran[1] > ran[0]:
+        return (taken[1] - taken[0]) / (ran[1] - ran[0])
+    return taken[0] / max(1, ran[0])  # they all ended before: texts this short have no second run
+
+
+def _pass_s(device: Any, size: int, columns: int, kind: str, clock: Callable[[], float]) -> float:
+    """One prefill pass at the far end of what the pages hold."""
+    facts: Facts = device.facts
+    first = max(0, columns * facts.page_size - size) // facts.block_size * facts.block_size
+    first = 0 if kind == "full" else first
+    end = first + size
+    pages = np.full((columns,), -1, np.int32)
+    device.admit(0, made_up(facts, columns))
+    taken = []
+    for passes in (SHORT, LONG):
+        device.wait()
+        began = clock()
+        for _ in range(passes):
+            device.prefill(0, (0,) * size, first, end, end, False, pages, size, kind)
+        device.wait()
+        taken.append(clock() - began)
+    return (taken[1] - taken[0]) / (LONG - SHORT)
+
+
+def made_up(facts: Facts, columns: int) -> Placement:
+    """A request with as much context as the pages hold, and room to decode behind it."""
+    most = min(columns * facts.page_size, facts.max_model_len)
+    room = (SHORT + LONG) * facts.window
+    prompt_len = max(0, most - room) // facts.block_size * facts.block_size
+    if facts.prompt_mode == "in_window" or not prompt_len:
+        prompt_len = 1
+    return Placement(
+        tail=(0,) * (prompt_len - facts.prefill_len(prompt_len)),
+        prompt_len=prompt_len,
+        limit=min(prompt_len + room, facts.max_model_len),
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        stop_ids=(),
+        max_nfe=_NO_LIMIT,
+        max_run=_NO_LIMIT,
+        knobs=facts.knob_values,
+        seed=0,
+        fold=0,
+    )

@@ -1,0 +1,144 @@
+"""Everything an engine will run, compiled before its first request.
+
+Data flow: facts -> a list of calls of the device -> each lowered and compiled ahead, several at a
+time -> each run once on empty slots, which compiles nothing any more. Which programs there are is
+the device's business; here is which sizes of them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import numpy as np
+
+from dllm_jax.facts import Facts, Placement
+
+Progress = Callable[[str, int, int], None]
+PASS_KINDS = {
+    "grid_causal": "blocks",
+    "grid_full": "full",
+    "whole_causal": "causal",
+    "whole_full": "full",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A program of one size, and the call of the device that runs it on empty slots."""
+
+    name: str
+    run: Callable[[Any], Any]
+
+
+def pass_kinds(facts: Facts) -> tuple[str, ...]:
+    """Which prefill passes there are (`decode.PassKind`)."""
+    if facts.prompt_mode == "in_window":
+        return ()
+    kinds = {PASS_KINDS[facts.prompt_mode]}
+    if facts.is_full and not facts.starts_over:
+        kinds.add("blocks")  # text behind the prompt, where it is computed again
+    return tuple(sorted(kinds))
+
+
+def every_program(facts: Facts, saved_size: int) -> list[Work]:
+    """All of them, the largest first: they take longest to compile.
+
+    Args:
+        saved_size: Words of a saved slot.
+    """
+    work = []
+    for columns in reversed(facts.page_buckets):
+        work += [_decode(rows, columns) for rows in reversed(facts.slot_buckets)]
+        for kind in pass_kinds(facts):
+            work += [_prefill(size, columns, kind) for size in reversed(facts.prefill_buckets)]
+    empty = Placement(
+        tail=(),
+        prompt_len=1,
+        limit=1,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        stop_ids=(),
+        max_nfe=1,
+        max_run=1,
+        knobs=facts.knob_values,
+        seed=0,
+        fold=0,
+    )
+    saved = np.zeros((saved_size,), np.int32)
+    return [
+        *work,
+        Work("admit", lambda device: device.admit(0, empty)),
+        Work("restore", lambda device: device.restore(0, empty, saved, ())),
+        Work("begin", lambda device: device.begin(0)),
+        Work("copy", lambda device: device.copy_page(0, 0)),
+    ]
+
+
+def largest_programs(facts: Facts) -> list[Work]:
+    """Those that need the most memory."""
+    columns = facts.page_buckets[-1]
+    most = _decode(facts.slot_buckets[-1], columns)
+    return [
+        most,
+        *(_prefill(facts.prefill_buckets[-1], columns, kind) for kind in pass_kinds(facts)),
+    ]
+
+
+def _decode(rows: int, columns: int) -> Work:
+    slots = np.arange(rows, dtype=np.int32)
+    pages = np.full((rows, columns), -1, np.int32)
+    return Work(
+        f"decode {rows} slots, {columns} pages",
+        lambda device: device.decode(slots, 0, pages, 1, False),
+    )
+
+
+def _prefill(size: int, columns: int, kind: str) -> Work:
+    pages = np.full((columns,), -1, np.int32)
+    return Work(
+        f"prefill {size} tokens, {columns} pages, {kind}",
+        lambda device: device.prefill(0, (), 0, 0, 0, False, pages, size, kind),
+    )
+
+
+def compile_ahead(device: Any, work: Sequence[Work], progress: Progress | None = None) -> int:
+    """Compile programs, as many at a time as there are cores.
+
+    JAX keeps what is compiled this way: the call that runs it later finds it.
+
+    Returns:
+        The most bytes one of them needs beside what it is given.
+    """
+    most, done = 0, 0
+    pool = ThreadPoolExecutor(min(len(work), os.cpu_count() or 1), "dllm-compile")
+    try:
+        futures = {pool.submit(_compiled_bytes, device, one): one for one in work}
+        for future in as_completed(futures):
+            most = max(most, future.result())
+            done += 1
+            if progress:
+                progress(futures[future].name, done, len(work))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return most
+
+
+def _compiled_bytes(device: Any, work: Work) -> int:
+    lowered = device.lower(work.run)
+    if lowered is None:
+        return 0
+    told = lowered.compile().memory_analysis()
+    if told is None:
+        return 0
+    fresh = told.output_size_in_bytes - told.alias_size_in_bytes
+    return int(told.temp_size_in_bytes + max(0, fresh))
+
+
+def run_each(device: Any, work: Iterable[Work]) -> None:
+    """Run programs once."""
+    for one in work:
+        one.run(device)
+    device.wait()
