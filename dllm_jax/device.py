@@ -66,11 +66,11 @@ class Harvest:
 
     def saved(self, row: int) -> np.ndarray:
         """The slot as `Device.restore` takes it; a copy."""
-        return self._packed[row, HEAD + self._device.most_new :].copy()
+        return self._packed[row, HEAD + self._device.facts.most_new :].copy()
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells behind the first `length` output tokens, None for a hole."""
-        slot = self._device.unpack(self._packed[row, HEAD + self._device.most_new :])
+        slot = self._device.unpack(self._packed[row, HEAD + self._device.facts.most_new :])
         return provisional(slot, length)
 
 
@@ -110,7 +110,6 @@ class Device:
         self.facts = facts
         self.memory: memory.MemoryPlan | None = None  # what it holds, where it was planned
         self._knobs = tuple(sorted(facts.knobs))
-        self.most_new = min(facts.max_steps_per_chunk * facts.window, facts.max_model_len)
         self._programs = Programs(
             model=model,
             aux=dict(aux),
@@ -118,7 +117,7 @@ class Device:
             spec=decoding.slot_spec(strategy, model, facts.num_slots),
             kept=decoding.boundary_size(strategy, model),
             max_output=facts.max_model_len,
-            most_new=self.most_new,
+            most_new=facts.most_new,
             implementation=implementation,
         )
         self.cost: Any = None  # predicted seconds of programs, once they were timed

@@ -289,7 +289,7 @@ class Engine:
         scheduler = self.scheduler
         rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
         pages = scheduler.table[rows, :columns]
-        handle = self.device.decode(rows, len(group), pages, steps, scheduler.has_waiting)
+        handle = self.device.decode(rows, len(group), pages, steps, True)
         for sample in group:
             sample.in_flight += steps
         return _Chunk(handle, group, [sample.epoch for sample in group], steps)

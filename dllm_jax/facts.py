@@ -10,6 +10,8 @@ from typing import Literal
 
 PromptMode = Literal["grid_causal", "grid_full", "whole_causal", "whole_full", "in_window"]
 
+WINDOWS_PER_CHUNK = 4  # bounds what a chunk brings to the host, and the pages it may need
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -35,7 +37,7 @@ class EngineConfig:
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int | None = None
-    max_steps_per_chunk: int = 16
+    max_steps_per_chunk: int = 48
     slot_buckets: tuple[int, ...] | None = None
     page_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -113,6 +115,11 @@ class Facts:
     def unit(self) -> int:
         """Tokens whose pages are shared together: whole pages of whole blocks."""
         return math.lcm(self.page_size, self.block_size if self.is_grid else 1)
+
+    @property
+    def most_new(self) -> int:
+        """Tokens a chunk of several steps may emit a row: it ends before it could emit more."""
+        return min(WINDOWS_PER_CHUNK * self.window, self.max_model_len)
 
     def prefill_len(self, prompt_len: int) -> int:
         """Tokens of a prompt that go to the cache before decoding."""

@@ -10,8 +10,11 @@ from typing import Protocol
 
 from dllm_jax.scheduler import Pass, Sample, Scheduler
 
-CHUNK_S = 0.032  # a dispatch should last so long where nobody waits: 1 % of it is 320 us of host
-CHUNK_S_WAITING = 0.005  # and so long where somebody waits for a slot
+# How long a dispatch should last. Each costs about 2 ms on an H200, where XLA updates its command
+# buffers on every call, and what ends or arrives in a chunk waits for its end.
+CHUNK_S = 0.1
+CHUNK_S_WATCHED = 0.03  # where somebody watches the text grow
+CHUNK_S_WAITING = 0.016  # where somebody waits for a slot: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
 
 Group = tuple[list[Sample], int]  # rows of one dispatch, and the columns of their page table
@@ -37,7 +40,9 @@ def num_steps(step_s: float, scheduler: Scheduler, decoding: Sequence[Sample]) -
     """
     if not step_s or any(sample.owner.request.denoise for sample in decoding):
         return 1
-    wanted = CHUNK_S_WAITING if scheduler.has_waiting else CHUNK_S
+    wanted = CHUNK_S_WATCHED if any(sample.watched for sample in decoding) else CHUNK_S
+    if scheduler.has_waiting:
+        wanted = CHUNK_S_WAITING
     return max(1, min(scheduler.facts.max_steps_per_chunk, int(wanted / step_s)))
 
 

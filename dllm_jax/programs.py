@@ -227,7 +227,11 @@ def decode(programs, state, rows, numbers, pages):
     def go_on(carry: tuple[Array, DecodeState]) -> Array:
         step, now = carry
         ended = jnp.any(began & (now.finish != RUNNING))
-        return (step < num_steps) & driver.any_running(now) & ~(early & ended)
+        more = (step < num_steps) & driver.any_running(now) & ~(early & ended)
+        if programs.most_new == programs.max_output:
+            return more
+        # What a row emits must fit behind `HEAD`; the first step's always does.
+        return more & ~jnp.any(now.output_len - before + W > programs.most_new)
 
     def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         step, now = carry

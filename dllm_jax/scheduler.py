@@ -328,9 +328,16 @@ class Scheduler:
     # --- growing and giving way -----------------------------------------------------------------
 
     def reach(self, sample: Sample, steps: int) -> int:
-        """Positions that must be covered before `steps` more steps are dispatched."""
-        end = sample.start + (sample.in_flight + steps) * self.facts.window
-        return min(end, sample.capacity)
+        """Positions that must be covered before `steps` more steps are dispatched.
+
+        A step commits and writes a window at most. Chunks of several steps end before they emit
+        more than `Facts.most_new`; what is emitted may be a window ahead of what is committed.
+        """
+        facts = self.facts
+        chunks = 2 if sample.in_flight else 1
+        windows = (sample.in_flight + steps) * facts.window
+        emitted = chunks * max(facts.most_new, facts.window) + 2 * facts.window
+        return min(sample.start + min(windows, emitted), sample.capacity)
 
     def grow(self, samples: Sequence[Sample], steps: int) -> int:
         """Cover what the dispatched steps and `steps` more can write; the worst-ranked give way.
@@ -343,7 +350,7 @@ class Scheduler:
             are WAITING.
         """
         facts, pool = self.facts, self.pool
-        short = [s for s in samples if s.start + (s.in_flight + steps) * facts.window > s.covered]
+        short = [s for s in samples if self.reach(s, steps) > s.covered]
         wanted = [(s, facts.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
         if sum(max(count, 0) for _, count in wanted) > pool.num_available and steps > 1:
             return self.grow(samples, 1)

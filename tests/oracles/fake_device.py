@@ -213,11 +213,21 @@ class FakeDevice:
         while steps < num_steps and any(slot.finish == RUNNING for slot in began):
             if early and any(slot.finish != RUNNING for slot in began):
                 break
+            emitted = [
+                len(slot.output) - length for slot, length in zip(slots, before, strict=True)
+            ]
+            if steps and self._is_full(max(emitted)):
+                break
             for slot, columns in zip(slots, table, strict=False):
                 if slot.finish == RUNNING:
                     self._step(slot, columns)
             steps += 1
         return Harvest(slots, before, steps)
+
+    def _is_full(self, emitted: int) -> bool:
+        """Whether a further step could emit more than a chunk brings back."""
+        facts = self.facts
+        return facts.most_new < facts.max_model_len and emitted + facts.window > facts.most_new
 
     def join(self, last_pass: Any) -> None:
         self._call("join")
