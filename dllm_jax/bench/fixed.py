@@ -33,7 +33,7 @@ class FixedWork(struct.PyTreeNode):
         """Refuse a window in which a step could find fewer than n holes."""
         if self.block_size is None or self.buffer_size is None:
             return  # the family's sizes are filled in later
-        most = ((self.buffer_size - 1) * self.block_size + 1) // 2
+        most = most_tokens(self.block_size, self.buffer_size)
         if not 1 <= self.tokens_per_step <= most:
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} must be in [1, {most}] in a window of "
@@ -50,6 +50,14 @@ class FixedWork(struct.PyTreeNode):
         stats = out.predict(where=wanted, sampling=state.sampling, keys=random.step_keys(state))
         accept = sampling.top_n(stats.confidence, leftmost(wanted, self.tokens_per_step), wanted)
         return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+
+def most_tokens(block_size: int, buffer_size: int) -> int:
+    """Tokens that every step finds holes for: a step may find as many filled in the block before.
+
+    At most S - 1 + n cells are filled when a step begins; K S - (S - 1 + n) >= n must be open.
+    """
+    return ((buffer_size - 1) * block_size + 1) // 2
 
 
 def open_all(state: DecodeState) -> DecodeState:

@@ -59,6 +59,7 @@ def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
         "prefill_nfe": sum(output.metrics.prefill_nfe for output in ran.outputs),
         "wall_s": wall_s,
         "tok_s": tokens / wall_s,
+        "batch_s": percentiles(ran.walls_s) if len(ran.walls_s) > 1 else None,
         "decode_steps": counts["num_steps"],
         "ttfb_s": percentiles([o.metrics.ttfb_s for o in ran.outputs]),
         "tpot_s": percentiles([_tpot_s(o, llm.engine.facts) for o in ran.outputs]),

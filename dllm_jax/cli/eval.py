@@ -49,16 +49,14 @@ def run(args: argparse.Namespace) -> int:
     if len({label for label, _, _ in wanted}) < len(wanted):
         raise UsageError("the same --strategy is given twice; give each once")
     if args.output is not None:
-        _check_output(args.output)
+        check_output(args.output)
     choices = _share(
         [(label, spec, strategies.load(spec), own) for label, spec, own in wanted],
         strategies.given_fields(args),
     )
 
     from dllm_jax.cli.models import load_model
-    from dllm_jax.compile_cache import enable_compile_cache
 
-    enable_compile_cache()
     model = load_model(args)
     if model.tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_output(name: str) -> None:
+def check_output(name: str) -> None:
     """Refuse, before the work, a file that could not be written after it."""
     path = Path(name)
     reason = None

@@ -1,0 +1,292 @@
+"""`dllm-jax bench throughput|latency`: speed of the engine, as a few lines and as JSON.
+
+Data flow: command line -> work and an engine for it -> `dllm_jax.bench` -> lines or one object.
+docs/benchmarks.md says how each number is counted.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli import strategy as strategies
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.interrupt import Interrupt
+
+INPUTS, OUTPUTS = "16:256", "16:128"
+MAX_TOKENS = 224  # of adaptive work: the longest worked solution of the word problems, and some
+SLOTS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured, each with its flags."""
+    whats = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    summary = "many requests at once, or at a rate: tokens a second of the whole engine"
+    child = whats.add_parser("throughput", help=summary, description=summary)
+    _add_common(child)
+    group = child.add_argument_group("load")
+    group.add_argument("--num-prompts", type=flags.whole(1), default=64, metavar="N")
+    group.add_argument(
+        "--request-rate",
+        type=flags.number(0, 1e6, open_low=True),
+        metavar="R",
+        help="requests a second, arriving at random (default: all are there at the start)",
+    )
+    summary = "one batch again and again: how long it takes"
+    child = whats.add_parser("latency", help=summary, description=summary)
+    _add_common(child)
+    group = child.add_argument_group("load")
+    group.add_argument("--batch-size", type=flags.whole(1), default=1, metavar="B")
+    group.add_argument(
+        "--num-iters", type=flags.whole(1), default=5, metavar="N", help="batches, after one more"
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Greedy. fixed: each step takes exactly n tokens, the surest of the model's own, from "
+        "prompts of random ids: the work is known and the speed is the kernels'. adaptive: the "
+        "model's own strategy on real text. step_ms is the wall time of a decode step, bare the "
+        "same compiled program in a loop on the device, floor what the device needs at least."
+    )
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of a failure",
+    )
+    flags.add_model_flags(parser)
+    flags.add_strategy_flags(parser)
+    flags.add_engine_flags(parser)
+    group = parser.add_argument_group("work")
+    group.add_argument(
+        "--mode",
+        choices=("fixed", "adaptive"),
+        help="default: adaptive for built-in models and with --prompt-file, else fixed",
+    )
+    group.add_argument(
+        "--tokens-per-step", type=flags.whole(1), metavar="N", help="fixed: n (default: 4)"
+    )
+    group.add_argument(
+        "--input-len",
+        type=lengths,
+        metavar="N[:M]",
+        help=f"fixed: tokens of a prompt, log-uniform from N to M (default: {INPUTS})",
+    )
+    group.add_argument(
+        "--output-len",
+        type=lengths,
+        metavar="N[:M]",
+        help=f"tokens of a text (fixed: default {OUTPUTS}); adaptive: at most so many "
+        f"(default {MAX_TOKENS})",
+    )
+    group.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="adaptive: UTF-8, one prompt a line (default: the built-in word problems)",
+    )
+    group.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
+    group.add_argument(
+        "--output", "--out", metavar="FILE", help="write the JSON object to FILE as well"
+    )
+
+
+def lengths(text: str) -> Any:
+    """An argparse type: `512` or `16:4096`."""
+    from dllm_jax.bench.workload import Lengths
+
+    low, colon, high = text.partition(":")
+    try:
+        return Lengths(int(low), int(high if colon else low))
+    except ValueError as error:
+        told = str(error) if "must be" in str(error) else "write e.g. 512 or 16:4096"
+        raise argparse.ArgumentTypeError(f"{text!r}: {told}") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the lines or the object."""
+    with Interrupt():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    args.mode = args.mode or _mode(args)
+    _check_flags(args)
+    if args.output is not None:
+        check_output(args.output)
+    chosen = strategies.load(args.strategy)
+
+    from dllm_jax.bench.throughput import measure_batches
+    from dllm_jax.cli.models import load_model
+
+    model = load_model(args)
+    strategy = _strategy(args, model, chosen)
+    batches = _batches(args, model)
+    llm = _engine(args, model, strategy, batches)
+    if args.what == "latency":
+        from dllm_jax.bench.throughput import serve
+
+        serve(llm, batches.pop(0), use_tqdm=False)  # what a first batch alone pays
+    facts = {"command": f"bench {args.what}", **_load(args), **measure_batches(llm, batches)}
+    print(json.dumps(facts) if args.json else "\n".join(lines(facts)), flush=True)
+    if args.output is not None:
+        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _mode(args: argparse.Namespace) -> str:
+    built_in = args.model.startswith("builtin:")
+    asks_fixed = args.tokens_per_step is not None or args.input_len is not None
+    return "adaptive" if args.prompt_file or (built_in and not asks_fixed) else "fixed"
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that would be ignored."""
+    fixed = {"--tokens-per-step": args.tokens_per_step, "--input-len": args.input_len}
+    adaptive = {"--prompt-file": args.prompt_file, "--strategy": args.strategy}
+    ignored = adaptive if args.mode == "fixed" else fixed
+    for name, value in ignored.items():
+        if value is not None:
+            other = "adaptive" if args.mode == "fixed" else "fixed"
+            raise UsageError(f"{name} goes with --mode {other}; the mode is {args.mode}")
+    if args.mode == "fixed":
+        for name in strategies.given_fields(args):
+            if name not in strategies.SIZES:
+                raise UsageError(f"{name} goes with --mode adaptive; fixed work has no thresholds")
+
+
+def _strategy(args: argparse.Namespace, model: Any, chosen: Any) -> Any:
+    fields = strategies.given_fields(args)
+    if args.mode == "adaptive":
+        return strategies.resolve(model, args.strategy, chosen, fields)
+    from dllm_jax.bench.fixed import FixedWork, most_tokens
+
+    block = fields.get("block_size", model.defaults.block_size)
+    buffer = fields.get("buffer_size", max(2, model.defaults.buffer_size))
+    count = args.tokens_per_step or min(4, max(1, most_tokens(block, buffer)))
+    try:
+        return FixedWork(tokens_per_step=count, block_size=block, buffer_size=buffer)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _batches(args: argparse.Namespace, model: Any) -> list[list[Any]]:
+    """The work: one batch for throughput, one more than asked for latency."""
+    from dllm_jax.bench import workload
+
+    latency = args.what == "latency"
+    batch = args.batch_size if latency else args.num_prompts
+    number = args.num_iters + 1 if latency else 1
+    if args.mode == "fixed":
+        inputs, outputs = args.input_len or lengths(INPUTS), args.output_len or lengths(OUTPUTS)
+        _check_room(args, model, inputs, outputs)
+        work = workload.random_work(model, batch * number, inputs, outputs, args.seed)
+    else:
+        most = args.output_len.high if args.output_len else MAX_TOKENS
+        if args.prompt_file is not None:
+            texts = _texts(args)
+            work = workload.text_work(model, texts, batch * number, most)
+        else:
+            work = workload.problem_work(model, batch * number, most, args.seed)
+    if not latency and args.request_rate is not None:
+        work = workload.arriving(work, args.request_rate, args.seed)
+    return [work[i * batch : (i + 1) * batch] for i in range(number)]
+
+
+def _check_room(args: argparse.Namespace, model: Any, inputs: Any, outputs: Any) -> None:
+    needed = inputs.high + outputs.high
+    most = args.max_model_len or model.config.max_position
+    if needed > most:
+        raise UsageError(
+            f"--input-len {inputs} and --output-len {outputs} need {needed} positions, there are "
+            f"{most}; lower one of them"
+        )
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    from dllm_jax.cli.prompts import read_prompts
+
+    args.prompt = None
+    return read_prompts(args)
+
+
+def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[list[Any]]) -> Any:
+    """A warm engine for the work."""
+    from dllm_jax.facts import EngineConfig
+    from dllm_jax.llm import LLM
+
+    work = [one for batch in batches for one in batch]
+    longest = max(len(one.prompt) + one.params.max_tokens for one in work)
+    return LLM(
+        model,
+        strategy,
+        attention_implementation=args.attention_implementation,
+        tensor_parallel_size=args.tensor_parallel_size,
+        seed=args.seed,
+        config=EngineConfig(
+            max_num_seqs=min(len(max(batches, key=len)), args.max_num_seqs or SLOTS),
+            max_model_len=args.max_model_len or min(longest, model.config.max_position),
+            page_size=args.page_size,
+            memory_utilization=args.memory_utilization or 0.9,
+            enable_prefix_caching=not args.no_prefix_caching,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+    )
+
+
+def _load(args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as the report says it."""
+    fixed = args.mode == "fixed"
+    load = {
+        "input_len": str(args.input_len or INPUTS) if fixed else None,
+        "output_len": str(args.output_len or (OUTPUTS if fixed else MAX_TOKENS)),
+        "prompt_file": args.prompt_file,
+        "seed": args.seed,
+    }
+    if args.what == "latency":
+        return load | {"batch": args.batch_size, "num_iters": args.num_iters}
+    return load | {"batch": args.num_prompts, "request_rate": args.request_rate}
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    mode = facts["mode"]
+    if mode == "fixed":
+        mode += f", {facts['tokens_per_step']} tokens a step"
+    accuracy = facts.get("accuracy")
+    right = "" if accuracy is None else f", {accuracy:.1%} right"
+    told = [
+        f"{facts['model']} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, commit "
+        f"{facts['commit']}",
+        f"{facts['strategy']} ({mode}), window {facts['buffer_size']} x {facts['block_size']}, "
+        f"{facts['num_slots']} slots",
+        f"{facts['requests']} requests, {facts['prompt_tokens']} prompt tokens, "
+        f"{facts['visible_tokens']} visible tokens{right}",
+        f"{facts['nfe']} forwards, {facts['tokens_per_forward']:.2f} tokens per forward; "
+        f"{facts['prefill_nfe']} prefill passes, {facts['cached_tokens']} tokens from the prefix "
+        f"cache, {facts['preemptions']} preemptions",
+        f"{facts['wall_s']:.2f} s, {facts['tok_s']:.1f} tok/s"
+        + ("" if facts["decode_tok_s"] is None else f" (decode only {facts['decode_tok_s']:.1f})"),
+    ]
+    names = {"batch_s": "batch", "ttfb_s": "first block", "tpot_s": "per token", "e2e_s": "request"}
+    for key, name in names.items():
+        if facts.get(key):
+            shown = ", ".join(f"{p} {_seconds(value)}" for p, value in facts[key].items())
+            told.append(f"{name:<12} {shown}")
+    if facts["step_ms"] is not None:
+        floor = "no floor known for this device"
+        if facts["floor_ms"] is not None:
+            floor = f"floor {facts['floor_ms']:.3f} ms, x{facts['step_over_floor']:.2f}"
+        told.append(
+            f"{'step':<12} {facts['step_ms']:.3f} ms, bare {facts['bare_step_ms']:.3f} ms, "
+            f"{floor}; host overhead {facts['host_overhead']:.1%}"
+        )
+    return told
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
