@@ -49,7 +49,7 @@ def start(
     bare = split_knobs(strategy)[0]
     device = Device(model, bare, aux, facts, implementation, allocate=False)
     try:
-        device.memory = _planned(device, model, aux, config)
+        device.memory = _planned(device, model, aux, config, measured=warm_up)
         if not warm_up:
             device.memory.check()
             device.reset()
@@ -65,9 +65,13 @@ def start(
 
 
 def _planned(
-    device: Device, model: Model, aux: Mapping[str, Model], config: EngineConfig
+    device: Device, model: Model, aux: Mapping[str, Model], config: EngineConfig, measured: bool
 ) -> MemoryPlan:
-    """What the device will hold; sets its number of pages where the configuration does not."""
+    """What the device will hold; sets its number of pages where the configuration does not.
+
+    Args:
+        measured: Compile the largest programs of an accelerator, for what they need.
+    """
     gc.collect()  # an engine that went is often still there, with its pools
     facts, shapes = device.facts, device.shapes(num_pages=1)
     weights = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
@@ -89,14 +93,14 @@ def _planned(
         return plan
     elements = max(leaf.size for leaf in jax.tree.leaves(shapes.pools))
     plan = _resized(device, memory.fill(plan, facts.num_pages, elements))
-    if not plan.is_counted:
+    if not plan.is_counted or not measured:
         return plan
     # What was left for temporaries is a guess: see what they take, and guess no more.
     temp_bytes = device.compile_ahead(warming.largest_programs(facts))
-    measured = dataclasses.replace(plan, temp_bytes=temp_bytes)
-    if measured.peak_bytes <= plan.utilization * plan.limit_bytes:
-        return measured
-    return _resized(device, memory.fill(measured, facts.num_pages, elements))
+    plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
+    if plan.peak_bytes <= plan.utilization * plan.limit_bytes:
+        return plan
+    return _resized(device, memory.fill(plan, facts.num_pages, elements))
 
 
 def _resized(device: Device, plan: MemoryPlan) -> MemoryPlan:
