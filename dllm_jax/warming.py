@@ -68,13 +68,15 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
         fold=0,
     )
     saved = np.zeros((saved_size,), np.int32)
-    return [
-        *work,
+    work += [
         Work("admit", lambda device: device.admit(0, empty)),
         Work("restore", lambda device: device.restore(0, empty, saved, ())),
-        Work("begin", lambda device: device.begin(0)),
-        Work("copy", lambda device: device.copy_page(0, 0)),
     ]
+    if facts.prompt_mode != "whole_causal":  # whose prompts always leave a token to compute
+        work.append(Work("begin", lambda device: device.begin(0)))
+    if facts.is_full:
+        work.append(Work("copy", lambda device: device.copy_page(0, 0)))
+    return work
 
 
 def largest_programs(facts: Facts) -> list[Work]:

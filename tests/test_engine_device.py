@@ -12,10 +12,19 @@ equals `dj.generate`; nothing compiles after `warm_up`.
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.state import ACTIVE, DUMMY, TO_CACHE
+import dllm_jax as dj
+from dllm_jax import sizing
+from dllm_jax.device import Device
+from dllm_jax.facts import EngineConfig
+from dllm_jax.requests import SamplingParams
+from strategies import MultiBD
+from strategies.protocol import split_knobs
+from strategies.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import NAMES, case
@@ -319,17 +328,121 @@ def test_at_one_bucket_a_slot_is_equal_bit_for_bit_whatever_its_neighbours(name)
 
 
 def test_a_near_tie_is_seen_and_counted():
-    """Two ids with one embedding tie everywhere; without them nothing of this request is close."""
+    """Of tokens, where two ids share their row of the head; of a confidence and its threshold."""
     request = case("multi_bd").requests[0]
-    params = models.plain().params
+    model = models.plain()
     assert toy.near_ties("multi_bd", request) == 0
-    tied = params | {"lm_head": params["lm_head"].at[:, 1::2].set(params["lm_head"][:, ::2])}
-    assert toy.near_ties("multi_bd", request, models.plain().replace(params=tied)) > 5
-    strict = dataclasses.replace(request, knobs=(("accept_threshold", 0.0),))
-    sure = toy.near_ties("multi_bd", strict, models.plain().replace(params=spread(params)))
-    assert sure > 0, "a confidence that equals its threshold"
+    head = model.params["lm_head"]
+
+    def counted(head, **knobs):
+        changed = model.replace(params=model.params | {"lm_head": head})
+        asked = dataclasses.replace(request, knobs=tuple(knobs.items()))
+        return toy.near_ties("multi_bd", asked, changed)
+
+    assert counted(head.at[1::2].set(head[::2])) > 5
+    assert counted(0 * head, accept_threshold=1 / 38) > counted(0 * head, accept_threshold=0.9)
 
 
-def spread(params):
-    """A head whose readout is even: every confidence is one in the number of ids."""
-    return params | {"lm_head": 0 * params["lm_head"]}
+# --- LLM and generate -----------------------------------------------------------------------------
+
+SIZES = {"num_pages": 41, "page_size": 8, "max_model_len": 64, "max_num_seqs": 2}
+PROMPTS = [list(request.prompt) for request in case("multi_bd").requests]
+
+
+def small_llm(strategy, **more):
+    """Two slots for three prompts, one bucket of each kind."""
+    config = EngineConfig(
+        **SIZES, slot_buckets=(2,), page_buckets=(9,), prefill_buckets=(16,), **more
+    )
+    return dj.LLM(models.plain(), strategy, config=config, warm_up=False, seed=5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 5, "top_p": 0.8},
+        {"temperature": 1.5, "max_nfe": 3},
+    ],
+    ids=["greedy", "restricted", "few_forwards"],
+)
+def test_llm_gives_the_tokens_of_generate_with_the_same_keys(asked):
+    """Seeded, n > 1: `fold_in(key(seed), index)`; no seed: `fold_in(key(LLM seed), number)`."""
+    strategy = MultiBD(0.35, 0.25, 0.5, block_size=4, buffer_size=3)
+    llm = small_llm(strategy)
+    every = [
+        SamplingParams(max_tokens=10, seed=7, n=2, **asked),
+        SamplingParams(max_tokens=10, **asked),
+        SamplingParams(max_tokens=10, n=2, **asked),
+    ]
+    got = [one for output in llm.generate(PROMPTS, every) for one in output.outputs]
+    # Samples are numbered as they are submitted: prompt 0 takes 0 and 1, prompt 1 takes 2.
+    seeds = [(7, 0), (7, 1), (5, 2), (5, 3), (5, 4)]
+    keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), i) for seed, i in seeds])
+    prompts = [PROMPTS[i] for i in (0, 0, 1, 2, 2)]
+    want = dj.generate(models.plain(), prompts, strategy, max_tokens=10, key=keys, **asked)
+    assert [one.token_ids for one in got] == [
+        want.tokens[b, : int(want.length[b])].tolist() for b in range(5)
+    ]
+    assert [one.finish_reason for one in got] == [FINISH_REASONS[int(code)] for code in want.finish]
+    assert asked["temperature"] == 0 or got[0].token_ids != got[1].token_ids
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["multi_bd_shifted", "multi_bd_whole_full"])
+def test_nothing_compiles_after_warm_up(name, compilations):
+    """Every bucket met, mixed lengths and parameters, hits, copies, preemptions and a failure."""
+    widest = toy.device(name).facts.page_buckets[-1]
+    slots, pages, prompts, programs = (
+        ((4,), (widest,), (64,), 4 + 1 + 2)
+        if name in FULL
+        else ((2, 4), (2, widest), (8,), 3 + 4 + 2)
+    )
+    config = toy.config_of(name, num_pages=39, slot_buckets=slots, prefill_buckets=prompts)
+    facts = sizing.make_facts(case(name).model, case(name).strategy, {}, config)
+    facts = dataclasses.replace(facts, page_buckets=pages)
+    device = Device(case(name).model, split_knobs(case(name).strategy)[0], {}, facts)
+    compilations.clear()
+    device.warm_up()
+    assert len(compilations) == programs, "each is compiled once"
+    compilations.clear()
+    engine = make_engine(name, device)
+    for turn in range(4):
+        mixed = [
+            wish(request, temperature=0.3 * turn, top_k=turn or None, n=1 + turn % 2)
+            for request in case(name).requests
+        ]
+        longer = dataclasses.replace(case(name).requests[1], max_tokens=30 + turn)
+        if turn == 2:
+            with steps_a_chunk(1):
+                run(engine, [*mixed, wish(longer)], toy.preempting())
+        else:
+            run(engine, [*mixed, wish(longer)])
+        device.reset()
+        engine.scheduler.lose_everything()
+    assert engine.stats().num_preemptions > 10
+    assert not compilations
+    assert engine.stats().num_late_compiles == 0
+    jax.jit(lambda x: x + jnp.float32(1.25))(jnp.zeros((7,)))
+    assert compilations, "the listener hears"
+
+
+@pytest.fixture(scope="module")
+def heard():
+    events = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return events
+
+
+@pytest.fixture
+def compilations(heard):
+    """What was compiled, or read from the compilation cache, since the test began."""
+    heard.clear()
+    return heard
