@@ -1,7 +1,7 @@
 """The host loop over a fake device, driven at random and compared with each request run alone.
 
 `World` holds an engine with tiny pools, does one thing to it at a time and checks after each what
-must always hold: pages conserved, growth ahead of the dispatched steps, first come first served,
+must always hold: pages conserved, first come first served,
 streams that only grow, every request ended exactly once, with the tokens and the reason it has
 alone (`fake_device.alone`) or, where it was cut short, with a beginning of them.
 """
@@ -124,6 +124,7 @@ class World:
 
     def act(self, rng: random.Random) -> None:
         """One random thing."""
+        self.counts["actions"] += 1
         (name,) = rng.choices(list(ACTIONS), list(ACTIONS.values()))
         getattr(self, name)(rng)
 
@@ -361,7 +362,7 @@ class World:
 
     def check(self) -> None:
         """The books after any action."""
-        scheduler, facts, stages = self.scheduler, self.facts, self.host.scheduler
+        scheduler, stages = self.scheduler, self.host.scheduler
         live = scheduler.live
         scheduler.pool.check([sample.pages for sample in live])
         assert [s for s in scheduler.slots if s is not None] == sorted(live, key=lambda s: s.slot)
@@ -372,10 +373,7 @@ class World:
             held = scheduler.table[sample.slot].tolist()
             assert held[: len(sample.pages)] == sample.pages
             assert set(held[len(sample.pages) :]) <= {-1}
-            if sample.stage == stages.DECODE:
-                end = sample.start + sample.in_flight * facts.window
-                assert len(sample.pages) * facts.page_size >= min(end, sample.capacity)
-                assert sample.in_flight >= 0
+            assert sample.in_flight >= 0
         waiting = self._waiting()
         assert len({id(sample) for sample in waiting}) == len(waiting), "queued twice"
         assert scheduler.num_waiting == len(waiting)

@@ -306,12 +306,13 @@ class FakeDevice:
         return context + [0] * (end - len(context))
 
     def _write(self, columns: list[int], first: int, contents: Sequence[int]) -> None:
-        """Put contents from a position on; dropped where the table has no page."""
+        """Put contents from a position on; the table must have its page by now."""
         Z = self.facts.page_size
         for position, content in enumerate(contents, first):
             column = position // Z
-            if column < len(columns) and columns[column] >= 0:
-                self.pages[columns[column]][position % Z] = content
+            assert column < len(columns), f"position {position} is outside the page bucket"
+            assert columns[column] >= 0, f"position {position} has no page"
+            self.pages[columns[column]][position % Z] = content
 
 
 # --- what a decoder of block diffusion does, in plain numbers ------------------------------------
@@ -486,7 +487,7 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
         num_pages=max(2, int(columns * rng.choice((0.6, 1.0, 1.0, 1.5, 2.5)))),
         page_size=Z,
         max_model_len=max_len,
-        max_steps_per_chunk=rng.randint(1, 4),
+        max_steps_per_chunk=rng.choice((1, 2, 4, 9)),
         block_size=S,
         window=W,
         prompt_mode=mode,
