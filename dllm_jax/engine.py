@@ -224,7 +224,7 @@ class Engine:
         steps = scheduler.grow(decoding, steps)
         decoding = [sample for sample in decoding if sample.stage == DECODE]
         sized = groups(scheduler, decoding, steps, self.device.cost)
-        self._rounds.append(_Round([self._decode(group, steps) for group in sized], None))
+        self._rounds.append(_Round([self._decode(*group) for group in sized], None))
         return True
 
     def _place(self, sample: Sample) -> None:
@@ -284,8 +284,7 @@ class Engine:
             self._begin(sample, prefilled=True)
         return boundary
 
-    def _decode(self, sized: tuple[list[Sample], int], steps: int) -> _Chunk:
-        group, columns = sized
+    def _decode(self, group: list[Sample], columns: int, steps: int) -> _Chunk:
         scheduler = self.scheduler
         rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
         pages = scheduler.table[rows, :columns]

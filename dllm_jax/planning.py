@@ -1,23 +1,30 @@
 """How much goes into a round: decode steps, groups of rows, prefill within what the steps take.
 
-A round's prefill may cost as much as its decode steps, so that a step takes at most twice its time
-beside a long prompt. Costs are predictions of `device.cost`; without them rounds are sized by
+What runs beside the decode steps of most rows may cost nearly as much as they do, so that a step
+takes at most twice its time beside a long prompt. Costs are predictions of `device.cost`; without them rounds are sized by
 tokens. Nothing here dispatches.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
-from dllm_jax.scheduler import Pass, Sample, Scheduler
+from dllm_jax.scheduler import PREFILL, Pass, Sample, Scheduler
 
 # How long a dispatch should last. Each costs about 2 ms on an H200, where XLA updates its command
 # buffers on every call, and what ends or arrives in a chunk waits for its end.
 CHUNK_S = 0.1
 CHUNK_S_WATCHED = 0.03  # where somebody watches the text grow
-CHUNK_S_WAITING = 0.016  # where somebody waits for a slot: sqrt(2 ms x 64 steps x 2 ms a step)
+CHUNK_S_WAITING = 0.016  # where somebody waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
 
-Group = tuple[list[Sample], int]  # rows of one dispatch, and the columns of their page table
+# What may run beside the decode steps of most rows, as a share of their time: passes of prefill, and
+# steps of rows with much longer contexts. A little less than 1, so that a step stays below twice its
+# time where predictions are a little off.
+BESIDE = 0.8
+
+# Rows of one dispatch, the columns of their page table, and their steps.
+Group = tuple[list[Sample], int, int]
 
 
 class Cost(Protocol):
@@ -41,7 +48,7 @@ def num_steps(step_s: float, scheduler: Scheduler, decoding: Sequence[Sample]) -
     if not step_s or any(sample.owner.request.denoise for sample in decoding):
         return 1
     wanted = CHUNK_S_WATCHED if any(sample.watched for sample in decoding) else CHUNK_S
-    if scheduler.has_waiting:
+    if scheduler.has_waiting or any(sample.stage == PREFILL for sample in scheduler.live):
         wanted = CHUNK_S_WAITING
     return max(1, min(scheduler.facts.max_steps_per_chunk, int(wanted / step_s)))
 
@@ -51,31 +58,44 @@ def groups(
 ) -> list[Group]:
     """Rows by page bucket, neighbours merged where one dispatch is cheaper than two.
 
-    So short contexts do not pay for long ones.
+    So short contexts do not pay for long ones. The largest group runs all steps, the others as many
+    as fit beside it, at least one.
     """
     buckets = scheduler.facts.page_buckets
     if len(buckets) == 1:
-        return [(decoding, buckets[0])] if decoding else []
+        return [(decoding, buckets[0], steps)] if decoding else []
     by_columns: dict[int, list[Sample]] = {}
     for sample in decoding:
         columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
         by_columns.setdefault(columns, []).append(sample)
     apart = [(by_columns[columns], columns) for columns in sorted(by_columns)]
     if cost is None:
-        return apart
-
-    def step_s(rows: int, columns: int) -> float:
-        return cost.decode_s(scheduler.slot_bucket(rows), columns)
-
+        return [(rows, columns, steps) for rows, columns in apart]
+    step_s = functools.partial(_step_s, scheduler, cost)
     merged = apart[:1]
-    for group, columns in apart[1:]:
+    for rows, columns in apart[1:]:
         before, narrow = merged[-1]
-        together = step_s(len(before) + len(group), columns)
-        if together <= step_s(len(before), narrow) + step_s(len(group), columns):
-            merged[-1] = (before + group, columns)
+        together = step_s(len(before) + len(rows), columns)
+        if together <= step_s(len(before), narrow) + step_s(len(rows), columns):
+            merged[-1] = (before + rows, columns)
         else:
-            merged.append((group, columns))
-    return merged
+            merged.append((rows, columns))
+    main = max(range(len(merged)), key=lambda i: len(merged[i][0]))
+    share = BESIDE * steps * step_s(len(merged[main][0]), merged[main][1])
+    share /= max(1, len(merged) - 1)
+    return [
+        (rows, columns, steps if i == main else _within(share, step_s(len(rows), columns), steps))
+        for i, (rows, columns) in enumerate(merged)
+    ]
+
+
+def _step_s(scheduler: Scheduler, cost: Cost, rows: int, columns: int) -> float:
+    return cost.decode_s(scheduler.slot_bucket(rows), columns)
+
+
+def _within(seconds: float, step_s: float, steps: int) -> int:
+    """How many of the steps fit, at least one."""
+    return max(1, min(steps, int(seconds / step_s)))
 
 
 class Budget:
@@ -90,10 +110,11 @@ class Budget:
         if decoding and cost is None:
             self._tokens = min(self._tokens, largest)
         elif decoding and cost is not None:
-            self._seconds = steps * sum(
-                cost.decode_s(scheduler.slot_bucket(len(group)), columns)
-                for group, columns in groups(scheduler, decoding, steps, cost)
-            )
+            times = [
+                group_steps * _step_s(scheduler, cost, len(rows), columns)
+                for rows, columns, group_steps in groups(scheduler, decoding, steps, cost)
+            ]
+            self._seconds = (1 + BESIDE) * max(times) - sum(times)
 
     def take(self, sample: Sample, forced: bool) -> Pass | None:
         """The sample's next pass, paid for; None where nothing is left to compute or to spend.
