@@ -1,8 +1,8 @@
 """How much goes into a round: decode steps, groups of rows, prefill within what the steps take.
 
 What runs beside the decode steps of most rows may cost nearly as much as they do, so that a step
-takes at most twice its time beside a long prompt. Costs are predictions of `device.cost`; without them rounds are sized by
-tokens. Nothing here dispatches.
+takes at most twice its time beside a long prompt. Costs are predictions of `device.cost`; without
+them rounds are sized by tokens. Nothing here dispatches.
 """
 
 import functools
@@ -18,9 +18,9 @@ CHUNK_S_WATCHED = 0.03  # where somebody watches the text grow
 CHUNK_S_WAITING = 0.016  # where somebody waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
 
-# What may run beside the decode steps of most rows, as a share of their time: passes of prefill, and
-# steps of rows with much longer contexts. A little less than 1, so that a step stays below twice its
-# time where predictions are a little off.
+# What may run beside the decode steps of most rows, as a share of their time: passes of prefill,
+# and steps of rows with much longer contexts. A little less than 1, so that a step stays below
+# twice its time where predictions are a little off.
 BESIDE = 0.8
 
 # Rows of one dispatch, the columns of their page table, and their steps.
