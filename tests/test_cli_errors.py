@@ -39,7 +39,7 @@ def fails(capsys):
     return run
 
 
-@pytest.mark.parametrize("verb", ["chat", "serve", "bench", "tune", "trace", "replay"])
+@pytest.mark.parametrize("verb", ["serve", "tune", "trace"])
 def test_planned_verb_is_refused_by_name(fails, verb):
     message = fails(2, verb, "--anything")
     assert f"verb '{verb}' is not supported yet" in message
@@ -48,16 +48,23 @@ def test_planned_verb_is_refused_by_name(fails, verb):
 
 def test_unknown_verb_gets_a_suggestion(fails):
     assert fails(2, "genrate") == "verb 'genrate' is unknown; did you mean 'generate'?"
-    assert "use one of generate, eval" in fails(2, "xyz")
+    assert "use one of generate, chat" in fails(2, "xyz")
     assert "no verb given" in fails(2)
 
 
 @pytest.mark.parametrize(
-    ("flag", "remedy"), [("--tensor-parallel-size=2", "use 1"), ("--draft", "leave it out")]
+    ("flag", "remedy"), [("--lora=x", "merge the adapter first"), ("--draft", "leave it out")]
 )
 def test_planned_flag_is_refused_by_name(fails, flag, remedy):
     message = fails(2, "generate", "x", flag)
     assert message == f"{flag.split('=')[0]} is not supported yet; {remedy}"
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp"])
+def test_several_devices_are_refused_by_name(fails, flag):
+    assert f"{flag}: 2 is not supported yet; use 1" in fails(2, "generate", "x", flag, "2").replace(
+        "--tensor-parallel-size/--tp", flag
+    )
 
 
 def test_unknown_flag_is_named(fails):
@@ -83,6 +90,12 @@ def test_unknown_flag_is_named(fails):
         (["--stop-token-ids", "a,b"], "'a,b' is no list of token ids; write e.g. 3,17"),
         (["--set", "remasking"], "'remasking' is not KEY=VALUE"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--page-size", "0"], "--page-size: 0 is too small; give one >= 1"),
+        (
+            ["--memory-utilization", "1.5"],
+            "--memory-utilization: 1.5 is out of range; give one > 0",
+        ),
+        (["--attention-implementation", "flash"], "invalid choice: 'flash'"),
     ],
 )
 def test_bad_flag_value_names_flag_value_and_rule(fails, argv, told):
@@ -283,6 +296,37 @@ def test_prompt_longer_than_the_model(fails, random_folder):
     assert "shorten the prompt" in message
 
 
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_printed(fails):
+    told = "block_size=9999 must be a whole number in [1, 512]; choose a value there"
+    assert fails(1, "generate", "--block-size", "9999") == told  # draws a problem, and shows none
+    message = fails(1, "generate", PROMPT, "--max-model-len", "9999")
+    assert message == "max_model_len=9999 is more than the model's 512 positions; lower it"
+    message = fails(1, "generate", "7" * 100, "--max-model-len", "64")
+    assert message.startswith("the prompt has 102 tokens; the engine takes 64, prompt and text")
+
+
+def test_device_that_fails_is_one_line(random_folder, monkeypatch, capsys, tmp_path):
+    from dllm_jax.device import Device
+    from dllm_jax.facts import DeviceFailure
+
+    def full(*_):
+        raise DeviceFailure("RESOURCE_EXHAUSTED: Out of memory\nallocation 1\nallocation 2")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "harvest", full)
+        argv = ["generate", PROMPT, "--model", str(random_folder), "--max-tokens", "4"]
+        assert main(argv) == 1
+    told = capsys.readouterr().err
+    (path,) = (tmp_path / "dllm-jax" / "snapshots").iterdir()
+    assert told == (
+        "error: the device failed twice (RESOURCE_EXHAUSTED: Out of memory); saved: "
+        f"`dllm-jax replay {path}` runs it again\n"
+    )
+    assert main(["replay", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("\n4 tokens, length\n")
+
+
 def test_model_without_tokenizer(fails, random_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
@@ -368,6 +412,8 @@ def test_help_and_bad_flags_import_no_jax():
         "from dllm_jax.cli import main\n"
         "assert main(['generate', '--help']) == 0\n"
         "assert main(['eval', '--help']) == 0\n"
+        "assert main(['chat', '--help']) == 0\n"
+        "assert main(['replay', '--help']) == 0\n"
         "assert main(['generate', 'x', '--max-tokens', '0']) == 2\n"
         "assert 'jax' not in sys.modules\n"
     )

@@ -1,8 +1,9 @@
 """Proves `dllm-jax generate`: it prints the text `dj.generate` gives, counts what it counts, and
 keeps what it has when interrupted.
 
-The library call is the oracle: other loop (one jit to the end instead of steps), same tokens. The
-terminal drawing and the growing text are tested on their own, on hand-written input.
+`dj.generate` is the oracle: another loop (one jit over a fixed batch instead of the engine), same
+tokens. The terminal drawing is tested on its own, on hand-written input. Signals are sent to a real
+process.
 """
 
 import io
@@ -11,15 +12,17 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import jax
 import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli import main
-from dllm_jax.cli.text import TextStream
 from dllm_jax.cli.watch import Frame, Watch
 
+CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 PROMPTS = ["Ann has 3 pens.", "Carl gets 41 dollars a day, and pays 6.", "How many pages?"]
 
 
@@ -46,8 +49,8 @@ def test_text_and_figures_are_those_of_the_library(model, random_folder, capsys)
     assert found is not None
     assert [int(found[1]), int(found[2])] == [out.length[0], out.nfe[0]]
     assert float(found[3]) == pytest.approx(int(out.length[0]) / int(out.nfe[0]), abs=0.005)
-    assert "tok/s decoding" in figures
-    assert "compiled and warmed up before that" in figures
+    told = r"tok/s with prefill, first block after [\d.]+ s \(compiling, not counted: [\d.]+ s\)"
+    assert re.search(told, figures)
 
 
 def test_json_of_a_prompt_file_is_a_line_a_prompt(model, random_folder, capsys, tmp_path):
@@ -70,7 +73,8 @@ def test_json_of_a_prompt_file_is_a_line_a_prompt(model, random_folder, capsys, 
         assert line["token_ids"] == out.tokens[i, : out.length[i]].tolist()
         assert line["finish_reason"] == ("stop" if out.length[i] < 12 else "length")
         assert line["metrics"]["nfe"] == out.nfe[i]
-        assert line["metrics"]["prefill_nfe"] == 1
+        # A prompt without a whole block has no prefill.
+        assert line["metrics"]["prefill_nfe"] == (len(rendered(model, PROMPTS[i])) >= 8)
         assert 0 < line["metrics"]["ttfb_s"] <= line["metrics"]["e2e_s"]
 
 
@@ -114,58 +118,179 @@ def test_max_nfe_and_stop_ids_end_the_text(model, random_folder, capsys):
     assert stop not in line["token_ids"]
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_interrupt_reports_what_there_is(model, random_folder, capsys, monkeypatch, as_json):
-    from dllm_jax import generation
+def test_stop_string_ends_the_text_before_it(random_folder, capsys):
+    base = ["generate", PROMPTS[0], "--json", "--max-tokens", "20", "--model", str(random_folder)]
+    assert main(base) == 0
+    whole = json.loads(capsys.readouterr().out)["text"]
+    stop = whole[9:12]
+    assert main([*base, "--stop", "no such text", "--stop", stop]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["text"], line["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 
-    advance, calls = generation.advance, []
 
-    def interrupted(*args, **kwargs):
+def test_sizes_of_the_engine_change_no_token(random_folder, capsys, tmp_path):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS), encoding="utf-8")
+    base = ["generate", "--prompt-file", str(tmp_path / "prompts"), "--model", str(random_folder)]
+    base += ["--json", "--max-tokens", "12", "--temperature", "0.7"]
+    assert main(base) == 0
+    texts = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    sizes = ["--max-num-seqs", "2", "--page-size", "16", "--max-model-len", "128"]
+    sizes += ["--no-prefix-caching", "--max-num-batched-tokens", "64", "--tp", "1"]
+    sizes += ["--attention-implementation", "xla", "--memory-utilization", "0.01"]
+    assert main([*base, *sizes]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["token_ids"] for line in lines] == texts
+
+
+def test_flags_reach_the_engine(random_folder, monkeypatch, capsys):
+    from dllm_jax import llm
+
+    made = []
+
+    class Spy(llm.LLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append((self.engine.facts, kwargs))
+
+    monkeypatch.setattr(llm, "LLM", Spy)
+    base = ["generate", PROMPTS[0], "--model", str(random_folder), "--max-tokens", "4"]
+    assert main([*base, "--max-nfe", "1"]) == 0
+    facts, _ = made.pop()
+    # One prompt: one slot and its pages, no more positions than a power of two that suffices.
+    assert (facts.num_slots, facts.max_model_len, facts.prefix_caching) == (1, 256, True)
+    assert facts.num_pages == -(-(256 + 8) // 64)
+    sizes = ["--page-size", "16", "--max-model-len", "128", "--no-prefix-caching", "--seed", "3"]
+    sizes += ["--max-num-batched-tokens", "64", "--memory-utilization", "0.02"]
+    assert main([*base, "--max-nfe", "1", *sizes]) == 0
+    facts, given = made.pop()
+    assert (facts.page_size, facts.max_model_len, facts.prefix_caching) == (16, 128, False)
+    assert facts.max_num_batched_tokens == 64
+    assert (given["config"].memory_utilization, given["seed"]) == (0.02, 3)
+
+
+def interrupted_run(monkeypatch, number, after, argv):
+    """The status of a command that gets a signal in its `after`th step, of one forward each."""
+    from dllm_jax.engine import Engine
+
+    monkeypatch.setattr("dllm_jax.engine.num_steps", lambda *_: 1)
+    step, calls = Engine.step, []
+
+    def signalled(engine):
         calls.append(1)
-        if len(calls) == 12:  # the first is the warm-up
-            raise KeyboardInterrupt
-        return advance(*args, **kwargs)
+        if len(calls) == after:
+            signal.raise_signal(number)
+        return step(engine)
 
-    monkeypatch.setattr(generation, "advance", interrupted)
+    monkeypatch.setattr(Engine, "step", signalled)
+    return main(["generate", *argv])
+
+
+def test_interrupt_shows_the_text_so_far(model, random_folder, capsys, monkeypatch):
     argv = [PROMPTS[0], "--max-tokens", "20", "--model", str(random_folder)]
-    assert main(["generate", *argv, *(["--json"] if as_json else [])]) == 130
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert interrupted_run(monkeypatch, signal.SIGINT, 12, argv) == 130
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     captured = capsys.readouterr()
-    out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20, max_nfe=10)
+    found = re.search(r"(\d+) tokens, (\d+) forwards", captured.out)
+    nfe = int(found[2])
+    out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20, max_nfe=nfe)
     ids = out.tokens[0, : out.length[0]].tolist()
-    assert len(ids) > 2
-    if as_json:
-        line = json.loads(captured.out)
-        assert (line["token_ids"], line["finish_reason"]) == (ids, "abort")
-        assert captured.err.startswith("error: interrupted in prompt 1 of 1;")
-    else:
-        assert captured.out.startswith(model.tokenizer.decode(ids, skip_special_tokens=True))
-        assert f"{len(ids)} tokens, 10 forwards" in captured.out
-        assert captured.err.startswith("error: interrupted after 10 forwards;")
-    assert captured.err.count("\n") == 1
+    assert (int(found[1]), nfe >= 5, 2 < len(ids) < 20) == (len(ids), True, True)
+    text = captured.out.rsplit("\n\n", 1)[0]
+    assert text == model.tokenizer.decode(ids, skip_special_tokens=True)
+    assert captured.err == (
+        f"error: interrupted after {nfe} forwards; what was generated so far is shown; run it "
+        "again to finish\n"
+    )
 
 
-def test_real_interrupt_ends_with_130(random_folder, tmp_path):
-    argv = ["generate", PROMPTS[0], "--watch", "--watch-delay", "60", "--model", random_folder]
-    with subprocess.Popen(
+def test_termination_reports_finished_and_partial_prompts(
+    model, random_folder, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS), encoding="utf-8")
+    argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "20"]
+    argv += ["--max-num-seqs", "1", "--model", str(random_folder)]
+    out = dj.generate(model, [rendered(model, prompt) for prompt in PROMPTS], max_tokens=20)
+    first = int(out.nfe[0])
+    assert interrupted_run(monkeypatch, signal.SIGTERM, first + 12, argv) == 143
+    captured = capsys.readouterr()
+    done, partial = map(json.loads, captured.out.splitlines())  # the third was not begun
+    whole = [out.tokens[i, : out.length[i]].tolist() for i in range(3)]
+    assert (done["token_ids"], done["finish_reason"]) == (whole[0], "length")
+    assert partial["finish_reason"] == "abort"
+    assert 0 < len(partial["token_ids"]) < len(whole[1])
+    assert partial["token_ids"] == whole[1][: len(partial["token_ids"])]
+    assert partial["text"] == model.tokenizer.decode(partial["token_ids"])
+    assert captured.err.endswith(
+        "error: interrupted after 1 of 3 prompts; what was generated so far is shown; run it again "
+        "to finish\n"
+    )
+
+
+def start(argv, tmp_path):
+    return subprocess.Popen(
         [sys.executable, "-m", "dllm_jax.cli", *map(str, argv)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
-    ) as process:
-        try:
-            line = process.stdout.readline()  # the first frame: now it sleeps for a minute
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
-    assert line.startswith("forward   0 |")
-    assert "0 tokens, 0 forwards" in out
+        env={
+            "PATH": "/usr/bin:/bin",
+            "JAX_PLATFORMS": "cpu",
+            "HOME": str(tmp_path),
+            "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+        },
+    )
+
+
+def ended(process, number):
+    """Send a signal; what the process wrote since, after at most five seconds."""
+    try:
+        process.send_signal(number)
+        began = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 5
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    return out, err
+
+
+def test_signal_between_two_forwards_of_a_process(random_folder, tmp_path):
+    argv = ["generate", PROMPTS[0], "--watch", "--watch-delay", "60", "--model", random_folder]
+    process = start(argv, tmp_path)
+    line = process.stdout.readline()  # the first frame: now it sleeps for a minute
+    out, err = ended(process, signal.SIGTERM)
+    assert re.fullmatch(r"forward   1 \|.*\|\n", line)
+    assert re.search(r"\d+ tokens, 1 forwards", out)
     assert err == (
-        "error: interrupted after 0 forwards; what was generated so far is shown; "
+        "error: interrupted after 1 forwards; what was generated so far is shown; "
         "run it again to finish\n"
     )
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_signal_while_the_process_compiles(random_folder, tmp_path, as_json):
+    # The second forward meets a program whose tracing takes a minute in C, deaf to everything.
+    (tmp_path / "slow.py").write_text(
+        "import hashlib, sys\n"
+        "from strategies.multi_bd import MultiBD\n"
+        "def step(forward, state):\n"
+        "    print('tracing', file=sys.stderr, flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+    )
+    argv = ["generate", PROMPTS[0], "--model", random_folder, "--strategy"]
+    argv += [f"{tmp_path / 'slow.py'}:step", "--block-size", "8", "--buffer-size", "2"]
+    process = start([*argv, *(["--json"] if as_json else [])], tmp_path)
+    assert process.stderr.readline() == "tracing\n"
+    out, err = ended(process, signal.SIGINT)
+    if as_json:
+        assert out == ""
+        assert err.startswith("error: interrupted after 0 of 1 prompts; what was")
+    else:
+        assert "0 tokens, 0 forwards" in out
+        assert err.startswith("error: interrupted after 0 forwards; what was")
+    assert err.count("\n") == 1
 
 
 def test_watch_without_a_terminal_prints_a_line_a_forward(model, random_folder, capsys):
@@ -174,8 +299,8 @@ def test_watch_without_a_terminal_prints_a_line_a_forward(model, random_folder, 
     lines = capsys.readouterr().out.splitlines()
     frames = [line for line in lines if line.startswith("forward ")]
     out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20)
-    assert len(frames) == out.nfe[0]  # one before each forward; the text takes the last one's place
-    assert re.fullmatch(r"forward   0 \|·+\|", frames[0])
+    assert len(frames) == out.nfe[0] - 1  # the text takes the last one's place
+    assert [int(frame[8:11]) for frame in frames] == list(range(1, out.nfe[0]))
     assert any(re.search(r"[^·]·", frame.split("|")[1]) for frame in frames)
 
 
@@ -211,37 +336,3 @@ def test_watch_keeps_to_the_lines_and_columns_of_the_terminal(monkeypatch):
     # rows: abcd | efgh | 日本 | 語wx | yz·, of which the last three fit under the heading
     rows = ["forward 1", "日本", f"語{green}w{yellow}x", f"{yellow}yz{grey}·\x1b[0m", ""]
     assert out.getvalue() == "\n".join(rows) + "\x1b[4A\r\x1b[J"
-
-
-def test_one_warm_up_serves_batches_of_one_shape(random_folder, capsys, monkeypatch, tmp_path):
-    from dllm_jax import generation
-    from dllm_jax.cli import generate
-
-    start, calls = generation.start, []
-    monkeypatch.setattr(generation, "start", lambda *a, **k: calls.append(1) or start(*a, **k))
-    monkeypatch.setattr(generate, "BATCH_SIZE", 2)
-    (tmp_path / "prompts").write_text("\n".join([*PROMPTS, *PROMPTS[:2]]) + "\n")
-    argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "4"]
-    assert main(["generate", "--model", str(random_folder), *argv]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(calls) == 3 + 2  # batches of 2, 2 and 1: two shapes
-    warmed = [line["metrics"]["compile_s"] > 0 for line in lines]
-    assert warmed == [True, True, False, False, True]
-
-
-def test_text_stream_waits_for_whole_characters(model):
-    text = "Zoë pays 3 € now"
-    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-    stream = TextStream(model.tokenizer)
-    pieces = [stream.feed(ids[: i + 1]) for i in range(len(ids))]
-    assert "".join(pieces) == text == stream.text
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert "" in pieces  # some token ends inside a character
-    assert stream.feed(ids, last=True) == ""
-
-
-def test_text_stream_shows_what_is_broken_at_the_end(model):
-    ids = model.tokenizer("3 €", add_special_tokens=False)["input_ids"][:-1]
-    stream = TextStream(model.tokenizer)
-    assert stream.feed(ids) == "3 "
-    assert stream.feed(ids, last=True) == "\ufffd"

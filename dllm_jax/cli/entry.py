@@ -15,31 +15,24 @@ from typing import NoReturn
 
 from dllm_jax.cli.errors import Interrupted, UsageError, one_line
 
-DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 
 VERBS = {
     "generate": "text from a prompt, shown as it settles",
+    "chat": "a conversation in the terminal",
+    "bench": "speed of the engine: throughput, latency",
     "eval": "accuracy and tokens per forward on the built-in word problems",
     "convert": "a Hugging Face folder to a converted one",
     "inspect": "what a checkpoint folder holds, and every problem in it",
     "train": "train the built-in model from nothing",
+    "replay": "a saved snapshot of a request again, step by step",
     "info": "versions, devices, kernels, models",
 }
 
 # Promised, not there yet (docs: api): refused by name until they work.
-PLANNED_VERBS = ("chat", "serve", "bench", "tune", "trace", "replay")
+PLANNED_VERBS = ("serve", "tune", "trace")
 PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
-    "--max-num-seqs": "leave it out",
-    "--max-model-len": "leave it out",
-    "--max-num-batched-tokens": "leave it out",
-    "--page-size": "pages hold 64 tokens",
-    "--memory-utilization": "leave it out",
-    "--tensor-parallel-size": "use 1",
-    "--tp": "use 1",
-    "--no-prefix-caching": "there is no prefix cache to turn off",
-    "--attention-implementation": "leave it out",
-    "--stop": "use --stop-token-ids",
     "--draft": "leave it out",
     "--suffix": "leave it out",
     "--edit-threshold": "leave it out",
@@ -65,7 +58,7 @@ def build_parser(verb: str | None = None) -> Parser:
     parser = Parser(
         prog="dllm-jax",
         description="Diffusion language models on JAX. `dllm-jax VERB --help` tells more.",
-        epilog="Exit status: 0 done, 1 failed, 2 bad usage, 130 interrupted.",
+        epilog="Exit status: 0 done, 1 failed, 2 bad usage, 130 after Ctrl-C, 143 after SIGTERM.",
     )
     parser.add_argument("--version", action="version", version=f"dllm-jax {_version()}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
@@ -111,8 +104,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run the command line and return its exit status.
+
+    Args:
+        argv: Words behind the command's name; None: those of this process, which ends here where a
+            signal asks for it: an orderly end would wait for what the device is at.
+    """
+    status = _main(sys.argv[1:] if argv is None else argv)
+    if argv is None and status > SIGNALLED:
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def _main(argv: list[str]) -> int:
     debug = "--debug" in argv
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     try:
@@ -126,8 +131,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt as stop:
-        told = str(stop) if isinstance(stop, Interrupted) else "interrupted; nothing was finished"
-        return _fail(told, INTERRUPTED, debug)
+        told = stop if isinstance(stop, Interrupted) else Interrupted()
+        return _fail(str(told), SIGNALLED + told.number, debug)
     except UsageError as error:
         return _fail(str(error), BAD_USAGE, debug)
     except Exception as error:

@@ -104,6 +104,89 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def one_device(text: str) -> int:
+    """An argparse type: the number of devices a model is spread over, which is 1."""
+    if whole(1)(text) != 1:
+        raise argparse.ArgumentTypeError(f"{text} is not supported yet; use 1")
+    return 1
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> None:
+    """Sizes of the engine; see `sizes`.
+
+    Args:
+        several: The verb decodes more than one text at a time.
+    """
+    group = parser.add_argument_group("engine")
+    if several:
+        group.add_argument(
+            "--max-num-seqs", type=whole(1), metavar="N", help="texts decoded at once (default: 8)"
+        )
+    group.add_argument(
+        "--max-model-len",
+        type=whole(1),
+        metavar="N",
+        help="tokens of prompt and text together at most (default: what is needed)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=whole(1),
+        metavar="N",
+        help="prefill tokens between two decode steps at most",
+    )
+    group.add_argument(
+        "--page-size", type=whole(1), default=64, metavar="Z", help="tokens of a page of the cache"
+    )
+    group.add_argument(
+        "--memory-utilization",
+        type=number(0, 1, open_low=True),
+        metavar="SHARE",
+        help="of the device's memory, weights included (default: 0.9)",
+    )
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute equal prefixes every time"
+    )
+    group.add_argument(
+        "--attention-implementation",
+        choices=("xla", "cudnn"),
+        help="back end of attention (default: the best there is)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size", "--tp", type=one_device, default=1, metavar="N", help="1"
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
+    """How a text is drawn and when it ends; see `sampling_params`.
+
+    Args:
+        seed: What --seed is the seed of.
+    """
+    group = parser.add_argument_group("sampling and limits")
+    group.add_argument("--max-tokens", type=whole(1), default=256, metavar="N")
+    group.add_argument(
+        "--temperature", type=number(0, 1e6), default=0.0, metavar="T", help="0 is greedy"
+    )
+    group.add_argument("--top-k", type=whole(1), metavar="K")
+    group.add_argument("--top-p", type=number(0, 1, open_low=True), metavar="P")
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends the text and is no part of it; repeat it for several",
+    )
+    group.add_argument(
+        "--stop-token-ids",
+        type=token_ids,
+        default=(),
+        metavar="ID,...",
+        help="ids that end the text, beside the model's own",
+    )
+    group.add_argument("--max-nfe", type=whole(1), metavar="N", help="forwards at most")
+    group.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help=seed)
+
+
 def add_strategy_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """--strategy, sizes and thresholds."""
     group = parser.add_argument_group("strategy")

@@ -7,11 +7,13 @@ BAR_FROM = 200_000_000  # bytes; less is read before a bar could be looked at
 
 
 def load_model(args: argparse.Namespace) -> Any:
-    """`--model` in `--dtype`."""
+    """`--model` in `--dtype`, with the compile cache on from here."""
     from tqdm import tqdm
 
     import dllm_jax as dj
+    from dllm_jax.compile_cache import enable_compile_cache
 
+    enable_compile_cache()
     bars: list[tqdm] = []
 
     def progress(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Text as it grows: token ids in, text that will not change again out.
+"""A window of tokens as text for the terminal.
 
 Nothing here knows where the ids come from.
 """
@@ -6,36 +6,37 @@ Nothing here knows where the ids come from.
 from collections.abc import Sequence
 from typing import Any
 
-_BROKEN = "\ufffd"  # what a tokenizer shows for bytes that are no whole character yet
+from dllm_jax.cli.watch import END_MARK, Frame
+from dllm_jax.requests import RequestOutput
+from dllm_jax.scheduler import Sample
 
 
-class TextStream:
-    """Turns a growing list of token ids into pieces of text that join to the whole.
+def frame(model: Any, output: RequestOutput, sample: Sample) -> Frame:
+    """The window of a text as it stands: end marks are small squares.
 
-    A character may be spread over several tokens, so its piece waits until it is whole.
+    Args:
+        output: Of a request with `denoise`.
+        sample: What the engine keeps of it; its `start` says what has left the window.
     """
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self.text = ""
-
-    def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """The text added since the last call.
-
-        Args:
-            token_ids: All ids so far; those of the last call are a prefix of them.
-            last: No more will come: broken characters are shown as they are.
-        """
-        whole = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        if not last:
-            whole = whole.rstrip(_BROKEN)
-        piece = whole[len(self.text) :]
-        self.text += piece
-        return piece
+    one = output.outputs[0]
+    committed = min(max(0, sample.start - len(sample.prompt)), len(one.token_ids))
+    settled = one.token_ids[committed:]
+    return Frame(
+        nfe=sample.nfe,
+        committed=model.tokenizer.decode(one.token_ids[:committed], skip_special_tokens=True),
+        cells=cell_texts(model, (*settled, *one.window)),
+        num_settled=len(settled),
+    )
 
 
-def cell_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Each token alone as text, special tokens by name and line ends made visible."""
-    return [
-        tokenizer.decode([token]).replace("\n", "⏎").replace(_BROKEN, "�") for token in token_ids
-    ]
+def cell_texts(model: Any, cells: Sequence[int | None]) -> tuple[str | None, ...]:
+    """Each cell alone as text, None for a hole, line ends made visible; ids without a tokenizer."""
+    return tuple(None if cell is None else _cell_text(model, cell) for cell in cells)
+
+
+def _cell_text(model: Any, token: int) -> str:
+    if token in model.defaults.stop_token_ids:
+        return END_MARK
+    if model.tokenizer is None:
+        return f"[{token}]"
+    return model.tokenizer.decode([token]).replace("\n", "⏎")

@@ -1,0 +1,143 @@
+"""The engine a command line asks for, and the loop over it that looks at signals between steps.
+
+Sizes are those the prompts need, rounded up so that the next command finds its programs in the
+compile cache. Nothing here prints.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.facts import EngineConfig
+from dllm_jax.requests import Request, RequestOutput, SamplingParams
+
+SLOTS = 8  # texts decoded at once
+SHORTEST = 256  # `max_model_len` is a power of two from here on
+
+
+class Clock:
+    """Seconds, standing still while programs are compiled: an engine's rates are of its work."""
+
+    def __init__(self):
+        self._device: Any = None
+
+    def __call__(self) -> float:
+        """Seconds since some moment."""
+        return time.perf_counter() - self.compile_s
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling."""
+        return 0.0 if self._device is None else self._device.compile_s
+
+    def watch(self, llm: Any) -> None:
+        """Leave out what this engine compiles from now on."""
+        self._device = llm.engine.device
+
+
+def make_llm(
+    args: argparse.Namespace,
+    model: Any,
+    strategy: Any,
+    clock: Clock,
+    longest: int | None = None,
+    count: int = 1,
+) -> Any:
+    """An `LLM` for so many prompts; programs are compiled when they are first met.
+
+    Args:
+        longest: Tokens of the longest prompt; None: nobody knows.
+
+    Raises:
+        ValueError: Sizes that do not fit the model, or each other.
+    """
+    from dllm_jax.llm import LLM
+
+    length = args.max_model_len
+    if length is None and longest is not None:
+        length = _enough(longest + args.max_tokens, model.config.max_position)
+    num_pages = None
+    if count == 1 and length is not None and args.memory_utilization is None:
+        window = strategy.block_size * strategy.buffer_size
+        num_pages = -(-max(length + strategy.block_size, window) // args.page_size)
+    llm = LLM(
+        model,
+        strategy,
+        attention_implementation=args.attention_implementation,
+        tensor_parallel_size=args.tensor_parallel_size,
+        seed=args.seed or 0,
+        warm_up=False,
+        clock=clock,
+        config=EngineConfig(
+            max_num_seqs=min(count, getattr(args, "max_num_seqs", None) or SLOTS),
+            max_model_len=length,
+            page_size=args.page_size,
+            num_pages=num_pages,
+            memory_utilization=args.memory_utilization or 0.9,
+            enable_prefix_caching=not args.no_prefix_caching,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+    )
+    clock.watch(llm)
+    return llm
+
+
+def _enough(length: int, most: int) -> int:
+    size = SHORTEST
+    while size < length:
+        size *= 2
+    return min(size, most)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the flags ask for; without a seed of its own request i has `fold_in(key(seed), i)`."""
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop=tuple(args.stop),
+        stop_token_ids=args.stop_token_ids,
+        max_nfe=args.max_nfe,
+    )
+
+
+def decode(llm: Any, requests: Sequence[Request], stop: Interrupt) -> Iterator[RequestOutput]:
+    """Outputs as they come; what a signal or leaving the loop cuts short ends with "abort".
+
+    Raises:
+        Interrupted: There was a signal; `engine.outputs()` is what there is.
+        ValueError: A request can never run.
+    """
+    engine, ids = llm.engine, []
+    with stop.held():
+        try:
+            for request in requests:
+                ids.append(engine.add(request))
+        except ValueError:
+            _abort(engine, ids)
+            raise
+        yield from follow(engine, ids, stop)
+
+
+def follow(engine: Any, request_ids: Sequence[str], stop: Interrupt) -> Iterator[RequestOutput]:
+    """`decode` of requests that are in the engine."""
+    left = set(request_ids)
+    with stop.held():
+        try:
+            while left:
+                for output in engine.step():
+                    if output.request_id in left:
+                        if output.finished:
+                            left.discard(output.request_id)
+                        yield output
+                stop.check()
+        finally:
+            _abort(engine, left)
+
+
+def _abort(engine: Any, request_ids: Iterable[str]) -> None:
+    for request_id in request_ids:
+        engine.abort(request_id)
