@@ -1,0 +1,173 @@
+"""`dllm-jax replay PATH`: a text of a snapshot again, forward by forward.
+
+Data flow: snapshot -> model and strategy -> an engine with that one text (`snapshot.resume`) ->
+`engine.decode` -> a line, a frame or a JSON object a forward, then the text.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli.errors import Interrupted, UsageError
+from dllm_jax.cli.interrupt import Interrupt
+
+STATUS = ("-", "active", "to cache")  # of a block, by `strategies.state`
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.epilog = (
+        "A line a forward: the window (· is a hole), what settled, and what its blocks are. The "
+        "prefix is computed again first, so the tokens are those the request would have had."
+    )
+    parser.add_argument("path", metavar="PATH", help="the folder that the error message named")
+    parser.add_argument(
+        "--sample", type=flags.whole(0), default=0, metavar="I", help="which text (default: 0)"
+    )
+    parser.add_argument("--steps", type=flags.whole(1), metavar="N", help="forwards at most")
+    parser.add_argument("--model", metavar="SRC", help="where the model is now (default: as then)")
+    parser.add_argument("--attention-implementation", choices=("xla", "cudnn"))
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object a forward")
+    group.add_argument("--watch", action="store_true", help="draw the window as it denoises")
+    group.add_argument(
+        "--watch-delay",
+        type=flags.number(0, 60),
+        default=0.2,
+        metavar="S",
+        help="seconds between two frames of --watch (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, resume, and print each forward."""
+    if args.watch and args.json:
+        raise UsageError("--watch and --json are two forms of output; give one")
+    with Interrupt() as stop:
+        return _run(args, stop)
+
+
+def _run(args: argparse.Namespace, stop: Interrupt) -> int:
+    from dllm_jax import snapshot as snapshots
+    from dllm_jax.cli.engine import follow
+    from dllm_jax.cli.models import load_model
+
+    snapshot = snapshots.load_snapshot(args.path)
+    if args.sample >= len(snapshot.texts):
+        raise UsageError(
+            f"--sample {args.sample}: the snapshot holds {len(snapshot.texts)} texts, the first "
+            "is 0"
+        )
+    args.model = args.model or snapshot.model["source"]
+    args.dtype = snapshot.model["dtype"]
+    model = load_model(args)
+    snapshots.check_model(snapshot, model)
+    strategy = snapshots.saved_strategy(snapshot)
+    engine, request_id = snapshots.resume(
+        snapshot, args.sample, model, strategy, args.attention_implementation
+    )
+    steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])
+    steps.begin(len(snapshot.texts))
+    try:
+        for output in follow(engine, [request_id], stop):
+            steps.show(output)
+            if args.watch and not output.finished:
+                stop.sleep(args.watch_delay)
+            if steps.is_enough:
+                break
+    except Interrupted as signalled:
+        raise signalled.saying(f"interrupted after {steps.num_steps} forwards") from None
+    steps.end()
+    return 0
+
+
+class _Steps:
+    """Prints what each forward did."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: Any, engine: Any, request_id: str, text: Any
+    ):
+        from dllm_jax.cli.watch import Watch
+
+        self._args, self._model, self._engine = args, model, engine
+        (self._sample,) = engine.samples(request_id)
+        self._request_id, self._text = request_id, text
+        self._watch = Watch()
+        self._settled = 0 if self._sample.saved is None else len(text.tokens)
+        self._output: Any = None
+        self.num_steps = 0
+
+    @property
+    def is_enough(self) -> bool:
+        """As many forwards as were asked for."""
+        return self.num_steps == self._args.steps
+
+    def begin(self, count: int) -> None:
+        """Say where the text was."""
+        if self._args.json:
+            return
+        text = self._text
+        print(
+            f"text {self._args.sample} of {count} (request {text.request_id}, sample "
+            f"{text.index}): {len(text.prompt)} prompt tokens, {len(text.tokens)} settled after "
+            f"{text.nfe} forwards"
+        )
+        if text.tokens and not self._settled:
+            print("it starts over: its slot does not say all of it")
+
+    def show(self, output: Any) -> None:
+        """Print one forward."""
+        from dllm_jax.cli.text import cell_texts, frame
+
+        self._output, one = output, output.outputs[0]
+        new = one.token_ids[self._settled :]
+        self._settled = len(one.token_ids)
+        self.num_steps += 1
+        if self._args.watch:
+            if not output.finished:
+                self._watch.show(frame(self._model, output, self._sample))
+            return
+        status = self._status()
+        if self._args.json:
+            facts = {
+                "nfe": output.metrics.nfe,
+                "new_token_ids": new,
+                "window": list(one.window),
+                "blocks": status,
+                "finish_reason": one.finish_reason,
+            }
+            print(json.dumps(facts), flush=True)
+            return
+        window = "".join(
+            "·" if cell is None else cell for cell in cell_texts(self._model, one.window)
+        )
+        settled = "".join(str(cell) for cell in cell_texts(self._model, new))
+        told = one.finish_reason or ", ".join(status)
+        print(
+            f"forward {output.metrics.nfe:>3} |{window}| +{len(new)} {settled!r} {told}", flush=True
+        )
+
+    def end(self) -> None:
+        """Print the text.
+
+        Raises:
+            ValueError: It ended with an error, again.
+        """
+        self._watch.clear()
+        if self._output.error is not None:
+            raise ValueError(self._output.error)
+        one = self._output.outputs[0]
+        if self._args.json:
+            facts = {"text": one.text, "token_ids": one.token_ids}
+            print(json.dumps(facts | {"finish_reason": one.finish_reason}), flush=True)
+        else:
+            print(f"\n{one.text}\n\n{len(one.token_ids)} tokens, {one.finish_reason or 'running'}")
+
+    def _status(self) -> list[str]:
+        """What the blocks of the window are; of an ended text nothing is left to see."""
+        if self._sample.saved is None:
+            return []
+        harvest, row = self._sample.saved
+        slot = self._engine.device.unpack(harvest.saved(row))
+        return [STATUS[int(status)] for status in slot["buffer"].status]
