@@ -1,16 +1,17 @@
-"""`LLM`: a model, a strategy and an engine behind four calls: generate, chat, stream, engine.
+"""`LLM`: a model, a strategy and an engine behind a few calls: generate, chat, stream, infill.
 
 The wiring is here and nowhere else; requests are made of what users write, and outputs put back in
 their order. Nothing here schedules or touches arrays.
 """
 
+import functools
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from dllm_jax import sizing
 from dllm_jax.compile_cache import enable_compile_cache
-from dllm_jax.engine import Engine
 from dllm_jax.facts import EngineConfig
 from dllm_jax.generation import bind_draft, check_fit, family_strategy, resolve_strategy
 from dllm_jax.loading import load
@@ -23,8 +24,10 @@ from dllm_jax.requests import (
     Request,
     RequestOutput,
     SamplingParams,
-    StreamEvent,
+    token_ids,
+    whole_number,
 )
+from dllm_jax.sharing import SharedEngine, TextEvents
 from dllm_jax.snapshot import snapshot_saver
 from dllm_jax.startup import start
 
@@ -53,7 +56,7 @@ class LLM:
         max_num_batched_tokens: Most prefill tokens between two decode steps.
         warm_up: Compile everything now; otherwise each size when it is first met.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
-        config: Further sizes; the arguments above it are then taken from it.
+        config: Further sizes, in the place of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal).
         clock: Seconds; of deadlines and metrics.
 
@@ -63,7 +66,7 @@ class LLM:
 
     def __init__(
         self,
-        model: Model | str = "builtin:tiny-sdar",
+        model: Model | str | os.PathLike[str] = "builtin:tiny-sdar",
         strategy: Any = None,
         block_size: int | None = None,
         buffer_size: int | None = None,
@@ -88,20 +91,19 @@ class LLM:
     ):
         if tensor_parallel_size != 1:
             raise ValueError(f"{tensor_parallel_size=} is not supported yet; use 1")
-        if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-            raise ValueError(f"{seed=} must be a whole number in [0, {MAX_SEED}]; choose one")
-        if config is None:
-            config = EngineConfig(
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                page_size=page_size,
-                num_pages=num_pages,
-                memory_utilization=memory_utilization,
-                enable_prefix_caching=enable_prefix_caching,
-                max_num_batched_tokens=max_num_batched_tokens,
-            )
+        seed = whole_number("seed", seed, 0, MAX_SEED)
+        config = _config(
+            config,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            memory_utilization=memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         enable_compile_cache()
-        self.model = load(model, dtype=dtype) if isinstance(model, str) else model
+        self.model = _model(model, dtype)
         self.strategy = _strategy(self.model, strategy, block_size, buffer_size)
         check_fit(self.model, self.strategy)
         aux = bind_draft(self.strategy, draft)
@@ -116,7 +118,7 @@ class LLM:
             calibrate=calibrate,
             progress=sizing.progress_line() if progress and warm_up else None,
         )
-        self.engine = Engine(
+        self.engine = SharedEngine(
             device,
             self.model.tokenizer,
             seed=seed,
@@ -139,7 +141,7 @@ class LLM:
         """Texts for prompts, in their order.
 
         A prompt that is refused or fails ends with "error" (`RequestOutput.error` says why) and
-        the others go on.
+        the others go on. An interrupt ends those that run and leaves the engine as it was.
 
         Args:
             prompts: A text, or a list of texts and of lists of token ids.
@@ -149,9 +151,7 @@ class LLM:
         Raises:
             ValueError: Every prompt is refused; the reason is the first one's.
         """
-        prompts = _prompt_list(prompts)
-        every = _params_list(params, len(prompts))
-        return self._run([self._encoder(prompt) for prompt in prompts], prompts, every, use_tqdm)
+        return self._run(self._request, _prompt_list(prompts), params, use_tqdm)
 
     def chat(
         self,
@@ -160,17 +160,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers to conversations, through the tokenizer's chat template.
+        """Answers to conversations, through the tokenizer's chat template; else as `generate`.
 
         Args:
             messages: One conversation, a list of {"role", "content"}, or a list of them.
         """
-        if messages and isinstance(messages[0], Mapping):
-            messages = [messages]  # type: ignore[list-item]
-        texts = [self.apply_template(conversation) for conversation in messages]  # type: ignore
-        every = _params_list(params, len(texts))
-        encoders = [lambda text=text: self._encode(text, special=False) for text in texts]
-        return self._run(encoders, texts, every, use_tqdm)
+        return self._run(self._chat_request, _conversations(messages), params, use_tqdm)
 
     def stream(
         self,
@@ -178,123 +173,136 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         events: Literal["commit", "denoise"] = "commit",
-    ) -> Iterator[StreamEvent]:
+    ) -> TextEvents:
         """Pieces of a text as they settle; leaving the loop ends the request.
+
+        It is queued at once and runs while anything runs on this engine: streams may be read in
+        turns, and `generate` be called in between.
 
         Args:
             events: "denoise" adds an event for each forward, with the provisional window.
+
+        Raises:
+            ValueError: The request can never run.
         """
         if events not in ("commit", "denoise"):
-            raise ValueError(f'{events=} is neither "commit" nor "denoise"')
-        request = Request(
-            prompt_token_ids=self._encoder(prompt)(),
-            params=params or SamplingParams(),
-            prompt=prompt if isinstance(prompt, str) else None,
-            stream=True,
-            denoise=events == "denoise",
-        )
-        return self._events(self.engine.add(request))
+            raise ValueError(f'{events=} is not known; use "commit" or "denoise"')
+        denoise = events == "denoise"
+        request = self._request(prompt, params or SamplingParams(), stream=True, denoise=denoise)
+        inbox = self.engine.inbox()
+        inbox.add(request)
+        return TextEvents(inbox, every=denoise)
+
+    def infill(
+        self, prefix: Prompt, suffix: Prompt, params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """What stands between two texts: `max_tokens` tokens, or fewer.
+
+        Raises:
+            ValueError: The strategy does not see what follows (it must keep the whole text in its
+                window), or the request can never run.
+        """
+        ids = self._ids(suffix, special=False)
+        make = functools.partial(self._request, suffix_token_ids=ids)
+        return self._run(make, [prefix], params, use_tqdm=False)
 
     def apply_template(self, conversation: Messages) -> str:
         """A conversation as the text the model reads, up to where it answers.
 
         Raises:
-            ValueError: The model has no tokenizer or no template.
+            ValueError: The model has no tokenizer or no template, or this is no conversation.
         """
         tokenizer = self.model.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError(
                 f"model {self.model.source!r} has no chat template; use generate with a prompt"
             )
-        return tokenizer.apply_chat_template(
-            list(conversation), tokenize=False, add_generation_prompt=True
-        )
+        turns = list(conversation)
+        if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+            raise ValueError(
+                f"{conversation!r} is no conversation; give a list of "
+                '{"role": "user", "content": "..."}'
+            )
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
     # --- from here on: how ----------------------------------------------------------------------
 
-    def _encoder(self, prompt: Prompt) -> Any:
-        if isinstance(prompt, str):
-            return lambda: self._encode(prompt, special=True)
-        return lambda: list(prompt)
+    def _request(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> Request:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._ids(prompt, special=True)
+        return Request(prompt_token_ids=ids, params=params, prompt=text, **fields)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _chat_request(self, conversation: Messages, params: SamplingParams) -> Request:
+        text = self.apply_template(conversation)  # which holds the special tokens by name
+        ids = self._ids(text, special=False)
+        return Request(prompt_token_ids=ids, params=params, prompt=text)
+
+    def _ids(self, prompt: Prompt, special: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            return token_ids("the prompt", prompt)
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise ValueError(
                 f"model {self.model.source!r} has no tokenizer to read text with; "
                 "give lists of token ids"
             )
-        return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _run(
         self,
-        encoders: Sequence[Any],
-        prompts: Sequence[Prompt],
-        every: Sequence[SamplingParams],
+        make: Callable[[Any, SamplingParams], Request],
+        asked: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        outputs: list[RequestOutput | None] = [None] * len(asked)
         where: dict[str, int] = {}
         refusals: list[Exception] = []
-        try:
-            for i, (encode, prompt, params) in enumerate(
-                zip(encoders, prompts, every, strict=True)
-            ):
-                text = prompt if isinstance(prompt, str) else None
+        with self.engine.inbox() as inbox:
+            pairs = zip(asked, _params_list(params, len(asked)), strict=True)
+            for i, (prompt, one) in enumerate(pairs):
                 try:
-                    request = Request(prompt_token_ids=encode(), params=params, prompt=text)
-                    where[self.engine.add(request)] = i
+                    where[inbox.add(make(prompt, one))] = i
                 except Exception as error:  # a tokenizer may raise anything
                     refusals.append(error)
-                    outputs[i] = _refused(text, params, error)
-            if refusals and not where:
+                    outputs[i] = _refused(prompt, one, error)
+            if not where:
                 raise refusals[0]
-            bar = tqdm(
-                total=len(prompts), unit="prompt", leave=False, disable=None if use_tqdm else True
-            )
-            with bar:
+            hidden = None if use_tqdm else True  # None: shown on a terminal
+            with tqdm(total=len(asked), unit="prompt", leave=False, disable=hidden) as bar:
                 bar.update(len(refusals))
-                while where:
-                    for output in self.engine.step():
-                        place = where.pop(output.request_id, None)
-                        if place is not None:
-                            outputs[place] = output
-                            bar.update()
-        finally:
-            for request_id in where:
-                self.engine.abort(request_id)
+                for output in inbox:
+                    outputs[where[output.request_id]] = output
+                    bar.update()
         return outputs  # type: ignore[return-value]
 
-    def _events(self, request_id: str) -> Iterator[StreamEvent]:
-        shown: dict[int, tuple[int, int]] = {}
-        ended: set[int] = set()
-        try:
-            while True:
-                for output in self.engine.step():
-                    if output.request_id != request_id:
-                        continue
-                    for one in output.outputs:
-                        if one.index in ended:
-                            continue
-                        text, ids = shown.get(one.index, (0, 0))
-                        shown[one.index] = len(one.text), len(one.token_ids)
-                        if one.finish_reason:
-                            ended.add(one.index)
-                        yield StreamEvent(
-                            request_id=request_id,
-                            index=one.index,
-                            text=one.text[text:],
-                            token_ids=one.token_ids[ids:],
-                            finish_reason=one.finish_reason,
-                            window=one.window,
-                            metrics=output.metrics,
-                        )
-                    if output.finished:
-                        return
-        finally:
-            self.engine.abort(request_id)
+
+def _config(config: EngineConfig | None, **sizes: Any) -> EngineConfig:
+    if config is None:
+        return EngineConfig(**sizes)
+    usual = EngineConfig()
+    beside = [name for name, size in sizes.items() if size != getattr(usual, name)]
+    if beside:
+        raise ValueError(
+            f"{', '.join(beside)} beside config, which has these sizes; set them there"
+        )
+    return config
+
+
+def _model(model: Any, dtype: str) -> Model:
+    if isinstance(model, str | os.PathLike):
+        return load(model, dtype=dtype)
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"model is a {type(model).__name__}; give what dj.load takes, or what it returns"
+        )
+    if dtype != "auto":
+        raise ValueError(
+            f'{dtype=} is for a model that is loaded here; use dj.load(..., dtype="{dtype}")'
+        )
+    return model
 
 
 def _strategy(model: Model, strategy: Any, block_size: int | None, buffer_size: int | None) -> Any:
@@ -314,25 +322,46 @@ def _strategy(model: Model, strategy: Any, block_size: int | None, buffer_size: 
 def _prompt_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not hasattr(prompts, "__iter__") or isinstance(prompts, bytes | Mapping):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}; give a text, or a list of texts and of lists "
+            "of token ids"
+        )
     prompts = list(prompts)
     if not prompts:
         raise ValueError("prompts is empty; give at least one")
-    if all(isinstance(one, int) for one in prompts):
+    if all(hasattr(one, "__index__") and not getattr(one, "ndim", 0) for one in prompts):
         raise ValueError("prompts is a flat list of token ids; wrap a single prompt in a list")
     return prompts
+
+
+def _conversations(messages: Any) -> list[Messages]:
+    if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
+        raise ValueError(
+            f"messages is a {type(messages).__name__}; give a list of "
+            '{"role": "user", "content": "..."}, or a list of such lists'
+        )
+    messages = list(messages)
+    if not messages:
+        raise ValueError("messages is empty; give at least one message")
+    return [messages] if isinstance(messages[0], Mapping) else messages
 
 
 def _params_list(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    every = list(params)
+    every = list(params) if isinstance(params, Sequence) else [params]
+    for one in every:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params holds a {type(one).__name__}; give SamplingParams")
     if len(every) != count:
         raise ValueError(f"{len(every)} params for {count} prompts; give one, or one a prompt")
     return every
 
 
-def _refused(prompt: str | None, params: SamplingParams, error: Exception) -> RequestOutput:
+def _refused(prompt: Any, params: SamplingParams, error: Exception) -> RequestOutput:
     empty = [CompletionOutput(i, "", [], "error") for i in range(params.n)]
     zero = Metrics(0, 0, 0, 0, 0.0, None, 0.0)
     said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return RequestOutput("", prompt, [], empty, True, zero, said)
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput("", text, [], empty, True, zero, said)

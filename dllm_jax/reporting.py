@@ -27,14 +27,14 @@ def output(live: Live, tokenizer: Any, now: float) -> RequestOutput:
 
 
 def _completion(live: Live, sample: Sample, tokenizer: Any) -> CompletionOutput:
-    window: tuple[int | None, ...] = ()
-    if live.request.denoise and sample.saved is not None:
-        harvest, row = sample.saved
-        window = harvest.window(row, len(sample.tokens))
     text = _text(live, sample, tokenizer)
     tokens = list(sample.tokens)
     if live.params.stop and sample.stage != DONE and sample.stream is not None:
         del tokens[sample.stream.num_shown :]  # what is shown is never taken back
+    window: tuple[int | None, ...] = ()
+    if live.request.denoise and sample.saved is not None:
+        harvest, row = sample.saved
+        window = harvest.window(row, len(tokens))
     return CompletionOutput(
         index=sample.index,
         text=text,
@@ -55,6 +55,10 @@ def _text(live: Live, sample: Sample, tokenizer: Any) -> str:
     except Exception as error:  # as in the engine's `_feed`
         live.error = f"the tokenizer failed: {type(error).__name__}: {error}"
         sample.finish_reason = "error"
+    if sample.stream.stopped is not None:  # also in what an abort has brought to light
+        del sample.tokens[sample.stream.stopped :]
+        if sample.finish_reason == "abort":
+            sample.finish_reason = "stop"
     return sample.stream.text
 
 

@@ -188,6 +188,7 @@ class StreamEvent:
         token_ids: Settled ids that are new.
         window: The provisional window (`events="denoise"`), None for a hole.
         finish_reason: Set on the last event of the sample.
+        error: Why it ended with "error", else None.
     """
 
     request_id: str
@@ -197,6 +198,7 @@ class StreamEvent:
     finish_reason: FinishReason | None
     window: tuple[int | None, ...]
     metrics: Metrics
+    error: str | None = None
 
 
 # --- checks: each returns the value as plain Python; NumPy's numbers are as good -----------------

@@ -45,6 +45,7 @@ LAYERS = {
     "dllm_jax.reporting": 3,
     "dllm_jax.decode": 4,
     "dllm_jax.engine": 4,
+    "dllm_jax.sharing": 5,
     "dllm_jax.sizing": 4,
     "dllm_jax.words": 4,
     "dllm_jax.programs": 5,
@@ -95,6 +96,7 @@ THIRD_PARTIES = {
     "dllm_jax.reporting": (),
     "dllm_jax.scheduler": ("numpy",),
     "dllm_jax.engine": ("numpy",),
+    "dllm_jax.sharing": (),
 }
 
 

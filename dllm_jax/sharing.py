@@ -1,0 +1,195 @@
+"""One engine for several callers: what a step brings goes to whoever asked for it.
+
+`LLM.generate`, streams and a caller's own `engine.step()` may take turns over one engine. Any of
+them gets all requests on; an `Inbox` holds the outputs of its own ones until they are asked for.
+Nothing here schedules or makes texts.
+"""
+
+import contextlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from dllm_jax.engine import Engine
+from dllm_jax.requests import Request, RequestOutput, StreamEvent
+
+
+class SharedEngine(Engine):
+    """An engine that keeps each output for the caller it belongs to. One thread at a time."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._boxes: dict[str, deque[RequestOutput]] = {}
+        self._unclaimed: list[RequestOutput] = []
+        self._dropped: deque[str] = deque()
+        self._is_stepping = False
+
+    def step(self) -> list[RequestOutput]:
+        """As `Engine.step`; the outputs are those of requests added by `add`."""
+        self.advance()
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a further step can bring anything."""
+        return super().has_work or bool(self._unclaimed)
+
+    def inbox(self) -> "Inbox":
+        """A place for the outputs of one caller's requests."""
+        return Inbox(self)
+
+    def advance(self) -> None:
+        """One step; its outputs wait where they belong. Ctrl-C waits until it is over."""
+        with _interrupts_held():
+            self._is_stepping = True
+            try:
+                for output in super().step():
+                    box = self._boxes.get(output.request_id, self._unclaimed)
+                    box.append(output)
+                    if output.finished:
+                        self._boxes.pop(output.request_id, None)
+            finally:
+                self._is_stepping = False
+                while self._dropped:
+                    self.abort(self._dropped.popleft())
+
+    def claim(self, request_id: str, box: deque[RequestOutput]) -> None:
+        """From now on the request's outputs go to `box`."""
+        self._boxes[request_id] = box
+
+    def drop(self, request_id: str) -> None:
+        """Abort a request, at once or, where a collector asks for it within a step, after it."""
+        if self._is_stepping:
+            self._dropped.append(request_id)
+        else:
+            self.abort(request_id)
+
+
+class Inbox:
+    """Outputs of some requests, as they come; what has not ended by `close` is aborted.
+
+    Closed by `with`, and when nobody holds it any more.
+    """
+
+    def __init__(self, engine: SharedEngine):
+        self._engine = engine
+        self._box: deque[RequestOutput] = deque()
+        self._left: set[str] = set()
+
+    def add(self, request: Request) -> str:
+        """Queue a request, as `Engine.add`."""
+        request_id = self._engine.add(request)
+        self._engine.claim(request_id, self._box)
+        self._left.add(request_id)
+        return request_id
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        while self._left and not self._box:
+            self._engine.advance()
+        if not self._left:
+            raise StopIteration
+        output = self._box.popleft()
+        if output.finished:
+            self._left.discard(output.request_id)
+        return output
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        while self._left:
+            self._engine.drop(self._left.pop())
+
+    def __enter__(self) -> "Inbox":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __del__(self):
+        self.close()
+
+
+class TextEvents(Iterator[StreamEvent]):
+    """What is new in the outputs of an inbox, piece by piece.
+
+    Args:
+        every: Also tell of outputs in which no text is new (their window is).
+    """
+
+    def __init__(self, inbox: Inbox, every: bool):
+        self._inbox, self._every = inbox, every
+        self._events: deque[StreamEvent] = deque()
+        self._told: dict[int, tuple[int, int]] = {}  # characters and ids of each sample
+        self._ended: set[int] = set()
+
+    def __next__(self) -> StreamEvent:
+        try:
+            while not self._events:
+                self._read(next(self._inbox))
+        except BaseException:  # an interrupt too: nobody may come back to end the request
+            self.close()
+            raise
+        return self._events.popleft()
+
+    def close(self) -> None:
+        """End the request, if it has not ended."""
+        self._inbox.close()
+        self._events.clear()
+
+    def __enter__(self) -> "TextEvents":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _read(self, output: RequestOutput) -> None:
+        for one in output.outputs:
+            if one.index in self._ended:
+                continue
+            num_chars, num_ids = self._told.get(one.index, (0, 0))
+            text, ids = one.text[num_chars:], one.token_ids[num_ids:]
+            if not (text or ids or one.finish_reason or self._every):
+                continue
+            self._told[one.index] = num_chars + len(text), num_ids + len(ids)
+            if one.finish_reason:
+                self._ended.add(one.index)
+            self._events.append(
+                StreamEvent(
+                    request_id=output.request_id,
+                    index=one.index,
+                    text=text,
+                    token_ids=ids,
+                    finish_reason=one.finish_reason,
+                    window=one.window,
+                    metrics=output.metrics,
+                    error=output.error,
+                )
+            )
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Within it a first Ctrl-C waits: half a step would leave the books torn. A second does not."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    caught: list[tuple[int, Any]] = []
+
+    def hold(number: int, frame: Any) -> None:
+        if caught:
+            before(number, frame)
+        caught.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            before(*caught[0])
