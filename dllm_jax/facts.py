@@ -4,6 +4,7 @@ Made once by `device` from model, strategy and configuration. Nothing here impor
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -101,22 +102,22 @@ class Facts:
     prefill_buckets: tuple[int, ...]
     max_num_batched_tokens: int | None = None
 
-    @property
+    @functools.cached_property
     def is_grid(self) -> bool:
         """Blocks lie on the absolute grid."""
         return self.prompt_mode.startswith("grid")
 
-    @property
+    @functools.cached_property
     def is_full(self) -> bool:
         """Prompt rows all see each other: one pass, reusable only as a whole."""
         return self.prompt_mode.endswith("full")
 
-    @property
+    @functools.cached_property
     def unit(self) -> int:
         """Tokens whose pages are shared together: whole pages of whole blocks."""
         return math.lcm(self.page_size, self.block_size if self.is_grid else 1)
 
-    @property
+    @functools.cached_property
     def most_new(self) -> int:
         """Tokens a chunk of several steps may emit a row: it ends before it could emit more."""
         return min(WINDOWS_PER_CHUNK * self.window, self.max_model_len)

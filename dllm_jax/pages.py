@@ -155,20 +155,25 @@ class Chain:
         self.keys: list[Any] = []
         self.length = 0  # tokens that have a key
 
-    def extend(self, tokens: Sequence[int], end: int) -> list[Any]:
-        """Keys that the first `end` tokens add; whole units only."""
-        before = len(self.keys)
-        while self.length + self._unit <= end:
-            first, self.length = self.length, self.length + self._unit
-            self._digest = digest(self._digest, tokens[first : self.length])
-            self.keys += (
-                [self._digest]
-                if self._parts == 1
-                else [(self._digest, part) for part in range(self._parts)]
-            )
-        return self.keys[before:]
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the keys of tokens that follow the first `length`; whole units only."""
+        words = array("I", tokens)
+        width = self._unit * words.itemsize
+        data, key = words.tobytes(), self._digest
+        for end in range(width, len(data) + 1, width):
+            key = _digest(key + data[end - width : end])
+            if self._parts == 1:
+                self.keys.append(key)
+            else:
+                self.keys += [(key, part) for part in range(self._parts)]
+            self.length += self._unit
+        self._digest = key
 
 
 def digest(before: bytes, tokens: Sequence[int]) -> bytes:
     """The key of tokens behind whatever `before` stands for."""
-    return blake2b(before + array("i", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()
+    return _digest(before + array("I", tokens).tobytes())
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()

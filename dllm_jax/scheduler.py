@@ -17,6 +17,7 @@ from dllm_jax.facts import Facts, Placement
 from dllm_jax.pages import Chain, OutOfPages, PagePool, digest
 
 WAITING, PREFILL, DECODE, DONE = range(4)
+NEVER = 2**62  # a position that no text reaches
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -38,6 +39,7 @@ class Sample:
         in_flight: Decode steps dispatched and not harvested.
         covered: Positions its pages hold.
         publish_at: `start` from which the next pages can be published.
+        num_published: Pages that were found or published in this stay.
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
         watched: Somebody wants to hear of each move: a stream, a stop string.
     """
@@ -63,6 +65,7 @@ class Sample:
     in_flight: int = 0
     chain: Chain | None = None
     publish_at: int = 0
+    num_published: int = 0
     prompt_published: bool = False
     boundary: Any = None
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -111,6 +114,12 @@ class Scheduler:
         self.live: list[Sample] = []
         self.table = np.full((facts.num_slots, facts.page_buckets[-1]), -1, np.int32)
         self._free_slots = list(range(facts.num_slots - 1, -1, -1))
+        self._unit_pages = facts.unit // facts.page_size
+        # The bucket for each number of pages.
+        self._buckets = [
+            next(size for size in facts.page_buckets if size >= count)
+            for count in range(facts.page_buckets[-1] + 1)
+        ]
         self._waiting: list[tuple[tuple[int, int], Sample]] = []
         self.num_preemptions = 0
 
@@ -233,7 +242,7 @@ class Scheduler:
         sample.stage = PREFILL
         sample.slot = self._free_slots.pop()
         sample.epoch += 1
-        sample.in_flight = sample.publish_at = 0
+        sample.in_flight = sample.publish_at = sample.num_published = 0
         sample.covered = len(sample.pages) * self.facts.page_size
         self.slots[sample.slot] = sample
         bisect.insort(self.live, sample, key=_rank)
@@ -273,37 +282,43 @@ class Scheduler:
         # A harvested slot brings its boundary row along: all of its prefix may be found.
         reusable = goal if sample.saved else goal - facts.compute_at_least
         chain = self._chain(sample)
-        if chain.length < reusable:
-            chain.extend(sample.text_ids(0, reusable), reusable)
+        if chain.length + facts.unit <= reusable:
+            chain.extend(sample.text_ids(chain.length, reusable))
         hits = self.pool.find(chain.keys[: max(reusable, 0) // facts.unit * self._unit_pages])
         # Eviction takes single pages: what is left of a unit may end within a block.
         return hits[: len(hits) // self._unit_pages * self._unit_pages]
-
-    @property
-    def _unit_pages(self) -> int:
-        return self.facts.unit // self.facts.page_size
 
     def publish(self, sample: Sample) -> None:
         """Make the pages known that are full, final and written; call after a harvest."""
         facts = self.facts
         if facts.is_full:
             if not sample.prompt_published:
-                keys = self._prompt_keys(sample)
-                for i, key in enumerate(keys):
-                    last = i == len(keys) - 1
-                    self.pool.publish(key, sample.pages[i], sample.boundary if last else None)
-            sample.publish_at = facts.num_pages * facts.page_size + 1
+                self._publish_prompt(sample)
+            sample.publish_at = NEVER
         else:
-            end = sample.start
-            if facts.soft_commits:
-                end = min(end, sample.prefix_len)
-            chain = self._chain(sample)
-            chain.extend(sample.text_ids(0, end), end)
-            count = end // facts.unit * self._unit_pages
-            for key, page in zip(chain.keys[:count], sample.pages[:count], strict=True):
-                self.pool.publish(key, page)
+            # A text that ended may have committed more than it said: a stop id, cells past a limit.
+            end = min(sample.start, len(sample.prompt) + len(sample.tokens))
             sample.publish_at = (end // facts.unit + 1) * facts.unit
+            if facts.soft_commits:
+                end, sample.publish_at = min(end, sample.prefix_len), NEVER
+            self._publish_up_to(sample, end)
         sample.prompt_published = True
+
+    def _publish_prompt(self, sample: Sample) -> None:
+        *keys, last = self._prompt_keys(sample) or [None]
+        for key, page in zip(keys, sample.pages, strict=False):
+            self.pool.publish(key, page)
+        if last is not None:
+            self.pool.publish(last, sample.pages[len(keys)], sample.boundary)
+
+    def _publish_up_to(self, sample: Sample, end: int) -> None:
+        chain = self._chain(sample)
+        if chain.length + self.facts.unit <= end:
+            chain.extend(sample.text_ids(chain.length, end))
+        count = end // self.facts.unit * self._unit_pages
+        for i in range(sample.num_published, count):
+            self.pool.publish(chain.keys[i], sample.pages[i])
+        sample.num_published = count
 
     # --- prefill --------------------------------------------------------------------------------
 
