@@ -33,6 +33,11 @@ class FixedWork(struct.PyTreeNode):
         """Refuse a window in which a step could find fewer than n holes."""
         if self.block_size is None or self.buffer_size is None:
             return  # the family's sizes are filled in later
+        if self.buffer_size < 2:
+            raise ValueError(
+                f"buffer_size={self.buffer_size} must be at least 2: while a block commits, the "
+                "one behind it is filled; raise it"
+            )
         most = most_tokens(self.block_size, self.buffer_size)
         if not 1 <= self.tokens_per_step <= most:
             raise ValueError(
