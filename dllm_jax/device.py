@@ -9,6 +9,7 @@ import atexit
 import copy
 import dataclasses
 import functools
+import operator
 import queue
 import threading
 import time
@@ -58,11 +59,12 @@ class Harvest:
         self.length: list[int] = head[_LENGTH]
         self.before: list[int] = head[_FROM]
         self.steps: int = head[_STEPS][0]
+        most = max(map(operator.sub, self.length, self.before))
+        self._new: list[list[int]] = packed[:, HEAD : HEAD + most].tolist()
 
     def new_tokens(self, row: int) -> list[int]:
         """Tokens of positions `before` to `length` of the output."""
-        count = self.length[row] - self.before[row]
-        return self._packed[row, HEAD : HEAD + count].tolist()
+        return self._new[row][: self.length[row] - self.before[row]]
 
     def saved(self, row: int) -> np.ndarray:
         """The slot as `Device.restore` takes it; a copy."""

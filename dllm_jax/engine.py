@@ -215,8 +215,10 @@ class Engine:
                 self._place(sample)
         decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
         steps = num_steps(self._step_s, scheduler, decoding)
-        last_pass = self._prefill(decoding, steps)
-        decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
+        last_pass = None
+        if len(decoding) < len(scheduler.live):
+            last_pass = self._prefill(decoding, steps)
+            decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
         if not decoding:
             if last_pass is not None:
                 self._rounds.append(_Round([], last_pass))
@@ -250,8 +252,6 @@ class Engine:
             The last one's handle; None where there was none.
         """
         waiting = [sample for sample in self.scheduler.live if sample.stage == PREFILL]
-        if not waiting:
-            return None
         budget = Budget(self.scheduler, decoding, steps, self.device.cost)
         last = None
         for sample in waiting:
@@ -311,7 +311,6 @@ class Engine:
         self._last_harvest_s = now
 
     def _read(self, chunk: _Chunk, got: Any) -> None:
-        publishes = self.facts.prefix_caching
         rows = zip(
             chunk.samples,
             chunk.epochs,
@@ -336,8 +335,7 @@ class Engine:
                 sample.start = start
                 if sample.first_s is None:
                     sample.first_s = self._clock()
-            final = finish != ERROR_CODE and start >= sample.publish_at
-            if final and (publishes or sample.owner.params.n > 1):
+            if start >= sample.publish_at and finish != ERROR_CODE:
                 self.scheduler.publish(sample)
             if finish != RUNNING_CODE or (
                 sample.watched and (moved or sample.owner.request.denoise)

@@ -80,6 +80,7 @@ def accept(
             capacity=capacity,
             leader=live.samples[0] if index else None,
         )
+        sample.publishes = facts.prefix_caching or params.n > 1
         sample.watched = request.stream or request.denoise or bool(params.stop)
         if tokenizer is not None and sample.watched:
             sample.stream = TextStream(tokenizer, params.stop)
@@ -97,7 +98,7 @@ def _check(
     params = request.params
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
-    for token in (*prompt, *suffix):
+    for token in (min(prompt), max(prompt), *suffix):
         if not 0 <= token < facts.vocab_size:
             raise ValueError(
                 f"the prompt holds id {token}, outside the vocabulary [0, {facts.vocab_size}); "

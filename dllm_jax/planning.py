@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Protocol
 
-from dllm_jax.scheduler import PREFILL, Pass, Sample, Scheduler
+from dllm_jax.scheduler import Pass, Sample, Scheduler
 
 # How long a dispatch should last. Each costs about 2 ms on an H200, where XLA updates its command
 # buffers on every call, and what ends or arrives in a chunk waits for its end.
@@ -45,10 +45,11 @@ def num_steps(step_s: float, scheduler: Scheduler, decoding: Sequence[Sample]) -
     Args:
         step_s: What a step took lately; 0: nobody knows.
     """
-    if not step_s or any(sample.owner.request.denoise for sample in decoding):
+    watched = [sample for sample in decoding if sample.watched]
+    if not step_s or any(sample.owner.request.denoise for sample in watched):
         return 1
-    wanted = CHUNK_S_WATCHED if any(sample.watched for sample in decoding) else CHUNK_S
-    if scheduler.has_waiting or any(sample.stage == PREFILL for sample in scheduler.live):
+    wanted = CHUNK_S_WATCHED if watched else CHUNK_S
+    if scheduler.has_waiting or len(decoding) < len(scheduler.live):
         wanted = CHUNK_S_WAITING
     return max(1, min(scheduler.facts.max_steps_per_chunk, int(wanted / step_s)))
 
@@ -66,7 +67,7 @@ def groups(
         return [(decoding, buckets[0], steps)] if decoding else []
     by_columns: dict[int, list[Sample]] = {}
     for sample in decoding:
-        columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
+        columns = scheduler.columns(sample)
         by_columns.setdefault(columns, []).append(sample)
     apart = [(by_columns[columns], columns) for columns in sorted(by_columns)]
     if cost is None:

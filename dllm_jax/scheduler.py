@@ -38,6 +38,7 @@ class Sample:
         saved: The last harvest and its row there; None: it starts over.
         in_flight: Decode steps dispatched and not harvested.
         covered: Positions its pages hold.
+        publishes: Others may share its pages.
         publish_at: `start` from which the next pages can be published.
         num_published: Pages that were found or published in this stay.
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
@@ -64,6 +65,7 @@ class Sample:
     saved: tuple[Any, int] | None = None
     in_flight: int = 0
     chain: Chain | None = None
+    publishes: bool = True
     publish_at: int = 0
     num_published: int = 0
     prompt_published: bool = False
@@ -242,7 +244,8 @@ class Scheduler:
         sample.stage = PREFILL
         sample.slot = self._free_slots.pop()
         sample.epoch += 1
-        sample.in_flight = sample.publish_at = sample.num_published = 0
+        sample.in_flight = sample.num_published = 0
+        sample.publish_at = 0 if sample.publishes else NEVER
         sample.covered = len(sample.pages) * self.facts.page_size
         self.slots[sample.slot] = sample
         bisect.insort(self.live, sample, key=_rank)
@@ -348,11 +351,13 @@ class Scheduler:
         A step commits and writes a window at most. Chunks of several steps end before they emit
         more than `Facts.most_new`; what is emitted may be a window ahead of what is committed.
         """
+        return min(sample.start + self._ahead(sample.in_flight, steps), sample.capacity)
+
+    def _ahead(self, in_flight: int, steps: int) -> int:
         facts = self.facts
-        chunks = 2 if sample.in_flight else 1
-        windows = (sample.in_flight + steps) * facts.window
+        chunks = 2 if in_flight else 1
         emitted = chunks * max(facts.most_new, facts.window) + 2 * facts.window
-        return min(sample.start + min(windows, emitted), sample.capacity)
+        return min((in_flight + steps) * facts.window, emitted)
 
     def grow(self, samples: Sequence[Sample], steps: int) -> int:
         """Cover what the dispatched steps and `steps` more can write; the worst-ranked give way.
@@ -365,7 +370,12 @@ class Scheduler:
             are WAITING.
         """
         facts, pool = self.facts, self.pool
-        short = [s for s in samples if self.reach(s, steps) > s.covered]
+        ahead = {n: self._ahead(n, steps) for n in {s.in_flight for s in samples}}
+        short = [
+            s
+            for s in samples
+            if s.start + ahead[s.in_flight] > s.covered and s.covered < s.capacity
+        ]
         wanted = [(s, facts.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
         if sum(max(count, 0) for _, count in wanted) > pool.num_available and steps > 1:
             return self.grow(samples, 1)
@@ -429,8 +439,11 @@ class Scheduler:
 
     def page_bucket(self, positions: int) -> int:
         """The smallest compiled page table that covers so many positions."""
-        pages = self.facts.pages_for(positions)
-        return next(size for size in self.facts.page_buckets if size >= pages)
+        return self._buckets[self.facts.pages_for(positions)]
+
+    def columns(self, sample: Sample) -> int:
+        """The smallest compiled page table that holds all pages of a sample."""
+        return self._buckets[len(sample.pages)]
 
     def rows(self, samples: Iterable[Sample], bucket: int) -> list[int]:
         """Slots of the samples, filled up to the bucket with others, all distinct."""
