@@ -280,6 +280,7 @@ class LLM:
 
 
 def _config(config: EngineConfig | None, **sizes: Any) -> EngineConfig:
+    sizes = {name: size.item() if hasattr(size, "item") else size for name, size in sizes.items()}
     if config is None:
         return EngineConfig(**sizes)
     usual = EngineConfig()
