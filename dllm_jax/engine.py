@@ -214,7 +214,7 @@ class Engine:
             for sample in scheduler.admit():
                 self._place(sample)
         decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
-        steps = num_steps(self._step_s, scheduler, decoding)
+        steps = num_steps(self._step_s, scheduler, decoding, self.device.cost)
         last_pass = None
         if len(decoding) < len(scheduler.live):
             last_pass = self._prefill(decoding, steps)
@@ -312,6 +312,7 @@ class Engine:
 
     def _read(self, chunk: _Chunk, got: Any) -> None:
         rows = zip(
+            range(len(chunk.samples)),  # the bucket may be wider than the group
             chunk.samples,
             chunk.epochs,
             got.start,
@@ -319,9 +320,10 @@ class Engine:
             got.nfe,
             got.length,
             got.before,
-            strict=False,  # the bucket may be wider than the group
+            got.emitted,
+            strict=False,
         )
-        for i, (sample, epoch, start, finish, nfe, length, before) in enumerate(rows):
+        for i, sample, epoch, start, finish, nfe, length, before, emitted in rows:
             if sample.epoch != epoch:
                 continue
             sample.in_flight -= chunk.steps
@@ -330,12 +332,15 @@ class Engine:
             moved = length > before
             if moved:
                 # One that started over still has what it had said: these are the same tokens.
-                sample.tokens[before:length] = got.new_tokens(i)
+                sample.tokens[before:length] = emitted[: length - before]
             if start > sample.start:
                 sample.start = start
                 if sample.first_s is None:
                     sample.first_s = self._clock()
-            if start >= sample.publish_at and finish != ERROR_CODE:
+            if finish == ERROR_CODE:
+                sample.is_sound = False
+            elif not sample.is_sound:
+                sample.is_sound = True
                 self.scheduler.publish(sample)
             if finish != RUNNING_CODE or (
                 sample.watched and (moved or sample.owner.request.denoise)

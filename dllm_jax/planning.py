@@ -6,10 +6,10 @@ them rounds are sized by tokens. Nothing here dispatches.
 """
 
 import functools
-from collections.abc import Sequence
+import math
 from typing import Protocol
 
-from dllm_jax.scheduler import Pass, Sample, Scheduler
+from dllm_jax.scheduler import DECODE, Pass, Sample, Scheduler
 
 # How long a dispatch should last. Each costs about 2 ms on an H200, where XLA updates its command
 # buffers on every call, and what ends or arrives in a chunk waits for its end.
@@ -39,7 +39,9 @@ class Cost(Protocol):
         ...
 
 
-def num_steps(step_s: float, scheduler: Scheduler, decoding: Sequence[Sample]) -> int:
+def num_steps(
+    step_s: float, scheduler: Scheduler, decoding: list[Sample], cost: Cost | None
+) -> int:
     """Steps of the next chunk: as many as last a while, fewer where somebody waits.
 
     Args:
@@ -49,9 +51,28 @@ def num_steps(step_s: float, scheduler: Scheduler, decoding: Sequence[Sample]) -
     if not step_s or any(sample.owner.request.denoise for sample in watched):
         return 1
     wanted = CHUNK_S_WATCHED if watched else CHUNK_S
-    if scheduler.has_waiting or len(decoding) < len(scheduler.live):
+    has_prefix = len(decoding) < len(scheduler.live)
+    if scheduler.has_waiting or has_prefix:
         wanted = CHUNK_S_WAITING
-    return max(1, min(scheduler.facts.max_steps_per_chunk, int(wanted / step_s)))
+    steps = int(wanted / step_s)
+    if has_prefix and decoding and cost is not None:
+        steps = max(steps, _steps_beside(scheduler, decoding, cost))
+    return max(1, min(scheduler.facts.max_steps_per_chunk, steps))
+
+
+def _steps_beside(scheduler: Scheduler, decoding: list[Sample], cost: Cost) -> int:
+    """Steps that the smallest piece of the first prefix may run beside."""
+    prefix = next(sample for sample in scheduler.live if sample.stage != DECODE)
+    piece = scheduler.next_pass(prefix, 1)
+    if piece is None or piece.kind == "full":
+        return 1
+    columns = scheduler.page_bucket(max(1, piece.end))
+    price = cost.prefill_s(piece.size, columns, piece.kind)
+    step_s = max(
+        _step_s(scheduler, cost, len(rows), columns)
+        for rows, columns, _ in groups(scheduler, decoding, 1, cost)
+    )
+    return math.ceil(price / (BESIDE * step_s)) if step_s else 1
 
 
 def groups(
@@ -62,14 +83,14 @@ def groups(
     So short contexts do not pay for long ones. The largest group runs all steps, the others as many
     as fit beside it, at least one.
     """
-    buckets = scheduler.facts.page_buckets
-    if len(buckets) == 1:
-        return [(decoding, buckets[0], steps)] if decoding else []
-    by_columns: dict[int, list[Sample]] = {}
-    for sample in decoding:
-        columns = scheduler.columns(sample)
-        by_columns.setdefault(columns, []).append(sample)
-    apart = [(by_columns[columns], columns) for columns in sorted(by_columns)]
+    every = scheduler.columns(decoding)
+    widths = sorted(set(every))
+    if len(widths) <= 1:
+        return [(decoding, width, steps) for width in widths]
+    apart = [
+        ([s for s, columns in zip(decoding, every, strict=True) if columns == width], width)
+        for width in widths
+    ]
     if cost is None:
         return [(rows, columns, steps) for rows, columns in apart]
     step_s = functools.partial(_step_s, scheduler, cost)
