@@ -257,8 +257,11 @@ def is_out_of_memory(error_text: str) -> bool:
 def explain(error_text: str, plan: MemoryPlan | None) -> str:
     """A failure in one line; where memory ran out, with what to lower and to what."""
     lines = error_text.strip().splitlines()
-    if plan is None or not is_out_of_memory(error_text):
-        return lines[0].strip() if lines else "no message"
+    first = lines[0].strip() if lines else "no message"
+    if not is_out_of_memory(error_text):
+        return first
+    if plan is None:
+        return f"{first.rstrip('.')}; lower num_pages, max_num_seqs or max_model_len"
     asked = _asked_bytes(error_text)
     wanted = plan.peak_bytes - max(asked, LEAST_CUT * plan.limit_bytes)
     told = plan._remedies(wanted)

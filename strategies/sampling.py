@@ -52,7 +52,7 @@ def token_stats(
         tempered = temperature > 0
         law = logits / jnp.where(tempered, temperature, 1.0)[:, None]
         # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
-        law = jnp.where(logits > _NEVER, law, _NEVER)
+        law = jnp.where(logits == _NEVER, _NEVER, law)
         restricted = jnp.any((top_k > 0) | (top_p < 1.0))
         law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
         noisy = law if keys is None else law + _gumbel(keys, tempered, law.shape[-1])
@@ -119,7 +119,9 @@ def _restrict(law: Array, top_k: Array, top_p: Array) -> Array:
     nucleus = mass_before < top_p[:, None]
     nucleus = nucleus.at[:, 0].set(True)
     edge = jnp.min(jnp.where(nucleus, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where((law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None]), law, _NEVER)
+    kept = (law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None])
+    # What is no number stays, for the caller to see.
+    return jnp.where(kept | jnp.isnan(law), law, _NEVER)
 
 
 # --- which cells to accept --------------------------------------------------------------------
