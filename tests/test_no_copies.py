@@ -4,11 +4,13 @@ Proves, for each case of the contract's gate (toys, `AR`, `BlockDiffusion`, `Mul
 and the decode loop on the device, compiled as one program with the state donated, reuse the pools
 in place (they are aliased), hold no instruction that makes another array of a pool's size (copy,
 select, transpose, convert, broadcast, ...) and need far less scratch memory than the cache; and
-that this loop emits what the step-by-step run emits. The pool has a prime number of pages, so its
-shape is unique in the program text. float32 everywhere; bfloat16 where XLA's CPU scatter keeps it
-(jax >= 0.11; 0.10 widens it to float32).
+that this loop emits what the step-by-step run emits. Each of the engine's programs by itself works
+in place too: admission, prefill, decode, restore, a page's copy. The pool has a prime number of
+pages, so its shape is unique in the program text. float32 everywhere; bfloat16 where XLA's CPU
+scatter keeps it (jax >= 0.11; 0.10 widens it to float32).
 """
 
+import math
 import re
 
 import jax
@@ -16,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import decode, generation
+from dllm_jax import decode, generation, warming
 from dllm_jax.forward import ModelForward
 from strategies.state import RUNNING
+from tests.contract import engine as toy
 from tests.contract import harness
 from tests.contract.cases import NAMES, case, once
 
@@ -113,6 +116,34 @@ def test_the_loop_of_generate_works_in_place():
     assert program.memory_analysis().alias_size_in_bytes >= sum(pool.nbytes for pool in pools)
     generation.advance(c.model, session)
     assert all(pool.is_deleted() for pool in pools)
+
+
+# Between them: both prefill kinds of a full prompt, a copied page, a boundary, a `cond`, a drafter.
+ENGINE = ("multi_bd_whole_full", "block_cache", "speculate")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ENGINE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_the_programs_of_the_engine_work_in_place(name):
+    device = toy.make_device(name, allocate=False, num_pages=NUM_PAGES)
+    shapes = jax.tree.leaves(device.shapes().pools)
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
+    assert all(leaf.shape[0] == NUM_PAGES for leaf in shapes)
+    work = warming.every_program(device.facts, device.num_words)
+    for one in work:
+        program = device.lower(one.run).compile(QUICK)
+        memory = program.memory_analysis()
+        assert str(NUM_PAGES) in program.as_text(), one.name
+        assert not pool_sized(program.as_text()), one.name
+        assert memory.alias_size_in_bytes >= cache, one.name
+        assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS, one.name
+    words = {one.name.split()[0] for one in work}
+    wanted = {"decode", "admit", "restore"}
+    wanted |= {"prefill"} if name != "full_sequence" else set()
+    wanted |= {"begin"} if device.facts.prompt_mode != "whole_causal" else set()
+    wanted |= {"copy"} if device.facts.is_full else set()
+    assert words == wanted
 
 
 @pytest.mark.gpu

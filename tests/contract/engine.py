@@ -59,7 +59,7 @@ def config_of(name: str, **more: Any) -> EngineConfig:
     return EngineConfig(**(sizes | more))
 
 
-def make_device(name: str, model: Any = None, **config: Any) -> Device:
+def make_device(name: str, model: Any = None, allocate: bool = True, **config: Any) -> Device:
     """A device of the case; `model` instead of the case's, `config` over `config_of`."""
     c = case(name)
     strategy, aux = strategy_of(name), dict(c.aux)
@@ -67,7 +67,9 @@ def make_device(name: str, model: Any = None, **config: Any) -> Device:
     facts = sizing.make_facts(model, strategy, aux, config_of(name, **config))
     # The page buckets end with what a request needs.
     facts = dataclasses.replace(facts, page_buckets=facts.page_buckets[-1:])
-    made = Device(model, split_knobs(strategy)[0], aux, facts)
+    made = Device(model, split_knobs(strategy)[0], aux, facts, allocate=allocate)
+    if not allocate:
+        return made
     made.state = made.state.replace(
         pools=jax.tree.map(lambda pool: jnp.full_like(pool, GARBAGE), made.state.pools)
     )
