@@ -182,12 +182,14 @@ def long_prompt(model, args, say):
     long_len = 320 if args.smoke else min(args.long_prompt, most - 96)
     prompt_len, output = (64, 384) if args.smoke else (512, args.long_output)
     short = -(-(prompt_len + output + 32) // 64)
+    longest = max(long_len + 64, prompt_len + output)
+    columns = -(-(longest + 32) // 64)
     llm = make_llm(
         model,
         max_num_seqs=running + 1,
-        max_model_len=max(long_len + 64, prompt_len + output),
+        max_model_len=longest,
         slot_buckets=(1, running),
-        page_buckets=(short, 2 * short, 4 * short),
+        page_buckets=tuple(size for size in (short, 2 * short, 4 * short) if size < columns),
         prefill_buckets=(64, 256) if args.smoke else args.prefill_buckets,
         num_pages=running * short + -(-(long_len + 128) // 64) + 16,
         max_num_batched_tokens=args.max_num_batched_tokens,
