@@ -189,7 +189,7 @@ def long_prompt(model, args, say):
         max_num_seqs=running + 1,
         max_model_len=longest,
         slot_buckets=(1, running),
-        page_buckets=tuple(size for size in (short, 2 * short, 4 * short) if size < columns),
+        page_buckets=tuple(min(size, columns) for size in (short, 2 * short, 4 * short)),
         prefill_buckets=(64, 256) if args.smoke else args.prefill_buckets,
         num_pages=running * short + -(-(long_len + 128) // 64) + 16,
         max_num_batched_tokens=args.max_num_batched_tokens,
