@@ -47,6 +47,7 @@ class Harvest:
         finish: Codes of `strategies.state`.
         nfe: Forwards after prefill.
         length: Tokens emitted so far, and before this chunk (`before`).
+        emitted: Tokens of the output from `before` on; what lies behind `length` is void.
         steps: Decode steps the chunk ran.
     """
 
@@ -60,11 +61,7 @@ class Harvest:
         self.before: list[int] = head[_FROM]
         self.steps: int = head[_STEPS][0]
         most = max(map(operator.sub, self.length, self.before))
-        self._new: list[list[int]] = packed[:, HEAD : HEAD + most].tolist()
-
-    def new_tokens(self, row: int) -> list[int]:
-        """Tokens of positions `before` to `length` of the output."""
-        return self._new[row][: self.length[row] - self.before[row]]
+        self.emitted: list[list[int]] = packed[:, HEAD : HEAD + most].tolist()
 
     def saved(self, row: int) -> np.ndarray:
         """The slot as `Device.restore` takes it; a copy."""

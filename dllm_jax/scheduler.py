@@ -17,7 +17,6 @@ from dllm_jax.facts import Facts, Placement
 from dllm_jax.pages import Chain, OutOfPages, PagePool, digest
 
 WAITING, PREFILL, DECODE, DONE = range(4)
-NEVER = 2**62  # a position that no text reaches
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -39,7 +38,7 @@ class Sample:
         in_flight: Decode steps dispatched and not harvested.
         covered: Positions its pages hold.
         publishes: Others may share its pages.
-        publish_at: `start` from which the next pages can be published.
+        is_sound: A harvest of this stay has found what it computed finite.
         num_published: Pages that were found or published in this stay.
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
         watched: Somebody wants to hear of each move: a stream, a stop string.
@@ -66,7 +65,7 @@ class Sample:
     in_flight: int = 0
     chain: Chain | None = None
     publishes: bool = True
-    publish_at: int = 0
+    is_sound: bool = False
     num_published: int = 0
     prompt_published: bool = False
     boundary: Any = None
@@ -245,7 +244,7 @@ class Scheduler:
         sample.slot = self._free_slots.pop()
         sample.epoch += 1
         sample.in_flight = sample.num_published = 0
-        sample.publish_at = 0 if sample.publishes else NEVER
+        sample.is_sound = False
         sample.covered = len(sample.pages) * self.facts.page_size
         self.slots[sample.slot] = sample
         bisect.insort(self.live, sample, key=_rank)
@@ -292,27 +291,30 @@ class Scheduler:
         return hits[: len(hits) // self._unit_pages * self._unit_pages]
 
     def publish(self, sample: Sample) -> None:
-        """Make the pages known that are full, final and written; call after a harvest."""
-        facts = self.facts
-        if facts.is_full:
-            if not sample.prompt_published:
-                self._publish_prompt(sample)
-            sample.publish_at = NEVER
+        """Make the pages known that are full, final and written.
+
+        Call it after the first harvest of a stay, for those who wait for the prompt; what follows
+        the prompt is published when the sample leaves its slot.
+        """
+        if not sample.publishes:
+            return
+        if self.facts.is_full:
+            self._publish_prompt(sample)
         else:
             # A text that ended may have committed more than it said: a stop id, cells past a limit.
             end = min(sample.start, len(sample.prompt) + len(sample.tokens))
-            sample.publish_at = (end // facts.unit + 1) * facts.unit
-            if facts.soft_commits:
-                end, sample.publish_at = min(end, sample.prefix_len), NEVER
+            if self.facts.soft_commits:
+                end = min(end, sample.prefix_len)
             self._publish_up_to(sample, end)
         sample.prompt_published = True
 
     def _publish_prompt(self, sample: Sample) -> None:
-        *keys, last = self._prompt_keys(sample) or [None]
-        for key, page in zip(keys, sample.pages, strict=False):
-            self.pool.publish(key, page)
-        if last is not None:
-            self.pool.publish(last, sample.pages[len(keys)], sample.boundary)
+        if sample.num_published:
+            return
+        keys = self._prompt_keys(sample)
+        for i, key in enumerate(keys, 1):
+            self.pool.publish(key, sample.pages[i - 1], sample.boundary if i == len(keys) else None)
+        sample.num_published = len(keys)
 
     def _publish_up_to(self, sample: Sample, end: int) -> None:
         chain = self._chain(sample)
@@ -414,6 +416,8 @@ class Scheduler:
         sample.stage = DONE
 
     def _vacate(self, sample: Sample) -> None:
+        if sample.is_sound:
+            self.publish(sample)
         self.pool.release(sample.pages)
         sample.pages, sample.covered = [], 0
         sample.boundary = None
@@ -441,9 +445,10 @@ class Scheduler:
         """The smallest compiled page table that covers so many positions."""
         return self._buckets[self.facts.pages_for(positions)]
 
-    def columns(self, sample: Sample) -> int:
-        """The smallest compiled page table that holds all pages of a sample."""
-        return self._buckets[len(sample.pages)]
+    def columns(self, samples: Sequence[Sample]) -> list[int]:
+        """For each sample the smallest compiled page table that holds its pages."""
+        buckets = self._buckets
+        return [buckets[len(sample.pages)] for sample in samples]
 
     def rows(self, samples: Iterable[Sample], bucket: int) -> list[int]:
         """Slots of the samples, filled up to the bucket with others, all distinct."""

@@ -75,11 +75,8 @@ class Harvest:
         self.nfe = [slot.nfe for slot in slots]
         self.length = [len(slot.output) for slot in slots]
         self.before, self.steps = before, steps
-        self._new = [slot.output[first:] for slot, first in zip(slots, before, strict=True)]
+        self.emitted = [slot.output[first:] for slot, first in zip(slots, before, strict=True)]
         self._saved = [slot.saved() for slot in slots]
-
-    def new_tokens(self, row: int) -> list[int]:
-        return list(self._new[row])
 
     def saved(self, row: int) -> tuple[Any, ...]:
         return self._saved[row]
