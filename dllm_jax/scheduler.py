@@ -337,10 +337,10 @@ class Scheduler:
         left = sample.goal - sample.done
         if left <= 0:
             return None
-        fitting = [size for size in facts.prefill_buckets if size <= most]
-        most = fitting[-1] if fitting else facts.prefill_buckets[0]
-        size = next((size for size in facts.prefill_buckets if size >= left), most)
-        size = min(size, most)
+        buckets = facts.prefill_buckets
+        size = buckets[max(bisect.bisect(buckets, most) - 1, 0)]
+        if left < size:
+            size = buckets[bisect.bisect_left(buckets, left)]
         end = sample.done + min(size, left)
         kind = "causal" if facts.prompt_mode == "whole_causal" else "blocks"
         return Pass(kind, sample.done, end, end, size)
