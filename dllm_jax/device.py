@@ -6,6 +6,7 @@ the last one returns; the host loop waits in `harvest` alone. Nothing here sched
 """
 
 import atexit
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -414,10 +415,14 @@ def _end_workers() -> None:
 
 def _work(tasks: queue.SimpleQueue) -> None:
     """Run tasks in order until None comes; what they raise goes to whoever waits for them."""
+    last = None  # what the last program returned: once it is there, nothing runs any more
     while (task := tasks.get()) is not None:
         future, function, args, plan = task
         try:
-            future.set_result(function(*args))
+            result = function(*args)
+            last = result if isinstance(result, jax.Array) else last
+            future.set_result(result)
+            del result
         except jax.errors.JaxRuntimeError as error:
             failure = DeviceFailure(memory.explain(str(error), plan))
             failure.__cause__ = error
@@ -425,3 +430,5 @@ def _work(tasks: queue.SimpleQueue) -> None:
         except BaseException as error:
             future.set_exception(error)
         del task, future, function, args, plan  # they hold the device
+    with contextlib.suppress(RuntimeError):  # failed, or deleted by one who was told so
+        jax.block_until_ready(last)
