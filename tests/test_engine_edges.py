@@ -1,0 +1,190 @@
+"""Requests at the edges of what there is, on the real device programs: each ends as its truth.
+
+Proves over the gate's toys (a dense, cache-free truth each) that prompts of one token, shorter than
+a block, of exactly a block, a page and more, and such as hold the mask id, limits that are no
+multiple of a block, texts that meet `max_model_len` within one, stop ids of the request and of the
+model, `max_nfe`, a run of equal tokens, two equal prompts in one batch and while the first is in
+the middle, and requests aborted while they wait, run, or twice, end with the tokens, reason and
+forwards they must, and leave every page free.
+"""
+
+import dataclasses
+
+import pytest
+
+from tests.contract import engine as toy
+from tests.contract import models
+from tests.contract.cases import NAMES, case
+from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
+
+FEW = ("multi_bd", "multi_bd_grid_full", "ar", "block_cache", "speculate", "canvas")
+
+
+def longest(name):
+    """A request whose prompt has 21 tokens (16 where all of it stands in the window)."""
+    return case(name).requests[1]
+
+
+def cut(name, length, **changed):
+    """A prompt of so many tokens."""
+    ids = (longest(name).prompt * 2)[:length]
+    return dataclasses.replace(longest(name), prompt=ids, suffix=(), **changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_any_length_end_as_the_truth(name):
+    """One token, under a block, exactly one, exactly a page (8, 16), and around them."""
+    requests = [cut(name, length, max_tokens=6) for length in (1, 3, 4, 7, 8, 12, 16, 17, 24)]
+    got = run(make_engine(name), [wish(r) for r in requests])
+    assert ends(got) == [wanted(name, r) for r in requests]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_limits_that_are_no_multiple_of_a_block(name):
+    requests = [cut(name, length, max_tokens=m) for length in (3, 8) for m in (1, 2, 3, 5, 9)]
+    got = run(make_engine(name), [wish(r) for r in requests])
+    assert ends(got) == [wanted(name, r) for r in requests]
+    assert [len(one.outputs[0].token_ids) for one in got] == [1, 2, 3, 5, 9] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "full_sequence"])
+def test_the_model_length_ends_a_text_within_a_block(name):
+    request = cut(name, 9, max_tokens=40)
+    within = dataclasses.replace(request, max_tokens=23 - 9)
+    (got,) = run(make_engine(name, max_model_len=23), [wish(request)])
+    assert ends([got]) == [wanted(name, within)]
+    assert got.outputs[0].finish_reason == "length"
+    assert len(got.outputs[0].token_ids) == 14
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "full_sequence"])
+def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
+    """At the first position that a block behind it would not fit."""
+    engine = make_engine(name, num_pages=3)
+    request = cut(name, 9, max_tokens=55)
+    (got,) = run(engine, [wish(request)])
+    assert got.outputs[0].finish_reason == "length"
+    room = 3 * engine.facts.page_size - engine.facts.block_size - 9
+    assert ends([got]) == [wanted(name, dataclasses.replace(request, max_tokens=min(room, 55)))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
+    prompt = list(longest(name).prompt)
+    for place in (0, 5, len(prompt) - 1):
+        prompt[place] = models.MASK
+    request = dataclasses.replace(longest(name), prompt=tuple(prompt))
+    got = run(make_engine(name), [wish(request), wish(longest(name))])
+    assert ends(got) == [wanted(name, request), wanted(name, longest(name))]
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_ids_of_the_request_and_of_the_model(name):
+    tokens = wanted(name, longest(name))[0]
+    stop = tokens[len(tokens) // 2]
+    stopped = dataclasses.replace(longest(name), stops=(stop,))
+    assert wanted(name, stopped)[1] == "stop"
+    engine = make_engine(name, stop_token_ids=(stop,))
+    own = wish(stopped, ignore_eos=True)
+    models_own = wish(longest(name))
+    ignored = wish(longest(name), ignore_eos=True)
+    with steps_a_chunk(toy.MOST_STEPS):
+        got = run(engine, [own, models_own, ignored])
+    want = wanted(name, stopped)
+    assert ends(got) == [want, want, wanted(name, longest(name))]
+
+
+@pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
+@pytest.mark.parametrize("name", NAMES)
+def test_max_nfe_ends_with_what_is_settled(name, steps):
+    tokens, _, nfe = wanted(name, longest(name))
+    engine = make_engine(name)
+    with steps_a_chunk(steps):
+        got = run(engine, [wish(longest(name), max_nfe=n) for n in range(1, nfe)])
+    for n, one in enumerate(got, 1):
+        assert (one.outputs[0].finish_reason, one.metrics.nfe) == ("nfe", n)
+        assert one.outputs[0].token_ids == tokens[: len(one.outputs[0].token_ids)]
+    lengths = [len(one.outputs[0].token_ids) for one in got]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < len(tokens)
+
+
+def test_a_run_of_equal_tokens_ends_a_text():
+    """A head that is zero ties everything: the lowest id always."""
+    name = "multi_bd"
+    head = case(name).model.params["lm_head"]
+    model = case(name).model.replace(params=case(name).model.params | {"lm_head": 0 * head})
+    engine = make_engine(name, toy.make_device(name, model))
+    request = cut(name, 3, max_tokens=20)
+    for most in (2, 5, 30):
+        (got,) = run(engine, [wish(request, max_repetition_run=most)])
+        count = len(got.outputs[0].token_ids)
+        assert set(got.outputs[0].token_ids) == {0}
+        assert got.outputs[0].finish_reason == ("repetition" if most < 20 else "length")
+        assert most <= count < most + 4 if most < 20 else count == 20
+
+
+# --- the same prompt ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_prompts_together_and_one_behind_another(name):
+    request = dataclasses.replace(longest(name), temperature=0.9)
+    other = dataclasses.replace(request, seed=11)
+    engine = make_engine(name)
+    with steps_a_chunk(1):
+        for one in (request, other):
+            engine.add(wish(one))
+        early = [one for _ in range(4) for one in engine.step()]
+        late = [engine.add(wish(one)) for one in (other, request)]
+        done = toy.finish(engine) | {one.request_id: one for one in early}
+    got = [done[i] for i in ("0", "1", *late)]
+    assert ends(got) == [wanted(name, one) for one in (request, other, other, request)]
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_aborted_requests_leave_and_change_nothing(name):
+    """While it waits, in its prefill, while it decodes, twice, and when it is gone."""
+    requests = [*case(name).requests, longest(name), *case(name).requests]
+    for after in range(4):
+        engine = make_engine(name)
+        with steps_a_chunk(1):
+            order = [engine.add(wish(r)) for r in requests]
+            for _ in range(after):
+                assert not engine.step()
+            waits, runs = order[-1], order[1]
+            assert engine.abort(waits)
+            assert engine.abort(runs)
+            assert engine.abort(runs), "it is known until its output was given"
+            done = toy.finish(engine)
+        assert not engine.abort(runs)
+        assert not engine.abort("nobody")
+        for gone in (waits, runs):
+            one = done[gone].outputs[0]
+            assert one.finish_reason == "abort"
+            tokens = wanted(name, requests[order.index(gone)])[0]
+            assert one.token_ids == tokens[: len(one.token_ids)]
+        kept = [i for i in range(len(order)) if order[i] not in (waits, runs)]
+        want = [wanted(name, requests[i]) for i in kept]
+        assert ends([done[order[i]] for i in kept]) == want
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_request_that_takes_over_the_slot_of_an_aborted_one_is_itself(name):
+    """Its predecessor's last chunk is still on its way."""
+    engine = make_engine(name, prefix_caching=False)
+    with steps_a_chunk(toy.MOST_STEPS):
+        for turn in range(6):
+            request = case(name).requests[turn % 3]
+            gone = [engine.add(wish(longest(name), n=toy.SLOTS))]
+            for _ in range(1 + turn % 3):
+                engine.step()
+            engine.abort(gone[0])
+            kept = engine.add(wish(request))
+            assert ends([toy.finish(engine)[kept]]) == [wanted(name, request)]
