@@ -157,16 +157,19 @@ def is_on_cpu(model: Model) -> bool:
 
 
 def progress_line() -> Callable[[str, int, int], None]:
-    """A bar for `Device.warm_up`, on a terminal."""
+    """A bar for `Device.warm_up`, on stderr where that is a terminal; one for each list of work."""
     from tqdm import tqdm
 
-    bar = tqdm(total=0, unit="program", desc="compiling", leave=False, disable=None)
+    bars: list[tqdm] = []
 
     def show(name: str, done: int, total: int) -> None:
-        bar.total = total
-        bar.set_postfix_str(name, refresh=False)
-        bar.update(done - bar.n)
+        if not bars:
+            bars.append(
+                tqdm(total=total, unit="program", desc="compiling", leave=False, disable=None)
+            )
+        bars[0].set_postfix_str(name, refresh=False)
+        bars[0].update(done - bars[0].n)
         if done == total:
-            bar.close()
+            bars.pop().close()
 
     return show

@@ -49,7 +49,7 @@ def start(
     bare = split_knobs(strategy)[0]
     device = Device(model, bare, aux, facts, implementation, allocate=False)
     try:
-        device.memory = _planned(device, model, aux, config, measured=warm_up)
+        device.memory = _planned(device, model, aux, config, warm_up, progress)
         if not warm_up:
             device.memory.check()
             device.reset()
@@ -65,7 +65,12 @@ def start(
 
 
 def _planned(
-    device: Device, model: Model, aux: Mapping[str, Model], config: EngineConfig, measured: bool
+    device: Device,
+    model: Model,
+    aux: Mapping[str, Model],
+    config: EngineConfig,
+    measured: bool,
+    progress: warming.Progress | None,
 ) -> MemoryPlan:
     """What the device will hold; sets its number of pages where the configuration does not.
 
@@ -96,7 +101,7 @@ def _planned(
     if not plan.is_counted or not measured:
         return plan
     # What was left for temporaries is a guess: see what they take, and guess no more.
-    temp_bytes = device.compile_ahead(warming.largest_programs(facts))
+    temp_bytes = device.compile_ahead(warming.largest_programs(facts), progress)
     plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
     if plan.peak_bytes <= plan.utilization * plan.limit_bytes:
         return plan

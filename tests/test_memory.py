@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from dllm_jax import memory, startup
+from dllm_jax.cli import info
 from dllm_jax.facts import DeviceFailure, EngineConfig
 from dllm_jax.memory import GIB, MemoryPlan
 from strategies import MultiBD
@@ -221,6 +222,12 @@ def test_more_pages_than_memory_are_refused_with_a_number_that_fits():
 def test_an_engine_refuses_pages_that_the_machine_does_not_have():
     with pytest.raises(ValueError, match=r"num_pages=10000000000 needs .*lower num_pages from"):
         start(num_pages=10**10)
+
+
+def test_info_tells_what_memory_there_is():
+    (told,) = set(info.collect()["devices"].values())
+    free = re.search(r"([\d.]+) GiB of the host's memory free", told)
+    assert float(free[1]) == pytest.approx(memory.host_bytes_available() / GIB, rel=0.5)
 
 
 # --- out of memory ----------------------------------------------------------------------------

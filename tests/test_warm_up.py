@@ -8,6 +8,7 @@ the budget ends it), and on the real one (positive, and neither slots, pool nor 
 """
 
 import dataclasses
+import io
 import time
 
 import jax
@@ -178,6 +179,21 @@ def test_a_progress_that_is_interrupted_ends_the_compiling(monkeypatch):
     at_once = len(began)
     time.sleep(0.1)
     assert len(began) <= at_once + 2 < 100, "what had begun ends, the rest never begins"
+
+
+def test_the_progress_line_counts_each_list_of_work(monkeypatch):
+    """An accelerator has two: what sizes its pool, and everything."""
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    stderr.isatty = lambda: True
+    show = sizing.progress_line()
+    for total in (2, 3):
+        for done in range(1, total + 1):
+            show(f"work {done}", done, total)
+    told = stderr.getvalue()
+    assert "compiling" in told
+    assert "0/2" in told
+    assert "0/3" in told
+    assert told.endswith("\r"), "nothing of it is left on the screen"
 
 
 def test_an_accelerator_that_is_out_of_memory_says_what_to_lower(monkeypatch):

@@ -53,11 +53,15 @@ def collect() -> dict[str, dict[str, str]]:
 def _devices() -> dict[str, str]:
     import jax
 
+    from dllm_jax.memory import host_bytes_available
+
     found = {}
     for device in jax.devices():
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
-        memory = f", {used / 2**30:.1f} of {limit / 2**30:.1f} GiB in use" if limit else ""
+        memory = f", {host_bytes_available() / 2**30:.1f} GiB of the host's memory free"
+        if limit:
+            memory = f", {used / 2**30:.1f} of {limit / 2**30:.1f} GiB in use"
         found[str(device)] = f"{device.device_kind} ({device.platform}){memory}"
     return found
 
