@@ -6,6 +6,7 @@ requests are -1: they read as much as real ones would and write nothing.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -70,26 +71,32 @@ def calibrate(
         clock: Seconds.
         budget_s: No further program is begun once so much time has gone.
     """
-    facts: Facts = device.facts
     until = clock() + budget_s
     decode: dict[tuple[int, int], float] = {}
     prefill: dict[str, dict[tuple[int, int], float]] = {}
-    # From large to small: what is not timed any more finds something larger.
-    for columns in reversed(facts.page_buckets):
-        for rows in reversed(facts.slot_buckets):
-            if clock() < until or not decode:
-                decode[rows, columns] = _typical(
-                    lambda r=rows, c=columns: _step_s(device, r, c, clock)
-                )
-        for kind in pass_kinds(facts):
-            times = prefill.setdefault(kind, {})
-            for size in reversed(facts.prefill_buckets):
-                if clock() < until or not times:
-                    times[size, columns] = _typical(
-                        lambda s=size, c=columns, k=kind: _pass_s(device, s, c, k, clock)
-                    )
+    for size, columns, kind in _in_order(device.facts):
+        times = decode if kind is None else prefill.setdefault(kind, {})
+        if clock() < until or not times:
+            measure = functools.partial(_step_s if kind is None else _pass_s, device, clock)
+            times[size, columns] = _typical(functools.partial(measure, size, columns, kind))
     device.reset()
     return MeasuredCost(decode, prefill)
+
+
+def _in_order(facts: Facts) -> list[tuple[int, int, str | None]]:
+    """Slots or tokens, pages, kind of pass (None: decode), the most important first.
+
+    The largest of each number of pages, which stand in for what is not timed any more; then the
+    rest from few pages up, as most texts are short.
+    """
+    jobs = []
+    for kind in (None, *pass_kinds(facts)):
+        sizes = facts.slot_buckets if kind is None else facts.prefill_buckets
+        for size in sizes:
+            for columns in facts.page_buckets:
+                is_rest = size != sizes[-1]
+                jobs.append(((is_rest, columns if is_rest else -columns), (size, columns, kind)))
+    return [job for _, job in sorted(jobs, key=lambda one: one[0])]
 
 
 def _typical(measure: Callable[[], float]) -> float:
@@ -100,7 +107,7 @@ def _typical(measure: Callable[[], float]) -> float:
     return statistics.median([first, *more])
 
 
-def _step_s(device: Any, rows: int, columns: int, clock: Callable[[], float]) -> float:
+def _step_s(device: Any, clock: Callable[[], float], rows: int, columns: int, kind: None) -> float:
     """One decode step of so many slots."""
     placement = made_up(device.facts, columns)
     slots = np.arange(rows, dtype=np.int32)
@@ -128,7 +135,7 @@ def _begin(device: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:
     device.prefill(slot, (0,), prompt_len - 1, prompt_len, prompt_len, True, pages, size, "causal")
 
 
-def _pass_s(device: Any, size: int, columns: int, kind: str, clock: Callable[[], float]) -> float:
+def _pass_s(device: Any, clock: Callable[[], float], size: int, columns: int, kind: str) -> float:
     """One prefill pass at the far end of what the pages hold."""
     facts: Facts = device.facts
     first = max(0, columns * facts.page_size - size) // facts.block_size * facts.block_size

@@ -358,10 +358,16 @@ def test_slow_programs_are_timed_once_and_fast_ones_three_times():
 def test_the_budget_ends_the_timing_and_larger_sizes_stand_in():
     made = TimedDevice(facts(), lambda rows, columns: 3.0 * rows, pass_s)
     found = calibrate(made, made.clock, budget_s=1.0)
-    assert list(found.decode) == [(3, 8)]
+    assert list(found.decode) == [(3, 8)], "the largest is timed whatever the budget"
     assert found.decode_s(1, 3) == found.decode_s(3, 8) == pytest.approx(9.0)
     assert found.prefill_s(8, 3, "blocks") == found.prefill_s(8, 8, "blocks") > 0
     assert made.now < 60
+
+
+def test_the_largest_of_each_width_are_timed_first_then_short_texts():
+    order = cost._in_order(facts(prefill_buckets=(8, 16)))
+    assert order[:4] == [(3, 8, None), (16, 8, "blocks"), (3, 3, None), (16, 3, "blocks")]
+    assert order[4:] == [(1, 3, None), (8, 3, "blocks"), (1, 8, None), (8, 8, "blocks")]
 
 
 def test_sizes_that_were_not_timed_cost_what_the_nearest_larger_do():
