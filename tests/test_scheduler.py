@@ -1,0 +1,559 @@
+"""The host's plans, rule by rule: who is admitted, what is shared, how far is grown, who gives way.
+
+Proves the rules of `scheduler`, `planning` and `intake` one by one on books of a few pages, page
+and block sizes that do not divide each other among them. What they are good for together is
+test_engine_machine.py's subject. `host` is the package's own modules; test_engine_mutants.py hands
+broken copies in.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.oracles.engine_world import host_of
+from tests.oracles.fake_device import Cost
+
+
+@pytest.fixture
+def host() -> SimpleNamespace:
+    return host_of()
+
+
+def make_facts(host: SimpleNamespace, **changed: Any) -> Any:
+    sizes = {
+        "num_slots": 3,
+        "num_pages": 12,
+        "page_size": 4,
+        "max_model_len": 40,
+        "max_steps_per_chunk": 4,
+        "block_size": 4,
+        "window": 8,
+        "prompt_mode": "grid_causal",
+        "salt": b"model",
+        "vocab_size": 100,
+        "stop_token_ids": (1,),
+        "knobs": {"accept_threshold": (0.0, 1.0)},
+        "knob_values": {"accept_threshold": 0.9},
+        "slot_buckets": (1, 3),
+        "page_buckets": (2, 6, 11),
+        "prefill_buckets": (4, 8, 16),
+    }
+    return host.facts.Facts(**{**sizes, **changed})
+
+
+class Books:
+    """A scheduler and samples for it, made as the engine makes them."""
+
+    def __init__(self, host: SimpleNamespace, **changed: Any):
+        self.host = host
+        self.scheduler = host.scheduler.Scheduler(make_facts(host, **changed))
+        self.pool = self.scheduler.pool
+        self.number = 0
+
+    def accept(self, prompt: Any, **wishes: Any) -> Any:
+        fields = {name: wishes.pop(name) for name in ("priority", "stream") if name in wishes}
+        host = self.host
+        params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
+        request = host.requests.Request(prompt_token_ids=list(prompt), params=params, **fields)
+        live = host.intake.accept(request, "name", self.number, 0.0, self.scheduler, None, 9)
+        self.number += params.n
+        return live
+
+    def add(self, prompt: Any, **wishes: Any) -> Any:
+        """Queue a request; its first sample."""
+        live = self.accept(prompt, **wishes)
+        for sample in live.samples:
+            self.scheduler.add(sample)
+        return live.samples[0]
+
+    def admit(self) -> list[Any]:
+        """Admit who can be; they are as after their prefill."""
+        placed = self.scheduler.admit()
+        for sample in placed:
+            sample.done, sample.stage = sample.goal, self.host.scheduler.DECODE
+        return placed
+
+    def run(self, prompt: Any, text: Any = (), **wishes: Any) -> Any:
+        """A sample that was admitted, computed and has settled some text, all committed."""
+        sample = self.add(prompt, **wishes)
+        assert sample in self.admit()
+        self.settle(sample, text)
+        return sample
+
+    def settle(self, sample: Any, text: Any) -> None:
+        """As harvests say: tokens, their blocks committed."""
+        if not sample.is_sound:
+            sample.is_sound = True
+            self.scheduler.publish(sample)
+        if text:
+            self.scheduler.grow([sample], 4)
+        sample.tokens += list(text)
+        S = self.scheduler.facts.block_size
+        ids = len(sample.prompt) + len(sample.tokens)
+        sample.start = max(sample.start, ids // S * S if self.scheduler.facts.is_grid else ids)
+
+    def check(self) -> None:
+        self.pool.check([sample.pages for sample in self.scheduler.live])
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: SimpleNamespace) -> None:
+    limits = Books(host).scheduler.limits
+    assert limits(5, 7, 0) == (12, 16)  # and the rest of the last block is written
+    assert limits(5, 99, 0) == (40, 44)
+    small = Books(host, num_pages=6).scheduler.limits
+    assert small(5, 99, 0) == (20, 24)
+    assert small(19, 99, 0) == (20, 24)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "pages", "message"),
+    [
+        (40, 12, "the prompt has 40 tokens; the engine takes 40, prompt and text together"),
+        (20, 6, r"needs 7 pages of 4; the pool has 6: raise num_pages"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt_len: int, pages: int, message: str) -> None:
+    scheduler = Books(host_of(), num_pages=pages).scheduler
+    with pytest.raises(ValueError, match=message):
+        scheduler.limits(prompt_len, 8, 0)
+    assert scheduler.limits(prompt_len - 1, 8, 0)
+
+
+def test_a_window_holds_prompt_text_and_suffix(host: SimpleNamespace) -> None:
+    rules = {"prompt_mode": "in_window", "window": 16, "max_model_len": 16, "page_buckets": (2, 5)}
+    limits = Books(host, **rules).scheduler.limits
+    assert limits(6, 7, 3) == (13, 20)  # 13 + 3 + a block, but the table has 5 pages
+    with pytest.raises(ValueError, match=r"6 \+ 8 \+ 3 tokens, the window has 16"):
+        limits(6, 8, 3)
+
+
+def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=6)
+    sample = books.run(range(2, 19), max_tokens=99)
+    assert sample.placement.limit == 20
+    for _ in range(3):
+        assert books.scheduler.grow([sample], 4) == 4
+    assert (len(sample.pages), sample.num_preemptions) == (6, 0)
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+def test_priority_then_arrival_decide(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30, num_slots=5, slot_buckets=(5,))
+    samples = [books.add([5] * 4, priority=priority) for priority in (0, 1, 0, -1)]
+    assert books.admit() == [samples[3], samples[0], samples[2], samples[1]]
+    assert books.scheduler.live == [samples[3], samples[0], samples[2], samples[1]]
+
+
+def test_nobody_passes_one_that_does_not_fit(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=8)
+    books.run([5] * 16)
+    long, short = books.add([6] * 16), books.add([7] * 4)
+    assert books.admit() == []
+    assert [long.stage, short.stage] == [books.host.scheduler.WAITING] * 2
+    assert books.scheduler.num_waiting == 2
+
+
+def test_each_neighbour_keeps_a_page_to_grow_into(host: SimpleNamespace) -> None:
+    """Three pages for the prompt and two for the first window: seven with two neighbours."""
+    for free, fits in ((6, False), (7, True)):
+        books = Books(host, num_pages=12)
+        for token in (5, 6):
+            books.run([token], max_tokens=4)
+        books.pool.take(books.pool.num_available - free)
+        books.add([7] * 12)
+        assert bool(books.admit()) == fits, free
+
+
+def test_ended_ones_in_the_queue_are_passed_over(host: SimpleNamespace) -> None:
+    books = Books(host)
+    gone, there = books.add([5] * 4), books.add([6] * 4)
+    books.scheduler.leave(gone)
+    assert books.scheduler.num_waiting == 1
+    assert books.admit() == [there]
+    assert not books.scheduler.has_waiting
+
+
+def test_samples_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30, prefix_caching=False)
+    first = books.add([5] * 8, n=2)
+    other = books.add([5] * 8)
+    assert books.admit() == [first, other]
+    assert books.admit() == []
+    books.settle(first, ())
+    (second,) = books.admit()
+    assert (second.leader, second.pages, second.done) == (first, first.pages[:2], 8)
+    assert other.pages[0] != first.pages[0], "without prefix caching nobody else shares"
+    books.check()
+
+
+def test_a_sample_whose_first_one_failed_computes_the_prompt_itself(host: SimpleNamespace) -> None:
+    books = Books(host)
+    first = books.add([5] * 8, n=2)
+    books.admit()
+    books.scheduler.leave(first)
+    (second,) = books.scheduler.admit()
+    assert (second.done, second.goal) == (0, 8)
+
+
+# --- the prefix cache -----------------------------------------------------------------------------
+
+
+def test_a_common_prefix_is_shared_by_whole_pages(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    first = books.run([*range(2, 14), 50])
+    second = books.run([*range(2, 12), 60, 61, 62])
+    assert second.pages[:2] == first.pages[:2]
+    assert not set(second.pages[2:]) & set(first.pages)
+    assert second.cached_tokens == 8
+    assert books.pool.owners(first.pages[0]) == 2
+    books.check()
+
+
+def test_a_second_turn_finds_the_first_ones_text(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    first = books.run(range(2, 10), text=range(20, 30))
+    assert first.start == 16
+    pages = first.pages[:4]
+    books.scheduler.leave(first)
+    second = books.run([*range(2, 10), *range(20, 30), 70, 71])
+    assert (second.pages[:4], second.cached_tokens) == (pages, 16)
+
+
+def test_text_of_soft_commits_is_not_shared_but_the_prompt_is(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30, soft_commits=True, starts_over=True)
+    books.scheduler.leave(books.run(range(2, 10), text=range(20, 30)))
+    second = books.run([*range(2, 10), *range(20, 30)])
+    assert second.cached_tokens == 8
+
+
+def test_nothing_is_known_before_the_first_harvest_or_after_an_error(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    first = books.add(range(2, 14))
+    books.admit()
+    second = books.run(range(2, 14))
+    assert (second.cached_tokens, second.is_sound) == (0, True)
+    for sample in (first, second):
+        sample.is_sound = False
+    pages = [*second.pages]
+    books.pool.reset()
+    second.pages = books.pool.take(len(pages))
+    first.pages = books.pool.take(3)
+    books.scheduler.leave(second)
+    assert books.pool._page_of == {}
+
+
+def test_a_stop_id_in_the_cache_is_not_taken_for_text(host: SimpleNamespace) -> None:
+    """The block of a stop id is committed whole; what it holds was never said."""
+    books = Books(host, num_pages=30)
+    sample = books.run(range(2, 10), text=range(20, 26))
+    sample.start = 16
+    books.scheduler.leave(sample)
+    assert len(books.pool._page_of) == 3
+
+
+def test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it(
+    host: SimpleNamespace,
+) -> None:
+    for least, found in ((0, 12), (1, 8), (4, 8)):
+        books = Books(host, num_pages=30, compute_at_least=least)
+        books.run(range(2, 14))
+        sample = books.run(range(2, 14))
+        assert (sample.cached_tokens, sample.goal) == (found, 12), least
+
+
+def test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together(
+    host: SimpleNamespace,
+) -> None:
+    """Pages of 4, blocks of 6: 12 tokens are shared together or not at all."""
+    rules = {"num_pages": 30, "block_size": 6, "window": 6, "prefill_buckets": (6, 12, 42)}
+    books = Books(host, **rules)
+    assert books.scheduler.facts.unit == 12
+    first = books.run(range(2, 28))  # 24 of 26 in the cache
+    second = books.run([*range(2, 22), 60, 61, 62, 63, 64, 65])
+    assert (second.cached_tokens, second.pages[:3]) == (12, first.pages[:3])
+    pages = first.pages[:6]
+    for sample in (first, second):
+        books.scheduler.leave(sample)
+    taken = books.pool.take(30 - len(books.pool._page_of) + 2)  # evict two, the last ones first
+    books.pool.release(taken)
+    third = books.run(range(2, 28))
+    assert third.cached_tokens == 12
+    assert third.pages[:3] == pages[:3]
+
+
+def test_a_prompt_that_sees_itself_whole_is_shared_as_a_whole_only(host: SimpleNamespace) -> None:
+    rules = {"prompt_mode": "whole_full", "num_pages": 30, "prefill_buckets": (8, 40)}
+    books = Books(host, **rules)
+    first = books.add(range(2, 12))
+    books.admit()
+    first.boundary = "row"
+    books.settle(first, ())
+    longer = books.run(range(2, 13))
+    assert longer.cached_tokens == 0
+    same = books.add(range(2, 12))
+    (same,) = books.scheduler.admit()
+    assert (same.pages[:2], same.done, same.boundary) == (first.pages[:2], 10, "row")
+    assert same.copies == [(first.pages[2], same.pages[2])]
+    assert same.pages[2] != first.pages[2]
+    assert books.pool.owners(first.pages[2]) == 1
+    books.check()
+
+
+def test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page(host: SimpleNamespace) -> None:
+    """The page to copy counts twice; a pool that is full with it must not wait for ever."""
+    rules = {"prompt_mode": "whole_full", "num_pages": 5, "prefill_buckets": (16, 40)}
+    books = Books(host, **rules)
+    books.scheduler.leave(books.run(range(2, 17)))
+    again = books.run(range(2, 17))
+    assert (again.cached_tokens, len(again.pages)) == (0, 4)
+
+
+def test_a_causal_prompt_is_shared_at_any_page(host: SimpleNamespace) -> None:
+    rules = {"prompt_mode": "whole_causal", "compute_at_least": 1, "num_pages": 30, "window": 4}
+    books = Books(host, **rules)
+    assert books.scheduler.facts.unit == 4
+    books.run(range(2, 15))
+    assert books.run(range(2, 15)).cached_tokens == 12
+    assert books.run(range(2, 14)).cached_tokens == 8
+
+
+# --- prefill --------------------------------------------------------------------------------------
+
+
+def passes(books: Books, sample: Any, most: int) -> list[tuple]:
+    found = []
+    while (piece := books.scheduler.next_pass(sample, most)) is not None:
+        found.append((piece.kind, piece.first, piece.end, piece.live_end, piece.size))
+        sample.done = piece.end
+    return found
+
+
+def test_a_prefix_is_computed_in_pieces_of_compiled_sizes(host: SimpleNamespace) -> None:
+    books = Books(host)
+    books.add(range(2, 29))  # 24 of 27 are prefilled
+    (sample,) = books.scheduler.admit()
+    assert passes(books, sample, 16) == [("blocks", 0, 16, 16, 16), ("blocks", 16, 24, 24, 8)]
+    sample.done = 0
+    assert passes(books, sample, 15) == [("blocks", i, i + 8, i + 8, 8) for i in (0, 8, 16)]
+    sample.done = 20
+    assert passes(books, sample, 99) == [("blocks", 20, 24, 24, 4)]
+    sample.done = 0
+    assert passes(books, sample, 1)[0] == ("blocks", 0, 4, 4, 4)
+
+
+def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: SimpleNamespace) -> None:
+    books = Books(host, prompt_mode="grid_full", prefill_buckets=(8, 40))
+    sample = books.run(range(2, 13), text=range(20, 30))  # 8 of 11 are stored, all are computed
+    sample.saved = ("harvest", 0)
+    books.pool.reset()
+    sample.done, sample.goal = 0, sample.start
+    assert passes(books, sample, 4) == [
+        ("full", 0, 8, 11, 40),
+        ("blocks", 8, 16, 16, 8),
+        ("blocks", 16, 20, 20, 8),
+    ]
+
+
+def test_a_budget_is_spent_best_first_and_always_gets_on(host: SimpleNamespace) -> None:
+    books = Books(host, max_num_batched_tokens=20)
+    books.add(range(2, 40))
+    (sample,) = books.scheduler.admit()
+    budget = host.planning.Budget(books.scheduler, [], 1, None)
+    piece = budget.take(sample, forced=True)
+    assert piece.size == 16
+    sample.done = piece.end
+    piece = budget.take(sample, forced=False)
+    assert piece.size == 4
+    sample.done = piece.end
+    assert budget.take(sample, forced=False) is None
+    assert budget.take(sample, forced=True).size == 4
+
+
+def test_a_budget_beside_decoding_is_what_its_steps_take(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    decoding = [books.run([5] * 4, max_tokens=8)]
+    books.add(range(2, 36))
+    (sample,) = books.scheduler.admit()
+    # A step of one row over 2 columns takes 0.5 * (4 + 1) * (4 + 2) = 15 s, of which 12 may be
+    # spent; 4 tokens over 2 columns take 24 s, 8 take 48 s, and 16 over 6 columns 160 s.
+    assert host.planning.BESIDE == 0.8
+    for steps, size in ((1, 0), (3, 4), (5, 8), (13, 8), (14, 16)):
+        budget = host.planning.Budget(books.scheduler, decoding, steps, Cost(0.5, 1.0))
+        piece = budget.take(sample, forced=False)
+        assert (piece.size if piece else 0) == size, steps
+    spent = host.planning.Budget(books.scheduler, decoding, 5, Cost(0.5, 1.0))
+    assert spent.take(sample, forced=False).size == 8
+    assert spent.take(sample, forced=False) is None
+
+
+# --- growing and giving way -----------------------------------------------------------------------
+
+
+def test_growth_covers_the_steps_in_flight_and_the_next(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=40, page_buckets=(11,))
+    sample = books.run([5] * 4, max_tokens=36)
+    assert sample.start == 4
+    for in_flight, steps, end in ((0, 1, 12), (1, 1, 20), (1, 2, 28), (2, 2, 36), (4, 4, 44)):
+        sample.in_flight = in_flight
+        assert books.scheduler.reach(sample, steps) == end
+        books.scheduler.grow([sample], steps)
+        assert sample.covered >= end
+        assert sample.covered == len(sample.pages) * 4
+    held = books.scheduler.table[sample.slot].tolist()
+    assert held[: len(sample.pages)] == sample.pages
+    assert len(sample.pages) == 11  # never past what it can write
+
+
+def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=12)
+    first, second = books.run([5] * 4), books.run([6] * 4)
+    books.pool.take(books.pool.num_available - 5)  # one step needs 4 pages, four steps 10
+    assert books.scheduler.grow([first, second], 4) == 1
+    assert [sample.num_preemptions for sample in (first, second)] == [0, 0]
+    assert [len(sample.pages) for sample in (first, second)] == [3, 3]
+
+
+def test_the_worst_ranked_gives_way_and_only_it(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=9)
+    samples = [books.run([token] * 4, priority=p) for token, p in ((5, 0), (6, 2), (7, 1))]
+    first, worst, second = samples
+    taken = books.pool.take(books.pool.num_available - 3)  # each needs 2 and holds 1
+    assert books.scheduler.grow([first, second, worst], 1) == 1
+    assert [s.num_preemptions for s in samples] == [0, 1, 0]
+    assert (worst.stage, worst.pages, worst.slot) == (host.scheduler.WAITING, [], -1)
+    assert [len(sample.pages) for sample in books.scheduler.live] == [3, 3]
+    books.pool.check([*(s.pages for s in books.scheduler.live), taken])
+
+
+def test_a_preempted_one_goes_on_from_its_last_harvest(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    sample = books.run(range(2, 10), text=range(20, 29))
+    sample.saved = ("harvest", 0)
+    epoch, slot = sample.epoch, sample.slot
+    books.scheduler.preempt(sample)
+    assert (sample.start, sample.tokens) == (16, [*range(20, 29)])
+    assert books.scheduler.slots[slot] is None
+    assert books.scheduler.admit() == [sample]
+    assert (sample.done, sample.goal) == (16, 16)  # its own pages were still there
+    assert sample.epoch > epoch
+    assert sample.in_flight == 0
+
+
+def test_one_that_cannot_be_taken_up_starts_over(host: SimpleNamespace) -> None:
+    for rules, saved in (({"starts_over": True}, ("harvest", 0)), ({}, None)):
+        books = Books(host, num_pages=30, **rules)
+        sample = books.run(range(2, 10), text=range(20, 29))
+        sample.saved = saved
+        books.scheduler.preempt(sample)
+        assert (sample.start, sample.saved) == (8, None)
+        assert sample.tokens == [*range(20, 29)], "what was said stays said"
+
+
+def test_losing_everything_frees_all_pages_and_queues_all(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    samples = [books.run([token] * 8) for token in (5, 6)]
+    assert books.scheduler.lose_everything() == samples
+    assert (books.pool.num_held, books.pool._page_of) == (0, {})
+    assert books.scheduler.live == []
+    assert books.scheduler.admit() == samples
+    assert [sample.done for sample in samples] == [0, 0]
+
+
+# --- rows, buckets and rounds ---------------------------------------------------------------------
+
+
+def test_rows_are_distinct_and_fill_their_bucket(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30)
+    samples = [books.run([token] * 4) for token in (5, 6, 7)]
+    scheduler = books.scheduler
+    assert [scheduler.slot_bucket(count) for count in (1, 2, 3)] == [1, 3, 3]
+    rows = scheduler.rows(samples[1:], 3)
+    assert rows[:2] == [sample.slot for sample in samples[1:]]
+    assert sorted(rows) == [0, 1, 2]
+    assert [scheduler.page_bucket(end) for end in (1, 8, 9, 24, 25, 44)] == [2, 2, 6, 6, 11, 11]
+
+
+def test_rows_are_grouped_by_the_width_of_their_page_tables(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=40)
+    short = [books.run([token], max_tokens=4) for token in (5, 6)]
+    long = books.run([*range(2, 34)], max_tokens=6)
+    every = [*short, long]
+    books.scheduler.grow(every, 1)
+    groups = host.planning.groups
+    assert groups(books.scheduler, every, 3, None) == [(short, 2, 3), ([long], 11, 3)]
+    assert groups(books.scheduler, every, 3, Cost(0.0, 1.0)) == [(every, 11, 3)]
+    apart = groups(books.scheduler, short, 3, Cost(1.0, 1.0))
+    assert apart == [(short, 2, 3)]
+    assert groups(books.scheduler, [], 3, Cost(1.0, 1.0)) == []
+
+
+def test_chunks_last_a_while_and_less_where_somebody_waits(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=12, max_steps_per_chunk=1000)
+    first = books.run([5] * 4)
+    planning, scheduler = host.planning, books.scheduler
+
+    def steps(step_s: float) -> int:
+        return planning.num_steps(step_s, scheduler, [first], None)
+
+    assert steps(0.0) == 1
+    assert steps(0.001) == int(planning.CHUNK_S / 0.001)
+    assert steps(1.0) == 1
+    assert steps(1e-6) == 1000
+    first.watched = True
+    assert steps(0.001) == int(planning.CHUNK_S_WATCHED / 0.001)
+    books.add([6] * 30)
+    assert steps(0.001) == int(planning.CHUNK_S_WAITING / 0.001)
+
+
+# --- intake ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wishes", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([5, 100], {}, r"holds id 100, outside the vocabulary \[0, 100\)"),
+        ([5, -1, 5], {}, r"holds id -1, outside the vocabulary"),
+        ([5], {"strategy_overrides": {"accept": 0.5}}, "no threshold 'accept'; it has accept_thr"),
+        ([5], {"strategy_overrides": {"accept_threshold": 1.5}}, r"1.5 is outside \[0.0, 1.0\]"),
+        ([5], {"stop_token_ids": tuple(range(2, 34))}, "33 stop ids, the model's own included"),
+        ([5], {"stop": "end"}, "stop strings need a tokenizer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(prompt: list, wishes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Books(host_of()).accept(prompt, **wishes)
+
+
+def test_ids_of_the_vocabulary_are_taken(host: SimpleNamespace) -> None:
+    (sample,) = Books(host).accept([0, 99]).samples
+    assert sample.prompt == [0, 99]
+
+
+def test_samples_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> None:
+    books = Books(host)
+    books.accept([5])
+    live = books.accept([5], n=3, priority=2)
+    assert [s.rank for s in live.samples] == [(2, 1), (2, 2), (2, 3)]
+    assert [(s.placement.seed, s.placement.fold) for s in live.samples] == [(9, 1), (9, 2), (9, 3)]
+    live = books.accept([5], n=2, seed=4)
+    assert [(s.placement.seed, s.placement.fold) for s in live.samples] == [(4, 0), (4, 1)]
+    assert [s.leader for s in live.samples] == [None, live.samples[0]]
+
+
+def test_a_placement_says_what_the_slot_needs(host: SimpleNamespace) -> None:
+    books = Books(host)
+    wishes = {"stop_token_ids": (3, 1, 3), "strategy_overrides": {"accept_threshold": 0.5}}
+    placement = books.accept(range(2, 16), max_nfe=7, top_k=4, **wishes).samples[0].placement
+    assert placement.tail == (14, 15)
+    assert (placement.prompt_len, placement.limit, placement.max_nfe) == (14, 30, 7)
+    assert (placement.stop_ids, placement.top_k, placement.top_p) == ((3, 1), 4, 1.0)
+    assert placement.knobs == {"accept_threshold": 0.5}
+    plain = books.accept([5], stop_token_ids=(3,), ignore_eos=True).samples[0].placement
+    assert (plain.stop_ids, plain.knobs) == ((3,), {"accept_threshold": 0.9})
