@@ -227,9 +227,9 @@ def test_termination_reports_finished_and_partial_prompts(
     )
 
 
-def start(argv, tmp_path):
+def start(argv, tmp_path, *how):
     return subprocess.Popen(
-        [sys.executable, "-m", "dllm_jax.cli", *map(str, argv)],
+        [sys.executable, *(how or ("-m", "dllm_jax.cli")), *map(str, argv)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -291,6 +291,22 @@ def test_signal_while_the_process_compiles(random_folder, tmp_path, as_json):
         assert "0 tokens, 0 forwards" in out
         assert err.startswith("error: interrupted after 0 forwards; what was")
     assert err.count("\n") == 1
+
+
+def test_process_that_ends_with_a_forward_in_flight_ends_well(tmp_path):
+    code = (
+        "import dllm_jax as dj\n"
+        "def begin():\n"
+        "    llm = dj.LLM(warm_up=False, max_num_seqs=1)\n"
+        "    params = dj.SamplingParams(max_tokens=300, ignore_eos=True)\n"
+        "    llm.engine.add(dj.Request(prompt_token_ids=list(range(50, 90)), params=params))\n"
+        "    for _ in range(6):\n"
+        "        llm.engine.step()\n"
+        "begin()\n"
+    )
+    process = start([code], tmp_path, "-c")
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
 
 
 def test_watch_without_a_terminal_prints_a_line_a_forward(model, random_folder, capsys):
