@@ -11,6 +11,7 @@ equals `dj.generate`; nothing compiles after `warm_up`.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,17 @@ from dllm_jax import sizing
 from dllm_jax.device import Device
 from dllm_jax.facts import EngineConfig
 from dllm_jax.requests import SamplingParams
+from dllm_jax.scheduler import DECODE, PREFILL
 from strategies import MultiBD
 from strategies.protocol import split_knobs
 from strategies.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE
 from tests.contract import engine as toy
 from tests.contract import models
-from tests.contract.cases import NAMES, case
+from tests.contract.cases import EXTRA, NAMES, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
 CACHED = [name for name in NAMES if name != "full_sequence"]
-FULL = ("multi_bd_grid_full", "multi_bd_whole_full")
+FULL = ("multi_bd_grid_full", "multi_bd_whole_full", *EXTRA)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
 
 
@@ -100,7 +102,7 @@ def test_the_chunk_length_changes_nothing(name, steps):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *EXTRA])
 def test_preemption_after_every_harvest_changes_nothing(name, caching):
     engine = make_engine(name, prefix_caching=caching)
     with steps_a_chunk(1):
@@ -111,6 +113,27 @@ def test_preemption_after_every_harvest_changes_nothing(name, caching):
     if name in CACHED and not engine.facts.starts_over:
         passes = [one.metrics.prefill_nfe for one in got]
         assert all(passes) if not caching else sum(passes) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption_at_any_step_changes_nothing(name):
+    """Of all that have a slot, whatever they do there: in the middle of a prompt as well."""
+    piece = toy.device(name).facts.prefill_buckets[0]
+    caught = set()
+    for at in range(1, 7):
+        engine = make_engine(name, max_num_batched_tokens=piece)
+        steps = itertools.count(1)
+
+        def between(engine, at=at, steps=steps):
+            if next(steps) == at:
+                for sample in list(engine.scheduler.live):
+                    caught.add(sample.stage)
+                    engine.scheduler.preempt(sample)
+
+        with steps_a_chunk(1):
+            assert_same(name, ends(run(engine, wishes(name), between)), truths(name))
+    assert DECODE in caught
+    assert PREFILL in caught or name in (*FULL, "full_sequence", "block_cache")
 
 
 def test_preemption_meets_every_status_of_the_window():
@@ -153,7 +176,7 @@ def reusable(facts, prompt_len, known):
     return max(min(known, goal - facts.compute_at_least), 0) // facts.unit * facts.unit
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *EXTRA])
 def test_the_same_request_again_finds_its_prompt(name):
     engine = make_engine(name)
     before = run(engine, wishes(name))
@@ -203,7 +226,7 @@ def test_soft_commits_share_prompts_only_and_start_over(name):
 @pytest.mark.parametrize("name", FULL)
 def test_a_hit_of_a_whole_prompt_copies_its_partly_filled_page(name):
     """While the first writer of the page goes on writing it; recompute takes two passes."""
-    request = case(name).requests[1]
+    request = dataclasses.replace(case(name).requests[1], max_tokens=20)
     assert toy.device(name).facts.prefill_len(len(request.prompt)) % toy.PAGE_SIZE[name]
     engine = make_engine(name)
     copies = []
@@ -211,7 +234,7 @@ def test_a_hit_of_a_whole_prompt_copies_its_partly_filled_page(name):
     engine.device.copy_page = lambda *pages: (copies.append(pages), copy_page(*pages))
     with steps_a_chunk(1):
         engine.add(wish(request, "first"))
-        for _ in range(4):
+        for _ in range(3):
             engine.step()
         second = engine.add(wish(request))
         done = toy.finish(engine)
@@ -221,7 +244,6 @@ def test_a_hit_of_a_whole_prompt_copies_its_partly_filled_page(name):
     assert len(copies) == 1
     assert (done["first"].metrics.prefill_nfe, done[second].metrics.prefill_nfe) == (1, 0)
     engine = make_engine(name, prefix_caching=False)
-    request = dataclasses.replace(request, max_tokens=20)
     with steps_a_chunk(1):
         (got,) = run(engine, [wish(request)], preempt_once_after(4))
     assert_same(name, ends([got]), [wanted(name, request)], [request])

@@ -180,13 +180,19 @@ CASES: dict[str, Callable[[], Case]] = {
     "canvas": _canvas,
 }
 NAMES = tuple(CASES)
+# Of the engine alone: a row before the window that comes with a shared prompt.
+EXTRA: dict[str, Callable[[], Case]] = {
+    "multi_bd_full_shifted": lambda: _multi_bd(
+        models.plain(4, shift=True), "whole_full", accept=0.15
+    ),
+}
 # Odd cases run on pages of 16, so that both sizes cost no further compilation.
-PAGE_SIZE = {name: 16 if i % 2 else 8 for i, name in enumerate(NAMES)}
+PAGE_SIZE = {name: 16 if i % 2 else 8 for i, name in enumerate((*NAMES, *EXTRA))}
 
 
 @functools.cache
 def case(name: str) -> Case:
-    return CASES[name]()
+    return (CASES | EXTRA)[name]()
 
 
 @functools.cache
