@@ -324,6 +324,7 @@ def test_several_texts_of_a_stream_are_told_apart(llm):
     params = SamplingParams(**HOT, seed=4, n=3)
     (want,) = llm.generate(PROMPTS[:1], params)
     events = list(llm.stream(PROMPTS[0], params))
+    assert all(e.text or e.token_ids or e.finish_reason for e in events)
     for one in want.outputs:
         mine = [event for event in events if event.index == one.index]
         assert joined(mine) == (one.text, one.token_ids)
@@ -419,9 +420,10 @@ def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, mo
         return got
 
     monkeypatch.setattr(llm.engine.device, "harvest", interrupted)
+    stream = llm.stream(PROMPTS[0], GREEDY) if way == "stream" else None  # and is held on to
     call = {
         "generate": lambda: llm.generate(PROMPTS[:2], GREEDY),
-        "stream": lambda: list(llm.stream(PROMPTS[0], GREEDY)),
+        "stream": lambda: list(stream),
     }[way]
     with pytest.raises(KeyboardInterrupt):
         call()
