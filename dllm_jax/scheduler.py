@@ -303,7 +303,7 @@ class Scheduler:
         else:
             # A text that ended may have committed more than it said: a stop id, cells past a limit.
             end = min(sample.start, len(sample.prompt) + len(sample.tokens))
-            if self.facts.soft_commits:
+            if self.facts.soft_commits or self.facts.prompt_mode == "in_window":
                 end = min(end, sample.prefix_len)
             self._publish_up_to(sample, end)
         sample.prompt_published = True

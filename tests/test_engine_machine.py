@@ -88,6 +88,113 @@ def assert_everything_happened(counts: Counter[str]) -> None:
     assert counts["cut"] < counts["ended"] / 2
 
 
+@pytest.fixture
+def host() -> SimpleNamespace:
+    return HOST
+
+
+def make_world(host: SimpleNamespace, number: int = 0) -> World:
+    """A world with at least two slots, without a tokenizer."""
+    seeds = (seed for seed in range(10_000))
+    worlds = (World(host, random.Random(seed)) for seed in seeds)
+    fitting = (
+        world
+        for world in worlds
+        if world.facts.num_slots > 1 and not world.tokenizer and world.facts.max_model_len > 30
+    )
+    for _ in range(number):
+        next(fitting)
+    return next(fitting)
+
+
+def ask(world: World, max_tokens: int = 12) -> str:
+    requests = world.host.requests
+    params = requests.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return world.engine.add(requests.Request(prompt_token_ids=[5, 4], params=params))
+
+
+def test_a_device_that_keeps_failing_ends_its_requests(host: SimpleNamespace) -> None:
+    for program in ("decode", "harvest", "admit"):
+        world = make_world(host)
+        names = {ask(world), ask(world)}
+        ended = {}
+        for _ in range(20):
+            world.device.planned = [program]
+            ended |= {output.request_id: output for output in world.engine.step()}
+        assert set(ended) == names
+        for output in ended.values():
+            assert output.outputs[0].finish_reason == "error"
+            assert output.error.startswith(f"the device failed twice ({program} failed)")
+        assert not world.engine.has_work
+        world.device.planned = []
+        ask(world)
+        while world.engine.has_work:
+            outputs = world.engine.step()
+        assert outputs[0].error is None
+
+
+def test_a_device_that_cannot_be_reset_ends_everybody() -> None:
+    world = make_world(HOST)
+    names = {ask(world) for _ in range(world.facts.num_slots + 2)}
+    world.device.planned = ["admit", "reset"]
+    outputs = world.engine.step()
+    assert {output.request_id for output in outputs} == names
+    assert all("reset failed" in output.error for output in outputs)
+
+
+def test_a_snapshot_is_saved_of_what_is_given_up() -> None:
+    for saver, said in (
+        (lambda samples: f"{len(samples)} texts", "`dllm-jax replay 2 texts` runs it again"),
+        (lambda samples: 1 / 0, r"it could not be saved (ZeroDivisionError"),
+    ):
+        world = make_world(HOST)
+        world.engine._save_snapshot = saver
+        ask(world), ask(world)
+        world.device.planned = ["admit", "admit"]
+        outputs = world.engine.step() + world.engine.step()
+        assert len(outputs) == 2
+        assert all(said in output.error for output in outputs)
+
+
+def test_one_chunk_is_on_its_way_while_another_is_read(host: SimpleNamespace) -> None:
+    world = make_world(host)
+    ask(world, max_tokens=26)
+    world.engine.step()
+    calls = world.device.calls
+    while not calls["harvest"]:
+        world.engine.step()
+    assert calls["decode"] == 2
+    assert world.engine.stats().num_chunks_in_flight == 1
+
+
+def test_idle_time_is_no_steps_time(host: SimpleNamespace) -> None:
+    world = make_world(host)
+    for _ in range(2):
+        ask(world, max_tokens=26)
+        while world.engine.has_work:
+            world.engine.step()
+        world.clock.now += 1000.0
+    assert 0.0 < world.engine._step_s < 0.1
+
+
+def test_a_request_is_looked_at_while_it_runs() -> None:
+    world = make_world(HOST)
+    name = ask(world)
+    world.engine.step()
+    (output,) = world.engine.outputs()
+    assert (output.request_id, output.finished) == (name, False)
+    assert [sample.index for sample in world.engine.samples(name)] == [0]
+    assert world.engine.samples("nobody") == []
+
+
+def test_a_name_is_used_once_at_a_time() -> None:
+    world = make_world(HOST)
+    name = ask(world)
+    request = HOST.requests.Request(prompt_token_ids=[5], request_id=name)
+    with pytest.raises(ValueError, match="is already in the engine"):
+        world.engine.add(request)
+
+
 def test_seeded_runs_end_as_each_request_alone() -> None:
     assert_everything_happened(run_many(0, 100))
 

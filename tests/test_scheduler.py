@@ -52,7 +52,7 @@ class Books:
         self.number = 0
 
     def accept(self, prompt: Any, **wishes: Any) -> Any:
-        fields = {name: wishes.pop(name) for name in ("priority", "stream") if name in wishes}
+        fields = {name: wishes.pop(name) for name in ("priority", "denoise") if name in wishes}
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
         request = host.requests.Request(prompt_token_ids=list(prompt), params=params, **fields)
@@ -380,14 +380,14 @@ def test_a_budget_beside_decoding_is_what_its_steps_take(host: SimpleNamespace) 
     decoding = [books.run([5] * 4, max_tokens=8)]
     books.add(range(2, 36))
     (sample,) = books.scheduler.admit()
-    # A step of one row over 2 columns takes 0.5 * (4 + 1) * (4 + 2) = 15 s, of which 12 may be
-    # spent; 4 tokens over 2 columns take 24 s, 8 take 48 s, and 16 over 6 columns 160 s.
-    assert host.planning.BESIDE == 0.8
+    # Of a step of one row over 2 columns 12 s may be spent; 4 tokens over 2 columns take 24 s, 8
+    # take 48 s, and 16 over 6 columns 160 s.
+    cost = Cost(12 / (4 + 1) / (4 + 2) / host.planning.BESIDE, 1.0)
     for steps, size in ((1, 0), (3, 4), (5, 8), (13, 8), (14, 16)):
-        budget = host.planning.Budget(books.scheduler, decoding, steps, Cost(0.5, 1.0))
+        budget = host.planning.Budget(books.scheduler, decoding, steps, cost)
         piece = budget.take(sample, forced=False)
         assert (piece.size if piece else 0) == size, steps
-    spent = host.planning.Budget(books.scheduler, decoding, 5, Cost(0.5, 1.0))
+    spent = host.planning.Budget(books.scheduler, decoding, 5, cost)
     assert spent.take(sample, forced=False).size == 8
     assert spent.take(sample, forced=False) is None
 
@@ -507,6 +507,8 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: SimpleNamespace
     assert steps(1e-6) == 1000
     first.watched = True
     assert steps(0.001) == int(planning.CHUNK_S_WATCHED / 0.001)
+    step_by_step = books.run([5] * 4, denoise=True)
+    assert planning.num_steps(0.001, scheduler, [first, step_by_step], None) == 1
     books.add([6] * 30)
     assert steps(0.001) == int(planning.CHUNK_S_WAITING / 0.001)
 
@@ -534,6 +536,15 @@ def test_what_makes_no_sense_is_refused(prompt: list, wishes: dict, message: str
 def test_ids_of_the_vocabulary_are_taken(host: SimpleNamespace) -> None:
     (sample,) = Books(host).accept([0, 99]).samples
     assert sample.prompt == [0, 99]
+
+
+def test_bounds_belong_to_their_ranges(host: SimpleNamespace) -> None:
+    books = Books(host)
+    for value in (0.0, 1.0):
+        books.accept([5], strategy_overrides={"accept_threshold": value})
+    most = tuple(range(2, 2 + host.intake.STOP_WIDTH - 1))
+    (sample,) = books.accept([5], stop_token_ids=most).samples
+    assert len(sample.placement.stop_ids) == host.intake.STOP_WIDTH
 
 
 def test_samples_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> None:

@@ -156,11 +156,13 @@ class World:
         before = {id(sample) for sample in scheduler.live}
         preempted = {id(s): s.num_preemptions for s in scheduler.live}
         blocked = {id(s) for s in self._waiting() if waits_for_leader(s, self.host)}
-        failures = self.device.num_failures
+        failures, now = self.device.num_failures, self.clock.now
         outputs = self.engine.step()
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             self._read(output)
+        for one in self.expected.values():
+            assert one.deadline is None or one.deadline > now, "a deadline was let pass"
         if self.device.num_failures == failures:
             self._check_order(before, preempted, blocked)
         self.check()
@@ -373,7 +375,7 @@ class World:
             held = scheduler.table[sample.slot].tolist()
             assert held[: len(sample.pages)] == sample.pages
             assert set(held[len(sample.pages) :]) <= {-1}
-            assert sample.in_flight >= 0
+            assert sample.in_flight == self._steps_in_flight(sample)
         waiting = self._waiting()
         assert len({id(sample) for sample in waiting}) == len(waiting), "queued twice"
         assert scheduler.num_waiting == len(waiting)
@@ -384,6 +386,16 @@ class World:
             if sample.stage != stages.DONE
         }
         assert alive == {id(s) for s in live} | {id(s) for s in waiting}, "a sample is lost"
+
+    def _steps_in_flight(self, sample: Any) -> int:
+        """Steps that were dispatched in this stay of the sample and not read."""
+        return sum(
+            chunk.steps
+            for round_ in self.engine._rounds
+            for chunk in round_.chunks
+            for one, epoch in zip(chunk.samples, chunk.epochs, strict=True)
+            if one is sample and epoch == sample.epoch
+        )
 
     def _waiting(self) -> list[Any]:
         waiting = self.host.scheduler.WAITING

@@ -77,6 +77,7 @@ class Harvest:
         self.before, self.steps = before, steps
         self.emitted = [slot.output[first:] for slot, first in zip(slots, before, strict=True)]
         self._saved = [slot.saved() for slot in slots]
+        self.life = 0  # of the device it ran in
 
     def saved(self, row: int) -> tuple[Any, ...]:
         return self._saved[row]
@@ -102,13 +103,14 @@ class FakeDevice:
         self.num_late_compiles = 0
         self.failure = failure
         self.planned: list[str] = []
-        self.num_failures = 0
+        self.num_failures = self.life = 0
         self.calls: Counter[str] = Counter()
         self.has_boundary = facts.compute_at_least > 0
         self._start_over()
 
     def _start_over(self) -> None:
         facts = self.facts
+        self.life += 1
         self.pages = [[0] * facts.page_size for _ in range(facts.num_pages)]
         self.slots: list[Slot | None] = [None] * facts.num_slots
         self.is_lost = False
@@ -219,7 +221,9 @@ class FakeDevice:
                 if slot.finish == RUNNING:
                     self._step(slot, columns)
             steps += 1
-        return Harvest(slots, before, steps)
+        done = Harvest(slots, before, steps)
+        done.life = self.life
+        return done
 
     def _is_full(self, emitted: int) -> bool:
         """Whether a further step could emit more than a chunk brings back."""
@@ -231,6 +235,7 @@ class FakeDevice:
 
     def harvest(self, chunk: Harvest) -> Harvest:
         self._call("harvest")
+        assert chunk.life == self.life, "a chunk of a state that was lost"
         self.clock.now += 0.001 * chunk.steps
         return chunk
 
