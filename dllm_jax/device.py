@@ -30,6 +30,7 @@ from dllm_jax.model import Model
 from dllm_jax.programs import HEAD, NUMBERS, Programs
 from strategies.state import DecodeState
 
+ADMIT_ROWS = 8  # requests that one program puts into their slots
 _START, _FINISH, _NFE, _LENGTH, _FROM, _STEPS = range(HEAD)
 
 
@@ -128,6 +129,9 @@ class Device:
         self._layout = words.layout_of(words.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._lost: BaseException | None = None  # what took the state, until `reset`
+        self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
+        self._admit_rows = min(ADMIT_ROWS, facts.num_slots)
+        self._absorbs = hasattr(strategy, "absorb")
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         worker = threading.Thread(
             target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
@@ -151,6 +155,7 @@ class Device:
 
     def reset(self) -> None:
         """A state with every slot empty and a new pool, once what was dispatched is over."""
+        self._admitted.clear()
         self._submit(self._reset).result()
 
     def _reset(self) -> None:
@@ -169,6 +174,7 @@ class Device:
 
     def _run(self, key: tuple[Any, ...], program: Any, *args: Any, **static: Any) -> Future:
         """Dispatch a program over the state; the state it returns replaces the donated one."""
+        self._flush()
         is_new = key not in self.compiled
         if is_new:
             self.compiled.add(key)
@@ -200,9 +206,25 @@ class Device:
     # --- requests -----------------------------------------------------------------------------
 
     def admit(self, slot: int, placement: Placement) -> None:
-        """Put a fresh request into a slot; it does not decode until its prefill is done."""
-        ints, floats = self._numbers(placement)
-        self._run(("admit",), programs.admit, np.int32(slot), ints, floats, knobs=self._knobs)
+        """Put a fresh request into a slot; it does not decode until its prefill is done.
+
+        Dispatched with what follows: several at once are one program.
+        """
+        self._admitted.append((slot, placement, False))
+        if len(self._admitted) == self._admit_rows:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._admitted:
+            return
+        admitted = self._admitted[:]
+        self._admitted.clear()
+        rows = [self._numbers(placement) for _, placement, _ in admitted]
+        rows += rows[:1] * (self._admit_rows - len(rows))
+        slots = np.full((self._admit_rows, 2), self.facts.num_slots, np.int32)
+        slots[: len(admitted)] = [(slot, begins) for slot, _, begins in admitted]
+        ints, floats = (np.stack(part) for part in zip(*rows, strict=True))
+        self._run(("admit",), programs.admit, slots, ints, floats, knobs=self._knobs)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -260,6 +282,10 @@ class Device:
         Args:
             boundary: The row before its window, from `prefill` of the same prefix.
         """
+        last = self._admitted[-1] if self._admitted else None
+        if boundary is None and last and last[0] == slot and not self._absorbs:
+            self._admitted[-1] = (*last[:2], True)
+            return
         if boundary is None:
             boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
         self._run(("begin",), programs.begin, np.int32(slot), boundary)
@@ -322,8 +348,10 @@ class Device:
         """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
         asked: list[tuple[Any, tuple, dict]] = []
         twin = copy.copy(self)
+        twin._admitted = []
         twin._run = lambda key, program, *args, **static: asked.append((program, args, static))  # type: ignore[method-assign]
         run(twin)
+        twin._flush()
         ((program, args, static),) = asked
         return program.lower(self._programs, self.shapes(), *args, **static)
 
@@ -367,6 +395,7 @@ class Device:
 
     def wait(self) -> None:
         """Until all that was dispatched is done."""
+        self._flush()
         self._submit(lambda: jax.block_until_ready(self.state)).result()
 
     def _failure(self, error: Exception) -> DeviceFailure:

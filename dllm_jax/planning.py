@@ -5,7 +5,6 @@ takes at most twice its time beside a long prompt. Costs are predictions of `dev
 them rounds are sized by tokens. Nothing here dispatches.
 """
 
-import functools
 import math
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from dllm_jax.scheduler import DECODE, Pass, Sample, Scheduler
 
 # How long a dispatch should last. Each costs about 2 ms on an H200, where XLA updates its command
 # buffers on every call, and what ends or arrives in a chunk waits for its end.
-CHUNK_S = 0.1
+CHUNK_S = 0.2
 CHUNK_S_WATCHED = 0.03  # where somebody watches the text grow
 CHUNK_S_WAITING = 0.016  # where somebody waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
@@ -21,7 +20,8 @@ PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
 # What may run beside the decode steps of most rows, as a share of their time: passes of prefill,
 # and steps of rows with much longer contexts. A little less than 1, so that a step stays below
 # twice its time where predictions are a little off.
-BESIDE = 0.8
+BESIDE = 0.7
+MINOR = 4  # a group of so many times fewer rows than the largest is one that runs beside it
 
 # Rows of one dispatch, the columns of their page table, and their steps.
 Group = tuple[list[Sample], int, int]
@@ -51,28 +51,30 @@ def num_steps(
     if not step_s or any(sample.owner.request.denoise for sample in watched):
         return 1
     wanted = CHUNK_S_WATCHED if watched else CHUNK_S
-    has_prefix = len(decoding) < len(scheduler.live)
-    if scheduler.has_waiting or has_prefix:
+    if scheduler.has_waiting or len(decoding) < len(scheduler.live):
         wanted = CHUNK_S_WAITING
     steps = int(wanted / step_s)
-    if has_prefix and decoding and cost is not None:
+    if decoding and cost is not None:
         steps = max(steps, _steps_beside(scheduler, decoding, cost))
     return max(1, min(scheduler.facts.max_steps_per_chunk, steps))
 
 
 def _steps_beside(scheduler: Scheduler, decoding: list[Sample], cost: Cost) -> int:
-    """Steps that the smallest piece of the first prefix may run beside."""
-    prefix = next(sample for sample in scheduler.live if sample.stage != DECODE)
-    piece = scheduler.next_pass(prefix, 1)
-    if piece is None or piece.kind == "full":
-        return 1
-    columns = scheduler.page_bucket(max(1, piece.end))
-    price = cost.prefill_s(piece.size, columns, piece.kind)
-    step_s = max(
-        _step_s(scheduler, cost, len(rows), columns)
-        for rows, columns, _ in groups(scheduler, decoding, 1, cost)
+    """Steps of most rows beside which a step of each minor group, and a piece of a prefix, fits."""
+    sized = groups(scheduler, decoding, 1, cost)
+    main = _main(sized)
+    beside = sum(
+        _step_s(scheduler, cost, rows, columns)
+        for rows, columns, _ in sized
+        if _is_minor(rows, sized[main][0])
     )
-    return math.ceil(price / (BESIDE * step_s)) if step_s else 1
+    prefix = next((sample for sample in scheduler.live if sample.stage != DECODE), None)
+    piece = scheduler.next_pass(prefix, 1) if prefix else None
+    if piece is not None and piece.kind != "full":
+        columns = scheduler.page_bucket(max(1, piece.end))
+        beside += cost.prefill_s(piece.size, columns, piece.kind)
+    step_s = _step_s(scheduler, cost, *sized[main][:2])
+    return math.ceil(beside / (BESIDE * step_s)) if step_s else 1
 
 
 def groups(
@@ -80,44 +82,67 @@ def groups(
 ) -> list[Group]:
     """Rows by page bucket, neighbours merged where one dispatch is cheaper than two.
 
-    So short contexts do not pay for long ones. The largest group runs all steps, the others as many
-    as fit beside it, at least one.
+    So short contexts do not pay for long ones. Groups of few rows run as many steps as fit beside
+    those of the largest, at least one; the others all.
     """
-    every = scheduler.columns(decoding)
-    widths = sorted(set(every))
-    if len(widths) <= 1:
-        return [(decoding, width, steps) for width in widths]
-    apart = [
-        ([s for s, columns in zip(decoding, every, strict=True) if columns == width], width)
-        for width in widths
-    ]
-    if cost is None:
-        return [(rows, columns, steps) for rows, columns in apart]
-    step_s = functools.partial(_step_s, scheduler, cost)
+    buckets = scheduler.facts.page_buckets
+    if len(buckets) == 1:
+        return [(decoding, buckets[0], steps)] if decoding else []
+    by_columns: dict[int, list[Sample]] = {}
+    for sample in decoding:
+        columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
+        by_columns.setdefault(columns, []).append(sample)
+    apart = [(by_columns[columns], columns, steps) for columns in sorted(by_columns)]
+    if cost is None or len(apart) < 2:
+        return apart
     merged = apart[:1]
-    for rows, columns in apart[1:]:
-        before, narrow = merged[-1]
-        together = step_s(len(before) + len(rows), columns)
-        if together <= step_s(len(before), narrow) + step_s(len(rows), columns):
-            merged[-1] = (before + rows, columns)
+    for rows, columns, _ in apart[1:]:
+        before, narrow, _ = merged[-1]
+        together = _step_s(scheduler, cost, before + rows, columns)
+        one_s = _step_s(scheduler, cost, before, narrow)
+        if together <= one_s + _step_s(scheduler, cost, rows, columns):
+            merged[-1] = (before + rows, columns, steps)
         else:
-            merged.append((rows, columns))
-    main = max(range(len(merged)), key=lambda i: len(merged[i][0]))
-    share = BESIDE * steps * step_s(len(merged[main][0]), merged[main][1])
-    share /= max(1, len(merged) - 1)
+            merged.append((rows, columns, steps))
+    main = _main(merged)
+    most, columns, _ = merged[main]
+    minors = sum(_is_minor(rows, most) for rows, _, _ in merged)
+    share = BESIDE * steps * _step_s(scheduler, cost, most, columns) / max(1, minors)
     return [
-        (rows, columns, steps if i == main else _within(share, step_s(len(rows), columns), steps))
-        for i, (rows, columns) in enumerate(merged)
+        (rows, columns, _within(share, _step_s(scheduler, cost, rows, columns), steps))
+        if _is_minor(rows, most)
+        else (rows, columns, steps)
+        for rows, columns, _ in merged
     ]
 
 
-def _step_s(scheduler: Scheduler, cost: Cost, rows: int, columns: int) -> float:
-    return cost.decode_s(scheduler.slot_bucket(rows), columns)
+def _main(sized: list[Group]) -> int:
+    """The group with the most rows."""
+    return max(range(len(sized)), key=lambda i: len(sized[i][0]))
+
+
+def _is_minor(rows: list[Sample], most: list[Sample]) -> bool:
+    return MINOR * len(rows) <= len(most)
+
+
+def _step_s(scheduler: Scheduler, cost: Cost, rows: list[Sample], columns: int) -> float:
+    return cost.decode_s(scheduler.slot_bucket(len(rows)), columns)
 
 
 def _within(seconds: float, step_s: float, steps: int) -> int:
     """How many of the steps fit, at least one."""
-    return max(1, min(steps, int(seconds / step_s)))
+    return max(1, min(steps, int(seconds / step_s))) if step_s else steps
+
+
+def _seconds_beside(scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost) -> float:
+    """What is left for prefill beside the decode steps of a round."""
+    sized = groups(scheduler, decoding, steps, cost)
+    most = sized[_main(sized)][0]
+    left = 0.0
+    for rows, columns, group_steps in sized:
+        seconds = group_steps * _step_s(scheduler, cost, rows, columns)
+        left += -seconds if _is_minor(rows, most) else BESIDE * seconds
+    return left
 
 
 class Budget:
@@ -132,11 +157,7 @@ class Budget:
         if decoding and cost is None:
             self._tokens = min(self._tokens, largest)
         elif decoding and cost is not None:
-            times = [
-                group_steps * _step_s(scheduler, cost, len(rows), columns)
-                for rows, columns, group_steps in groups(scheduler, decoding, steps, cost)
-            ]
-            self._seconds = (1 + BESIDE) * max(times) - sum(times)
+            self._seconds = _seconds_beside(scheduler, decoding, steps, cost)
 
     def take(self, sample: Sample, forced: bool) -> Pass | None:
         """The sample's next pass, paid for; None where nothing is left to compute or to spend.

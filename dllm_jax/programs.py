@@ -123,7 +123,7 @@ def _rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
 def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> DecodeState:
     """The state with some slots, and the pools, of `new`."""
     put = jax.tree.map(
-        lambda leaf, row: leaf.at[rows].set(row),
+        lambda leaf, row: leaf.at[rows].set(row, mode="drop"),
         state.replace(pools=None),
         new.replace(pools=None, rows=None, page_table=None),
     )
@@ -131,11 +131,20 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
 
 
 @functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
-def admit(programs, state, slot, ints, floats, knobs):
-    """A fresh request in its slot; nothing decodes it before its prefill is done."""
-    fresh = _fresh(programs, ints, floats, knobs)
-    fresh = fresh.replace(finish=jnp.full_like(fresh.finish, EMPTY), pools=state.pools)
-    return _put_rows(state, slot[None], fresh), None
+def admit(programs, state, slots, ints, floats, knobs):
+    """Fresh requests in their slots.
+
+    Args:
+        slots: [A 2]: a slot (past the last: nobody's), and whether it decodes at once or waits for
+            its prefill.
+    """
+
+    def one(ints: Array, floats: Array) -> DecodeState:
+        return jax.tree.map(lambda leaf: leaf[0], _fresh(programs, ints, floats, knobs))
+
+    fresh = jax.vmap(one)(ints, floats)
+    fresh = fresh.replace(finish=jnp.where(slots[:, 1] > 0, RUNNING, EMPTY).astype(jnp.int32))
+    return _put_rows(state, slots[:, 0], fresh.replace(pools=state.pools)), None
 
 
 @functools.partial(jax.jit, static_argnames=("knobs", "layout"), donate_argnames=("state",))
@@ -253,4 +262,8 @@ def decode(programs, state, rows, numbers, pages):
     packed = jnp.concatenate(
         [jnp.stack(head, axis=1), new_tokens, words.pack(words.kept_part(bucket))], axis=1
     )
-    return _put_rows(state, rows, bucket), packed
+    # What a request asked for does not change: it need not be written back.
+    same = state.replace(pools=None, sampling=None, limits=None, knobs=None, keys=None)
+    put = _put_rows(same, rows, bucket.replace(sampling=None, limits=None, knobs=None, keys=None))
+    asked = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}
+    return put.replace(**asked), packed

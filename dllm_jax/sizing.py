@@ -14,7 +14,7 @@ from dllm_jax.facts import EngineConfig, Facts
 from dllm_jax.model import Model
 from strategies.protocol import knob_ranges, split_knobs
 
-SLOT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512)
 CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
 PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
 FIRST_PAGE_BUCKET = 16
