@@ -90,7 +90,7 @@ def groups(
         return [(decoding, buckets[0], steps)] if decoding else []
     by_columns: dict[int, list[Sample]] = {}
     for sample in decoding:
-        columns = scheduler.page_bucket(max(1, scheduler.reach(sample, steps)))
+        columns = scheduler.columns(sample)
         by_columns.setdefault(columns, []).append(sample)
     apart = [(by_columns[columns], columns, steps) for columns in sorted(by_columns)]
     if cost is None or len(apart) < 2:
