@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dllm_jax as dj
 from dllm_jax import programs
 from dllm_jax.facts import DeviceFailure
+from dllm_jax.model import Model
+from dllm_jax.requests import SamplingParams
 from tests.contract import engine as toy
 from tests.contract.cases import NAMES, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
@@ -134,6 +137,26 @@ def test_a_tokenizer_that_raises_ends_its_request_alone(stream):
     assert first.outputs[0].text == "".join(chr(ord("A") + t) for t in texts[0])
     assert bad.outputs[0].finish_reason == "error"
     assert "KeyError" in bad.error
+
+
+def test_a_prompt_the_tokenizer_cannot_read_fails_alone():
+    name = "multi_bd"
+    requests = case(name).requests
+
+    class Reader(Tokenizer):
+        def __call__(self, text, **_):
+            if not text.isdecimal():
+                raise LookupError(f"no ids for {text!r}")
+            return {"input_ids": list(requests[int(text)].prompt)}
+
+    config = toy.config_of(name, page_buckets=toy.device(name).facts.page_buckets)
+    with mock.patch.object(Model, "tokenizer", Reader(-1)):
+        llm = dj.LLM(case(name).model, case(name).strategy, config=config, warm_up=False)
+        got = llm.generate(["0", "one", "0"], SamplingParams(max_tokens=14))
+    assert ends([got[0]]) == ends([got[2]])
+    assert (got[0].outputs[0].finish_reason, got[0].prompt) == ("length", "0")
+    assert (got[1].outputs[0].finish_reason, got[1].prompt) == ("error", "one")
+    assert "LookupError: no ids for 'one'" in got[1].error
 
 
 def test_an_override_that_does_not_exist_or_fit_is_refused_and_changes_nothing():
