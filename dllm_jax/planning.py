@@ -5,6 +5,7 @@ takes at most twice its time beside a long prompt. Costs are predictions of `dev
 them rounds are sized by tokens. Nothing here dispatches.
 """
 
+import functools
 import math
 from typing import Protocol
 
@@ -51,7 +52,8 @@ def num_steps(
     if not step_s or any(sample.owner.request.denoise for sample in watched):
         return 1
     wanted = CHUNK_S_WATCHED if watched else CHUNK_S
-    if scheduler.has_waiting or len(decoding) < len(scheduler.live):
+    has_prefix = len(decoding) < len(scheduler.live)
+    if scheduler.has_waiting or has_prefix:
         wanted = CHUNK_S_WAITING
     steps = int(wanted / step_s)
     if decoding and cost is not None:
@@ -62,18 +64,18 @@ def num_steps(
 def _steps_beside(scheduler: Scheduler, decoding: list[Sample], cost: Cost) -> int:
     """Steps of most rows beside which a step of each minor group, and a piece of a prefix, fits."""
     sized = groups(scheduler, decoding, 1, cost)
-    main = _main(sized)
+    most, wide, _ = max(sized, key=lambda group: len(group[0]))
     beside = sum(
         _step_s(scheduler, cost, rows, columns)
         for rows, columns, _ in sized
-        if _is_minor(rows, sized[main][0])
+        if _is_minor(rows, most)
     )
     prefix = next((sample for sample in scheduler.live if sample.stage != DECODE), None)
     piece = scheduler.next_pass(prefix, 1) if prefix else None
     if piece is not None and piece.kind != "full":
         columns = scheduler.page_bucket(max(1, piece.end))
         beside += cost.prefill_s(piece.size, columns, piece.kind)
-    step_s = _step_s(scheduler, cost, *sized[main][:2])
+    step_s = _step_s(scheduler, cost, most, wide)
     return math.ceil(beside / (BESIDE * step_s)) if step_s else 1
 
 
@@ -89,36 +91,29 @@ def groups(
     if len(buckets) == 1:
         return [(decoding, buckets[0], steps)] if decoding else []
     by_columns: dict[int, list[Sample]] = {}
-    for sample in decoding:
-        columns = scheduler.columns(sample)
+    for sample, columns in zip(decoding, scheduler.columns(decoding), strict=True):
         by_columns.setdefault(columns, []).append(sample)
-    apart = [(by_columns[columns], columns, steps) for columns in sorted(by_columns)]
+    apart = [(by_columns[columns], columns) for columns in sorted(by_columns)]
     if cost is None or len(apart) < 2:
-        return apart
+        return [(rows, columns, steps) for rows, columns in apart]
+    step_s = functools.partial(_step_s, scheduler, cost)
     merged = apart[:1]
-    for rows, columns, _ in apart[1:]:
-        before, narrow, _ = merged[-1]
-        together = _step_s(scheduler, cost, before + rows, columns)
-        one_s = _step_s(scheduler, cost, before, narrow)
-        if together <= one_s + _step_s(scheduler, cost, rows, columns):
-            merged[-1] = (before + rows, columns, steps)
+    for rows, columns in apart[1:]:
+        before, narrow = merged[-1]
+        together = step_s(before + rows, columns)
+        if together <= step_s(before, narrow) + step_s(rows, columns):
+            merged[-1] = (before + rows, columns)
         else:
-            merged.append((rows, columns, steps))
-    main = _main(merged)
-    most, columns, _ = merged[main]
-    minors = sum(_is_minor(rows, most) for rows, _, _ in merged)
-    share = BESIDE * steps * _step_s(scheduler, cost, most, columns) / max(1, minors)
+            merged.append((rows, columns))
+    most, columns = max(merged, key=lambda group: len(group[0]))
+    minors = sum(_is_minor(rows, most) for rows, _ in merged)
+    share = BESIDE * steps * step_s(most, columns) / max(1, minors)
     return [
-        (rows, columns, _within(share, _step_s(scheduler, cost, rows, columns), steps))
+        (rows, columns, _within(share, step_s(rows, columns), steps))
         if _is_minor(rows, most)
         else (rows, columns, steps)
-        for rows, columns, _ in merged
+        for rows, columns in merged
     ]
-
-
-def _main(sized: list[Group]) -> int:
-    """The group with the most rows."""
-    return max(range(len(sized)), key=lambda i: len(sized[i][0]))
 
 
 def _is_minor(rows: list[Sample], most: list[Sample]) -> bool:
@@ -137,7 +132,7 @@ def _within(seconds: float, step_s: float, steps: int) -> int:
 def _seconds_beside(scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost) -> float:
     """What is left for prefill beside the decode steps of a round."""
     sized = groups(scheduler, decoding, steps, cost)
-    most = sized[_main(sized)][0]
+    most = max((rows for rows, _, _ in sized), key=len)
     left = 0.0
     for rows, columns, group_steps in sized:
         seconds = group_steps * _step_s(scheduler, cost, rows, columns)
