@@ -131,10 +131,10 @@ def _prefill_buckets(
 
 def _check(config: EngineConfig, max_len: int, columns: int) -> None:
     """Raise ValueError where sizes do not go together."""
-    if config.page_size > max_len:
+    if config.page_size > max(max_len, PAGE_SIZE):
         raise ValueError(
             f"page_size={config.page_size} is more than a whole text, {max_len} tokens "
-            f"(max_model_len); use page_size={min(PAGE_SIZE, max_len)}"
+            f"(max_model_len); use page_size={PAGE_SIZE}"
         )
     most = {"slot_buckets": config.max_num_seqs, "page_buckets": columns, "prefill_buckets": None}
     for name, limit in most.items():

@@ -87,6 +87,10 @@ def test_page_buckets_of_long_texts_grow_fourfold():
     assert facts(model=model, page_size=64, max_model_len=64 * 65).page_buckets == (16, 66)
 
 
+def test_the_default_page_may_be_longer_than_a_text():
+    assert facts(MultiBD(block_size=4, buffer_size=2), max_model_len=20).page_buckets == (1,)
+
+
 def test_a_short_text_with_a_wide_window_has_pages_for_the_window():
     made = facts(MultiBD(block_size=32, buffer_size=4), page_size=16, max_model_len=20)
     assert made.page_buckets[-1] * 16 >= 128
@@ -182,7 +186,7 @@ def test_num_pages_is_the_given_one_or_enough_for_every_slot_twice():
     [
         ({"max_model_len": 513}, r"max_model_len=513 is more than the model's 512 positions; low"),
         ({"page_size": 1024}, r"page_size=1024 .* 512 tokens .* use page_size=64"),
-        ({"page_size": 64, "max_model_len": 48}, r"page_size=64 .* use page_size=48"),
+        ({"page_size": 65, "max_model_len": 48}, r"page_size=65 .* 48 tokens .* page_size=64"),
         ({"max_num_seqs": 4, "slot_buckets": (2, 8)}, r"slot_buckets=\(2, 8\) holds 8, .*seqs, 4;"),
         ({"page_size": 64, "page_buckets": (99,)}, r"page_buckets=\(99,\) holds 99, .* text, 9;"),
         ({"slot_buckets": (0, 2)}, r"slot_buckets=\(0, 2\) must be whole numbers >= 1"),
