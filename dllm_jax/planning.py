@@ -56,7 +56,8 @@ def num_steps(
     if scheduler.has_waiting or has_prefix:
         wanted = CHUNK_S_WAITING
     steps = int(wanted / step_s)
-    if decoding and cost is not None:
+    has_minor = len(set(scheduler.columns(decoding))) > 1
+    if decoding and cost is not None and (has_prefix or has_minor):
         steps = max(steps, _steps_beside(scheduler, decoding, cost))
     return max(1, min(scheduler.facts.max_steps_per_chunk, steps))
 
@@ -87,14 +88,15 @@ def groups(
     So short contexts do not pay for long ones. Groups of few rows run as many steps as fit beside
     those of the largest, at least one; the others all.
     """
-    buckets = scheduler.facts.page_buckets
-    if len(buckets) == 1:
-        return [(decoding, buckets[0], steps)] if decoding else []
-    by_columns: dict[int, list[Sample]] = {}
-    for sample, columns in zip(decoding, scheduler.columns(decoding), strict=True):
-        by_columns.setdefault(columns, []).append(sample)
-    apart = [(by_columns[columns], columns) for columns in sorted(by_columns)]
-    if cost is None or len(apart) < 2:
+    every = scheduler.columns(decoding)
+    widths = sorted(set(every))
+    if len(widths) == 1:
+        return [(decoding, widths[0], steps)]
+    apart = [
+        ([s for s, columns in zip(decoding, every, strict=True) if columns == width], width)
+        for width in widths
+    ]
+    if cost is None or not apart:
         return [(rows, columns, steps) for rows, columns in apart]
     step_s = functools.partial(_step_s, scheduler, cost)
     merged = apart[:1]
