@@ -21,7 +21,7 @@ from strategies.multi_bd import MultiBD
 from strategies.protocol import Needs
 from strategies.resolve import as_strategy, load_strategy
 
-PROMPT = list(range(40, 61))
+PROMPT, OTHER = list(range(40, 61)), list(range(60, 77))
 PARAMS = SamplingParams(max_tokens=40, temperature=0.9, seed=7)
 STRATEGY = MultiBD(block_size=8, buffer_size=2, accept_threshold=0.02)
 
@@ -43,7 +43,8 @@ def make_llm(model, folder, **sizes):
 
 
 def break_device(llm, after, monkeypatch):
-    """Let every harvest fail once `after` of them have worked."""
+    """Let every harvest, of one step each, fail once `after` of them have worked."""
+    monkeypatch.setattr("dllm_jax.engine.num_steps", lambda *_: 1)
     harvest, left = llm.engine.device.harvest, [after]
 
     def failing(chunk):
@@ -59,11 +60,11 @@ def break_device(llm, after, monkeypatch):
 def killed(model, tmp_path_factory):
     """The folder of a run killed in its middle, its outputs, and the tokens it would have had."""
     folder = tmp_path_factory.mktemp("snapshots")
-    whole = make_llm(model, folder).generate([PROMPT, PROMPT[:5]], PARAMS, use_tqdm=False)
+    whole = make_llm(model, folder).generate([PROMPT, OTHER], PARAMS, use_tqdm=False)
     with pytest.MonkeyPatch.context() as patch:
         llm = make_llm(model, folder)
         break_device(llm, 6, patch)
-        broken = llm.generate([PROMPT, PROMPT[:5]], PARAMS, use_tqdm=False)
+        broken = llm.generate([PROMPT, OTHER], PARAMS, use_tqdm=False)
     (path,) = folder.iterdir()
     return path, broken, [one.outputs[0].token_ids for one in whole]
 
@@ -140,7 +141,7 @@ def test_snapshot_that_cannot_be_written_is_said_and_no_more(model, tmp_path, mo
 def test_folder_is_read_without_pickle_and_says_what_it_holds(killed):
     path, broken, _ = killed
     found = snapshot.load_snapshot(path)
-    assert [text.prompt for text in found.texts] == [PROMPT, PROMPT[:5]]
+    assert [text.prompt for text in found.texts] == [PROMPT, OTHER]
     assert [text.tokens for text in found.texts] == [
         output.outputs[0].token_ids for output in broken
     ]
