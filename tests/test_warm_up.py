@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import cost, sizing, startup, warming
+from dllm_jax import compile_cache, cost, sizing, startup, warming
 from dllm_jax.cost import MeasuredCost, calibrate
 from dllm_jax.device import Device
 from dllm_jax.engine import Engine
@@ -228,6 +228,24 @@ def test_llm_tells_its_memory_with_what_programs_need():
     assert plan.num_pages == llm.engine.facts.num_pages == 2 * 3 * 8
     assert plan.peak_bytes < plan.limit_bytes
     assert llm.engine.device.compile_s > 0
+
+
+def test_the_compile_cache_is_the_users_own_or_ours(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update(names[0], str(tmp_path / "mine"))
+        compile_cache.enable_compile_cache()
+        assert getattr(jax.config, names[0]) == str(tmp_path / "mine")
+        assert getattr(jax.config, names[1]) == before[names[1]]
+        jax.config.update(names[0], None)
+        with pytest.raises(ValueError, match="is no built-in model"):
+            dj.LLM("builtin:nobody")  # the cache is set up before anything is loaded
+        assert getattr(jax.config, names[0]) == str(tmp_path / "dllm-jax" / "jax")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 # --- an accelerator ---------------------------------------------------------------------------
