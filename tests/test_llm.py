@@ -8,8 +8,10 @@ interrupted, take nothing from the others.
 
 import inspect
 import itertools
+import runpy
 import signal
 from dataclasses import fields, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -313,6 +315,10 @@ def test_pieces_of_a_stream_join_to_the_text(llm, model, truth):
     known = [ttfb for ttfb in ttfbs if ttfb is not None]
     assert ttfbs == [None] * (len(events) - len(known)) + known[:1] * len(known)
     assert 0 < known[0] <= last.e2e_s
+    # Known once a block was committed, so not before the prompt's own block was full.
+    first_block = -len(ids(model, PROMPTS[0])) % 32
+    written = [len(joined(events[: i + 1])[1]) for i in range(len(events))]
+    assert written[len(events) - len(known)] >= first_block > 0
     assert (events[0].request_id, events[0].index, events[0].error) == (
         events[-1].request_id,
         0,
@@ -524,6 +530,16 @@ def test_infill_reads_what_follows(random_folder):
     assert output.prompt == "A"
     with pytest.raises(ValueError, match="the window has 16; raise buffer_size or lower"):
         llm.infill([30] * 5, [31] * 5, params)
+
+
+def test_example_of_continuous_batching_answers_everyone(llm, capsys):
+    path = Path(__file__).resolve().parent.parent / "examples" / "continuous_batching.py"
+    runpy.run_path(str(path))["main"](llm)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines].count("in") == 3
+    assert "streamed On each of the days" in "\n".join(lines)
+    answers = [line.partition("The answer is ")[2].split(".")[0] for line in lines]
+    assert sorted(answer for answer in answers if answer) == ["24", "275", "369", "40"]
 
 
 SIGNATURES = {
