@@ -304,6 +304,37 @@ def test_signal_while_the_process_compiles(random_folder, tmp_path):
     assert err.count("\n") == 1
 
 
+def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
+    # Waiting for the sixteenth chunk takes a minute in C: the text so far comes from elsewhere.
+    code = (
+        "import hashlib, sys\n"
+        "from dllm_jax import engine\n"
+        "from dllm_jax.cli import main\n"
+        "from dllm_jax.device import Device\n"
+        "engine.num_steps = lambda *_: 1\n"
+        "harvest, calls = Device.harvest, []\n"
+        "def stuck(device, chunk):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 16:\n"
+        "        print('stuck', file=sys.stderr, flush=True)\n"
+        "        hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+        "    return harvest(device, chunk)\n"
+        "Device.harvest = stuck\n"
+        "sys.exit(main())\n"
+    )
+    argv = ["generate", PROMPTS[0], "--json", "--max-tokens", "20", "--model", random_folder]
+    process = start([code, *argv], tmp_path, "-c")
+    assert process.stderr.readline() == "stuck\n"
+    out, err = ended(process, signal.SIGTERM)
+    line = json.loads(out)
+    want = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20, max_nfe=15)
+    assert (line["finish_reason"], line["metrics"]["nfe"]) == ("abort", 15)
+    assert line["token_ids"] == want.tokens[0, : want.length[0]].tolist()
+    assert len(line["token_ids"]) > 5
+    assert line["text"] == model.tokenizer.decode(line["token_ids"], skip_special_tokens=True)
+    assert err.startswith("error: interrupted after 0 of 1 prompts; what was generated so far")
+
+
 @pytest.mark.slow
 def test_process_that_ends_with_a_forward_in_flight_ends_well(tmp_path):
     code = (

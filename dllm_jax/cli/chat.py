@@ -1,8 +1,8 @@
 """`dllm-jax chat`: a conversation in the terminal, each answer shown as it settles.
 
-Data flow: a line -> the history through the chat template -> token ids -> `engine.decode` -> the
-answer, which joins the history. What the history shares with the turn before is in the prefix
-cache. From a pipe each line is a turn and nothing but the answers is printed.
+Data flow: a line -> the history through the chat template -> token ids -> an engine -> the answer,
+which joins the history. What the history shares with the turn before is in the prefix cache. From a
+pipe each line is a turn and nothing but the answers is printed.
 """
 
 import argparse
@@ -105,16 +105,17 @@ class Chat:
 
     def _answer(self, messages: list[dict[str, str]]) -> str:
         """Print the answer as it settles; what there is of it where Ctrl-C stops it."""
-        from dllm_jax.cli.engine import decode
+        from dllm_jax.cli.engine import add, follow
         from dllm_jax.requests import Request
 
         tokenizer = self._llm.model.tokenizer
         prompt = self._llm.apply_template(messages)
         ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         request = Request(prompt_token_ids=ids, params=self._params, stream=True)
+        request_ids = add(self._llm.engine, [request])
         text, reason, error = "", None, None
         try:
-            for output in decode(self._llm, [request], self._stop):
+            for output in follow(self._llm.engine, request_ids, self._stop):
                 one = output.outputs[0]
                 print(one.text[len(text) :], end="", flush=True)
                 text, reason, error = one.text, one.finish_reason, output.error

@@ -104,26 +104,28 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def decode(llm: Any, requests: Sequence[Request], stop: Interrupt) -> Iterator[RequestOutput]:
-    """Outputs as they come; what a signal or leaving the loop cuts short ends with "abort".
+def add(engine: Any, requests: Sequence[Request]) -> list[str]:
+    """Queue requests, all or none.
 
     Raises:
-        Interrupted: There was a signal; `engine.outputs()` is what there is.
-        ValueError: A request can never run.
+        ValueError: One can never run.
     """
-    engine, ids = llm.engine, []
-    with stop.held():
-        try:
-            for request in requests:
-                ids.append(engine.add(request))
-        except ValueError:
-            _abort(engine, ids)
-            raise
-        yield from follow(engine, ids, stop)
+    ids: list[str] = []
+    try:
+        for request in requests:
+            ids.append(engine.add(request))
+    except ValueError:
+        _abort(engine, ids)
+        raise
+    return ids
 
 
 def follow(engine: Any, request_ids: Sequence[str], stop: Interrupt) -> Iterator[RequestOutput]:
-    """`decode` of requests that are in the engine."""
+    """Outputs of queued requests; what a signal or leaving the loop cuts short ends with "abort".
+
+    Raises:
+        Interrupted: There was a signal; `engine.outputs()` is what there is.
+    """
     left = set(request_ids)
     with stop.held():
         try:

@@ -1,6 +1,6 @@
 """`dllm-jax generate`: text from prompts, shown as it settles, and what it cost.
 
-Data flow: command line -> prompts -> token ids -> `engine.decode` -> `results`. With no prompt and
+Data flow: command line -> prompts -> token ids -> an engine -> `results`. With no prompt and
 a built-in model, `--seed` draws a held-out word problem and the answer is checked.
 """
 
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
         raise UsageError("--watch shows one prompt, as text; leave out --json or give one prompt")
     chosen = strategies.load(args.strategy)
 
-    from dllm_jax.cli.engine import Clock, make_llm
+    from dllm_jax.cli.engine import Clock, add, make_llm
     from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode
 
@@ -71,10 +71,10 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     ids = [encode(model, prompt, args.raw) for prompt in prompts]
     clock = Clock()
     llm = make_llm(args, model, strategy, clock, max(map(len, ids)), len(ids))
+    request_ids = add(llm.engine, _requests(args, prompts, ids))
     if problem and not args.json:
         print(f"{problem.question}\n", flush=True)
-    results = _results(args, llm, clock, prompts, problem)
-    return _decode(args, llm, prompts, ids, results, stop)
+    return _show(args, llm, request_ids, _results(args, llm, clock, prompts, problem), stop)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -107,6 +107,25 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return read_prompts(args)
 
 
+def _requests(args: argparse.Namespace, prompts: list[str], ids: list[list[int]]) -> list[Any]:
+    """One a prompt, named by its place."""
+    from dllm_jax.cli.engine import sampling_params
+    from dllm_jax.requests import Request
+
+    params = sampling_params(args)
+    return [
+        Request(
+            prompt_token_ids=one,
+            params=params,
+            prompt=prompt,
+            request_id=str(i),
+            stream=len(prompts) == 1 and not args.json,
+            denoise=args.watch,
+        )
+        for i, (prompt, one) in enumerate(zip(prompts, ids, strict=True))
+    ]
+
+
 def _results(
     args: argparse.Namespace, llm: Any, clock: Any, prompts: list[str], problem: Any
 ) -> Any:
@@ -119,34 +138,16 @@ def _results(
     return OneText(llm, clock, problem)
 
 
-def _decode(
-    args: argparse.Namespace,
-    llm: Any,
-    prompts: list[str],
-    ids: list[list[int]],
-    results: Any,
-    stop: Interrupt,
+def _show(
+    args: argparse.Namespace, llm: Any, request_ids: list[str], results: Any, stop: Interrupt
 ) -> int:
-    from dllm_jax.cli.engine import decode, sampling_params
-    from dllm_jax.requests import Request
+    from dllm_jax.cli.engine import follow
 
-    params = sampling_params(args)
-    requests = [
-        Request(
-            prompt_token_ids=one,
-            params=params,
-            prompt=prompt,
-            request_id=str(i),
-            stream=results.streams,
-            denoise=args.watch,
-        )
-        for i, (prompt, one) in enumerate(zip(prompts, ids, strict=True))
-    ]
     stop.tell = results.cut_short
     delay = WATCH_DELAY if args.watch_delay is None else args.watch_delay
     with results:
         try:
-            for output in decode(llm, requests, stop):
+            for output in follow(llm.engine, request_ids, stop):
                 results.show(output)
                 if args.watch and not output.finished:
                     stop.sleep(delay)

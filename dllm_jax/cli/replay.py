@@ -1,7 +1,7 @@
 """`dllm-jax replay PATH`: a text of a snapshot again, forward by forward.
 
 Data flow: snapshot -> model and strategy -> an engine with that one text (`snapshot.resume`) ->
-`engine.decode` -> a line, a frame or a JSON object a forward, then the text.
+`engine.follow` -> a line, a frame or a JSON object a forward, then the text.
 """
 
 import argparse

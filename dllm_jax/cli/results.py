@@ -20,8 +20,6 @@ class OneText(contextlib.AbstractContextManager):
         problem: The word problem it should solve, None for a prompt of the user's.
     """
 
-    streams = True
-
     def __init__(self, llm: Any, clock: Any, problem: Any):
         self._llm, self._clock, self._problem = llm, clock, problem
         self._began = clock()
@@ -108,8 +106,6 @@ class Watched(OneText):
 
 class Rows(contextlib.AbstractContextManager):
     """Several texts in the order of their prompts, each printed when those before it are."""
-
-    streams = False
 
     def __init__(self, llm: Any, clock: Any, prompts: Sequence[str], as_json: bool):
         from tqdm import tqdm
