@@ -169,11 +169,14 @@ def test_one_chunk_is_on_its_way_while_another_is_read(host: SimpleNamespace) ->
 
 def test_idle_time_is_no_steps_time(host: SimpleNamespace) -> None:
     world = make_world(host)
-    for _ in range(2):
-        ask(world, max_tokens=26)
-        while world.engine.has_work:
+    for _ in range(3):
+        name = ask(world, max_tokens=26)
+        while world.engine._last_harvest_s is None:
             world.engine.step()
+        world.engine.step()
+        world.engine.abort(name)  # with a chunk in flight
         world.clock.now += 1000.0
+        world.engine.step()
     assert 0.0 < world.engine._step_s < 0.1
 
 

@@ -124,9 +124,9 @@ def test_what_can_never_run_is_refused(prompt_len: int, pages: int, message: str
 
 
 def test_a_window_holds_prompt_text_and_suffix(host: SimpleNamespace) -> None:
-    rules = {"prompt_mode": "in_window", "window": 16, "max_model_len": 16, "page_buckets": (2, 5)}
+    rules = {"prompt_mode": "in_window", "window": 16, "max_model_len": 16, "page_buckets": (2, 4)}
     limits = Books(host, **rules).scheduler.limits
-    assert limits(6, 7, 3) == (13, 20)  # 13 + 3 + a block, but the table has 5 pages
+    assert limits(6, 7, 3) == (13, 16)  # not 13 + 3 + a block: the table has 4 pages
     with pytest.raises(ValueError, match=r"6 \+ 8 \+ 3 tokens, the window has 16"):
         limits(6, 8, 3)
 
@@ -192,6 +192,16 @@ def test_samples_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNames
     books.check()
 
 
+def test_without_the_cache_samples_share_with_their_own_request_only(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=30, num_slots=5, slot_buckets=(5,), prefix_caching=False)
+    for _ in range(2):
+        first = books.add([5] * 8, n=2)
+        books.admit()
+        books.settle(first, ())
+        (second,) = books.admit()
+        assert second.pages == first.pages
+
+
 def test_a_sample_whose_first_one_failed_computes_the_prompt_itself(host: SimpleNamespace) -> None:
     books = Books(host)
     first = books.add([5] * 8, n=2)
@@ -232,19 +242,15 @@ def test_text_of_soft_commits_is_not_shared_but_the_prompt_is(host: SimpleNamesp
     assert second.cached_tokens == 8
 
 
-def test_nothing_is_known_before_the_first_harvest_or_after_an_error(host: SimpleNamespace) -> None:
+def test_nothing_is_known_before_a_harvest_says_it_is_sound(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30)
     first = books.add(range(2, 14))
     books.admit()
-    second = books.run(range(2, 14))
-    assert (second.cached_tokens, second.is_sound) == (0, True)
+    second = books.add(range(2, 14))
+    books.admit()
+    assert second.cached_tokens == 0
     for sample in (first, second):
-        sample.is_sound = False
-    pages = [*second.pages]
-    books.pool.reset()
-    second.pages = books.pool.take(len(pages))
-    first.pages = books.pool.take(3)
-    books.scheduler.leave(second)
+        books.scheduler.leave(sample)
     assert books.pool._page_of == {}
 
 
@@ -410,6 +416,16 @@ def test_growth_covers_the_steps_in_flight_and_the_next(host: SimpleNamespace) -
     assert len(sample.pages) == 11  # never past what it can write
 
 
+def test_growth_is_bounded_by_what_chunks_may_emit(host: SimpleNamespace) -> None:
+    """A chunk ends before it emits more than 32; two windows of 8 may be ahead of that."""
+    books = Books(host, num_pages=200, max_model_len=390, page_buckets=(99,))
+    assert books.scheduler.facts.most_new == 32
+    sample = books.run([5] * 4, max_tokens=386)
+    for in_flight, steps, ahead in ((0, 9, 48), (0, 6, 48), (0, 5, 40), (9, 9, 80), (1, 9, 80)):
+        sample.in_flight = in_flight
+        assert books.scheduler.reach(sample, steps) == 4 + ahead, (in_flight, steps)
+
+
 def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=12)
     first, second = books.run([5] * 4), books.run([6] * 4)
@@ -509,6 +525,7 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: SimpleNamespace
     assert steps(0.001) == int(planning.CHUNK_S_WATCHED / 0.001)
     step_by_step = books.run([5] * 4, denoise=True)
     assert planning.num_steps(0.001, scheduler, [first, step_by_step], None) == 1
+    books.scheduler.leave(step_by_step)
     books.add([6] * 30)
     assert steps(0.001) == int(planning.CHUNK_S_WAITING / 0.001)
 
@@ -536,6 +553,12 @@ def test_what_makes_no_sense_is_refused(prompt: list, wishes: dict, message: str
 def test_ids_of_the_vocabulary_are_taken(host: SimpleNamespace) -> None:
     (sample,) = Books(host).accept([0, 99]).samples
     assert sample.prompt == [0, 99]
+
+
+def test_ids_outside_the_vocabulary_are_refused(host: SimpleNamespace) -> None:
+    for prompt in ([100, 5], [5, 100, 5], [5, -1, 5]):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            Books(host).accept(prompt)
 
 
 def test_bounds_belong_to_their_ranges(host: SimpleNamespace) -> None:

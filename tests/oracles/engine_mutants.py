@@ -1,0 +1,565 @@
+"""Wrong versions of the host loop, one rule broken in each, for the tests of the tests.
+
+A mutant is a copy of the host's modules under another package name, with one expression of their
+source replaced. Each expression must occur exactly once: a mutant that no longer applies is an
+error, not a pass. `killer` names the test that must notice: a test that takes `host`, or "machine",
+the seeded runs of test_engine_machine.py.
+
+Left out as equivalent:
+* `_enter` without `epoch += 1`: `_vacate` has counted the end of the stay before.
+* `_run_pass` calling the last piece the last of a sample that is restored: `restore` sets `finish`.
+* `_report` without its second look into `_requests`: each request is in `_moved` once.
+* `_deadlines` never counted down: deadlines are then looked for in vain, which costs time alone.
+* `_recover` without `_rounds.clear()`: nobody is live then, and the next step clears them.
+* `_feed` without cutting at the stop string: `reporting` cuts there again.
+* `limits` without its first refusal: the rule behind it refuses the same, in other words.
+* `_fits` without `max(sample.start, ...)`: what is written never ends before `start`.
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import dllm_jax
+from tests.oracles.engine_world import HOST_MODULES, host_of
+
+SOURCE = Path(dllm_jax.__file__).parent
+
+
+class Mutant(NamedTuple):
+    """One broken rule: `old` of a file becomes `new`, and `killer` must notice."""
+
+    name: str
+    killer: str
+    file: str
+    old: str
+    new: str
+
+
+def load_mutant(mutant: Mutant | None, folder: Path) -> SimpleNamespace:
+    """Write the host's modules, one of them mutated, into `folder` and import them."""
+    sources = {f"{name}.py": (SOURCE / f"{name}.py").read_text() for name in HOST_MODULES}
+    if mutant is not None:
+        count = sources[mutant.file].count(mutant.old)
+        if count != 1:
+            raise ValueError(
+                f"{mutant.old!r} occurs {count} times in {mutant.file}, not once; rewrite mutant "
+                f"{mutant.name!r} for the new source"
+            )
+        sources[mutant.file] = sources[mutant.file].replace(mutant.old, mutant.new)
+    package = f"host_{mutant.name if mutant else 'unbroken'}"
+    target = folder / package
+    target.mkdir()
+    (target / "__init__.py").write_text("")
+    for file, text in sources.items():
+        renamed = re.sub(
+            r"^(\s*(?:from|import) )dllm_jax\b", rf"\g<1>{package}", text, flags=re.MULTILINE
+        )
+        (target / file).write_text(renamed)
+    sys.path.insert(0, str(folder))
+    try:
+        importlib.invalidate_caches()
+        return host_of(package)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _broken(file: str, killer: str, **changes: tuple[str, str]) -> list[Mutant]:
+    """One mutant a keyword: `name=(expression, what replaces it)`."""
+    return [Mutant(name, killer, file, *change) for name, change in changes.items()]
+
+
+PAGES = [
+    *_broken(
+        "pages.py",
+        "test_pages.test_a_shared_page_is_held_until_its_last_owner_goes",
+        page_freed_with_an_owner_left=(
+            "            if self._owners[page] == 0:\n                if page",
+            "            if self._owners[page] <= 1:\n                if page",
+        ),
+        released_page_is_lost=("self._free.append(page)", "pass"),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_unknown_pages_go_before_known_ones_and_those_in_order_of_release",
+        beginning_of_a_text_goes_first=("for page in reversed(pages):", "for page in pages:"),
+        last_released_goes_first=("popitem(last=False)", "popitem(last=True)"),
+        known_pages_go_before_free_ones=(
+            "            if self._free:",
+            "            if not self._idle:",
+        ),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_an_evicted_page_is_forgotten",
+        evicted_page_is_still_known=("                self._forget(page)\n", ""),
+        payload_outlives_its_page=("self._payload.pop(page, None)", "pass"),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_a_known_page_is_found_when_nobody_holds_it",
+        shared_page_stays_idle=("del self._idle[page]", "pass"),
+        find_goes_on_after_a_miss=(
+            "                break\n            self.hits",
+            "                continue\n            self.hits",
+        ),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_the_first_page_under_a_key_stays_and_a_page_keeps_its_key",
+        later_page_takes_the_key=(
+            "if key not in self._page_of and page not in self._key_of:",
+            "if page not in self._key_of:",
+        ),
+        page_has_two_keys=(
+            "if key not in self._page_of and page not in self._key_of:",
+            "if key not in self._page_of:",
+        ),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_pages_are_taken_once_and_come_back",
+        last_page_is_never_given=(
+            "if count > self.num_available:",
+            "if count >= self.num_available:",
+        ),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_too_many_pages_take_nothing",
+        too_many_pages_take_some=("if count > self.num_available:", "if not self.num_available:"),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_equal_pages_at_different_places_have_different_keys",
+        hash_without_its_predecessor=(
+            "_digest(key + data[end - width : end])",
+            "_digest(data[end - width : end])",
+        ),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_keys_depend_on_the_salt",
+        salt_dropped_from_pages=(
+            "= salt, unit, unit // page_size",
+            '= b"", unit, unit // page_size',
+        ),
+        salt_dropped_from_prompts=(
+            '_digest(before + array("I", tokens)',
+            '_digest(array("I", tokens)',
+        ),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_a_part_of_a_unit_has_no_key",
+        part_of_a_unit_has_a_key=("len(data) + 1, width", "len(data) + width, width"),
+    ),
+    *_broken(
+        "pages.py",
+        "test_pages.test_the_pages_of_a_unit_have_keys_of_their_own",
+        pages_of_a_unit_have_one_key=("[(key, part) for part", "[(key, 0) for part"),
+    ),
+]
+
+QUEUE = [
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_text_ends_at_its_tokens_the_model_or_the_pool",
+        limit_ignores_the_pool=("facts.max_model_len, room)", "facts.max_model_len)"),
+        last_block_is_not_reserved=(
+            "beyond = facts.block_size + suffix_len",
+            "beyond = suffix_len",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_window_holds_prompt_text_and_suffix",
+        more_is_written_than_the_table_holds=("min(limit + beyond, in_table)", "limit + beyond"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "machine",
+        prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
+        last_come_first_served=(
+            "        heapq.heappush(self._waiting, (sample.rank, sample))\n\n    @property",
+            "        heapq.heappush(self._waiting, ((sample.rank[0], -sample.rank[1]), sample))\n\n"
+            "    @property",
+        ),
+        live_ones_not_in_order=(
+            "bisect.insort(self.live, sample, key=_rank)",
+            "self.live.append(sample)",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_nobody_passes_one_that_does_not_fit",
+        short_ones_pass=(
+            "                passed.append(entry)\n                break\n",
+            "                passed.append(entry)\n",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_samples_of_a_request_wait_for_the_prompt_of_the_first",
+        samples_do_not_wait_for_the_prompt=("if self._waits_for_leader(sample):", "if False:"),
+        waits_for_the_end_of_the_first=(
+            "leader.stage != DONE and not leader.prompt_published",
+            "leader.stage != DONE",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_without_the_cache_samples_share_with_their_own_request_only",
+        strangers_share_without_the_cache=("leader.rank[1])", "0)"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_sample_whose_first_one_failed_computes_the_prompt_itself",
+        waits_for_one_that_failed=(
+            "leader.stage != DONE and not leader.prompt_published",
+            "not leader.prompt_published",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_each_neighbour_keeps_a_page_to_grow_into",
+        neighbours_keep_no_page=("wanted + idle + len(self.live) <=", "wanted + idle <="),
+        neighbours_keep_one_page_too_many=(
+            "wanted + idle + len(self.live) <= pool",
+            "wanted + idle + len(self.live) < pool",
+        ),
+        first_steps_are_not_reserved=("max(sample.start, first_steps)", "sample.start"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "machine",
+        idle_hits_counted_as_free=("return wanted + idle + len", "return wanted + len"),
+        copied_page_is_used_itself=(
+            "shared = hits[:-1] if copied else hits",
+            "shared = hits[:-1] + hits[-1:] if copied else hits",
+        ),
+        copied_page_is_kept=("            pool.release(hits[-1:])\n", ""),
+        old_row_of_the_table_shows=("        row[:] = -1\n", ""),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page",
+        copy_that_does_not_fit_waits_for_ever=(
+            "if not (copied and self._fits(sample, [], False)):",
+            "if True:",
+        ),
+    ),
+]
+
+PREFIXES = [
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_prompt_that_sees_itself_whole_is_shared_as_a_whole_only",
+        boundary_of_a_known_prompt_forgotten=("= pool.payload(hits[-1])", "= None"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it",
+        hit_leaves_nothing_to_compute=("else goal - facts.compute_at_least", "else goal"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
+        part_of_a_unit_is_a_hit=(
+            "return hits[: len(hits) // self._unit_pages * self._unit_pages]",
+            "return hits",
+        ),
+    ),
+    *_broken(
+        "facts.py",
+        "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
+        unit_is_a_page=(
+            "return math.lcm(self.page_size, self.block_size if self.is_grid else 1)",
+            "return self.page_size",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "machine",
+        part_of_a_whole_prompt_is_a_hit=(
+            "return hits if len(hits) == len(keys) else []",
+            "return hits",
+        ),
+        whole_prompt_keyed_by_what_is_stored=(
+            'digest(b"whole|" + self._salt(sample), sample.prompt)',
+            'digest(b"whole|" + self._salt(sample), sample.prompt[: sample.prefix_len])',
+        ),
+        text_is_published_before_it_is_stored=(
+            "end = min(sample.start, len(sample.prompt) + len(sample.tokens))",
+            "end = len(sample.prompt) + len(sample.tokens)",
+        ),
+        recomputed_text_is_one_off=(
+            "self.tokens[max(first - split, 0) : max(end - split, 0)]",
+            "self.tokens[max(first - split - 1, 0) : max(end - split, 0)]",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_stop_id_in_the_cache_is_not_taken_for_text",
+        unsaid_text_is_published=(
+            "end = min(sample.start, len(sample.prompt) + len(sample.tokens))",
+            "end = sample.start",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_text_of_soft_commits_is_not_shared_but_the_prompt_is",
+        text_of_soft_commits_is_shared=("if self.facts.soft_commits or", "if"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_second_turn_finds_the_first_ones_text",
+        text_is_never_published=(
+            "        if sample.is_sound:\n            self.publish(sample)\n",
+            "",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_nothing_is_known_before_a_harvest_says_it_is_sound",
+        pages_published_unseen=("        if sample.is_sound:\n", "        if True:\n"),
+    ),
+    *_broken(
+        "engine.py",
+        "machine",
+        broken_prompt_is_published=(
+            "                sample.is_sound = False\n            elif not",
+            "                pass\n            if not",
+        ),
+        published_before_it_is_written=(
+            "        self.device.admit(sample.slot, sample.placement)\n",
+            "        self.device.admit(sample.slot, sample.placement)\n"
+            "        self.scheduler.publish(sample)\n",
+        ),
+        copy_is_not_dispatched=("self.device.copy_page(source, target)", "pass"),
+        boundary_is_not_handed_on=(
+            "self.device.begin(sample.slot, sample.boundary)",
+            "self.device.begin(sample.slot)",
+        ),
+        prompt_is_cut_at_what_is_stored=(
+            "sample.text_ids(piece.first, piece.live_end),",
+            "sample.text_ids(piece.first, piece.end),",
+        ),
+    ),
+]
+
+GROWTH = [
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_growth_covers_the_steps_in_flight_and_the_next",
+        growth_for_the_next_steps_only=(
+            "min((in_flight + steps) * facts.window",
+            "min(steps * facts.window",
+        ),
+        growth_for_the_steps_in_flight_only=(
+            "min((in_flight + steps) * facts.window",
+            "min(in_flight * facts.window",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_growth_is_bounded_by_what_chunks_may_emit",
+        growth_for_one_chunk=("chunks = 2 if in_flight else 1", "chunks = 1"),
+        growth_for_every_step=(
+            "return min((in_flight + steps) * facts.window, emitted)",
+            "return (in_flight + steps) * facts.window",
+        ),
+        committed_text_is_not_ahead=("+ 2 * facts.window\n", "+ facts.window\n"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "machine",
+        growth_that_just_fits_is_skipped=(
+            "s.start + ahead[s.in_flight] > s.covered and",
+            "s.start + ahead[s.in_flight] > s.covered + facts.page_size and",
+        ),
+        text_past_its_capacity=(
+            "return min(sample.start + self._ahead(sample.in_flight, steps), sample.capacity)",
+            "return sample.start + self._ahead(sample.in_flight, steps)",
+        ),
+        page_bucket_too_small=(
+            "return [buckets[len(sample.pages)] for",
+            "return [buckets[max(len(sample.pages) - 1, 0)] for",
+        ),
+        pages_not_in_the_table=(
+            "len(sample.pages) + count] = pages",
+            "len(sample.pages) + count] = -1",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_fewer_steps_come_before_giving_way",
+        steps_are_not_reduced=(
+            "> pool.num_available and steps > 1:",
+            "> pool.num_available and False:",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_the_worst_ranked_gives_way_and_only_it",
+        best_ranked_gives_way=("self.preempt(self.live[-1])", "self.preempt(self.live[0])"),
+        the_short_one_gives_way=("self.preempt(self.live[-1])", "self.preempt(sample)"),
+        preempted_one_keeps_its_pages=(
+            "sample.pages)\n        sample.pages, sample.covered = [], 0\n",
+            "[])\n        sample.covered = 0\n",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_one_that_cannot_be_taken_up_starts_over",
+        hidden_state_is_taken_up=("if self.facts.starts_over:", "if False:"),
+        start_is_not_reset=(
+            "            sample.start = sample.prefix_len\n        heapq",
+            "            pass\n        heapq",
+        ),
+    ),
+    *_broken(
+        "scheduler.py",
+        "test_scheduler.test_a_preempted_one_goes_on_from_its_last_harvest",
+        harvest_is_thrown_away=("if self.facts.starts_over:", "if True:"),
+    ),
+    *_broken(
+        "scheduler.py",
+        "machine",
+        released_pages_are_not_returned=("        self.pool.release(sample.pages)\n", ""),
+        stay_does_not_end=(
+            "sample.slot, sample.in_flight = -1, 0\n        sample.epoch += 1\n",
+            "sample.slot, sample.in_flight = -1, 0\n",
+        ),
+        slot_is_not_returned=("        self._free_slots.append(sample.slot)\n", ""),
+        lost_pages_are_still_known=(
+            "        self.pool.reset()\n        return lost",
+            "        return lost",
+        ),
+        rows_are_not_distinct=("if slot not in taken)", "if True)"),
+    ),
+]
+
+ROUNDS = [
+    *_broken(
+        "planning.py",
+        "test_scheduler.test_a_budget_is_spent_best_first_and_always_gets_on",
+        prefix_may_wait_for_ever=("if fits or (forced and indivisible):", "if fits:"),
+        tokens_are_not_spent=("                self._tokens -= piece.size\n", ""),
+    ),
+    *_broken(
+        "planning.py",
+        "test_scheduler.test_a_budget_beside_decoding_is_what_its_steps_take",
+        seconds_are_not_spent=("self._seconds -= price", "pass"),
+        price_is_forgotten=("price <= self._seconds", "True"),
+    ),
+    *_broken(
+        "planning.py",
+        "test_scheduler.test_chunks_last_a_while_and_less_where_somebody_waits",
+        denoising_in_long_chunks=("if not step_s or any(", "if not step_s or not any("),
+        nobody_is_waited_for=("if scheduler.has_waiting or has_prefix:", "if has_prefix:"),
+    ),
+    *_broken(
+        "planning.py",
+        "test_scheduler.test_rows_are_grouped_by_the_width_of_their_page_tables",
+        merged_rows_in_the_narrow_table=(
+            "merged[-1] = (before + rows, columns)",
+            "merged[-1] = (before + rows, narrow)",
+        ),
+        merged_whatever_it_costs=("        if together <= step_s", "        if together > step_s"),
+    ),
+    *_broken(
+        "engine.py",
+        "test_engine_machine.test_one_chunk_is_on_its_way_while_another_is_read",
+        chunk_is_read_at_once=("len(self._rounds) > 1 or", "self._rounds or"),
+    ),
+    *_broken(
+        "engine.py",
+        "test_engine_machine.test_idle_time_is_no_steps_time",
+        idle_time_is_a_steps_time=("if not self.scheduler.live:", "if False:"),
+    ),
+    *_broken(
+        "engine.py",
+        "machine",
+        epoch_is_not_checked=("if sample.epoch != epoch:", "if False:"),
+        steps_in_flight_not_counted=("sample.in_flight += steps", "pass"),
+        steps_read_are_still_in_flight=("            sample.in_flight -= chunk.steps\n", ""),
+        restored_with_fewer_tokens=(
+            "harvest.saved(row), sample.tokens)",
+            "harvest.saved(row), [])",
+        ),
+        begins_without_what_was_saved=(
+            "        if sample.saved is not None:\n",
+            "        if False:\n",
+        ),
+        stream_takes_tokens_back=("sample.tokens[before:length] =", "sample.tokens[before:] ="),
+        start_is_not_read=("                sample.start = start\n", ""),
+        ends_twice=("        if sample.stage == DONE:\n            return\n", ""),
+        deadline_never_comes=("now >= live.deadline_s", "now >= live.deadline_s + 1e9"),
+        deadline_comes_at_once=("now >= live.deadline_s", "now >= live.added_s"),
+        first_failure_is_the_last=("[s for s in lost if s.nfe <= s.failed_at]", "lost"),
+        lost_state_is_gone_on_with=("        self.scheduler.lose_everything()\n", ""),
+        half_a_request_is_reported_as_ended=(
+            "done = all(sample.stage == DONE for",
+            "done = any(sample.stage == DONE for",
+        ),
+    ),
+    *_broken(
+        "engine.py",
+        "test_engine_machine.test_a_device_that_keeps_failing_ends_its_requests",
+        never_gives_up=("[s for s in lost if s.nfe <= s.failed_at]", "[]"),
+        failures_are_not_remembered=("sample.failed_at = sample.nfe", "pass"),
+    ),
+]
+
+INTAKE = [
+    *_broken(
+        "intake.py",
+        "machine",
+        samples_share_a_key=("number + index if params.seed is None else index", "index"),
+        own_stop_ids_are_kept=(
+            "() if params.ignore_eos else facts.stop_token_ids)\n    deadline",
+            "facts.stop_token_ids)\n    deadline",
+        ),
+        deadline_on_the_clock=("else now + request.deadline_s", "else request.deadline_s"),
+        tail_is_cut=("prompt[first : first + facts.window]", "prompt[first : first + 1]"),
+        overrides_are_forgotten=(
+            "{**facts.knob_values, **params.strategy_overrides}",
+            "{**facts.knob_values}",
+        ),
+    ),
+    *_broken(
+        "intake.py",
+        "test_scheduler.test_priority_then_arrival_decide",
+        high_priority_is_a_high_number=("rank=(request.priority,", "rank=(-request.priority,"),
+    ),
+    *_broken(
+        "intake.py",
+        "test_scheduler.test_bounds_belong_to_their_ranges",
+        bounds_are_outside=("if not low <= value <= high:", "if not low < value < high:"),
+        one_stop_id_too_few=("if len(stops) > STOP_WIDTH:", "if len(stops) >= STOP_WIDTH:"),
+    ),
+    *_broken(
+        "intake.py",
+        "test_scheduler.test_ids_of_the_vocabulary_are_taken",
+        first_id_is_refused=("if not 0 <= token <", "if not 0 < token <"),
+    ),
+    *_broken(
+        "intake.py",
+        "test_scheduler.test_ids_outside_the_vocabulary_are_refused",
+        id_past_the_last_is_taken=("if not 0 <= token <", "if not 0 <= token <="),
+        largest_id_is_not_looked_at=(
+            "(min(prompt), max(prompt), *suffix)",
+            "(min(prompt), *suffix)",
+        ),
+        smallest_id_is_not_looked_at=(
+            "(min(prompt), max(prompt), *suffix)",
+            "(max(prompt), *suffix)",
+        ),
+    ),
+]
+
+MUTANTS = PAGES + QUEUE + PREFIXES + GROWTH + ROUNDS + INTAKE
