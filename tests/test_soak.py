@@ -29,6 +29,7 @@ def test_some_hundred_requests_leave_nothing_behind(soak, random_folder, monkeyp
         dj.load(random_folder),
         120,
         say=said.append,
+        most_tokens=8,
         slot_buckets=(8,),
         prefill_buckets=(32,),
     )
