@@ -52,7 +52,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number >= 1; choose one")
-        if not 0.0 < self.memory_utilization <= 1.0:
+        share = self.memory_utilization
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(
                 f"memory_utilization={self.memory_utilization!r} must be in (0, 1]; "
                 "0.9 leaves a tenth for others"

@@ -385,6 +385,21 @@ def test_callers_take_turns_and_lose_nothing(llm, model, truth):
     assert [(one.request_id, tokens(one)) for one in own] == [(mine, [truth[2][0]])]
 
 
+def test_stream_that_goes_within_a_step_ends_after_it(llm, model, truth, monkeypatch):
+    held, other = [llm.stream(PROMPTS[0], GREEDY)], llm.stream(PROMPTS[1], GREEDY)
+    harvest, running = llm.engine.device.harvest, []
+
+    def collected(*args):
+        held.clear()  # as a garbage collector would
+        running.append(llm.engine.stats().num_running)
+        return harvest(*args)
+
+    monkeypatch.setattr(llm.engine.device, "harvest", collected)
+    assert "".join(event.text for event in other) == model.tokenizer.decode(truth[1][0])
+    assert running[0] == 2
+    assert set(running[1:]) == {1}
+
+
 def test_a_step_of_the_user_brings_streams_on(llm, model, truth):
     stream = llm.stream(PROMPTS[0], GREEDY)
     assert drained(llm) == []  # nothing of it is the user's
@@ -590,6 +605,7 @@ def test_outputs_have_the_promised_fields():
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number >= 1"),
         ({"page_size": 1.5}, "page_size=1.5 must be a whole number >= 1"),
         ({"memory_utilization": 2.0}, "memory_utilization=2.0 must be in"),
+        ({"memory_utilization": "all"}, "memory_utilization='all' must be in"),
         ({"max_model_len": 10_000}, "more than the model's 512 positions; lower it"),
         ({"strategy": "nothing"}, "nothing"),
         ({"strategy": STRATEGY, "block_size": 16}, "go with a strategy given by name"),

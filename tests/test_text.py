@@ -16,6 +16,10 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import dllm_jax
+from dllm_jax.intake import Live
+from dllm_jax.reporting import output
+from dllm_jax.requests import Request, SamplingParams
+from dllm_jax.scheduler import DONE, Sample
 from dllm_jax.text import TextStream
 from dllm_jax.tokenization import read_tokenizer
 
@@ -265,6 +269,23 @@ def test_tokenizer_that_shows_every_broken_byte_is_waited_for():
         shown.append(stream.feed(ids[: i + 1]))
     assert "".join(shown) == text
     assert set(shown) == {"", *text}
+
+
+def test_stop_string_that_an_abort_brings_to_light_ends_the_text(tokenizers):
+    tokenizer = tokenizers["fallback"]
+    params = SamplingParams(stop="€")
+    live = Live("0", Request(prompt_token_ids=[5], params=params), params, 0.0, None, [])
+    sample = Sample(owner=live, index=0, rank=(0, 0), prompt=[5], placement=None, capacity=64)
+    live.samples.append(sample)
+    sample.stream = TextStream(tokenizer, params.stop)
+    sample.tokens = [3, *bytes_of(tokenizer, "fallback", "é€")]
+    sample.stream.feed(sample.tokens)
+    assert sample.stream.text == "a"  # the run of bytes could go on
+    (one,) = output(live, tokenizer, 1.0).outputs
+    assert (one.text, one.token_ids, one.finish_reason) == ("a", [3], None)
+    sample.stage, sample.finish_reason, sample.end_s = DONE, "abort", 1.0
+    (one,) = output(live, tokenizer, 2.0).outputs
+    assert (one.text, len(one.token_ids), one.finish_reason) == ("aé", 3, "stop")
 
 
 @pytest.mark.parametrize(
