@@ -80,7 +80,8 @@ def test_every_option_of_the_trainer_is_a_flag_of_the_verb():
 
 
 def test_compile_cache_is_under_xdg_and_only_for_the_command_line(random_folder, tmp_path):
-    env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    env = {name: os.environ[name] for name in ("PATH", "XLA_FLAGS", "JAX_PLATFORMS")}
+    env["XDG_CACHE_HOME"] = str(tmp_path)
     code = "import jax, dllm_jax.generation; assert jax.config.jax_compilation_cache_dir is None"
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
     argv = ["generate", "x", "--max-tokens", "4", "--max-nfe", "1", "--model", str(random_folder)]

@@ -134,8 +134,8 @@ def test_public_names_resolve_to_their_definitions():
 
 
 def test_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(AttributeError, match=r"no public name .LLM.; it has .*generate"):
-        _ = dllm_jax.LLM
+    with pytest.raises(AttributeError, match=r"no public name .Server.; it has .*generate"):
+        _ = dllm_jax.Server
 
 
 def pins():
