@@ -210,6 +210,8 @@ class Device:
 
         Dispatched with what follows: several at once are one program.
         """
+        if any(slot == pending for pending, _, _ in self._admitted):
+            self._flush()  # its first one left again: two rows of one program would be unordered
         self._admitted.append((slot, placement, False))
         if len(self._admitted) == self._admit_rows:
             self._flush()

@@ -313,6 +313,28 @@ def test_buckets_change_nothing(name):
     assert len(shapes) > 2
 
 
+@pytest.mark.parametrize("name", ["multi_bd", "multi_bd_whole_full"])
+def test_rows_that_fill_a_bucket_up_are_left_alone(name):
+    """They are requests of another group, which runs beside it over more pages."""
+    facts = toy.device(name).facts
+    widest = facts.page_buckets[-1]
+    engine = make_engine(name, page_buckets=(32 // facts.page_size, widest))
+    groups, decode = [], engine.device.decode
+
+    def spy(rows, num_active, pages, *more):
+        running = {s.slot for s in engine.scheduler.live if s.stage == DECODE}
+        groups.append(len(running & set(rows[num_active:].tolist())))
+        return decode(rows, num_active, pages, *more)
+
+    engine.device.decode = spy
+    lengths = zip(case(name).requests, (25, 30, 20), strict=True)
+    requests = [dataclasses.replace(r, max_tokens=length) for r, length in lengths]
+    with steps_a_chunk(1):
+        got = run(engine, [wish(r) for r in requests])
+    assert any(groups), "no running row filled a bucket up"
+    assert_same(name, ends(got), [wanted(name, r) for r in requests], requests)
+
+
 # --- the promise: docs/same_tokens.md -------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ forwards they must, and leave every page free.
 """
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -119,8 +120,9 @@ def test_a_run_of_equal_tokens_ends_a_text():
     model = case(name).model.replace(params=case(name).model.params | {"lm_head": 0 * head})
     engine = make_engine(name, toy.make_device(name, model))
     request = cut(name, 3, max_tokens=20)
-    for most in (2, 5, 30):
-        (got,) = run(engine, [wish(request, max_repetition_run=most)])
+    for most, between in itertools.product((2, 5, 30), (None, toy.preempting())):
+        with steps_a_chunk(1):
+            (got,) = run(engine, [wish(request, max_repetition_run=most)], between)
         count = len(got.outputs[0].token_ids)
         assert set(got.outputs[0].token_ids) == {0}
         assert got.outputs[0].finish_reason == ("repetition" if most < 20 else "length")

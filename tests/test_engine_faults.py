@@ -109,6 +109,26 @@ def test_a_broken_head_ends_everything_with_error(name, sampling):
     assert is_finite(device)
 
 
+def test_a_prefix_that_breaks_when_it_is_computed_again_stays_broken():
+    """What is put back behind it says RUNNING."""
+    name = "multi_bd"
+    request = dataclasses.replace(case(name).requests[1], max_tokens=20)
+    engine = make_engine(name, poisoned(name), prefix_caching=False)
+    saves = []
+
+    def between(engine):
+        for sample in list(engine.scheduler.live):
+            if not saves and sample.saved is not None:
+                saves.append(sample.saved)
+                sample.prompt[0] = BROKEN_ID  # as memory would that forgot a bit
+                engine.scheduler.preempt(sample)
+
+    with steps_a_chunk(1):
+        (got,) = run(engine, [wish(request)], between)
+    assert saves
+    assert got.outputs[0].finish_reason == "error"
+
+
 # --- what a request brings itself -----------------------------------------------------------------
 
 
@@ -224,7 +244,8 @@ def failing(program, at, when, message="INTERNAL: injected"):
 
 
 PLACES = [
-    ("admit", {1}, "before"),
+    ("admit", {0}, "before"),
+    ("admit", {0}, "after"),
     ("prefill", {0}, "after"),
     ("prefill", {1}, "before"),
     ("decode", {0}, "after"),
