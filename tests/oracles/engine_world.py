@@ -117,7 +117,7 @@ class World:
         self.texts: list[list[int]] = [
             [rng.randrange(VOCAB - 1) for _ in range(self.facts.max_model_len)] for _ in range(3)
         ]
-        self.num_added = self.num_samples = 0
+        self.num_added = self.num_samples = self.num_tokens = self.num_forwards = 0
         self.counts: Counter[str] = Counter()
 
     # --- what can be done -------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class World:
 
     def fail(self, rng: random.Random) -> None:
         """Lose the device soon: in a program, in a harvest, once or twice, or for good a while."""
-        programs = ("decode", "decode", "harvest", "prefill", "admit", "restore", "begin")
+        programs = ("decode", "decode", "harvest", "prefill", "admit", "restore", "begin", "join")
         again = rng.random() < 0.4
         self.device.planned = [rng.choice(programs) for _ in range(1 + again)]
         if rng.random() < 0.1:
@@ -214,6 +214,9 @@ class World:
         assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
         assert stats.num_requests == self.num_added == stats.num_finished
         assert self.engine.step() == []
+        if self.tokenizer is None:  # stop strings take tokens back
+            assert stats.generated_tokens == self.num_tokens
+        assert stats.nfe == self.num_forwards
         self.counts["late"] += stats.num_late_compiles
         self.counts["preempted"] += stats.num_preemptions
         self.counts["hits"] += stats.prefix_hits
@@ -352,6 +355,8 @@ class World:
             assert metrics.nfe == sum(forwards)
         assert metrics.e2e_s >= (metrics.ttfb_s or 0.0) >= 0.0
         self.counts["cached"] += metrics.cached_tokens
+        self.num_forwards += metrics.nfe
+        self.num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         if not self.facts.prefix_caching and one.request.params.n == 1:
             assert metrics.cached_tokens == 0 or metrics.num_preemptions
 
