@@ -4,10 +4,12 @@ The wiring is here and nowhere else; requests are made of what users write, and 
 their order. Nothing here schedules or touches arrays.
 """
 
+import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dllm_jax import sizing
@@ -24,10 +26,11 @@ from dllm_jax.requests import (
     Request,
     RequestOutput,
     SamplingParams,
+    StreamEvent,
     token_ids,
     whole_number,
 )
-from dllm_jax.sharing import SharedEngine, TextEvents
+from dllm_jax.sharing import News, SharedEngine, TextEvents
 from dllm_jax.snapshot import snapshot_saver
 from dllm_jax.startup import start
 
@@ -137,6 +140,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        trajectory: bool = False,
     ) -> list[RequestOutput]:
         """Texts for prompts, in their order.
 
@@ -147,11 +151,14 @@ class LLM:
             prompts: A text, or a list of texts and of lists of token ids.
             params: One for all or one a prompt.
             use_tqdm: A progress bar, on a terminal.
+            trajectory: Keep what every forward wrote in `metrics.trajectory`; slower, for each
+                forward is then read by itself.
 
         Raises:
             ValueError: Every prompt is refused; the reason is the first one's.
         """
-        return self._run(self._request, _prompt_list(prompts), params, use_tqdm)
+        make = functools.partial(self._request, stream=trajectory, denoise=trajectory)
+        return self._run(make, _prompt_list(prompts), params, use_tqdm, trajectory)
 
     def chat(
         self,
@@ -254,6 +261,7 @@ class LLM:
         asked: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        trajectory: bool = False,
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
@@ -273,10 +281,22 @@ class LLM:
             hidden = None if use_tqdm else True  # None: shown on a terminal
             with tqdm(total=len(asked), unit="prompt", leave=False, disable=hidden) as bar:
                 bar.update(len(refusals))
-                for output in inbox:
+                for output in _with_trajectories(inbox) if trajectory else inbox:
                     outputs[where[output.request_id]] = output
                     bar.update()
         return outputs  # type: ignore[return-value]
+
+
+def _with_trajectories(inbox: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+    """The last output of each request; what came before becomes its trajectory."""
+    news: dict[str, News] = defaultdict(lambda: News(every=True))
+    events: dict[str, list[StreamEvent]] = defaultdict(list)
+    for output in inbox:
+        request_id = output.request_id
+        events[request_id] += news[request_id].of(output)
+        if output.finished:
+            metrics = dataclasses.replace(output.metrics, trajectory=tuple(events[request_id]))
+            yield dataclasses.replace(output, metrics=metrics)
 
 
 def _config(config: EngineConfig | None, **sizes: Any) -> EngineConfig:

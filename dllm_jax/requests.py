@@ -132,6 +132,8 @@ class Metrics:
         tokens_per_forward: Visible tokens / nfe.
         ttfb_s: Seconds from `add` to the first committed block, or to the end if none committed.
         e2e_s: Seconds from `add`.
+        trajectory: Where `LLM.generate` was asked for it, an event for each forward and text, as
+            `stream(events="denoise")` gives them; they join to the texts.
     """
 
     nfe: int
@@ -141,6 +143,7 @@ class Metrics:
     tokens_per_forward: float
     ttfb_s: float | None
     e2e_s: float
+    trajectory: "tuple[StreamEvent, ...] | None" = None
 
 
 @dataclasses.dataclass(frozen=True)

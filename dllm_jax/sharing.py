@@ -114,23 +114,60 @@ class Inbox:
         self.close()
 
 
-class TextEvents(Iterator[StreamEvent]):
-    """What is new in the outputs of an inbox, piece by piece.
+class News:
+    """What is new in one request's outputs, given in order.
 
     Args:
         every: Also tell of outputs in which no text is new (their window is).
     """
 
-    def __init__(self, inbox: Inbox, every: bool):
-        self._inbox, self._every = inbox, every
-        self._events: deque[StreamEvent] = deque()
+    def __init__(self, every: bool):
+        self._every = every
         self._told: dict[int, tuple[int, int]] = {}  # characters and ids of each sample
         self._ended: set[int] = set()
+
+    def of(self, output: RequestOutput) -> list[StreamEvent]:
+        """An event for each sample that moved."""
+        events = []
+        for one in output.outputs:
+            if one.index in self._ended:
+                continue
+            num_chars, num_ids = self._told.get(one.index, (0, 0))
+            text, ids = one.text[num_chars:], one.token_ids[num_ids:]
+            if not (text or ids or one.finish_reason or self._every):
+                continue
+            self._told[one.index] = num_chars + len(text), num_ids + len(ids)
+            if one.finish_reason:
+                self._ended.add(one.index)
+            event = StreamEvent(
+                request_id=output.request_id,
+                index=one.index,
+                text=text,
+                token_ids=ids,
+                finish_reason=one.finish_reason,
+                window=one.window,
+                metrics=output.metrics,
+                error=output.error,
+            )
+            events.append(event)
+        return events
+
+
+class TextEvents(Iterator[StreamEvent]):
+    """The news of an inbox that holds one request, piece by piece.
+
+    Args:
+        every: As for `News`.
+    """
+
+    def __init__(self, inbox: Inbox, every: bool):
+        self._inbox, self._news = inbox, News(every)
+        self._events: deque[StreamEvent] = deque()
 
     def __next__(self) -> StreamEvent:
         try:
             while not self._events:
-                self._read(next(self._inbox))
+                self._events.extend(self._news.of(next(self._inbox)))
         except BaseException:  # an interrupt too: nobody may come back to end the request
             self.close()
             raise
@@ -146,30 +183,6 @@ class TextEvents(Iterator[StreamEvent]):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-    def _read(self, output: RequestOutput) -> None:
-        for one in output.outputs:
-            if one.index in self._ended:
-                continue
-            num_chars, num_ids = self._told.get(one.index, (0, 0))
-            text, ids = one.text[num_chars:], one.token_ids[num_ids:]
-            if not (text or ids or one.finish_reason or self._every):
-                continue
-            self._told[one.index] = num_chars + len(text), num_ids + len(ids)
-            if one.finish_reason:
-                self._ended.add(one.index)
-            self._events.append(
-                StreamEvent(
-                    request_id=output.request_id,
-                    index=one.index,
-                    text=text,
-                    token_ids=ids,
-                    finish_reason=one.finish_reason,
-                    window=one.window,
-                    metrics=output.metrics,
-                    error=output.error,
-                )
-            )
 
 
 @contextlib.contextmanager

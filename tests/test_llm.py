@@ -353,6 +353,24 @@ def test_denoise_events_show_every_forward(llm, model, truth):
     assert any(token is not None for event in events for token in event.window)
 
 
+def test_trajectory_holds_what_every_forward_wrote(llm, model, truth):
+    outputs = llm.generate([*PROMPTS, []], GREEDY, trajectory=True)
+    for output, prompt, (want, nfe) in zip(outputs, PROMPTS, truth, strict=False):
+        events = output.metrics.trajectory
+        assert [event.metrics.nfe for event in events] == list(range(1, nfe + 1))
+        assert joined(events) == (model.tokenizer.decode(want), want)
+        assert events == like(llm.stream(prompt, GREEDY, events="denoise"), events)
+        assert output.metrics.nfe == nfe
+    assert outputs[3].metrics.trajectory is None
+    assert llm.generate(PROMPTS[0], GREEDY)[0].metrics.trajectory is None
+
+
+def like(events, others):
+    """Events with the names and times of others."""
+    pairs = zip(events, others, strict=True)
+    return tuple(replace(a, request_id=b.request_id, metrics=b.metrics) for a, b in pairs)
+
+
 def test_leaving_a_stream_early_frees_its_slot_and_pages(llm, truth):
     for _ in llm.stream(PROMPTS[0], GREEDY):
         break
@@ -588,7 +606,9 @@ def test_outputs_have_the_promised_fields():
     promised = {"request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics"}
     assert promised <= names(RequestOutput)
     assert {"text", "token_ids", "finish_reason"} <= names(CompletionOutput)
-    assert {"nfe", "prefill_nfe", "tokens_per_forward", "ttfb_s", "e2e_s"} <= names(Metrics)
+    assert {"nfe", "prefill_nfe", "tokens_per_forward", "ttfb_s", "e2e_s", "trajectory"} <= names(
+        Metrics
+    )
     assert issubclass(sharing.SharedEngine, dj.Engine)
 
 
