@@ -285,23 +285,40 @@ def test_signal_between_two_forwards_of_a_process(random_folder, tmp_path):
     )
 
 
-def test_signal_while_the_process_compiles(random_folder, tmp_path):
-    # The first forward meets a program whose tracing takes a minute in C, deaf to everything.
-    (tmp_path / "slow.py").write_text(
+@pytest.fixture
+def deaf_strategy(tmp_path):
+    """Flags for a strategy whose tracing takes a minute in C, deaf to everything."""
+    path = tmp_path / "slow.py"
+    path.write_text(
         "import hashlib, sys\n"
-        "from strategies.multi_bd import MultiBD\n"
         "def step(forward, state):\n"
         "    print('tracing', file=sys.stderr, flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
     )
-    argv = ["generate", PROMPTS[0], "--model", random_folder, "--strategy"]
-    argv += [f"{tmp_path / 'slow.py'}:step", "--block-size", "8", "--buffer-size", "2"]
+    return ["--strategy", f"{path}:step", "--block-size", "8", "--buffer-size", "2"]
+
+
+def test_signal_while_the_process_compiles(random_folder, tmp_path, deaf_strategy):
+    argv = ["generate", PROMPTS[0], "--model", random_folder, *deaf_strategy]
     process = start(argv, tmp_path)
     assert process.stderr.readline() == "tracing\n"
     out, err = ended(process, signal.SIGINT)
     assert "0 tokens, 0 forwards" in out
     assert err.startswith("error: interrupted after 0 forwards; what was")
     assert err.count("\n") == 1
+
+
+def test_second_interrupt_ends_a_chat_that_compiles(random_folder, tmp_path, deaf_strategy):
+    process = start(["chat", "--model", random_folder, *deaf_strategy], tmp_path)
+    process.stdin.write(PROMPTS[0] + "\n")
+    process.stdin.flush()
+    assert process.stderr.readline() == "tracing\n"
+    process.send_signal(signal.SIGINT)  # which stops the answer, once compiling is over
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    began = time.monotonic()
+    ended(process, signal.SIGINT)
+    assert time.monotonic() - began < 1.5
 
 
 def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):

@@ -36,9 +36,9 @@ def model(random_folder):
     return dj.load(random_folder)
 
 
-def make_llm(model, folder, **sizes):
-    llm = dj.LLM(model, STRATEGY, warm_up=False, max_num_seqs=2, max_model_len=128, **sizes)
-    llm.engine._save_snapshot = snapshot.snapshot_saver(model, STRATEGY, llm.config, folder)
+def make_llm(model, folder, strategy=STRATEGY):
+    llm = dj.LLM(model, strategy, warm_up=False, max_num_seqs=2, max_model_len=128)
+    llm.engine._save_snapshot = snapshot.snapshot_saver(model, strategy, llm.config, folder)
     return llm
 
 
@@ -126,6 +126,22 @@ def test_text_that_never_decoded_is_run_from_its_prompt(model, tmp_path, capsys,
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     (whole,) = make_llm(model, tmp_path).generate([PROMPT], PARAMS, use_tqdm=False)
     assert last["token_ids"] == whole.outputs[0].token_ids
+
+
+def test_text_whose_slot_does_not_say_all_is_run_from_its_prompt(
+    model, tmp_path, capsys, monkeypatch
+):
+    strategy = STRATEGY.replace(needs=Needs(soft_commits=True))
+    llm = make_llm(model, tmp_path, strategy)
+    (whole,) = llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    break_device(llm, 12, monkeypatch)
+    (broken,) = llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    assert len(broken.outputs[0].token_ids) > 0
+    (path,) = tmp_path.iterdir()
+    assert main(["replay", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "\nit starts over: its slot does not say all of it\nforward   1 |" in out
+    assert out.endswith(f"\n{whole.outputs[0].text}\n\n40 tokens, length\n")
 
 
 def test_snapshot_that_cannot_be_written_is_said_and_no_more(model, tmp_path, monkeypatch):

@@ -112,7 +112,7 @@ def one_device(text: str) -> int:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> None:
-    """Sizes of the engine; see `sizes`.
+    """Sizes of the engine; see `engine.make_llm`.
 
     Args:
         several: The verb decodes more than one text at a time.
@@ -157,7 +157,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
-    """How a text is drawn and when it ends; see `sampling_params`.
+    """How a text is drawn and when it ends; see `engine.sampling_params`.
 
     Args:
         seed: What --seed is the seed of.
