@@ -151,29 +151,27 @@ class Chain:
     """
 
     def __init__(self, salt: bytes, unit: int, page_size: int):
-        self._digest, self._unit, self._parts = salt, unit, unit // page_size
+        # Its length goes with the salt: where the tokens begin is then certain.
+        self._hash = blake2b(b"%d|%b" % (len(salt), salt), digest_size=_DIGEST_BYTES)
+        self._unit, self._parts = unit, unit // page_size
         self.keys: list[Any] = []
         self.length = 0  # tokens that have a key
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add the keys of tokens that follow the first `length`; whole units only."""
         words = array("I", tokens)
-        width = self._unit * words.itemsize
-        data, key = words.tobytes(), self._digest
+        data, width, running = words.tobytes(), self._unit * words.itemsize, self._hash
+        keys = []
         for end in range(width, len(data) + 1, width):
-            key = _digest(key + data[end - width : end])
-            if self._parts == 1:
-                self.keys.append(key)
-            else:
-                self.keys += [(key, part) for part in range(self._parts)]
-            self.length += self._unit
-        self._digest = key
+            running.update(data[end - width : end])
+            keys.append(running.digest())
+        self.length += len(keys) * self._unit
+        if self._parts > 1:
+            keys = [(key, part) for key in keys for part in range(self._parts)]
+        self.keys += keys
 
 
 def digest(before: bytes, tokens: Sequence[int]) -> bytes:
     """The key of tokens behind whatever `before` stands for."""
-    return _digest(before + array("I", tokens).tobytes())
-
-
-def _digest(data: bytes) -> bytes:
+    data = before + array("I", tokens).tobytes()
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -84,6 +84,8 @@ class Sample:
     def text_ids(self, first: int, end: int) -> list[int]:
         """Ids of positions [first, end) of prompt and settled output."""
         split = len(self.prompt)
+        if end <= split:
+            return self.prompt[first:end]
         return self.prompt[first:end] + self.tokens[max(first - split, 0) : max(end - split, 0)]
 
 
