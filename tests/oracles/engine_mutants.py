@@ -154,7 +154,7 @@ PAGES = [
     *_broken(
         "pages.py",
         "test_pages.test_the_pages_of_a_unit_have_keys_of_their_own",
-        pages_of_a_unit_have_one_key=("[(key, part) for part", "[(key, 0) for part"),
+        pages_of_a_unit_have_one_key=("keys = [(key, part) for", "keys = [(key, 0) for"),
     ),
 ]
 
