@@ -5,7 +5,6 @@ them gets all requests on; an `Inbox` holds the outputs of its own ones until th
 Nothing here schedules or makes texts.
 """
 
-import contextlib
 import signal
 import threading
 from collections import deque
@@ -27,8 +26,12 @@ class SharedEngine(Engine):
         self._is_stepping = False
 
     def step(self) -> list[RequestOutput]:
-        """As `Engine.step`; the outputs are those of requests added by `add`."""
-        self.advance()
+        """As `Engine.step`; the outputs are those of requests added by `add`.
+
+        Ctrl-C waits until the step is over.
+        """
+        with InterruptsHeld():
+            self.advance()
         outputs, self._unclaimed = self._unclaimed, []
         return outputs
 
@@ -42,19 +45,17 @@ class SharedEngine(Engine):
         return Inbox(self)
 
     def advance(self) -> None:
-        """One step; its outputs wait where they belong. Ctrl-C waits until it is over."""
-        with _interrupts_held():
-            self._is_stepping = True
-            try:
-                for output in super().step():
-                    box = self._boxes.get(output.request_id, self._unclaimed)
-                    box.append(output)
-                    if output.finished:
-                        self._boxes.pop(output.request_id, None)
-            finally:
-                self._is_stepping = False
-                while self._dropped:
-                    self.abort(self._dropped.popleft())
+        """One step; its outputs wait where they belong. Call it with interrupts held."""
+        self._is_stepping = True
+        try:
+            for output in super().step():
+                self._boxes.get(output.request_id, self._unclaimed).append(output)
+                if output.finished:
+                    self._boxes.pop(output.request_id, None)
+        finally:
+            self._is_stepping = False
+            while self._dropped:
+                self.abort(self._dropped.popleft())
 
     def claim(self, request_id: str, box: deque[RequestOutput]) -> None:
         """From now on the request's outputs go to `box`."""
@@ -90,8 +91,10 @@ class Inbox:
         return self
 
     def __next__(self) -> RequestOutput:
-        while self._left and not self._box:
-            self._engine.advance()
+        while self._left and not self._box:  # again where a handler only took note
+            with InterruptsHeld() as held:
+                while self._left and not self._box and not held.waits:
+                    self._engine.advance()
         if not self._left:
             raise StopIteration
         output = self._box.popleft()
@@ -185,24 +188,33 @@ class TextEvents(Iterator[StreamEvent]):
         self.close()
 
 
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Within it a first Ctrl-C waits: half a step would leave the books torn. A second does not."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    caught: list[tuple[int, Any]] = []
+class InterruptsHeld:
+    """Within it a first Ctrl-C waits: half a step would leave the books torn. A second does not.
 
-    def hold(number: int, frame: Any) -> None:
-        if caught:
-            before(number, frame)
-        caught.append((number, frame))
+    Off the main thread, where none comes, it does nothing.
 
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if caught:
-            before(*caught[0])
+    Attributes:
+        waits: There was one; it comes at the end.
+    """
+
+    def __enter__(self) -> "InterruptsHeld":
+        self.waits: tuple[int, Any] | None = None
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                self._before = before
+                signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._before is None:
+            return
+        signal.signal(signal.SIGINT, self._before)
+        if self.waits is not None:
+            self._before(*self.waits)
+
+    def _hold(self, number: int, frame: Any) -> None:
+        if self.waits is not None:
+            self._before(number, frame)
+        self.waits = number, frame

@@ -476,9 +476,26 @@ def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, mo
     assert [tokens(output) for output in outputs] == [[want] for want, _ in truth]
 
 
+def test_handler_that_only_takes_note_interrupts_nothing(llm, truth, monkeypatch):
+    harvest, noted = llm.engine.device.harvest, []
+
+    def pressed(*args):
+        signal.raise_signal(signal.SIGINT)
+        return harvest(*args)
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    monkeypatch.setattr(llm.engine.device, "harvest", pressed)
+    try:
+        (output,) = llm.generate(PROMPTS[0], GREEDY, trajectory=True)  # a harvest for each forward
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert tokens(output) == [truth[0][0]]
+    assert noted[: truth[0][1]] == [signal.SIGINT] * truth[0][1]
+
+
 def test_second_interrupt_does_not_wait():
     def press_twice():
-        with sharing._interrupts_held():
+        with sharing.InterruptsHeld():
             signal.raise_signal(signal.SIGINT)
             reached.append(1)
             signal.raise_signal(signal.SIGINT)
