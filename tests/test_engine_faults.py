@@ -208,6 +208,7 @@ class Failing:
     def __init__(self, program, at, when, message="INTERNAL: injected"):
         self._program, self._at, self._when, self._message = program, at, when, message
         self.calls = self.failed = 0
+        self.lost = []  # leaves of the states it failed with
 
     def lower(self, *args, **static):
         return self._program.lower(*args, **static)
@@ -217,6 +218,7 @@ class Failing:
         if call not in self._at:
             return self._program(*args, **static)
         self.failed += 1
+        self.lost += jax.tree.leaves(args[1])
         error = jax.errors.JaxRuntimeError(self._message)
         if self._when == "before":
             raise error
@@ -271,6 +273,8 @@ def test_one_failure_costs_no_token(name, program, at, when):
     with context, steps_a_chunk(1):
         got = run(engine, [wish(r) for r in case(name).requests], between)
     assert wrapped.failed == engine.stats().num_failures == 1
+    assert wrapped.lost
+    assert all(leaf.is_deleted() for leaf in wrapped.lost), "two pools at once may not fit"
     assert ends(got) == [wanted(name, r) for r in case(name).requests]
     assert all(one.error is None for one in got)
 
