@@ -310,10 +310,8 @@ class Device:
             early: Stop as soon as one of them ends.
         """
         numbers = np.array([num_active, num_steps, early], np.int32)
-        one_step = self.facts.one_step_rows
-        loops = num_steps > 1 or one_step is None or len(rows) < one_step
-        key = ("decode", *pages.shape, loops)
-        return Chunk(self._run(key, programs.decode, rows, numbers, pages, loops=loops))
+        key = ("decode", *pages.shape)
+        return Chunk(self._run(key, programs.decode, rows, numbers, pages))
 
     def harvest(self, chunk: Chunk) -> Harvest:
         """Wait for a chunk and read it.

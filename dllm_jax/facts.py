@@ -38,7 +38,7 @@ class EngineConfig:
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int | None = None
-    max_steps_per_chunk: int = 64
+    max_steps_per_chunk: int = 48
     slot_buckets: tuple[int, ...] | None = None
     page_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -78,8 +78,6 @@ class Facts:
         knobs: The strategy's thresholds, with the range of each.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
-        one_step_rows: Slot buckets from here on also have a program of one step without a loop,
-            whose dispatch never waits; None: none has.
     """
 
     num_slots: int
@@ -104,7 +102,6 @@ class Facts:
     page_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     max_num_batched_tokens: int | None = None
-    one_step_rows: int | None = None
 
     @functools.cached_property
     def is_grid(self) -> bool:

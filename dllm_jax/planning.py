@@ -11,8 +11,8 @@ from typing import Protocol
 
 from dllm_jax.scheduler import DECODE, Pass, Sample, Scheduler
 
-# How long a loop of steps should last. Each dispatch of one costs about 2 ms on an H200, where XLA
-# updates its command buffers on every call, and what ends or arrives in it waits for its end.
+# How long a dispatch should last. Each costs about 2 ms on an H200, where XLA updates its command
+# buffers on every call, and what ends or arrives in a chunk waits for its end.
 CHUNK_S = 0.2
 CHUNK_S_WATCHED = 0.03  # where somebody watches the text grow
 CHUNK_S_WAITING = 0.016  # where somebody waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
@@ -55,9 +55,7 @@ def num_steps(
     has_prefix = len(decoding) < len(scheduler.live)
     if scheduler.has_waiting or has_prefix:
         wanted = CHUNK_S_WAITING
-    one_step_rows = scheduler.facts.one_step_rows
-    is_long = one_step_rows is not None and len(decoding) >= one_step_rows
-    steps = 1 if is_long else int(wanted / step_s)
+    steps = int(wanted / step_s)
     has_minor = len(set(scheduler.columns(decoding))) > 1
     if decoding and cost is not None and (has_prefix or has_minor):
         steps = max(steps, _steps_beside(scheduler, decoding, cost))

@@ -209,12 +209,9 @@ def copy_page(programs, state, source, target):
     return state.replace(pools=pools), None
 
 
-@functools.partial(jax.jit, static_argnames=("loops",), donate_argnames=("state",))
-def decode(programs, state, rows, numbers, pages, loops):
+@functools.partial(jax.jit, donate_argnames=("state",))
+def decode(programs, state, rows, numbers, pages):
     """Steps of some slots; `numbers` are how many of `rows` decode, steps, whether to stop early.
-
-    Args:
-        loops: Run a loop that asks after each step whether to go on; otherwise one step.
 
     Returns:
         The state, and a row of words a slot: the columns of `HEAD`, new tokens, the slot.
@@ -249,10 +246,7 @@ def decode(programs, state, rows, numbers, pages, loops):
         step, now = carry
         return step + 1, driver.decode_step(programs.strategy, forward, now, spec)[0]
 
-    if loops:
-        steps, bucket = jax.lax.while_loop(go_on, one, (jnp.int32(0), bucket))
-    else:
-        steps, bucket = jnp.any(began).astype(jnp.int32), one((jnp.int32(0), bucket))[1]
+    steps, bucket = jax.lax.while_loop(go_on, one, (jnp.int32(0), bucket))
     bucket = bucket.replace(finish=jnp.where(active, bucket.finish, idle_finish))
     index = before[:, None] + jnp.arange(programs.most_new)[None]
     index = jnp.minimum(index, bucket.output.shape[1] - 1)

@@ -50,10 +50,7 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
     """
     work = []
     for columns in reversed(facts.page_buckets):
-        for rows in reversed(facts.slot_buckets):
-            work.append(_decode(rows, columns, 2))
-            if facts.one_step_rows is not None and rows >= facts.one_step_rows:
-                work.append(_decode(rows, columns, 1))
+        work += [_decode(rows, columns) for rows in reversed(facts.slot_buckets)]
         for kind in pass_kinds(facts):
             work += [_prefill(size, columns, kind) for size in reversed(facts.prefill_buckets)]
     empty = Placement(
@@ -85,19 +82,19 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
 def largest_programs(facts: Facts) -> list[Work]:
     """Those that need the most memory."""
     columns = facts.page_buckets[-1]
-    most = _decode(facts.slot_buckets[-1], columns, 2)
+    most = _decode(facts.slot_buckets[-1], columns)
     return [
         most,
         *(_prefill(facts.prefill_buckets[-1], columns, kind) for kind in pass_kinds(facts)),
     ]
 
 
-def _decode(rows: int, columns: int, steps: int) -> Work:
+def _decode(rows: int, columns: int) -> Work:
     slots = np.arange(rows, dtype=np.int32)
     pages = np.full((rows, columns), -1, np.int32)
     return Work(
-        f"decode {rows} slots, {columns} pages{'' if steps > 1 else ', one step'}",
-        lambda device: device.decode(slots, 0, pages, steps, False),
+        f"decode {rows} slots, {columns} pages",
+        lambda device: device.decode(slots, 0, pages, 1, False),
     )
 
 
