@@ -9,7 +9,9 @@ the tokens, reason and forwards it has alone on a device of its own, and the eng
 """
 
 import random
+import runpy
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from tests.oracles.engine_world import World, host_of, run
 
 HOST = host_of()
+ROOT = Path(__file__).resolve().parent.parent
 SEEDS = st.integers(0, 2**16)
 ACTIONS = 60  # of a seeded run; sizes and rules are drawn anew for each
 NUM_LONG, LONG_SEED = 4000, 1_000_000  # 240,000 actions, and the steps that drain them
@@ -200,6 +203,13 @@ def test_a_name_is_used_once_at_a_time() -> None:
 
 def test_seeded_runs_end_as_each_request_alone() -> None:
     assert_everything_happened(run_many(0, 100))
+
+
+def test_the_bookkeeping_benchmark_runs() -> None:
+    """Its bars are for a quiet machine (benchmarks/results/bookkeeping.json), not for a test."""
+    times = runpy.run_path(str(ROOT / "benchmarks" / "bookkeeping.py"))
+    assert len(times["time_lives"](3)) == len(times["time_adds"](3)) == 3
+    assert len(times["time_passes"](4)) == times["NUM_PASSES"]
 
 
 @pytest.mark.slow

@@ -506,7 +506,6 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
         page_buckets=buckets(rng, columns),
         prefill_buckets=tuple(sorted(prefill)),
         max_num_batched_tokens=rng.choice((None, None, 1, 8)),
-        one_step_rows=rng.choice((None, None, 2)),
     )
 
 
