@@ -175,16 +175,14 @@ def prefill_pass_ms(
 
 
 def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
-    """Whether the compiled decode program computes logits over the whole vocabulary.
+    """Whether the compiled decode program of a bucket computes logits over the whole vocabulary.
 
     They are the result of a matrix product; weights of that shape are no result.
     """
     bare, vocab = engine.device, engine.facts.vocab_size
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
-    numbers = np.array([rows, 1, 0], np.int32)
-    bare.wait()
-    program = programs.decode.lower(bare._programs, bare.state, slots, numbers, table).compile()
+    program = bare.lower(lambda device: device.decode(slots, rows, table, 1, False)).compile()
     logits = rf"= \(?f32\[(?:\d+,{vocab}|{vocab},\d+)\][^=]* (?:dot|custom-call)\("
     return bool(re.search(logits, program.as_text() or ""))
 
