@@ -310,8 +310,9 @@ class Device:
             early: Stop as soon as one of them ends.
         """
         numbers = np.array([num_active, num_steps, early], np.int32)
-        key = ("decode", *pages.shape)
-        return Chunk(self._run(key, programs.decode, rows, numbers, pages))
+        many = self.facts.many_rows
+        program = programs.decode if many is None or len(rows) < many else programs.decode_many
+        return Chunk(self._run(("decode", *pages.shape), program, rows, numbers, pages))
 
     def harvest(self, chunk: Chunk) -> Harvest:
         """Wait for a chunk and read it.

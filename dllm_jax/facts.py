@@ -38,7 +38,7 @@ class EngineConfig:
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int | None = None
-    max_steps_per_chunk: int = 48
+    max_steps_per_chunk: int = 64
     slot_buckets: tuple[int, ...] | None = None
     page_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -78,6 +78,7 @@ class Facts:
         knobs: The strategy's thresholds, with the range of each.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
+        many_rows: Slot buckets from here on run without command buffers; None: none does.
     """
 
     num_slots: int
@@ -102,6 +103,7 @@ class Facts:
     page_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     max_num_batched_tokens: int | None = None
+    many_rows: int | None = None
 
     @functools.cached_property
     def is_grid(self) -> bool:

@@ -18,6 +18,7 @@ SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112,
 CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
 PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
 FIRST_PAGE_BUCKET = 16
+MANY_ROWS = 8  # `programs.decode_many`: a step takes longer than launching it
 # Fewer than 128 tokens cost an accelerator what 128 do: reading the weights.
 PREFILL_BUCKETS = (128, 256, 512, 1024)
 CPU_PREFILL_BUCKETS = (64,)
@@ -81,6 +82,7 @@ def make_facts(
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
         prefill_buckets=_prefill_buckets(prefill, needs.prompt, max_len, S),
         max_num_batched_tokens=config.max_num_batched_tokens,
+        many_rows=None if on_cpu else MANY_ROWS,
     )
 
 

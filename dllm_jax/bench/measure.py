@@ -17,7 +17,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import programs
 from dllm_jax.decode import PassKind
 from dllm_jax.engine import Engine
 from dllm_jax.intake import accept
@@ -175,16 +174,16 @@ def prefill_pass_ms(
 
 
 def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
-    """Whether the compiled decode program of a bucket computes logits over the whole vocabulary.
+    """Whether the compiled decode program computes logits over the whole vocabulary.
 
     They are the result of a matrix product; weights of that shape are no result.
     """
-    bare, vocab = engine.device, engine.facts.vocab_size
+    vocab = engine.facts.vocab_size
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
-    program = bare.lower(lambda device: device.decode(slots, rows, table, 1, False)).compile()
+    lowered = engine.device.lower(lambda bare: bare.decode(slots, rows, table, 2, False))
     logits = rf"= \(?f32\[(?:\d+,{vocab}|{vocab},\d+)\][^=]* (?:dot|custom-call)\("
-    return bool(re.search(logits, program.as_text() or ""))
+    return bool(re.search(logits, lowered.compile().as_text() or ""))
 
 
 def first_token_is_the_models(llm: Any) -> bool:
