@@ -6,7 +6,6 @@ cancels; what an engine ran is counted as its own books say; each reported numbe
 out by hand; requests that arrive over time get the same tokens as requests that are all there.
 """
 
-import dataclasses
 import math
 import random
 from collections import Counter
@@ -181,23 +180,6 @@ def test_tokens_that_are_not_read_out_are_found_out(llm, work, random_folder):
     with pytest.raises(ValueError, match="'head_in_program': False"):
         numbers.check_readout(cheat, ran)
     assert not measure.first_token_is_the_models(cheat)
-
-
-def test_programs_of_one_step_are_looked_at_too(llm, monkeypatch):
-    looked = []
-    lower = measure.programs.decode.lower
-
-    def note(*args, loops):
-        looked.append(loops)
-        return lower(*args, loops=loops)
-
-    monkeypatch.setattr(measure.programs, "decode", SimpleNamespace(lower=note))
-    assert measure.head_in_program(llm.engine, 1, 7)
-    assert looked == [True]
-    facts = dataclasses.replace(llm.engine.facts, one_step_rows=1)
-    monkeypatch.setattr(llm.engine, "facts", facts)
-    assert measure.head_in_program(llm.engine, 1, 7)
-    assert looked == [True, True, False]
 
 
 def test_a_failed_request_stops_the_report(llm, work):
