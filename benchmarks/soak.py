@@ -7,8 +7,8 @@ stop strings, several samples, priorities, deadlines, streams, thresholds of the
 twenty is aborted at a random moment. The pool is small: pages are evicted and requests preempted.
 After each twentieth of the run the engine is drained and looked at: pages held, live Python
 objects, device arrays, resident memory. Over the last half they must be flat within 5 %, nothing
-may have been compiled, and the last quarter must be as fast as the third within 10 %: by the wall, which other work on the
-machine spoils, and by this process's CPU time.
+may have been compiled, and the last quarter must be as fast as the third within 10 %: by the wall,
+which other work on the machine spoils, and by this process's CPU time.
 """
 
 import argparse
