@@ -26,7 +26,7 @@ from dllm_jax.scheduler import DECODE, PREFILL
 from strategies.protocol import split_knobs
 from strategies.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE
 from tests.contract import engine as toy
-from tests.contract import models
+from tests.contract import harness, models
 from tests.contract.cases import EXTRA, NAMES, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
@@ -385,6 +385,38 @@ def test_a_near_tie_is_seen_and_counted():
 
     assert counted(head) == 0
     assert counted(head.at[1::2].set(head[::2])) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_random_requests_have_their_tokens_whatever_happens(name, record_property):
+    """Sixty of them, three ways each; how many differ behind a near-tie is recorded, and few."""
+    draw = np.random.default_rng(NAMES.index(name))
+    room = 32 if name == "full_sequence" else 60
+
+    def one():
+        length = int(draw.integers(1, 25))
+        return harness.Request(
+            tuple(draw.integers(0, models.MASK, length).tolist()),
+            max_tokens=int(draw.integers(1, min(28, room - length) + 1)),
+            temperature=float(draw.choice([0.0, 0.7, 1.3])),
+            seed=int(draw.integers(0, 2**31)),
+        )
+
+    requests = [one() for _ in range(60)]
+    want = [wanted(name, request) for request in requests]
+    facts = toy.device(name).facts
+    ways = (({}, None), ({}, toy.preempting()), ({"num_pages": facts.pages_for(64) + 2}, None))
+    excused = 0
+    for changed, between in ways:
+        with steps_a_chunk(1 if between else 3):
+            got = ends(run(make_engine(name, **changed), map(wish, requests), between, 9000))
+        differ = [i for i in range(60) if got[i] != want[i]]
+        assert all(toy.near_ties(name, requests[i]) for i in differ), f"{name}: {differ}"
+        excused += len(differ)
+    record_property("excused_by_a_near_tie", excused)
+    print(f"{name}: {excused} of 180 runs differ, all behind a near-tie")
+    assert excused <= 4
 
 
 # --- LLM and generate -----------------------------------------------------------------------------
