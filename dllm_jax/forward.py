@@ -49,9 +49,7 @@ class ModelForward:
         self.mask_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
         self.aux = {
-            name: ModelForward(
-                other, name, implementation=implementation, reads_ahead=reads_ahead
-            )
+            name: ModelForward(other, name, implementation=implementation, reads_ahead=reads_ahead)
             for name, other in (aux or {}).items()
         }
 
