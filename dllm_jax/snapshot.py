@@ -225,10 +225,7 @@ def load_snapshot(path: str | Path) -> Snapshot:
                 f"use dllm-jax {facts.get('dllm_jax')}"
             )
         with np.load(folder / SLOTS, allow_pickle=False) as slots:
-            texts = [
-                _saved_text(text, slots.get(str(i)))
-                for i, text in enumerate(facts["texts"])
-            ]
+            texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(facts["texts"])]
         return Snapshot(
             folder, facts["model"], facts["strategy"], _of(EngineConfig, facts["config"]), texts
         )
