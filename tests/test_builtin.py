@@ -10,7 +10,8 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.cli.entry import parse
-from dllm_jax.cli.generate import draw_problem, options
+from dllm_jax.cli.engine import sampling_params
+from dllm_jax.cli.generate import draw_problem
 from dllm_jax.cli.prompts import encode
 from dllm_jax.cli.strategy import given_fields, resolve
 from dllm_jax.training.data import is_correct, problem
@@ -31,7 +32,9 @@ def test_twenty_seeds_of_the_plain_half(model):
     args = commands[0]
     strategy = resolve(model, args.strategy, None, given_fields(args))
     ids = [encode(model, one.question, args.raw) for one in problems]
-    out = dj.generate(model, ids, strategy, **options(args, 0, len(ids)))
+    asked = sampling_params(args)
+    assert asked == dj.SamplingParams()
+    out = dj.generate(model, ids, strategy, max_tokens=asked.max_tokens)
     texts = [
         model.tokenizer.decode(row[:n], skip_special_tokens=True)
         for row, n in zip(out.tokens, out.length, strict=True)

@@ -22,6 +22,7 @@ def soak():
     return module
 
 
+@pytest.mark.slow
 def test_some_hundred_requests_leave_nothing_behind(soak, random_folder, monkeypatch):
     monkeypatch.setattr(soak, "LOOKS", 4)
     said = []

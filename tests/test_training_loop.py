@@ -27,6 +27,9 @@ TINY = loop.TrainConfig(
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.slow  # a minute an interpreter, and the loop changes seldom
+
+
 @pytest.fixture(autouse=True)
 def promotion():
     # optax mixes dtypes, dllm_jax.models ranks
