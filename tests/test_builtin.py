@@ -9,8 +9,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli import main
-from dllm_jax.cli.entry import parse
 from dllm_jax.cli.engine import sampling_params
+from dllm_jax.cli.entry import parse
 from dllm_jax.cli.generate import draw_problem
 from dllm_jax.cli.prompts import encode
 from dllm_jax.cli.strategy import given_fields, resolve
