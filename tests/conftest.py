@@ -3,7 +3,9 @@
 Fixtures shared by several files are here; oracles live in tests/oracles/.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -34,6 +36,23 @@ def pytest_configure(config: pytest.Config) -> None:
     # between workers. The key holds the program, the versions and the flags.
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+# Every program that XLA compiles for a CPU maps its kernels into memory, and Linux ends a process
+# that maps more than vm.max_map_count areas, 65,530 by default.
+MOST_MAPS = 30_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_go() -> Iterator[None]:
+    """Let compiled programs go where a worker holds many; the next reads them from the cache."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

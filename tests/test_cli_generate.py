@@ -138,6 +138,7 @@ def test_stop_string_ends_the_text_before_it(random_folder, capsys):
     assert (line["text"], line["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 
 
+@pytest.mark.slow
 def test_sizes_of_the_engine_change_no_token(random_folder, capsys, tmp_path):
     (tmp_path / "prompts").write_text("\n".join(PROMPTS), encoding="utf-8")
     base = ["generate", "--prompt-file", str(tmp_path / "prompts"), "--model", str(random_folder)]
@@ -308,6 +309,7 @@ def test_signal_while_the_process_compiles(random_folder, tmp_path, deaf_strateg
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_a_chat_that_compiles(random_folder, tmp_path, deaf_strategy):
     process = start(["chat", "--model", random_folder, *deaf_strategy], tmp_path)
     process.stdin.write(PROMPTS[0] + "\n")

@@ -31,6 +31,21 @@ from tests.contract.cases import EXTRA, NAMES, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
 CACHED = [name for name in NAMES if name != "full_sequence"]
+QUICK = (
+    "multi_bd_shifted",
+    "multi_bd_whole_full",
+    "block_diffusion",
+    "ar",
+    "block_cache",
+    "full_sequence",
+)
+
+
+def sweep(some, names=NAMES):
+    """These cases; the others where there is time."""
+    return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 FULL = ("multi_bd_grid_full", "multi_bd_whole_full", *EXTRA)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
 
@@ -56,7 +71,7 @@ def assert_same(name, got, want, requests=None):
 # --- every case, whatever happens around it -------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_a_batch_in_another_order_and_other_slots_ends_as_the_truth(name):
     engine = make_engine(name)
     engine.scheduler._free_slots.reverse()
@@ -84,7 +99,7 @@ def check_cache(name, request, text, start, pools):
                 np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_requests_alone_end_as_the_truth(name):
     engine = make_engine(name)
     engine.scheduler._free_slots = [1, 3, 0, 2]
@@ -93,14 +108,14 @@ def test_requests_alone_end_as_the_truth(name):
 
 
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_the_chunk_length_changes_nothing(name, steps):
     with steps_a_chunk(steps):
         assert_same(name, ends(run(make_engine(name), wishes(name))), truths(name))
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("name", [*NAMES, *EXTRA])
+@pytest.mark.parametrize("name", [*sweep(QUICK), *EXTRA])
 def test_preemption_after_every_harvest_changes_nothing(name, caching):
     engine = make_engine(name, prefix_caching=caching)
     with steps_a_chunk(1):
@@ -113,7 +128,7 @@ def test_preemption_after_every_harvest_changes_nothing(name, caching):
         assert all(passes) if not caching else sum(passes) > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_preemption_at_any_step_changes_nothing(name):
     """Of all that have a slot, whatever they do there: in the middle of a prompt as well."""
     piece = toy.device(name).facts.prefill_buckets[0]
@@ -145,7 +160,7 @@ def test_preemption_meets_every_status_of_the_window():
     assert {(D, D), (A, D), (A, A), (T, D), (T, A), (T, T)} <= met
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_a_short_pool_preempts_and_changes_nothing(name):
     """Every prompt twice in one batch, in pools from the least on that takes the longest."""
     facts = toy.device(name).facts
@@ -174,7 +189,7 @@ def reusable(facts, prompt_len, known):
     return max(min(known, goal - facts.compute_at_least), 0) // facts.unit * facts.unit
 
 
-@pytest.mark.parametrize("name", [*NAMES, *EXTRA])
+@pytest.mark.parametrize("name", [*sweep(QUICK), *EXTRA])
 def test_the_same_request_again_finds_its_prompt(name):
     engine = make_engine(name)
     before = run(engine, wishes(name))
@@ -188,7 +203,7 @@ def test_the_same_request_again_finds_its_prompt(name):
     assert (found > 0) == (name not in ("full_sequence", "block_cache"))  # a unit of 48 tokens
 
 
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_second_turn_finds_the_first_with_its_answer(name):
     first = dataclasses.replace(case(name).requests[1], max_tokens=30)
     engine = make_engine(name)
@@ -205,7 +220,7 @@ def test_a_second_turn_finds_the_first_with_its_answer(name):
         assert got.metrics.cached_tokens > len(first.prompt)
 
 
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_soft_commits_share_prompts_only_and_start_over(name):
     """Any strategy may be told so: the host's rule alone."""
     first = dataclasses.replace(case(name).requests[1], max_tokens=20)
@@ -261,7 +276,7 @@ def preempt_once_after(committed):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_samples_of_one_request_are_those_of_their_keys(name, caching):
     request = dataclasses.replace(case(name).requests[1], temperature=0.7)
     want = [wanted(name, request, index) for index in range(3)]
@@ -278,11 +293,6 @@ def test_samples_of_one_request_are_those_of_their_keys(name, caching):
 # --- chunkings and buckets ------------------------------------------------------------------------
 
 SOME = ("multi_bd_shifted", "multi_bd_whole_full", "block_cache", "speculate")
-
-
-def sweep(some):
-    """These cases; the others where there is time."""
-    return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 
 
 @pytest.mark.parametrize("name", sweep(SOME))
@@ -359,7 +369,7 @@ def slots_of(name, order, free, chosen, **facts):
     return harvests, places
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_at_one_bucket_a_slot_is_equal_bit_for_bit_whatever_its_neighbours(name):
     met = set()
     for chosen in range(3):

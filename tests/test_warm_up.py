@@ -423,6 +423,7 @@ def test_timing_leaves_slots_pool_and_tokens_as_they_were(warm):
     assert warm.num_late_compiles == 0
 
 
+@pytest.mark.slow
 def test_costs_are_measured_on_an_accelerator_unless_told(monkeypatch):
     done = []
     monkeypatch.setattr(Device, "warm_up", lambda self, progress, timed: done.append(timed))
