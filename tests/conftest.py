@@ -38,6 +38,48 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+# What these prove does not depend on the version of JAX: CI runs them under one interpreter.
+ONE_PYTHON = {
+    f"test_{name}.py"
+    for name in (
+        "bench",
+        "builtin",
+        "cli_bench",
+        "cli_chat",
+        "cli_errors",
+        "cli_generate",
+        "cli_verbs",
+        "convert_faults",
+        "convert_memory",
+        "data",
+        "engine_machine",
+        "engine_mutants",
+        "evaluate",
+        "examples",
+        "llm",
+        "memory",
+        "mutants",
+        "packaging",
+        "pages",
+        "requests",
+        "scheduler",
+        "sizing",
+        "snapshot",
+        "text",
+        "training_decode",
+        "training_objective",
+        "training_tokenizer",
+    )
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of those files."""
+    for item in items:
+        if item.path.name in ONE_PYTHON:
+            item.add_marker(pytest.mark.one_python)
+
+
 # Every program that XLA compiles for a CPU maps its kernels into memory, and Linux ends a process
 # that maps more than vm.max_map_count areas, 65,530 by default.
 MOST_MAPS = 30_000
