@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-# What these prove does not depend on the version of JAX: CI runs them under one interpreter.
+# What these prove hardly depends on the version of JAX: CI runs them under one interpreter.
 ONE_PYTHON = {
     f"test_{name}.py"
     for name in (
@@ -52,6 +52,8 @@ ONE_PYTHON = {
         "convert_faults",
         "convert_memory",
         "data",
+        "docs",
+        "engine_edges",
         "engine_machine",
         "engine_mutants",
         "evaluate",
@@ -65,10 +67,13 @@ ONE_PYTHON = {
         "scheduler",
         "sizing",
         "snapshot",
+        "strategy_fuzz",
         "text",
+        "traces",
         "training_decode",
         "training_objective",
         "training_tokenizer",
+        "warm_up",
     )
 }
 
