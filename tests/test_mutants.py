@@ -25,6 +25,8 @@ from tests.oracles.list_decoder import (
 from tests.oracles.mutants import MUTANTS, Mutant, load_mutant
 from tests.test_strategy_fuzz import Case, check_agreement, draw_case
 
+pytestmark = pytest.mark.slow  # it tests tests, which change seldom, and compiles each mutant
+
 SCRIPTS = 200
 BLOCK_SIZE, BUFFER_SIZE = 4, 3
 # Thresholds and probabilities that meet exactly, so that strictness shows.
