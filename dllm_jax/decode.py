@@ -5,7 +5,7 @@ checks input or touches the host; requests come in as arrays.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from dllm_jax.cache import new_pool
+from dllm_jax.facts import PASS_KINDS, PassKind
 from dllm_jax.forward import TARGET, ModelForward
 from dllm_jax.model import Model
 from strategies import driver
@@ -174,17 +175,6 @@ def prefill(
 
     needed = jnp.maximum(-(-jnp.max(live_end) // size), 1)
     return jax.lax.while_loop(lambda carry: carry[0] < needed, one, (jnp.int32(0), state))[1]
-
-
-# How the rows of a prefill pass see each other: blocks and those before them, tokens and those
-# before them, or everything. Text behind a prompt of one of the full modes is recomputed as blocks.
-PassKind = Literal["blocks", "causal", "full"]
-PASS_KINDS: dict[str, PassKind] = {
-    "grid_causal": "blocks",
-    "grid_full": "full",
-    "whole_causal": "causal",
-    "whole_full": "full",
-}
 
 
 def prefill_pass(

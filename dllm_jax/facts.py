@@ -11,6 +11,16 @@ from typing import Literal
 
 PromptMode = Literal["grid_causal", "grid_full", "whole_causal", "whole_full", "in_window"]
 
+# How the rows of a prefill pass see each other: blocks and those before them, tokens and those
+# before them, or everything. Text behind a prompt of one of the full modes is recomputed as blocks.
+PassKind = Literal["blocks", "causal", "full"]
+PASS_KINDS: dict[str, PassKind] = {
+    "grid_causal": "blocks",
+    "grid_full": "full",
+    "whole_causal": "causal",
+    "whole_full": "full",
+}
+
 WINDOWS_PER_CHUNK = 4  # bounds what a chunk brings to the host, and the pages it may need
 
 

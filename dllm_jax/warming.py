@@ -13,15 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.facts import Facts, Placement
+from dllm_jax.facts import PASS_KINDS, Facts, Placement
 
 Progress = Callable[[str, int, int], None]
-PASS_KINDS = {
-    "grid_causal": "blocks",
-    "grid_full": "full",
-    "whole_causal": "causal",
-    "whole_full": "full",
-}
 
 
 @dataclasses.dataclass(frozen=True)

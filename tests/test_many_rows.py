@@ -2,7 +2,8 @@
 
 The program without command buffers gives the tokens, finish reasons and forwards of the other one,
 and runs from `Facts.many_rows` on; a few rows with long contexts run beside the others within their
-share (`planning.BESIDE`), and the others run enough steps for one of theirs to fit.
+share (`planning.BESIDE`), and the others run enough steps for one of theirs to fit; and the host
+loop, which imports no JAX, knows the device's codes by the same numbers.
 """
 
 import dataclasses
@@ -11,12 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dllm_jax import planning, programs, sizing
+from dllm_jax import engine, intake, planning, programs, sizing
 from dllm_jax.device import Device
 from dllm_jax.engine import Engine
 from dllm_jax.facts import EngineConfig
 from dllm_jax.requests import Request, SamplingParams
-from strategies import MultiBD
+from strategies import MultiBD, state
 from strategies.protocol import split_knobs
 from tests.contract import models
 
@@ -40,15 +41,15 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
     )
     ran, call = [], device._call
     device._call = lambda program, *rest: ran.append(program) or call(program, *rest)
-    engine = Engine(device)
+    made = Engine(device)
     rng = np.random.default_rng(2)
     for number in range(4):
         prompt = rng.integers(0, models.MASK, 3 + 5 * number).tolist()
         params = SamplingParams(max_tokens=6 + 8 * number, temperature=0.5 * (number % 2))
-        engine.add(Request(prompt_token_ids=prompt, params=params))
+        made.add(Request(prompt_token_ids=prompt, params=params))
     ended = {}
-    while engine.has_work:
-        for one in engine.step():
+    while made.has_work:
+        for one in made.step():
             text = one.outputs[0]
             ended[one.request_id] = (text.token_ids, text.finish_reason, one.metrics.nfe)
     return ended, ran
@@ -101,3 +102,10 @@ def test_the_others_run_enough_steps_for_one_of_theirs() -> None:
     enough = math.ceil(12 / (planning.BESIDE * 8))
     assert planning._steps_beside(Plan(), rows, Seconds()) == enough
     assert planning._steps_beside(Plan(), rows[:8], Seconds()) == 0
+
+
+def test_the_host_loop_reads_the_devices_codes() -> None:
+    assert (engine.RUNNING_CODE, engine.ERROR_CODE) == (state.RUNNING, state.ERROR)
+    ended = {code: word for code, word in state.FINISH_REASONS.items() if word is not None}
+    assert ended == engine.REASONS
+    assert intake.NO_LIMIT == state.NO_LIMIT
