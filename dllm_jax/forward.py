@@ -117,9 +117,11 @@ class ModelForward:
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
         mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
-        modes = {"mode": mode} if arch.takes_mode else {}
+        more = {"mode": mode} if arch.takes_mode else {}
+        if arch.takes_live:
+            more["live"] = _between(cell, edges)
         rows, taps = arch.trunk(
-            self.model.params, self.model.config, x, positions, attend, hidden_layers, **modes
+            self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )
         return _window_output(self, state, tuple(fresh), live, rows, taps, narrow)
 

@@ -1,1 +1,1 @@
-"""Model families: configs, parameter shapes and arithmetic. A leaf: imports nothing of dllm_jax."""
+"""Model families: configs, parameter shapes and arithmetic. A leaf: of ours it imports operations of pallas_kernels only."""

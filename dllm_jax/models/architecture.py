@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.models import dense
+from dllm_jax.models import dense, moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Architecture:
         param_shapes: `(cfg, dtype) -> tree of ShapeDtypeStruct`.
         embed: `(params, cfg, ids) -> rows [..., D]`.
         trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
-            `takes_mode` it also takes `mode`, int32 [B], as a keyword.
+            `takes_mode` it also takes `mode`, int32 [B], as a keyword, with `takes_live` `live`.
         unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
         takes_mode: Whether `trunk` takes `mode`.
+        takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
     """
 
     param_shapes: Callable[..., Any]
@@ -32,6 +33,7 @@ class Architecture:
     unembed: Callable[..., Any]
     context_kv: Callable[..., Any] | None = None
     takes_mode: bool = False
+    takes_live: bool = False
 
 
 DENSE = Architecture(
@@ -40,3 +42,16 @@ DENSE = Architecture(
     trunk=dense.trunk,
     unembed=dense.unembed,
 )
+
+MOE = Architecture(
+    param_shapes=moe.param_shapes,
+    embed=dense.embed,
+    trunk=moe.trunk,
+    unembed=dense.unembed,
+    takes_live=True,
+)
+
+
+def arch_of(cfg: dense.DenseConfig) -> Architecture:
+    """The network that a config describes."""
+    return MOE if isinstance(cfg, moe.MoEConfig) else DENSE

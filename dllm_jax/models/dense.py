@@ -1,7 +1,9 @@
-"""The dense decoder of the Qwen3-shaped families (SDAR, plain Qwen3): config, shapes, arithmetic.
+"""The dense decoder of the Llama- and Qwen-shaped families: config, shapes, arithmetic.
 
-Data flow: ids -> `embed` -> `trunk` (layers, final norm) -> `unembed`. Attention is the argument
-`attend`, so the same code serves training, cache-free logits and paged decoding. Nothing here
+Biases, norms of queries and keys, a tied head, partial or stretched rotary embedding and shifted
+predictions are facts of the config. Data flow: ids -> `embed` -> `trunk` (layers, final norm) ->
+`unembed`. Attention is the argument `attend`, so the same code serves training, cache-free logits
+and paged decoding; the feed-forward half of a layer is an argument too, for `moe`. Nothing here
 knows about pages, masks, blocks or strategies.
 """
 
@@ -13,12 +15,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dllm_jax.models.layers import apply_rope, matmul, rms_norm, rope_tables, swiglu
+from dllm_jax.models.layers import (
+    Llama3Scaling,
+    apply_rope,
+    matmul,
+    rms_norm,
+    rope_tables,
+    swiglu,
+)
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]
+# ffn(weights of a layer, normed rows [B T D]) -> [B T D]
+FeedForward = Callable[[Any, Array], Array]
 
-_INIT_STD = 0.02  # Qwen3's initializer_range
+INIT_STD = 0.02  # Qwen3's initializer_range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,11 @@ class DenseConfig:
         shift: True if row i of the output predicts position i + 1 (autoregressive models and
             their shifted descendants), False if it predicts position i (SDAR).
         mask_token_id: The token that stands for a hole, -1 where the model has none.
+        qk_norm: Queries and keys are normed, head by head, before they are rotated.
+        qkv_bias: Queries, keys and values have a bias (Qwen2).
+        o_bias: The output projection of attention has one.
+        rotary_dim: Leading components of a head that are rotated; None rotates all.
+        logit_scale: Factor of the logits (LLaDA's `scale_logits`).
         max_position: Longest sequence the model was made for, in tokens.
     """
 
@@ -44,6 +60,11 @@ class DenseConfig:
     tie_embeddings: bool = False
     max_position: int = 32768
     qk_norm: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    rotary_dim: int | None = None
+    rope_scaling: Llama3Scaling | None = None
+    logit_scale: float = 1.0
     shift: bool = False
     mask_token_id: int = -1
 
@@ -55,6 +76,12 @@ class DenseConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embedding")
+        rotary = self.rotary_dim
+        if rotary is not None and (rotary % 2 or not 0 < rotary <= self.head_dim):
+            raise ValueError(
+                f"rotary_dim={rotary} must be even and at most head_dim={self.head_dim}; "
+                "check the checkpoint's config.json"
+            )
 
 
 class LayerParams(TypedDict):
@@ -62,9 +89,11 @@ class LayerParams(TypedDict):
 
     attn_norm: Float[Array, " D"]
     wqkv: Float[Array, "D G n+2 H"]  # per KV group: its n query heads, its key, its value
+    bqkv: NotRequired[Float[Array, "G n+2 H"]]
     q_norm: NotRequired[Float[Array, " H"]]
     k_norm: NotRequired[Float[Array, " H"]]
     wo: Float[Array, "N H D"]
+    bo: NotRequired[Float[Array, " D"]]
     mlp_norm: Float[Array, " D"]
     w_gate_up: Float[Array, "D 2 F"]
     w_down: Float[Array, "F D"]
@@ -81,44 +110,65 @@ class Params(TypedDict):
 
 def param_shapes(cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """Shapes of every weight: the one truth for init, conversion, sharding and restore."""
+    mlp = {
+        "w_gate_up": leaf(dtype, cfg.hidden_size, 2, cfg.ffn_size),
+        "w_down": leaf(dtype, cfg.ffn_size, cfg.hidden_size),
+    }
+    return decoder_shapes(cfg, dtype, [mlp] * cfg.num_layers)
 
-    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    D, G, H, F = cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim, cfg.ffn_size
+def leaf(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Shape and type of one weight."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def decoder_shapes(cfg: DenseConfig, dtype: Any, ffns: list[dict[str, Any]]) -> dict[str, Any]:
+    """The shapes of a decoder whose layer i has the feed-forward weights `ffns[i]`."""
+    D, G, H = cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim
     n = cfg.num_heads // G
+    norms = {"q_norm": leaf(dtype, H), "k_norm": leaf(dtype, H)} if cfg.qk_norm else {}
 
-    def layer() -> dict[str, jax.ShapeDtypeStruct]:
-        norms = {"q_norm": leaf(H), "k_norm": leaf(H)} if cfg.qk_norm else {}
+    def layer(ffn: dict[str, Any]) -> dict[str, Any]:
         return {
-            "attn_norm": leaf(D),
-            "wqkv": leaf(D, G, n + 2, H),
+            "attn_norm": leaf(dtype, D),
+            "wqkv": leaf(dtype, D, G, n + 2, H),
+            **({"bqkv": leaf(dtype, G, n + 2, H)} if cfg.qkv_bias else {}),
             **norms,
-            "wo": leaf(cfg.num_heads, H, D),
-            "mlp_norm": leaf(D),
-            "w_gate_up": leaf(D, 2, F),
-            "w_down": leaf(F, D),
+            "wo": leaf(dtype, cfg.num_heads, H, D),
+            **({"bo": leaf(dtype, D)} if cfg.o_bias else {}),
+            "mlp_norm": leaf(dtype, D),
+            **ffn,
         }
 
-    head = {} if cfg.tie_embeddings else {"lm_head": leaf(cfg.vocab_size, D)}
+    head = {} if cfg.tie_embeddings else {"lm_head": leaf(dtype, cfg.vocab_size, D)}
     return {
-        "embed": leaf(cfg.vocab_size, D),
+        "embed": leaf(dtype, cfg.vocab_size, D),
         **head,
-        "final_norm": leaf(D),
-        "layers": [layer() for _ in range(cfg.num_layers)],
+        "final_norm": leaf(dtype, D),
+        "layers": [layer(ffn) for ffn in ffns],
     }
 
 
 def init_params(key: PRNGKeyArray, cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> Any:
-    """Random weights of the right shapes: normal(0.02) matrices, unit norms."""
-    shapes, tree = jax.tree.flatten(param_shapes(cfg, dtype))
-    leaves = [
+    """Random weights of the right shapes: normal(0.02), unit norms."""
+    return random_params(key, param_shapes(cfg, dtype))
+
+
+def random_params(key: PRNGKeyArray, shapes: Any) -> Any:
+    """Random weights for a tree of shapes: normal(0.02), unit norms."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    made = [
         jnp.ones(s.shape, s.dtype)
-        if len(s.shape) == 1
-        else (_INIT_STD * jax.random.normal(jax.random.fold_in(key, i), s.shape)).astype(s.dtype)
-        for i, s in enumerate(shapes)
+        if is_norm(path)
+        else (INIT_STD * jax.random.normal(jax.random.fold_in(key, i), s.shape)).astype(s.dtype)
+        for i, (path, s) in enumerate(leaves)
     ]
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.unflatten(tree, made)
+
+
+def is_norm(path: Any) -> bool:
+    """Whether the leaf at a key path of a parameter tree is the scale of a norm."""
+    return path[-1].key.endswith("norm")
 
 
 def embed(params: Any, cfg: DenseConfig, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -134,6 +184,8 @@ def trunk(
     positions: Int[Array, "B T"],
     attend: Attend,
     hidden_layers: tuple[int, ...] = (),
+    *,
+    ffn: FeedForward = lambda layer, x: swiglu(x, layer["w_gate_up"], layer["w_down"]),
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers.
 
@@ -142,16 +194,17 @@ def trunk(
         positions: Absolute positions of the rows (the prompt starts at 0).
         attend: Attention of one layer on rotated queries and keys.
         hidden_layers: Which residual streams to return; 0 is the input, j is after layer j.
+        ffn: The second half of a layer, on normed rows.
 
     Returns:
         The rows after the final norm, and the residual streams asked for, in that order.
     """
-    cos, sin = rope_tables(positions, cfg.head_dim, cfg.rope_theta)
+    rotary_dim = cfg.head_dim if cfg.rotary_dim is None else cfg.rotary_dim
+    cos, sin = rope_tables(positions, rotary_dim, cfg.rope_theta, cfg.rope_scaling)
     streams = {0: x} if 0 in hidden_layers else {}
     for i, layer in enumerate(params["layers"]):
         x = x + _attention(layer, cfg, x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
-        normed = rms_norm(x, layer["mlp_norm"], cfg.norm_eps)
-        x = x + swiglu(normed, layer["w_gate_up"], layer["w_down"])
+        x = x + ffn(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps))
         if i + 1 in hidden_layers:
             streams[i + 1] = x
     return rms_norm(x, params["final_norm"], cfg.norm_eps), tuple(streams[j] for j in hidden_layers)
@@ -162,6 +215,8 @@ def _attention(
 ) -> Array:
     n = cfg.num_heads // cfg.num_kv_heads
     fused = matmul(rms_norm(x, layer["attn_norm"], cfg.norm_eps), layer["wqkv"])
+    if cfg.qkv_bias:
+        fused = fused + _as_row(layer["bqkv"], fused)
     # Queries and key of a group go through norm and rotation together: one pass, not two.
     qk, v = fused[..., : n + 1, :], fused[..., n + 1, :]
     if cfg.qk_norm:
@@ -170,15 +225,22 @@ def _attention(
     qk = apply_rope(qk, cos[..., None, :], sin[..., None, :])
     q = qk[..., :n, :].reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
     out = attend(q, qk[..., n, :], v)
-    return matmul(out.reshape(*x.shape[:-1], -1), layer["wo"].reshape(-1, cfg.hidden_size))
+    out = matmul(out.reshape(*x.shape[:-1], -1), layer["wo"].reshape(-1, cfg.hidden_size))
+    return out + _as_row(layer["bo"], out) if cfg.o_bias else out
+
+
+def _as_row(bias: Array, x: Array) -> Array:
+    """A bias in the rank and type of what it is added to."""
+    return bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
 
 
 def unembed(params: Any, cfg: DenseConfig, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Logits in float32 of rows that went through the final norm."""
     head = params["embed"] if cfg.tie_embeddings else params["lm_head"]
-    return jax.lax.dot_general(
+    logits = jax.lax.dot_general(
         hidden,
         head.astype(hidden.dtype),
         (((hidden.ndim - 1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
+    return logits if cfg.logit_scale == 1.0 else logits * cfg.logit_scale

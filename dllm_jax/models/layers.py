@@ -3,6 +3,8 @@
 Pure functions of (weights, activations). Nothing here knows about pages, masks or strategies.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,25 +20,59 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
     return x32.astype(x.dtype) * _last(scale.astype(x.dtype), x.ndim)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Rotary frequencies stretched for longer texts, the high ones left as they are.
+
+    Attributes:
+        original_max_position: Longest text, in tokens, before the stretching.
+
+    Source: Grattafiori et al. 2024 (Llama 3), §3.4.2; `rope_type` "llama3" of transformers.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __call__(self, frequency: Float[Array, " R2"]) -> Float[Array, " R2"]:
+        """The stretched frequencies, in radians a token."""
+        turns = self.original_max_position * frequency / (2 * jnp.pi)  # in the original length
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
 def rope_tables(
-    positions: Int[Array, "... T"], head_dim: int, theta: float
-) -> tuple[Float[Array, "... T H2"], Float[Array, "... T H2"]]:
+    positions: Int[Array, "... T"],
+    rotary_dim: int,
+    theta: float,
+    scaling: Llama3Scaling | None = None,
+) -> tuple[Float[Array, "... T R2"], Float[Array, "... T R2"]]:
     """Cosine and sine of the rotary angles at absolute `positions`, in float32.
 
-    Source: Su et al. 2021 (RoFormer), §3.4.2; angle of pair j is `pos * theta^(-2j/H)`.
+    Source: Su et al. 2021 (RoFormer), §3.4.2; angle of pair j is `pos * theta^(-2j/R)`.
     """
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     frequency = jnp.power(jnp.float32(theta), -exponent)
+    if scaling is not None:
+        frequency = scaling(frequency)
     angle = positions.astype(jnp.float32)[..., None] * _last(frequency, positions.ndim + 1)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Array, "... T N H"]:
-    """Rotate half-split pairs (j, j + H/2) in float32, return in the dtype of `x`."""
-    half = x.shape[-1] // 2
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    """Rotate half-split pairs (j, j + R/2) in float32, return in the dtype of `x`.
+
+    R is twice the tables' width; the components past it are left as they are.
+    """
+    half = cos.shape[-1]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
 
 
 def _last(x: Array, ndim: int) -> Array:

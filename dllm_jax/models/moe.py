@@ -1,0 +1,134 @@
+"""The mixture-of-experts decoder (SDAR-MoE, Qwen3-MoE, LLaDA2): config, shapes, arithmetic.
+
+`dense`'s decoder with another second half of its layers: routed experts and, in some models, one
+that every row goes through. Which experts a row goes to is `routing`'s business, how their
+products are computed that of `pallas_kernels.expert_ffn`.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.models import dense, routing
+from dllm_jax.models.dense import Attend, DenseConfig, decoder_shapes, leaf
+from dllm_jax.models.layers import swiglu
+from pallas_kernels.expert_ffn import expert_ffn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig(DenseConfig):
+    """Facts of a decoder whose layers route each row to a few of many small networks.
+
+    Attributes:
+        ffn_size: Width of the layers without experts.
+        expert_size: Width of one expert.
+        shared_size: Width of the expert that every row goes through, 0 for none.
+        moe_layers: Which layers have experts, one entry a layer.
+        score: What a row's logits become: a law over all experts, or each its own probability.
+        norm_topk: Weights of the chosen experts are divided by their sum.
+        routed_scale: Factor of the weights.
+        expert_bias: A bias an expert, which takes part in the choice and not in the weight.
+        num_groups: Groups of equally many experts, of which a row chooses `groups_per_token`; 1
+            lets it choose among all.
+        expert_capacity: Experts that the rows of one routing block may use together, 0 for no
+            such limit; it takes the place of groups.
+        routing_block: Tokens of a routing block, on the absolute grid.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    moe_layers: tuple[bool, ...]
+    shared_size: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk: bool = True
+    routed_scale: float = 1.0
+    expert_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    expert_capacity: int = 0
+    routing_block: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        E, k = self.num_experts, self.experts_per_token
+        if len(self.moe_layers) != self.num_layers:
+            raise ValueError(
+                f"moe_layers has {len(self.moe_layers)} entries; give one for each of the "
+                f"{self.num_layers} layers"
+            )
+        if E % self.num_groups:
+            raise ValueError(f"n_group={self.num_groups} must divide num_experts={E}")
+        choice = E // self.num_groups * self.groups_per_token
+        if self.expert_capacity:
+            choice = min(self.expert_capacity, E)
+        if not 0 < k <= choice <= E:
+            raise ValueError(
+                f"num_experts_per_tok={k} must be at least 1 and at most the {choice} experts that "
+                f"a row may choose from, of {E}; check num_experts, n_group, topk_group and "
+                "expert_capacity in the checkpoint's config.json"
+            )
+
+
+def param_shapes(cfg: MoEConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """Shapes of every weight; the experts' biases are float32 whatever the type of the rest.
+
+    In 16 bits they would tie, and a tie changes which experts are chosen.
+    """
+    D, E = cfg.hidden_size, cfg.num_experts
+    mlp = {
+        "w_gate_up": leaf(dtype, D, 2, cfg.ffn_size),
+        "w_down": leaf(dtype, cfg.ffn_size, D),
+    }
+    shared = {
+        "shared_gate_up": leaf(dtype, D, 2, cfg.shared_size),
+        "shared_down": leaf(dtype, cfg.shared_size, D),
+    }
+    experts = {
+        "router": leaf(dtype, D, E),
+        **({"router_bias": leaf(jnp.float32, E)} if cfg.expert_bias else {}),
+        "experts_gate_up": leaf(dtype, E, D, 2, cfg.expert_size),
+        "experts_down": leaf(dtype, E, cfg.expert_size, D),
+        **(shared if cfg.shared_size else {}),
+    }
+    return decoder_shapes(cfg, dtype, [experts if moe else mlp for moe in cfg.moe_layers])
+
+
+def trunk(
+    params: Any,
+    cfg: MoEConfig,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    hidden_layers: tuple[int, ...] = (),
+    *,
+    live: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
+    """Run the layers; see `dense.trunk`.
+
+    Args:
+        live: Rows that belong to a text; the others go to no expert and have no say in what a
+            routing block may use. None: all.
+    """
+
+    def ffn(layer: Any, rows: Array) -> Array:
+        if "router" not in layer:
+            return swiglu(rows, layer["w_gate_up"], layer["w_down"])
+        ids, weights = routing.route(
+            cfg, rows, layer["router"], layer.get("router_bias"), positions, live
+        )
+        flat = rows.reshape(-1, cfg.hidden_size)
+        out = expert_ffn(
+            flat,
+            ids.reshape(len(flat), -1),
+            weights.reshape(len(flat), -1),
+            layer["experts_gate_up"],
+            layer["experts_down"],
+        ).reshape(rows.shape)
+        if cfg.shared_size:
+            out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"])
+        return out
+
+    return dense.trunk(params, cfg, x, positions, attend, hidden_layers, ffn=ffn)
