@@ -1,11 +1,21 @@
 """Where compiled programs are kept between runs, so that a second run starts in seconds.
 
 `LLM` and the command line turn it on; importing the library changes no global setting.
+
+JAX writes an entry in place. Without a lock a process that starts beside another can read half of
+one, and one that was killed over its write leaves half for good, for JAX replaces no entry: a
+warning and a compilation at every start. JAX locks the folder where its size is bounded, and then
+writes each entry's time after the entry, so an entry without one was cut off and is removed here.
 """
 
 import contextlib
 import os
 from pathlib import Path
+
+import filelock
+
+MOST_BYTES = 2 * 2**30  # some thousand programs; the least recently used go first
+LOCK_TIMEOUT_S = 10.0  # JAX's own
 
 
 def cache_folder() -> Path:
@@ -29,5 +39,24 @@ def enable_compile_cache() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         return
+    if getattr(jax.config, "jax_compilation_cache_max_size", -1) == -1 and _mend(folder):
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _mend(folder: Path) -> bool:
+    """Remove entries that were cut off; whether JAX can lock and bound the folder.
+
+    Some file systems have no locks, and jax 0.10 asks for the owner's name, which not every
+    container has: the cache is then as JAX has it by default.
+    """
+    try:
+        folder.owner()
+        with filelock.FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT_S):
+            for entry in folder.glob("*-cache"):
+                if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
+                    entry.unlink()
+    except (OSError, KeyError, NotImplementedError):
+        return False
+    return True

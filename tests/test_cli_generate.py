@@ -255,6 +255,8 @@ def start(argv, tmp_path, *how):
             "JAX_PLATFORMS": "cpu",
             "HOME": str(tmp_path),
             "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+            # Another worker may be writing an entry (pyproject says more).
+            "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
             "XLA_FLAGS": os.environ["XLA_FLAGS"],
         },
     )
