@@ -169,6 +169,7 @@ def _canvas() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
+    "multi_bd_experts": lambda: _multi_bd(models.experts()),
     "multi_bd_grid_full": lambda: _multi_bd(models.plain(), "grid_full"),
     "multi_bd_whole_full": lambda: _multi_bd(models.plain(), "whole_full"),
     "block_diffusion": _block_diffusion,

@@ -77,14 +77,15 @@ class Net:
         mode[:n] = 0 if modes is None else modes
         visible = np.zeros((size, size), bool)
         visible[:n, :n] = sees
-        return Seen(*_run(self.model, x, where, visible, mode, context), n)
+        live = np.arange(size) < n
+        return Seen(*_run(self.model, x, where, live, visible, mode, context), n)
 
     def law(self, logits: np.ndarray) -> "Law":
         return Law(logits, self.mask)
 
 
 @jax.jit
-def _run(model, x, positions, visible, mode, context):
+def _run(model, x, positions, live, visible, mode, context):
     cfg, fresh = model.config, []
 
     def attend(layer, q, k, v):
@@ -104,6 +105,7 @@ def _run(model, x, positions, visible, mode, context):
         return jnp.einsum("bntu,bunh->btnh", weight, v)
 
     extra = {"mode": mode[None]} if model.arch.takes_mode else {}
+    extra |= {"live": live[None]} if model.arch.takes_live else {}
     rows, taps = model.arch.trunk(
         model.params, cfg, x[None], positions[None], attend, TAPS, **extra
     )

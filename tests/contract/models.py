@@ -1,6 +1,6 @@
 """Toy models of the contract's gate: two layers, 32 wide, 40 ids, float32, sharp enough to decide.
 
-Three networks: the plain dense one (shifted or not), one with two modes (a gain on the input rows
+Four networks: the plain dense one (shifted or not), one with routed experts, one with two modes (a gain on the input rows
 that differs by mode, so that a wrong mode shows), and a drafter that caches keys and values of
 features it is given. Nothing here knows about pages or strategies.
 """
@@ -13,10 +13,11 @@ import numpy as np
 
 from dllm_jax.model import Model
 from dllm_jax.models import dense
-from dllm_jax.models.architecture import DENSE, Architecture
+from dllm_jax.models.architecture import DENSE, Architecture, arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import FamilyDefaults
 from dllm_jax.models.layers import apply_rope, matmul, rms_norm, rope_tables
+from dllm_jax.models.moe import MoEConfig
 
 VOCAB, MASK, PADDED = 40, 38, 39  # id 39 is a row of the vocabulary that belongs to no token
 DEFAULTS = FamilyDefaults(family="toy", strategy="multi_bd", block_size=4, vocab_limit=PADDED)
@@ -40,11 +41,11 @@ def weights(cfg: DenseConfig, seed: int, dtype=jnp.float32):
     """Random weights whose logits have a standard deviation near 3."""
     draw = np.random.default_rng(seed).normal
 
-    def leaf(shape):
-        values = np.ones(shape.shape) if len(shape.shape) == 1 else 0.16 * draw(size=shape.shape)
+    def leaf(path, shape):
+        values = np.ones(shape.shape) if dense.is_norm(path) else 0.16 * draw(size=shape.shape)
         return jnp.asarray(values, shape.dtype)
 
-    params = jax.tree.map(leaf, dense.param_shapes(cfg, dtype))
+    params = jax.tree_util.tree_map_with_path(leaf, arch_of(cfg).param_shapes(cfg, dtype))
     return params | {"lm_head": params["lm_head"] * 3}
 
 
@@ -52,6 +53,25 @@ def plain(seed: int = 1, dtype=jnp.float32, **facts) -> Model:
     """A dense model; `facts` override its configuration."""
     cfg = dataclasses.replace(CONFIG, **facts)
     return Model(params=weights(cfg, seed, dtype), config=cfg, arch=DENSE, defaults=DEFAULTS)
+
+
+def experts(seed: int = 6, dtype=jnp.float32) -> Model:
+    """A dense layer, then experts that the rows of an aligned block of 4 choose together."""
+    cfg = MoEConfig(
+        **(dataclasses.asdict(CONFIG) | {"num_layers": 3, "rotary_dim": 4}),
+        moe_layers=(False, True, True),
+        num_experts=12,
+        experts_per_token=3,
+        expert_size=16,
+        shared_size=16,
+        score="sigmoid",
+        expert_bias=True,
+        routed_scale=2.5,
+        expert_capacity=4,
+        routing_block=4,
+    )
+    params = weights(cfg, seed, dtype)
+    return Model(params=params, config=cfg, arch=arch_of(cfg), defaults=DEFAULTS)
 
 
 def causal(dtype=jnp.float32) -> Model:
