@@ -1,11 +1,13 @@
 """What the tokenizer files of a folder say, read as plain JSON: no transformers, no code.
 
 Knows file names and layouts only; which fact wins over which is decided in
-`dllm_jax.models.special_tokens`.
+`dllm_jax.models.special_tokens`, and `dllm_jax.tokenization` makes a tokenizer of the parts.
 """
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,40 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _VOCABULARIES = ("tokenizer.json", "vocab.json")  # one of them makes a tokenizer
+_LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old name of one thing
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerParts:
+    """A tokenizer as its files state it together.
+
+    Files that name one token, or one id, twice are believed in this order: `tokenizer.json` or
+    `vocab.json`, `added_tokens_decoder` of `tokenizer_config.json`, `added_tokens.json`.
+
+    Attributes:
+        ids: Every token's id by its text; an id may have two texts.
+        texts: Every id's text, the one that is believed.
+        added: Of the added tokens, by id: text and flags as `tokenizers.AddedToken` takes them.
+        roles: Text by role ("mask_token"), whether or not it is a token.
+        extra: Texts of further special tokens.
+        settings: `tokenizer_config.json`.
+    """
+
+    ids: Mapping[str, int]
+    texts: Mapping[int, str]
+    added: Mapping[int, dict[str, Any]]
+    roles: Mapping[str, str]
+    extra: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are flagged special or named for something."""
+        flagged = {i for i, token in self.added.items() if token.get("special")}
+        named = {self.ids.get(text) for text in (*self.roles.values(), *self.extra)}
+        return frozenset(flagged | {i for i in named if i is not None})
 
 
 def present(folder: Path) -> tuple[str, ...]:
@@ -48,51 +83,131 @@ def read_facts(folder: Path) -> TokenizerFacts:
     """Size and special tokens of a folder's tokenizer; empty facts where it has none.
 
     A special token that is named but not in the vocabulary counts as not given: SDAR's files name
-    `<|MASK|>` while the vocabulary holds `<MASK>`.
+    `<|MASK|>` while the vocabulary holds `<MASK>`. `TokenizerFacts.mask_id` and `id_of` look
+    tokens up by their text.
 
     Raises:
         ValueError: For a file that is not JSON, by name, or not in a form we know.
     """
     if not has_tokenizer(folder):
         return TokenizerFacts()
+    parts = read_parts(folder)
+
+    def id_of(role: str) -> int | None:
+        return parts.ids.get(parts.roles.get(role, ""))
+
+    return TokenizerFacts(
+        num_tokens=max(parts.texts, default=-1) + 1,
+        mask_token_id=id_of("mask_token"),
+        mask_token=parts.roles.get("mask_token"),
+        bos_token_id=id_of("bos_token"),
+        eos_token_id=id_of("eos_token"),
+        pad_token_id=id_of("pad_token"),
+        special_token_ids=tuple(sorted(parts.special_ids)),
+        vocabulary=parts.ids,
+    )
+
+
+def read_parts(folder: Path) -> TokenizerParts:
+    """What the tokenizer files of a folder state together.
+
+    Raises:
+        ValueError: As `read_facts`.
+    """
     try:
-        return _facts(folder)
+        return _parts(folder)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
             f"the tokenizer files are not in a known form ({error}); download them again"
         ) from error
 
 
-def _facts(folder: Path) -> TokenizerFacts:
-    ids = _vocabulary(folder)
+def _parts(folder: Path) -> TokenizerParts:
+    whole = _read(folder / "tokenizer.json")
     settings = _read(folder / "tokenizer_config.json")
-    special = {**_read(folder / "special_tokens_map.json"), **settings}
-    for key, token in settings.get("added_tokens_decoder", {}).items():
-        ids.setdefault(_text(token), int(key))
-
-    def id_of(name: str) -> int | None:
-        return ids.get(_text(special.get(name)))
-
-    return TokenizerFacts(
-        num_tokens=max(ids.values(), default=-1) + 1,
-        mask_token_id=id_of("mask_token"),
-        eos_token_id=id_of("eos_token"),
-        pad_token_id=id_of("pad_token"),
+    ids = _vocabulary(whole) if whole else _read(folder / "vocab.json")
+    for text, token in ids.items():
+        _whole(text, token)
+    texts = {token: text for text, token in ids.items()}
+    added: dict[int, dict[str, Any]] = {}
+    for token, record in _added(folder, whole, settings):
+        text = record["content"]
+        if ids.setdefault(text, token) != token or texts.setdefault(token, text) != text:
+            continue
+        known = added.setdefault(token, record)
+        if record.get("special"):
+            added[token] = known | {"special": True}
+    special = {**_read(folder / "special_tokens_map.json"), **_given(settings)}
+    return TokenizerParts(
+        ids=ids,
+        texts=texts,
+        added=added,
+        roles={name: _text(special[name]) for name in ROLES if special.get(name) is not None},
+        extra=tuple(_listed(special)),
+        settings=settings,
     )
 
 
-def _vocabulary(folder: Path) -> dict[str, int]:
-    """Every token's id, added tokens included."""
-    whole = _read(folder / "tokenizer.json")
-    ids: dict[str, int] = {}
-    if whole:
-        vocab: Any = json_object(whole.get("model")).get("vocab", {})
-        # A unigram model lists [token, score] pairs in the order of their ids.
-        ids |= vocab if isinstance(vocab, dict) else {t[0]: i for i, t in enumerate(vocab)}
-        ids |= {_text(token): int(token["id"]) for token in whole.get("added_tokens", ())}
-    else:
-        ids |= _read(folder / "vocab.json")
-    return ids | _read(folder / "added_tokens.json")
+def _vocabulary(whole: dict[str, Any]) -> dict[str, int]:
+    """The plain tokens of a `tokenizer.json`."""
+    vocab: Any = json_object(whole.get("model")).get("vocab", {})
+    if isinstance(vocab, dict):
+        return json_object(vocab)
+    # A unigram model lists [token, score] pairs in the order of their ids.
+    return {token[0]: i for i, token in enumerate(vocab)}
+
+
+def _added(
+    folder: Path, whole: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Added tokens of every file, in the order in which they are believed."""
+    for token in whole.get("added_tokens") or ():
+        yield _whole(_text(token), token["id"]), _record(token)
+    decoder: dict[str, Any] = settings.get("added_tokens_decoder") or {}
+    for key, token in decoder.items():
+        yield _whole(_text(token), key), _record(token)
+    for text, key in _read(folder / "added_tokens.json").items():
+        yield _whole(text, key), {"content": text}
+
+
+def _record(token: Any) -> dict[str, Any]:
+    """An added token's text and flags."""
+    flags = {
+        name: value
+        for name, value in json_object(token).items()
+        if name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+        and isinstance(value, bool)
+    }
+    return {"content": _text(token), **flags}
+
+
+def _whole(text: str, value: Any) -> int:
+    """A token's id, which some files write as text.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"the id of token {text!r} is {json.dumps(value)[:20]}, not a whole number; download "
+            "the tokenizer files again"
+        )
+    return value
+
+
+def _listed(special: Mapping[str, Any]) -> Iterator[str]:
+    """Special tokens without a role: a list in most files, a mapping by name in some."""
+    for name in _LISTS:
+        tokens: Any = special.get(name) or ()
+        every: Iterable[Any] = json_object(tokens).values() if isinstance(tokens, dict) else tokens
+        yield from (_text(token) for token in every)
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are not null: those would hide what another file says."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _text(token: Any) -> str:

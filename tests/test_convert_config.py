@@ -409,7 +409,12 @@ def test_tokenizer_facts_of_a_fast_tokenizer(tmp_path):
         special_tokens_map={"pad_token": "a", "eos_token": "b"},
     )
     assert read_facts(tmp_path) == TokenizerFacts(
-        num_tokens=6, mask_token_id=5, eos_token_id=4, pad_token_id=0
+        num_tokens=6,
+        mask_token_id=5,
+        mask_token="<MASK>",
+        eos_token_id=4,
+        pad_token_id=0,
+        special_token_ids=(0, 4, 5),
     )
 
 
@@ -424,7 +429,9 @@ def test_tokenizer_facts_of_a_vocabulary_with_added_tokens(tmp_path):
             "eos_token": None,
         },
     )
-    assert read_facts(tmp_path) == TokenizerFacts(num_tokens=4, mask_token_id=3)
+    assert read_facts(tmp_path) == TokenizerFacts(
+        num_tokens=4, mask_token_id=3, mask_token="<MASK>", special_token_ids=(3,)
+    )
 
 
 def test_a_mask_token_that_is_not_in_the_vocabulary_counts_as_not_given(tmp_path):
@@ -433,7 +440,7 @@ def test_a_mask_token_that_is_not_in_the_vocabulary_counts_as_not_given(tmp_path
         tokenizer={"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<MASK>"}]},
         tokenizer_config={"mask_token": "<|MASK|>"},
     )
-    assert read_facts(tmp_path) == TokenizerFacts(num_tokens=2)
+    assert read_facts(tmp_path) == TokenizerFacts(num_tokens=2, mask_token="<|MASK|>")
 
 
 def test_tokenizer_facts_of_a_unigram_model(tmp_path):

@@ -10,16 +10,44 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What a folder's tokenizer files say; None where they say nothing.
+    """What a folder's tokenizer files say; None or nothing where they say nothing.
 
     Attributes:
-        num_tokens: Ids in use, added tokens counted: the highest id plus one.
+        num_tokens: Ids in use, added tokens counted: the highest id plus one. No row of the
+            embedding from there on belongs to a token.
+        mask_token_id: The token that the files call `mask_token`; None where they name none, and
+            where what they name is no token (SDAR's files say `<|MASK|>`, its vocabulary `<MASK>`).
+        mask_token: The text they call so, a token or not.
+        bos_token_id, eos_token_id, pad_token_id: Of the tokens they call so, where these exist.
+        special_token_ids: Tokens flagged special or named for a role, ascending: the ones that a
+            decoded text leaves out.
+        vocabulary: Every token's id by its text, added ones included; an id may have two texts.
+            Not part of comparisons.
     """
 
     num_tokens: int | None = None
     mask_token_id: int | None = None
+    mask_token: str | None = None
+    bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    special_token_ids: tuple[int, ...] = ()
+    vocabulary: Mapping[str, int] = dataclasses.field(
+        default_factory=dict[str, int], repr=False, compare=False
+    )
+
+    def id_of(self, *texts: str) -> int | None:
+        """Id of the first of these texts that is a token, None if none is."""
+        return next((self.vocabulary[text] for text in texts if text in self.vocabulary), None)
+
+    def mask_id(self, *usual: str) -> int | None:
+        """The mask's id as far as the tokenizer knows it.
+
+        That of the token the files call `mask_token`; where they name none, or one that is no
+        token, that of the first of the family's `usual` texts which is one: LLaDA2's and Fast-dLLM
+        v2's folders have their mask among the added tokens and give it no role.
+        """
+        return self.id_of(*usual) if self.mask_token_id is None else self.mask_token_id
 
 
 def ids(value: Any) -> list[int]:
