@@ -169,7 +169,6 @@ def _canvas() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
-    "multi_bd_experts": lambda: _multi_bd(models.experts()),
     "multi_bd_grid_full": lambda: _multi_bd(models.plain(), "grid_full"),
     "multi_bd_whole_full": lambda: _multi_bd(models.plain(), "whole_full"),
     "block_diffusion": _block_diffusion,
@@ -179,6 +178,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "speculate": _speculate,
     "full_sequence": _full_sequence,
     "canvas": _canvas,
+    "multi_bd_experts": lambda: _multi_bd(models.experts()),
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.
