@@ -93,9 +93,10 @@ def check_readout(model) -> bool:
     (cell,) = np.flatnonzero(np.asarray(buffer.filled[0, 0]))
     ids = np.concatenate([prompt[0], np.full(BLOCK, model.config.mask_token_id)])[None]
     visible = reference.visibility("block_causal", ids.shape[1], BLOCK)[None]
-    logits = np.array(
-        reference.dense_logits(model.params, model.config, jnp.asarray(ids, jnp.int32), visible)
-    )[0, 64 + cell]
+    every = reference.dense_logits(
+        model.params, model.config, jnp.asarray(ids, jnp.int32), visible, model.arch
+    )
+    logits = np.array(every[0, 64 + cell - int(model.config.shift)])
     logits[model.config.mask_token_id] = -np.inf
     chosen = int(buffer.tokens[0, 0, cell])
     return bool(logits[chosen] >= logits[: model.defaults.vocab_limit].max() - 0.1)

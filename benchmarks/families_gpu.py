@@ -1,0 +1,188 @@
+"""Every kind of network at its full size on one GPU: start, memory, and a step beside its floor.
+
+    python benchmarks/families_gpu.py --out benchmarks/results/families_h200.json
+
+`models`: random weights made on the device; 1,024 tokens of prompt are prefilled and blocks of 32
+decoded with `multi_bd`, by `dj.generate`'s own loop (`step_time.py` says how a step is timed); the
+first token written is checked against cache-free logits. `folder`: SDAR-8B's shapes are written as
+a Hugging Face folder on the spot and read back, so that the files lie in the page cache. Each model
+runs in a process of its own, so that its peak memory is its own. Prints a line a model and writes
+JSON.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from step_time import BLOCK, check_readout, time_shape
+
+import dllm_jax as dj
+from checkpoints_convert import export_hf, load_params
+from dllm_jax.bench.roofline import floor_ms
+from strategies import MultiBD
+
+MODELS = (
+    "random:JetLM/SDAR-8B-Chat",
+    "random:GSAI-ML/LLaDA-8B-Instruct",
+    "random:Dream-org/Dream-v0-Instruct-7B",
+    "random:inclusionAI/LLaDA2.0-mini",
+    "random:JetLM/SDAR-30B-A3B-Chat",
+)
+FOLDER = "random:JetLM/SDAR-8B-Chat"
+CONTEXT = 1024
+
+
+def measure_model(name, shapes, context, repeats):
+    """Start, memory, prefill and step times of one model in this process."""
+    began = time.perf_counter()
+    model = dj.load(name)
+    jax.block_until_ready(model.params)
+    load_s = time.perf_counter() - began
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    device = jax.devices()[0]
+    told = {
+        "model": name,
+        "device": device.device_kind,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        "weight_bytes": weights,
+        "load_s": load_s,
+        "readout_matches_dense": check_readout(model),
+        "prefill_s": time_prefill(model, context),
+        "rows": [],
+    }
+    for slots, blocks in shapes:
+        row = time_shape(model, slots, blocks, context, None, repeats)
+        # The cache grows while steps are timed: the floor is that of the prompt alone.
+        row["floor_ms"] = floor_ms(model, slots, BLOCK * blocks, context, device.device_kind)
+        row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
+        told["rows"].append(row)
+    told["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return told
+
+
+def time_prefill(model, context):
+    """Seconds of one prompt's prefill and a first step, compiled before."""
+    prompt = jnp.arange(context, dtype=jnp.int32)[None] % 1000 + 5
+    strategy = MultiBD(block_size=BLOCK, buffer_size=1)
+    spent = []
+    for _ in range(3):
+        began = time.perf_counter()
+        jax.block_until_ready(dj.generate(model, prompt, strategy, max_tokens=32, max_nfe=1))
+        spent.append(time.perf_counter() - began)
+    return min(spent[1:])
+
+
+def measure_folder(name):
+    """Rates at which a folder just written is read: into host memory, and as a model."""
+    model = dj.load(name)
+    with tempfile.TemporaryDirectory() as parent:
+        began = time.perf_counter()
+        folder = export_hf(model.params, model.config, Path(parent) / "model")
+        write_s = time.perf_counter() - began
+        del model
+        size = (folder / "model.safetensors").stat().st_size
+        began = time.perf_counter()
+        params, _ = load_params(folder)
+        host_s = time.perf_counter() - began
+        del params
+        began = time.perf_counter()
+        jax.block_until_ready(dj.load(folder).params)
+        load_s = time.perf_counter() - began
+    return {
+        "model": name,
+        "bytes": size,
+        "write_gb_s": size / write_s / 1e9,
+        "read_gb_s": size / host_s / 1e9,
+        "load_gb_s": size / load_s / 1e9,
+    }
+
+
+def in_own_process(*words):
+    """What this script prints as JSON with other words; None if it fails.
+
+    The caller itself never touches the device, whose memory the first to do so takes.
+    """
+    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--folder", default=FOLDER, help="model of the folder, or none")
+    parser.add_argument("--shapes", default="1x1,1x4,8x1", help="slots x blocks")
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit")
+    parser.add_argument("--out")
+    parser.add_argument("--one", help="measure this model in this process, print JSON")
+    parser.add_argument("--one-folder", help="the same of a folder")
+    args = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    if args.one:
+        print(json.dumps(measure_model(args.one, shapes, args.context, args.repeats)))
+        return 0
+    if args.one_folder:
+        print(json.dumps(measure_folder(args.one_folder)))
+        return 0
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
+    report = {
+        "command": "benchmarks/families_gpu.py",
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "block_size": BLOCK,
+        "context": args.context,
+        "folder": None,
+        "models": [],
+    }
+    same = ["--shapes", args.shapes, "--context", str(args.context), "--repeats", str(args.repeats)]
+    work = [(name, ["--one", name, *same]) for name in args.models.split(",") if name]
+    if args.folder != "none":
+        work.append(("folder", ["--one-folder", args.folder]))
+    failed = 0
+    for name, words in work:
+        told = in_own_process(*words)
+        failed += told is None
+        if name == "folder":
+            report["folder"] = told
+            print(f"folder {told}", flush=True)
+        else:
+            report["models"].append(told or {"model": name, "failed": True})
+            print(line(name, told), flush=True)
+        if args.out:
+            Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+def line(name, told):
+    """One model's figures for people."""
+    if told is None:
+        return f"{name}: failed"
+    steps = ", ".join(
+        f"{row['slots']}x{row['blocks']} {row['step_ms']:.2f} ms"
+        + (f" (x{row['over_floor']:.2f} of its floor)" if row["over_floor"] else "")
+        for row in told["rows"]
+    )
+    peak = f"{told['peak_bytes'] / 2**30:.1f} GiB" if told["peak_bytes"] else "not counted"
+    return (
+        f"{name}: {told['parameters'] / 1e9:.2f} G, load {told['load_s']:.1f} s, peak {peak}, "
+        f"prefill {1e3 * told['prefill_s']:.1f} ms, {steps}, "
+        f"readout {'right' if told['readout_matches_dense'] else 'WRONG'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
