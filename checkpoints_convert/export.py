@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
-from checkpoints_convert import hf_dense
 from checkpoints_convert.dtypes import as_dtype
-from checkpoints_convert.spec import Array, find, placements
+from checkpoints_convert.naming import table_of
+from checkpoints_convert.spec import Array, find, placements, tensor_shapes
+from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import config_json
 
 
@@ -31,22 +32,28 @@ def export_hf(
     interrupted export leaves the old file or the new one and never half of one.
 
     Args:
-        params: Tree in the form of `dllm_jax.models.dense.Params`, on any device.
-        cfg: The network's `DenseConfig`.
+        params: The network's tree, on any device.
+        cfg: The network's `DenseConfig` or `MoEConfig`.
         dst: Folder, made where it is missing.
-        dtype: Type of every stored tensor.
-        family: Whose `config.json` to write: "sdar" or "qwen3".
+        dtype: Type of every stored tensor but those that stay float32.
+        family: Whose names and `config.json` to write.
         extra_config: Further entries of `config.json`: `eos_token_id`, `pad_token_id`,
             `block_size`, and under `dllm_jax` the default strategy and its settings.
 
     Returns:
         The folder.
     """
-    target, folder = as_dtype(dtype), Path(dst)
-    tensors: dict[str, Array] = {}
-    for place in placements(hf_dense.RULES, params):
-        leaf = np.asarray(find(params, place.path))
-        tensors[place.name] = place.part.view(leaf).astype(target, order="C").reshape(place.shape)
+    folder = Path(dst)
+    shapes = arch_of(cfg).param_shapes(cfg, as_dtype(dtype))
+    places = placements(table_of(family).rules_for(), shapes)
+    wholes, tensors = tensor_shapes(places), dict[str, Array]()
+    for place in places:
+        if place.name not in tensors:
+            kind = find(shapes, place.path).dtype
+            tensors[place.name] = np.empty(wholes[place.name], kind)
+        part = place.part.view(np.asarray(find(params, place.path)))
+        rows = tensors[place.name][place.start : place.start + place.shape[0]]
+        rows.reshape(part.shape)[...] = part
     folder.mkdir(parents=True, exist_ok=True)
     entries = {**config_json(family, cfg, dtype), **(extra_config or {})}
     with _replaced(folder / "model.safetensors") as path:

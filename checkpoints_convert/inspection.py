@@ -12,27 +12,18 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoints_convert import hf_dense
-from checkpoints_convert.dtypes import STORED
+from checkpoints_convert.comparing import Asked, compare
+from checkpoints_convert.meta import describe
+from checkpoints_convert.naming import table_of
+from checkpoints_convert.quantised import quantised
 from checkpoints_convert.report import META, Report
-from checkpoints_convert.shards import Shards, Stored, read_shards
-from checkpoints_convert.spec import Placement, is_known, listed, placements
+from checkpoints_convert.shards import Stored, read_shards
+from checkpoints_convert.spec import Placement, placements
 from checkpoints_convert.tokenizer_files import present, read_facts, read_json
-from dllm_jax.models.dense import DenseConfig, param_shapes
+from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import ConfigError, Parsed, parse_config
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Pieces of tensor names that only quantised checkpoints have, and the method they betray.
-_QUANTISED = {
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".scales": "GPTQ or AWQ",
-    ".weight_scale": "fp8",
-    ".absmax": "bitsandbytes",
-    "quant_state": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-}
-_SMALL_TYPES = ("F8_", "F4", "F6_", "I8", "U8")
 
 
 def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report:
@@ -47,8 +38,6 @@ def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report
     if not folder.is_dir():
         return dataclasses.replace(report, problems=(_not_a_folder(folder),))
     if (folder / META).is_file():
-        from checkpoints_convert.orbax_io import describe
-
         return describe(folder, os.fspath(src))
     if not (folder / "config.json").is_file():
         text = "no config.json in the folder; give the folder of a Hugging Face checkpoint"
@@ -58,12 +47,15 @@ def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report
     shards = read_shards(folder)
     problems += shards.problems
     notes = [*(parsed.notes if parsed else ()), *shards.notes]
-    quantised = _quantised(shards.tensors)
-    problems += quantised
+    small = quantised(shards.tensors)
+    problems += small
     places: tuple[Placement, ...] = ()
-    if parsed is not None and not quantised:
-        places = placements(hf_dense.RULES, param_shapes(parsed.config))
-        places = _compare(places, shards, parsed.config, allow_extra, problems, notes)
+    if parsed is not None and not small:
+        asked = _asked(folder, parsed, shards.tensors)
+        differences, remarks = compare(asked, shards.tensors, allow_extra=allow_extra)
+        problems += differences
+        notes += remarks
+        places = tuple(place for place in asked.places if place.name in shards.tensors)
     return dataclasses.replace(
         report,
         family=parsed.family if parsed else None,
@@ -104,94 +96,20 @@ def _read_config(folder: Path, problems: list[str]) -> Parsed | None:
     return None
 
 
+def _asked(folder: Path, parsed: Parsed, held: Mapping[str, Stored]) -> Asked:
+    """What the config asks for, in the form that the headers show."""
+    cfg, table = parsed.config, table_of(parsed.family)
+    shapes = arch_of(cfg).param_shapes(cfg)
+    places = placements(table.rules_for(held), shapes)
+    further = read_json(folder / "config.json").get("num_nextn_predict_layers")
+    further_layers = further if isinstance(further, int) and further > 0 else 0
+    return Asked(cfg, table, shapes, places, further_layers)
+
+
 def _folder_name(folder: Path) -> str:
     """Name of a checkpoint by its folder; the hub's cache names it two levels up."""
     folder = folder.resolve()
     return folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
-
-
-def _quantised(tensors: Mapping[str, Stored]) -> list[str]:
-    """A problem for each method of quantisation that names or types betray."""
-    found: dict[str, list[str]] = {}
-    for name, tensor in tensors.items():
-        method = next((m for piece, m in _QUANTISED.items() if piece in name), None)
-        if method is None and tensor.dtype.startswith(_SMALL_TYPES):
-            method = "fp8" if tensor.dtype.startswith("F8_") else tensor.dtype
-        if method is not None:
-            found.setdefault(method, []).append(f"{name} ({tensor.dtype})")
-    return [
-        f"the weights are quantised ({method}), which is not supported; use the bfloat16 "
-        f"checkpoint: {listed(names)}"
-        for method, names in found.items()
-    ]
-
-
-def _compare(
-    wanted: tuple[Placement, ...],
-    shards: Shards,
-    cfg: DenseConfig,
-    allow_extra: bool,
-    problems: list[str],
-    notes: list[str],
-) -> tuple[Placement, ...]:
-    """Differences between what the config asks for and what the headers hold.
-
-    Returns:
-        The placements that can be filled.
-    """
-    names = {place.name for place in wanted}
-    missing = [place.name for place in wanted if place.name not in shards.tensors]
-    if shards.tensors and hf_dense.LM_HEAD in missing:
-        missing.remove(hf_dense.LM_HEAD)
-        problems.append(
-            f"{hf_dense.LM_HEAD} is missing although tie_word_embeddings is false; set it to true "
-            "in config.json only if the model was trained with a tied head"
-        )
-    if shards.tensors and missing:
-        problems.append(f"{len(missing)} tensor(s) missing: {listed(missing)}")
-    extra = [name for name in shards.tensors if name not in names and not _may_drop(name, cfg)]
-    past_end = [name for name in extra if is_known(hf_dense.RULES, name)]
-    if past_end:
-        problems.append(
-            f"num_hidden_layers={cfg.num_layers} but the files go on: {listed(past_end)}; "
-            "correct config.json"
-        )
-    unknown = [name for name in extra if name not in past_end]
-    if unknown:
-        text = f"{len(unknown)} tensor(s) of unknown name: {listed(unknown)}"
-        if allow_extra:
-            notes.append(f"{text}; not read")
-        else:
-            problems.append(f"{text}; --allow-extra leaves them out")
-    for place in wanted:
-        tensor = shards.tensors.get(place.name)
-        if tensor is not None:
-            problems += _tensor_problems(place, tensor)
-    return tuple(place for place in wanted if place.name in shards.tensors)
-
-
-def _may_drop(name: str, cfg: DenseConfig) -> bool:
-    """Whether an unneeded tensor is harmless; a tied head is compared when weights are read."""
-    if name == hf_dense.LM_HEAD:
-        return cfg.tie_embeddings
-    return any(pattern.fullmatch(name) for pattern in hf_dense.IGNORED)
-
-
-def _tensor_problems(place: Placement, tensor: Stored) -> list[str]:
-    problems: list[str] = []
-    if tensor.dtype not in STORED:
-        problems.append(
-            f"{place.name} has type {tensor.dtype}; weights must be {', '.join(STORED)}"
-        )
-    if tensor.shape != place.shape:
-        if place.name == hf_dense.EMBED and tensor.shape[1:] == place.shape[1:]:
-            text = (
-                f"has {tensor.shape[0]} rows but vocab_size={place.shape[0]}; correct config.json"
-            )
-        else:
-            text = f"has shape {list(tensor.shape)}, expected {list(place.shape)}"
-        problems.append(f"{place.name} {text}")
-    return problems
 
 
 def _main_dtype(tensors: Mapping[str, Stored]) -> str | None:

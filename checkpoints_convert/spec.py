@@ -6,6 +6,8 @@ a family, opens a file or imports jax.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +20,7 @@ Shape = tuple[int, ...]
 Index = tuple[Any, ...]
 
 _LAYER = "{i}"
+_EXPERT = "{e}"
 _SHOWN = 10  # names shown of a long list
 
 
@@ -41,13 +44,13 @@ class Part:
 
     Attributes:
         axes: Order of the slice's axes in which its elements lie in the file.
-        rows: How many of those axes together form the tensor's first dimension; the others form
-            its second. A vector has one axis.
+        groups: How many of those axes together form each dimension of the stored tensor; empty
+            where each forms one.
         index: Selects the slice of the leaf; empty for the whole leaf.
     """
 
     axes: tuple[int, ...]
-    rows: int = 1
+    groups: tuple[int, ...] = ()
     index: Index = ()
 
     def view(self, leaf: Array) -> Array:
@@ -58,15 +61,23 @@ class Part:
         """Shape of the stored tensor that fills this part of a leaf of `leaf_shape`."""
         # An array of that shape without memory.
         empty = np.broadcast_to(np.uint8(0), leaf_shape)  # pyright: ignore[reportUnknownMemberType]
-        view = self.view(empty).shape
-        if len(view) == 1:
-            return view
-        return math.prod(view[: self.rows]), math.prod(view[self.rows :])
+        sizes = iter(self.view(empty).shape)
+        groups = self.groups or (1,) * len(self.axes)
+        return tuple(math.prod(itertools.islice(sizes, count)) for count in groups)
+
+    def of(self, expert: int) -> "Part":
+        """This part of one expert's weights, where the leaf holds all experts'."""
+        return dataclasses.replace(self, index=(expert, *self.index))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Tensor `pattern` fills `part` of the leaf at `path`; `{i}` stands for the layer number."""
+    """Tensor `pattern` fills `part` of the leaf at `path`.
+
+    `{i}` stands for the layer number. With `{e}` there is a tensor for each index of the leaf's
+    first axis, and `part` is a part of what that index selects. Rules of one pattern share a
+    tensor: each takes as many of its rows as it needs, in the order of the rules.
+    """
 
     pattern: str
     path: str
@@ -75,28 +86,52 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One rule for one layer: the tensor's name and shape, and where it goes."""
+    """One rule for one layer (and expert): rows of a tensor, and where they go.
+
+    Attributes:
+        shape: Shape of those rows; of the whole tensor where no other placement shares it.
+        start: First of those rows in the tensor.
+    """
 
     name: str
     path: tuple[str | int, ...]
     shape: Shape
     part: Part
+    start: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """A tensor's name taken apart: its rule, and the numbers in it."""
+
+    rule: Rule
+    layer: int | None
+    expert: int | None
 
 
 def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
-    """Every tensor a parameter tree needs, in the order of the rules, layer by layer.
+    """Everything that fills a parameter tree, in the order of the rules, layer by layer.
 
     Args:
         rules: The table of a family. A rule whose leaf the tree lacks asks for nothing.
         shapes: Tree of anything with a `shape`, as `param_shapes` gives it.
     """
+    taken: dict[str, int] = {}  # rows that earlier rules take of a tensor
 
     def expand(rule: Rule, layer: int) -> Iterator[Placement]:
         path = tuple(layer if key == _LAYER else key for key in rule.path.split("."))
         leaf = find(shapes, path)
-        if leaf is not None:
-            name = rule.pattern.replace(_LAYER, str(layer))
-            yield Placement(name, path, rule.part.shape(tuple(leaf.shape)), rule.part)
+        if leaf is None:
+            return
+        name, whole = rule.pattern.replace(_LAYER, str(layer)), tuple(leaf.shape)
+        if _EXPERT not in rule.pattern:
+            shape, start = rule.part.shape(whole), taken.get(name, 0)
+            taken[name] = start + shape[0]
+            yield Placement(name, path, shape, rule.part, start)
+            return
+        shape = rule.part.shape(whole[1:])
+        for expert in range(whole[0]):
+            yield Placement(name.replace(_EXPERT, str(expert)), path, shape, rule.part.of(expert))
 
     def expand_all() -> Iterator[Placement]:
         for rule in rules:
@@ -110,12 +145,31 @@ def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
     return tuple(expand_all())
 
 
-def is_known(rules: Sequence[Rule], name: str) -> bool:
-    """Whether some rule has `name` for some layer, in the model or past its end."""
-    return any(
-        re.fullmatch(re.escape(rule.pattern).replace(re.escape(_LAYER), r"\d+"), name)
-        for rule in rules
-    )
+def tensor_shapes(places: Iterable[Placement]) -> dict[str, Shape]:
+    """The shape that each tensor must have, all its placements together."""
+    shapes: dict[str, Shape] = {}
+    for place in places:
+        shapes[place.name] = (place.start + place.shape[0], *place.shape[1:])
+    return shapes
+
+
+def numbered(rules: Iterable[Rule], name: str) -> Numbered | None:
+    """The first rule that has `name` for some layer and expert, in the model or past its end."""
+    for rule in rules:
+        match = _regex(rule.pattern).fullmatch(name)
+        if match:
+            numbers = {key: int(digits) for key, digits in match.groupdict().items()}
+            return Numbered(rule, numbers.get("i"), numbers.get("e"))
+    return None
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    """A rule's pattern as an expression whose groups `i` and `e` are the numbers."""
+    text = re.escape(pattern)
+    for key, group in ((_LAYER, "i"), (_EXPERT, "e")):
+        text = text.replace(re.escape(key), rf"(?P<{group}>\d+)")
+    return re.compile(text)
 
 
 def find(tree: Any, path: Sequence[str | int]) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints_convert import hf_dense
 from checkpoints_convert.dtypes import STORED, all_finite, as_dtype, raw
+from checkpoints_convert.naming import table_of
 from checkpoints_convert.report import Report
-from checkpoints_convert.shards import Stored, open_tensors
+from checkpoints_convert.shards import open_tensors
 from checkpoints_convert.spec import Array, ConversionError, Placement, find
-from dllm_jax.models.dense import param_shapes
+from dllm_jax.models.architecture import arch_of
 
 Progress = Callable[[int, int], None]
 _SLICE_BYTES = 2 << 20  # fits a cache; smaller is no faster
@@ -38,13 +38,16 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
     target = as_dtype(report.dtype or "float32" if dtype == "auto" else dtype)
 
     def allocate(leaf: Any) -> Array:
-        return np.empty(leaf.shape, target)
+        return np.empty(leaf.shape, leaf.dtype)
 
-    tree: Any = jax.tree.map(allocate, param_shapes(cfg, target))
+    tree: Any = jax.tree.map(allocate, arch_of(cfg).param_shapes(cfg, target))
     by_file: dict[str, list[Placement]] = {}
     for place in report.placements:
         by_file.setdefault(report.stored[place.name].file, []).append(place)
-    total = sum(_num_bytes(report.stored[place.name]) for place in report.placements)
+    total = sum(
+        math.prod(place.shape) * STORED[report.stored[place.name].dtype].itemsize
+        for place in report.placements
+    )
     done, problems = 0, list[str]()
     for file, places in by_file.items():
         with open_tensors(report.folder / file) as handle:
@@ -62,10 +65,6 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
     return tree
 
 
-def _num_bytes(stored: Stored) -> int:
-    return math.prod(stored.shape) * STORED[stored.dtype].itemsize
-
-
 def _copy(tensor: Any, place: Placement, leaf: Array, bad: set[str]) -> Iterator[int]:
     """Copy one tensor into its part of a leaf; yields the bytes of each slice read.
 
@@ -78,7 +77,7 @@ def _copy(tensor: Any, place: Placement, leaf: Array, bad: set[str]) -> Iterator
     step = max(_SLICE_BYTES // group_bytes, 1)
     for start in range(0, groups, step):
         stop = min(start + step, groups)
-        data: Array = tensor[start * rows : stop * rows]
+        data: Array = tensor[place.start + start * rows : place.start + stop * rows]
         yield data.nbytes
         if not all_finite(data):
             bad.add("holds NaN or Inf")
@@ -94,22 +93,23 @@ def _copy(tensor: Any, place: Placement, leaf: Array, bad: set[str]) -> Iterator
 
 def _tied_head(report: Report) -> list[str]:
     """A head beside a tied embedding must be its copy; it is not read otherwise."""
-    head, embed = (report.stored.get(name) for name in (hf_dense.LM_HEAD, hf_dense.EMBED))
+    table = table_of(str(report.family))
+    head, embed = (report.stored.get(name) for name in (table.lm_head, table.embed))
     wanted = {place.name for place in report.placements}
-    if head is None or embed is None or hf_dense.LM_HEAD in wanted:
+    if head is None or embed is None or table.lm_head in wanted:
         return []
     if (head.dtype, head.shape) == (embed.dtype, embed.shape):
         with (
             open_tensors(report.folder / head.file) as a,
             open_tensors(report.folder / embed.file) as b,
         ):
-            left, right = a.get_slice(hf_dense.LM_HEAD), b.get_slice(hf_dense.EMBED)
+            left, right = a.get_slice(table.lm_head), b.get_slice(table.embed)
             rows = head.shape[0]
             step = max(_SLICE_BYTES // (head.shape[1] * 4), 1)
             slices = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
             if all(bool((raw(left[s]) == raw(right[s])).all()) for s in slices):
                 return []
     return [
-        f"tie_word_embeddings is true but {hf_dense.LM_HEAD} differs from {hf_dense.EMBED}; "
+        f"{table.keys.tied} is true but {table.lm_head} differs from {table.embed}; "
         "set it to false in config.json to keep the head"
     ]

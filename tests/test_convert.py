@@ -22,7 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints_convert import convert, export_hf, hf_dense, inspect, load_params
+from checkpoints_convert import convert, export_hf, inspect, load_params
+from checkpoints_convert.naming import table_of
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.spec import placements
 from dllm_jax.models.dense import DenseConfig, param_shapes
@@ -358,8 +359,9 @@ def test_a_place_that_cannot_be_written_is_found_before_reading(tmp_path, monkey
     ],
 )
 def test_published_sizes(name, num_tensors, num_bytes):
-    shapes = param_shapes(parse_config(PUBLISHED[name]).config)
-    places = placements(hf_dense.RULES, shapes)
+    parsed = parse_config(PUBLISHED[name])
+    shapes = param_shapes(parsed.config)
+    places = placements(table_of(parsed.family).rules_for(), shapes)
     stored = sum(math.prod(place.shape) for place in places)
     assert len(places) == num_tensors
     assert stored == sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -138,7 +138,7 @@ def check(folder, words):
     (
         "fp8 scale",
         edited(lambda t: t.update({Q0 + "_scale_inv": np.ones(4, np.float32)})),
-        f"quantised (fp8), which is not supported; use the bfloat16 checkpoint: {Q0}_scale_inv",
+        f"quantised (fp8, blockwise), which is not supported; use the bfloat16 checkpoint: {Q0}_",
     ),
     (
         "fp8 types",
@@ -412,7 +412,8 @@ def edit_meta(folder, **changes):
 
 
 @fault(
-    ("newer", lambda f: edit_meta(f, version=99), "version 99, not 'dllm-jax' version 1"),
+    ("newer", lambda f: edit_meta(f, version=99), "version 99, not 'dllm-jax' version 2"),
+    ("older", lambda f: edit_meta(f, version=1), "convert the checkpoint again"),
     ("foreign", lambda f: edit_meta(f, format="other"), "meta.json is of format 'other'"),
     ("entry gone", lambda f: edit_meta(f, dtype=...), "meta.json lacks 'dtype'"),
     ("no JSON", lambda f: (f / "meta.json").write_text("{"), "meta.json is not valid JSON"),
