@@ -8,7 +8,7 @@ before "2"), groups and a capacity that exclude some of what a row would choose.
 from typing import Any
 
 _COMMON = {
-    "vocab_size": 96,
+    "vocab_size": 50,
     "hidden_size": 48,
     "intermediate_size": 56,
     "num_hidden_layers": 3,
@@ -23,7 +23,7 @@ _COMMON = {
     "torch_dtype": "bfloat16",
 }
 _OWN_HEAD = {"hidden_size": 40, "head_dim": 16, "attention_bias": False}  # 6 * 16 != 40
-_MASK = {"mask_token_id": 93, "bos_token_id": 90, "eos_token_id": 91, "pad_token_id": 90}
+_MASK = {"mask_token_id": 47, "bos_token_id": 44, "eos_token_id": 45, "pad_token_id": 44}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 3}
 _DREAM = {"architectures": ["DreamModel"], "model_type": "Dream", "use_mrope": False}
 _FAST = {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen"}
@@ -46,7 +46,7 @@ _LLADA2 = {
     "n_group": 4,
     "norm_head": False,
     "num_shared_experts": 1,
-    "pad_token_id": 91,
+    "pad_token_id": 45,
     "partial_rotary_factor": 0.5,
     "rope_theta": 600000,
     "rotary_dim": 8,
@@ -69,7 +69,7 @@ _LLADA = {
     "block_group_size": 1,
     "block_type": "llama",
     "d_model": 48,
-    "embedding_size": 96,
+    "embedding_size": 50,
     "include_bias": False,
     "include_qkv_bias": False,
     "input_emb_norm": False,
@@ -87,11 +87,11 @@ _LLADA = {
     "rope_full_precision": True,
     "rope_theta": 500000.0,
     "scale_logits": False,
-    "vocab_size": 96,
+    "vocab_size": 50,
     "weight_tying": False,
-    "mask_token_id": 93,
-    "eos_token_id": 91,
-    "pad_token_id": 91,
+    "mask_token_id": 47,
+    "eos_token_id": 45,
+    "pad_token_id": 45,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -151,26 +151,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 3000000,
         "expert_capacity": 5,
         "block_size": 4,
-        "delete_token_id": 94,
-        "split_token_id": 95,
+        "delete_token_id": 48,
+        "split_token_id": 49,
     },
-    "qwen3": {**_named("Qwen3ForCausalLM", "qwen3"), **_COMMON, **_OWN_HEAD, "eos_token_id": 91},
+    "qwen3": {**_named("Qwen3ForCausalLM", "qwen3"), **_COMMON, **_OWN_HEAD, "eos_token_id": 45},
     "qwen3_moe": {
         **_named("Qwen3MoeForCausalLM", "qwen3_moe"),
         **_COMMON,
         **_OWN_HEAD,
         **_SPARSE,
-        "eos_token_id": 91,
+        "eos_token_id": 45,
     },
     "llama31": {
         **_named("LlamaForCausalLM", "llama"),
         **_COMMON,
-        **_OWN_HEAD,
+        "attention_bias": False,
+        "head_dim": 16,
         "mlp_bias": False,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "rope_scaling": _LLAMA3,
-        "bos_token_id": 90,
-        "eos_token_id": [91, 92],
+        "bos_token_id": 44,
+        "eos_token_id": [45, 46],
     },
 }
