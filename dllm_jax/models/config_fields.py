@@ -1,28 +1,35 @@
-"""The facts of a dense network in a Hugging Face `config.json`, and what must not be in one.
+"""Typed reading of a `config.json`, and what must not be in one of any family.
 
-Both spellings are read: top-level `rope_theta` / `rope_scaling`, and the `rope_parameters` of
-transformers 5. Nothing here knows families or special tokens.
+Both spellings of rotary embedding are read: top-level `rope_theta` / `rope_scaling`, and the
+`rope_parameters` of transformers 5. Nothing here knows families or special tokens.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dllm_jax.models.layers import Llama3Scaling
 
 Json = Mapping[str, Any]
 
-_MAX_POSITION = 32768  # where a config names no length
-_NORM_EPS = 1e-6  # the default of Qwen3Config
 # Entries that are no plain values: what they must be where they are given.
 _KINDS: dict[str, Any] = {
     "architectures": list | str,
     "auto_map": Mapping,
     "layer_types": list,
+    "mlp_only_layers": list,
     "rope_scaling": Mapping,
     "rope_parameters": Mapping,
     "dllm_jax": Mapping,
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
+_LLAMA3 = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 def well_formed(config: Json, problems: list[str]) -> Json:
@@ -35,85 +42,161 @@ def well_formed(config: Json, problems: list[str]) -> Json:
     return kept
 
 
-def refusals(config: Json) -> Iterable[str]:
-    """Features of a config that the dense network does not have; each is a reason to refuse it."""
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        yield f'hidden_act={act!r} is not supported; only "silu" is'
-    if config.get("use_sliding_window"):
-        yield "use_sliding_window=true is not supported; only full attention is"
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if kinds:
-        yield f'layer_types holds {kinds}; only "full_attention" is supported'
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            yield f"{key}=true is not supported; these families have no bias"
-    for key in _ROPE_KEYS:
-        yield from _rope_refusals(config, key)
-    for key in _QUANTISATION_KEYS:
-        if config.get(key):
-            method = _mapping(config, key).get("quant_method")
-            yield (
-                f"the weights are quantised ({key}: quant_method={method!r}), which is not "
-                "supported; use the bfloat16 checkpoint"
-            )
+class Fields:
+    """The entries of a config by type; an entry that is missing or wrong becomes a problem.
 
+    Attributes:
+        problems: Reasons to refuse the config.
+        notes: What a user should know although it is read.
+    """
 
-def network_fields(config: Json, problems: list[str]) -> dict[str, Any]:
-    """The fields of `DenseConfig` that a config states; reasons against them go to `problems`."""
+    def __init__(self, config: Json, problems: list[str], notes: list[str]):
+        self.config, self.problems, self.notes = config, problems, notes
 
-    def whole(key: str, default: int | None = None) -> int:
-        value = config.get(key)
+    def whole(self, key: str, default: int | None = None, low: int = 1) -> int:
+        """A whole number from `low` (0 or 1) on; 0 beside a problem."""
+        value = self.config.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(f"{key}={value!r} must be a positive whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            kind = "a positive whole number" if low else "a whole number, 0 or more"
+            self.problems.append(f"{key}={value!r} must be {kind}")
             return 0
         return value
 
-    def number(key: str, value: Any) -> float:
+    def number(self, key: str, default: float | None = None, *, inside: Json | None = None) -> Any:
+        """A positive number, of the config or of the object `inside` it; 0 beside a problem."""
+        value = (self.config if inside is None else inside).get(key, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not 0 < value < math.inf
         ):
-            problems.append(f"{key}={value!r} must be a positive number")
+            self.problems.append(f"{key}={value!r} must be a positive number")
             return 0.0
         return float(value)
 
-    heads, hidden = whole("num_attention_heads"), whole("hidden_size")
-    if config.get("head_dim") is None and heads and hidden % heads:
-        problems.append(
-            f"head_dim is not given and num_attention_heads={heads} does not divide "
-            f"hidden_size={hidden}; state head_dim"
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; null and nothing are the default."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(f"{key}={value!r} must be true or false")
+        return value if isinstance(value, bool) else default
+
+    def must_be(self, key: str, *allowed: Any, why: str) -> None:
+        """A problem unless the entry is null, missing or one of `allowed`."""
+        value = self.config.get(key)
+        if value is None or any(value is one or (value == one) is True for one in allowed):
+            return
+        rule = " or ".join(_json(one) for one in allowed)
+        self.problems.append(f"{key}={shown(value)} is not supported; only {rule} is ({why})")
+
+    def object(self, key: str) -> Json:
+        """A JSON object, empty where there is none."""
+        value = self.config.get(key)
+        return value if isinstance(value, Mapping) else {}
+
+    def divided(self, heads_key: str, width_key: str) -> int:
+        """Width of a head where the config does not state it."""
+        heads, width = self.config.get(heads_key), self.config.get(width_key)
+        if not (isinstance(heads, int) and isinstance(width, int)) or min(heads, width) < 1:
+            return 1  # which is a problem already
+        if width % heads:
+            self.problems.append(
+                f"head_dim is not given and {heads_key}={heads} does not divide "
+                f"{width_key}={width}; state head_dim"
+            )
+        return max(width // heads, 1)
+
+
+class Rope(NamedTuple):
+    """What a config says of rotary embedding; `partial` is the share of a head, None: unsaid."""
+
+    theta: float
+    scaling: Llama3Scaling | None
+    partial: float | None
+
+
+def rope(fields: Fields) -> Rope:
+    """Rotary embedding in either spelling; what we lack is a problem with its name."""
+    config, scaling, said = fields.config, None, []
+    for key in _ROPE_KEYS:
+        entry = fields.object(key)
+        if any(isinstance(value, Mapping) for value in entry.values()):
+            fields.problems.append(f"{key} differs from layer to layer, which is not supported")
+            continue
+        kind = entry.get("rope_type", entry.get("type"))
+        if kind == "llama3":
+            scaling = _llama3(fields, key)
+        elif kind not in (None, "default"):
+            fields.problems.append(
+                f'{key} type {kind!r} is not supported; only null, "default" or "llama3" is'
+            )
+        said += [entry["rope_theta"]] if "rope_theta" in entry else []
+    said += [config["rope_theta"]] if config.get("rope_theta") is not None else []
+    if len(said) > 1 and said[0] != said[1]:
+        fields.notes.append(f"rope_theta is stated as {said[0]} and as {said[1]}; using {said[0]}")
+    theta = fields.number("rope_theta", inside={"rope_theta": said[0] if said else None})
+    shares = (*(fields.object(key) for key in reversed(_ROPE_KEYS)), config)
+    partial = next((s["partial_rotary_factor"] for s in shares if _has_share(s)), None)
+    if partial is not None:
+        partial = fields.number("partial_rotary_factor", inside={"partial_rotary_factor": partial})
+    return Rope(theta, scaling, partial)
+
+
+def common_refusals(fields: Fields) -> None:
+    """Problems of any family: quantised weights, sliding windows, unknown activations."""
+    config = fields.config
+    fields.must_be("hidden_act", "silu", why="the feed-forward half is SwiGLU")
+    if config.get("use_sliding_window"):
+        fields.problems.append("use_sliding_window=true is not supported; only full attention is")
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    if kinds:
+        fields.problems.append(f'layer_types holds {kinds}; only "full_attention" is supported')
+    fields.must_be("use_mrope", False, why="positions are those of one text")
+    for key in _QUANTISATION_KEYS:
+        if config.get(key):
+            method = fields.object(key).get("quant_method")
+            fields.problems.append(
+                f"the weights are quantised ({key}: quant_method={method!r}), which is not "
+                "supported; use the bfloat16 checkpoint"
+            )
+
+
+def no_partial_rope(fields: Fields, partial: float | None) -> None:
+    """A problem if only a part of a head is rotated."""
+    if partial not in (None, 1.0):
+        fields.problems.append(
+            f"partial_rotary_factor={partial} is not supported; only 1.0 is in this family"
         )
-    theta = _mapping(config, "rope_parameters").get("rope_theta", config.get("rope_theta"))
-    return {
-        "vocab_size": whole("vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": whole("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": whole("num_key_value_heads", heads),
-        "head_dim": whole("head_dim", max(hidden // max(heads, 1), 1)),
-        "ffn_size": whole("intermediate_size"),
-        "rope_theta": number("rope_theta", theta),
-        "norm_eps": number("rms_norm_eps", config.get("rms_norm_eps", _NORM_EPS)),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_position": whole("max_position_embeddings", _MAX_POSITION),
-    }
 
 
-def _rope_refusals(config: Json, key: str) -> Iterable[str]:
-    rope = _mapping(config, key)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        yield f"{key} differs from layer to layer, which is not supported"
-    elif kind != "default":
-        yield f'{key} type {kind!r} is not supported; only null or "default" is'
-    elif rope and partial not in (None, 1):
-        yield f"partial_rotary_factor={partial} is not supported; only 1.0 is"
+def _llama3(fields: Fields, key: str) -> Llama3Scaling | None:
+    entry, before = fields.object(key), len(fields.problems)
+    factor, low, high, length = (fields.number(name, inside=entry) for name in _LLAMA3)
+    if len(fields.problems) > before:
+        return None
+    if high <= low or length % 1:
+        fields.problems.append(
+            f"{key}: high_freq_factor={high} must be above low_freq_factor={low}, and "
+            f"original_max_position_embeddings={length} whole; correct config.json"
+        )
+        return None
+    return Llama3Scaling(
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=int(length),
+    )
 
 
-def _mapping(config: Json, key: str) -> Json:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
+def _has_share(entry: Json) -> bool:
+    return entry.get("partial_rotary_factor") is not None
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: truth values as JSON writes them, the rest as Python does."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _json(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else shown(value)

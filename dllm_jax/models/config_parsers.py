@@ -1,0 +1,239 @@
+"""The facts of a network in the `config.json` of each dialect: names of fields, traps, refusals.
+
+A dialect is a way of writing configs (and, in `checkpoints_convert`, tensors); several families
+share one. Each parser gives the arguments of the family's config class. Nothing here knows special
+tokens or how a model is decoded.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dllm_jax.models.config_fields import Fields, common_refusals, no_partial_rope, rope
+
+_MAX_POSITION = 32768  # where a config names no length
+_ROUTING_BLOCK = 32  # LLaDA2.2, where a config names none
+
+
+class Block(NamedTuple):
+    """What a family's layers have whatever its config says.
+
+    Attributes:
+        qk_norm: Queries and keys are normed.
+        qkv_bias: They and the values have a bias, and the output projection has none (Qwen2).
+        norm_topk: Weights of experts are divided by their sum (SDAR-MoE's own code).
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    norm_topk: bool = False
+
+
+def hf(fields: Fields, block: Block) -> dict[str, Any]:
+    """Llama's names: Llama, Qwen2 and Qwen3 and all that descend from them."""
+    common_refusals(fields)
+    if fields.config.get("mlp_bias"):
+        fields.problems.append("mlp_bias=true is not supported; these families have no bias there")
+    theta, scaling, partial = rope(fields)
+    no_partial_rope(fields, partial)
+    # Dream's and Fast-dLLM's Qwen2 layers have their bias whatever attention_bias says: it is
+    # false or missing in their configs.
+    bias = False if block.qkv_bias else fields.flag("attention_bias")
+    return {
+        **_decoder(fields),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "qk_norm": block.qk_norm,
+        "qkv_bias": block.qkv_bias or bias,
+        "o_bias": bias,
+    }
+
+
+def qwen_moe(fields: Fields, block: Block) -> dict[str, Any]:
+    """Qwen3-MoE's names: experts in every layer but some."""
+    config, network = fields.config, hf(fields, block)
+    step = fields.whole("decoder_sparse_step", 1)
+    dense = set(_layer_numbers(fields, "mlp_only_layers"))
+    alias = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+    if config.get("num_experts") not in (None, config.get(alias)):
+        fields.problems.append(
+            f"num_experts={config['num_experts']!r} and {alias}={config[alias]!r} must be equal"
+        )
+    norm = fields.flag("norm_topk_prob", block.norm_topk)
+    if block.norm_topk and not norm:
+        fields.notes.append(
+            "norm_topk_prob=false is passed over: the family's own code always divides the "
+            "weights of the chosen experts by their sum"
+        )
+    return {
+        **network,
+        "num_experts": fields.whole(alias if config.get("num_experts") is None else "num_experts"),
+        "experts_per_token": fields.whole("num_experts_per_tok"),
+        "expert_size": fields.whole("moe_intermediate_size"),
+        "moe_layers": tuple(
+            i not in dense and step > 0 and (i + 1) % step == 0
+            for i in range(network["num_layers"])
+        ),
+        "norm_topk": norm or block.norm_topk,
+    }
+
+
+def llada(fields: Fields, block: Block) -> dict[str, Any]:
+    """LLaDA-8B's own names, which are OLMo's."""
+    del block
+    config, problems = fields.config, fields.problems
+    common_refusals(fields)
+    for key, allowed, why in (
+        ("activation_type", "silu", "its feed-forward half has three matrices"),
+        ("block_type", "llama", "other blocks have other weights"),
+        ("layer_norm_type", "rms", "there is no other norm"),
+        ("layer_norm_with_affine", True, "each norm has a scale"),
+        ("rope", True, "positions enter by rotation"),
+        ("alibi", False, "positions enter by rotation"),
+        ("bias_for_layer_norm", False, "norms have no bias"),
+        ("attention_layer_norm", False, "queries and keys are not normed"),
+        ("input_emb_norm", False, "embeddings are not normed"),
+        ("include_bias", False, "the feed-forward half has no bias"),
+        ("block_group_size", 1, "layers are not grouped"),
+    ):
+        fields.must_be(key, allowed, why=why)
+    if config.get("clip_qkv") is not None:
+        problems.append(f"clip_qkv={config['clip_qkv']!r} is not supported; only null is")
+    theta, scaling, partial = rope(fields)
+    no_partial_rope(fields, partial)
+    heads, width = fields.whole("n_heads"), fields.whole("d_model")
+    kv_heads = fields.whole("n_kv_heads", 1 if config.get("multi_query_attention") else heads or 1)
+    if fields.flag("multi_query_attention") and kv_heads != 1:
+        problems.append(f"n_kv_heads={kv_heads} beside multi_query_attention=true must be 1")
+    rows = fields.whole("embedding_size", fields.whole("vocab_size") or 1)
+    return {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "num_layers": fields.whole("n_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": fields.divided("n_heads", "d_model"),
+        "ffn_size": _llada_ffn(fields, width),
+        "norm_eps": fields.number("rms_norm_eps", 1e-5),
+        "tie_embeddings": fields.flag("weight_tying"),
+        "max_position": fields.whole("max_sequence_length", 4096),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "qk_norm": False,
+        "qkv_bias": fields.flag("include_qkv_bias"),
+        "logit_scale": 1 / math.sqrt(width) if fields.flag("scale_logits") and width else 1.0,
+    }
+
+
+def llada2(fields: Fields, block: Block) -> dict[str, Any]:
+    """LLaDA2's names, which are those of Ling: fused projections, sigmoid routing, groups."""
+    del block
+    common_refusals(fields)
+    for key, allowed, why in (
+        ("use_qk_norm", True, "queries and keys are normed"),
+        ("score_function", "sigmoid", "each expert has a probability of its own"),
+        ("router_dtype", "fp32", "scores of 16 bits would tie"),
+        ("norm_head", False, "rows of the head are not normed"),
+        ("use_rmsnorm", True, "there is no other norm"),
+    ):
+        fields.must_be(key, allowed, why=why)
+    theta, scaling, partial = rope(fields)
+    network = _decoder(fields)
+    experts = fields.whole("num_experts")
+    expert_size = fields.whole("moe_intermediate_size")
+    first = fields.whole("first_k_dense_replace", 0, low=0)
+    groups, kept = _groups(fields, experts)
+    capacity = fields.whole("expert_capacity", 0, low=0)
+    return {
+        **network,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rotary_dim": _rotary_dim(fields, network["head_dim"], partial),
+        "qk_norm": True,
+        "qkv_bias": fields.flag("use_qkv_bias"),
+        "o_bias": fields.flag("use_bias"),
+        "num_experts": experts,
+        "experts_per_token": fields.whole("num_experts_per_tok"),
+        "expert_size": expert_size,
+        "shared_size": fields.whole("num_shared_experts", 0, low=0) * expert_size,
+        "moe_layers": tuple(i >= first for i in range(network["num_layers"])),
+        "score": "sigmoid",
+        "norm_topk": fields.flag("norm_topk_prob", True),
+        "routed_scale": fields.number("routed_scaling_factor", 1.0),
+        "expert_bias": fields.flag("moe_router_enable_expert_bias", True),
+        "num_groups": groups,
+        "groups_per_token": kept,
+        "expert_capacity": capacity,
+        "routing_block": fields.whole("block_size", _ROUTING_BLOCK) if capacity else 1,
+    }
+
+
+PARSERS = {"hf": hf, "qwen_moe": qwen_moe, "llada": llada, "llada2": llada2}
+
+
+def _decoder(fields: Fields) -> dict[str, Any]:
+    """Sizes under Llama's names."""
+    heads, head_dim = fields.whole("num_attention_heads"), fields.config.get("head_dim")
+    usual = fields.divided("num_attention_heads", "hidden_size") if head_dim is None else None
+    return {
+        "vocab_size": fields.whole("vocab_size"),
+        "hidden_size": fields.whole("hidden_size"),
+        "num_layers": fields.whole("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": fields.whole("num_key_value_heads", heads or 1),
+        "head_dim": fields.whole("head_dim", usual),
+        "ffn_size": fields.whole("intermediate_size"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "max_position": fields.whole("max_position_embeddings", _MAX_POSITION),
+    }
+
+
+def _llada_ffn(fields: Fields, width: int) -> int:
+    if fields.config.get("mlp_hidden_size") is not None:
+        return fields.whole("mlp_hidden_size")
+    size = fields.number("mlp_ratio", 4) * width
+    if size % 1:
+        fields.problems.append(f"mlp_ratio times d_model={width} is {size}; state mlp_hidden_size")
+    return int(size)
+
+
+def _rotary_dim(fields: Fields, head_dim: int, partial: float | None) -> int | None:
+    """Rotated components of a head, None for all; `rotary_dim` is believed before the share."""
+    share = None if partial is None else int(head_dim * partial)
+    if fields.config.get("rotary_dim") is None:
+        return None if share in (None, head_dim) else share
+    stated = fields.whole("rotary_dim")
+    if share not in (None, stated):
+        fields.notes.append(
+            f"rotary_dim={stated} but partial_rotary_factor={partial} of head_dim={head_dim} is "
+            f"{share}; using rotary_dim"
+        )
+    return None if stated == head_dim else stated
+
+
+def _groups(fields: Fields, experts: int) -> tuple[int, int]:
+    """Groups of experts and how many of them a row may use; (1, 1) for no groups."""
+    groups = fields.whole("n_group", 0, low=0)
+    if groups <= 1:
+        return 1, 1
+    if experts % groups:
+        fields.notes.append(
+            f"n_group={groups} does not divide num_experts={experts}: a row chooses among all "
+            "experts, as in the published code"
+        )
+        return 1, 1
+    kept = fields.whole("topk_group")
+    if kept > groups:
+        fields.problems.append(f"topk_group={kept} must be at most n_group={groups}")
+    return groups, kept
+
+
+def _layer_numbers(fields: Fields, key: str) -> list[int]:
+    numbers = fields.config.get(key) or []
+    if isinstance(numbers, Mapping) or not all(
+        isinstance(i, int) and not isinstance(i, bool) for i in numbers
+    ):
+        fields.problems.append(f"{key}={numbers!r} must be a list of layer numbers")
+        return []
+    return list(numbers)

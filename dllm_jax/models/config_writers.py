@@ -1,0 +1,148 @@
+"""The `config.json` of a network in its family's dialect: what the parsers read back.
+
+Data flow: config -> dictionary. Nothing here writes a file or knows how a model is decoded.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.family_table import Family, family_named
+
+
+def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The `config.json` of a network: what `parse_config` reads back to the same `cfg`.
+
+    Raises:
+        ValueError: An unknown family.
+    """
+    row = family_named(family)
+    mask = {} if cfg.mask_token_id < 0 else {"mask_token_id": cfg.mask_token_id}
+    return {
+        "architectures": [row.architecture],
+        "model_type": (*row.model_types, _MODEL_TYPES.get(family))[0],
+        **_WRITERS[row.dialect](row, cfg),
+        "torch_dtype": dtype,
+        **mask,
+    }
+
+
+# Families whose model_type is also another's.
+_MODEL_TYPES = {"dream": "Dream", "dream_reasoner": "Dream", "stable_diffcoder": "llama"}
+
+
+def _hf(family: Family, cfg: Any) -> dict[str, Any]:
+    return {
+        **_decoder(cfg),
+        **({} if family.block.qkv_bias else {"attention_bias": cfg.qkv_bias}),
+    }
+
+
+def _qwen_moe(family: Family, cfg: Any) -> dict[str, Any]:
+    return {
+        **_hf(family, cfg),
+        "num_experts": cfg.num_experts,
+        "num_experts_per_tok": cfg.experts_per_token,
+        "moe_intermediate_size": cfg.expert_size,
+        "norm_topk_prob": cfg.norm_topk,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, moe in enumerate(cfg.moe_layers) if not moe],
+    }
+
+
+def _llada(family: Family, cfg: Any) -> dict[str, Any]:
+    del family
+    return {
+        "d_model": cfg.hidden_size,
+        "n_layers": cfg.num_layers,
+        "n_heads": cfg.num_heads,
+        "n_kv_heads": cfg.num_kv_heads,
+        "mlp_hidden_size": cfg.ffn_size,
+        "mlp_ratio": 4,
+        "vocab_size": cfg.vocab_size,
+        "embedding_size": cfg.vocab_size,
+        "max_sequence_length": cfg.max_position,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope": True,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": _scaling(cfg),
+        "alibi": False,
+        "activation_type": "silu",
+        "block_type": "llama",
+        "block_group_size": 1,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "bias_for_layer_norm": False,
+        "attention_layer_norm": False,
+        "include_bias": False,
+        "include_qkv_bias": cfg.qkv_bias,
+        "input_emb_norm": False,
+        "scale_logits": cfg.logit_scale != 1.0,
+        "weight_tying": cfg.tie_embeddings,
+    }
+
+
+def _llada2(family: Family, cfg: Any) -> dict[str, Any]:
+    del family
+    rotary = cfg.head_dim if cfg.rotary_dim is None else cfg.rotary_dim
+    routing = {"expert_capacity": cfg.expert_capacity, "block_size": cfg.routing_block}
+    return {
+        **_decoder(cfg),
+        "rotary_dim": rotary,
+        "partial_rotary_factor": rotary / cfg.head_dim,
+        "use_qkv_bias": cfg.qkv_bias,
+        "use_bias": cfg.o_bias,
+        "use_qk_norm": True,
+        "norm_head": False,
+        "num_experts": cfg.num_experts,
+        "num_experts_per_tok": cfg.experts_per_token,
+        "moe_intermediate_size": cfg.expert_size,
+        "num_shared_experts": cfg.shared_size // cfg.expert_size,
+        "first_k_dense_replace": cfg.moe_layers.count(False),
+        "score_function": cfg.score,
+        "router_dtype": "fp32",
+        "norm_topk_prob": cfg.norm_topk,
+        "routed_scaling_factor": cfg.routed_scale,
+        "moe_router_enable_expert_bias": cfg.expert_bias,
+        "n_group": cfg.num_groups,
+        "topk_group": cfg.groups_per_token,
+        **(routing if cfg.expert_capacity else {}),
+    }
+
+
+_WRITERS: dict[str, Callable[[Family, Any], dict[str, Any]]] = {
+    "hf": _hf,
+    "qwen_moe": _qwen_moe,
+    "llada": _llada,
+    "llada2": _llada2,
+}
+
+
+def _decoder(cfg: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.ffn_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": _scaling(cfg),
+        "max_position_embeddings": cfg.max_position,
+        "tie_word_embeddings": cfg.tie_embeddings,
+    }
+
+
+def _scaling(cfg: Any) -> dict[str, Any] | None:
+    if cfg.rope_scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": cfg.rope_scaling.factor,
+        "low_freq_factor": cfg.rope_scaling.low_freq_factor,
+        "high_freq_factor": cfg.rope_scaling.high_freq_factor,
+        "original_max_position_embeddings": cfg.rope_scaling.original_max_position,
+    }

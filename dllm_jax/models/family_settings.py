@@ -1,0 +1,109 @@
+"""Strategy, sizes and thresholds of a checkpoint: the table, then the config, then our own entry.
+
+Nothing here knows special tokens or runs a strategy.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from dllm_jax.models.config_fields import Fields
+from dllm_jax.models.family_table import BLOCK_ROUTED, Family
+
+# Settings a config.json of ours may carry under "dllm_jax", with their types.
+_OURS = {
+    "strategy": str,
+    "block_size": int,
+    "buffer_size": int,
+    "accept_threshold": float,
+    "add_block_threshold": float,
+    "semi_complete_threshold": float,
+    "temperature": float,
+    "top_p": float,
+}
+_FROM_TABLE = (*_OURS, "attention", "alternatives")
+
+
+def settings_of(
+    fields: Fields, family: Family, network: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """Strategy settings, as arguments of `FamilyDefaults`.
+
+    Args:
+        network: What the config says of the network, by fields of its config class.
+        name: Of the folder or repository.
+    """
+    settings: dict[str, Any] = {key: getattr(family, key) for key in _FROM_TABLE}
+    routing_block = network.get("routing_block") or 1
+    if network.get("expert_capacity"):
+        settings |= BLOCK_ROUTED
+    if family.mask_token_id is not None:
+        settings["block_size"] = _native_block(fields, family, routing_block, name)
+        settings |= _hinted(fields, family, settings["strategy"], name)
+    if family.trained_len is not None and network["max_position"] > family.trained_len:
+        fields.notes.append(
+            f"max_position_embeddings={network['max_position']} is inherited: {family.name} was "
+            f"trained on texts of {family.trained_len} tokens, and longer ones suffer"
+        )
+    settings |= _own(fields)
+    for key in ("block_size", "buffer_size"):
+        size = settings[key]
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            fields.problems.append(f"{key}={size!r} must be a positive whole number")
+        elif key == "block_size" and size % routing_block:
+            fields.problems.append(
+                f"block_size={size} must be a multiple of the routing block of {routing_block} "
+                "tokens (block_size beside expert_capacity in config.json)"
+            )
+    return settings
+
+
+def _native_block(fields: Fields, family: Family, routing_block: int, name: str) -> Any:
+    """Tokens of a block as the config states it, else as the name does, else as the table."""
+    config = fields.config
+    suffix = re.search(r"-b(\d+)(?=-|$)", name)
+    keys: Iterable[str] = ("bd_size", "block_size")
+    if routing_block > 1:  # LLaDA2.2's block_size is that of routing, not of denoising
+        keys = ("bd_size",)
+    native = next((config[key] for key in keys if config.get(key)), None)
+    if native is None and suffix:
+        native = int(suffix[1])
+    elif native is None:
+        return math.ceil(family.block_size / routing_block) * routing_block
+    elif suffix and int(suffix[1]) != native:
+        fields.notes.append(
+            f"{name} names blocks of {suffix[1]} but config.json says {native}; using that"
+        )
+    return native
+
+
+def _hinted(fields: Fields, family: Family, strategy: str, name: str) -> dict[str, Any]:
+    """What the name changes; a strategy it points to is only told."""
+    changes: dict[str, Any] = {}
+    for hint in family.hints:
+        if not re.search(hint.pattern, name, re.IGNORECASE):
+            continue
+        changes |= hint.settings
+        if hint.strategy not in (None, strategy):
+            fields.notes.append(
+                f"{name} is by its name made for the strategy {hint.strategy!r}, which its files "
+                f"do not tell; {strategy!r} is used unless you name another"
+            )
+    return changes
+
+
+def _own(fields: Fields) -> dict[str, Any]:
+    """The entry "dllm_jax" of a config we wrote."""
+    settings: dict[str, Any] = {}
+    for key, value in fields.object("dllm_jax").items():
+        kind = _OURS.get(key)
+        if kind is None:
+            fields.problems.append(f'"dllm_jax": unknown key {key!r}; known are {", ".join(_OURS)}')
+        elif isinstance(value, bool) or not isinstance(
+            value, int | float if kind is float else kind
+        ):
+            fields.problems.append(f'"dllm_jax": {key}={value!r} must be of type {kind.__name__}')
+        else:
+            settings[key] = kind(value)
+    return settings

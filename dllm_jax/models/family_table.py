@@ -1,0 +1,290 @@
+"""The table of model families: how each is recognised, its constants, and how it is decoded.
+
+One row a family: adding a family that writes its config in a known dialect is adding
+a row. Source: config.json, tokenizer files and cards of the published checkpoints named in each
+row. What a folder itself says comes before what is said here.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dllm_jax.models.config_parsers import Block
+from dllm_jax.models.family_defaults import Attention
+
+Dialect = Literal["hf", "qwen_moe", "llada", "llada2"]
+_PLAIN = Block()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hint:
+    """What a part of a folder's or repository's name says.
+
+    Attributes:
+        pattern: A regular expression, found anywhere in the name, in any case.
+        settings: Defaults that it changes.
+        strategy: What such a checkpoint was made for; told in a note, for a name is no proof.
+    """
+
+    pattern: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    strategy: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row.
+
+    Attributes:
+        architecture: The class that `architectures` or `auto_map` names.
+        model_types: Believed only where no class is named; none where it would not be clear.
+        dialect: How the config is written.
+        block: What the layers have whatever the config says.
+        mask_token_id: None for a model without a mask token.
+        mask_tokens: Texts under which the vocabulary has it.
+        forbidden: Entries of the config with ids that only the family's own strategy may draw.
+        trained_len: Longest texts of training, where the config states more.
+        hints: What the name may tell.
+    """
+
+    name: str
+    architecture: str
+    model_types: tuple[str, ...] = ()
+    dialect: Dialect = "hf"
+    block: Block = _PLAIN
+    shift: bool
+    attention: Attention
+    strategy: str
+    block_size: int
+    buffer_size: int = 1
+    accept_threshold: float = 0.95
+    add_block_threshold: float = 0.1
+    semi_complete_threshold: float = 0.9
+    temperature: float = 0.0
+    top_p: float | None = None
+    alternatives: tuple[str, ...] = ()
+    mask_token_id: int | None
+    mask_tokens: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int | None = None
+    forbidden: tuple[str, ...] = ()
+    trained_len: int | None = None
+    hints: tuple[Hint, ...] = ()
+
+
+_QWEN2 = Block(qkv_bias=True)
+_QWEN3 = Block(qk_norm=True)
+_QWEN_ENDS = (151643, 151645)  # <|endoftext|>, <|im_end|>
+_LLADA_ENDS = (126081, 126348)  # <|endoftext|>, <|eot_id|>
+
+FAMILIES = (
+    # GSAI-ML/LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5. Threshold: Fast-dLLM's.
+    Family(
+        name="llada",
+        architecture="LLaDAModelLM",
+        model_types=("llada",),
+        dialect="llada",
+        shift=False,
+        attention="full",
+        strategy="full_sequence",
+        block_size=32,
+        accept_threshold=0.9,
+        mask_token_id=126336,
+        mask_tokens=("<|mdm_mask|>",),
+        stop_token_ids=_LLADA_ENDS,
+        pad_token_id=126081,
+    ),
+    # Dream-org/Dream-v0-Base-7B, -Instruct-7B; apple/DiffuCoder-7B-*, which its config does not
+    # tell apart. "Dream" is also the reasoner's model_type, so that alone says nothing.
+    Family(
+        name="dream",
+        architecture="DreamModel",
+        block=_QWEN2,
+        shift=True,
+        attention="full",
+        strategy="full_sequence",
+        block_size=32,
+        accept_threshold=0.9,
+        temperature=0.2,
+        top_p=0.95,
+        mask_token_id=151666,
+        mask_tokens=("<|mask|>",),
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+        trained_len=2048,
+        hints=(
+            Hint(pattern="diffucoder", settings={"temperature": 0.3}),
+            Hint(pattern="diffucoder.*cpgrpo", settings={"temperature": 0.4}),
+        ),
+    ),
+    # Dream-org/DreamReasoner-8B
+    Family(
+        name="dream_reasoner",
+        architecture="DreamForCausalLM",
+        block=_QWEN3,
+        shift=False,
+        attention="block_causal",
+        strategy="multi_bd",
+        block_size=32,
+        accept_threshold=0.9,
+        mask_token_id=151669,
+        mask_tokens=("<|MASK|>", "<MASK>"),
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; model_type is "llama"
+    Family(
+        name="stable_diffcoder",
+        architecture="StableDiffcoderForCausalLM",
+        shift=False,
+        attention="block_causal",
+        strategy="multi_bd",
+        block_size=4,
+        mask_token_id=5,
+        mask_tokens=("<[MASK_TOKEN]>",),
+        stop_token_ids=(2,),
+        pad_token_id=1,
+    ),
+    # Efficient-Large-Model/Fast_dLLM_v2_1.5B, _7B. Their top_p of 0.95 does nothing at
+    # temperature 0; here it would raise every confidence, which is of the law after top-p.
+    Family(
+        name="fast_dllm_v2",
+        architecture="Fast_dLLM_QwenForCausalLM",
+        model_types=("Fast_dLLM_Qwen",),
+        block=_QWEN2,
+        shift=True,
+        attention="block_causal",
+        strategy="fast_dllm_v2",
+        block_size=32,
+        accept_threshold=0.9,
+        alternatives=("multi_bd",),
+        mask_token_id=151665,
+        mask_tokens=("|<MASK>|",),
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # JetLM/SDAR-*-Chat (a -b8 to -b64 in the name states the block), TraDo
+    Family(
+        name="sdar",
+        architecture="SDARForCausalLM",
+        model_types=("sdar",),
+        block=_QWEN3,
+        shift=False,
+        attention="block_causal",
+        strategy="multi_bd",
+        block_size=4,
+        mask_token_id=151669,
+        mask_tokens=("<|MASK|>", "<MASK>"),
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # JetLM/SDAR-30B-A3B-Chat
+    Family(
+        name="sdar_moe",
+        architecture="SDARMoeForCausalLM",
+        model_types=("sdar_moe",),
+        dialect="qwen_moe",
+        block=Block(qk_norm=True, norm_topk=True),
+        shift=False,
+        attention="block_causal",
+        strategy="multi_bd",
+        block_size=4,
+        mask_token_id=151669,
+        mask_tokens=("<|MASK|>", "<MASK>"),
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # inclusionAI/LLaDA2.0-*, LLaDA2.1-*, LLaDA2.2-*; Zigeng/DMax-*; MBD-LLaDA2-*
+    Family(
+        name="llada2",
+        architecture="LLaDA2MoeModelLM",
+        model_types=("llada2_moe", "llada2_moe_veomni"),
+        dialect="llada2",
+        shift=False,
+        attention="block_causal",
+        strategy="multi_bd",
+        block_size=32,
+        alternatives=("edit", "dmax"),
+        mask_token_id=156895,
+        mask_tokens=("<|mask|>",),
+        stop_token_ids=(156892, 156900),  # <|endoftext|>, <|role_end|>
+        pad_token_id=156892,
+        forbidden=("delete_token_id", "split_token_id"),
+        hints=(
+            Hint(pattern=r"-CAP\b", settings={"accept_threshold": 0.9}),
+            Hint(pattern=r"LLaDA2\.1", strategy="edit"),
+            Hint(pattern="DMax", strategy="dmax"),
+        ),
+    ),
+    # Qwen/Qwen3-*, the autoregressive targets of drafters
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        model_types=("qwen3",),
+        block=_QWEN3,
+        shift=True,
+        attention="causal",
+        strategy="ar",
+        block_size=1,
+        mask_token_id=None,
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # Qwen/Qwen3-30B-A3B
+    Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        model_types=("qwen3_moe",),
+        dialect="qwen_moe",
+        block=_QWEN3,
+        shift=True,
+        attention="causal",
+        strategy="ar",
+        block_size=1,
+        mask_token_id=None,
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # meta-llama/Llama-3.1-8B-Instruct
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        model_types=("llama",),
+        shift=True,
+        attention="causal",
+        strategy="ar",
+        block_size=1,
+        mask_token_id=None,
+        stop_token_ids=(128001, 128008, 128009),
+    ),
+)
+
+# LLaDA2.2: what stands in a config with routing blocks is decoded so.
+BLOCK_ROUTED: Mapping[str, Any] = {
+    "strategy": "edit",
+    "accept_threshold": 0.5,
+    "alternatives": ("multi_bd",),
+}
+
+# Classes that are easily taken for one of the above; the text says what they are.
+RELATIVES = {
+    "LLaDAMoEModelLM": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
+    "llada_moe": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
+    "Dream": "that alone does not say whether its layers are Qwen2's or Qwen3's; "
+    'add "architectures": ["DreamModel"] or ["DreamForCausalLM"] to config.json',
+}
+# LLaDA2.0-Uni also reads and draws images; its class has not been published under one name.
+UNI = r"llada-?2.*\buni\b"
+
+
+def family_named(name: str) -> Family:
+    """The row of a family.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    known = ", ".join(f.name for f in FAMILIES)
+    raise ValueError(f"family {name!r} is unknown; known are {known}")
