@@ -8,12 +8,23 @@ Letters: T rows, k experts of a row, E experts, D model width, F an expert's inn
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.expert_ffn import reference
+from pallas_kernels.expert_ffn import grouped, reference, triton
+from pallas_kernels.expert_ffn.transforms import transformable
 
-Implementation = Literal["dense"]
+Implementation = Literal["dense", "grouped", "triton"]
+
+# On a CPU the reference wins where its work is nothing beside the bookkeeping of tiles, and where
+# rows are few and touch most experts, so that tiles are mostly padding
+# (benchmarks/results/expert_ffn_cpu.json).
+DENSE_WORK = 1_000_000  # T x E x D x F
+DENSE_ROWS = 16
+
+_grouped = transformable(grouped.expert_ffn)
+_triton = transformable(triton.expert_ffn)
 
 
 def expert_ffn(
@@ -35,7 +46,9 @@ def expert_ffn(
             weight is read for it. Rows that are not live have nothing but such ids.
         expert_weights: What each result counts for, float32; the router normalises, not this.
         w_gate_up: Index 0 of the axis of 2 is the gate.
-        implementation: "dense" (any device, the truth), or None.
+        implementation: "dense" (every expert over every row: the truth; any device), "grouped"
+            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), or None:
+            the one measured to be fastest that takes the arguments.
 
     Returns:
         In the dtype of `x`; zeros in rows without an expert, whatever stands in them.
@@ -44,9 +57,26 @@ def expert_ffn(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(x, expert_ids, expert_weights, w_gate_up, w_down)
-    if implementation in (None, "dense"):
-        return reference.expert_ffn(x, expert_ids, expert_weights, w_gate_up, w_down)
-    raise ValueError(f'{implementation=} is not one of "dense"')
+    if implementation is None:
+        implementation = _choose(x, expert_ids, w_down)
+    arguments = (x, expert_ids, expert_weights, w_gate_up, w_down)
+    if implementation == "dense":
+        return reference.expert_ffn(*arguments)
+    if implementation == "grouped":
+        return _grouped(*arguments)
+    if implementation == "triton":
+        reason = triton.unsupported(x, w_down)
+        if reason:
+            raise NotImplementedError(f'implementation="triton": {reason}; use "grouped"')
+        return _triton(*arguments)
+    raise ValueError(f'{implementation=} is not one of "dense", "grouped", "triton"')
+
+
+def _choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
+    if jax.default_backend() == "gpu":
+        return "grouped" if triton.unsupported(x, w_down) else "triton"
+    few_rows = len(x) <= DENSE_ROWS and expert_ids.size >= len(w_down)
+    return "dense" if few_rows or len(x) * w_down.size <= DENSE_WORK else "grouped"
 
 
 def _check(

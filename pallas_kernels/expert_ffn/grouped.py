@@ -1,0 +1,66 @@
+"""Rows sorted by expert, one expert's weights read at a time: plain XLA, any device.
+
+A loop over the used tiles of `tiles.py`: an expert without rows costs nothing, and memory is one
+expert's weights and the results of the pairs. (`lax.ragged_dot` computes every expert for every row
+where it has no kernel.)
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.expert_ffn.tiles import TileTable, combine, tile_table
+
+# On a CPU 16 rows take hardly longer than one, as reading the expert does, and 32 twice as long
+# (benchmarks/results/expert_ffn_cpu.json). Products of fewer than 4 rows add up in another order.
+TILE_ROWS = 16
+
+
+def expert_ffn(
+    x: Array, expert_ids: Array, expert_weights: Array, w_gate_up: Array, w_down: Array
+) -> Array:
+    """See `api.expert_ffn`."""
+    table = tile_table(expert_ids, len(w_down), TILE_ROWS)
+    results = _run_tiles(x, expert_weights, table, w_gate_up, w_down)
+    return combine(results, table.place).astype(x.dtype)
+
+
+def _run_tiles(
+    x: Array, expert_weights: Array, table: TileTable, w_gate_up: Array, w_down: Array
+) -> Float[Array, "P_up D"]:
+    """Weighted results by place. Rows past a tile's last are rubbish, which the next overwrites."""
+    k = expert_weights.shape[1]
+    pairs = jnp.pad(table.pair, (0, TILE_ROWS))
+
+    def run_tile(i: Array, results: Array) -> Array:
+        expert, first = table.expert[i], table.first[i]
+        pair = jax.lax.dynamic_slice_in_dim(pairs, first, TILE_ROWS)
+        gate, up = jnp.split(_product(x[pair // k], _of_expert(w_gate_up, expert)), 2, axis=-1)
+        inner = (jax.nn.silu(gate) * up).astype(x.dtype)
+        out = _product(inner, _of_expert(w_down, expert))
+        out = expert_weights.reshape(-1, 1)[pair] * out
+        return jax.lax.dynamic_update_slice_in_dim(results, out, first, axis=0)
+
+    num_used = (table.length > 0).sum(dtype=jnp.int32)
+    blank = jnp.zeros((len(pairs), x.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, num_used, run_tile, blank)
+
+
+def _of_expert(weights: Float[Array, "E D ..."], expert: Array) -> Float[Array, "D F"]:
+    """One expert's weights as a matrix.
+
+    The barrier keeps jax 0.10 from converting all experts' bfloat16 ahead of the loop on a CPU.
+    """
+    flat = weights.reshape(*weights.shape[:2], -1)
+    flat, expert = jax.lax.optimization_barrier((flat, expert))
+    return jax.lax.dynamic_index_in_dim(flat, expert, keepdims=False)
+
+
+def _product(rows: Float[Array, "R D"], weights: Float[Array, "D F"]) -> Float[Array, "R F"]:
+    """Accumulated in float32."""
+    return jax.lax.dot_general(
+        rows,
+        weights.astype(rows.dtype),
+        (((1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,50 @@
+"""`vmap` and gradients for back ends that are loops or kernels, and have neither of their own."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array
+
+from pallas_kernels.expert_ffn import reference
+
+ExpertFfn = Callable[[Array, Array, Array, Array, Array], Array]
+
+
+def transformable(function: ExpertFfn) -> ExpertFfn:
+    """The same function; vmap of it is more rows, and its gradient is the reference's.
+
+    Rows do not depend on each other, so a batch of calls with the same experts is one call. The
+    gradient takes the reference's memory and time.
+    """
+    by_rows = jax.custom_batching.custom_vmap(function)
+
+    @by_rows.def_vmap
+    def _(axis_size: int, batched: list[bool], *args: Array) -> tuple[Array, bool]:
+        if any(batched[3:]):  # other experts in each call: nothing to share
+            each = [a for a, is_batched in zip(args, batched, strict=True) if is_batched]
+            return jax.lax.map(lambda one: by_rows(*_merge(one, args, batched)), each), True
+        rows = [
+            a if is_batched else jax.numpy.broadcast_to(a, (axis_size, *a.shape))
+            for a, is_batched in zip(args[:3], batched[:3], strict=True)
+        ]
+        out = by_rows(*(a.reshape(-1, a.shape[-1]) for a in rows), *args[3:])
+        return out.reshape(rows[0].shape), True
+
+    with_gradient = jax.custom_vjp(lambda *args: by_rows(*args))
+    with_gradient.defvjp(lambda *args: (by_rows(*args), args), _pull_back)
+    return with_gradient
+
+
+def _merge(one: list[Array], args: tuple[Array, ...], batched: list[bool]) -> list[Array]:
+    """All arguments of one call of the batch."""
+    mine = iter(one)
+    return [next(mine) if is_batched else a for a, is_batched in zip(args, batched, strict=True)]
+
+
+def _pull_back(args: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+    x, expert_ids, *weights = args
+    _, pull = jax.vjp(
+        lambda x, *weights: reference.expert_ffn(x, expert_ids, *weights), x, *weights
+    )
+    dx, *d_weights = pull(cotangent)
+    return dx, None, *d_weights
