@@ -17,14 +17,10 @@ from checkpoints_convert.dtypes import as_dtype
 from checkpoints_convert.report import FORMAT, META, Report
 from checkpoints_convert.tokenizer_files import present, read_json
 from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.families import FamilyDefaults
-from dllm_jax.models.layers import Llama3Scaling
-from dllm_jax.models.moe import MoEConfig
+from dllm_jax.models.families import config_from_json, defaults_from_json
 
 PARAMS = "params"  # the folder of the weights
 _VERSION = 2
-_CONFIGS = {"dense": DenseConfig, "moe": MoEConfig}
 
 
 def write_meta(report: Report, dtype: str, folder: Path) -> None:
@@ -35,12 +31,10 @@ def write_meta(report: Report, dtype: str, folder: Path) -> None:
         dtype: Type of the weights.
     """
     config, defaults = report.require_ok()
-    kind = next(kind for kind, cls in _CONFIGS.items() if type(config) is cls)
     meta = {
         "format": FORMAT,
         "version": _VERSION,
         "family": report.family,
-        "network": kind,
         "config": dataclasses.asdict(config),
         "defaults": dataclasses.asdict(defaults),
         "dtype": dtype,
@@ -61,8 +55,8 @@ def describe(folder: Path, source: str) -> Report:
                 f"{META} is of format {meta.get('format')!r} version {meta.get('version')!r}, "
                 f"not {FORMAT!r} version {_VERSION}; convert the checkpoint again"
             )
-        config = _config(meta["network"], meta["config"])
-        defaults = FamilyDefaults(**_hashable(meta["defaults"]))
+        config = config_from_json(meta["family"], meta["config"])
+        defaults = defaults_from_json(meta["defaults"])
         dtype = as_dtype(meta["dtype"])
     except KeyError as error:
         return dataclasses.replace(report, problems=(f"{META} lacks {error}; convert it again",))
@@ -71,7 +65,7 @@ def describe(folder: Path, source: str) -> Report:
     shapes = leaf_shapes(arch_of(config).param_shapes(config, dtype))
     return dataclasses.replace(
         report,
-        family=meta.get("family"),
+        family=meta["family"],
         config=config,
         defaults=defaults,
         dtype=meta["dtype"],
@@ -94,21 +88,6 @@ def leaf_shapes(tree: Any) -> dict[str, Any]:
     util: Any = jax.tree_util  # only partly typed
     leaves = util.tree_leaves_with_path(tree)
     return {util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _config(kind: str, fields: dict[str, Any]) -> DenseConfig:
-    if kind not in _CONFIGS:
-        raise ValueError(f"{META} names network {kind!r}; known are {', '.join(_CONFIGS)}")
-    fields = _hashable(fields)
-    scaling = fields.get("rope_scaling")
-    if scaling is not None:
-        fields["rope_scaling"] = Llama3Scaling(**scaling)
-    return _CONFIGS[kind](**fields)
-
-
-def _hashable(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a frozen dataclass as they were before JSON made lists of tuples."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints_convert import convert, export_hf, inspect, load_params
-from checkpoints_convert.naming import table_of
 from checkpoints_convert.__main__ import main
+from checkpoints_convert.naming import table_of
 from checkpoints_convert.spec import placements
 from dllm_jax.models.dense import DenseConfig, param_shapes
 from dllm_jax.models.families import parse_config

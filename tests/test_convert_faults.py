@@ -311,9 +311,9 @@ def test_every_problem_is_in_one_report(tmp_path):
 
 def test_config_and_file_problems_come_together(tmp_path):
     folder = copy_golden("sdar", tmp_path / "model")
-    edit_config(folder, hidden_act="gelu", attention_bias=True)
+    edit_config(folder, hidden_act="gelu", use_sliding_window=True)
     shard(folder).write_bytes(b"")
-    check(folder, ("hidden_act='gelu'", "attention_bias=true", "layer-b.safetensors is empty"))
+    check(folder, ("hidden_act='gelu'", "use_sliding_window=true", "layer-b.safetensors is empty"))
 
 
 def test_many_missing_tensors_are_counted(tmp_path):
