@@ -153,9 +153,12 @@ class ModelForward:
         return self.model.arch.unembed(self.model.params, self.model.config, hidden)
 
     def forbidden(self, ids: Int[Array, " V"]) -> Bool[Array, " V"]:
-        """Ids that are never predicted: the mask, and rows of the vocabulary that hold no token."""
-        limit = self.model.defaults.vocab_limit or self.vocab_size
-        return (ids == self.mask_id) | (ids >= limit)
+        """Ids never predicted: the mask, edits that are no text, rows that hold no token."""
+        defaults = self.model.defaults
+        never = (ids == self.mask_id) | (ids >= (defaults.vocab_limit or self.vocab_size))
+        for token in defaults.forbidden_token_ids:
+            never |= ids == token
+        return never
 
     def _embed_inputs(self, state: DecodeState, inputs: Any) -> Float[Array, "B W D"]:
         buffer = state.buffer

@@ -19,11 +19,11 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax import decode
 from dllm_jax.cache import PAGE_SIZE
+from dllm_jax.defaults import default_strategy, resolve_strategy, warn_of_stand_in
 from dllm_jax.forward import ModelForward
 from dllm_jax.loading import load
 from dllm_jax.model import Model
 from strategies.protocol import split_knobs
-from strategies.resolve import load_strategy
 from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
 MIN_PROMPT_BUCKET = 64
@@ -160,6 +160,8 @@ def _prepare(
 ) -> tuple[Model, tuple[Any, dict[str, Model], decode.Batch], int]:
     """Check a call's arguments and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
+    if strategy is None:
+        warn_of_stand_in(model, stacklevel=3)
     strategy = resolve_strategy(model, strategy)
     bare, knobs = split_knobs(strategy)
     aux = bind_draft(strategy, draft)
@@ -205,36 +207,6 @@ def _prepare(
     return model, (bare, aux, batch), max_tokens
 
 
-def resolve_strategy(model: Model, strategy: Any) -> Any:
-    """The strategy to run: the family's default for None, its sizes where they are left open."""
-    defaults = model.defaults
-    if strategy is None:
-        strategy = family_strategy(model, defaults.strategy)
-    elif isinstance(strategy, str) and ":" not in strategy:
-        strategy = family_strategy(model, strategy)
-    strategy = load_strategy(strategy)
-    sizes = {"block_size": defaults.block_size, "buffer_size": defaults.buffer_size}
-    missing = {name: size for name, size in sizes.items() if getattr(strategy, name) is None}
-    return strategy.replace(**missing) if missing else strategy
-
-
-def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
-    """The strategy called `name` with the numbers of the model's family, then `overrides`."""
-    plain = load_strategy(name)
-    defaults = model.defaults
-    wanted = {
-        "accept_threshold": defaults.accept_threshold,
-        "add_block_threshold": defaults.add_block_threshold,
-        "semi_complete_threshold": defaults.semi_complete_threshold,
-    }
-    if plain.needs.prompt.startswith("grid"):  # elsewhere the size is the algorithm's, as AR's 2
-        wanted |= {"block_size": defaults.block_size}
-    if name == defaults.strategy:
-        wanted |= {"buffer_size": defaults.buffer_size}
-    known = {k: v for k, v in wanted.items() if hasattr(plain, k)}
-    return load_strategy(plain, **{**known, **overrides})
-
-
 def bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
     """The auxiliary models a strategy needs, loaded, by name."""
     names = strategy.needs.aux
@@ -276,7 +248,7 @@ def check_fit(model: Model, strategy: Any) -> None:
             f"{window} tokens, more than the model's {cfg.max_position} positions; "
             "choose smaller ones"
         )
-    instead = f"use the family's own strategy, {model.defaults.strategy!r}"
+    instead = f"use the family's own strategy, {default_strategy(model)!r}"
     if strategy.needs.boundary and not cfg.shift:
         raise ValueError(
             f"{name} continues from the row before its window, which predicts the next token only "
@@ -285,6 +257,23 @@ def check_fit(model: Model, strategy: Any) -> None:
     if strategy.needs.prompt.startswith("grid") and cfg.mask_token_id < 0:
         raise ValueError(
             f"{name} denoises masks, and {model.defaults.family} has no mask token: {instead}"
+        )
+    _check_routing(model, strategy, name)
+
+
+def _check_routing(model: Model, strategy: Any, name: str) -> None:
+    """Where a block of tokens chooses its experts together, passes hold whole such blocks."""
+    routing = model.routing_block
+    if strategy.block_size % routing:
+        raise ValueError(
+            f"block_size={strategy.block_size} must be a multiple of {routing}, the tokens of "
+            f"{model.defaults.family} that are routed together; use {model.defaults.block_size}"
+        )
+    if routing > 1 and not strategy.needs.prompt.startswith("grid"):
+        raise ValueError(
+            f"{name} takes the prompt in as {strategy.needs.prompt!r}, which splits the blocks of "
+            f"{routing} tokens that {model.defaults.family} routes together; use a strategy on the "
+            f"grid of blocks, such as {default_strategy(model)!r}"
         )
 
 

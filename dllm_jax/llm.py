@@ -14,8 +14,15 @@ from typing import Any, Literal
 
 from dllm_jax import sizing
 from dllm_jax.compile_cache import enable_compile_cache
+from dllm_jax.defaults import (
+    default_params,
+    default_strategy,
+    family_strategy,
+    resolve_strategy,
+    warn_of_stand_in,
+)
 from dllm_jax.facts import EngineConfig
-from dllm_jax.generation import bind_draft, check_fit, family_strategy, resolve_strategy
+from dllm_jax.generation import bind_draft, check_fit
 from dllm_jax.loading import load
 from dllm_jax.memory import MemoryPlan
 from dllm_jax.model import Model
@@ -130,6 +137,11 @@ class LLM:
         )
 
     @property
+    def default_params(self) -> SamplingParams:
+        """Of calls without any: `SamplingParams()` with the family's temperature and top-p."""
+        return default_params(self.model)
+
+    @property
     def memory(self) -> MemoryPlan:
         """What the engine holds on its device, and the peak that was predicted."""
         return self.engine.device.memory
@@ -149,7 +161,7 @@ class LLM:
 
         Args:
             prompts: A text, or a list of texts and of lists of token ids.
-            params: One for all or one a prompt.
+            params: One for all or one a prompt; None: `default_params`.
             use_tqdm: A progress bar, on a terminal.
             trajectory: Keep what every forward wrote in `metrics.trajectory`; slower, for each
                 forward is then read by itself.
@@ -195,7 +207,7 @@ class LLM:
         if events not in ("commit", "denoise"):
             raise ValueError(f'{events=} is not known; use "commit" or "denoise"')
         denoise = events == "denoise"
-        request = self._request(prompt, params or SamplingParams(), stream=True, denoise=denoise)
+        request = self._request(prompt, params or self.default_params, stream=True, denoise=denoise)
         inbox = self.engine.inbox()
         inbox.add(request)
         return TextEvents(inbox, every=denoise)
@@ -269,7 +281,8 @@ class LLM:
         where: dict[str, int] = {}
         refusals: list[Exception] = []
         with self.engine.inbox() as inbox:
-            pairs = zip(asked, _params_list(params, len(asked)), strict=True)
+            every = _params_list(self.default_params if params is None else params, len(asked))
+            pairs = zip(asked, every, strict=True)
             for i, (prompt, one) in enumerate(pairs):
                 try:
                     where[inbox.add(make(prompt, one))] = i
@@ -329,10 +342,12 @@ def _model(model: Any, dtype: str) -> Model:
 def _strategy(model: Model, strategy: Any, block_size: int | None, buffer_size: int | None) -> Any:
     sizes = {"block_size": block_size, "buffer_size": buffer_size}
     given = {name: size for name, size in sizes.items() if size is not None}
+    if strategy is None:
+        warn_of_stand_in(model, stacklevel=3)
     if not given:
         return resolve_strategy(model, strategy)
     if strategy is None:
-        strategy = model.defaults.strategy
+        strategy = default_strategy(model)
     if not isinstance(strategy, str) or ":" in strategy:
         raise ValueError(
             f"{', '.join(given)} go with a strategy given by name; set them on the strategy value"
@@ -369,8 +384,8 @@ def _conversations(messages: Any) -> list[Messages]:
 
 
 def _params_list(params: Any, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     every = list(params) if isinstance(params, Sequence) else [params]
     for one in every:
         if not isinstance(one, SamplingParams):

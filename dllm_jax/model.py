@@ -61,6 +61,11 @@ class Model(struct.PyTreeNode):
         """The transformers tokenizer, None for a model without one (`random:NAME`)."""
         return None if self.tokenizer_source is None else self.tokenizer_source.tokenizer
 
+    @property
+    def routing_block(self) -> int:
+        """Tokens that choose their experts together (LLaDA2.2), 1 where each does so alone."""
+        return getattr(self.config, "routing_block", 1)
+
     def logits(
         self,
         token_ids: Int[Array, "B T"],
@@ -76,7 +81,8 @@ class Model(struct.PyTreeNode):
             block_size: Tokens of a block; None takes the family's. Only block_causal reads it.
 
         Raises:
-            ValueError: For an unknown attention or a block_size below 1.
+            ValueError: For an unknown attention, a block_size below 1, or a length that is no
+                multiple of the `routing_block`.
         """
         size = self.defaults.block_size if block_size is None else block_size
         if size < 1:
@@ -84,6 +90,11 @@ class Model(struct.PyTreeNode):
         ids = jnp.asarray(token_ids, jnp.int32)
         if ids.ndim != 2:
             raise ValueError(f"token_ids have shape {ids.shape}; give [batch, tokens]")
+        if ids.shape[1] % self.routing_block:
+            raise ValueError(
+                f"token_ids are {ids.shape[1]} tokens long; blocks of {self.routing_block} choose "
+                "their experts together, so give a multiple of that: fill up with the mask token"
+            )
         visible = reference.visibility(attention, ids.shape[1], size)
         mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
         return reference.dense_logits(self.params, self.config, ids, mask, self.arch)

@@ -1,10 +1,14 @@
-"""Proves that a model decoded with nothing said gets the strategy its family needs.
+"""Proves that a model decoded with nothing said gets the strategy and sampling its family needs.
 
 A Qwen3-shaped model with random weights must give the argmax chain of its cache-free logits: a
-loop written here, which knows neither windows nor pages.
+loop written here, which knows neither windows nor pages. Where a family's own strategy is missing,
+`dj.generate`, `LLM` and the command line take the same stand-in and say so, once, unless a strategy
+was named. LLaDA2.2's rules on blocks and on ids hold in every path.
 """
 
+import dataclasses
 import shutil
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,18 @@ import pytest
 
 import dllm_jax as dj
 from checkpoints_convert import export_hf
+from dllm_jax import defaults, generation
+from dllm_jax.cli import entry
+from dllm_jax.cli import strategy as cli_strategy
+from dllm_jax.cli.engine import sampling_params
+from dllm_jax.forward import ModelForward
+from dllm_jax.generation import check_fit
+from dllm_jax.model import Model
+from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
+from dllm_jax.models.families import parse_config, with_d2f_adapter
+from strategies import BlockDiffusion, MultiBD, Needs, as_strategy, strategy_names
+from tests.oracles.tiny_configs import CONFIGS
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +69,196 @@ def test_ar_refuses_another_window(causal_model):
     strategy = dj.strategies.AR(block_size=1)
     with pytest.raises(ValueError, match="leave both at their defaults, 2 and 1"):
         dj.generate(causal_model, [[5, 6]], strategy, max_tokens=4)
+
+
+# A family's own strategy, and what stands in for it.
+
+
+def tiny(family, source="", name="", **changes):
+    """A model of a family without weights, which no rule here looks at."""
+    parsed = parse_config({**CONFIGS[family], "mask_token_id": 47, **changes}, name=name)
+    return Model({}, parsed.config, arch_of(parsed.config), parsed.defaults, source=source)
+
+
+@pytest.fixture(scope="module")
+def dream():
+    return tiny("dream", source="tests/dream")
+
+
+STAND_INS = {"full_sequence": "multi_bd", "fast_dllm_v2": "multi_bd", "edit": "multi_bd"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_has_a_strategy_that_is_there(family):
+    model = tiny(family)
+    own, used = model.defaults.strategy, defaults.default_strategy(model)
+    assert used in strategy_names()
+    assert used == (own if own in strategy_names() else STAND_INS[own])
+    note = defaults.stand_in_note(model)
+    assert (note is None) == (used == own)
+    assert note is None or (
+        repr(own) in note and repr(used) in note and note.startswith(f"{model.defaults.family} ")
+    )
+    chosen = defaults.resolve_strategy(model, None)
+    assert (chosen.block_size, chosen.buffer_size) == (
+        (2, 1) if used == "ar" else (model.defaults.block_size, 1)
+    )
+    check_fit(model, chosen)
+
+
+def test_a_strategy_nobody_promised_is_an_error_and_no_stand_in():
+    model = tiny("sdar", dllm_jax={"strategy": "multi_db"})
+    with pytest.raises(ValueError, match="strategy='multi_db' is unknown; use one of ar, block_d"):
+        defaults.resolve_strategy(model, None)
+
+
+def test_thresholds_of_a_strategy_that_revises_are_for_that_alone():
+    model = tiny("llada2_2")
+    assert model.defaults.accept_threshold == 0.5
+    assert defaults.resolve_strategy(model, None).accept_threshold == MultiBD().accept_threshold
+    sdar = tiny("sdar", dllm_jax={"accept_threshold": 0.5})
+    assert defaults.resolve_strategy(sdar, "block_diffusion").accept_threshold == 0.5
+
+
+def test_generate_says_once_that_a_stand_in_decodes(dream, monkeypatch):
+    monkeypatch.setattr(defaults, "_told", set())
+    monkeypatch.setattr(generation, "_generate", lambda _, strategy, *__: strategy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unsaid = dj.generate(dream, [[5, 6]])
+        dj.generate(dream, [[5, 6]])
+    assert [str(one.message) for one in caught] == [defaults.stand_in_note(dream)]
+    assert caught[0].filename == __file__
+    monkeypatch.setattr(defaults, "_told", set())
+    assert dj.generate(dream, [[5, 6]], "multi_bd") == unsaid  # a warning would be an error here
+    assert (unsaid.block_size, unsaid.buffer_size) == (32, 1)
+
+
+class Asked:
+    """An engine that only takes requests."""
+
+    def __init__(self, *_, **__):
+        self.requests = []
+
+    def inbox(self):
+        return self
+
+    def add(self, request):
+        self.requests.append(request)
+        return str(len(self.requests))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The strategies of every `LLM` made from here on, none of which runs."""
+    made = []
+    monkeypatch.setattr("dllm_jax.llm.start", lambda _, strategy, *__, **___: made.append(strategy))
+    monkeypatch.setattr("dllm_jax.llm.SharedEngine", Asked)
+    monkeypatch.setattr(defaults, "_told", set())
+    return made
+
+
+@pytest.mark.parametrize("sizes", [{}, {"block_size": 32}])
+def test_llm_says_it_where_it_is_made(dream, started, sizes):
+    with pytest.warns(UserWarning, match=r"dream is decoded with 'multi_bd', block 32: its own"):
+        dj.LLM(dream, **sizes)
+    dj.LLM(dream, "multi_bd", **sizes)
+    assert started == [defaults.resolve_strategy(dream, None)] * 2
+
+
+def test_the_command_line_says_it_in_one_line(dream, monkeypatch):
+    monkeypatch.setattr(defaults, "_told", set())
+    with pytest.warns(UserWarning, match="dream is decoded with 'multi_bd'"):
+        chosen = cli_strategy.resolve(dream, None, None, {})
+    assert chosen == cli_strategy.resolve(dream, "multi_bd", None, {})
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    entry._warn_in_one_line()
+    told = warnings.formatwarning("a\n b", UserWarning, "file.py", 3)
+    assert told == "note: a b\n"
+    assert "file.py:3" in warnings.formatwarning("a", RuntimeWarning, "file.py", 3)
+
+
+def test_a_d2f_adapter_changes_how_the_base_is_decoded():
+    base = tiny("llada").defaults
+    adapted = with_d2f_adapter(base)
+    changed = {"strategy": "d2f", "block_size": 32, "buffer_size": 4, "accept_threshold": 0.95}
+    changed |= {"add_block_threshold": 0.1, "semi_complete_threshold": 0.9, "attention": "d2f"}
+    assert adapted == dataclasses.replace(base, **changed)
+    model = tiny("llada").replace(defaults=adapted)
+    assert "'d2f', is not there yet" in (defaults.stand_in_note(model) or "")
+    assert defaults.resolve_strategy(model, None).buffer_size == 4
+
+
+# Sampling where nobody asks for any.
+
+
+def command(*words):
+    return entry.parse(["generate", "--model", "x", *words])
+
+
+def test_sampling_is_the_familys_where_nothing_is_said(dream):
+    usual = dj.SamplingParams(temperature=0.2, top_p=0.95)
+    assert defaults.default_params(dream) == usual
+    assert sampling_params(command(), dream) == usual
+    asked = sampling_params(command("--temperature", "0", "--top-p", "1"), dream)
+    assert asked == dj.SamplingParams(temperature=0.0, top_p=1.0)
+    assert defaults.default_params(tiny("sdar")) == dj.SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("DiffuCoder-7B-Instruct", 0.3), ("diffucoder-7b-cpGRPO", 0.4)]
+)
+def test_the_name_of_a_diffucoder_sets_its_temperature(name, temperature):
+    assert tiny("diffucoder", name=name).defaults.temperature == temperature
+
+
+def test_llm_samples_as_the_family_does(dream, started):
+    llm = dj.LLM(dream, "multi_bd")
+    llm.generate([[5, 6], [7, 8]], use_tqdm=False)
+    llm.stream([5, 6])
+    llm.generate([[5, 6]], dj.SamplingParams(), use_tqdm=False)
+    *unsaid, said = [request.params for request in llm.engine.requests]
+    assert unsaid == [dj.SamplingParams(temperature=0.2, top_p=0.95)] * 3
+    assert said == dj.SamplingParams()
+
+
+# LLaDA2.2 routes four tokens together here, and has two ids that are edits.
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return tiny("llada2_2")
+
+
+def test_blocks_of_denoising_hold_whole_blocks_of_routing(routed):
+    check_fit(routed, MultiBD(block_size=8, buffer_size=2))
+    with pytest.raises(ValueError, match=r"block_size=6 must be a multiple of 4.*; use 32"):
+        check_fit(routed, MultiBD(block_size=6, buffer_size=1))
+    with pytest.raises(ValueError, match=r"block_size=6 must be a multiple of 4.*; use 32"):
+        dj.LLM(routed, BlockDiffusion(block_size=6), warm_up=False)
+
+
+@pytest.mark.parametrize("prompt", ["whole_causal", "whole_full", "in_window"])
+def test_prompts_that_split_blocks_of_routing_are_refused(routed, prompt):
+    split = as_strategy(lambda _, state: state, block_size=4, buffer_size=1, needs=Needs(prompt))
+    with pytest.raises(ValueError, match=f"takes the prompt in as '{prompt}'.* 4 tokens.*'multi"):
+        check_fit(routed, split)
+
+
+def test_logits_want_whole_blocks_of_routing(routed):
+    with pytest.raises(ValueError, match=r"6 tokens long; blocks of 4 .* give a multiple of that"):
+        routed.logits(jnp.ones((1, 6), jnp.int32))
+
+
+def test_ids_that_are_edits_are_never_drawn(routed):
+    never = ModelForward(routed).forbidden(jnp.arange(52))
+    assert np.flatnonzero(never).tolist() == [47, 48, 49, 50, 51]

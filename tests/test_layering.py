@@ -42,6 +42,7 @@ LAYERS = {
     "dllm_jax.planning": 2,
     "dllm_jax.forward": 3,
     "dllm_jax.loading": 3,
+    "dllm_jax.defaults": 3,
     "dllm_jax.reporting": 3,
     "dllm_jax.decode": 4,
     "dllm_jax.engine": 4,

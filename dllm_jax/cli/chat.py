@@ -54,7 +54,7 @@ class Chat:
         from dllm_jax.cli.engine import sampling_params
 
         self._llm, self._stop = llm, stop
-        self._params = sampling_params(args)
+        self._params = sampling_params(args, llm.model)
         self._system = system
         self._history = list(system)
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -91,13 +91,19 @@ def _enough(length: int, most: int) -> int:
     return min(size, most)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """What the flags ask for; without a seed of its own request i has `fold_in(key(seed), i)`."""
-    return SamplingParams(
+def sampling_params(args: argparse.Namespace, model: Any) -> SamplingParams:
+    """What the flags ask for, the family's temperature and top-p where they say nothing.
+
+    Without a seed of its own request i has `fold_in(key(seed), i)`.
+    """
+    from dllm_jax.defaults import default_params
+
+    said = {"temperature": args.temperature, "top_p": args.top_p}
+    return default_params(
+        model,
+        **{name: value for name, value in said.items() if value is not None},
         max_tokens=args.max_tokens,
-        temperature=args.temperature,
         top_k=args.top_k,
-        top_p=args.top_p,
         stop=tuple(args.stop),
         stop_token_ids=args.stop_token_ids,
         max_nfe=args.max_nfe,

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from typing import NoReturn
 
 from dllm_jax.cli.errors import Interrupted, UsageError, one_line
@@ -110,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: Words behind the command's name; None: those of this process, which ends here where a
             signal asks for it: an orderly end would wait for what the device is at.
     """
+    if argv is None:
+        _warn_in_one_line()
     status = _main(sys.argv[1:] if argv is None else argv)
     if argv is None and status > SIGNALLED:
         sys.stdout.flush()
@@ -137,6 +140,18 @@ def _main(argv: list[str]) -> int:
         return _fail(str(error), BAD_USAGE, debug)
     except Exception as error:
         return _fail(one_line(error), FAILED, debug)
+
+
+def _warn_in_one_line() -> None:
+    """Print what the library warns of as `note: ...`, without the place in our code."""
+    usual = warnings.formatwarning
+
+    def one_note(message, category, filename, lineno, line=None):
+        if category is UserWarning:
+            return f"note: {' '.join(str(message).split())}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = one_note
 
 
 def _fail(message: str, status: int, debug: bool) -> int:

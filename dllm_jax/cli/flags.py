@@ -165,10 +165,19 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
     group = parser.add_argument_group("sampling and limits")
     group.add_argument("--max-tokens", type=whole(1), default=256, metavar="N")
     group.add_argument(
-        "--temperature", type=number(0, 1e6), default=0.0, metavar="T", help="0 is greedy"
+        "--temperature",
+        type=number(0, 1e6),
+        metavar="T",
+        help="0 is greedy (default: the model family's, mostly 0)",
     )
     group.add_argument("--top-k", type=whole(1), metavar="K")
-    group.add_argument("--top-p", type=number(0, 1, open_low=True), metavar="P")
+    group.add_argument(
+        "--top-p",
+        type=number(0, 1, open_low=True),
+        metavar="P",
+        help="draw from the fewest ids that hold probability P (default: the model family's, "
+        "mostly all)",
+    )
     group.add_argument(
         "--stop",
         action="append",

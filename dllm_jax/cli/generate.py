@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     ids = [encode(model, prompt, args.raw) for prompt in prompts]
     clock = Clock()
     llm = make_llm(args, model, strategy, clock, max(map(len, ids)), len(ids))
-    request_ids = add(llm.engine, _requests(args, prompts, ids))
+    request_ids = add(llm.engine, _requests(args, model, prompts, ids))
     if problem and not args.json:
         print(f"{problem.question}\n", flush=True)
     return _show(args, llm, request_ids, _results(args, llm, clock, prompts, problem), stop)
@@ -107,12 +107,14 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return read_prompts(args)
 
 
-def _requests(args: argparse.Namespace, prompts: list[str], ids: list[list[int]]) -> list[Any]:
+def _requests(
+    args: argparse.Namespace, model: Any, prompts: list[str], ids: list[list[int]]
+) -> list[Any]:
     """One a prompt, named by its place."""
     from dllm_jax.cli.engine import sampling_params
     from dllm_jax.requests import Request
 
-    params = sampling_params(args)
+    params = sampling_params(args, model)
     return [
         Request(
             prompt_token_ids=one,

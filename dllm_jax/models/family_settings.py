@@ -104,6 +104,10 @@ def _own(fields: Fields) -> dict[str, Any]:
             value, int | float if kind is float else kind
         ):
             fields.problems.append(f'"dllm_jax": {key}={value!r} must be of type {kind.__name__}')
+        elif key == "strategy" and not re.fullmatch(r"\w+", value):
+            fields.problems.append(
+                f'"dllm_jax": strategy={value!r} must be a name, for a checkpoint brings no code'
+            )
         else:
             settings[key] = kind(value)
     return settings
