@@ -64,6 +64,7 @@ class LLM:
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
         max_num_batched_tokens: Most prefill tokens between two decode steps.
+        revision, lora: As in `dj.load`.
         warm_up: Compile everything now; otherwise each size when it is first met.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
         config: Further sizes, in the place of the arguments that are its fields.
@@ -92,6 +93,8 @@ class LLM:
         draft: Model | str | None = None,
         seed: int = 0,
         *,
+        revision: str | None = None,
+        lora: str | os.PathLike[str] | None = None,
         max_num_batched_tokens: int | None = None,
         warm_up: bool = True,
         calibrate: bool | None = None,
@@ -113,7 +116,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         enable_compile_cache()
-        self.model = _model(model, dtype)
+        self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
         self.strategy = _strategy(self.model, strategy, block_size, buffer_size)
         check_fit(self.model, self.strategy)
         aux = bind_draft(self.strategy, draft)
@@ -325,17 +328,19 @@ def _config(config: EngineConfig | None, **sizes: Any) -> EngineConfig:
     return config
 
 
-def _model(model: Any, dtype: str) -> Model:
+def _model(model: Any, **how: Any) -> Model:
     if isinstance(model, str | os.PathLike):
-        return load(model, dtype=dtype)
+        return load(model, **how)
     if not isinstance(model, Model):
         raise ValueError(
             f"model is a {type(model).__name__}; give what dj.load takes, or what it returns"
         )
-    if dtype != "auto":
-        raise ValueError(
-            f'{dtype=} is for a model that is loaded here; use dj.load(..., dtype="{dtype}")'
-        )
+    for name, value in how.items():
+        if value not in ("auto", None):
+            raise ValueError(
+                f"{name}={value!r} is for a model that is loaded here; "
+                f"use dj.load(..., {name}={value!r})"
+            )
     return model
 
 

@@ -58,6 +58,7 @@ ONE_PYTHON = {
         "engine_mutants",
         "evaluate",
         "examples",
+        "hub",
         "llm",
         "memory",
         "mutants",

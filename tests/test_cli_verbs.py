@@ -108,7 +108,7 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
             self.closed = True
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
-    args = Namespace(model=str(random_folder), dtype="auto")
+    args = Namespace(model=str(random_folder), dtype="auto", revision=None, lora=None)
     models.load_model(args)
     assert bars == []
     monkeypatch.setattr(models, "BAR_FROM", 1000)

@@ -1,10 +1,11 @@
 """`dj.load` takes every kind of source, and says in one line what is wrong with a bad one.
 
-Folders, converted folders, random weights, hub ids (the download is replaced: no test reaches the
-network), dtypes, static equality of models (two loads, one trace), tokenizers without a line of the
-folder's code run, and each error by its words.
+Folders, converted folders, random weights, dtypes, static equality of models (two loads, one
+trace), tokenizers without a line of the folder's code run, and each error by its words. Hub ids and
+adapters from there: test_hub.py.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import pytest
 
 import dllm_jax as dj
 from checkpoints_convert import ConversionError, convert, export_hf
-from dllm_jax.loading import LoadError, load
-from dllm_jax.models.architecture import DENSE
+from dllm_jax.loading import LoadError, _draw, load
+from dllm_jax.models.architecture import DENSE, MOE
 from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.published import PUBLISHED
 from tests.golden.folders import GOLDEN, copy_golden, edit_config
 
@@ -216,60 +218,39 @@ def test_random_weights_are_random(small_published):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-# Hub ids, with the download replaced.
+def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):
+    config = MoEConfig(
+        **dataclasses.asdict(TINY) | {"num_layers": 1, "qkv_bias": True, "o_bias": True},
+        num_experts=40,
+        experts_per_token=2,
+        expert_size=8,
+        moe_layers=(True,),
+        expert_bias=True,
+    )
+    parsed = types.SimpleNamespace(config=config, defaults=None)
+    monkeypatch.setattr("dllm_jax.loading.parse_config", lambda *args, **kwargs: parsed)
+    model = load(small_published, dtype="bfloat16")
+    assert model.arch is MOE
+    leaves = {path[-1].key: leaf for path, leaf in jax.tree.leaves_with_path(model.params)}
+    for name, leaf in leaves.items():
+        is_norm = name.endswith("norm")
+        assert bool((leaf == 1).all()) == is_norm, name
+        assert is_norm or 0.01 < float(jnp.std(leaf.astype(jnp.float32))) < 0.03, name
+    assert {name for name, leaf in leaves.items() if leaf.dtype != jnp.bfloat16} == {"router_bias"}
+    assert {"bqkv", "bo", "router_bias", "experts_down", "q_norm"} <= {*leaves}
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    calls = []
-    answer = types.SimpleNamespace(folder=None, error=None)
-
-    def snapshot_download(name, *, revision=None, allow_patterns=None):
-        calls.append((name, revision, tuple(allow_patterns)))
-        if answer.error is not None:
-            raise answer.error
-        return str(answer.folder)
-
-    fake = types.SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    answer.calls = calls
-    return answer
-
-
-def test_a_hub_id_is_fetched_without_its_code(hub, folder):
-    hub.folder = folder
-    model = load("org/name-b32", revision="abc")
-    assert model.config == TINY
-    assert model.source == "org/name-b32"
-    ((name, revision, patterns),) = hub.calls
-    assert (name, revision) == ("org/name-b32", "abc")
-    assert set(patterns) == {"*.safetensors", "*.json", "*.txt", "*.jinja"}
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError("Connection refused\nlong trace"),
-        ValueError("offline mode is enabled"),
-        RuntimeError("Repository Not Found"),
-    ],
-)
-def test_a_failed_download_says_what_to_do(hub, error):
-    hub.error = error
-    with pytest.raises(LoadError) as caught:
-        load("org/name")
-    text = str(caught.value)
-    assert text.startswith("model 'org/name' is no folder here and could not be fetched")
-    assert f"{type(error).__name__}: {str(error).splitlines()[0]}" in text
-    assert "or download it elsewhere and give its folder" in text
-    assert "\n" not in text
-
-
-def test_an_existing_folder_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
-    copy_golden("sdar", tmp_path / "org" / "name")
-    monkeypatch.chdir(tmp_path)
-    assert load("org/name").config.vocab_size == 96
-    assert hub.calls == []
+def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
+    monkeypatch.setattr("dllm_jax.loading._DRAW", 1000)
+    key = jax.random.key(0, impl="rbg")
+    for shape in ((30, 20, 10), (7, 3000), (1, 5000)):  # 6 parts, a row each, no way to cut
+        leaf = _draw(key, 3, shape, jnp.dtype("bfloat16"))
+        assert (leaf.shape, leaf.dtype) == (shape, jnp.bfloat16)
+        assert len(np.unique(np.asarray(leaf, np.float32), axis=0)) == shape[0]
+        assert 0.019 < float(jnp.std(leaf.astype(jnp.float32))) < 0.021
+    lowered = _draw.lower(key, 3, (30, 20, 10), jnp.dtype("bfloat16")).as_text()
+    assert "tensor<5x20x10xf32>" in lowered
+    assert "tensor<30x20x10xf32>" not in lowered
 
 
 # Errors: one line each.
@@ -283,9 +264,10 @@ def test_an_existing_folder_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
         ("builtin:nothing", {}, "'builtin:nothing' is no built-in model; known are "),
         ("random:nothing", {}, "'random:nothing' is no published config; known are JetLM/SDAR-1.7"),
         ("x", {"dtype": "int4"}, "dtype='int4' is not supported; use one of auto, bfloat16"),
-        ("x", {"lora": "adapter"}, "lora='adapter' is not supported yet; merge the adapter"),
+        ("x", {"lora": "adapter"}, "lora='adapter' holds no adapter_config.json; give the folder"),
         ("x", {"revision": "v1"}, "revision='v1' applies to hub ids only, not to 'x'"),
-        ("random:JetLM/SDAR-4B-Chat", {"revision": "v1"}, "revision='v1' applies to hub ids only"),
+        ("random:JetLM/SDAR-4B-Chat", {"revision": "v1"}, "revision='v1': the weights of 'random:"),
+        ("random:JetLM/SDAR-4B-Chat", {"lora": "org/x"}, "lora='org/x': the weights of 'random:Je"),
     ],
 )
 def test_bad_sources_are_named(source, kwargs, words):

@@ -3,16 +3,23 @@
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
-from dllm_jax.cli.flags import DTYPES
+from dllm_jax.cli import flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.add_argument("src", metavar="SRC", help="a Hugging Face folder, or builtin:NAME")
-    parser.add_argument("dst", metavar="DST", help="the folder to make")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=DTYPES, help="of the weights (default: %(default)s)"
+        "src", metavar="SRC", help="a Hugging Face folder, a hub id, or builtin:NAME"
+    )
+    parser.add_argument("dst", metavar="DST", help="the folder to make")
+    flags.add_source_flags(parser)
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=flags.DTYPES,
+        help="of the weights (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace DST if it is there")
 
@@ -23,7 +30,10 @@ def run(args: argparse.Namespace) -> int:
 
     from checkpoints_convert import convert
     from dllm_jax.cli.folders import checkpoint_folder
+    from dllm_jax.sources import find_adapter
 
+    merged: dict[str, Any] = {} if args.lora is None else {"lora": find_adapter(args.lora)}
+    folder = checkpoint_folder(args.src, args.revision)
     began = time.perf_counter()
     with tqdm(unit="B", unit_scale=True, desc="reading", leave=False, disable=None) as bar:
 
@@ -31,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
             bar.total = total
             bar.update(done - bar.n)
 
-        folder = checkpoint_folder(args.src)
-        convert(folder, args.dst, dtype=args.dtype, force=args.force, progress=progress)
+        convert(folder, args.dst, dtype=args.dtype, force=args.force, progress=progress, **merged)
     size = sum(f.stat().st_size for f in Path(args.dst).rglob("*") if f.is_file())
     print(f"{args.dst}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
     return 0

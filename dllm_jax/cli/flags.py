@@ -87,7 +87,7 @@ def literal(text: str) -> Any:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --dtype."""
+    """--model, --revision, --lora, --dtype."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -96,11 +96,29 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="a folder (Hugging Face or converted), a hub id, builtin:NAME, or random:HUB_ID for "
         "random weights of a published shape (default: %(default)s)",
     )
+    add_source_flags(group)
     group.add_argument(
         "--dtype",
         default="auto",
         choices=DTYPES,
         help="of the weights (default: auto, the checkpoint's on an accelerator, float32 on CPU)",
+    )
+
+
+def add_source_flags(parser: Any) -> None:
+    """--revision, --lora: of what a model is made."""
+    add_revision_flag(parser)
+    parser.add_argument(
+        "--lora", metavar="SRC", help="a LoRA adapter to merge in: a PEFT folder or a hub id"
+    )
+
+
+def add_revision_flag(parser: Any) -> None:
+    """--revision."""
+    parser.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of a hub id (default: its main branch)",
     )
 
 

@@ -1,5 +1,8 @@
-"""Folders behind `builtin:NAME`, for verbs that take checkpoint folders."""
+"""Folders behind the sources of verbs that take a checkpoint."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dllm_jax
@@ -13,24 +16,38 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in BUILTIN.glob("*/config.json")))
 
 
-def checkpoint_folder(source: str) -> Path:
-    """The folder of a checkpoint source.
+def checkpoint_folder(source: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint source; a hub id's files are fetched.
 
     Raises:
         UsageError: No source at all, or one without files.
-        ValueError: `builtin:` with a name that is not there.
+        ValueError: There is no such source.
     """
+    from dllm_jax.sources import find_folder
+
+    _require_files(source)
+    return find_folder(source, revision)
+
+
+@contextmanager
+def headers_folder(source: str, revision: str | None = None) -> Iterator[Path]:
+    """A folder to inspect: as `checkpoint_folder`, but of a hub id's weights only the headers.
+
+    Raises:
+        UsageError, ValueError: As there.
+    """
+    from dllm_jax.sources import find_headers
+
+    _require_files(source)
+    with tempfile.TemporaryDirectory(prefix="dllm-jax-") as made:
+        yield find_headers(source, revision, Path(made))
+
+
+def _require_files(source: str) -> None:
     if not source:
-        raise UsageError("SRC is empty; give a folder or builtin:NAME")
+        raise UsageError("SRC is empty; give a folder, a hub id or builtin:NAME")
     if source.startswith("random:"):
         raise UsageError(
             f"{source!r} has no files: its weights are drawn when it is loaded; "
             "give a folder or builtin:NAME"
         )
-    if not source.startswith("builtin:"):
-        return Path(source)
-    name = source.removeprefix("builtin:")
-    if name not in builtin_names():
-        known = ", ".join(builtin_names()) or "none"
-        raise ValueError(f"{source!r} is no built-in model; known are {known}")
-    return BUILTIN / name

@@ -5,19 +5,23 @@ import dataclasses
 import json
 import sys
 
+from dllm_jax.cli import flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.add_argument("src", metavar="SRC", help="a checkpoint folder, or builtin:NAME")
+    parser.add_argument("src", metavar="SRC", help="a checkpoint folder, a hub id, or builtin:NAME")
+    flags.add_revision_flag(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; a checkpoint that cannot be loaded is a failure."""
     from checkpoints_convert import inspect
-    from dllm_jax.cli.folders import checkpoint_folder
+    from dllm_jax.cli.folders import headers_folder
 
-    report = inspect(checkpoint_folder(args.src))
+    with headers_folder(args.src, args.revision) as folder:
+        report = dataclasses.replace(inspect(folder), source=args.src)
     if args.json:
         facts = {
             "source": args.src,

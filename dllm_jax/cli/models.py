@@ -7,7 +7,7 @@ BAR_FROM = 200_000_000  # bytes; less is read before a bar could be looked at
 
 
 def load_model(args: argparse.Namespace) -> Any:
-    """`--model` in `--dtype`, with the compile cache on from here."""
+    """`--model` and the flags beside it, with the compile cache on from here."""
     from tqdm import tqdm
 
     import dllm_jax as dj
@@ -27,7 +27,7 @@ def load_model(args: argparse.Namespace) -> Any:
         bars[0].update(done - bars[0].n)
 
     try:
-        return dj.load(args.model, dtype=args.dtype, progress=progress)
+        return dj.load(args.model, args.dtype, args.revision, args.lora, progress)
     finally:
         for bar in bars:
             bar.close()

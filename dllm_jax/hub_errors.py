@@ -1,0 +1,134 @@
+"""What is told of a download that failed: one line with value, rule and remedy.
+
+Data flow: exception -> its chain of causes -> the first row of `_ROWS` that knows it. The library
+tells the same thing by several exceptions, and the reason of one often hides in another's cause.
+"""
+
+import errno
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_VAGUE = ("LocalEntryNotFoundError", "DryRunError")  # what they come from says more
+
+
+class _Failure(NamedTuple):
+    """What the rows look at."""
+
+    kinds: frozenset[str]  # names of the classes of every cause, bases included
+    modules: frozenset[str]  # where the causes' own classes are from, the package's name
+    codes: frozenset[int]  # errno
+    status: int  # of the hub's answer, 0: there was none
+
+
+_Row = tuple[Callable[[_Failure], bool], str]
+
+_ROWS: tuple[_Row, ...] = (
+    (
+        lambda f: "OfflineModeIsEnabled" in f.kinds,
+        "{who} is no folder here and not, or not whole, in the cache {cache!r}, and HF_HUB_OFFLINE "
+        "is set; unset it to download, or give a folder",
+    ),
+    (
+        lambda f: "GatedRepoError" in f.kinds,
+        "{who} is gated; accept its terms at {hub}/{name} and log in with that account "
+        "(`hf auth login`, or a token in HF_TOKEN)",
+    ),
+    (
+        lambda f: "RevisionNotFoundError" in f.kinds,
+        "revision={revision!r} is no branch, tag or commit of {name!r}; {hub}/{name}/tree/main "
+        "lists them",
+    ),
+    (
+        lambda f: "RepositoryNotFoundError" in f.kinds,
+        "{who} is no folder here and no repository at {hub} that you may see; check the name, or "
+        "log in where it is private (`hf auth login`, or a token in HF_TOKEN)",
+    ),
+    (
+        lambda f: "HFValidationError" in f.kinds,
+        "{who} is no folder here and no hub id ({reason}); give org/name",
+    ),
+    (
+        lambda f: f.status == 401,
+        "{who}: {hub} refuses the token it was sent; log in anew (`hf auth login`), or correct or "
+        "unset HF_TOKEN",
+    ),
+    (
+        lambda f: f.status == 403,
+        "{who}: {hub} forbids it to the token it was sent; give the token the right to read it",
+    ),
+    (
+        lambda f: f.status > 0,
+        "{who}: {hub} answers {status} ({reason}); try again later, finished files stay in the "
+        "cache",
+    ),
+    (
+        lambda f: bool(f.codes & {*_FULL}),
+        "{who}: the disk of the cache {cache!r} is full; free some, or set HF_HOME to a folder "
+        "elsewhere",
+    ),
+    (
+        lambda f: bool(f.codes & {*_READ_ONLY}),
+        "{who}: the cache {cache!r} cannot be written ({reason}); set HF_HOME to a folder that can",
+    ),
+    (
+        lambda f: bool(f.modules & {"httpx", "httpx2"}),  # the library's HTTP client, by version
+        "{who} is no folder here and {hub} cannot be reached ({reason}); check the connection "
+        "(HTTPS_PROXY, HF_ENDPOINT) and try again, or download it elsewhere and give its folder",
+    ),
+    (
+        lambda f: True,
+        "{who} could not be fetched ({reason}); try again, finished files stay in the cache "
+        "{cache!r}",
+    ),
+)
+
+
+def told(error: BaseException, who: str, name: str, revision: str) -> str:
+    """The line.
+
+    Args:
+        who: What was asked for, as the line calls it.
+        name: `org/name`.
+    """
+    from huggingface_hub import constants
+
+    failure = _failure(error)
+    text = next(text for knows, text in _ROWS if knows(failure))
+    return text.format(
+        who=who,
+        name=name,
+        revision=revision,
+        hub=constants.ENDPOINT,
+        cache=constants.HF_HUB_CACHE,
+        reason=_reason(next((c for c in _chain(error) if type(c).__name__ not in _VAGUE), error)),
+        status=failure.status,
+    )
+
+
+def _failure(error: BaseException) -> _Failure:
+    causes = list(_chain(error))
+    answers = [getattr(cause, "response", None) for cause in causes]
+    return _Failure(
+        kinds=frozenset(kind.__name__ for cause in causes for kind in type(cause).__mro__),
+        modules=frozenset(type(cause).__module__.partition(".")[0] for cause in causes),
+        codes=frozenset(
+            cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno
+        ),
+        status=next((answer.status_code for answer in answers if answer is not None), 0),
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it comes from."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
