@@ -38,7 +38,6 @@ PLANNED_FLAGS = {
     "--suffix": "leave it out",
     "--edit-threshold": "leave it out",
     "--token-stability-threshold": "leave it out",
-    "--lora": "merge the adapter first",
     "--tasks": "the built-in task is the only one",
 }
 
