@@ -40,11 +40,13 @@ def settings_of(
         settings |= BLOCK_ROUTED
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
-        settings |= _hinted(fields, family, settings["strategy"], name)
-    if family.trained_len is not None and network["max_position"] > family.trained_len:
+    hinted = _hinted(fields, family, settings["strategy"], name)
+    trained_len = hinted.pop("trained_len", family.trained_len)
+    settings |= hinted
+    if trained_len is not None and network["max_position"] > trained_len:
         fields.notes.append(
             f"max_position_embeddings={network['max_position']} is inherited: {family.name} was "
-            f"trained on texts of {family.trained_len} tokens, and longer ones suffer"
+            f"trained on texts of {trained_len} tokens, and longer ones suffer"
         )
     settings |= _own(fields)
     for key in ("block_size", "buffer_size"):

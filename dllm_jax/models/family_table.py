@@ -22,7 +22,7 @@ class Hint:
 
     Attributes:
         pattern: A regular expression, found anywhere in the name, in any case.
-        settings: Defaults that it changes.
+        settings: Defaults, and `trained_len`, that it changes.
         strategy: What such a checkpoint was made for; told in a note, for a name is no proof.
     """
 
@@ -113,7 +113,7 @@ FAMILIES = (
         pad_token_id=151643,
         trained_len=2048,
         hints=(
-            Hint(pattern="diffucoder", settings={"temperature": 0.3}),
+            Hint(pattern="diffucoder", settings={"temperature": 0.3, "trained_len": None}),
             Hint(pattern="diffucoder.*cpgrpo", settings={"temperature": 0.4}),
         ),
     ),
