@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dllm_jax import decode, generation
+from dllm_jax import chat, decode, generation, tokenization
 from dllm_jax.forward import ModelForward
 from dllm_jax.model import Model
 from dllm_jax.training.data import Problem, is_correct, problem
@@ -128,9 +128,8 @@ def solve(
 
 
 def _prompt(model: Model, question: str) -> list[int]:
-    chat = [{"role": "user", "content": question}]
-    text = model.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = chat.render(model, [{"role": "user", "content": question}])
+    return tokenization.encode(model.tokenizer, text, special=False)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

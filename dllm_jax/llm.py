@@ -8,11 +8,13 @@ import dataclasses
 import functools
 import os
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from dllm_jax import sizing
+from dllm_jax import chat, sizing
+from dllm_jax.chat import Messages
 from dllm_jax.compile_cache import enable_compile_cache
 from dllm_jax.defaults import (
     default_params,
@@ -40,9 +42,9 @@ from dllm_jax.requests import (
 from dllm_jax.sharing import News, SharedEngine, TextEvents
 from dllm_jax.snapshot import snapshot_saver
 from dllm_jax.startup import start
+from dllm_jax.tokenization import encode
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -181,13 +183,16 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answers to conversations, through the tokenizer's chat template; else as `generate`.
+        """Answers to conversations, through the model's chat template; else as `generate`.
 
         Args:
             messages: One conversation, a list of {"role", "content"}, or a list of them.
+            template_kwargs: As of `apply_template`, for every conversation.
         """
-        return self._run(self._chat_request, _conversations(messages), params, use_tqdm)
+        make = functools.partial(self._chat_request, template_kwargs=template_kwargs)
+        return self._run(make, _conversations(messages), params, use_tqdm)
 
     def stream(
         self,
@@ -228,24 +233,24 @@ class LLM:
         make = functools.partial(self._request, suffix_token_ids=ids)
         return self._run(make, [prefix], params, use_tqdm=False)
 
-    def apply_template(self, conversation: Messages) -> str:
+    def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
         """A conversation as the text the model reads, up to where it answers.
 
+        A folder without a chat template is read with its family's, and a warning names it.
+
+        Args:
+            template_kwargs: What the template reads beside the messages, as `enable_thinking=False`
+                or `tools=[...]`; one that it does not read is refused. `chat_template` (Jinja, or
+                the name of one of several) takes the place of the model's.
+
         Raises:
-            ValueError: The model has no tokenizer or no template, or this is no conversation.
+            ValueError: The model has no tokenizer or no template, or this is no conversation, or
+                not one that the template takes.
         """
-        tokenizer = self.model.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise ValueError(
-                f"model {self.model.source!r} has no chat template; use generate with a prompt"
-            )
-        turns = list(conversation)
-        if not turns or not all(isinstance(turn, Mapping) for turn in turns):
-            raise ValueError(
-                f"{conversation!r} is no conversation; give a list of "
-                '{"role": "user", "content": "..."}'
-            )
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = chat.render(self.model, conversation, **template_kwargs)
+        if "chat_template" not in template_kwargs and (told := chat.note(self.model)):
+            warnings.warn(told, stacklevel=2)
+        return text
 
     # --- from here on: how ----------------------------------------------------------------------
 
@@ -254,8 +259,11 @@ class LLM:
         ids = self._ids(prompt, special=True)
         return Request(prompt_token_ids=ids, params=params, prompt=text, **fields)
 
-    def _chat_request(self, conversation: Messages, params: SamplingParams) -> Request:
-        text = self.apply_template(conversation)  # which holds the special tokens by name
+    def _chat_request(
+        self, conversation: Messages, params: SamplingParams, template_kwargs: Mapping[str, Any]
+    ) -> Request:
+        # The text holds the special tokens by name.
+        text = self.apply_template(conversation, **template_kwargs)
         ids = self._ids(text, special=False)
         return Request(prompt_token_ids=ids, params=params, prompt=text)
 
@@ -268,7 +276,7 @@ class LLM:
                 f"model {self.model.source!r} has no tokenizer to read text with; "
                 "give lists of token ids"
             )
-        return tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"]
+        return encode(tokenizer, prompt, special)
 
     def _run(
         self,

@@ -5,7 +5,6 @@ pages or strategies.
 """
 
 import dataclasses
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,20 @@ class TokenizerSource:
 
     digest: str
     folder: Path = dataclasses.field(compare=False)
+    _read: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of the folder; never runs code that the folder brings."""
-        from dllm_jax.tokenization import read_tokenizer
+    def tokenizer(self, mask_token_id: int) -> Any:
+        """The transformers tokenizer of the folder; never runs code that the folder brings.
 
-        return read_tokenizer(self.folder)
+        Args:
+            mask_token_id: The model's, which its tokenizer leaves out of texts; -1 for none.
+        """
+        if mask_token_id not in self._read:
+            from dllm_jax.tokenization import read_tokenizer
+
+            mask = mask_token_id if mask_token_id >= 0 else None
+            self._read[mask_token_id] = read_tokenizer(self.folder, mask)
+        return self._read[mask_token_id]
 
 
 class Model(struct.PyTreeNode):
@@ -59,7 +65,9 @@ class Model(struct.PyTreeNode):
     @property
     def tokenizer(self) -> Any:
         """The transformers tokenizer, None for a model without one (`random:NAME`)."""
-        return None if self.tokenizer_source is None else self.tokenizer_source.tokenizer
+        if self.tokenizer_source is None:
+            return None
+        return self.tokenizer_source.tokenizer(self.config.mask_token_id)
 
     @property
     def routing_block(self) -> int:

@@ -70,6 +70,7 @@ ONE_PYTHON = {
         "snapshot",
         "strategy_fuzz",
         "text",
+        "tokenizers",
         "traces",
         "training_decode",
         "training_objective",

@@ -163,8 +163,14 @@ def test_end_of_input_at_the_prompt(argv, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("gone", "told"),
     [
-        (("chat_template.jinja",), "has no chat template; use generate with a prompt"),
-        (("token*", "special*"), "has no chat template; use generate with a prompt"),
+        (
+            ("chat_template.jinja",),
+            "has no chat template; use generate with a prompt, or give a chat_template",
+        ),
+        (
+            ("token*", "special*"),
+            "has no tokenizer and no chat template; give generate token ids",
+        ),
     ],
 )
 def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gone, told):

@@ -559,7 +559,7 @@ def test_model_without_a_tokenizer_takes_ids(model, truth):
         llm.generate(PROMPTS[0])
     with pytest.raises(ValueError, match="stop strings need a tokenizer; use stop_token_ids"):
         llm.generate([[5, 6]], SamplingParams(stop="x"))
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match="has no tokenizer and no chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
@@ -599,7 +599,7 @@ SIGNATURES = {
         "attention_implementation draft seed"
     ),
     "generate": "prompts params use_tqdm",
-    "chat": "messages params use_tqdm",
+    "chat": "messages params use_tqdm template_kwargs",
     "stream": "prompt params events",
     "infill": "prefix suffix params",
 }

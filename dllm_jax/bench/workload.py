@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from dllm_jax import chat, tokenization
 from dllm_jax.requests import SamplingParams
 from dllm_jax.training.data import Problem, problem
 
@@ -96,12 +97,10 @@ def encode(model: Any, text: str) -> list[int]:
         raise ValueError(
             f"model {model.source!r} has no tokenizer to read text with; measure it in mode fixed"
         )
-    if not tokenizer.chat_template:
-        return tokenizer(text, verbose=False)["input_ids"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if chat.template_of(model) is None:
+        return tokenization.encode(tokenizer, text)
+    text = chat.render(model, [{"role": "user", "content": text}])
+    return tokenization.encode(tokenizer, text, special=False)
 
 
 def arriving(work: Sequence[Work], rate: float, seed: int) -> list[Work]:

@@ -22,6 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = f"{HELP}. From a pipe each line is a turn."
     parser.add_argument("--system", metavar="TEXT", help="a system message before the first turn")
+    parser.add_argument(
+        "--thinking",
+        choices=("on", "off"),
+        help="whether the model thinks before it answers, where its chat template lets one choose "
+        "(default: the template's)",
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja in the place of the model's chat template"
+    )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
     flags.add_sampling_flags(parser, seed="of sampling (default: 0)")
@@ -34,26 +43,47 @@ def run(args: argparse.Namespace) -> int:
     with Interrupt(forced=(signal.SIGTERM,)) as stop:
         chosen = strategies.load(args.strategy)
 
+        from dllm_jax.chat import note, render
         from dllm_jax.cli.engine import Clock, make_llm
         from dllm_jax.cli.models import load_model
 
         model = load_model(args)
         strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        llm = make_llm(args, model, strategy, Clock())
-        llm.apply_template([*system, {"role": "user", "content": "?"}])  # or refuse at once
-        return Chat(args, llm, system, stop).run()
+        told = _template_kwargs(args)
+        render(model, [*system, {"role": "user", "content": "?"}], **told)  # or refuse at once
+        if args.chat_template is None and (said := note(model)):
+            _note(said)
+        return Chat(args, make_llm(args, model, strategy, Clock()), system, told, stop).run()
+
+
+def _template_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    """What the chat template is told, as flags say it."""
+    from dllm_jax.cli.prompts import read_file
+
+    told: dict[str, Any] = {}
+    if args.thinking is not None:
+        told["enable_thinking"] = args.thinking == "on"
+    if args.chat_template is not None:
+        told["chat_template"] = read_file("chat template", args.chat_template)
+    return told
 
 
 class Chat:
     """The conversation."""
 
     def __init__(
-        self, args: argparse.Namespace, llm: Any, system: list[dict[str, str]], stop: Interrupt
+        self,
+        args: argparse.Namespace,
+        llm: Any,
+        system: list[dict[str, str]],
+        template_kwargs: dict[str, Any],
+        stop: Interrupt,
     ):
         from dllm_jax.cli.engine import sampling_params
 
         self._llm, self._stop = llm, stop
+        self._template_kwargs = template_kwargs
         self._params = sampling_params(args, llm.model)
         self._system = system
         self._history = list(system)
@@ -105,12 +135,13 @@ class Chat:
 
     def _answer(self, messages: list[dict[str, str]]) -> str:
         """Print the answer as it settles; what there is of it where Ctrl-C stops it."""
+        from dllm_jax.chat import render
         from dllm_jax.cli.engine import add, follow
         from dllm_jax.requests import Request
+        from dllm_jax.tokenization import encode
 
-        tokenizer = self._llm.model.tokenizer
-        prompt = self._llm.apply_template(messages)
-        ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        prompt = render(self._llm.model, messages, **self._template_kwargs)
+        ids = encode(self._llm.model.tokenizer, prompt, special=False)
         request = Request(prompt_token_ids=ids, params=self._params, stream=True)
         request_ids = add(self._llm.engine, [request])
         text, reason, error = "", None, None

@@ -7,6 +7,7 @@ import argparse
 import os
 import stat
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,20 @@ def stdin_waits() -> bool:
 
 
 def _read(name: str) -> str:
-    """Text of a file, or of stdin for "-"."""
-    what = "stdin" if name == "-" else f"prompt file {name!r}"
+    """Text of a prompt file, or of stdin for "-"."""
+    return read_file("prompt file", name)
+
+
+def read_file(kind: str, name: str) -> str:
+    """Text of a file, or of stdin for "-".
+
+    Args:
+        kind: What it is, for messages.
+
+    Raises:
+        ValueError: It cannot be read or is not UTF-8.
+    """
+    what = "stdin" if name == "-" else f"{kind} {name!r}"
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
@@ -78,18 +91,19 @@ def encode(model: Any, prompt: str, raw: bool) -> list[int]:
     Raises:
         ValueError: A model without a tokenizer, or a prompt too long for the model.
     """
+    from dllm_jax import chat, tokenization
+
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise ValueError(
             f"model {model.source!r} has no tokenizer to read text with; use dj.generate with "
             "token ids"
         )
-    text = prompt
-    if not raw and tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    bare = raw or not tokenizer.chat_template  # a template writes its special tokens itself
-    ids = tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"]
+    is_chat = not raw and chat.template_of(model) is not None
+    if is_chat and (said := chat.note(model)):
+        warnings.warn(said, stacklevel=2)
+    text = chat.render(model, [{"role": "user", "content": prompt}]) if is_chat else prompt
+    ids = tokenization.encode(tokenizer, text, special=not is_chat)  # a template writes its own
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; give at least one word")
     most = model.config.max_position
