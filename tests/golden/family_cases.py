@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sdar_moe": ("sdar_moe", {}),
     "llada2": ("llada2", {}),
     # Block routing that excludes nothing is plain top-k, which transformers does compute.
-    "llada2_2_unlimited": ("llada2_2", {"expert_capacity": 12}),
+    "llada2_2_unlimited": ("llada2_2", {"expert_capacity": 12, "block_size": 5}),
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": (

@@ -8,6 +8,7 @@ the tying, and the version of NumPy (its bit generators are stable, its distribu
 
 import json
 import math
+import re
 import zlib
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name "bfloat16")
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.oracles.tiny_configs import CONFIGS
+from tests.oracles.tiny_configs import CONFIGS, MASK_TOKENS
 
 Shards = Literal["round_robin", "layers"] | None
 Experts = Literal["split", "merged", "packed"]
@@ -52,8 +53,27 @@ def write_tiny(
     tensors = random_tensors(tensor_shapes(config), seed, dtype, bias_dtype)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    if (mask := MASK_TOKENS.get(family)) and "mask_token_id" not in config:
+        write_words(folder, config["vocab_size"], mask)
     write_files(folder, with_experts(tensors, experts), shards)
     return folder
+
+
+def write_words(folder: Path, vocab_size: int, mask: str) -> None:
+    """A tokenizer of words `w0`, `w1`, ..., the third but last of which is the mask token."""
+    mask_id = vocab_size - 3
+    words = {f"w{i}": i for i in range(vocab_size) if i != mask_id}
+    added = {"id": mask_id, "content": mask, "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{**added, **flags}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w3"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "mask_token": mask}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -181,6 +201,10 @@ def _llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+# What a layer adds to the residual stream; small, or rows would grow alike with depth.
+_OUTPUT = re.compile(r"(o_proj|attention\.dense|attn_out|down_proj|blocks\.\d+\.ff_out)\.weight")
+
+
 def random_tensors(
     shapes: dict[str, tuple[int, ...]], seed: int, dtype: str, bias_dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
@@ -195,7 +219,8 @@ def random_tensors(
         elif name.endswith("bias"):
             tensors[name] = (0.3 * value).astype(dtype)
         else:
-            tensors[name] = (1.6 / math.sqrt(shape[-1]) * value).astype(dtype)
+            scale = 0.5 if _OUTPUT.search(name) else 1.6
+            tensors[name] = (scale / math.sqrt(shape[-1]) * value).astype(dtype)
     return tensors
 
 

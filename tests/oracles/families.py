@@ -56,11 +56,12 @@ def run(
     embeds: Array | None = None,
     adapter: Path | None = None,
     live: Array | None = None,
+    start: int = 0,
 ) -> Reference:
     """One sequence through a checkpoint.
 
     Args:
-        ids: Tokens [T], at positions 0 to T - 1.
+        ids: Tokens [T], at positions `start` to `start + T - 1`.
         visible: bool [T T].
         embeds: Rows [T D] in place of the embedding of `ids`.
         adapter: Folder of a LoRA adapter, merged as the weights are read.
@@ -72,7 +73,8 @@ def run(
         weights = merged(weights, adapter)
     table = weights[facts.embed]
     x = table[np.asarray(ids)] if embeds is None else np.asarray(embeds, np.float64)
-    cos, sin = rope_angles(facts, len(x))
+    positions = start + np.arange(len(x))
+    cos, sin = rope_angles(facts, positions)
     hidden, routing = [x], {}
     for i in range(facts.layers):
         layer = layer_weights(facts, weights, i)
@@ -81,7 +83,7 @@ def run(
         )
         rows = rms(x, layer["post_attention_layernorm.weight"], facts)
         if facts.routed[i]:
-            routing[i] = route(facts, rows, layer, live)
+            routing[i] = route(facts, rows, layer, positions, live)
             x = x + experts(facts, rows, layer, routing[i])
         else:
             x = x + swiglu(rows, layer, "mlp.")
@@ -103,13 +105,13 @@ def rms(x: Array, scale: Array, facts: SimpleNamespace) -> Array:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + facts.eps) * scale
 
 
-def rope_angles(facts: SimpleNamespace, length: int) -> tuple[Array, Array]:
-    """Cosine and sine [T R/2] of positions 0 to T - 1."""
+def rope_angles(facts: SimpleNamespace, positions: Array) -> tuple[Array, Array]:
+    """Cosine and sine [T R/2]."""
     frequencies = [
         _stretched(facts.theta ** (-2 * j / facts.rotated), facts.scaling)
         for j in range(facts.rotated // 2)
     ]
-    angles = np.outer(np.arange(length), frequencies)
+    angles = np.outer(positions, frequencies)
     return np.cos(angles), np.sin(angles)
 
 
@@ -170,7 +172,13 @@ def _swiglu(x: Array, gate: Array, up: Array, down: Array) -> Array:
     return (inner / (1 + np.exp(-inner)) * (x @ up.T)) @ down.T
 
 
-def route(facts: SimpleNamespace, x: Array, layer: Weights, live: Array | None = None) -> Routing:
+def route(
+    facts: SimpleNamespace,
+    x: Array,
+    layer: Weights,
+    positions: Array,
+    live: Array | None = None,
+) -> Routing:
     """Experts and weights of each row; of equal scores the lowest expert."""
     logits = x @ layer["mlp.gate.weight"].T
     if facts.kind != "LLaDA2MoeModelLM":
@@ -184,7 +192,7 @@ def route(facts: SimpleNamespace, x: Array, layer: Weights, live: Array | None =
     scores = 1 / (1 + np.exp(-logits))
     choice = scores + layer.get("mlp.gate.expert_bias", 0.0)
     if facts.capacity:
-        choice = within_blocks(choice, facts.routing_block, facts.capacity, live)
+        choice = within_blocks(choice, positions // facts.routing_block, facts.capacity, live)
     elif (facts.groups or 0) > 1:
         choice = within_groups(choice, facts.groups, facts.kept_groups)
     ids = largest(choice, facts.chosen)
@@ -209,14 +217,13 @@ def within_groups(choice: Array, groups: int, kept: int) -> Array:
     return limited.reshape(choice.shape)
 
 
-def within_blocks(choice: Array, block: int, capacity: int, live: Array | None) -> Array:
+def within_blocks(choice: Array, block: Array, capacity: int, live: Array | None) -> Array:
     """-inf outside of the experts that the live rows of each block together score highest."""
     limited = np.full_like(choice, -np.inf)
     live = np.ones(len(choice), bool) if live is None else live
-    for first in range(0, len(choice), block):
-        rows = np.arange(first, min(first + block, len(choice)))
-        said = choice[rows[live[rows]]]
-        best = said.max(axis=0, initial=-np.inf)
+    for number in np.unique(block):
+        rows = np.flatnonzero(block == number)
+        best = choice[rows[live[rows]]].max(axis=0, initial=-np.inf)
         names = largest(best, capacity)
         limited[np.ix_(rows, names)] = choice[np.ix_(rows, names)]
     return limited

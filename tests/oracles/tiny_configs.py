@@ -175,3 +175,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": [45, 46],
     },
 }
+
+# Families whose config.json names no mask token: the tokenizer does.
+MASK_TOKENS = {
+    "fast_dllm_v2": "|<MASK>|",
+    "llada2": "<|mask|>",
+    "llada2_2": "<|mask|>",
+}
