@@ -6,9 +6,10 @@ expect. Nothing here runs a model.
 """
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 from dllm_jax.model import Model
+from dllm_jax.models.families import FamilyDefaults
 from dllm_jax.requests import SamplingParams
 from strategies.resolve import load_strategy, strategy_names
 
@@ -28,7 +29,20 @@ _STAND_IN = "multi_bd"
 _REVISING = ("edit", "dmax")
 
 
-def default_strategy(model: Model) -> str:
+class Described(Protocol):
+    """What is asked of a model here, which a report on a checkpoint has as well."""
+
+    @property
+    def config(self) -> Any:
+        """Facts of the network."""
+
+    @property
+    def defaults(self) -> FamilyDefaults:
+        """How the family is decoded when nothing is said."""
+        ...
+
+
+def default_strategy(model: Described) -> str:
     """Name of the strategy of a model where nobody names one: its family's, once that is there."""
     own = model.defaults.strategy
     if own in strategy_names() or own not in _LOSSES:
@@ -36,7 +50,7 @@ def default_strategy(model: Model) -> str:
     return _STAND_IN if model.config.mask_token_id >= 0 else "ar"
 
 
-def stand_in_note(model: Model) -> str | None:
+def stand_in_note(model: Described) -> str | None:
     """What to expect where another strategy stands in for the family's; None where none does."""
     defaults, used = model.defaults, default_strategy(model)
     if used == defaults.strategy:
@@ -45,6 +59,20 @@ def stand_in_note(model: Model) -> str | None:
         f"{defaults.family} is decoded with {used!r}, block {defaults.block_size}: its own "
         f"strategy, {defaults.strategy!r}, is not there yet, and {_LOSSES[defaults.strategy]}; "
         f"name a strategy to say that this is meant"
+    )
+
+
+def alternatives_note(model: Described) -> str | None:
+    """Which strategies a checkpoint of this form may have been made for; None where that is clear.
+
+    LLaDA2.0, LLaDA2.1 and DMax, say, have the same files.
+    """
+    defaults = model.defaults
+    if not defaults.alternatives:
+        return None
+    return (
+        f"the files do not tell whether it was made for {defaults.strategy!r} or for "
+        f"{' or '.join(map(repr, defaults.alternatives))}; name a strategy where it was another"
     )
 
 

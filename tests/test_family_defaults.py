@@ -18,7 +18,7 @@ import pytest
 import dllm_jax as dj
 from checkpoints_convert import export_hf
 from dllm_jax import defaults, generation
-from dllm_jax.cli import entry
+from dllm_jax.cli import entry, info
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.engine import sampling_params
 from dllm_jax.forward import ModelForward
@@ -26,8 +26,9 @@ from dllm_jax.generation import check_fit
 from dllm_jax.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
-from dllm_jax.models.families import parse_config, with_d2f_adapter
+from dllm_jax.models.families import FAMILIES, parse_config, with_d2f_adapter
 from strategies import BlockDiffusion, MultiBD, Needs, as_strategy, strategy_names
+from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
 
 
@@ -196,6 +197,37 @@ def test_a_d2f_adapter_changes_how_the_base_is_decoded():
     model = tiny("llada").replace(defaults=adapted)
     assert "'d2f', is not there yet" in (defaults.stand_in_note(model) or "")
     assert defaults.resolve_strategy(model, None).buffer_size == 4
+
+
+def inspected(folder, capsys):
+    assert entry.main(["inspect", str(folder)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("note: ") for line in told if line.startswith("note: ")]
+
+
+@pytest.mark.parametrize("family", ["llada", "llada2", "sdar"])
+def test_inspect_tells_how_a_checkpoint_is_decoded(family, tmp_path, capsys):
+    model = tiny(family)
+    wanted = (defaults.stand_in_note(model), defaults.alternatives_note(model))
+    assert (wanted[0] is not None, wanted[1] is not None) == (family == "llada", family == "llada2")
+    assert inspected(write_tiny(family, tmp_path), capsys) == [note for note in wanted if note]
+    assert wanted[1] is None or wanted[1].startswith(
+        "the files do not tell whether it was made for 'multi_bd' or for 'edit' or 'dmax'; "
+    )
+
+
+def test_info_has_a_line_for_every_family():
+    lines = info._families()
+    assert lines.keys() == {*(row.name for row in FAMILIES), "llada2, 2.2"}
+    assert lines["dream"] == (
+        "full_sequence (multi_bd until then), block 32, buffer 1, accept 0.9, temperature 0.2, "
+        "top-p 0.95, trained full, shifted, mask 151666, stops 151643 151645, class DreamModel"
+    )
+    assert lines["llada2"].startswith("multi_bd, block 32, buffer 1, accept 0.95, temperature 0, ")
+    assert ", or edit or dmax, " in lines["llada2"]
+    assert lines["llada2, 2.2"].startswith(
+        "edit (multi_bd until then), block 32, buffer 1, accept 0.5"
+    )
 
 
 # Sampling where nobody asks for any.

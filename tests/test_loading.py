@@ -262,7 +262,7 @@ def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
         ("no-such-model", {}, "model 'no-such-model' does not exist; give a folder with config"),
         ("/no/such/folder", {}, "model '/no/such/folder' does not exist; give a folder"),
         ("builtin:nothing", {}, "'builtin:nothing' is no built-in model; known are "),
-        ("random:nothing", {}, "'random:nothing' is no published config; known are ByteDance-Seed/S"),
+        ("random:nothing", {}, "'random:nothing' is no published config; known are ByteDance"),
         ("x", {"dtype": "int4"}, "dtype='int4' is not supported; use one of auto, bfloat16"),
         ("x", {"lora": "adapter"}, "lora='adapter' holds no adapter_config.json; give the folder"),
         ("x", {"revision": "v1"}, "revision='v1' applies to hub ids only, not to 'x'"),

@@ -1,9 +1,11 @@
 """`dllm-jax info`: what is installed, what it runs on, which models and strategies there are."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import platform
+from typing import Any
 
 PACKAGES = ("dllm-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoint", "numpy")
 
@@ -29,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, dict[str, str]]:
     """The facts, by title: name -> what there is to say of it."""
     from dllm_jax.compile_cache import cache_folder, enable_compile_cache
-    from dllm_jax.models.families import FAMILIES
-    from dllm_jax.models.published import PUBLISHED
     from strategies import strategy_names
 
     enable_compile_cache()
@@ -40,11 +40,8 @@ def collect() -> dict[str, dict[str, str]]:
         "devices": _devices(),
         "kernels": _kernels(),
         "models": _models(),
-        "random": {f"random:{name}": "" for name in sorted(PUBLISHED)},
-        "families": {
-            row.name: f"{row.strategy}, blocks of {row.block_size}, class {row.architecture}"
-            for row in FAMILIES
-        },
+        "random": _random(),
+        "families": _families(),
         "strategies": dict.fromkeys(strategy_names(), ""),
         "cache": {str(cache_folder()): _size_of_cache()},
     }
@@ -92,6 +89,48 @@ def _models() -> dict[str, str]:
         how = f"{d.strategy}, block {d.block_size}, buffer {d.buffer_size}" if d else "unreadable"
         found[f"builtin:{name}"] = f"{report.num_params / 1e6:.1f} M parameters, {how}"
     return found
+
+
+def _random() -> dict[str, str]:
+    import jax
+
+    from dllm_jax.models.architecture import arch_of
+    from dllm_jax.models.families import parse_config
+    from dllm_jax.models.published import PUBLISHED
+
+    found = {}
+    for name in sorted(PUBLISHED):
+        family, config, *_ = parse_config(PUBLISHED[name], name=name)
+        size = sum(leaf.size for leaf in jax.tree.leaves(arch_of(config).param_shapes(config)))
+        found[f"random:{name}"] = f"{size / 1e9:.1f} B parameters, {family}"
+    return found
+
+
+def _families() -> dict[str, str]:
+    """A line a family: the strategy it was made for, its numbers, its tokens, its class."""
+    from dllm_jax.models.family_table import BLOCK_ROUTED, FAMILIES
+    from strategies import strategy_names
+
+    there = strategy_names()
+
+    def line(row: Any) -> str:
+        own = row.strategy if row.strategy in there else f"{row.strategy} (multi_bd until then)"
+        return ", ".join(
+            (
+                f"{own}, block {row.block_size}, buffer {row.buffer_size}",
+                f"accept {row.accept_threshold:g}, temperature {row.temperature:g}",
+                *([] if row.top_p is None else [f"top-p {row.top_p:g}"]),
+                f"trained {row.attention}{', shifted' if row.shift else ''}",
+                *([] if row.mask_token_id is None else [f"mask {row.mask_token_id}"]),
+                f"stops {' '.join(map(str, row.stop_token_ids))}",
+                *([f"or {' or '.join(row.alternatives)}"] if row.alternatives else []),
+                f"class {row.architecture}",
+            )
+        )
+
+    found = {row.name: line(row) for row in FAMILIES}
+    row = next(row for row in FAMILIES if row.name == "llada2")
+    return found | {"llada2, 2.2": line(dataclasses.replace(row, **BLOCK_ROUTED))}
 
 
 def _size_of_cache() -> str:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from dllm_jax.cli import flags
 
@@ -22,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
 
     with headers_folder(args.src, args.revision) as folder:
         report = dataclasses.replace(inspect(folder), source=args.src)
+    report = dataclasses.replace(report, notes=(*report.notes, *_notes(report)))
     if args.json:
         facts = {
             "source": args.src,
@@ -44,3 +46,12 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         report.require_ok()
     return 0
+
+
+def _notes(report: Any) -> list[str]:
+    """What to know of how it is decoded."""
+    from dllm_jax.defaults import alternatives_note, stand_in_note
+
+    if report.defaults is None:
+        return []
+    return [note for note in (stand_in_note(report), alternatives_note(report)) if note]

@@ -157,7 +157,6 @@ FAMILIES = (
         strategy="fast_dllm_v2",
         block_size=32,
         accept_threshold=0.9,
-        alternatives=("multi_bd",),
         mask_token_id=151665,
         mask_tokens=("|<MASK>|",),
         stop_token_ids=_QWEN_ENDS,
@@ -263,7 +262,7 @@ FAMILIES = (
 BLOCK_ROUTED: Mapping[str, Any] = {
     "strategy": "edit",
     "accept_threshold": 0.5,
-    "alternatives": ("multi_bd",),
+    "alternatives": (),
 }
 
 # Classes that are easily taken for one of the above; the text says what they are.
