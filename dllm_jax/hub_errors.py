@@ -5,11 +5,13 @@ tells the same thing by several exceptions, and the reason of one often hides in
 """
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_OF_RUST = re.compile(r"\(os error (\d+)\)")  # how hf_xet tells of an errno
 _VAGUE = ("LocalEntryNotFoundError", "DryRunError")  # what they come from says more
 
 
@@ -113,11 +115,15 @@ def _failure(error: BaseException) -> _Failure:
     return _Failure(
         kinds=frozenset(kind.__name__ for cause in causes for kind in type(cause).__mro__),
         modules=frozenset(type(cause).__module__.partition(".")[0] for cause in causes),
-        codes=frozenset(
-            cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno
-        ),
+        codes=frozenset(code for cause in causes for code in _codes(cause)),
         status=next((answer.status_code for answer in answers if answer is not None), 0),
     )
+
+
+def _codes(cause: BaseException) -> Iterator[int]:
+    if isinstance(cause, OSError) and cause.errno:
+        yield cause.errno
+    yield from map(int, _OF_RUST.findall(str(cause)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -50,7 +50,7 @@ class Hub:
 
     Attributes:
         requests: (method, path, Authorization, Range) of each request.
-        status: Answered to everything, where set.
+        status: Answered to everything, where set, with `message`.
         slow: Files that come in drops and never end.
         cut: Files whose connection breaks half way, once.
         sent: Bytes of files that were sent.
@@ -60,6 +60,7 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str, str | None, str | None]] = []
         self.status: int | None = None
+        self.message = ""
         self.slow: set[str] = set()
         self.cut: set[str] = set()
         self.sent = 0
@@ -170,7 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
     def _refuse(self, status: int, code: str | None) -> None:
-        self._send(status, {} if code is None else {"X-Error-Code": code}, b"")
+        headers = {"X-Error-Code": code, "X-Error-Message": self.hub.message}
+        self._send(status, {key: value for key, value in headers.items() if value}, b"")
 
     def _send(self, status: int, headers: dict[str, str], data: bytes, path: str = "") -> None:
         self.send_response(status)
