@@ -18,10 +18,11 @@ from pallas_kernels.expert_ffn.transforms import transformable
 Implementation = Literal["dense", "grouped", "triton"]
 
 # On a CPU the reference wins where its work is nothing beside the bookkeeping of tiles, and where
-# rows are few and touch most experts, so that tiles are mostly padding
+# rows are few and experts too, so that tiles are mostly padding and most experts are read anyway
 # (benchmarks/results/expert_ffn_cpu.json).
 DENSE_WORK = 1_000_000  # T x E x D x F
 DENSE_ROWS = 16
+DENSE_SHARE = 4  # experts per expert of a row
 
 _grouped = transformable(grouped.expert_ffn)
 _triton = transformable(triton.expert_ffn)
@@ -42,8 +43,8 @@ def expert_ffn(
     is dropped, and a row's result does not depend on the other rows.
 
     Args:
-        expert_ids: Experts of each row; one outside [0, E) is no expert: it adds nothing and no
-            weight is read for it. Rows that are not live have nothing but such ids.
+        expert_ids: Experts of each row; one outside [0, E) is no expert: it adds nothing, and all
+            but "dense" read no weight for it. Rows that are not live have nothing but such ids.
         expert_weights: What each result counts for, float32; the router normalises, not this.
         w_gate_up: Index 0 of the axis of 2 is the gate.
         implementation: "dense" (every expert over every row: the truth; any device), "grouped"
@@ -58,7 +59,7 @@ def expert_ffn(
     """
     _check(x, expert_ids, expert_weights, w_gate_up, w_down)
     if implementation is None:
-        implementation = _choose(x, expert_ids, w_down)
+        implementation = choose(x, expert_ids, w_down)
     arguments = (x, expert_ids, expert_weights, w_gate_up, w_down)
     if implementation == "dense":
         return reference.expert_ffn(*arguments)
@@ -72,11 +73,13 @@ def expert_ffn(
     raise ValueError(f'{implementation=} is not one of "dense", "grouped", "triton"')
 
 
-def _choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
+def choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
+    """What `implementation=None` takes for such arguments on this machine."""
     if jax.default_backend() == "gpu":
         return "grouped" if triton.unsupported(x, w_down) else "triton"
-    few_rows = len(x) <= DENSE_ROWS and expert_ids.size >= len(w_down)
-    return "dense" if few_rows or len(x) * w_down.size <= DENSE_WORK else "grouped"
+    T, k = expert_ids.shape
+    few = T <= DENSE_ROWS and len(w_down) <= DENSE_SHARE * k
+    return "dense" if few or T * w_down.size <= DENSE_WORK else "grouped"
 
 
 def _check(
