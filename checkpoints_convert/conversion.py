@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from checkpoints_convert.copying import Progress
 from checkpoints_convert.inspection import inspect
 from checkpoints_convert.placing import placed
 from checkpoints_convert.report import Report
-from checkpoints_convert.weights import Progress, read_weights
+from checkpoints_convert.weights import read_weights
 
 
 def load_params(

@@ -3,11 +3,11 @@
 Written when a checkpoint is converted and read by `inspect`, so nothing here needs Orbax.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ from dllm_jax.models.families import config_from_json, defaults_from_json
 
 PARAMS = "params"  # the folder of the weights
 _VERSION = 2
+_SHOWN = 5  # damaged leaves that are told one by one
+_AGAIN = "convert the checkpoint again"
+# How Orbax stores an array that is neither cut nor compressed, apart from shape and type.
+_PLAIN = {
+    "zarr_format": 2,
+    "order": "C",
+    "compressor": None,
+    "filters": None,
+    "dimension_separator": ".",
+}
 
 
 def write_meta(report: Report, dtype: str, folder: Path) -> None:
@@ -75,11 +85,7 @@ def describe(folder: Path, source: str) -> Report:
         shapes={name: tuple(leaf.shape) for name, leaf in shapes.items()},
         files=(META,),
         tokenizer_files=present(folder),
-        problems=tuple(
-            problem
-            for name, leaf in shapes.items()
-            for problem in _damage(folder / PARAMS / name, _bytes(leaf))
-        ),
+        problems=tuple(_first(_damage(folder / PARAMS, shapes))),
     )
 
 
@@ -94,24 +100,37 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _damage(leaf: Path, want: int) -> list[str]:
-    """What is wrong with the files of one leaf: Orbax reads zeros in place of missing data."""
-    problems: list[str] = []
-    files = leaf.iterdir() if leaf.is_dir() else ()
-    have = sum(path.stat().st_size for path in files if not path.name.startswith("."))
-    if have != want:
-        problems.append(
-            f"{PARAMS}/{leaf.name} holds {have} bytes instead of {want}; "
-            "convert the checkpoint again"
-        )
-    # Read here as well: Orbax, stopped half-way by one bad leaf, leaves its other reads
-    # running into a closed event loop.
-    with contextlib.suppress(FileNotFoundError):
+def _damage(params: Path, shapes: Mapping[str, Any]) -> Iterator[str]:
+    """Leaves that are not stored as we store them: their files hold the arrays and no more."""
+    for name, leaf in shapes.items():
+        folder, want = params / name, _bytes(leaf)
+        files = folder.iterdir() if folder.is_dir() else ()
+        have = sum(path.stat().st_size for path in files if not path.name.startswith("."))
+        if have != want:
+            yield f"{PARAMS}/{name} holds {have} bytes instead of {want}; {_AGAIN}"
+            continue
         try:
-            read_json(leaf / ".zarray")
-        except ValueError as error:
-            problems.append(f"{PARAMS}/{leaf.name}: {error}")
-    return problems
+            found = read_json(folder / ".zarray")
+        except (OSError, ValueError) as error:
+            yield f"{PARAMS}/{name}: {error}; {_AGAIN}"
+            continue
+        kind, plain = found.get("dtype"), {**_PLAIN, "chunks": found.get("shape")}
+        said = {"<f4": "float32", "<f2": "float16"}.get(str(kind), kind)
+        if said != str(leaf.dtype) or found.get("shape") != list(leaf.shape):
+            yield (
+                f"{PARAMS}/{name} holds {said}{found.get('shape')} where {META} says "
+                f"{leaf.dtype}{list(leaf.shape)}; {_AGAIN}"
+            )
+        elif any(found.get(key) != value for key, value in plain.items()):
+            yield f"{PARAMS}/{name} is cut or compressed, which is not supported; {_AGAIN}"
+
+
+def _first(problems: Iterable[str]) -> Iterator[str]:
+    """The first of many problems of one kind, and how many more there are."""
+    problems = list(problems)
+    yield from problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        yield f"and {len(problems) - _SHOWN} more leaves of {PARAMS}"
 
 
 def _digest(path: Path) -> str:

@@ -5,6 +5,7 @@ one, decides. Nothing here knows which tensors a family needs.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,16 @@ _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as a header describes it: its file, safetensors type name and shape."""
+    """A tensor as a header describes it: its file, safetensors type name and shape.
+
+    Attributes:
+        offset: Byte of the file where its elements start.
+    """
 
     file: str
     dtype: str
     shape: Shape
+    offset: int = 0
 
 
 @dataclasses.dataclass
@@ -49,14 +55,14 @@ def read_shards(folder: Path) -> Shards:
         names = sorted(set(weight_map.values()))
     shards.files = tuple(name for name in names if _is_here(folder, name, shards))
     for name in shards.files:
-        _read_header(folder / name, shards)
+        read_header(folder / name, shards)
     if weight_map is not None:
         _check_index(weight_map, shards)
     return shards
 
 
 def open_tensors(path: Path) -> Any:
-    """A lazy reader of one file: `keys()`, and `get_slice(name)` to cut rows from."""
+    """A lazy reader of one file; opening it checks the header."""
     opener: Any = safe_open  # a class of the extension module, without types
     return opener(path, framework="numpy")
 
@@ -107,24 +113,36 @@ def _is_here(folder: Path, name: str, shards: Shards) -> bool:
     return False
 
 
-def _read_header(path: Path, shards: Shards) -> None:
+def read_header(path: Path, shards: Shards) -> None:
     """Add the tensors of one file, or the reason why it cannot be read."""
     reason = _damage(path)
     if reason is None:
         try:
-            with open_tensors(path) as file:
-                for name in file.keys():  # noqa: SIM118 (the handle is no mapping)
-                    tensor = file.get_slice(name)
-                    stored = Stored(path.name, tensor.get_dtype(), tuple(tensor.get_shape()))
-                    first = shards.tensors.setdefault(name, stored)
-                    if first is not stored:
-                        shards.problems.append(
-                            f"{name} is in both {first.file} and {stored.file}; keep one of them"
-                        )
-        except (SafetensorError, OSError) as error:
+            tensors = _tensors(path)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
             reason = f"is truncated or corrupt ({error})"
+        else:
+            for name, stored in tensors.items():
+                first = shards.tensors.setdefault(name, stored)
+                if first is not stored:
+                    shards.problems.append(
+                        f"{name} is in both {first.file} and {stored.file}; keep one of them"
+                    )
     if reason is not None:
         shards.problems.append(f"{path.name} {reason}; download it again")
+
+
+def _tensors(path: Path) -> dict[str, Stored]:
+    """The entries of a header, which safetensors' own reader has found in order."""
+    with open_tensors(path) as file, path.open("rb") as raw:
+        size = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
+        entries = json_object(json.loads(raw.read(size)))
+        start, tensors = _LENGTH_BYTES + size, dict[str, Stored]()
+        for name in file.keys():  # noqa: SIM118 (the handle is no mapping)
+            entry = entries[name]
+            offset = start + int(entry["data_offsets"][0])
+            tensors[name] = Stored(path.name, entry["dtype"], tuple(entry["shape"]), offset)
+    return tensors
 
 
 def _damage(path: Path) -> str | None:

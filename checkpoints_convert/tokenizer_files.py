@@ -25,7 +25,6 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _VOCABULARIES = ("tokenizer.json", "vocab.json")  # one of them makes a tokenizer
 _LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old name of one thing
 
@@ -41,7 +40,8 @@ class TokenizerParts:
         ids: Every token's id by its text; an id may have two texts.
         texts: Every id's text, the one that is believed.
         added: Of the added tokens, by id: text and flags as `tokenizers.AddedToken` takes them.
-        roles: Text by role ("mask_token"), whether or not it is a token.
+        roles: Text by role ("mask_token", or a name of the folder's own), whether or not it is a
+            token.
         extra: Texts of further special tokens.
         settings: `tokenizer_config.json`.
     """
@@ -142,7 +142,12 @@ def _parts(folder: Path) -> TokenizerParts:
         ids=ids,
         texts=texts,
         added=added,
-        roles={name: _text(special[name]) for name in ROLES if special.get(name) is not None},
+        roles={
+            name: _text(token)
+            for name, token in special.items()
+            if name.endswith("_token")
+            and (isinstance(token, str) or "content" in json_object(token))
+        },
         extra=tuple(_listed(special)),
         settings=settings,
     )

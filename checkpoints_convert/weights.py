@@ -1,26 +1,25 @@
-"""Reading weights: tensor by tensor, slice by slice, into host arrays made beforehand.
+"""Reading the weights of an inspected Hugging Face folder into a parameter tree.
 
-The result is allocated once, in its final form; a tensor is copied through slices of a few
-megabytes, so the peak is the result and little more (the files are mapped, not read whole).
-Knows nothing of families: `report` has already decided what goes where.
+The tree is allocated once, in its final form; `copying` fills it. Knows nothing of families: the
+report has already decided what goes where.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from checkpoints_convert.dtypes import STORED, all_finite, as_dtype, raw
+from checkpoints_convert.copying import Copy, Progress, copy_all
+from checkpoints_convert.dtypes import STORED, as_dtype, raw
 from checkpoints_convert.naming import table_of
 from checkpoints_convert.report import Report
-from checkpoints_convert.shards import open_tensors
+from checkpoints_convert.shards import Stored
 from checkpoints_convert.spec import Array, ConversionError, Placement, find
 from dllm_jax.models.architecture import arch_of
 
-Progress = Callable[[int, int], None]
-_SLICE_BYTES = 2 << 20  # fits a cache; smaller is no faster
+_COMPARED_BYTES = 16 << 20
 
 
 def read_weights(report: Report, dtype: str = "auto", progress: Progress | None = None) -> Any:
@@ -28,8 +27,8 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
 
     Args:
         report: From `inspect`; must be free of problems.
-        dtype: Type of every leaf; "auto" is the checkpoint's own.
-        progress: Called with bytes read so far and in all, after each slice.
+        dtype: Type of the leaves; "auto" is the checkpoint's own. Some stay float32.
+        progress: Called with bytes read so far and in all, after each piece.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
@@ -41,75 +40,54 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
         return np.empty(leaf.shape, leaf.dtype)
 
     tree: Any = jax.tree.map(allocate, arch_of(cfg).param_shapes(cfg, target))
-    by_file: dict[str, list[Placement]] = {}
-    for place in report.placements:
-        by_file.setdefault(report.stored[place.name].file, []).append(place)
-    total = sum(
-        math.prod(place.shape) * STORED[report.stored[place.name].dtype].itemsize
-        for place in report.placements
-    )
-    done, problems = 0, list[str]()
-    for file, places in by_file.items():
-        with open_tensors(report.folder / file) as handle:
-            for place in places:
-                bad: set[str] = set()
-                leaf = find(tree, place.path)
-                for size in _copy(handle.get_slice(place.name), place, leaf, bad):
-                    done += size
-                    if progress is not None:
-                        progress(done, total)
-                problems += [f"{place.name} {reason}" for reason in sorted(bad)]
-    problems += _tied_head(report)
+
+    def where(place: Placement) -> tuple[str, int, int]:
+        stored = report.stored[place.name]
+        return stored.file, stored.offset, place.start
+
+    copies = [_copy(report, place, tree) for place in sorted(report.placements, key=where)]
+    problems = copy_all(copies, progress) + list(_tied_head(report))
     if problems:
         raise ConversionError(report.source, problems)
     return tree
 
 
-def _copy(tensor: Any, place: Placement, leaf: Array, bad: set[str]) -> Iterator[int]:
-    """Copy one tensor into its part of a leaf; yields the bytes of each slice read.
-
-    Reasons against the tensor's values are added to `bad`.
-    """
-    view = place.part.view(leaf)
-    groups = view.shape[0]  # the file's rows are cut where the leaf's first axis moves on
-    rows = place.shape[0] // groups
-    group_bytes = math.prod((rows, *place.shape[1:])) * leaf.itemsize
-    step = max(_SLICE_BYTES // group_bytes, 1)
-    for start in range(0, groups, step):
-        stop = min(start + step, groups)
-        data: Array = tensor[place.start + start * rows : place.start + stop * rows]
-        yield data.nbytes
-        if not all_finite(data):
-            bad.add("holds NaN or Inf")
-        elif data.dtype != leaf.dtype:
-            with np.errstate(over="ignore"):
-                data = data.astype(leaf.dtype)
-            if not all_finite(data):
-                bad.add(f"does not fit {leaf.dtype}; use bfloat16")
-        if not bad:
-            part = view[start:stop]
-            raw(part)[...] = raw(data).reshape(part.shape)
+def _copy(report: Report, place: Placement, tree: Any) -> Copy:
+    stored = report.stored[place.name]
+    dtype = STORED[stored.dtype]
+    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+    return Copy(
+        place.name,
+        report.folder / stored.file,
+        stored.offset + place.start * row_bytes,
+        dtype,
+        place.part.view(find(tree, place.path)),
+    )
 
 
-def _tied_head(report: Report) -> list[str]:
+def _tied_head(report: Report) -> Iterator[str]:
     """A head beside a tied embedding must be its copy; it is not read otherwise."""
     table = table_of(str(report.family))
     head, embed = (report.stored.get(name) for name in (table.lm_head, table.embed))
     wanted = {place.name for place in report.placements}
     if head is None or embed is None or table.lm_head in wanted:
-        return []
-    if (head.dtype, head.shape) == (embed.dtype, embed.shape):
-        with (
-            open_tensors(report.folder / head.file) as a,
-            open_tensors(report.folder / embed.file) as b,
-        ):
-            left, right = a.get_slice(table.lm_head), b.get_slice(table.embed)
-            rows = head.shape[0]
-            step = max(_SLICE_BYTES // (head.shape[1] * 4), 1)
-            slices = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-            if all(bool((raw(left[s]) == raw(right[s])).all()) for s in slices):
-                return []
-    return [
-        f"{table.keys.tied} is true but {table.lm_head} differs from {table.embed}; "
-        "set it to false in config.json to keep the head"
-    ]
+        return
+    same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
+    if not same or not _same_values(report, head, embed):
+        yield (
+            f"{table.keys.tied} is true but {table.lm_head} differs from {table.embed}; "
+            "set it to false in config.json to keep the head"
+        )
+
+
+def _same_values(report: Report, a: Stored, b: Stored) -> bool:
+    """Whether two tensors of one type and shape are equal bit by bit."""
+    dtype = STORED[a.dtype]
+    step, size = _COMPARED_BYTES // dtype.itemsize, math.prod(a.shape)
+
+    def read(stored: Stored, start: int) -> Array:
+        count = min(step, size - start)
+        offset = stored.offset + start * dtype.itemsize
+        return raw(np.fromfile(report.folder / stored.file, dtype, count, offset=offset))
+
+    return all(bool((read(a, i) == read(b, i)).all()) for i in range(0, size, step))

@@ -111,7 +111,7 @@ def test_casts_round_each_weight_once(dtype):
 
 def test_a_slice_boundary_inside_a_tensor_changes_nothing(monkeypatch):
     whole, _ = load_params(GOLDEN / "sdar")
-    monkeypatch.setattr("checkpoints_convert.weights._SLICE_BYTES", 300)
+    monkeypatch.setattr("checkpoints_convert.copying._PIECE_BYTES", 300)
     assert_same(load_params(GOLDEN / "sdar")[0], whole)
 
 

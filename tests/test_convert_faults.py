@@ -457,7 +457,7 @@ def test_leaves_of_another_shape_are_refused(tmp_path):
     folder = convert(copy_golden("sdar", tmp_path / "model"), tmp_path / "converted")
     edit_meta(folder, dtype="float16")
     with pytest.raises(
-        ConversionError, match=r"params holds bfloat16.* where meta.json says float16"
+        ConversionError, match=r"params/embed holds bfloat16.* where meta.json says float16"
     ):
         load_params(folder)
 

@@ -93,4 +93,6 @@ def test_peak_is_the_result_and_two_tensors(folder, tmp_path):
     }
     print({call: f"result + {(most - result) / largest:.2f}" for call, most in peaks.items()})
     for call, most in peaks.items():
-        assert result <= most <= result + 2 * largest, f"{call}: {most} of {result} + 2 x {largest}"
+        most_allowed = result + 2 * largest
+        # The idle process may hold a little freed memory, which is used first.
+        assert 0.95 * result <= most <= most_allowed, f"{call}: {most} of {most_allowed}"

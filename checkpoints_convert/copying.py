@@ -1,0 +1,236 @@
+"""Copying stored tensors into arrays made beforehand: in pieces, by several threads.
+
+A piece is read from the file into a few megabytes of scratch memory, checked, cast and laid out in
+its place, so the peak is the result and little more. Which thread copies what changes no bit of
+the result, and progress is told in the order of the copies. Nothing here knows names or tables.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from checkpoints_convert.dtypes import all_finite, raw
+from checkpoints_convert.spec import Array, Shape
+
+Progress = Callable[[int, int], None]
+_Made = tuple[int, str | None]  # bytes of a piece, and what is wrong with it
+
+_PIECE_BYTES = 2 << 20  # about what the caches of a core hold
+_LINE = 64  # bytes of a cache line
+_MOST_BUFFERS = 1024  # IOV_MAX of Linux: buffers that one read fills
+_MOST_THREADS = 16  # more do not read faster: memory is the limit
+
+
+class Update(Protocol):
+    """What is added to a tensor while it is copied."""
+
+    def __call__(self, start: int, count: int) -> Array:
+        """`count` elements from number `start` on, in C order and float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One stored tensor, or rows of one, and where it goes.
+
+    Attributes:
+        name: The tensor's name, for messages.
+        offset: Byte of the file where it starts.
+        dtype: Type of the stored elements.
+        target: Where it goes, in the axis order of the file.
+        update: Added in float32 before the one cast to the type of `target`.
+    """
+
+    name: str
+    path: Path
+    offset: int
+    dtype: np.dtype[Any]
+    target: Array
+    update: Update | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to be read."""
+        return self.target.size * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A consecutive part of a copy: its elements from `start` on go to `target`."""
+
+    copy: Copy
+    start: int
+    target: Array
+
+
+def copy_all(copies: Iterable[Copy], progress: Progress | None = None) -> list[str]:
+    """Make all copies.
+
+    Args:
+        progress: Called with bytes read so far and in all, after each piece.
+
+    Returns:
+        What is wrong with the values, in words, in the order of the copies.
+
+    Raises:
+        OSError: If a file cannot be read or is too short.
+    """
+    copies = tuple(copies)
+    total, done = sum(copy.num_bytes for copy in copies), 0
+    found: dict[str, None] = {}  # a set that keeps its order
+    with _opened({copy.path for copy in copies}) as files:
+        pieces = itertools.chain.from_iterable(map(_pieces, copies))
+        scratch = _Scratch()
+        jobs = (functools.partial(_make, piece, files, scratch) for piece in pieces)
+        with contextlib.closing(_in_order(jobs)) as made:
+            for size, problem in made:
+                done += size
+                if problem is not None:
+                    found[problem] = None
+                if progress is not None:
+                    progress(done, total)
+    return list(found)
+
+
+@contextlib.contextmanager
+def _opened(paths: Iterable[Path]) -> Generator[dict[Path, int], None, None]:
+    """File descriptors by path."""
+    with contextlib.ExitStack() as stack:
+        yield {path: stack.enter_context(path.open("rb", buffering=0)).fileno() for path in paths}
+
+
+def _in_order(jobs: Iterable[Callable[[], _Made]]) -> Generator[_Made, None, None]:
+    """The results of all jobs in their order; a few jobs run at a time."""
+    threads = _num_threads()
+    waiting = deque[Future[_Made]]()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(job))
+                if len(waiting) > 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:  # Ctrl-C comes here too: what runs ends within milliseconds
+            for future in waiting:
+                future.cancel()
+
+
+def _num_threads() -> int:
+    try:
+        available = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        available = os.cpu_count() or 1
+    return min(available, _MOST_THREADS)
+
+
+def _pieces(copy: Copy) -> Iterator[_Piece]:
+    """Cut a copy along the first axis of which a few steps fit the scratch memory."""
+    target, item = _merged(copy.target), copy.dtype.itemsize
+    axis = 0
+    while axis < target.ndim - 2 and _inner(target.shape, axis) * item > _PIECE_BYTES:
+        axis += 1
+    inner = _inner(target.shape, axis)
+    step = max(_PIECE_BYTES // (inner * item), 1)
+    start = 0
+    for outer in np.ndindex(*target.shape[:axis]):
+        for first in range(0, target.shape[axis], step):
+            part = target[(*outer, slice(first, first + step))]
+            yield _Piece(copy, start, part)
+            start += part.size
+
+
+def _merged(x: Array) -> Array:
+    """The same elements in the same order, with as few axes as they can be reached by."""
+    shape = [x.shape[-1]]
+    for axis in reversed(range(x.ndim - 1)):
+        if x.strides[axis] == x.strides[axis + 1] * x.shape[axis + 1]:
+            shape[0] *= x.shape[axis]
+        else:
+            shape.insert(0, x.shape[axis])
+    return x.reshape(shape)
+
+
+def _inner(shape: Shape, axis: int) -> int:
+    """Elements of one step along an axis."""
+    return math.prod(shape[axis + 1 :])
+
+
+def _make(piece: _Piece, files: dict[Path, int], scratch: "_Scratch") -> _Made:
+    """Read one piece to its place."""
+    copy, target = piece.copy, piece.target
+    item, width = copy.dtype.itemsize, target.shape[-1]
+    offset = copy.offset + piece.start * item
+    size = target.size * item
+    if copy.update is None and copy.dtype == target.dtype and target.flags.c_contiguous:
+        _read(files[copy.path], [memoryview(raw(target)).cast("B")], offset, copy)
+        return size, None if all_finite(target) else f"{copy.name} holds NaN or Inf"
+    rows, buffers = scratch.rows("read", target.size // width, width, copy.dtype)
+    _read(files[copy.path], buffers, offset, copy)
+    if not all_finite(rows):
+        return size, f"{copy.name} holds NaN or Inf"
+    if copy.update is not None:
+        added = copy.update(piece.start, target.size)
+        rows = rows.astype(np.float32) + added.reshape(rows.shape)
+    if copy.update is not None or rows.dtype != target.dtype:
+        cast, _ = scratch.rows("cast", target.size // width, width, target.dtype)
+        with np.errstate(over="ignore"):
+            cast[...] = rows
+        rows = cast
+    if not all_finite(rows):
+        return size, f"{copy.name} does not fit {target.dtype}; use bfloat16"
+    raw(target)[...] = raw(rows).reshape(target.shape)
+    return size, None
+
+
+def _read(file: int, buffers: list[memoryview], offset: int, copy: Copy) -> None:
+    """Fill buffers one after the other from a file."""
+    while buffers:
+        got = os.preadv(file, buffers[:_MOST_BUFFERS], offset)
+        if not got:
+            raise OSError(f"{copy.path} ends within {copy.name}; download it again")
+        offset += got
+        filled = 0
+        while filled < len(buffers) and got >= buffers[filled].nbytes:
+            got -= buffers[filled].nbytes
+            filled += 1
+        buffers = buffers[filled:]
+        if got:
+            buffers[0] = buffers[0][got:]
+
+
+class _Scratch(threading.local):
+    """Memory of each thread for the piece it works on."""
+
+    def __init__(self):
+        self._memory: dict[str, Array] = {}
+
+    def rows(
+        self, use: str, count: int, width: int, dtype: np.dtype[Any]
+    ) -> tuple[Array, list[memoryview]]:
+        """An array [count, width], and the buffers that are its rows.
+
+        A row starts an odd number of cache lines after the one before it: were it a power of two,
+        all elements of a column would compete for the same few places of the cache, and writing
+        the array column by column would take three times as long.
+        """
+        used = width * dtype.itemsize
+        stride = (-(-used // _LINE) | 1) * _LINE
+        memory = self._memory.get(use)
+        if memory is None or memory.size < count * stride:
+            memory = self._memory[use] = np.empty(count * stride, np.uint8)
+        lines = memory[: count * stride].reshape(count, stride)
+        view = memoryview(memory)
+        buffers = [view[i * stride : i * stride + used] for i in range(count)]
+        return lines[:, :used].view(dtype), buffers
