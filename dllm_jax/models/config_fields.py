@@ -4,7 +4,7 @@ Both spellings of rotary embedding are read: top-level `rope_theta` / `rope_scal
 `rope_parameters` of transformers 5. Nothing here knows families or special tokens.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -53,23 +53,29 @@ class Fields:
     def __init__(self, config: Json, problems: list[str], notes: list[str]):
         self.config, self.problems, self.notes = config, problems, notes
 
-    def whole(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number from `low` (0 or 1) on; 0 beside a problem."""
+    def whole(
+        self, key: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1
+    ) -> int:
+        """A whole number in [low, most], `low` 0 or 1; 0 beside a problem."""
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             kind = "a positive whole number" if low else "a whole number, 0 or more"
             self.problems.append(f"{key}={value!r} must be {kind}")
             return 0
+        if value > most:
+            self.problems.append(f"{key}={value} must be at most {most}; correct config.json")
+            return 0
         return value
 
     def number(self, key: str, default: float | None = None, *, inside: Json | None = None) -> Any:
         """A positive number, of the config or of the object `inside` it; 0 beside a problem."""
-        value = (self.config if inside is None else inside).get(key, default)
+        value = (self.config if inside is None else inside).get(key)
+        value = default if value is None else value
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not 0 < value < math.inf
+            or not 0 < value <= sys.float_info.max
         ):
             self.problems.append(f"{key}={value!r} must be a positive number")
             return 0.0
@@ -95,15 +101,20 @@ class Fields:
         value = self.config.get(key)
         return value if isinstance(value, Mapping) else {}
 
-    def divided(self, heads_key: str, width_key: str) -> int:
-        """Width of a head where the config does not state it."""
+    def divided(self, heads_key: str, width_key: str, stated_by: str | None = None) -> int:
+        """Width of a head where the config does not state it.
+
+        Args:
+            stated_by: The entry that could state it, if there is one in the dialect.
+        """
         heads, width = self.config.get(heads_key), self.config.get(width_key)
         if not (isinstance(heads, int) and isinstance(width, int)) or min(heads, width) < 1:
             return 1  # which is a problem already
         if width % heads:
+            unsaid = f"{stated_by} is not given and " if stated_by else ""
+            remedy = f"state {stated_by}" if stated_by else "correct config.json"
             self.problems.append(
-                f"head_dim is not given and {heads_key}={heads} does not divide "
-                f"{width_key}={width}; state head_dim"
+                f"{unsaid}{heads_key}={heads} does not divide {width_key}={width}; {remedy}"
             )
         return max(width // heads, 1)
 

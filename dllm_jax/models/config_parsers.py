@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dllm_jax.models.config_fields import Fields, common_refusals, no_partial_rope, rope
 
 _MAX_POSITION = 32768  # where a config names no length
+_MOST_LAYERS = 10_000  # a typing error beyond
 _ROUTING_BLOCK = 32  # LLaDA2.2, where a config names none
 
 
@@ -109,7 +110,7 @@ def llada(fields: Fields, block: Block) -> dict[str, Any]:
     return {
         "vocab_size": rows,
         "hidden_size": width,
-        "num_layers": fields.whole("n_layers"),
+        "num_layers": fields.whole("n_layers", most=_MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": fields.divided("n_heads", "d_model"),
@@ -174,11 +175,13 @@ PARSERS = {"hf": hf, "qwen_moe": qwen_moe, "llada": llada, "llada2": llada2}
 def _decoder(fields: Fields) -> dict[str, Any]:
     """Sizes under Llama's names."""
     heads, head_dim = fields.whole("num_attention_heads"), fields.config.get("head_dim")
-    usual = fields.divided("num_attention_heads", "hidden_size") if head_dim is None else None
+    usual = None
+    if head_dim is None:
+        usual = fields.divided("num_attention_heads", "hidden_size", "head_dim")
     return {
         "vocab_size": fields.whole("vocab_size"),
         "hidden_size": fields.whole("hidden_size"),
-        "num_layers": fields.whole("num_hidden_layers"),
+        "num_layers": fields.whole("num_hidden_layers", most=_MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": fields.whole("num_key_value_heads", heads or 1),
         "head_dim": fields.whole("head_dim", usual),

@@ -5,6 +5,7 @@ Nothing here knows special tokens or runs a strategy.
 
 import math
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,6 +111,9 @@ def _own(fields: Fields) -> dict[str, Any]:
             fields.problems.append(
                 f'"dllm_jax": strategy={value!r} must be a name, for a checkpoint brings no code'
             )
+        elif kind is float and not 0 <= value <= (1 if key == "top_p" else sys.float_info.max):
+            rule = "in [0, 1]" if key == "top_p" else "a number of at least 0"
+            fields.problems.append(f'"dllm_jax": {key}={value!r} must be {rule}')
         else:
             settings[key] = kind(value)
     return settings

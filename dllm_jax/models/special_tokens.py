@@ -86,8 +86,8 @@ def mask_id(
 ) -> int:
     """The id of the first source that has one.
 
-    A first source whose mask is a pad or end id is wrong (published SDAR-MoE configs have been):
-    it is passed over where another source has an answer. Any disagreement is noted.
+    A source whose mask is a pad or end id is wrong (published SDAR-MoE configs have been): it is
+    passed over where another source has an answer. Any disagreement is noted.
 
     Args:
         sources: What each source says, by name, in the order in which they are believed.
@@ -104,9 +104,9 @@ def mask_id(
     if wrong:
         problems.append(f"{', '.join(wrong)} must be an id of the vocabulary of {vocab}")
         return -1
-    where, chosen = next(iter(said.items()))
-    if chosen in (ends := set(ends)) and len(said) > 1:
-        where, chosen = list(said.items())[1]
+    ends = set(ends)
+    first = next(iter(said.items()))
+    where, chosen = next((one for one in said.items() if one[1] not in ends), first)
     if chosen in ends:
         notes.append(f"mask token {chosen} of {where} is also a pad or end of text")
     if len(set(said.values())) > 1:
