@@ -122,7 +122,14 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     return load_strategy(plain, **{**known, **overrides})
 
 
-def default_params(model: Model, **params: Any) -> SamplingParams:
-    """Sampling parameters with the family's temperature and top-p where `params` has none."""
-    defaults = model.defaults
-    return SamplingParams(**{"temperature": defaults.temperature, "top_p": defaults.top_p} | params)
+def default_params(model: Model, strategy: Any, **params: Any) -> SamplingParams:
+    """Sampling parameters with the family's temperature and top-p where `params` has none.
+
+    Only under the family's own strategy: elsewhere they would change which confidences a threshold
+    accepts, and decoding is greedy.
+    """
+    own = model.defaults.strategy
+    if own not in strategy_names() or type(strategy) is not type(load_strategy(own)):
+        return SamplingParams(**params)
+    usual = {"temperature": model.defaults.temperature, "top_p": model.defaults.top_p}
+    return SamplingParams(**usual | params)

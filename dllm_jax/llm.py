@@ -143,8 +143,8 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Of calls without any: `SamplingParams()` with the family's temperature and top-p."""
-        return default_params(self.model)
+        """Of calls without any: with the family's temperature and top-p under its own strategy."""
+        return default_params(self.model, self.strategy)
 
     @property
     def memory(self) -> MemoryPlan:

@@ -32,7 +32,7 @@ def test_twenty_seeds_of_the_plain_half(model):
     args = commands[0]
     strategy = resolve(model, args.strategy, None, given_fields(args))
     ids = [encode(model, one.question, args.raw) for one in problems]
-    asked = sampling_params(args, model)
+    asked = sampling_params(args, model, strategy)
     assert asked == dj.SamplingParams()
     out = dj.generate(model, ids, strategy, max_tokens=asked.max_tokens)
     texts = [

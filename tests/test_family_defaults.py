@@ -237,13 +237,29 @@ def command(*words):
     return entry.parse(["generate", "--model", "x", *words])
 
 
-def test_sampling_is_the_familys_where_nothing_is_said(dream):
-    usual = dj.SamplingParams(temperature=0.2, top_p=0.95)
-    assert defaults.default_params(dream) == usual
-    assert sampling_params(command(), dream) == usual
-    asked = sampling_params(command("--temperature", "0", "--top-p", "1"), dream)
+@pytest.fixture
+def own():
+    """A model whose own strategy is there, with sampling of its own."""
+    return tiny("sdar", dllm_jax={"temperature": 0.2, "top_p": 0.95})
+
+
+USUAL = dj.SamplingParams(temperature=0.2, top_p=0.95)
+
+
+def test_sampling_is_the_familys_where_nothing_is_said(own):
+    assert defaults.default_params(own, MultiBD()) == USUAL
+    assert sampling_params(command(), own, MultiBD()) == USUAL
+    asked = sampling_params(command("--temperature", "0", "--top-p", "1"), own, MultiBD())
     assert asked == dj.SamplingParams(temperature=0.0, top_p=1.0)
-    assert defaults.default_params(tiny("sdar")) == dj.SamplingParams()
+    assert defaults.default_params(tiny("sdar"), MultiBD()) == dj.SamplingParams()
+
+
+def test_sampling_is_greedy_under_another_strategy(own, dream):
+    assert (dream.defaults.temperature, dream.defaults.top_p) == (0.2, 0.95)
+    assert defaults.default_params(own, BlockDiffusion()) == dj.SamplingParams()
+    for strategy in (MultiBD(), BlockDiffusion(), as_strategy(lambda _, state: state)):
+        assert defaults.default_params(dream, strategy) == dj.SamplingParams()
+        assert sampling_params(command(), dream, strategy) == dj.SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -253,13 +269,13 @@ def test_the_name_of_a_diffucoder_sets_its_temperature(name, temperature):
     assert tiny("diffucoder", name=name).defaults.temperature == temperature
 
 
-def test_llm_samples_as_the_family_does(dream, started):
-    llm = dj.LLM(dream, "multi_bd")
+def test_llm_samples_as_the_family_does(own, started):
+    llm = dj.LLM(own)
     llm.generate([[5, 6], [7, 8]], use_tqdm=False)
     llm.stream([5, 6])
     llm.generate([[5, 6]], dj.SamplingParams(), use_tqdm=False)
     *unsaid, said = [request.params for request in llm.engine.requests]
-    assert unsaid == [dj.SamplingParams(temperature=0.2, top_p=0.95)] * 3
+    assert unsaid == [USUAL] * 3
     assert said == dj.SamplingParams()
 
 

@@ -84,7 +84,7 @@ class Chat:
 
         self._llm, self._stop = llm, stop
         self._template_kwargs = template_kwargs
-        self._params = sampling_params(args, llm.model)
+        self._params = sampling_params(args, llm.model, llm.strategy)
         self._system = system
         self._history = list(system)
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -91,8 +91,8 @@ def _enough(length: int, most: int) -> int:
     return min(size, most)
 
 
-def sampling_params(args: argparse.Namespace, model: Any) -> SamplingParams:
-    """What the flags ask for, the family's temperature and top-p where they say nothing.
+def sampling_params(args: argparse.Namespace, model: Any, strategy: Any) -> SamplingParams:
+    """What the flags ask for, the defaults of the model under the strategy where they say nothing.
 
     Without a seed of its own request i has `fold_in(key(seed), i)`.
     """
@@ -101,6 +101,7 @@ def sampling_params(args: argparse.Namespace, model: Any) -> SamplingParams:
     said = {"temperature": args.temperature, "top_p": args.top_p}
     return default_params(
         model,
+        strategy,
         **{name: value for name, value in said.items() if value is not None},
         max_tokens=args.max_tokens,
         top_k=args.top_k,

@@ -62,16 +62,17 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
         raise UsageError("--watch shows one prompt, as text; leave out --json or give one prompt")
     chosen = strategies.load(args.strategy)
 
-    from dllm_jax.cli.engine import Clock, add, make_llm
+    from dllm_jax.cli.engine import Clock, add, make_llm, sampling_params
     from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode
 
     model = load_model(args)
     strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
     ids = [encode(model, prompt, args.raw) for prompt in prompts]
+    params = sampling_params(args, model, strategy)
     clock = Clock()
     llm = make_llm(args, model, strategy, clock, max(map(len, ids)), len(ids))
-    request_ids = add(llm.engine, _requests(args, model, prompts, ids))
+    request_ids = add(llm.engine, _requests(args, prompts, ids, params))
     if problem and not args.json:
         print(f"{problem.question}\n", flush=True)
     return _show(args, llm, request_ids, _results(args, llm, clock, prompts, problem), stop)
@@ -108,13 +109,11 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _requests(
-    args: argparse.Namespace, model: Any, prompts: list[str], ids: list[list[int]]
+    args: argparse.Namespace, prompts: list[str], ids: list[list[int]], params: Any
 ) -> list[Any]:
     """One a prompt, named by its place."""
-    from dllm_jax.cli.engine import sampling_params
     from dllm_jax.requests import Request
 
-    params = sampling_params(args, model)
     return [
         Request(
             prompt_token_ids=one,
