@@ -197,7 +197,9 @@ def _check_read(told: Mapping[str, Any], template: Template) -> None:
             continue
         if name == "chat_template_kwargs":
             raise ValueError(f"{name}={value!r} is not taken as one; give its entries as keywords")
-        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", template.text):
+        if name in _OURS:
+            raise ValueError(f"{name}={value!r} is not for a chat template to read; leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", template.text):
             raise ValueError(
                 f"the chat template of {template.whose} does not read {name}, so {name}={value!r} "
                 "would change nothing; leave it out"

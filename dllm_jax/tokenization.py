@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert import tokenizer_files
-from checkpoints_convert.tokenizer_files import ROLES, TokenizerParts
+from checkpoints_convert.tokenizer_files import TokenizerParts
 
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+# Of every stock class, which would name some by itself.
+_ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _PLAIN = ("model_max_length", "clean_up_tokenization_spaces", "padding_side", "truncation_side")
 # What `tokenizer.json` states itself, and a vocabulary with merges leaves to the settings.
 _OF_VOCABULARIES = ("add_bos_token", "add_eos_token", "add_prefix_space")
@@ -107,15 +109,9 @@ def _settings(folder: Path, parts: TokenizerParts, mask_token_id: int | None) ->
         ids["mask_token"] = mask_token_id
     roles = {role: parts.texts.get(i) for role, i in ids.items() if i is not None}
     extra = [parts.texts[parts.ids[text]] for text in parts.extra if text in parts.ids]
-    own = {  # tokens with a name of their own, which a template may read
-        name: text
-        for name, text in parts.settings.items()
-        if name.endswith("_token") and name not in ROLES and parts.ids.get(str(text)) is not None
-    }
     return {
         **{name: parts.settings[name] for name in _PLAIN if parts.settings.get(name) is not None},
-        **own,
-        **dict.fromkeys(ROLES),
+        **dict.fromkeys(_ROLES),
         **roles,
         "extra_special_tokens": extra,
         "chat_template": _chat_template(folder, parts.settings),

@@ -11,15 +11,18 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import dllm_jax as dj
 from checkpoints_convert.tokenizer_files import read_facts
 from dllm_jax import chat
 from dllm_jax.cli import main
-from dllm_jax.models.families import FAMILIES
+from dllm_jax.models.families import FAMILIES, parse_config
 from dllm_jax.text import TextStream
 from dllm_jax.tokenization import encode, read_tokenizer
+from tests.oracles.tiny_configs import CONFIGS
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("1", "2")]
@@ -52,7 +55,7 @@ def put(folder, name, content):
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def whole(folder, special, bos=None, **settings):
+def whole(folder, special, bos=None, **config):
     """The form of most folders: one tokenizer.json; with `bos` a text begins with that token."""
     tokenizer = Tokenizer(models.BPE(vocab=VOCAB, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,14 +65,14 @@ def whole(folder, special, bos=None, **settings):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, ids_of(special)[bos])]
         )
-        settings["bos_token"] = bos
+        config["bos_token"] = bos
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    put(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
+    put(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
     return folder
 
 
-def split(folder, special, decoder=True, plain=(), **settings):
+def split(folder, special, decoder=True, plain=(), **config):
     """Dream's and SDAR's form: vocabulary, merges, added tokens, and a class that needs code.
 
     `plain` are added tokens that are not special; without `decoder` only added_tokens.json has any.
@@ -81,12 +84,12 @@ def split(folder, special, decoder=True, plain=(), **settings):
     put(folder, "added_tokens.json", added)
     if decoder:
         records = {str(i): flags(text, text in special) for text, i in added.items()}
-        settings["added_tokens_decoder"] = records
+        config["added_tokens_decoder"] = records
     custom = {
         "tokenizer_class": "DreamTokenizer",
         "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
     }
-    put(folder, "tokenizer_config.json", {**custom, **settings})
+    put(folder, "tokenizer_config.json", {**custom, **config})
     put(folder, "tokenization_dream.py", BAIT)
     return folder
 
@@ -245,6 +248,54 @@ def test_a_named_token_of_the_plain_vocabulary_is_special(tmp_path):
     assert tokenizer.decode([VOCAB["hello"], VOCAB["x"]], skip_special_tokens=True) == "x"
 
 
+def test_a_role_of_the_folders_own_is_one_for_its_template(tmp_path):
+    settings = {"gmask_token": "<think>", "cls_token": "<no>", "chat_template": "{{ gmask_token }}"}
+    folder = whole(tmp_path, CHATML, add_bos_token=True, **settings)
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer.apply_chat_template(ASK, tokenize=False) == "<think>"
+    assert (tokenizer.cls_token, len(tokenizer)) == (None, FIRST + len(CHATML))
+
+
+@st.composite
+def layouts(draw):
+    """Added tokens: text, an id above the vocabulary, files that have it, what each says of it."""
+    ids = draw(st.lists(st.integers(FIRST, FIRST + 40), min_size=1, max_size=6, unique=True))
+    where = st.sets(st.sampled_from(["whole", "decoder", "list"]), min_size=1)
+    flag = st.fixed_dictionaries({"whole": st.booleans(), "decoder": st.booleans()})
+    return [(f"<|t{i}|>", i, draw(where), draw(flag)) for i in ids]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layouts(), st.booleans())
+def test_tokens_in_any_files_have_their_ids(tmp_path, layout, is_whole):
+    folder = tmp_path / "any"
+    shutil.rmtree(folder, ignore_errors=True)
+    (whole if is_whole else split)(folder, ())
+    for file in ("added_tokens.json", "tokenizer_config.json"):
+        (folder / file).unlink(missing_ok=True)
+    files = {
+        name: [one for one in layout if name in one[2]] for name in ("whole", "decoder", "list")
+    }
+    if is_whole:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["added_tokens"] = [
+            {"id": i, **flags(t, s["whole"])} for t, i, _, s in files["whole"]
+        ]
+        put(folder, "tokenizer.json", content)
+    decoder = {str(i): flags(text, flag["decoder"]) for text, i, _, flag in files["decoder"]}
+    put(folder, "tokenizer_config.json", {"added_tokens_decoder": decoder})
+    put(folder, "added_tokens.json", {text: i for text, i, _, _ in files["list"]})
+    told = [name for name in ("whole", "decoder") if is_whole or name != "whole"]
+    known = {text: i for text, i, where, _ in layout if where & {*told, "list"}}
+    special = sorted(i for _, i, at, flag in layout if any(flag[name] for name in at & {*told}))
+    tokenizer, facts = read_tokenizer(folder), read_facts(folder)
+    check_ids(tokenizer, known)
+    assert facts.num_tokens == max([FIRST - 1, *known.values()]) + 1
+    assert max(tokenizer.get_vocab().values()) == facts.num_tokens - 1
+    found = [i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    assert list(facts.special_token_ids) == found == special
+
+
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_vocabulary_begins_texts_where_its_settings_say_so(tmp_path, adds):
     # What DreamTokenizer's code does with these settings, the stock class does as well.
@@ -275,6 +326,26 @@ def test_files_that_cannot_be_read_are_named(tmp_path, file, content, told):
     ) as caught:
         read_tokenizer(folder)
     assert told in str(caught.value)
+
+
+MASKS = [(family.name, text) for family in FAMILIES for text in family.mask_tokens]
+
+
+@pytest.mark.parametrize("form", [split, whole])
+@pytest.mark.parametrize(("family", "mask"), MASKS)
+def test_every_familys_mask_is_found_by_its_text(tmp_path, form, family, mask):
+    # No file gives it a role, and config.json has no id.
+    folder = form(tmp_path, ("<|a|>", "<|b|>"))
+    put(folder, "added_tokens.json", {"<|a|>": FIRST, "<|b|>": FIRST + 1, mask: FIRST + 2})
+    config = {**CONFIGS[family], "vocab_size": FIRST + 20}
+    config.pop("mask_token_id", None)
+    if family == "llada":
+        config["embedding_size"] = FIRST + 20
+    parsed = parse_config(config, None, read_facts(folder))
+    assert parsed.family == family
+    assert parsed.config.mask_token_id == FIRST + 2
+    assert parsed.defaults.vocab_limit == FIRST + 3
+    assert read_tokenizer(folder, FIRST + 2).mask_token == mask
 
 
 # --- a text begins once ---------------------------------------------------------------------------
@@ -465,7 +536,7 @@ def test_an_answer_that_is_begun_goes_on(model):
             "does not read enable_thinking, so enable_thinking=F",
         ),
         ("dream", {"tools": [{"name": "f"}]}, "does not read tools, so tools="),
-        ("sdar", {"tokenize": True}, "does not read tokenize"),
+        ("sdar", {"messages": ASK}, "messages=.* is not for a chat template to read; leave it out"),
         ("sdar", {"enable_thinkin": True}, "does not read enable_thinkin, so"),
         ("sdar", {"chat_template_kwargs": {}}, "is not taken as one; give its entries as keywords"),
     ],
