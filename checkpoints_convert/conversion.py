@@ -16,6 +16,7 @@ def load_params(
     dtype: str = "auto",
     progress: Progress | None = None,
     *,
+    lora: str | os.PathLike[str] | None = None,
     allow_extra: bool = False,
 ) -> tuple[Any, Report]:
     """Read a checkpoint's weights into host memory.
@@ -23,8 +24,8 @@ def load_params(
     Args:
         src: A Hugging Face folder or a converted one.
         dtype: "auto" (the checkpoint's own), "bfloat16", "float32" or "float16".
-        progress: Called with bytes read so far and in all, after each slice of a Hugging Face
-            folder or each leaf of a converted one.
+        progress: Called with bytes read so far and in all, after each piece of a few megabytes.
+        lora: The folder of a LoRA adapter to merge into a Hugging Face folder's weights.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
 
     Returns:
@@ -33,7 +34,7 @@ def load_params(
     Raises:
         ConversionError: With every problem found.
     """
-    report = inspect(src, allow_extra=allow_extra)
+    report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
     return _read(report, dtype, progress), report
 
@@ -42,7 +43,7 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     dtype: str = "bfloat16",
-    lora: str | None = None,
+    lora: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
     allow_extra: bool = False,
@@ -55,8 +56,8 @@ def convert(
     Args:
         src: A Hugging Face folder.
         dst: Folder to make.
-        dtype: Type of every leaf; "auto" is the checkpoint's own.
-        lora: Not supported yet.
+        dtype: Type of the leaves; "auto" is the checkpoint's own.
+        lora: The folder of a LoRA adapter to merge into the weights.
         force: Replace an existing converted folder; anything else in its place is refused.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
         progress: Called with bytes read and bytes in all.
@@ -70,9 +71,7 @@ def convert(
         OSError: If the folder cannot be written, found out before weights are read.
         ValueError: If `dst` is `src` or holds it.
     """
-    if lora is not None:
-        raise ValueError(f"{lora=} is not supported yet; merge the adapter into the weights first")
-    report = inspect(src, allow_extra=allow_extra)
+    report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
     target = Path(dst)
     with placed(target, Path(src), force=force) as folder:

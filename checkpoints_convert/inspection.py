@@ -12,25 +12,33 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from checkpoints_convert.accounting import unaccounted
 from checkpoints_convert.comparing import Asked, compare
+from checkpoints_convert.lora import read_adapter
 from checkpoints_convert.meta import describe
 from checkpoints_convert.naming import table_of
 from checkpoints_convert.quantised import quantised
 from checkpoints_convert.report import META, Report
 from checkpoints_convert.shards import Stored, read_shards
-from checkpoints_convert.spec import Placement, placements
+from checkpoints_convert.spec import Placement, placements, tensor_shapes
 from checkpoints_convert.tokenizer_files import present, read_facts, read_json
 from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.families import ConfigError, Parsed, parse_config
+from dllm_jax.models.families import ConfigError, Parsed, parse_config, with_d2f_adapter
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report:
+def inspect(
+    src: str | os.PathLike[str],
+    *,
+    lora: str | os.PathLike[str] | None = None,
+    allow_extra: bool = False,
+) -> Report:
     """Describe a checkpoint folder and list every problem, without reading weights.
 
     Args:
         src: A Hugging Face folder or a converted one.
+        lora: The folder of a LoRA adapter for it.
         allow_extra: Tensors of unknown name become a note instead of a problem.
     """
     folder = Path(src)
@@ -38,10 +46,18 @@ def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report
     if not folder.is_dir():
         return dataclasses.replace(report, problems=(_not_a_folder(folder),))
     if (folder / META).is_file():
-        return describe(folder, os.fspath(src))
-    if not (folder / "config.json").is_file():
+        report = describe(folder, os.fspath(src))
+    elif not (folder / "config.json").is_file():
         text = "no config.json in the folder; give the folder of a Hugging Face checkpoint"
         return dataclasses.replace(report, problems=(text,))
+    else:
+        report = _described(report, allow_extra)
+    return report if lora is None else _with_adapter(report, Path(lora))
+
+
+def _described(report: Report, allow_extra: bool) -> Report:
+    """The report on a Hugging Face folder."""
+    folder = report.folder
     problems: list[str] = []
     parsed = _read_config(folder, problems)
     shards = read_shards(folder)
@@ -53,7 +69,7 @@ def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report
     if parsed is not None and not small:
         asked = _asked(folder, parsed, shards.tensors)
         differences, remarks = compare(asked, shards.tensors, allow_extra=allow_extra)
-        problems += differences
+        problems += differences + unaccounted(asked.places, asked.shapes)
         notes += remarks
         places = tuple(place for place in asked.places if place.name in shards.tensors)
     return dataclasses.replace(
@@ -73,6 +89,39 @@ def inspect(src: str | os.PathLike[str], *, allow_extra: bool = False) -> Report
         placements=places,
         stored=shards.tensors,
     )
+
+
+def _with_adapter(report: Report, folder: Path) -> Report:
+    """The report with what an adapter changes."""
+    if report.kind != "hf":
+        merged = f", and {report.adapter.source} is merged into it" if report.adapter else ""
+        text = f"is a converted folder{merged}: adapters are merged when a checkpoint is converted"
+        text += "; give the Hugging Face folder of the base"
+        return dataclasses.replace(report, problems=(*report.problems, text))
+    if report.problems or report.defaults is None:
+        return report
+    adapter, notes = read_adapter(folder, tensor_shapes(report.placements)), list(report.notes)
+    base, name = _last(adapter.base), _last(_folder_name(report.folder))
+    if base and base.lower() != name.lower():
+        notes.append(f"the adapter was trained on {adapter.base} and goes into {name}")
+    defaults = report.defaults
+    if defaults.attention == "full":
+        defaults = with_d2f_adapter(defaults)
+        if "d2f" not in str(folder).lower():
+            notes.append("the adapter is taken for one of D2F; name the strategy if it is not")
+    return dataclasses.replace(
+        report,
+        adapter=adapter.facts,
+        factors=adapter.factors,
+        defaults=defaults,
+        notes=tuple(notes),
+        problems=adapter.problems,
+    )
+
+
+def _last(name: str) -> str:
+    """The last part of a path, of a hub id, or of such in the hub's cache."""
+    return name.rstrip("/").rsplit("/", 1)[-1].rsplit("--", 1)[-1]
 
 
 def _not_a_folder(path: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from checkpoints_convert.dtypes import as_dtype
+from checkpoints_convert.lora import WEIGHTS, AdapterFacts
 from checkpoints_convert.report import FORMAT, META, Report
 from checkpoints_convert.tokenizer_files import present, read_json
 from dllm_jax.models.architecture import arch_of
@@ -51,6 +52,7 @@ def write_meta(report: Report, dtype: str, folder: Path) -> None:
         "source": report.source,
         "digests": {name: _digest(report.folder / name) for name in report.files},
         "tokenizer_files": list(report.tokenizer_files),
+        "adapter": _adapter(report),
     }
     (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
@@ -68,6 +70,7 @@ def describe(folder: Path, source: str) -> Report:
         config = config_from_json(meta["family"], meta["config"])
         defaults = defaults_from_json(meta["defaults"])
         dtype = as_dtype(meta["dtype"])
+        adapter = _adapter_facts(meta["adapter"])
     except KeyError as error:
         return dataclasses.replace(report, problems=(f"{META} lacks {error}; convert it again",))
     except (AttributeError, TypeError, ValueError) as error:
@@ -85,6 +88,7 @@ def describe(folder: Path, source: str) -> Report:
         shapes={name: tuple(leaf.shape) for name, leaf in shapes.items()},
         files=(META,),
         tokenizer_files=present(folder),
+        adapter=adapter,
         problems=tuple(_first(_damage(folder / PARAMS, shapes))),
     )
 
@@ -94,6 +98,20 @@ def leaf_shapes(tree: Any) -> dict[str, Any]:
     util: Any = jax.tree_util  # only partly typed
     leaves = util.tree_leaves_with_path(tree)
     return {util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _adapter(report: Report) -> dict[str, Any] | None:
+    """What to remember of the merged adapter, and the digest of its file."""
+    if report.adapter is None:
+        return None
+    digest = _digest(Path(report.adapter.source) / WEIGHTS)
+    return {**dataclasses.asdict(report.adapter), "digest": digest}
+
+
+def _adapter_facts(said: Any) -> AdapterFacts | None:
+    if said is None:
+        return None
+    return AdapterFacts(**{key: value for key, value in said.items() if key != "digest"})
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoints_convert.lora import AdapterFacts, Factors
 from checkpoints_convert.shards import Stored
 from checkpoints_convert.spec import ConversionError, Placement
 from dllm_jax.models.dense import DenseConfig
@@ -27,6 +28,8 @@ class Report:
         notes: What a user should know although it loads.
         placements: Where each tensor goes; empty unless kind is "hf".
         stored: The headers' entries; empty unless kind is "hf".
+        adapter: The LoRA adapter that is merged into the weights, or will be.
+        factors: What it adds, by tensor; empty unless kind is "hf".
     """
 
     source: str
@@ -46,6 +49,8 @@ class Report:
     notes: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
     stored: Mapping[str, Stored] = dataclasses.field(default_factory=dict[str, Stored])
+    adapter: AdapterFacts | None = None
+    factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
 
     @property
     def is_ok(self) -> bool:
@@ -73,6 +78,10 @@ class Report:
             f"bytes       {self.num_bytes:,} ({megabytes:.1f} MB, {self.dtype or 'no weights'})",
             f"tokenizer   {', '.join(self.tokenizer_files) or 'none'}",
         ]
+        if self.adapter is not None:
+            law = "rsLoRA, " if self.adapter.is_rslora else ""
+            facts = f"{law}r={self.adapter.rank}, alpha={self.adapter.alpha}"
+            lines.append(f"adapter     {self.adapter.source} ({facts})")
         for title, value in (("config", self.config), ("defaults", self.defaults)):
             if value is not None:
                 fields = dataclasses.asdict(value).items()

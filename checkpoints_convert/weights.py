@@ -55,13 +55,15 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
 def _copy(report: Report, place: Placement, tree: Any) -> Copy:
     stored = report.stored[place.name]
     dtype = STORED[stored.dtype]
-    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+    before = place.start * math.prod(stored.shape[1:])  # elements of the tensor
+    factors = report.factors.get(place.name)
     return Copy(
         place.name,
         report.folder / stored.file,
-        stored.offset + place.start * row_bytes,
+        stored.offset + before * dtype.itemsize,
         dtype,
         place.part.view(find(tree, place.path)),
+        factors and (lambda start, count: factors(before + start, count)),
     )
 
 

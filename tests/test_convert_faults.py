@@ -466,7 +466,7 @@ def test_arguments_are_checked_by_name(tmp_path):
     folder = copy_golden("sdar", tmp_path / "model")
     with pytest.raises(ValueError, match=r"dtype='int8' is not supported; use one of bfloat16"):
         load_params(folder, "int8")
-    with pytest.raises(ValueError, match=r"lora='x' is not supported yet"):
+    with pytest.raises(ConversionError, match=r"adapter x: no adapter_config.json there; give"):
         convert(folder, tmp_path / "converted", lora="x")
 
 

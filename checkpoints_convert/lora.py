@@ -1,0 +1,247 @@
+"""LoRA adapters as PEFT writes them: which matrices one changes, by how much, and what is wrong.
+
+`W' = W + scale * B @ A`, on the matrix as the file holds it, before it goes to its place. The
+names in the adapter's file say what is changed; `target_modules` is not read. Knows no family.
+
+Source: Hu et al. 2021 (LoRA), eq. 3; Kalajdzievski 2023 (rsLoRA), eq. 8.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert.dtypes import STORED, all_finite
+from checkpoints_convert.shards import Shards, Stored, read_header
+from checkpoints_convert.spec import Array, ConversionError, Shape, listed
+from checkpoints_convert.tokenizer_files import json_object, read_json
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?"
+)
+# Entries that mean more than a product added to a matrix, where they are neither null, false nor
+# empty, and what they mean.
+_MORE = {
+    "use_dora": "DoRA also scales the columns of the merged matrix",
+    "lora_bias": "B has a bias, which ours have not",
+    "modules_to_save": "it replaces whole modules; merge it with PEFT",
+    "trainable_token_indices": "it replaces rows of the embedding; merge it with PEFT",
+    "target_parameters": "it changes parameters that are no matrix of a module",
+    "layer_replication": "it doubles layers",
+    "alora_invocation_tokens": "it acts behind some tokens only and cannot be merged",
+}
+# Ways to begin training that changed the base as well.
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """What to remember of a merged adapter."""
+
+    source: str
+    rank: int
+    alpha: float
+    is_rslora: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The update of one matrix, a `copying.Update`.
+
+    Attributes:
+        read: Gives a tensor of the adapter, in float32.
+        width: Columns of the changed matrix.
+        is_transposed: The matrix is stored input first.
+    """
+
+    read: Callable[[Stored], Array]
+    down: Stored
+    up: Stored
+    scale: float
+    width: int
+    is_transposed: bool = False
+
+    def __call__(self, start: int, count: int) -> Array:
+        """`count` elements of the update from number `start` on, in C order and float32."""
+        first, last = start // self.width, -(-(start + count) // self.width)
+        down, up = self.read(self.down), self.read(self.up)
+        left, right = (down.T, up.T) if self.is_transposed else (up, down)
+        rows = np.float32(self.scale) * (left[first:last] @ right)
+        return rows.reshape(-1)[start - first * self.width :][:count]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What `read_adapter` found; `factors` by the name of the tensor that they change."""
+
+    facts: AdapterFacts | None = None
+    factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
+    base: str = ""
+    problems: tuple[str, ...] = ()
+
+
+def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
+    """Look at an adapter, reading headers only.
+
+    Args:
+        folder: Holds `adapter_config.json` and `adapter_model.safetensors`.
+        shapes: Shape of every tensor that the network reads from its checkpoint.
+    """
+    try:
+        config, tensors = _files(folder)
+    except ValueError as error:
+        return Adapter(problems=(f"adapter {folder}: {error}",))
+    problems = list(_refusals(config))
+    pairs = _pairs(tensors, problems)
+    lost = [module for module in pairs if f"{module}.weight" not in shapes]
+    if lost:
+        problems.append(
+            f"it changes matrices that the checkpoint has not: {listed(lost)}; give the base model "
+            "it was trained on"
+        )
+    read = functools.lru_cache(maxsize=8)(functools.partial(_read, folder / WEIGHTS))
+    factors: dict[str, Factors] = {}
+    for module, (down, up) in pairs.items():
+        base = shapes.get(f"{module}.weight")
+        try:
+            if base is not None:
+                scale = _scale(config, module, _rank(module, down.shape, up.shape))
+                factors[f"{module}.weight"] = made = Factors(
+                    read, down, up, scale, base[-1], bool(config.get("fan_in_fan_out"))
+                )
+                _check_shape(module, made, base)
+        except ValueError as error:
+            problems.append(str(error))
+    if not tensors:
+        problems.append(f"{WEIGHTS} holds no tensor")
+    if problems:
+        return Adapter(problems=tuple(f"adapter {folder}: {problem}" for problem in problems))
+    facts = AdapterFacts(
+        source=str(folder),
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        is_rslora=bool(config.get("use_rslora")),
+    )
+    return Adapter(facts=facts, factors=factors, base=str(config.get("base_model_name_or_path")))
+
+
+def _files(folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """The adapter's config and the entries of its header."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"no {CONFIG} there; give the folder of a PEFT adapter")
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"no {WEIGHTS} there; other formats are not read")
+    shards = Shards()
+    read_header(folder / WEIGHTS, shards)
+    if shards.problems:
+        raise ValueError("; ".join(shards.problems))
+    return read_json(folder / CONFIG), shards.tensors
+
+
+def _refusals(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the config asks for beyond LoRA, and what it says wrongly."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        yield f'peft_type={kind!r} is not supported; only "LORA" is'
+    for key, why in _MORE.items():
+        if config.get(key):
+            yield f"{key}={config[key]!r} is not supported: {why}"
+    if config.get("bias", "none") != "none":
+        yield f'bias={config["bias"]!r} is not supported; only "none" is'
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
+        yield (
+            f"init_lora_weights={start!r} is not supported: the base was changed as well; let PEFT "
+            "save it as a plain LoRA adapter"
+        )
+    for key in ("r", "lora_alpha"):
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            yield f"{key}={value!r} must be a positive number"
+
+
+def _pairs(tensors: Mapping[str, Stored], problems: list[str]) -> dict[str, tuple[Stored, Stored]]:
+    """A and B of each module that has both; everything else is a problem."""
+    pairs: dict[str, dict[str, Stored]] = {}
+    unknown: list[str] = []
+    for name, stored in tensors.items():
+        match = _NAME.fullmatch(name)
+        if stored.dtype not in STORED:
+            problems.append(f"{name} has type {stored.dtype}; use {', '.join(STORED)}")
+        elif match is None:
+            unknown.append(name)
+        elif pairs.setdefault(match["module"], {}).setdefault(match["side"], stored) is not stored:
+            problems.append(f"{match['module']}.lora_{match['side']} is stored twice")
+    embedding = [name for name in unknown if "lora_embedding_" in name]
+    if embedding:
+        problems.append(f"it changes the embedding, which is not supported: {listed(embedding)}")
+    others = [name for name in unknown if name not in embedding]
+    if others:
+        problems.append(f"tensors that are neither lora_A nor lora_B: {listed(others)}")
+    halves = [
+        f"{module}.lora_{side}"
+        for module, pair in pairs.items()
+        for side in "AB"
+        if side not in pair
+    ]
+    if halves:
+        problems.append(f"missing: {listed(halves)}")
+    return {module: (p["A"], p["B"]) for module, p in pairs.items() if p.keys() == set("AB")}
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """The factor of a module's product: alpha / r, or alpha / sqrt(r) of rsLoRA."""
+    stated = _of_module(config, "rank_pattern", module, config.get("r"))
+    alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"))
+    if stated != rank:
+        raise ValueError(f"{module}.lora_A has rank {rank} but {CONFIG} says {stated}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise ValueError(f"alpha of {module} is {alpha!r}; it must be a number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
+    """A module's own value: of the first pattern that its name ends with, as PEFT looks it up."""
+    for pattern, value in json_object(config.get(key)).items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        except re.error as error:
+            raise ValueError(f"{key}: {pattern!r} is no regular expression ({error})") from error
+    return usual
+
+
+def _rank(module: str, down: Shape, up: Shape) -> int:
+    """The rank that A and B share."""
+    if [len(down), len(up)] != [2, 2] or up[1] != down[0]:
+        raise ValueError(f"{module}: lora_A {list(down)} and lora_B {list(up)} must share a rank")
+    return down[0]
+
+
+def _check_shape(module: str, factors: Factors, base: Shape) -> None:
+    """The product must be of the shape of the matrix it is added to."""
+    product = (factors.up.shape[0], factors.down.shape[1])
+    if factors.is_transposed:
+        product = product[::-1]
+    if product != base:
+        raise ValueError(
+            f"{module}: the product is {list(product)} but the matrix {list(base)}; give the base "
+            "model it was trained on"
+        )
+
+
+def _read(path: Path, stored: Stored) -> Array:
+    """A tensor of the adapter, in float32."""
+    dtype = STORED[stored.dtype]
+    flat: Array = np.fromfile(path, dtype, math.prod(stored.shape), offset=stored.offset)
+    if not all_finite(flat):
+        raise ConversionError(str(path), ["lora_A or lora_B holds NaN or Inf; train it again"])
+    return flat.astype(np.float32).reshape(stored.shape)
