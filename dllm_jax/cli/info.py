@@ -64,18 +64,36 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
+    return {"paged_attention": _attention(), "expert_ffn": _experts()}
+
+
+def _attention() -> str:
     import jax.numpy as jnp
 
     from pallas_kernels.paged_attention import api, cudnn
 
     missing = cudnn.unsupported(jnp.zeros((1, 1, 1, 128), jnp.bfloat16))
-    told = f"xla here (cudnn {missing})"
-    if missing is None:
-        told = (
-            f"xla or cudnn here: cudnn for 16-bit models in passes of {api.XLA_SCORES:,} scores "
-            "(sequences x rows x heads x keys) and more, else xla"
+    if missing:
+        return f"xla here (cudnn {missing})"
+    return (
+        f"xla or cudnn here: cudnn for 16-bit models in passes of {api.XLA_SCORES:,} scores "
+        "(sequences x rows x heads x keys) and more, else xla"
+    )
+
+
+def _experts() -> str:
+    import jax.numpy as jnp
+
+    from pallas_kernels.expert_ffn import api, triton
+
+    missing = triton.unsupported(jnp.zeros((1, 16)), jnp.zeros((1, 16, 16)))
+    if missing:
+        return (
+            f"dense or grouped here: dense up to {api.DENSE_WORK:,} (rows x experts x widths) or "
+            f"{api.DENSE_ROWS} rows that each go to 1 in {api.DENSE_SHARE} experts or more, else "
+            f"grouped (triton {missing})"
         )
-    return {"paged_attention": told}
+    return "triton here, grouped for widths that are no multiple of 16"
 
 
 def _models() -> dict[str, str]:

@@ -17,24 +17,35 @@ TILE_ROWS = 16
 
 
 def expert_ffn(
-    x: Array, expert_ids: Array, expert_weights: Array, w_gate_up: Array, w_down: Array
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    tile_rows: int = TILE_ROWS,
 ) -> Array:
     """See `api.expert_ffn`."""
-    table = tile_table(expert_ids, len(w_down), TILE_ROWS)
-    results = _run_tiles(x, expert_weights, table, w_gate_up, w_down)
+    table = tile_table(expert_ids, len(w_down), tile_rows)
+    results = _run_tiles(x, expert_weights, table, w_gate_up, w_down, tile_rows)
     return combine(results, table.place).astype(x.dtype)
 
 
 def _run_tiles(
-    x: Array, expert_weights: Array, table: TileTable, w_gate_up: Array, w_down: Array
+    x: Array,
+    expert_weights: Array,
+    table: TileTable,
+    w_gate_up: Array,
+    w_down: Array,
+    tile_rows: int,
 ) -> Float[Array, "P_up D"]:
     """Weighted results by place. Rows past a tile's last are rubbish, which the next overwrites."""
     k = expert_weights.shape[1]
-    pairs = jnp.pad(table.pair, (0, TILE_ROWS))
+    pairs = jnp.pad(table.pair, (0, tile_rows))
 
     def run_tile(i: Array, results: Array) -> Array:
         expert, first = table.expert[i], table.first[i]
-        pair = jax.lax.dynamic_slice_in_dim(pairs, first, TILE_ROWS)
+        pair = jax.lax.dynamic_slice_in_dim(pairs, first, tile_rows)
         gate, up = jnp.split(_product(x[pair // k], _of_expert(w_gate_up, expert)), 2, axis=-1)
         inner = (jax.nn.silu(gate) * up).astype(x.dtype)
         out = _product(inner, _of_expert(w_down, expert))

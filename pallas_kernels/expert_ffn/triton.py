@@ -2,7 +2,8 @@
 
 A program is one tile of rows times some columns of its expert's weights; programs of empty tiles
 leave at once. Rows are gathered on the way in and stored by place, so nothing is added up across
-programs, and the sum over a row's experts has one order.
+programs, and the sum over a row's experts has one order. Float32 is multiplied as TF32 unless JAX's
+default matmul precision says "highest", which is slow here.
 
 JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
 """
@@ -41,9 +42,15 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Sizes of both kernels. Not measured yet: `benchmarks/expert_ffn_gpu.py` compares them."""
+    """Sizes of both kernels. Not measured yet: `benchmarks/expert_ffn_gpu.py` compares them.
+
+    Attributes:
+        tiles_first: Neighbouring programs are tiles at the same columns, which of one expert read
+            the same weights; otherwise neighbours are columns of a tile, which read along its rows.
+    """
 
     rows: int = 64
+    tiles_first: bool = False
     gate_up: Block = Block(columns=64, depth=64, num_warps=4, num_stages=4)
     down: Block = Block(columns=128, depth=64, num_warps=4, num_stages=4)
 
@@ -78,21 +85,20 @@ def expert_ffn(
 ) -> Array:
     """See `api.expert_ffn`; `interpret` runs the kernels as plain XLA, for tests."""
     table = tile_table(expert_ids, len(w_down), tiling.rows)
-    call = functools.partial(_call, table, tiling.rows, interpret)
+    call = functools.partial(_call, table, tiling, interpret)
     k = expert_ids.shape[1]
     F, D = w_down.shape[1:]
-    block = tiling.gate_up.fit(F, D)
-    body = functools.partial(_gate_up, k=k, rows=tiling.rows, block=block)
-    inner = call(body, block, (x, w_gate_up.reshape(-1, D, 2 * F)), F, x.dtype)
-    block = tiling.down.fit(D, F)
-    body = functools.partial(_down, rows=tiling.rows, block=block)
-    results = call(body, block, (inner, expert_weights.reshape(-1), w_down), D, jnp.float32)
+    body = functools.partial(_gate_up, k=k)
+    w_gate_up = w_gate_up.reshape(-1, D, 2 * F)
+    inner = call(body, tiling.gate_up.fit(F, D), (x, w_gate_up), F, x.dtype)
+    operands = (inner, expert_weights.reshape(-1), w_down)
+    results = call(_down, tiling.down.fit(D, F), operands, D, jnp.float32)
     return combine(results, table.place).astype(x.dtype)
 
 
 def _call(
     table: TileTable,
-    tile_rows: int,
+    tiling: Tiling,
     interpret: bool,
     body: Callable[..., None],
     block: Block,
@@ -100,18 +106,21 @@ def _call(
     width: int,
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "P_up F"]:
-    """Run `body` over tiles x columns. Tiles of one expert are neighbours and share its weights."""
-    num_places = len(table.pair) + tile_rows  # a tile may begin at the last place
+    """Run `body` over tiles x columns."""
+    num_places = len(table.pair) + tiling.rows  # a tile may begin at the last place
+    grid = (width // block.columns, len(table.first))
     return pl.pallas_call(
-        body,
+        functools.partial(
+            body, rows=tiling.rows, block=block, tile_axis=0 if tiling.tiles_first else 1
+        ),
         out_shape=jax.ShapeDtypeStruct((num_places, width), dtype),
-        grid=(len(table.first), width // block.columns),
+        grid=grid[::-1] if tiling.tiles_first else grid,
         compiler_params=pltriton.CompilerParams(
             num_warps=block.num_warps, num_stages=block.num_stages
         ),
         interpret=interpret,
     )(
-        jnp.pad(table.pair, (0, tile_rows)),
+        jnp.pad(table.pair, (0, tiling.rows)),
         table.expert,
         table.first,
         table.length,
@@ -119,9 +128,11 @@ def _call(
     )
 
 
-def _gate_up(pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, block: Block):
+def _gate_up(
+    pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, block: Block, tile_axis: int
+):
     """`silu(x Wg) * (x Wu)` of a tile's rows, some columns."""
-    tile, column = pl.program_id(0), pl.program_id(1) * block.columns
+    tile, column = pl.program_id(tile_axis), pl.program_id(1 - tile_axis) * block.columns
     length = pltriton.load(lengths.at[tile])
 
     @pl.when(length > 0)
@@ -143,9 +154,11 @@ def _gate_up(pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, b
         _store_rows(out, place, column, jax.nn.silu(gate) * up, live)
 
 
-def _down(pairs, experts, firsts, lengths, x, pair_weights, w, out, *, rows: int, block: Block):
+def _down(
+    pairs, experts, firsts, lengths, x, weights, w, out, *, rows: int, block: Block, tile_axis: int
+):
     """`weight * (x Wd)` of a tile's rows, some columns; `x` is by place already."""
-    tile, column = pl.program_id(0), pl.program_id(1) * block.columns
+    tile, column = pl.program_id(tile_axis), pl.program_id(1 - tile_axis) * block.columns
     length = pltriton.load(lengths.at[tile])
 
     @pl.when(length > 0)
@@ -163,7 +176,7 @@ def _down(pairs, experts, firsts, lengths, x, pair_weights, w, out, *, rows: int
         blank = jnp.zeros((rows, block.columns), jnp.float32)
         total = jax.lax.fori_loop(0, x.shape[1] // block.depth, step, blank)
         pair = pltriton.load(pairs.at[place], mask=live, other=0)
-        weight = pltriton.load(pair_weights.at[pair], mask=live, other=0.0)
+        weight = pltriton.load(weights.at[pair], mask=live, other=0.0)
         _store_rows(out, place, column, weight[:, None] * total, live)
 
 
