@@ -485,6 +485,7 @@ def test_pads_come_from_the_files_then_the_table():
     wide = parse("llada2", pad_token_id=..., vocab_size=157184, mask_token_id=156895)
     assert wide.defaults.pad_token_id == 156892
     assert wide.defaults.stop_token_ids == (156892, 156900)
+    assert parse("stable_diffcoder", pad_token_id=...).defaults.pad_token_id == 1  # its stop is 2
 
 
 # Names change defaults only.
@@ -549,9 +550,18 @@ def test_our_own_entry_comes_last():
 # Round trips.
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_config_comes_back_from_its_familys_config_json(family):
-    parsed = parse(family)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in CONFIGS),
+        ("llada2", {"first_k_dense_replace": 2, "num_shared_experts": 0, "use_qkv_bias": True}),
+        ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+        ("llada", {"scale_logits": True, "weight_tying": True, "include_qkv_bias": True}),
+        ("sdar", {"attention_bias": True, "tie_word_embeddings": True}),
+    ],
+)
+def test_a_config_comes_back_from_its_familys_config_json(family, changes):
+    parsed = parse(family, **changes)
     written = json.loads(json.dumps(config_json(parsed.family, parsed.config, "float32")))
     again = parse_config(written)
     assert (again.family, again.config) == (parsed.family, parsed.config)

@@ -120,7 +120,7 @@ def find_family(config: Json, name: str = "") -> Family:
         raise ConfigError([f"{shown} is LLaDA2.0-Uni, which also reads images: not supported"])
     for said in named or [model_type]:
         for family in FAMILIES:
-            if said == family.architecture or (not named and said in family.model_types):
+            if said in (family.architecture, *family.model_types):
                 return family
         if isinstance(said, str) and said in RELATIVES:
             raise ConfigError([f"{shown} is not supported: {RELATIVES[said]}"])
