@@ -77,8 +77,7 @@ def _from_folder(
     progress: Callable[[int, int], None] | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-    merged: dict[str, Any] = {} if adapter is None else {"lora": adapter}
-    params, report = checkpoints_convert.load_params(folder, target, progress, **merged)
+    params, report = checkpoints_convert.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
     for note in report.notes:
         warnings.warn(f"{source}: {note}", stacklevel=3)

@@ -32,6 +32,7 @@ from dllm_jax.cli.entry import main
 from dllm_jax.hub_transfer import Transfer
 from dllm_jax.loading import LoadError
 from tests.golden.folders import GOLDEN, copy_golden, edit_config, read_tensors
+from tests.oracles.checkpoints import write_adapter
 from tests.stand_in_hub import COMMITS, Repository, serving
 
 SHARDS = ["layer-a.safetensors", "layer-b.safetensors", "others.safetensors"]
@@ -327,22 +328,33 @@ def test_a_cache_that_cannot_be_written_says_so(model, monkeypatch, tmp_path):
 # Adapters.
 
 
-def test_an_adapter_reaches_the_conversion_as_a_folder(model, monkeypatch, tmp_path):
-    model.repositories["org/lora"] = Repository({**ADAPTER, "README.md": b"", "run.py": b""})
-    plain, given = checkpoints_convert.load_params, []
+@pytest.fixture
+def lora(model, tmp_path):
+    """`org/lora`: an adapter for `org/name`, and its folder."""
+    folder = write_adapter(copy_golden("sdar", tmp_path / "base"), tmp_path / "lora")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model.repositories["org/lora"] = Repository({**files, "README.md": b"", "run.py": b""})
+    return folder
 
-    def load_params(folder, dtype, progress, lora=None):
-        given.append({path.name: path.read_bytes() for path in lora.iterdir()})
-        return plain(folder, dtype, progress)
 
-    monkeypatch.setattr(checkpoints_convert, "load_params", load_params)
-    assert load("org/name", lora="org/lora").source == "org/name"
-    (tmp_path / "lora").mkdir()
-    for name, data in ADAPTER.items():
-        (tmp_path / "lora" / name).write_bytes(data)
-    load(GOLDEN / "sdar", lora=tmp_path / "lora")
-    assert given == [ADAPTER, ADAPTER]
-    assert {"README.md", "run.py"}.isdisjoint(model.files())
+def test_an_adapter_is_fetched_and_merged(model, lora, tmp_path, capsys):
+    fetched = load("org/name", lora="org/lora")
+    assert sorted({*model.files()} - {*SHARDS, *SMALL, *TOKENIZER}) == sorted(ADAPTER)
+    merged, _ = checkpoints_convert.load_params(GOLDEN / "sdar", "float32", lora=lora)
+    jax.tree.map(np.testing.assert_array_equal, fetched.params, merged)
+    for source in (GOLDEN / "sdar", "org/name"):
+        again = load(source, lora=lora).params
+        jax.tree.map(np.testing.assert_array_equal, again, merged)
+    plain = load(GOLDEN / "sdar").params["layers"][0]["wqkv"]
+    assert np.abs(plain - fetched.params["layers"][0]["wqkv"]).max() > 1e-3
+    made = str(tmp_path / "converted")
+    argv = ["--lora", "org/lora", "--dtype", "float32"]
+    assert main(["convert", "org/name", made, *argv]) == 0
+    jax.tree.map(np.testing.assert_array_equal, load(made).params, merged)
+    capsys.readouterr()
+    assert main(["inspect", "org/name", "--lora", "org/lora", "--json"]) == 0
+    adapter = json.loads(capsys.readouterr().out)["adapter"]
+    assert (adapter["rank"], adapter["alpha"]) == (4, 8)
 
 
 def test_an_adapter_that_is_none_says_so(model):

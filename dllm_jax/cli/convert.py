@@ -3,7 +3,6 @@
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from dllm_jax.cli import flags
 
@@ -22,18 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace DST if it is there")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, tell the sizes, and write nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, with a progress bar, and say how large the result is."""
     from tqdm import tqdm
 
-    from checkpoints_convert import convert
+    from checkpoints_convert import convert, inspect, plan
     from dllm_jax.cli.folders import checkpoint_folder
     from dllm_jax.sources import find_adapter
 
-    merged: dict[str, Any] = {} if args.lora is None else {"lora": find_adapter(args.lora)}
+    lora = None if args.lora is None else find_adapter(args.lora)
     folder = checkpoint_folder(args.src, args.revision)
+    if args.dry_run:
+        convert(folder, args.dst, args.dtype, lora, force=args.force, dry_run=True)
+        print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype)}")
+        return 0
     began = time.perf_counter()
     with tqdm(unit="B", unit_scale=True, desc="reading", leave=False, disable=None) as bar:
 
@@ -41,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             bar.total = total
             bar.update(done - bar.n)
 
-        convert(folder, args.dst, dtype=args.dtype, force=args.force, progress=progress, **merged)
+        convert(folder, args.dst, args.dtype, lora, force=args.force, progress=progress)
     size = sum(f.stat().st_size for f in Path(args.dst).rglob("*") if f.is_file())
     print(f"{args.dst}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
     return 0

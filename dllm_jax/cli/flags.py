@@ -107,18 +107,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_source_flags(parser: Any) -> None:
     """--revision, --lora: of what a model is made."""
-    add_revision_flag(parser)
-    parser.add_argument(
-        "--lora", metavar="SRC", help="a LoRA adapter to merge in: a PEFT folder or a hub id"
-    )
-
-
-def add_revision_flag(parser: Any) -> None:
-    """--revision."""
     parser.add_argument(
         "--revision",
         metavar="REV",
         help="branch, tag or commit of a hub id (default: its main branch)",
+    )
+    parser.add_argument(
+        "--lora", metavar="SRC", help="a LoRA adapter to merge in: a PEFT folder or a hub id"
     )
 
 

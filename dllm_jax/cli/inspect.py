@@ -12,7 +12,7 @@ from dllm_jax.cli import flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.add_argument("src", metavar="SRC", help="a checkpoint folder, a hub id, or builtin:NAME")
-    flags.add_revision_flag(parser)
+    flags.add_source_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -20,9 +20,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; a checkpoint that cannot be loaded is a failure."""
     from checkpoints_convert import inspect
     from dllm_jax.cli.folders import headers_folder
+    from dllm_jax.sources import find_adapter
 
+    adapter = None if args.lora is None else find_adapter(args.lora)
     with headers_folder(args.src, args.revision) as folder:
-        report = dataclasses.replace(inspect(folder), source=args.src)
+        report = dataclasses.replace(inspect(folder, lora=adapter), source=args.src)
     report = dataclasses.replace(report, notes=(*report.notes, *_notes(report)))
     if args.json:
         facts = {
@@ -35,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
             "num_bytes": report.num_bytes,
             "config": dataclasses.asdict(report.config) if report.config else None,
             "defaults": dataclasses.asdict(report.defaults) if report.defaults else None,
+            "adapter": dataclasses.asdict(report.adapter) if report.adapter else None,
             "shapes": {name: list(shape) for name, shape in report.shapes.items()},
             "problems": list(report.problems),
             "notes": list(report.notes),
