@@ -154,7 +154,9 @@ def _damage(path: Path) -> str | None:
         return "is empty (0 bytes)"
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the weights (run `git lfs pull`)"
-    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+    # A header's length may begin with the same bytes, but then the header follows.
+    begins_as_pickle = head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04"))
+    if begins_as_pickle and head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
         return "is a pickle renamed to .safetensors, which is refused"
     header = int.from_bytes(head[:_LENGTH_BYTES], "little")
     if size < _LENGTH_BYTES or size < _LENGTH_BYTES + header:

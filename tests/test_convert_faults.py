@@ -389,6 +389,20 @@ def test_a_head_of_its_own_under_tied_embeddings_is_refused(tmp_path):
         load_params(folder)
 
 
+@pytest.mark.parametrize("begin", [b"\x80\x02", b"\x80\x04"])
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(begin, tmp_path):
+    """One shard in some thousands has such a length; spaces may pad a header."""
+    folder = copy_golden("qwen3", tmp_path / "qwen3", single=True)
+    wanted, _ = load_params(folder)
+    raw = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    size = int.from_bytes(begin, "little") + (1 << 16)
+    header = raw[8:end].ljust(size)
+    (folder / "model.safetensors").write_bytes(size.to_bytes(8, "little") + header + raw[end:])
+    params, _ = load_params(folder)
+    np.testing.assert_array_equal(params["embed"], wanted["embed"])
+
+
 # Sources that are no checkpoint, and converted folders that were tampered with.
 
 

@@ -5,11 +5,13 @@ here with the published names; `oracles/families.py` says it in NumPy for any ot
 config, and is itself held to the golden file. LLaDA2.2 has no class in transformers: its truth is
 the NumPy reference, and plain top-k where its capacity excludes nothing. Float32, highest matmul
 precision, differences of at most 1e-4 of logits that spread by more than 1.
-Proven besides: the layout of a folder changes nothing; what must not matter (the order
-of experts and of KV groups) does not; mistakes no shape betrays are noticed; bfloat16 stays close.
+Proven besides: a folder's layout changes nothing, an adapter what it says; what must not matter
+(the order of experts, of KV groups) does not; mistakes no shape betrays are noticed; bfloat16 is
+close.
 """
 
 import dataclasses
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax.models import reference
 from tests.golden.family_cases import BLOCK, CASES, LENGTH, MASKS, write_case
-from tests.oracles.checkpoints import write_tiny
+from tests.oracles.checkpoints import write_adapter, write_tiny
 from tests.oracles.families import reference_logits, run, visibility
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "families.npz")
@@ -228,6 +230,19 @@ def test_sixteen_bit_biases_become_float32_exactly(tmp_path):
         dj.load(f, dtype="bfloat16").params["layers"][1]["router_bias"] for f in (short, long)
     ]
     assert np.abs(biases[0] - biases[1]).max() > 0  # the second was not rounded
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "stable_diffcoder"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_is_merged(folder_of, model_of, tmp_path, name, rslora):
+    folder = folder_of(name)
+    adapter = write_adapter(folder, tmp_path, r=4, alpha=6, use_rslora=rslora)
+    with warnings.catch_warnings():  # that it is taken for one of D2F
+        warnings.simplefilter("ignore")
+        model = dj.load(folder, dtype="float32", lora=adapter)
+    agree(model, folder, some_ids(), adapter=adapter)
+    plain = model_of(name).logits(some_ids()[None], "full")
+    assert jnp.abs(model.logits(some_ids()[None], "full") - plain).max() > 1000 * TOLERANCE
 
 
 # --- what must not matter, and what must ---------------------------------------------------------
