@@ -19,13 +19,26 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
 
+# The tests compile far more than they run: leave LLVM's optimisations out, a quarter of it. A run
+# without the slow tests also takes XLA's older emitters of kernels (no MLIR for each of some 300
+# in a program) and makes one module of a program: a quarter of what is left. `make test-all` takes
+# the emitters that users have, and so does test_the_command_decodes_as_here_with_users_settings.
+UNOPTIMISED = "--xla_backend_optimization_level=0"
+FAST = " ".join(
+    (
+        UNOPTIMISED,
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    )
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Set JAX up before any test module imports it."""
     marks = config.getoption("-m") or ""
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # The tests compile far more than they run: leave LLVM's optimisations out, a quarter of it.
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ.setdefault("XLA_FLAGS", FAST if "not slow" in marks else UNOPTIMISED)
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
     import jax

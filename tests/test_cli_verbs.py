@@ -80,14 +80,30 @@ def test_every_option_of_the_trainer_is_a_flag_of_the_verb():
     assert {flag for flag, _, _ in OPTIONS} | {"--out", "-h", "--help"} == known
 
 
-def test_compile_cache_is_under_xdg_and_only_for_the_command_line(random_folder, tmp_path):
-    env = {name: os.environ[name] for name in ("PATH", "XLA_FLAGS", "JAX_PLATFORMS")}
+def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):
+    env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
     env["XDG_CACHE_HOME"] = str(tmp_path)
-    code = "import jax, dllm_jax.generation; assert jax.config.jax_compilation_cache_dir is None"
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
-    argv = ["generate", "x", "--max-tokens", "4", "--max-nfe", "1", "--model", str(random_folder)]
-    subprocess.run([sys.executable, "-m", "dllm_jax.cli", *argv], check=True, env=env)
-    assert any((tmp_path / "dllm-jax" / "jax").iterdir())
+    code = (
+        "import jax, dllm_jax.generation; assert jax.config.jax_compilation_cache_dir is None; "
+        "from dllm_jax.cli import main; main(['info']); print(jax.config.jax_compilation_cache_dir)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, env=env, text=True, capture_output=True)
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "dllm-jax" / "jax")
+
+
+def test_the_command_decodes_as_here_with_users_settings(random_folder, tmp_path, capsys):
+    """XLA's own flags, not conftest's; the programs are kept for the next start."""
+    env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
+    env["XDG_CACHE_HOME"] = str(tmp_path)
+    argv = ["generate", "Ann has 3 pens.", "--max-tokens", "20", "--model", str(random_folder)]
+    command = [sys.executable, "-m", "dllm_jax.cli", *argv, "--json"]
+    done = subprocess.run(command, check=True, env=env, text=True, capture_output=True)
+    assert any((tmp_path / "dllm-jax" / "jax").glob("*-cache"))
+    assert main([*argv, "--json"]) == 0
+    here, there = json.loads(capsys.readouterr().out), json.loads(done.stdout)
+    assert len(here["token_ids"]) > 10
+    assert there["token_ids"] == here["token_ids"]
 
 
 def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
