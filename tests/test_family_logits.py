@@ -232,11 +232,19 @@ def test_sixteen_bit_biases_become_float32_exactly(tmp_path):
     assert np.abs(biases[0] - biases[1]).max() > 0  # the second was not rounded
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "stable_diffcoder"])
-@pytest.mark.parametrize("rslora", [False, True])
-def test_an_adapter_is_merged(folder_of, model_of, tmp_path, name, rslora):
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    [
+        ("llada", {}),
+        ("dream", {"use_rslora": True}),
+        ("diffucoder", {"alpha_pattern": {"k_proj": 3, "model.layers.1.self_attn.q_proj": 9}}),
+        ("stable_diffcoder", {"leaf": ".default.weight"}),
+        ("llada", {"prefix": "", "leaf": ""}),
+    ],
+)
+def test_an_adapter_is_merged(folder_of, model_of, tmp_path, name, spelling):
     folder = folder_of(name)
-    adapter = write_adapter(folder, tmp_path, r=4, alpha=6, use_rslora=rslora)
+    adapter = write_adapter(folder, tmp_path, r=4, alpha=6, **spelling)
     with warnings.catch_warnings():  # that it is taken for one of D2F
         warnings.simplefilter("ignore")
         model = dj.load(folder, dtype="float32", lora=adapter)
