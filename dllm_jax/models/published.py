@@ -184,7 +184,7 @@ _LLAMA = _hf(
     bos_token_id=128000,
     eos_token_id=[128001, 128008, 128009],
 )
-_ROUTED = {  # LLaDA2.2
+_ROUTED: Config = {  # LLaDA2.2
     "expert_capacity": 48,
     "block_size": 32,
     "delete_token_id": 156930,
