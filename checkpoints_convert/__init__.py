@@ -3,7 +3,17 @@
 from checkpoints_convert.conversion import convert, load_params
 from checkpoints_convert.export import export_hf
 from checkpoints_convert.inspection import inspect
+from checkpoints_convert.planning import Plan, plan
 from checkpoints_convert.report import Report
 from checkpoints_convert.spec import ConversionError
 
-__all__ = ["convert", "inspect", "export_hf", "load_params", "ConversionError", "Report"]
+__all__ = [
+    "ConversionError",
+    "Plan",
+    "Report",
+    "convert",
+    "export_hf",
+    "inspect",
+    "load_params",
+    "plan",
+]

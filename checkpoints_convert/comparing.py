@@ -15,8 +15,10 @@ from checkpoints_convert.table import IGNORED, Table
 from dllm_jax.models.dense import DenseConfig
 
 _LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
-# What only layers that predict further tokens have: nobody reads them when blocks are denoised.
-_NEXT_TOKENS = re.compile(r"(.*\.)?(mtp\w*|nextn\w*|eh_proj|enorm|hnorm)(\..*)?")
+# Layers that predict further tokens, which nobody reads when blocks are denoised: what they are
+# called, and what only they have where they are numbered on behind the others.
+_NEXT_TOKENS = re.compile(r"(.*\.)?(mtp\w*|nextn\w*)(\..*)?")
+_OF_NEXT_TOKENS = re.compile(r".*\.(eh_proj|enorm|hnorm)\..*")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEAVES_OF_EXPERTS = ("router", "router_bias", "experts_", "shared_")
 
@@ -87,13 +89,13 @@ def _extra(asked: Asked, names: list[str]) -> tuple[list[str], list[str]]:
     """Superfluous tensors that do no harm and are worth a note, and the others."""
     past = asked.cfg.num_layers
     further = {past + i for i in range(asked.further_layers)}
-    further |= {n for name in names if _NEXT_TOKENS.fullmatch(name) and (n := _layer(name)) >= past}
+    further |= {n for name in names if _OF_NEXT_TOKENS.match(name) and (n := _layer(name)) >= past}
     dropped: list[str] = []
     rest: list[str] = []
     for name in names:
         if name == asked.table.lm_head and asked.cfg.tie_embeddings:
             continue  # compared with the embedding when weights are read
-        if _layer(name) in further or (_layer(name) < 0 and _NEXT_TOKENS.fullmatch(name)):
+        if _layer(name) in further or _NEXT_TOKENS.fullmatch(name):
             dropped.append(name)
         elif not IGNORED.fullmatch(name):
             rest.append(name)

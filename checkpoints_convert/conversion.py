@@ -1,12 +1,14 @@
 """The two ways in: a parameter tree in memory, or a converted folder on disk."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.copying import Progress
 from checkpoints_convert.inspection import inspect
-from checkpoints_convert.placing import placed
+from checkpoints_convert.placing import placed, require_place
+from checkpoints_convert.planning import plan
 from checkpoints_convert.report import Report
 from checkpoints_convert.weights import read_weights
 
@@ -48,6 +50,7 @@ def convert(
     force: bool = False,
     allow_extra: bool = False,
     progress: Progress | None = None,
+    dry_run: bool = False,
 ) -> Path:
     """Write a checkpoint as a converted folder: parameters in Orbax form, `meta.json`, tokenizer.
 
@@ -61,6 +64,8 @@ def convert(
         force: Replace an existing converted folder; anything else in its place is refused.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
         progress: Called with bytes read and bytes in all.
+        dry_run: Find out all that can be told without reading weights, and write nothing;
+            `planning.plan` tells the sizes.
 
     Returns:
         The folder.
@@ -68,17 +73,32 @@ def convert(
     Raises:
         ConversionError: With every problem found; nothing is written then.
         FileExistsError: If the folder is there and may not be replaced.
-        OSError: If the folder cannot be written, found out before weights are read.
+        OSError: If the folder cannot be written or does not fit, found out before weights are read.
         ValueError: If `dst` is `src` or holds it.
     """
     report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
     target = Path(dst)
+    require_place(target, Path(src), force=force)
+    _require_space(target, plan(report, dtype).result_bytes)
+    if dry_run:
+        return target.absolute()
     with placed(target, Path(src), force=force) as folder:
         from checkpoints_convert import orbax_io
 
         orbax_io.save(_read(report, dtype, progress), report, folder)
     return target.absolute()
+
+
+def _require_space(target: Path, size: int) -> None:
+    """The disk of `target` has room for the result; an old folder goes only when it is complete."""
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise OSError(
+            f"{str(target)!r} needs {size / 1e9:.2f} GB but {str(there)!r} has {free / 1e9:.2f} GB "
+            "free; choose another destination"
+        )
 
 
 def _read(report: Report, dtype: str, progress: Progress | None) -> Any:

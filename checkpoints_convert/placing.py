@@ -29,10 +29,8 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
         OSError: If `dst` cannot be written.
         ValueError: If `src` is `dst` or in it.
     """
-    place, source = dst.resolve(), src.resolve()
-    if source == place or place in source.parents:
-        raise ValueError(f"{str(dst)!r} holds the source {str(src)!r}; choose another destination")
-    _require_free(dst, force)
+    require_place(dst, src, force=force)
+    place = dst.resolve()
     made = [folder for folder in place.parents if not folder.exists()]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +56,14 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
             for folder in made:
                 folder.rmdir()
         raise
+
+
+def require_place(dst: Path, src: Path, *, force: bool) -> None:
+    """Find out without writing whether `dst` may be made; see `placed`."""
+    place, source = dst.resolve(), src.resolve()
+    if source == place or place in source.parents:
+        raise ValueError(f"{str(dst)!r} holds the source {str(src)!r}; choose another destination")
+    _require_free(dst, force)
 
 
 def _require_free(dst: Path, force: bool) -> None:

@@ -3,15 +3,16 @@
 The expected leaves are built here element by element from the definition of the layout (query head
 h of torch's matrix is member h % n of group h // n, and so on), not with the table under test.
 Then: one file or shards, bfloat16 kept exactly, casts rounded once, Orbax and back, export and
-back, and published sizes counted without allocating.
+back, and what threads and a keyboard may do meanwhile.
 """
 
 import json
-import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -24,11 +25,9 @@ from hypothesis import strategies as st
 
 from checkpoints_convert import convert, export_hf, inspect, load_params
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.naming import table_of
-from checkpoints_convert.spec import placements
+from checkpoints_convert.copying import Copy, copy_all
+from checkpoints_convert.weights import read_weights
 from dllm_jax.models.dense import DenseConfig, param_shapes
-from dllm_jax.models.families import parse_config
-from dllm_jax.models.published import PUBLISHED
 from tests.golden.folders import GOLDEN, copy_golden, edit_config, read_tensors, write_tensors
 
 
@@ -346,38 +345,103 @@ def test_a_place_that_cannot_be_written_is_found_before_reading(tmp_path, monkey
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-# Source: models.md §1a; total_size of the published indices (SDAR-4B-Chat, SDAR-8B-Chat), and the
-# number of tensors 11 L + 2 (+ 1 untied).
-@pytest.mark.parametrize(
-    ("name", "num_tensors", "num_bytes"),
-    [
-        ("JetLM/SDAR-4B-Chat", 399, 8822848512),
-        ("JetLM/SDAR-8B-Chat", 399, 16381470720),
-        ("JetLM/SDAR-1.7B-Chat", 311, None),
-        ("Qwen/Qwen3-0.6B", 310, None),
-        ("Qwen/Qwen3-8B", 399, 16381470720),
-    ],
+def test_threads_change_no_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.copying._PIECE_BYTES", 500)
+    trees = []
+    for count in (1, 7):
+        monkeypatch.setattr("checkpoints_convert.copying._num_threads", lambda count=count: count)
+        seen = []
+        trees.append(load_params(GOLDEN / "sdar", progress=lambda done, _, s=seen: s.append(done)))
+        assert seen == sorted(set(seen))
+        assert len(seen) > 250
+    assert_same(trees[0][0], trees[1][0])
+
+
+@pytest.mark.parametrize("kind", ["hf", "converted"])
+def test_ctrl_c_ends_reading_at_once(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.copying._PIECE_BYTES", 500)
+    folder = GOLDEN / "sdar" if kind == "hf" else convert(GOLDEN / "sdar", tmp_path / "converted")
+    reads, preadv, told = [], os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *a: reads.append(0) or preadv(*a))
+
+    def press(done, total):
+        told.append(done)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_params(folder, progress=press)
+    assert len(told) == 3
+    assert len(reads) < 100  # of more than 250 pieces
+    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_named(tmp_path):
+    folder = copy_golden("sdar", tmp_path / "model", single=True)
+    report = inspect(folder)
+    os.truncate(folder / "model.safetensors", 20000)
+    with pytest.raises(OSError, match=r"model.safetensors ends within .*; download it again"):
+        read_weights(report)
+
+
+def test_short_reads_are_continued(monkeypatch):
+    whole, _ = load_params(GOLDEN / "sdar")
+    preadv = os.preadv
+
+    def short(file, buffers, offset):
+        return preadv(file, [buffers[0][: max(len(buffers[0]) // 2, 1)]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert_same(load_params(GOLDEN / "sdar")[0], whole)
+
+
+@given(
+    order=st.permutations(range(4)),
+    shape=st.tuples(*(st.integers(1, 5) for _ in range(4))),
+    cut=st.integers(0, 3),
+    stored=st.sampled_from(["float32", "bfloat16", "float16"]),
+    kept=st.sampled_from(["float32", "bfloat16", "float16"]),
+    piece=st.integers(1, 200),
 )
-def test_published_sizes(name, num_tensors, num_bytes):
-    parsed = parse_config(PUBLISHED[name])
-    shapes = param_shapes(parsed.config)
-    places = placements(table_of(parsed.family).rules_for(), shapes)
-    stored = sum(math.prod(place.shape) for place in places)
-    assert len(places) == num_tensors
-    assert stored == sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert num_bytes is None or 2 * stored == num_bytes
+def test_any_view_is_filled_in_the_order_of_the_file(
+    order, shape, cut, stored, kept, piece, tmp_path_factory
+):
+    stored, kept = np.dtype(stored), np.dtype(kept)
+    values = np.random.default_rng(piece).standard_normal(shape).astype(stored)
+    path = tmp_path_factory.mktemp("any") / "file"
+    path.write_bytes(b"head" + values.tobytes())
+    inverse = np.argsort(order)
+    room = np.zeros([shape[axis] + (axis == cut) for axis in inverse], kept)
+    target = room[tuple(slice(shape[axis]) for axis in inverse)].transpose(order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("checkpoints_convert.copying._PIECE_BYTES", piece)
+        assert copy_all([Copy("x", path, 4, stored, target)]) == []
+    assert target.tobytes() == values.astype(kept).tobytes()
+    assert np.count_nonzero(room) == np.count_nonzero(target)
+
+
+def test_a_place_without_room_is_found_before_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.conversion.read_weights", pytest.fail)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"needs 0\.00 GB but .* has 0\.00 GB free; choose another"):
+        convert(GOLDEN / "sdar", tmp_path / "far" / "converted")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_command_converts_and_reports(tmp_path, capsys):
     target = tmp_path / "converted"
-    assert main([str(GOLDEN / "sdar"), "--dry-run"]) == 0
-    assert "no problems" in capsys.readouterr().out
+    for places in ([], [str(target)]):
+        assert main([str(GOLDEN / "sdar"), *places, "--dry-run", "--dtype", "float32"]) == 0
+        out = capsys.readouterr().out
+        assert "no problems\nwould read 36 tensors (0.1 MB) and write 27 arrays (0.2 MB, " in out
     assert not target.exists()
     assert main([str(GOLDEN / "sdar"), str(target)]) == 0
     assert f"wrote {target}" in capsys.readouterr().out
     assert inspect(target).is_ok
-    assert main([str(GOLDEN / "sdar"), str(target)]) == 1
-    assert "error: " in capsys.readouterr().err
+    for more in ([], ["--dry-run"]):
+        assert main([str(GOLDEN / "sdar"), str(target), *more]) == 1
+        assert "exists already" in capsys.readouterr().err
 
 
 def test_command_fails_on_a_broken_checkpoint(tmp_path, capsys):
