@@ -416,6 +416,8 @@ def test_inspect_reads_headers_and_leaves_the_weights(hub, capsys, tmp_path):
 def test_inspect_of_fetched_files_and_convert_take_hub_ids(model, capsys, tmp_path):
     made = str(tmp_path / "converted")
     argv = ["--revision", COMMITS[0], "--dtype", "float32"]
+    assert main(["convert", "org/name", made, *argv, "--dry-run"]) == 0
+    assert not [*Path(constants.HF_HUB_CACHE).rglob("*.safetensors")]
     assert main(["convert", "org/name", made, *argv]) == 0
     jax.tree.map(np.testing.assert_array_equal, load(made).params, load(GOLDEN / "sdar").params)
     model.sent = 0

@@ -31,15 +31,16 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from checkpoints_convert import convert, inspect, plan
-    from dllm_jax.cli.folders import checkpoint_folder
+    from dllm_jax.cli.folders import checkpoint_folder, headers_folder
     from dllm_jax.sources import find_adapter
 
     lora = None if args.lora is None else find_adapter(args.lora)
-    folder = checkpoint_folder(args.src, args.revision)
     if args.dry_run:
-        convert(folder, args.dst, args.dtype, lora, force=args.force, dry_run=True)
-        print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype)}")
+        with headers_folder(args.src, args.revision) as folder:
+            convert(folder, args.dst, args.dtype, lora, force=args.force, dry_run=True)
+            print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype)}")
         return 0
+    folder = checkpoint_folder(args.src, args.revision)
     began = time.perf_counter()
     with tqdm(unit="B", unit_scale=True, desc="reading", leave=False, disable=None) as bar:
 
