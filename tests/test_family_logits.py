@@ -141,6 +141,16 @@ DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 0.5,
         },
     ),
+    "so_many_experts_that_rows_are_sorted": (  # by `expert_ffn`, on a CPU too
+        "llada2",
+        {
+            "num_experts": 64,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 64,
+        },
+    ),
     "one_sigmoid_expert_a_row": ("llada2", {"num_experts_per_tok": 1}),
     "routing_blocks": ("llada2_2", {"block_size": 5}),
     "other_stretching": (

@@ -4,6 +4,8 @@ Run by hand where torch is installed (the `oracle` extra); the tests read its ou
 
     python tests/golden/make_golden.py
 
+Every other family: `make_family_golden.py`, which stores logits and no weights.
+
 `sdar/`  untied, bfloat16 files, spread over shards of free names with one layer in two of them.
 `qwen3/` tied, float32, one file. Both have num_heads * head_dim != hidden_size and grouped queries.
 `logits.npz` in each: `token_ids` and float32 logits under full, block-causal (4) and causal masks.
