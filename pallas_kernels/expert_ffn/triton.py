@@ -105,27 +105,20 @@ def _call(
     operands: tuple[Array, ...],
     width: int,
     dtype: jax.typing.DTypeLike,
-) -> Float[Array, "P_up F"]:
-    """Run `body` over tiles x columns."""
-    num_places = len(table.pair) + tiling.rows  # a tile may begin at the last place
+) -> Float[Array, "P F"]:
+    """Run `body` over tiles x columns. Places of no expert's pair are not written."""
     grid = (width // block.columns, len(table.first))
     return pl.pallas_call(
         functools.partial(
             body, rows=tiling.rows, block=block, tile_axis=0 if tiling.tiles_first else 1
         ),
-        out_shape=jax.ShapeDtypeStruct((num_places, width), dtype),
+        out_shape=jax.ShapeDtypeStruct((len(table.pair), width), dtype),
         grid=grid[::-1] if tiling.tiles_first else grid,
         compiler_params=pltriton.CompilerParams(
             num_warps=block.num_warps, num_stages=block.num_stages
         ),
         interpret=interpret,
-    )(
-        jnp.pad(table.pair, (0, tiling.rows)),
-        table.expert,
-        table.first,
-        table.length,
-        *operands,
-    )
+    )(table.pair, table.expert, table.first, table.length, *operands)
 
 
 def _gate_up(
