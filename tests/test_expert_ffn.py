@@ -277,7 +277,7 @@ def test_combine_sees_no_place_that_holds_nothing():
     assert got.tolist() == [[11, 22], [10, 20], [0, 0]]
 
 
-def test_expert_ffn_chooses_dense_where_it_is_faster_on_a_cpu():
+def test_expert_ffn_chooses_what_was_measured_to_be_fastest(monkeypatch):
     def chosen(T, k, E, D, F):
         shape = jax.ShapeDtypeStruct
         return api.choose(shape((T, D), "float32"), shape((T, k), "int32"), shape((E, F, D), "f4"))
@@ -287,6 +287,9 @@ def test_expert_ffn_chooses_dense_where_it_is_faster_on_a_cpu():
     assert chosen(32, 4, 16, 1024, 512) == "grouped"
     assert chosen(8, 8, 64, 1024, 512) == "grouped"
     assert chosen(4, 8, 256, 2048, 512) == "grouped"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen(4, 8, 256, 2048, 512) == "triton"
+    assert chosen(4, 8, 256, 2048, 500) == "grouped"
 
 
 def test_expert_ffn_refuses_what_it_cannot_do():
@@ -327,12 +330,13 @@ H200 = AbstractMesh(
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("model", MODELS)
-def test_triton_kernels_lower_for_published_models(model, dtype):
+def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     E, D, F, k = MODELS[model]
     shape = jax.ShapeDtypeStruct
     for T in (4, 32, 128, 1024):
         with jax.sharding.use_abstract_mesh(H200):
-            traced = triton.expert_ffn.trace(
+            traced = jax.jit(expert_ffn).trace(
                 shape((T, D), dtype),
                 shape((T, k), jnp.int32),
                 shape((T, k), jnp.float32),
