@@ -2,19 +2,21 @@
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
-from checkpoints_convert.dtypes import as_dtype
+from checkpoints_convert.dtypes import STORED, as_dtype, raw
 from checkpoints_convert.naming import table_of
-from checkpoints_convert.spec import Array, find, placements, tensor_shapes
+from checkpoints_convert.spec import Placement, find, placements, tensor_shapes
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import config_json
+
+_ALIGNMENT = 8  # of the header's length, and the bytes that state it
 
 
 def export_hf(
@@ -46,21 +48,43 @@ def export_hf(
     folder = Path(dst)
     shapes = arch_of(cfg).param_shapes(cfg, as_dtype(dtype))
     places = placements(table_of(family).rules_for(), shapes)
-    wholes, tensors = tensor_shapes(places), dict[str, Array]()
-    for place in places:
-        if place.name not in tensors:
-            kind = find(shapes, place.path).dtype
-            tensors[place.name] = np.empty(wholes[place.name], kind)
-        part = place.part.view(np.asarray(find(params, place.path)))
-        rows = tensors[place.name][place.start : place.start + place.shape[0]]
-        rows.reshape(part.shape)[...] = part
     folder.mkdir(parents=True, exist_ok=True)
     entries = {**config_json(family, cfg, dtype), **(extra_config or {})}
     with _replaced(folder / "model.safetensors") as path:
-        save_file(tensors, path, {"format": "pt"})
+        _write(path, places, params, shapes)
     with _replaced(folder / "config.json") as path:
         path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def _write(path: Path, places: Sequence[Placement], params: Any, shapes: Any) -> None:
+    """A safetensors file, tensor by tensor: its own writer would hold all of them twice."""
+    parts: dict[str, list[Placement]] = {}
+    for place in places:
+        parts.setdefault(place.name, []).append(place)
+    kinds = {name: find(shapes, parts[name][0].path).dtype for name in parts}
+    wholes, start = tensor_shapes(places), 0
+    names = sorted(parts, key=lambda name: (-kinds[name].itemsize, name))  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name in names:
+        end = start + math.prod(wholes[name]) * kinds[name].itemsize
+        header[name] = {
+            "dtype": next(key for key, kind in STORED.items() if kind == kinds[name]),
+            "shape": wholes[name],
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_ALIGNMENT, "little") + text)
+        for name in names:
+            tensor = np.empty(wholes[name], kinds[name])
+            for place in parts[name]:
+                part = place.part.view(np.asarray(find(params, place.path)))
+                rows = tensor[place.start : place.start + place.shape[0]]
+                rows.reshape(part.shape)[...] = part
+            file.write(memoryview(raw(tensor)).cast("B"))
 
 
 @contextlib.contextmanager
