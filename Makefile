@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 comma := ,
 FAST_MARKS := not slow and not gpu and not network
 LONG_MARKS := not gpu and not network
+# A worker keeps neighbours, which share programs, and takes of another's only when it is out of work.
+SPREAD := -n $(WORKERS) --dist worksteal
 
 .PHONY: help generate test test-all check format gpu bench wheel setup setup-dev clean distclean
 
@@ -31,10 +33,10 @@ generate: setup
 	@$(BIN)/dllm-jax generate --seed $(SEED) $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "$(FAST_MARKS)" $(ARGS)
+	$(BIN)/python -m pytest -q $(SPREAD) -m "$(FAST_MARKS)" $(ARGS)
 
 test-all: setup-dev
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "$(LONG_MARKS)" $(ARGS)
+	$(BIN)/python -m pytest -q $(SPREAD) -m "$(LONG_MARKS)" $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff format --check .
