@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.dtypes import STORED, all_finite
-from checkpoints_convert.shards import Shards, Stored, read_header
+from checkpoints_convert.shards import ADAPTER, Shards, Stored, read_header
 from checkpoints_convert.spec import Array, ConversionError, Shape, listed
 from checkpoints_convert.tokenizer_files import json_object, read_json
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?"
@@ -107,7 +106,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
             f"it changes matrices that the checkpoint has not: {listed(lost)}; give the base model "
             "it was trained on"
         )
-    read = functools.lru_cache(maxsize=8)(functools.partial(_read, folder / WEIGHTS))
+    read = functools.lru_cache(maxsize=8)(functools.partial(_read, folder / ADAPTER))
     factors: dict[str, Factors] = {}
     for module, (down, up) in pairs.items():
         base = shapes.get(f"{module}.weight")
@@ -121,7 +120,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
         except ValueError as error:
             problems.append(str(error))
     if not tensors:
-        problems.append(f"{WEIGHTS} holds no tensor")
+        problems.append(f"{ADAPTER} holds no tensor")
     if problems:
         return Adapter(problems=tuple(f"adapter {folder}: {problem}" for problem in problems))
     facts = AdapterFacts(
@@ -137,10 +136,10 @@ def _files(folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     """The adapter's config and the entries of its header."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"no {CONFIG} there; give the folder of a PEFT adapter")
-    if not (folder / WEIGHTS).is_file():
-        raise ValueError(f"no {WEIGHTS} there; other formats are not read")
+    if not (folder / ADAPTER).is_file():
+        raise ValueError(f"no {ADAPTER} there; other formats are not read")
     shards = Shards()
-    read_header(folder / WEIGHTS, shards)
+    read_header(folder / ADAPTER, shards)
     if shards.problems:
         raise ValueError("; ".join(shards.problems))
     return read_json(folder / CONFIG), shards.tensors

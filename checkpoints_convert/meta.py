@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from checkpoints_convert.dtypes import as_dtype
-from checkpoints_convert.lora import WEIGHTS, AdapterFacts
+from checkpoints_convert.lora import AdapterFacts
 from checkpoints_convert.report import FORMAT, META, Report
+from checkpoints_convert.shards import ADAPTER
 from checkpoints_convert.tokenizer_files import present, read_json
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import config_from_json, defaults_from_json
@@ -104,7 +105,7 @@ def _adapter(report: Report) -> dict[str, Any] | None:
     """What to remember of the merged adapter, and the digest of its file."""
     if report.adapter is None:
         return None
-    digest = _digest(Path(report.adapter.source) / WEIGHTS)
+    digest = _digest(Path(report.adapter.source) / ADAPTER)
     return {**dataclasses.asdict(report.adapter), "digest": digest}
 
 

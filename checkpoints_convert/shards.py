@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from checkpoints_convert.spec import Shape, listed
 from checkpoints_convert.tokenizer_files import json_object, read_json
 
+ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA adapter
+
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz")
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
@@ -49,6 +51,9 @@ def read_shards(folder: Path) -> Shards:
     weight_map = _weight_map(folder, shards)
     if weight_map is None:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if ADAPTER in names:
+            names.remove(ADAPTER)
+            shards.notes.append(f"{ADAPTER} is not read; give its folder as lora (--lora)")
         if not names and not shards.problems:
             shards.problems.append(_no_weights(folder))
     else:

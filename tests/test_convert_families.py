@@ -16,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from checkpoints_convert import ConversionError, convert, export_hf, inspect, load_params, plan
 from checkpoints_convert.accounting import unaccounted
@@ -561,6 +562,36 @@ def test_wrong_files_of_a_family_are_named(family, options, spoil, words, tmp_pa
             load()
         assert caught.value.problems == report.problems
     assert not (tmp_path / "out").exists()
+
+
+# One family of each naming, and one name of each tensor that it has: experts and layers alike.
+NAMINGS = ("llada", "dream", "sdar", "sdar_moe", "llada2")
+KINDS = [
+    (family, name)
+    for family in NAMINGS
+    for name in {re.sub(r"\d+", "#", n): n for n in tensor_shapes(CONFIGS[family])}.values()
+]
+
+
+@pytest.mark.parametrize(("family", "name"), KINDS)
+def test_any_tensor_dropped_renamed_reshaped_or_stored_twice_is_named(family, name, tmp_path):
+    folder = write_tiny(family, tmp_path / "model")
+    whole = read_tensors(folder)
+    changes = {"": "missing", "model.other": "unknown name: model.other"}
+    for renamed, words in changes.items():
+        tensors = dict(whole)
+        tensor = tensors.pop(name)
+        write_tensors(folder, tensors | ({renamed: tensor} if renamed else {}))
+        text = "; ".join(inspect(folder).problems)
+        assert words in text
+        assert re.sub(r"experts\.\d+\.", "experts.*.", name) in text
+    write_tensors(folder, whole | {name: np.stack([tensor, tensor])})
+    shape = [2, *tensor.shape]
+    assert inspect(folder).problems == (f"{name} has shape {shape}, expected {shape[1:]}",)
+    write_tensors(folder, whole)
+    save_file({name: tensor}, folder / "more.safetensors")
+    twice = f"{name} is in both model.safetensors and more.safetensors; keep one of them"
+    assert inspect(folder).problems == (twice,)
 
 
 @pytest.mark.parametrize(

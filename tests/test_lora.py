@@ -342,6 +342,17 @@ def test_an_adapter_of_another_family_finds_nothing(dream, tmp_path):
     assert " and 2 more; give the base model" in report.problems[0]
 
 
+def test_an_adapter_beside_the_weights_is_not_read(tmp_path):
+    base = write_tiny("dream", tmp_path / "base")
+    plain, _ = load_params(base)
+    write_adapter(base, base)
+    params, report = load_params(base)
+    assert_same(params, plain)
+    assert report.notes[-1] == f"{WEIGHTS} is not read; give its folder as lora (--lora)"
+    merged, _ = load_params(base, lora=base)
+    assert (merged["layers"][0]["wo"] != plain["layers"][0]["wo"]).any()
+
+
 def test_a_tied_head_takes_no_adapter(tmp_path):
     base = write_tiny("fast_dllm_v2", tmp_path / "base", tie_word_embeddings=True)
     tensors = read_tensors(base)
