@@ -69,7 +69,7 @@ def measure_model(name, shapes, context, repeats):
 
 def time_prefill(model, context):
     """Seconds of one prompt's prefill and a first step, compiled before."""
-    prompt = jnp.arange(context, dtype=jnp.int32)[None] % 1000 + 5
+    prompt = jnp.arange(context, dtype=jnp.int32)[None] % (model.config.vocab_size * 9 // 10)
     strategy = MultiBD(block_size=BLOCK, buffer_size=1)
     spent = []
     for _ in range(3):

@@ -305,6 +305,20 @@ def test_the_floor_is_that_of_the_shapes():
     assert roofline.floor_ms(model, 1, 32, 0, "cpu") is None
 
 
+def test_the_floor_counts_the_experts_that_are_hit():
+    from dllm_jax.models import moe
+    from dllm_jax.models.families import parse_config
+    from dllm_jax.models.published import PUBLISHED
+
+    cfg = parse_config(PUBLISHED["inclusionAI/LLaDA2.0-mini"])[1]
+    model = SimpleNamespace(config=cfg, params=moe.param_shapes(cfg, jnp.bfloat16))
+    # 0.29 ms of weights that every step reads, 7.12 of experts, of which 32 cells that choose 8 of
+    # 256 hit 64 %, and 4096 all.
+    assert roofline.floor_ms(model, 1, 32, 0, "NVIDIA H200") == pytest.approx(4.83, rel=0.02)
+    # 1.1 G weights a cell, at 790 TFLOP/s: there operations decide.
+    assert roofline.floor_ms(model, 32, 128, 0, "NVIDIA H200") == pytest.approx(11.5, rel=0.02)
+
+
 # --- work ---------------------------------------------------------------------------------------
 
 
