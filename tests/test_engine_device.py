@@ -149,6 +149,7 @@ def test_preemption_at_any_step_changes_nothing(name):
     assert PREFILL in caught or name in (*FULL, "full_sequence", "block_cache")
 
 
+@pytest.mark.one_python
 def test_preemption_meets_every_status_of_the_window():
     """The window's blocks in each combination that a window of three can show at a harvest."""
     A, T, D = ACTIVE, TO_CACHE, DUMMY
@@ -295,6 +296,7 @@ def test_samples_of_one_request_are_those_of_their_keys(name, caching):
 SOME = ("multi_bd_shifted", "multi_bd_whole_full", "block_cache", "speculate")
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("name", sweep(SOME))
 def test_prefill_chunkings_change_nothing(name):
     S = case(name).grid if name in CACHED else 1
@@ -305,6 +307,7 @@ def test_prefill_chunkings_change_nothing(name):
     assert_same(name, ends(got), 2 * truths(name), 2 * case(name).requests)
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("name", sweep(("multi_bd_whole_full", "speculate")))
 def test_buckets_change_nothing(name):
     widest = toy.device(name).facts.page_buckets[-1]
@@ -383,6 +386,7 @@ def test_at_one_bucket_a_slot_is_equal_bit_for_bit_whatever_its_neighbours(name)
     assert len({row for _, row in met}) > 1
 
 
+@pytest.mark.one_python
 def test_a_near_tie_is_seen_and_counted():
     """Where two ids share their row of the head; as it is nothing of this request is close."""
     request = case("multi_bd").requests[0]
