@@ -1,8 +1,8 @@
 """Toy models of the contract's gate: two layers, 32 wide, 40 ids, float32, sharp enough to decide.
 
-Four networks: the plain dense one (shifted or not), one with routed experts, one with two modes (a gain on the input rows
-that differs by mode, so that a wrong mode shows), and a drafter that caches keys and values of
-features it is given. Nothing here knows about pages or strategies.
+Four networks: the plain dense one (shifted or not), one with routed experts, one with two modes (a
+gain on the input rows that differs by mode, so that a wrong mode shows), and a drafter that caches
+keys and values of features it is given. Nothing here knows about pages or strategies.
 """
 
 import dataclasses
