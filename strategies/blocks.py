@@ -125,26 +125,32 @@ def settled_run(state: DecodeState) -> Int[Array, " B"]:
     return jnp.sum(jnp.cumprod(solid.astype(jnp.int32), axis=1), axis=1)
 
 
-def finish_step(state: DecodeState, accept: Bool[Array, "B K S"]) -> tuple[DecodeState, StepInfo]:
-    """End of a mask-to-token step of one forward: promote, count, report.
+def finish_step(
+    state: DecodeState, accept: Bool[Array, "B K S"], ready: Bool[Array, "B K"] | None = None
+) -> tuple[DecodeState, StepInfo]:
+    """End of a step of one forward: promote, count, report.
 
     Blocks that were TO_CACHE during the forward are in the cache now: they commit. The run of
-    complete ACTIVE blocks behind them becomes TO_CACHE. What is filled never changes again, so
-    the hole-free run is settled.
+    complete ACTIVE blocks behind them becomes TO_CACHE.
 
     Args:
-        accept: The cells filled in this step.
+        accept: The cells filled in this step; a token written over another one is none.
+        ready: Complete blocks that may leave, for strategies that rewrite what is filled: only
+            what leaves is settled then. None: all may, for what is filled never changes again,
+            and the hole-free run is settled.
     """
     buffer = state.buffer
     S = buffer.tokens.shape[2]
     committed = buffer.status == TO_CACHE
-    done = committed | ((buffer.status == ACTIVE) & complete(state))
+    may_leave = complete(state) if ready is None else complete(state) & ready
+    done = committed | ((buffer.status == ACTIVE) & may_leave)
     leading = jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)
     status = jnp.where(leading, TO_CACHE, buffer.status)
     block_steps = buffer.block_steps + (buffer.status == ACTIVE).astype(jnp.int32)
+    leaving = jnp.sum(leading, axis=1, dtype=jnp.int32) * S
     info = StepInfo(
         commit_len=jnp.sum(committed, axis=1).astype(jnp.int32) * S,
-        settled_len=settled_run(state),
+        settled_len=settled_run(state) if ready is None else leaving,
         accepted=jnp.sum(accept, axis=(1, 2)).astype(jnp.int32),
         nfe=jnp.ones_like(buffer.nfe),
     )
