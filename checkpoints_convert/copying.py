@@ -174,7 +174,7 @@ def _make(piece: _Piece, files: dict[Path, int], scratch: "_Scratch") -> _Made:
     offset = copy.offset + piece.start * item
     size = target.size * item
     if copy.update is None and copy.dtype == target.dtype and target.flags.c_contiguous:
-        _read(files[copy.path], [memoryview(raw(target)).cast("B")], offset, copy)
+        _read(files[copy.path], [raw(target).data.cast("B")], offset, copy)
         return size, None if all_finite(target) else f"{copy.name} holds NaN or Inf"
     rows, buffers = scratch.rows("read", target.size // width, width, copy.dtype)
     _read(files[copy.path], buffers, offset, copy)
@@ -231,6 +231,6 @@ class _Scratch(threading.local):
         if memory is None or memory.size < count * stride:
             memory = self._memory[use] = np.empty(count * stride, np.uint8)
         lines = memory[: count * stride].reshape(count, stride)
-        view = memoryview(memory)
+        view = memory.data
         buffers = [view[i * stride : i * stride + used] for i in range(count)]
         return lines[:, :used].view(dtype), buffers

@@ -84,7 +84,7 @@ def _write(path: Path, places: Sequence[Placement], params: Any, shapes: Any) ->
                 part = place.part.view(np.asarray(find(params, place.path)))
                 rows = tensor[place.start : place.start + place.shape[0]]
                 rows.reshape(part.shape)[...] = part
-            file.write(memoryview(raw(tensor)).cast("B"))
+            file.write(raw(tensor).data.cast("B"))
 
 
 @contextlib.contextmanager
