@@ -18,6 +18,7 @@ from strategies.state import Carry
 
 # Modules of this package that are not algorithms.
 _SHARED = {
+    "block_rewrite",
     "blocks",
     "driver",
     "protocol",

@@ -76,6 +76,7 @@ STRATEGY_MACHINERY = (
     "driver",
     "random",
     "blocks",
+    "block_rewrite",
     "sampling",
 )
 
