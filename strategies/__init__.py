@@ -3,6 +3,7 @@
 from strategies import testing
 from strategies.ar import AR
 from strategies.block_diffusion import BlockDiffusion
+from strategies.fast_dllm_v2 import FastDLLMV2
 from strategies.multi_bd import MultiBD
 from strategies.protocol import (
     Forward,
@@ -37,6 +38,7 @@ __all__ = [
     "BlockDiffusion",
     "Carry",
     "DecodeState",
+    "FastDLLMV2",
     "Forward",
     "ForwardOutput",
     "Knob",

@@ -21,6 +21,7 @@ _SHARED = {
     "block_rewrite",
     "blocks",
     "driver",
+    "dual_cache",
     "protocol",
     "random",
     "resolve",

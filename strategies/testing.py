@@ -70,13 +70,14 @@ class _Script(struct.PyTreeNode):
     prob: Float[Array, "F X"]
 
 
-class _ScriptedOutput:
-    """What the script predicts for the window of one forward."""
+class _ScriptedOutput(struct.PyTreeNode):
+    """What the script predicts for the window of one forward; a branch may return it."""
 
-    def __init__(self, forward: "_ScriptedForward", positions: Array):
-        self._forward, self._positions = forward, positions
-        self.hidden = jnp.zeros((*positions.shape, 0))
-        self.taps = ()
+    row: Array
+    positions: Int[Array, "B K S"]
+    hidden: Float[Array, "B K S 0"]
+    taps: tuple[Array, ...]
+    forward: Any = struct.field(pytree_node=False)
 
     def predict(
         self,
@@ -92,7 +93,7 @@ class _ScriptedOutput:
         del sampling, keys, confidence
         if forbid is not None or penalty is not None:
             raise ValueError("a script has no logits to forbid or to penalise; pass neither")
-        stats = self._forward.stats(self._forward.row, self._positions, num_top)
+        stats = self.forward.stats(self.row, self.positions, num_top)
         if where is None:
             return stats
         return stats.replace(
@@ -111,7 +112,8 @@ class _ScriptedForward:
     """Reads row `first + i` of the script in its i-th call; row `first` before any call.
 
     So a token that `absorb` draws at the end of prefill comes from row 0, as does the first
-    forward's.
+    forward's. A call with a `width` does not count: it is a branch beside a full one, and reads
+    the row that one does.
     """
 
     def __init__(self, script: _Script, first: Array, start: Array, mask_id: int, vocab_size: int):
@@ -122,9 +124,14 @@ class _ScriptedForward:
     def row(self) -> Array:
         return self._first + jnp.maximum(self.calls - 1, 0)
 
-    def __call__(self, state: DecodeState, **_: Any) -> _ScriptedOutput:
-        self.calls += 1
-        return _ScriptedOutput(self, state.buffer.positions)
+    def __call__(
+        self, state: DecodeState, *, width: int | None = None, **_: Any
+    ) -> _ScriptedOutput:
+        self.calls += width is None
+        positions = state.buffer.positions
+        return _ScriptedOutput(
+            self.row, positions, jnp.zeros((*positions.shape, 0)), taps=(), forward=self
+        )
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... 0"]:
         """Rows of no width, as the hidden rows of a script are."""
@@ -273,7 +280,7 @@ def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
         shown = jnp.where(buffer.filled, buffer.tokens, mask_id)[0]
         entry = (buffer.start[0], shown, buffer.status[0], info.accepted[0])
         history = jax.tree.map(lambda all_, x: all_.at[step].set(x), history, entry)
-        return state, row + forward.calls, step + 1, history
+        return state, row + max(forward.calls, 1), step + 1, history
 
     empty = (
         jnp.zeros((num_forwards,), jnp.int32),

@@ -78,6 +78,7 @@ STRATEGY_MACHINERY = (
     "blocks",
     "block_rewrite",
     "sampling",
+    "dual_cache",
 )
 
 # third parties a package may import; the rest of its imports is the standard library or ours

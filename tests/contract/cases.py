@@ -11,8 +11,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import AR, BlockDiffusion, MultiBD, Needs
-from tests.contract import dense, dense_blocks, dense_toys, models, toys, toys_models
+from strategies import AR, BlockDiffusion, FastDLLMV2, MultiBD, Needs
+from tests.contract import (
+    dense,
+    dense_blocks,
+    dense_sub_blocks,
+    dense_toys,
+    models,
+    toys,
+    toys_models,
+)
 from tests.contract.harness import SLOTS, Decoded, Request, decode_paged
 
 _ids = np.random.default_rng(4).integers(0, models.MASK, 64).tolist()
@@ -143,6 +151,25 @@ def _block_cache() -> Case:
     )
 
 
+def _fast_dllm_v2() -> Case:
+    """A prompt within a block, one that ends with one, one that a limit cuts in a sub-block."""
+    model = models.plain(3, shift=True)
+    net = dense.Net(model)
+    truth = functools.partial(dense_sub_blocks.decode_sub_blocks, net, size=8, sub=4, accept=0.5)
+    return Case(
+        FastDLLMV2(accept_threshold=0.5, sub_block_size=4, block_size=8),
+        model,
+        truth,
+        (
+            _own(REQUESTS[0], accept_threshold=0.2),
+            dataclasses.replace(SAMPLED[1], prompt=tuple(_ids[5:29])),
+            REQUESTS[2],
+        ),
+        lambda request, text: {"target": dense_blocks.text_kv(net, request, text, 8)},
+        8,
+    )
+
+
 def _full_sequence() -> Case:
     model = models.plain()
     requests = (
@@ -179,6 +206,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "full_sequence": _full_sequence,
     "canvas": _canvas,
     "multi_bd_experts": lambda: _multi_bd(models.experts()),
+    "fast_dllm_v2": _fast_dllm_v2,
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.
