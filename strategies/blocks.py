@@ -147,10 +147,12 @@ def finish_step(
     leading = jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)
     status = jnp.where(leading, TO_CACHE, buffer.status)
     block_steps = buffer.block_steps + (buffer.status == ACTIVE).astype(jnp.int32)
-    leaving = jnp.sum(leading, axis=1, dtype=jnp.int32) * S
+    settled_len = settled_run(state)
+    if ready is not None:  # holes past the limit may leave with their block, and settle never
+        settled_len = jnp.minimum(settled_len, jnp.sum(leading, axis=1, dtype=jnp.int32) * S)
     info = StepInfo(
         commit_len=jnp.sum(committed, axis=1).astype(jnp.int32) * S,
-        settled_len=settled_run(state) if ready is None else leaving,
+        settled_len=settled_len,
         accepted=jnp.sum(accept, axis=(1, 2)).astype(jnp.int32),
         nfe=jnp.ones_like(buffer.nfe),
     )
