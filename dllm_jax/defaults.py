@@ -17,8 +17,6 @@ from strategies.resolve import load_strategy, strategy_names
 _LOSSES = {
     "full_sequence": "the model was trained with full attention, so texts suffer where a block "
     "does not see the ones behind it",
-    "d2f": "the adapter was trained with a prompt that sees itself whole, which the stand-in's "
-    "does not, so texts suffer",
     "fast_dllm_v2": "attention is as in training, but a block is not filled by its sub-blocks, "
     "so texts differ from the authors'",
     "edit": "no token is revised once it is accepted, so only surer ones are",

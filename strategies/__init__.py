@@ -3,6 +3,7 @@
 from strategies import testing
 from strategies.ar import AR
 from strategies.block_diffusion import BlockDiffusion
+from strategies.d2f import D2F
 from strategies.fast_dllm_v2 import FastDLLMV2
 from strategies.multi_bd import MultiBD
 from strategies.protocol import (
@@ -34,6 +35,7 @@ from strategies.state import (
 
 __all__ = [
     "AR",
+    "D2F",
     "BlockBuffer",
     "BlockDiffusion",
     "Carry",

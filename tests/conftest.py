@@ -65,6 +65,7 @@ ONE_PYTHON = {
         "convert_families",
         "convert_faults",
         "convert_memory",
+        "d2f",
         "data",
         "docs",
         "engine_edges",

@@ -105,7 +105,7 @@ def test_bad_flag_value_names_flag_value_and_rule(fails, argv, told):
 def test_unknown_strategy_lists_the_known_ones(fails, random_folder):
     message = fails(2, "generate", PROMPT, "--strategy", "fancy", "--model", str(random_folder))
     assert "strategy='fancy' is unknown" in message
-    assert "block_diffusion, multi_bd" in message
+    assert "ar, block_diffusion, d2f" in message
 
 
 def test_strategy_file_and_name_must_exist(fails, tmp_path):

@@ -33,7 +33,7 @@ from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted,
 CACHED = [name for name in NAMES if name != "full_sequence"]
 QUICK = (
     "multi_bd_shifted",
-    "multi_bd_whole_full",
+    "d2f_whole_full",
     "block_diffusion",
     "ar",
     "block_cache",
@@ -46,7 +46,7 @@ def sweep(some, names=NAMES):
     return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-FULL = ("multi_bd_grid_full", "multi_bd_whole_full", *EXTRA)
+FULL = ("d2f_grid_full", "d2f_whole_full", *EXTRA)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
 
 
@@ -128,7 +128,7 @@ def test_preemption_after_every_harvest_changes_nothing(name, caching):
         assert all(passes) if not caching else sum(passes) > 0
 
 
-@pytest.mark.parametrize("name", sweep(QUICK))
+@pytest.mark.parametrize("name", [*sweep(QUICK), *sweep((), EXTRA)])
 def test_preemption_at_any_step_changes_nothing(name):
     """Of all that have a slot, whatever they do there: in the middle of a prompt as well."""
     piece = toy.device(name).facts.prefill_buckets[0]
@@ -293,7 +293,7 @@ def test_samples_of_one_request_are_those_of_their_keys(name, caching):
 
 # --- chunkings and buckets ------------------------------------------------------------------------
 
-SOME = ("multi_bd_shifted", "multi_bd_whole_full", "block_cache", "speculate")
+SOME = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "speculate")
 
 
 @pytest.mark.one_python
@@ -308,7 +308,7 @@ def test_prefill_chunkings_change_nothing(name):
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("name", sweep(("multi_bd_whole_full", "speculate")))
+@pytest.mark.parametrize("name", sweep(("d2f_whole_full", "speculate")))
 def test_buckets_change_nothing(name):
     widest = toy.device(name).facts.page_buckets[-1]
     engine = make_engine(name, slot_buckets=(1, 2, 4), page_buckets=(2, widest))
@@ -326,7 +326,7 @@ def test_buckets_change_nothing(name):
     assert len(shapes) > 2
 
 
-@pytest.mark.parametrize("name", ["multi_bd", "multi_bd_whole_full"])
+@pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full"])
 def test_rows_that_fill_a_bucket_up_are_left_alone(name):
     """They are requests of another group, which runs beside it over more pages."""
     facts = toy.device(name).facts
@@ -479,7 +479,7 @@ def test_llm_gives_the_tokens_of_generate_with_the_same_keys(asked):
 # --- compiling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["multi_bd_shifted", "multi_bd_whole_full"])
+@pytest.mark.parametrize("name", ["multi_bd_shifted", "d2f_whole_full"])
 def test_nothing_compiles_after_warm_up(name, compilations):
     """Every bucket met, mixed lengths and parameters, hits, copies, preemptions and a failure."""
     widest = toy.device(name).facts.page_buckets[-1]

@@ -18,7 +18,7 @@ from tests.contract import models
 from tests.contract.cases import NAMES, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
-FEW = ("multi_bd", "multi_bd_grid_full", "ar", "block_cache", "speculate", "canvas")
+FEW = ("multi_bd", "d2f_grid_full", "ar", "block_cache", "speculate", "canvas")
 
 
 def longest(name):

@@ -73,7 +73,7 @@ def test_a_nan_in_the_prompt_ends_that_request_alone(name):
     assert is_finite(device)
 
 
-@pytest.mark.parametrize("name", ["multi_bd", "multi_bd_whole_full", "block_cache", "ar"])
+@pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full", "block_cache", "ar"])
 def test_a_nan_while_decoding_keeps_what_was_settled_before(name):
     """The id whose embedding is broken is one that a request writes itself."""
     request = dataclasses.replace(case(name).requests[1], max_tokens=28, temperature=3.0)
@@ -259,7 +259,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("program", "at", "when"), PLACES)
-@pytest.mark.parametrize("name", ["multi_bd", "multi_bd_whole_full", "speculate", "block_cache"])
+@pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full", "speculate", "block_cache"])
 def test_one_failure_costs_no_token(name, program, at, when):
     if program == "prefill" and name == "block_cache" and at == {1}:
         pytest.skip("one pass is all it has")

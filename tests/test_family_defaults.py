@@ -27,7 +27,7 @@ from dllm_jax.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.families import FAMILIES, parse_config, with_d2f_adapter
-from strategies import BlockDiffusion, MultiBD, Needs, as_strategy, strategy_names
+from strategies import D2F, BlockDiffusion, MultiBD, Needs, as_strategy, strategy_names
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
 
@@ -195,8 +195,8 @@ def test_a_d2f_adapter_changes_how_the_base_is_decoded():
     changed |= {"add_block_threshold": 0.1, "semi_complete_threshold": 0.9, "attention": "d2f"}
     assert adapted == dataclasses.replace(base, **changed)
     model = tiny("llada").replace(defaults=adapted)
-    assert "'d2f', is not there yet" in (defaults.stand_in_note(model) or "")
-    assert defaults.resolve_strategy(model, None).buffer_size == 4
+    assert defaults.stand_in_note(model) is None
+    assert defaults.resolve_strategy(model, None) == D2F()  # its defaults are the published ones
 
 
 def inspected(folder, capsys):

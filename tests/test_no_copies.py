@@ -119,7 +119,7 @@ def test_the_loop_of_generate_works_in_place():
 
 
 # Between them: both prefill kinds of a full prompt, a copied page, a boundary, a `cond`, a drafter.
-ENGINE = ("multi_bd_whole_full", "block_cache", "speculate")
+ENGINE = ("d2f_whole_full", "block_cache", "speculate")
 
 
 @pytest.mark.parametrize(

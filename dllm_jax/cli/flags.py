@@ -212,7 +212,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
 def add_strategy_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """--strategy, sizes and thresholds."""
     group = parser.add_argument_group("strategy")
-    spec = "a name (ar, block_diffusion, multi_bd), pkg.module:Name or path/to/file.py:name"
+    spec = "a name (`dllm-jax info` lists them), pkg.module:Name or path/to/file.py:name"
     if several:
         group.add_argument(
             "--strategy",

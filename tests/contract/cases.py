@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import AR, BlockDiffusion, FastDLLMV2, MultiBD, Needs
+from strategies import AR, D2F, BlockDiffusion, FastDLLMV2, MultiBD
 from tests.contract import (
     dense,
     dense_blocks,
@@ -79,12 +79,17 @@ def _own(request: Request, **knobs: float) -> Request:
     return dataclasses.replace(request, knobs=tuple(knobs.items()))
 
 
-def _multi_bd(
-    model: Any, prompt: str = "grid_causal", requests: Any = REQUESTS, accept: float = 0.35
-) -> Case:
-    strategy = MultiBD(accept, 0.25, 0.5, block_size=4, buffer_size=3, needs=Needs(prompt))
+def _multi_bd(model: Any, requests: Any = REQUESTS, accept: float = 0.35) -> Case:
+    strategy = MultiBD(accept, 0.25, 0.5, block_size=4, buffer_size=3)
     rule = dense_toys.threshold_rule(accept, 0.5)
-    return _blocks(strategy, model, requests, rule, prompt, add=0.25)
+    return _blocks(strategy, model, requests, rule, add=0.25)
+
+
+def _d2f(model: Any, aligned: bool = False, accept: float = 0.35) -> Case:
+    strategy = D2F(accept, 0.25, 0.5, aligned, block_size=4, buffer_size=3)
+    rule = dense_toys.threshold_rule(accept, 0.5)
+    prompt = "whole_full" if aligned else "grid_full"
+    return _blocks(strategy, model, REQUESTS, rule, prompt, add=0.25)
 
 
 # Thresholds of their own: B == S == 4, so a knob broadcast along positions would show.
@@ -196,8 +201,8 @@ def _canvas() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
-    "multi_bd_grid_full": lambda: _multi_bd(models.plain(), "grid_full"),
-    "multi_bd_whole_full": lambda: _multi_bd(models.plain(), "whole_full"),
+    "d2f_grid_full": lambda: _d2f(models.plain()),
+    "d2f_whole_full": lambda: _d2f(models.plain(), aligned=True),
     "block_diffusion": _block_diffusion,
     "ar": _ar,
     "soft_parallel": _soft_parallel,
@@ -211,9 +216,8 @@ CASES: dict[str, Callable[[], Case]] = {
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {
-    "multi_bd_full_shifted": lambda: _multi_bd(
-        models.plain(4, shift=True), "whole_full", accept=0.15
-    ),
+    "d2f_grid_full_shifted": lambda: _d2f(models.plain(4, shift=True), accept=0.15),
+    "d2f_whole_full_shifted": lambda: _d2f(models.plain(4, shift=True), True, accept=0.15),
 }
 # Odd cases run on pages of 16, so that both sizes cost no further compilation.
 PAGE_SIZE = {name: 16 if i % 2 else 8 for i, name in enumerate((*NAMES, *EXTRA))}

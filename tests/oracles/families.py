@@ -57,11 +57,12 @@ def run(
     adapter: Path | None = None,
     live: Array | None = None,
     start: int = 0,
+    positions: Any = None,
 ) -> Reference:
     """One sequence through a checkpoint.
 
     Args:
-        ids: Tokens [T], at positions `start` to `start + T - 1`.
+        ids: Tokens [T], at positions `start` to `start + T - 1` unless `positions` says which.
         visible: bool [T T].
         embeds: Rows [T D] in place of the embedding of `ids`.
         adapter: Folder of a LoRA adapter, merged as the weights are read.
@@ -73,7 +74,7 @@ def run(
         weights = merged(weights, adapter)
     table = weights[facts.embed]
     x = table[np.asarray(ids)] if embeds is None else np.asarray(embeds, np.float64)
-    positions = start + np.arange(len(x))
+    positions = start + np.arange(len(x)) if positions is None else np.asarray(positions)
     cos, sin = rope_angles(facts, positions)
     hidden, routing = [x], {}
     for i in range(facts.layers):

@@ -1,0 +1,59 @@
+"""Discrete diffusion forcing: pipelined blocks behind a prompt that sees itself whole.
+
+Up to K blocks are denoised together, each seeing the prompt, the blocks before it and itself; the
+forward that commits the first block denoises those behind it. The rules are those of `multi_bd`;
+what differs is the prompt, taken in by one pass in which every row of it sees every other, so its
+keys and values depend on all of it and its pages are reused for the same whole prompt only.
+
+The authors' code latches a block's right to a forced token ("fully activated") once the block
+before it is nearly complete: filled cells stay filled, so reading that progress anew is the same.
+It stops adding blocks at an end-of-text token, as `open_next` does, and after
+`max_new_tokens // block_size` blocks, where a request here gets all of its `max_tokens`.
+
+Source: D2F (arXiv 2508.09192), §4.2 and the authors' decoder; Diffulex's `d2f`.
+"""
+
+from flax import struct
+
+from strategies import blocks, random, sampling
+from strategies.protocol import Knob, Needs, knob
+
+
+class D2F(struct.PyTreeNode):
+    """Pipelined blocks behind a prompt in full attention.
+
+    Attributes:
+        accept_threshold: A token is accepted when its probability is above it (strictly); from 1
+            up nothing is, and each step takes its surest token alone.
+        add_block_threshold: Progress of the last block (>=) at which the next one opens.
+        semi_complete_threshold: Progress of the block before (>=) that allows a forced token.
+        align_blocks_to_prompt: Blocks start where the prompt ends, as the authors train and
+            decode; False puts them on the absolute grid, the first one sharing the prompt's rest.
+    """
+
+    accept_threshold: Knob = knob(0.95)
+    add_block_threshold: Knob = knob(0.1)
+    semi_complete_threshold: Knob = knob(0.9)
+    align_blocks_to_prompt: bool = struct.field(pytree_node=False, default=False)
+    block_size: int = struct.field(pytree_node=False, default=32)
+    buffer_size: int = struct.field(pytree_node=False, default=4)
+
+    @property
+    def needs(self) -> Needs:
+        """The prompt in one full pass: whole blocks of it, or all of it, before the window."""
+        return Needs("whole_full" if self.align_blocks_to_prompt else "grid_full")
+
+    def step(self, forward, state):
+        """One denoise step of the whole window."""
+        state = blocks.open_next(state, self.add_block_threshold)
+        out = forward(state)
+        state = out.store(state, blocks.to_cache(state))
+        holes = blocks.holes(state)
+        stats = out.predict(where=holes, sampling=state.sampling, keys=random.step_keys(state))
+        accept = sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
+            stats, state, self.semi_complete_threshold
+        )
+        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+
+STRATEGY = D2F

@@ -1,0 +1,176 @@
+"""D2F as lists: two unbounded decoders without window, vectors or jax.
+
+`d2f_decode` is the truth of the strategy `D2F` on either grid: one growing list of cells, `None`
+where nothing is written, and a list of blocks that says who may write where. Written from
+design/strategies.md §2 (the DO rules), §3.1 and §7.7. `paper_decode` is the authors' own loop (the
+PAPER notes of §3.0.2 and §3.1): blocks from the prompt's end on, no window, a latched "complete"
+state, `max_new_tokens // size` blocks, and no early end: it runs until nothing is open. Neither
+knows how `strategies/` computes anything.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Result, Step, law_of
+
+Cells = list[int | None]
+
+
+@dataclass
+class Span:
+    """A block behind the prefilled prompt: cells `[start, end)` of the text."""
+
+    start: int
+    end: int
+    status: int = ACTIVE
+    is_complete: bool = False  # the authors' latch: a token may be forced
+
+    def share(self, text: Cells) -> np.float32:
+        """How much of it is filled."""
+        cells = text[self.start : self.end]
+        return np.float32(sum(cell is not None for cell in cells) / len(cells))
+
+    def holes(self, text: Cells) -> list[int]:
+        return [p for p in range(self.start, self.end) if text[p] is None]
+
+
+def choose(
+    holes: list[int], forced: bool, accept: float, row: Any, mask_id: int, vocab_size: int
+) -> dict[int, int]:
+    """Position -> token: what is above the threshold, or, if nothing is, the surest if forced."""
+    laws = {p: law_of(int(row[0][p]), row[1][p], mask_id, vocab_size) for p in holes}
+    sure = [p for p in holes if laws[p].confidence > np.float32(accept)]
+    if not sure and forced and holes:
+        best = max(law.confidence for law in laws.values())
+        sure = [next(p for p in holes if laws[p].confidence == best)]
+    return {p: laws[p].token for p in sure}
+
+
+def d2f_decode(
+    prompt: Sequence[int],
+    token: Any,
+    prob: Any,
+    *,
+    accept: float,
+    add: float,
+    semi: float,
+    aligned: bool,
+    block_size: int,
+    buffer_size: int,
+    max_tokens: int,
+    mask_id: int,
+    vocab_size: int,
+    eos_ids: Sequence[int] = (),
+    max_model_len: int | None = None,
+    max_nfe: int | None = None,
+) -> Result:
+    """Decode one request greedily from a script."""
+    begin, result = len(prompt), Result()
+    limit = min(begin + max_tokens, max_model_len or begin + max_tokens)
+    origin = begin if aligned else begin - begin % block_size
+    text: Cells = list(prompt)
+    spans: list[Span] = []
+    if origin < begin:  # the prompt's rest opens the first block, and counts as its progress
+        spans.append(Span(origin, origin + block_size))
+        text += [None] * (origin + block_size - begin)
+    for row in zip(token, prob, strict=True):
+        live = [span for span in spans if span.status != IN_CACHE]
+        ended = any(cell in eos_ids for cell in text[begin:] if cell is not None)
+        fits = len(live) < buffer_size and max(len(text), origin) < limit
+        if fits and not ended and (not live or live[-1].share(text) >= np.float32(add)):
+            spans.append(Span(len(text), len(text) + block_size))
+            text += [None] * block_size
+            live.append(spans[-1])
+        # Who may force is read before anything is written; a block in the cache is complete.
+        forced = [True] + [span.share(text) >= np.float32(semi) for span in live]
+        written: dict[int, int] = {}
+        for span, may in zip(live, forced[:-1], strict=True):
+            if span.status == ACTIVE:
+                holes = span.holes(text)
+                written |= choose(holes, bool(may), accept, row, mask_id, vocab_size)
+        for position, chosen in written.items():
+            text[position] = chosen
+        committed = [span for span in live if span.status == TO_CACHE]
+        for span in live[len(committed) :]:
+            if span.holes(text):
+                break
+            span.status = TO_CACHE
+        result.nfe += 1
+        run = text[begin:limit]
+        run = run[: run.index(None)] if None in run else run
+        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
+        if stop is not None:
+            run, result.finish_reason = run[:stop], "stop"
+        elif len(run) == limit - begin:
+            result.finish_reason = "length"
+        elif result.nfe == max_nfe:
+            result.finish_reason = "nfe"
+        result.output = [cell for cell in run if cell is not None]
+        if result.finish_reason:
+            result.steps.append(Step(None, None, None, len(written)))
+            break
+        for span in committed:
+            span.status = IN_CACHE
+        shown = [span for span in spans if span.status != IN_CACHE]
+        empty = buffer_size - len(shown)
+        start = shown[0].start if shown else spans[-1].end
+        tokens = [
+            [mask_id if cell is None else cell for cell in text[span.start : span.end]]
+            for span in shown
+        ]
+        tokens += [[mask_id] * block_size] * empty
+        status = [span.status for span in shown] + [DUMMY] * empty
+        result.steps.append(Step(start, tokens, status, len(written)))
+    return result
+
+
+def paper_decode(
+    prompt: Sequence[int],
+    token: Any,
+    prob: Any,
+    *,
+    accept: float,
+    add: float,
+    semi: float,
+    block_size: int,
+    max_new_tokens: int,
+    mask_id: int,
+    vocab_size: int,
+    eos_ids: Sequence[int] = (),
+) -> tuple[list[int], int]:
+    """The text of all blocks, end-of-text and what follows it included, and the forwards spent.
+
+    The first forward takes prompt and first block together; it is counted as the others are.
+    """
+    text: Cells = list(prompt)
+    spans = [Span(0, len(prompt), TO_CACHE, True)]
+    eos_seen, forwards = False, 0
+    while True:
+        fewer = len(spans) - 1 < max_new_tokens // block_size
+        if fewer and not eos_seen and spans[-1].share(text) >= np.float32(add):
+            spans.append(Span(len(text), len(text) + block_size))
+            text += [None] * block_size
+        for before, span in itertools.pairwise(spans):
+            if before.share(text) >= np.float32(semi):
+                span.is_complete = True
+        if not any(span.status == ACTIVE for span in spans):
+            return [cell for cell in text[len(prompt) :] if cell is not None], forwards
+        row = (token[forwards], prob[forwards])
+        forwards += 1
+        active = [span for span in spans if span.status == ACTIVE]
+        for span in spans:
+            if span.status == TO_CACHE:
+                span.status = IN_CACHE
+        for span in active:
+            written = choose(span.holes(text), span.is_complete, accept, row, mask_id, vocab_size)
+            for position, chosen in written.items():
+                text[position] = chosen
+                eos_seen = eos_seen or chosen in eos_ids
+        for i, span in enumerate(spans):
+            ahead = any(other.status == ACTIVE for other in spans[:i])
+            if span.status == ACTIVE and not span.holes(text) and not ahead:
+                span.status = TO_CACHE
