@@ -4,6 +4,7 @@ from strategies import testing
 from strategies.ar import AR
 from strategies.block_diffusion import BlockDiffusion
 from strategies.d2f import D2F
+from strategies.dmax import DMax
 from strategies.fast_dllm_v2 import FastDLLMV2
 from strategies.multi_bd import MultiBD
 from strategies.protocol import (
@@ -39,6 +40,7 @@ __all__ = [
     "BlockBuffer",
     "BlockDiffusion",
     "Carry",
+    "DMax",
     "DecodeState",
     "FastDLLMV2",
     "Forward",

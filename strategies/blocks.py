@@ -80,7 +80,11 @@ def is_stop(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K
     return jnp.any((tokens[..., None] == ids) & (ids >= 0), axis=-1)
 
 
-def open_next(state: DecodeState, add_block_threshold: PerSlot | None = None) -> DecodeState:
+def open_next(
+    state: DecodeState,
+    add_block_threshold: PerSlot | None = None,
+    stable: Bool[Array, "B K"] | None = None,
+) -> DecodeState:
     """Open at most one block: the first of an empty window, or the one behind enough progress.
 
     Decided before the forward on what the last step left. A block that starts at or past the
@@ -88,6 +92,8 @@ def open_next(state: DecodeState, add_block_threshold: PerSlot | None = None) ->
 
     Args:
         add_block_threshold: Progress (>=) the last open block must show; None: one at a time.
+        stable: Blocks behind which another may open, for strategies that rewrite what is filled;
+            None: all.
     """
     buffer = state.buffer
     K = buffer.tokens.shape[1]
@@ -96,7 +102,10 @@ def open_next(state: DecodeState, add_block_threshold: PerSlot | None = None) ->
     if add_block_threshold is not None:
         last = jnp.maximum(num_open - 1, 0)[:, None]
         last_progress = jnp.take_along_axis(progress(state), last, axis=1)
-        ready |= (last_progress >= add_block_threshold.at_block)[:, 0]
+        enough = last_progress >= add_block_threshold.at_block
+        if stable is not None:
+            enough &= jnp.take_along_axis(stable, last, axis=1)
+        ready |= enough[:, 0]
     is_next = jnp.arange(K)[None, :] == num_open[:, None]
     opens = is_next & ready[:, None] & (block_starts(state) < buffer.limit[:, None])
     opens &= ~has_stop(state)[:, None]

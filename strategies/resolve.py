@@ -28,6 +28,7 @@ _SHARED = {
     "sampling",
     "state",
     "testing",
+    "token_merge",
 }
 
 

@@ -150,6 +150,22 @@ def forced_top1(
     return top_n(stats.confidence, may.astype(jnp.int32), blocks.holes(state))
 
 
+def leftmost_sure(
+    stats: TokenStats, threshold: PerSlot, among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """The cells of each block before its first one below the threshold (strictly), at least one.
+
+    Only cells `among` are taken or end the run. An unsure cell ends it however sure those behind
+    it are; where the very first is unsure, that one is taken.
+
+    Source: DMax (arXiv 2604.08302), `decode_uniform`.
+    """
+    unsure = among & (stats.confidence < threshold.at_token)
+    before_unsure = jnp.cumsum(unsure.astype(jnp.int32), axis=2) == 0
+    first = jnp.cumsum(among.astype(jnp.int32), axis=2) == 1
+    return among & (before_unsure | first)
+
+
 def top_n(
     score: Float[Array, "B K S"], n: Int[Array, "B K"], among: Bool[Array, "B K S"]
 ) -> Bool[Array, "B K S"]:
@@ -195,3 +211,37 @@ def entropy_bounded(
     before = place[..., None, :] < place[..., :, None]
     spent = jnp.sum(jnp.where(before, entropy[..., None, :], 0.0), axis=-1)
     return among & (spent <= bound.at_token)
+
+
+def factor_bounded(
+    stats: TokenStats, factor: PerSlot, among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """Cells of each block by falling confidence, the n-th while (n + 1) (1 - confidence) < `factor`.
+
+    The more cells are taken at once, the surer the last of them must be. The surest cell always
+    passes. Both factors grow with n, so the first cell that fails ends the run. (The authors' code
+    admits equality, and a whole block where only its last cell fails; the rule here is the paper's.)
+
+    Source: Fast-dLLM (arXiv 2505.22618), §3.3, factor-based parallel decoding.
+    """
+    n = rank(stats.confidence, among) + 1
+    doubt = (n + 1).astype(jnp.float32) * (1.0 - stats.confidence)
+    return among & ((doubt < factor.at_token) | (n == 1))
+
+
+def margin(stats: TokenStats) -> Float[Array, "B K S"]:
+    """By how much the likeliest token's probability exceeds the next one's: a score to rank by.
+
+    A cell torn between two tokens scores low, however unlikely all others are. Cells not asked for
+    score -inf. Ask `predict` for `num_top=2`.
+
+    Raises:
+        ValueError: The statistics hold fewer than two tokens a cell (at trace time).
+
+    Source: Kim et al. (arXiv 2502.06768), §4.1, top-K probability margin.
+    """
+    held = stats.top_probs.shape[-1]
+    if held < 2:
+        raise ValueError(f"margin needs two tokens a cell and has {held}; predict with num_top=2")
+    gap = stats.top_probs[..., 0] - stats.top_probs[..., 1]
+    return jnp.where(stats.confidence == -jnp.inf, -jnp.inf, gap)

@@ -78,6 +78,7 @@ STRATEGY_MACHINERY = (
     "blocks",
     "block_rewrite",
     "sampling",
+    "token_merge",
     "dual_cache",
 )
 

@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import AR, D2F, BlockDiffusion, FastDLLMV2, MultiBD
+from strategies import AR, D2F, BlockDiffusion, DMax, FastDLLMV2, MultiBD
 from tests.contract import (
     dense,
     dense_blocks,
+    dense_dmax,
     dense_sub_blocks,
     dense_toys,
     models,
@@ -198,6 +199,19 @@ def _canvas() -> Case:
     )
 
 
+def _dmax() -> Case:
+    """Thresholds of their own, and one request that draws what is not the likeliest."""
+    model = models.plain()
+    strategy = DMax(accept_threshold=0.4, add_block_threshold=0.5, block_size=4, buffer_size=3)
+    requests = (
+        _own(REQUESTS[0], accept_threshold=0.6),
+        _own(SAMPLED[1], commit_confidence=0.5),
+        REQUESTS[2],
+    )
+    rule = dense_dmax.dmax_rule(dense.Net(model), 0.4)
+    return _blocks(strategy, model, requests, rule, add=0.5, settles_ready=True)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
@@ -212,6 +226,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "canvas": _canvas,
     "multi_bd_experts": lambda: _multi_bd(models.experts()),
     "fast_dllm_v2": _fast_dllm_v2,
+    "dmax": _dmax,
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.

@@ -47,6 +47,7 @@ def decode_blocks(
     add: float = math.inf,
     prompt: str = "grid_causal",
     settles_ready: bool = False,
+    soft_commits: dict[int, np.ndarray] | None = None,
 ) -> Truth:
     """Block decoding; `log` holds how many blocks each step committed.
 
@@ -54,6 +55,8 @@ def decode_blocks(
         add: Progress of the last block at which the next one opens.
         prompt: Prompt mode of the contract; the "full" ones keep the prompt's own pass apart.
         settles_ready: Only blocks that may leave are settled, not the hole-free run.
+        soft_commits: Takes what each position showed where its block left, and the blocks behind
+            see that; None: blocks leave as plain tokens.
     """
     truth, length = Truth(), len(request.prompt)
     cached = length if prompt.startswith("whole") else length // size * size
@@ -67,7 +70,7 @@ def decode_blocks(
         ready = not blocks or blocks[-1].progress() >= np.float32(add)
         if ready and len(blocks) < depth and end < request.limit and not stopped:
             blocks.append(Block(end, [None] * size))
-        laws = _block_laws(net, request, done, blocks, first, size, prompt)
+        laws = _block_laws(net, request, done, blocks, first, size, prompt, soft_commits)
         leaving = [block for block in blocks if block.ready]
         before = [1.0] + [block.progress() for block in blocks]
         open_blocks = [(b, p) for b, p in zip(blocks, before[:-1], strict=True) if not b.ready]
@@ -93,6 +96,8 @@ def decode_blocks(
         if truth.see(text[:run], request):
             return truth
         for block in leaving:
+            if soft_commits is not None:
+                soft_commits |= {block.start + i: row for i, row in block.soft.items()}
             done += block.cells  # type: ignore[arg-type]
         blocks = blocks[len(leaving) :]
 
@@ -105,12 +110,14 @@ def _block_laws(
     first: int,
     size: int,
     prompt: str,
+    soft_commits: dict[int, np.ndarray] | None,
 ) -> dict[int, Law]:
     """The law of every cell behind the prefilled prompt that some row speaks about."""
-    inputs: list[Any] = list(done[first:])
+    left = {} if soft_commits is None else soft_commits
+    inputs: list[Any] = [left.get(p, done[p]) for p in range(first, len(done))]
     for block in blocks:
         for i, cell in enumerate(block.cells):
-            soft = None if block.ready else block.soft.get(i)
+            soft = None if block.ready and soft_commits is None else block.soft.get(i)
             inputs.append(soft if soft is not None else net.mask if cell is None else cell)
     logits = block_rows(net, request, inputs, first, size, prompt).logits
     own = len(logits) - len(inputs)

@@ -1,0 +1,172 @@
+"""DMax: filled cells stay soft and are drawn anew until their block no longer changes.
+
+A block is filled from the left: in each step the run of holes up to the first unsure one, at
+least one hole. What is filled is fed back as a mixture of its token's embedding and the mask's,
+weighted by how sure the model is, and takes the model's new token in every step, whatever its
+probability, so that early mistakes can be mended. A complete block leaves when a step changed
+nothing, when the model is sure of all of it, or when it has had as many steps as it has cells;
+its keys and values are computed from its plain tokens.
+
+Source: DMax (arXiv 2604.08302) and its code, `decode_uniform`; the window of several blocks, the
+stability gate and `compat="diffulex"` are Diffulex's.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from strategies import block_rewrite, blocks, random, sampling, token_merge
+from strategies.protocol import ForwardOutput, Knob, Needs, TokenMix, TokenStats, knob
+from strategies.state import Carry, DecodeState
+
+Merge = Literal["dmax_topk", "iter_smooth_topk"]
+Compat = Literal["diffulex"]
+
+
+class DMax(struct.PyTreeNode):
+    """Soft parallel decoding with token merge.
+
+    Attributes:
+        accept_threshold: The first hole whose token's probability is below it ends the run.
+        add_block_threshold: Progress of the last block (>=) at which the next one opens.
+        token_stability_threshold: Share of that block's filled cells (>=) that the last step left
+            as they were, for the next one to open; 0 is off.
+        commit_confidence: A complete block leaves at once when all its cells have this (>=).
+        token_merge_weight: Weight of the mixture in "iter_smooth_topk"; 0 turns either merge off.
+        merge: What a filled cell shows. "dmax_topk": its token's embedding and the mask's, by its
+            probability. "iter_smooth_topk": its token's, and the most probable ones' on top.
+        token_merge_top_k: How many those are.
+        renormalize: Give the first kind the weighted mean of its two norms.
+        compat: "diffulex": a cell that was filled before counts as certain, and so shows its plain
+            token; the commit shows what the block showed last; no cap on a block's steps.
+    """
+
+    accept_threshold: Knob = knob(0.5)
+    add_block_threshold: Knob = knob(0.1)
+    token_stability_threshold: Knob = knob(0.0)
+    commit_confidence: Knob = knob(0.9)
+    token_merge_weight: Knob = knob(1.0)
+    merge: Merge = struct.field(pytree_node=False, default="dmax_topk")
+    token_merge_top_k: int = struct.field(pytree_node=False, default=1)
+    renormalize: bool = struct.field(pytree_node=False, default=True)
+    compat: Compat | None = struct.field(pytree_node=False, default=None)
+    block_size: int = struct.field(pytree_node=False, default=32)
+    buffer_size: int = struct.field(pytree_node=False, default=2)
+
+    def __post_init__(self):
+        """Check the static fields; they choose the program, so nothing later would."""
+        if self.merge not in get_args(Merge):
+            choices = ", ".join(get_args(Merge))
+            raise ValueError(f"merge={self.merge!r} is not one of {choices}; choose one")
+        if self.compat not in (None, *get_args(Compat)):
+            raise ValueError(f"compat={self.compat!r} is neither None nor 'diffulex'; choose one")
+        top_k = self.token_merge_top_k
+        if not (isinstance(top_k, int) and top_k >= 1):
+            raise ValueError(f"token_merge_top_k={top_k!r} must be a whole number of at least 1")
+
+    @property
+    def needs(self) -> Needs:
+        """Pages of soft commits hold more than their tokens say."""
+        return Needs("grid_causal", soft_commits=self.compat == "diffulex")
+
+    @property
+    def _num_top(self) -> int:
+        return self.token_merge_top_k if self.merge == "iter_smooth_topk" else 0
+
+    def init(self, spec) -> Carry:
+        """No mixtures yet, and no stability."""
+        return Carry(
+            tokens=token_merge.init(spec, max(self._num_top, 1)),
+            blocks={"stability": jnp.zeros((1, 1))},
+        )
+
+    def step(self, forward, state):
+        """One denoise step of the whole window."""
+        stable = state.carry.blocks["stability"] >= self.token_stability_threshold.at_block
+        state = blocks.open_next(state, self.add_block_threshold, stable)
+        out = forward(state, inputs=self._mixtures(state, forward.mask_id))
+        state = out.store(state, blocks.to_cache(state))
+        active = blocks.live_cells(state) & ~blocks.to_cache(state)
+        stats = out.predict(
+            where=active,
+            sampling=state.sampling,
+            keys=random.step_keys(state),
+            confidence="raw",
+            num_top=self._num_top,
+        )
+        judged = self._judged(out, state, stats, active)
+        accept = sampling.leftmost_sure(stats, self.accept_threshold, blocks.holes(state))
+        ready = self._ready(state, stats, judged, accept)
+        stability = _stability(state, stats)
+        # What is filled takes the new token without a threshold.
+        refresh = accept | block_rewrite.differs(state, stats.token)
+        state, filled = block_rewrite.rewrite(state, stats.token, refresh)
+        soft = block_rewrite.editable(state) & state.buffer.filled
+        if self.merge == "iter_smooth_topk":
+            mixtures = token_merge.of_top(judged, soft)
+        else:
+            mixtures = token_merge.of_token(judged.token, judged.confidence, soft)
+        state = token_merge.remember(state, mixtures, active)
+        state = state.replace(carry=state.carry.replace(blocks={"stability": stability}))
+        return blocks.finish_step(state, filled, ready=ready)
+
+    def _mixtures(self, state: DecodeState, mask_id: int) -> TokenMix:
+        """What the window shows: the last step's mixtures, and plain tokens where it commits."""
+        shown = token_merge.recall(state)
+        on = shown.on & (self.token_merge_weight.at_token > 0)
+        if self.compat != "diffulex":
+            on &= ~blocks.to_cache(state)
+        shown = shown.replace(on=on)
+        if self.merge == "iter_smooth_topk":
+            return token_merge.beside_token(shown, state.buffer.tokens, self.token_merge_weight)
+        return token_merge.beside_mask(shown, mask_id, self.renormalize)
+
+    def _judged(
+        self, out: ForwardOutput, state: DecodeState, stats: TokenStats, active: Array
+    ) -> TokenStats:
+        """What mixtures and the commit rule look at: the likeliest token, whatever was drawn.
+
+        The reference takes the drawn one, and what was filled before for certain (its fast path).
+        """
+        if self.compat == "diffulex":
+            certain = active & state.buffer.filled
+            return stats.replace(confidence=jnp.where(certain, 1.0, stats.confidence))
+        # Where nothing is sampled the token drawn is the likeliest: no second readout.
+        return jax.lax.cond(
+            jnp.any(state.sampling.temperature > 0),
+            lambda: out.predict(where=active, confidence="raw", num_top=self._num_top),
+            lambda: stats,
+        )
+
+    def _ready(
+        self,
+        state: DecodeState,
+        stats: TokenStats,
+        judged: TokenStats,
+        accept: Bool[Array, "B K S"],
+    ) -> Bool[Array, "B K"]:
+        """Blocks that may leave once complete; cells past the request's limit have no say."""
+        counts = block_rewrite.editable(state) & block_rewrite.before_limit(state)
+        changes = accept | block_rewrite.differs(state, stats.token)
+        unsure = judged.confidence < self.commit_confidence.at_token
+        ready = ~jnp.any(changes & counts, axis=2) | ~jnp.any(unsure & counts, axis=2)
+        if self.compat == "diffulex":
+            return ready
+        return ready | (state.buffer.block_steps + 1 >= self.block_size)
+
+
+def _stability(state: DecodeState, stats: TokenStats) -> Float[Array, "B K"]:
+    """Share of each block's filled cells that the model would leave; 1 where none is filled.
+
+    Cells of the prompt count, as in Diffulex.
+    """
+    filled = state.buffer.filled
+    same = filled & (stats.token == state.buffer.tokens)
+    count = jnp.sum(filled, axis=2)
+    return jnp.where(count > 0, jnp.sum(same, axis=2) / jnp.maximum(count, 1), 1.0)
+
+
+STRATEGY = DMax
