@@ -19,7 +19,6 @@ _LOSSES = {
     "does not see the ones behind it",
     "fast_dllm_v2": "attention is as in training, but a block is not filled by its sub-blocks, "
     "so texts differ from the authors'",
-    "edit": "no token is revised once it is accepted, so only surer ones are",
     "dmax": "guesses are not fed back as mixtures, so only surer tokens are accepted",
 }
 _STAND_IN = "multi_bd"
@@ -110,8 +109,10 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
         "add_block_threshold": defaults.add_block_threshold,
         "semi_complete_threshold": defaults.semi_complete_threshold,
     }
-    if name == defaults.strategy or defaults.strategy not in _REVISING:
+    if name == defaults.strategy or not {name, defaults.strategy} & {*_REVISING}:
         wanted |= {"accept_threshold": defaults.accept_threshold}
+    if name == defaults.strategy:
+        wanted |= {"edit_threshold": defaults.edit_threshold}
     if plain.needs.prompt.startswith("grid"):  # elsewhere the size is the algorithm's, as AR's 2
         wanted |= {"block_size": defaults.block_size}
     if name == default_strategy(model):

@@ -5,6 +5,7 @@ from strategies.ar import AR
 from strategies.block_diffusion import BlockDiffusion
 from strategies.d2f import D2F
 from strategies.dmax import DMax
+from strategies.edit import Edit
 from strategies.fast_dllm_v2 import FastDLLMV2
 from strategies.multi_bd import MultiBD
 from strategies.protocol import (
@@ -42,6 +43,7 @@ __all__ = [
     "Carry",
     "DMax",
     "DecodeState",
+    "Edit",
     "FastDLLMV2",
     "Forward",
     "ForwardOutput",

@@ -27,7 +27,7 @@ from dllm_jax.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.families import FAMILIES, parse_config, with_d2f_adapter
-from strategies import D2F, BlockDiffusion, MultiBD, Needs, as_strategy, strategy_names
+from strategies import D2F, BlockDiffusion, Edit, MultiBD, Needs, as_strategy, strategy_names
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
 
@@ -86,7 +86,7 @@ def dream():
     return tiny("dream", source="tests/dream")
 
 
-STAND_INS = {"full_sequence": "multi_bd", "fast_dllm_v2": "multi_bd", "edit": "multi_bd"}
+STAND_INS = {"full_sequence": "multi_bd", "fast_dllm_v2": "multi_bd"}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -115,8 +115,13 @@ def test_a_strategy_nobody_promised_is_an_error_and_no_stand_in():
 
 def test_thresholds_of_a_strategy_that_revises_are_for_that_alone():
     model = tiny("llada2_2")
-    assert model.defaults.accept_threshold == 0.5
-    assert defaults.resolve_strategy(model, None).accept_threshold == MultiBD().accept_threshold
+    own = defaults.resolve_strategy(model, None)
+    assert own == Edit(accept_threshold=0.5, edit_threshold=0.0, block_size=32, buffer_size=1)
+    stranger = defaults.resolve_strategy(model, "multi_bd")
+    assert stranger.accept_threshold == MultiBD().accept_threshold
+    plain = tiny("llada2")
+    assert plain.defaults.accept_threshold == 0.95
+    assert defaults.resolve_strategy(plain, "edit") == Edit()
     sdar = tiny("sdar", dllm_jax={"accept_threshold": 0.5})
     assert defaults.resolve_strategy(sdar, "block_diffusion").accept_threshold == 0.5
 
@@ -226,7 +231,7 @@ def test_info_has_a_line_for_every_family():
     assert lines["llada2"].startswith("multi_bd, block 32, buffer 1, accept 0.95, temperature 0, ")
     assert ", or edit or dmax, " in lines["llada2"]
     assert lines["llada2, 2.2"].startswith(
-        "edit (multi_bd until then), block 32, buffer 1, accept 0.5"
+        "edit, block 32, buffer 1, accept 0.5, edit 0, temperature 0, "
     )
 
 
@@ -298,7 +303,7 @@ def test_blocks_of_denoising_hold_whole_blocks_of_routing(routed):
 @pytest.mark.parametrize("prompt", ["whole_causal", "whole_full", "in_window"])
 def test_prompts_that_split_blocks_of_routing_are_refused(routed, prompt):
     split = as_strategy(lambda _, state: state, block_size=4, buffer_size=1, needs=Needs(prompt))
-    with pytest.raises(ValueError, match=f"takes the prompt in as '{prompt}'.* 4 tokens.*'multi"):
+    with pytest.raises(ValueError, match=f"takes the prompt in as '{prompt}'.* 4 tokens.*'edit'"):
         check_fit(routed, split)
 
 

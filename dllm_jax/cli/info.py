@@ -136,7 +136,9 @@ def _families() -> dict[str, str]:
         return ", ".join(
             (
                 f"{own}, block {row.block_size}, buffer {row.buffer_size}",
-                f"accept {row.accept_threshold:g}, temperature {row.temperature:g}",
+                f"accept {row.accept_threshold:g}",
+                *([] if row.edit_threshold is None else [f"edit {row.edit_threshold:g}"]),
+                f"temperature {row.temperature:g}",
                 *([] if row.top_p is None else [f"top-p {row.top_p:g}"]),
                 f"trained {row.attention}{', shifted' if row.shift else ''}",
                 *([] if row.mask_token_id is None else [f"mask {row.mask_token_id}"]),

@@ -20,6 +20,7 @@ class FamilyDefaults:
         strategy: Name of the strategy the model was made for, whether or not it is there yet.
         block_size: Tokens of a block; 1 for a model that was trained token by token.
         buffer_size: Blocks in the window.
+        edit_threshold: Of a strategy that edits; None is its own.
         temperature, top_p: Of requests that bring no sampling parameters at all.
         attention: Which positions saw which in training: all, those before, those of the same
             block and before; "d2f": blocks behind a prompt that sees itself whole.
@@ -37,6 +38,7 @@ class FamilyDefaults:
     accept_threshold: float = 0.95
     add_block_threshold: float = 0.1
     semi_complete_threshold: float = 0.9
+    edit_threshold: float | None = None
     temperature: float = 0.0
     top_p: float | None = None
     attention: Attention = "block_causal"

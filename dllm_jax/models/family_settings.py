@@ -20,6 +20,7 @@ _OURS = {
     "accept_threshold": float,
     "add_block_threshold": float,
     "semi_complete_threshold": float,
+    "edit_threshold": float,
     "temperature": float,
     "top_p": float,
 }

@@ -60,6 +60,7 @@ class Family:
     accept_threshold: float = 0.95
     add_block_threshold: float = 0.1
     semi_complete_threshold: float = 0.9
+    edit_threshold: float | None = None
     temperature: float = 0.0
     top_p: float | None = None
     alternatives: tuple[str, ...] = ()
@@ -262,6 +263,7 @@ FAMILIES = (
 BLOCK_ROUTED: Mapping[str, Any] = {
     "strategy": "edit",
     "accept_threshold": 0.5,
+    "edit_threshold": 0.0,
     "alternatives": (),
 }
 

@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import AR, D2F, BlockDiffusion, DMax, FastDLLMV2, MultiBD
+from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, MultiBD
 from tests.contract import (
     dense,
     dense_blocks,
+    dense_edit,
     dense_dmax,
     dense_sub_blocks,
     dense_toys,
@@ -212,6 +213,20 @@ def _dmax() -> Case:
     return _blocks(strategy, model, requests, rule, add=0.5, settles_ready=True)
 
 
+# One that fills and edits almost anything, one that is never at rest, one that edits late.
+_EDITED = (
+    _own(REQUESTS[0], accept_threshold=0.2, edit_threshold=0.1),
+    SAMPLED[1],
+    _own(REQUESTS[2], accept_threshold=0.9),
+)
+
+
+def _edit() -> Case:
+    strategy = Edit(0.35, 0.3, 0.25, max_post_edit_steps=2, block_size=4, buffer_size=3)
+    rule = dense_edit.edit_rule(0.35, 0.3, 2)
+    return _blocks(strategy, models.plain(), _EDITED, rule, add=0.25, settles_ready=True)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
@@ -227,6 +242,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "multi_bd_experts": lambda: _multi_bd(models.experts()),
     "fast_dllm_v2": _fast_dllm_v2,
     "dmax": _dmax,
+    "edit": _edit,
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.
