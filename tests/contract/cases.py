@@ -15,8 +15,8 @@ from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, MultiBD
 from tests.contract import (
     dense,
     dense_blocks,
-    dense_edit,
     dense_dmax,
+    dense_edit,
     dense_sub_blocks,
     dense_toys,
     models,
@@ -200,19 +200,6 @@ def _canvas() -> Case:
     )
 
 
-def _dmax() -> Case:
-    """Thresholds of their own, and one request that draws what is not the likeliest."""
-    model = models.plain()
-    strategy = DMax(accept_threshold=0.4, add_block_threshold=0.5, block_size=4, buffer_size=3)
-    requests = (
-        _own(REQUESTS[0], accept_threshold=0.6),
-        _own(SAMPLED[1], commit_confidence=0.5),
-        REQUESTS[2],
-    )
-    rule = dense_dmax.dmax_rule(dense.Net(model), 0.4)
-    return _blocks(strategy, model, requests, rule, add=0.5, settles_ready=True)
-
-
 # One that fills and edits almost anything, one that is never at rest, one that edits late.
 _EDITED = (
     _own(REQUESTS[0], accept_threshold=0.2, edit_threshold=0.1),
@@ -225,6 +212,19 @@ def _edit() -> Case:
     strategy = Edit(0.35, 0.3, 0.25, max_post_edit_steps=2, block_size=4, buffer_size=3)
     rule = dense_edit.edit_rule(0.35, 0.3, 2)
     return _blocks(strategy, models.plain(), _EDITED, rule, add=0.25, settles_ready=True)
+
+
+def _dmax() -> Case:
+    """Thresholds of their own, and one request that draws what is not the likeliest."""
+    model = models.plain()
+    strategy = DMax(accept_threshold=0.4, add_block_threshold=0.5, block_size=4, buffer_size=3)
+    requests = (
+        _own(REQUESTS[0], accept_threshold=0.6),
+        _own(SAMPLED[1], commit_confidence=0.5),
+        REQUESTS[2],
+    )
+    rule = dense_dmax.dmax_rule(dense.Net(model), 0.4)
+    return _blocks(strategy, model, requests, rule, add=0.5, settles_ready=True)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -241,8 +241,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "canvas": _canvas,
     "multi_bd_experts": lambda: _multi_bd(models.experts()),
     "fast_dllm_v2": _fast_dllm_v2,
-    "dmax": _dmax,
     "edit": _edit,
+    "dmax": _dmax,
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.
