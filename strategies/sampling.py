@@ -216,11 +216,11 @@ def entropy_bounded(
 def factor_bounded(
     stats: TokenStats, factor: PerSlot, among: Bool[Array, "B K S"]
 ) -> Bool[Array, "B K S"]:
-    """Cells of each block by falling confidence, the n-th while (n + 1) (1 - confidence) < `factor`.
+    """Cells by falling confidence, the n-th of a block while (n + 1) (1 - confidence) < `factor`.
 
     The more cells are taken at once, the surer the last of them must be. The surest cell always
-    passes. Both factors grow with n, so the first cell that fails ends the run. (The authors' code
-    admits equality, and a whole block where only its last cell fails; the rule here is the paper's.)
+    passes. Both terms grow with n, so the first cell that fails ends the run. The rule is the
+    paper's: the authors' code admits equality, and all cells where only the last one fails.
 
     Source: Fast-dLLM (arXiv 2505.22618), §3.3, factor-based parallel decoding.
     """
@@ -238,7 +238,7 @@ def margin(stats: TokenStats) -> Float[Array, "B K S"]:
     Raises:
         ValueError: The statistics hold fewer than two tokens a cell (at trace time).
 
-    Source: Kim et al. (arXiv 2502.06768), §4.1, top-K probability margin.
+    Source: Kim et al. (arXiv 2502.06768), §4, top-K probability margin.
     """
     held = stats.top_probs.shape[-1]
     if held < 2:

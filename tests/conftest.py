@@ -83,6 +83,7 @@ ONE_PYTHON = {
         "pages",
         "published",
         "requests",
+        "sampling_rules",
         "scheduler",
         "sizing",
         "snapshot",
