@@ -56,6 +56,7 @@ ONE_PYTHON = {
     f"test_{name}.py"
     for name in (
         "bench",
+        "block_rewrite",
         "builtin",
         "cli_bench",
         "cli_chat",
@@ -68,6 +69,7 @@ ONE_PYTHON = {
         "d2f",
         "data",
         "docs",
+        "edit",
         "engine_edges",
         "engine_machine",
         "engine_mutants",

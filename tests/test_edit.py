@@ -401,9 +401,9 @@ MUTANTS = _broken(
     edit_has_the_threshold_of_holes=(SURE, SURE.replace("edit_", "accept_")),
     never_forces=("one = jnp.ones_like(", "one = jnp.zeros_like("),
     forces_two=("one = jnp.ones_like(state.buffer.status)", "one = 2 + 0 * state.buffer.status"),
-    forces_behind_progress_only=(
+    forces_behind_a_gate=(
         "sampling.top_n(\n            stats.confidence, one, holes\n        )",
-        "sampling.forced_top1(stats, state, self.add_block_threshold)",
+        "sampling.forced_top1(stats, state, self.accept_threshold)",
     ),
     leaves_with_an_edit_to_do=("still = ~jnp.any(", "still = full | ~jnp.any("),
     leaves_only_when_spent=("done = full & (still | (", "done = full & ((still & False) | ("),
