@@ -192,8 +192,8 @@ COMMITTING = [
             "done & (jnp.arange(done.shape[1]) < 1)[None]",
         ),
         no_promotion_behind_a_commit=(
-            "(buffer.status == ACTIVE) & complete(state)",
-            "(buffer.status == ACTIVE) & complete(state) & ~jnp.any(committed, axis=1)[:, None]",
+            "(buffer.status == ACTIVE) & may_leave",
+            "(buffer.status == ACTIVE) & may_leave & ~jnp.any(committed, axis=1)[:, None]",
         ),
     ),
     *_broken(
