@@ -455,8 +455,9 @@ def test_a_folder_with_an_adapter_is_decoded_by_d2f(family, aligned, tmp_path):
     outs = llm.generate(prompts, params)
     assert [(o.outputs[0].token_ids, o.metrics.nfe) for o in outs] == wanted
     assert sum(o.metrics.num_preemptions for o in outs)
-    [again] = llm.generate([prompts[1]], params)
-    assert again.metrics.cached_tokens == (22 if aligned else 20)  # the whole prompt, or nothing
-    assert (again.outputs[0].token_ids, again.metrics.nfe) == wanted[1]
+    # The whole prompt is found or nothing; the short pool may have lost it before the first.
+    for again in (llm.generate([prompts[1]], params)[0] for _ in range(2)):
+        assert (again.outputs[0].token_ids, again.metrics.nfe) == wanted[1]
+    assert again.metrics.cached_tokens == (22 if aligned else 20)
     [longer] = llm.generate([[*prompts[1], *prompts[0]]], params)
     assert longer.metrics.cached_tokens == 0
