@@ -17,8 +17,6 @@ from strategies.resolve import load_strategy, strategy_names
 _LOSSES = {
     "full_sequence": "the model was trained with full attention, so texts suffer where a block "
     "does not see the ones behind it",
-    "fast_dllm_v2": "attention is as in training, but a block is not filled by its sub-blocks, "
-    "so texts differ from the authors'",
     "dmax": "guesses are not fed back as mixtures, so only surer tokens are accepted",
 }
 _STAND_IN = "multi_bd"

@@ -14,7 +14,7 @@ hole runs with the row before it. Ours differs in two ways. The seed is drawn as
 is (theirs is greedy at any temperature); and a block that the request's limit cuts ends there,
 where theirs is filled to its end.
 
-Source: Fast-dLLM v2 (arXiv 2509.26328), algorithm of §3.3 and the authors' `generate`.
+Source: Fast-dLLM v2 (arXiv 2509.26328) and the `generate` of its authors' checkpoints.
 """
 
 import jax.numpy as jnp

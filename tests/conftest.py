@@ -76,6 +76,7 @@ ONE_PYTHON = {
         "evaluate",
         "examples",
         "family_configs",
+        "fast_dllm_v2",
         "hub",
         "llm",
         "lora",

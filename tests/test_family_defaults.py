@@ -27,7 +27,16 @@ from dllm_jax.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.families import FAMILIES, parse_config, with_d2f_adapter
-from strategies import D2F, BlockDiffusion, Edit, MultiBD, Needs, as_strategy, strategy_names
+from strategies import (
+    D2F,
+    BlockDiffusion,
+    Edit,
+    FastDLLMV2,
+    MultiBD,
+    Needs,
+    as_strategy,
+    strategy_names,
+)
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
 
@@ -86,7 +95,7 @@ def dream():
     return tiny("dream", source="tests/dream")
 
 
-STAND_INS = {"full_sequence": "multi_bd", "fast_dllm_v2": "multi_bd"}
+STAND_INS = {"full_sequence": "multi_bd"}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -124,6 +133,11 @@ def test_thresholds_of_a_strategy_that_revises_are_for_that_alone():
     assert defaults.resolve_strategy(plain, "edit") == Edit()
     sdar = tiny("sdar", dllm_jax={"accept_threshold": 0.5})
     assert defaults.resolve_strategy(sdar, "block_diffusion").accept_threshold == 0.5
+
+
+def test_fast_dllm_v2_decodes_as_its_card_says():
+    # Blocks of 32, sub-blocks of 8, threshold 0.9.
+    assert defaults.resolve_strategy(tiny("fast_dllm_v2"), None) == FastDLLMV2()
 
 
 def test_generate_says_once_that_a_stand_in_decodes(dream, monkeypatch):
