@@ -17,7 +17,6 @@ from strategies.resolve import load_strategy, strategy_names
 _LOSSES = {
     "full_sequence": "the model was trained with full attention, so texts suffer where a block "
     "does not see the ones behind it",
-    "dmax": "guesses are not fed back as mixtures, so only surer tokens are accepted",
 }
 _STAND_IN = "multi_bd"
 # These revise what they accepted: their accept thresholds are low, and mean nothing elsewhere.

@@ -68,6 +68,8 @@ ONE_PYTHON = {
         "convert_memory",
         "d2f",
         "data",
+        "dmax",
+        "dmax_mutants",
         "docs",
         "edit",
         "engine_edges",
