@@ -24,10 +24,13 @@ import pytest
 import dllm_jax as dj
 import strategies
 from dllm_jax import defaults
+from dllm_jax.cli import strategy as cli_strategy
+from dllm_jax.cli.errors import UsageError
 from dllm_jax.facts import EngineConfig
 from dllm_jax.model import Model
 from dllm_jax.models import dense
-from dllm_jax.models.architecture import Architecture
+from dllm_jax.models.architecture import Architecture, arch_of
+from dllm_jax.models.families import parse_config, with_d2f_adapter
 from strategies import D2F, MultiBD, load_strategy
 from strategies.testing import Trace, run_script
 from tests.contract import harness, models
@@ -38,10 +41,12 @@ from tests.oracles.checkpoints import write_adapter, write_tiny
 from tests.oracles.d2f_decoder import d2f_decode, paper_decode
 from tests.oracles.families import run
 from tests.oracles.mutants import Mutant, load_mutant
+from tests.oracles.tiny_configs import CONFIGS
 from tests.test_family_decode import MASK_ID, Files
 from tests.test_strategy_fuzz import (
     Case,
     check_agreement,
+    check_invariants,
     draw_case,
     draw_threshold,
     mask_of,
@@ -185,6 +190,15 @@ def test_the_option_decides_how_the_prompt_is_taken_in():
         load_strategy("d2f", needs="grid_causal")
 
 
+def test_the_command_line_sets_the_option():
+    parsed = parse_config({**CONFIGS["llada"], "mask_token_id": 47})
+    model = Model({}, parsed.config, arch_of(parsed.config), with_d2f_adapter(parsed.defaults))
+    found = cli_strategy.resolve(model, None, None, {"align_blocks_to_prompt": True})
+    assert found == D2F(align_blocks_to_prompt=True)
+    with pytest.raises(UsageError, match="align_blocks_to_prompt=3 is not true or false"):
+        cli_strategy.resolve(model, "d2f", None, {"align_blocks_to_prompt": 3})
+
+
 # ---- random scripts ----
 
 
@@ -231,6 +245,8 @@ def compare(aligned: bool, S: int, K: int, first: int, count: int) -> list[Trace
         seed = (7, int(aligned), S, K, number)
         trace, truth, case = run_both(strategies, seed, aligned, S, K)
         check_agreement(trace, truth, seed)
+        if not aligned:
+            check_invariants(trace, case, S, seed)
         starts = [step.start for step in trace.steps]
         origin = len(case.prompt) if aligned else 0
         assert all((start - origin) % S == 0 for start in starts), f"{seed=}"
