@@ -331,6 +331,21 @@ def test_edit_agrees_over_a_long_sweep(block_size: int, buffer_size: int, budget
     assert max(len(t.steps) for t in truths) < FUZZ_POSITIONS
 
 
+def test_a_window_that_never_adds_is_a_window_of_one() -> None:
+    """Trap 21: with add_block_threshold > 1 four blocks give the tokens and bubbles of one."""
+    for seed in range(40):
+        case = draw_edit_case(np.random.default_rng((21, seed)), 2)
+        fields: dict[str, Any] = {"accept": 0.5, "edit": 0.25, "budget": 1, "block_size": 2}
+        one, _ = decode_both(case, buffer_size=1, **fields)
+        four, _ = decode_both(case, buffer_size=4, add=1.5, **fields)
+        assert (one.output, one.finish_reason, one.nfe) == (
+            four.output,
+            four.finish_reason,
+            four.nfe,
+        ), f"{seed=}"
+        assert [s.tokens[0] for s in one.steps] == [s.tokens[0] for s in four.steps], f"{seed=}"
+
+
 # ---- On a model: the penalty, and ids that are never drawn ----
 
 ASKED = [
