@@ -4,9 +4,10 @@ Proves that the worked traces come out step by step, through the window and thro
 decoder alike; that both agree, window for window, on random scripts; what each cell shows in each
 forward (the mixtures, their slide, who is plain); the numbers of a mixture; what is blended when a
 token is drawn that is not the likeliest; that on a real network a request with soft commits is
-what a dense run with those rows gives. Traps 1, 3, 6-9, 20-23 and 25 of §7b.
+what a dense run with those rows gives. Traps 1, 3, 6-9, 20, 21, 23 and 25 of §7b.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -301,6 +302,24 @@ def test_random_scripts_agree_over_a_long_sweep(
     block_size: int, buffer_size: int, mode: str
 ) -> None:
     compare(block_size, buffer_size, mode, first=1000, count=1000)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_that_never_adds_is_a_buffer_of_one(mode: str) -> None:
+    """Trap 21: the same tokens with the same bubbles."""
+    for number in range(30):
+        rng, case = draw_dmax((21, number), 4)
+        rules = dataclasses.replace(draw_rules(rng, mode == "paper"), add=1.5)
+        parts = (case.prompt, case.token, case.prob)
+        one, three = (
+            by_window(rules, *parts, block_size=4, buffer_size=K, **case.limits) for K in (1, 3)
+        )
+        assert (one.output, one.finish_reason, one.nfe) == (
+            three.output,
+            three.finish_reason,
+            three.nfe,
+        ), f"{number=}"
+        assert [s.tokens[0] for s in one.steps] == [s.tokens[0] for s in three.steps]
 
 
 # --- what the cells show --------------------------------------------------------------------------
