@@ -15,7 +15,7 @@ from pathlib import Path
 from checkpoints_convert.accounting import unaccounted
 from checkpoints_convert.comparing import Asked, compare
 from checkpoints_convert.lora import read_adapter
-from checkpoints_convert.meta import describe
+from checkpoints_convert.meta import AGAIN, PARAMS, describe
 from checkpoints_convert.naming import table_of
 from checkpoints_convert.quantised import quantised
 from checkpoints_convert.report import META, Report
@@ -49,6 +49,8 @@ def inspect(
         report = describe(folder, os.fspath(src))
     elif not (folder / "config.json").is_file():
         text = "no config.json in the folder; give the folder of a Hugging Face checkpoint"
+        if (folder / PARAMS).is_dir():
+            text = f"no {META} beside {PARAMS}, as converted folders have; {AGAIN}"
         return dataclasses.replace(report, problems=(text,))
     else:
         report = _described(report, allow_extra)

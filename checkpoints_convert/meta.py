@@ -24,7 +24,7 @@ from dllm_jax.models.families import config_from_json, defaults_from_json
 PARAMS = "params"  # the folder of the weights
 _VERSION = 2
 _SHOWN = 5  # damaged leaves that are told one by one
-_AGAIN = "convert the checkpoint again"
+AGAIN = "convert the checkpoint again"
 # How Orbax stores an array that is neither cut nor compressed, apart from shape and type.
 _PLAIN = {
     "zarr_format": 2,
@@ -62,7 +62,7 @@ def describe(folder: Path, source: str) -> Report:
     """The report on a converted folder, from its `meta.json` and the sizes of its files."""
     report = Report(source=source, folder=folder, kind="converted")
     try:
-        meta = read_json(folder / META)
+        meta = read_json(folder / META, AGAIN)
         if meta.get("format") != FORMAT or meta.get("version") != _VERSION:
             raise ValueError(
                 f"{META} is of format {meta.get('format')!r} version {meta.get('version')!r}, "
@@ -126,22 +126,25 @@ def _damage(params: Path, shapes: Mapping[str, Any]) -> Iterator[str]:
         files = folder.iterdir() if folder.is_dir() else ()
         have = sum(path.stat().st_size for path in files if not path.name.startswith("."))
         if have != want:
-            yield f"{PARAMS}/{name} holds {have} bytes instead of {want}; {_AGAIN}"
+            yield f"{PARAMS}/{name} holds {have} bytes instead of {want}; {AGAIN}"
             continue
         try:
-            found = read_json(folder / ".zarray")
-        except (OSError, ValueError) as error:
-            yield f"{PARAMS}/{name}: {error}; {_AGAIN}"
+            found = read_json(folder / ".zarray", AGAIN)
+        except OSError as error:
+            yield f"{PARAMS}/{name}: {error}; {AGAIN}"
+            continue
+        except ValueError as error:
+            yield f"{PARAMS}/{name}: {error}"
             continue
         kind, plain = found.get("dtype"), {**_PLAIN, "chunks": found.get("shape")}
         said = {"<f4": "float32", "<f2": "float16"}.get(str(kind), kind)
         if said != str(leaf.dtype) or found.get("shape") != list(leaf.shape):
             yield (
                 f"{PARAMS}/{name} holds {said}{found.get('shape')} where {META} says "
-                f"{leaf.dtype}{list(leaf.shape)}; {_AGAIN}"
+                f"{leaf.dtype}{list(leaf.shape)}; {AGAIN}"
             )
         elif any(found.get(key) != value for key, value in plain.items()):
-            yield f"{PARAMS}/{name} is cut or compressed, which is not supported; {_AGAIN}"
+            yield f"{PARAMS}/{name} is cut or compressed, which is not supported; {AGAIN}"
 
 
 def _first(problems: Iterable[str]) -> Iterator[str]:

@@ -21,11 +21,15 @@ Index = tuple[Any, ...]
 
 _LAYER = "{i}"
 _EXPERT = "{e}"
-_SHOWN = 10  # names shown of a long list
+_SHOWN = 10  # names, or problems, shown of a long list
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot be read; `problems` holds every reason."""
+    """A checkpoint that cannot be read; `problems` holds every reason, the text the first ones.
+
+    A wrong base or size in `config.json` is one mistake and a problem of every tensor, thousands
+    of them in a model of experts.
+    """
 
     def __init__(self, source: str, problems: Iterable[str]):
         self.source = source
@@ -33,8 +37,10 @@ class ConversionError(ValueError):
         if len(self.problems) == 1:
             text = f"{source}: {self.problems[0]}"
         else:
-            lines = "".join(f"\n  {i}. {p}" for i, p in enumerate(self.problems, 1))
-            text = f"{source}: {len(self.problems)} problems{lines}"
+            shown, rest = self.problems[:_SHOWN], len(self.problems) - _SHOWN
+            lines = "".join(f"\n  {i}. {p}" for i, p in enumerate(shown, 1))
+            more = f"\n  and {rest} more, which inspect lists" if rest > 0 else ""
+            text = f"{source}: {len(self.problems)} problems{lines}{more}"
         super().__init__(text)
 
 

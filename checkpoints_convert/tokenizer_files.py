@@ -226,8 +226,11 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     """A JSON object from a file.
+
+    Args:
+        remedy: What to do about one that is none; ours are not downloaded.
 
     Raises:
         ValueError: If the file is not UTF-8, not JSON or no object.
@@ -235,7 +238,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path.name} is not valid JSON ({error}); download it again") from error
+        raise ValueError(f"{path.name} is not valid JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} must hold a JSON object, not {json.dumps(value)[:20]}")
     return json_object(value)

@@ -309,6 +309,19 @@ def test_every_problem_is_in_one_report(tmp_path):
         load_params(folder)
 
 
+def test_many_problems_are_counted_and_inspect_lists_them(tmp_path):
+    folder = copy_golden("sdar", tmp_path / "model", single=True)
+    edit_config(folder, hidden_size=64)
+    with pytest.raises(ConversionError, match="problems\n  1\\. ") as caught:
+        load_params(folder)
+    lines, problems = str(caught.value).splitlines(), caught.value.problems
+    assert problems == inspect(folder).problems
+    assert len(problems) > 10
+    assert len(lines) == 12
+    assert lines[-1] == f"  and {len(problems) - 10} more, which inspect lists"
+    assert all(problem in str(inspect(folder)) for problem in problems)
+
+
 def test_config_and_file_problems_come_together(tmp_path):
     folder = copy_golden("sdar", tmp_path / "model")
     edit_config(folder, hidden_act="gelu", use_sliding_window=True)
@@ -430,7 +443,22 @@ def edit_meta(folder, **changes):
     ("older", lambda f: edit_meta(f, version=1), "convert the checkpoint again"),
     ("foreign", lambda f: edit_meta(f, format="other"), "meta.json is of format 'other'"),
     ("entry gone", lambda f: edit_meta(f, dtype=...), "meta.json lacks 'dtype'"),
-    ("no JSON", lambda f: (f / "meta.json").write_text("{"), "meta.json is not valid JSON"),
+    (
+        "no JSON",
+        lambda f: (f / "meta.json").write_text("{"),
+        "meta.json is not valid JSON (Expecting property name enclosed in double quotes: line 1 "
+        "column 2 (char 1)); convert the checkpoint again",
+    ),
+    (
+        "no meta.json",
+        lambda f: (f / "meta.json").unlink(),
+        "no meta.json beside params, as converted folders have; convert the checkpoint again",
+    ),
+    (
+        "no description of a leaf",
+        lambda f: (f / "params/embed/.zarray").unlink(),
+        ".zarray'; convert the checkpoint again",
+    ),
     (
         "leaf gone",
         lambda f: (
