@@ -28,11 +28,6 @@ def text_cells(state: DecodeState) -> Bool[Array, "B 1 S"]:
     return blocks.live_cells(state) & (buffer.positions < buffer.limit[:, None, None])
 
 
-def holes(state: DecodeState) -> Bool[Array, "B 1 S"]:
-    """Holes before the limit."""
-    return blocks.holes(state) & text_cells(state)
-
-
 def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[Array, "B 1 S"]]:
     """Write the first token of blocks that begin with a hole; also returns the cells written.
 
@@ -41,7 +36,7 @@ def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[
     """
     buffer = state.buffer
     is_first = (jnp.arange(buffer.tokens.shape[2]) == 0)[None, None]
-    seeded = holes(state) & is_first & (state.finish == RUNNING)[:, None, None]
+    seeded = blocks.holes(state) & is_first & (state.finish == RUNNING)[:, None, None]
 
     def draw() -> Int[Array, " B"]:
         keys = random.position_keys(state)[:, 0, 0]
@@ -52,8 +47,8 @@ def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[
 
 
 def sub_block(state: DecodeState, size: int) -> Bool[Array, "B 1 S"]:
-    """Cells before the limit of the leftmost sub-block with a hole; none where there is no hole."""
-    open_cells = holes(state)
+    """Cells of the leftmost sub-block with a hole; past the limit is neither cell nor hole."""
+    open_cells = blocks.holes(state) & text_cells(state)
     cell = jnp.arange(open_cells.shape[2])[None, None]
     first = jnp.argmax(open_cells, axis=2, keepdims=True)
     has_hole = jnp.any(open_cells, axis=2, keepdims=True)

@@ -56,7 +56,7 @@ class FastDLLMV2(struct.PyTreeNode):
         else:
             out = forward(state, live=dual_cache.text_cells(state))
             state = out.store(state, blocks.to_cache(state))
-        holes = dual_cache.holes(state) & cells
+        holes = blocks.holes(state) & cells
         stats = out.predict(where=holes, sampling=state.sampling, keys=random.step_keys(state))
         surest = sampling.top_n(stats.confidence, jnp.ones_like(state.buffer.status), holes)
         accept = sampling.above(stats, self.accept_threshold) | surest

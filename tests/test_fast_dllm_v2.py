@@ -25,7 +25,10 @@ from strategies import dual_cache
 from strategies.state import ACTIVE, RUNNING, STOP, TO_CACHE, BlockBuffer, DecodeState
 from strategies.testing import Trace, run_script
 from tests.contract.cases import case as contract_case
+from tests.contract.cases import paged
 from tests.contract.cases import truth as contract_truth
+from tests.contract.dense import Net
+from tests.contract.dense_sub_blocks import decode_sub_blocks
 from tests.contract.models import plain
 from tests.oracles.fast_dllm_v2_decoder import Decoded, Pass, fast_dllm_v2_decode
 from tests.oracles.fast_dllm_v2_mutants import MUTANTS
@@ -371,10 +374,6 @@ def cells(mask: Any) -> list[str]:
 def test_text_ends_at_the_limit_and_dummies_hold_none() -> None:
     state = window(["x___", "x___", "____"], [A, T, 0], limit=[10, 99, 99])
     assert cells(dual_cache.text_cells(state)) == ["xx..", "xxxx", "...."]
-    # A block that commits has no holes, and a prompt has none either.
-    assert cells(dual_cache.holes(state)) == [".x..", "....", "...."]
-    state = window(["x___"], [A], prompt_len=[10])
-    assert cells(dual_cache.holes(state)) == ["..xx"]
 
 
 @pytest.mark.parametrize(
@@ -392,6 +391,9 @@ def test_text_ends_at_the_limit_and_dummies_hold_none() -> None:
 def test_the_sub_block_is_the_leftmost_with_a_hole(row: str, limit: int, want: str) -> None:
     state = window([row, "xxxxxxxx"], [A, T], limit=[limit, 99])
     assert cells(dual_cache.sub_block(state, 4)) == [want, "........"]
+    # Cells of a prompt are no holes, whatever `filled` says.
+    state = window(["________"], [A], prompt_len=[12])
+    assert cells(dual_cache.sub_block(state, 4)) == ["....xxxx"]
 
 
 def test_a_sub_block_runs_alone_behind_a_filled_cell_of_a_stored_block() -> None:
@@ -493,3 +495,14 @@ def test_the_contracts_case_meets_every_mode_and_mixes_them() -> None:
     assert any("refine" in modes and len(modes) > 1 for modes in together)
     limits = [request.limit % 8 for request in contract_case("fast_dllm_v2").requests]
     assert any(limits), "a block is cut"
+
+
+@pytest.mark.slow
+def test_whole_blocks_on_pages_decode_as_the_dense_run() -> None:
+    c = contract_case("fast_dllm_v2")
+    truth = functools.partial(decode_sub_blocks, Net(c.model), size=8, sub=4, accept=0.5)
+    wanted = [truth(request, block_cache=False) for request in c.requests]
+    rows = paged("fast_dllm_v2", strategy=c.strategy.replace(use_block_cache=False)).rows
+    assert [(r.tokens, r.nfe) for r in rows] == [(t.tokens, t.nfe) for t in wanted]
+    # What is read from the block's cache shows: the texts are not those of the other mode.
+    assert [t.tokens for t in wanted] != [t.tokens for t in contract_truth("fast_dllm_v2")]

@@ -24,7 +24,7 @@ TOKENS = [
             _SURER.replace("holes", "holes & ~sampling.above(stats, self.accept_threshold)"),
         ),
         forces_the_least_sure=(_SURER, _SURER.replace("stats.conf", "-stats.conf")),
-        looks_past_the_sub_block=("dual_cache.holes(state) & cells", "dual_cache.holes(state)"),
+        looks_past_the_sub_block=("blocks.holes(state) & cells", "blocks.holes(state)"),
         seed_is_no_new_token=("accept | seeded)", "accept)"),
         never_seeds=(
             "state, seeded = dual_cache.seed_block(forward, blocks.open_next(state))",
@@ -39,10 +39,7 @@ TOKENS = [
     *_broken(
         "tokens",
         "dual_cache.py",
-        fills_past_the_limit=(
-            "return blocks.holes(state) & text_cells(state)",
-            "return blocks.holes(state)",
-        ),
+        fills_past_the_limit=("& has_hole & text_cells(state)", "& has_hole"),
         limit_is_a_cell=(
             "buffer.positions < buffer.limit[:, None, None]",
             "buffer.positions <= buffer.limit[:, None, None]",
