@@ -17,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.cli import entry
+from dllm_jax.cli import strategy as cli_strategy
+from dllm_jax.cli.strategy import given_fields
 from dllm_jax.forward import ModelForward
 from strategies import DMax, StepInfo, TokenStats, driver, sampling, token_merge
 from strategies.protocol import PerSlot, SlotSpec, initial_carry, split_knobs
@@ -588,6 +591,14 @@ def test_a_drawn_token_is_written_and_the_likeliest_is_blended(
 # --- fields ---------------------------------------------------------------------------------------
 
 
+def test_the_command_line_sets_its_fields() -> None:
+    words = ["--token-stability-threshold", "0.5", "--set", "compat=diffulex", "--block-size", "8"]
+    args = entry.parse(["generate", "--model", "x", "--strategy", "dmax", *words])
+    chosen = cli_strategy.resolve(models.plain(), args.strategy, None, given_fields(args))
+    numbers = (chosen.token_stability_threshold, chosen.accept_threshold, chosen.block_size)
+    assert (type(chosen), chosen.compat, *numbers) == (DMax, "diffulex", 0.5, 0.5, 8)
+
+
 def test_soft_commits_are_the_references() -> None:
     assert not DMax().needs.soft_commits
     assert DMax(compat="diffulex").needs.soft_commits
@@ -628,7 +639,7 @@ def test_the_other_forms_decode_as_a_dense_run(fields: dict[str, Any], rule: Any
     Soft commits: the blocks behind see, and the cache holds, what a block showed as it left.
     """
     c, seen = gate_case("dmax"), Counter()
-    net, requests = dense.Net(c.model), list(c.requests)
+    net, requests = dense.Net(c.model), list[Any](c.requests)
     decoded = decode_paged(c.strategy.replace(**fields), c.model, requests)
     for request, row in zip(requests, decoded.rows, strict=True):
         soft: dict[int, np.ndarray] | None = {} if "compat" in fields else None

@@ -36,8 +36,6 @@ PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
     "--draft": "leave it out",
     "--suffix": "leave it out",
-    "--edit-threshold": "leave it out",
-    "--token-stability-threshold": "leave it out",
     "--tasks": "the built-in task is the only one",
 }
 

@@ -11,7 +11,13 @@ from typing import Any
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 INT_MAX = 2**31 - 1  # what counts on the device holds
 # flag -> field of the strategy
-THRESHOLDS = ("accept_threshold", "add_block_threshold", "semi_complete_threshold")
+THRESHOLDS = (
+    "accept_threshold",
+    "add_block_threshold",
+    "semi_complete_threshold",
+    "edit_threshold",
+    "token_stability_threshold",
+)
 
 
 def whole(low: int, high: int = INT_MAX) -> Callable[[str], int]:
