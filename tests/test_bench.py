@@ -6,6 +6,7 @@ cancels; what an engine ran is counted as its own books say; each reported numbe
 out by hand; requests that arrive over time get the same tokens as requests that are all there.
 """
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -195,6 +196,13 @@ def test_measuring_an_engine_at_work_is_refused(llm, work):
     llm.engine.abort(request_id)
     while llm.engine.has_work:
         llm.engine.step()
+
+
+def test_a_model_len_without_room_to_measure_is_named(llm, monkeypatch):
+    facts = dataclasses.replace(llm.engine.facts, max_model_len=15)
+    monkeypatch.setattr(llm.engine, "facts", facts)
+    with pytest.raises(ValueError, match="max_model_len=15 is less than the two blocks of 8 that"):
+        measure.decode_step_ms(llm.engine, 1, 7, 16)
 
 
 # --- bare times ---------------------------------------------------------------------------------

@@ -6,13 +6,21 @@ The work is worked out again here: fixed work of n tokens a step takes ceil(L / 
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+import dllm_jax as dj
+from dllm_jax.bench.workload import Work
 from dllm_jax.cli import bench, main
+from tests.oracles.checkpoints import write_tiny
 
 SMALL = ["--max-num-seqs", "2", "--max-model-len", "96"]
 FIXED = ["--mode", "fixed", "--tokens-per-step", "3", "--input-len", "20", "--output-len", "31"]
+ENGINE_FLAGS = (
+    *("attention_implementation", "tensor_parallel_size", "max_num_seqs"),
+    *("memory_utilization", "max_num_batched_tokens"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +107,24 @@ def test_what_cannot_be_meant_is_refused_in_one_line(words, capsys):
     assert told.err.startswith("error: ")
     assert told.err.count("\n") == 1
     assert REFUSED[words] in told.err
+
+
+def test_fixed_work_is_refused_where_nothing_is_masked(tmp_path, capsys):
+    folder = write_tiny("qwen3", tmp_path / "model")
+    assert main(["bench", "latency", "--model", str(folder)]) == 2
+    told = "error: fixed work fills masks, and qwen3 has no mask token; give --mode adaptive\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(("asked", "config_len"), [(None, 128), (70, 70)])
+def test_short_work_leaves_room_for_the_bare_loop(asked, config_len, monkeypatch):
+    monkeypatch.setattr("dllm_jax.llm.LLM", lambda model, strategy, config, **kwargs: config)
+    given = {"max_model_len": asked, "no_prefix_caching": False, "seed": 0, "page_size": 16}
+    args = SimpleNamespace(**dict.fromkeys(ENGINE_FLAGS), **given)
+    model = SimpleNamespace(config=SimpleNamespace(max_position=256))
+    work = [Work([5] * 16, dj.SamplingParams(max_tokens=8))]
+    config = bench._engine(args, model, SimpleNamespace(block_size=32), [work])
+    assert config.max_model_len == config_len
 
 
 def test_the_mode_follows_the_model_and_the_flags():

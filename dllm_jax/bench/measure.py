@@ -219,9 +219,15 @@ def _borrowed(
     room = min(each * facts.page_size - size, facts.max_model_len)
     if facts.prompt_mode == "in_window":
         room = facts.window
+    if facts.max_model_len < 2 * size:
+        raise ValueError(
+            f"max_model_len={facts.max_model_len} is less than the two blocks of {size} that are "
+            "measured; raise it"
+        )
     if room < 2 * size:
         raise ValueError(
-            f"{rows} rows have {pool.num_available} pages to share; raise num_pages to measure"
+            f"{rows} rows have {pool.num_available} pages to share; raise num_pages or "
+            "memory_utilization, or lower max_num_seqs"
         )
     # The text goes on to the end of the room: for as many steps as its strategy takes.
     context = max(1, min(context, room // 2)) // size * size

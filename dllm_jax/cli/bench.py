@@ -18,6 +18,7 @@ from dllm_jax.cli.interrupt import Interrupt
 INPUTS, OUTPUTS = "16:256", "16:128"
 MAX_TOKENS = 224  # of adaptive work: the longest worked solution of the word problems, and some
 SLOTS = 8
+BARE_BLOCKS = 4  # room for the texts of the bare loop, where the work itself is shorter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +164,11 @@ def _strategy(args: argparse.Namespace, model: Any, chosen: Any) -> Any:
     fields = strategies.given_fields(args)
     if args.mode == "adaptive":
         return strategies.resolve(model, args.strategy, chosen, fields)
+    if model.config.mask_token_id < 0:
+        raise UsageError(
+            f"fixed work fills masks, and {model.defaults.family} has no mask token; give "
+            "--mode adaptive"
+        )
     from dllm_jax.bench.fixed import FixedWork, most_tokens
 
     block = fields.get("block_size", model.defaults.block_size)
@@ -221,6 +227,7 @@ def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[l
 
     work = [one for batch in batches for one in batch]
     longest = max(len(one.prompt) + one.params.max_tokens for one in work)
+    longest = max(longest, BARE_BLOCKS * strategy.block_size)
     return LLM(
         model,
         strategy,
