@@ -25,9 +25,10 @@ from strategies import DMax, StepInfo, TokenStats, driver, sampling, token_merge
 from strategies.protocol import PerSlot, SlotSpec, initial_carry, split_knobs
 from strategies.state import DUMMY, FINISH_REASONS, RUNNING, Carry, DecodeState
 from strategies.testing import Trace, run_script
-from tests.contract import dense, dense_blocks, dense_dmax, models
+from tests.contract import cases, dense, dense_blocks, dense_dmax, models
+from tests.contract import engine as on_device
 from tests.contract.cases import case as gate_case
-from tests.contract.harness import decode_paged
+from tests.contract.harness import Request, decode_paged
 from tests.oracles.dmax_decoder import Rules, SoftResult, dmax_decode
 from tests.test_strategy_batch import BatchScript, batch_state
 from tests.test_strategy_fuzz import (
@@ -348,19 +349,23 @@ def watched_step(strategy: Any, token: Any, prob: Any, state: DecodeState) -> An
 
 
 def decode_watched(
-    cases: list[Case], rules: list[Rules], block_size: int, buffer_size: int
+    requests: list[Case], rules: list[Rules], block_size: int, buffer_size: int
 ) -> tuple[DecodeState, list[list[dict[int, tuple[int, float, float]]]]]:
     """The last state, and for each slot and forward the mixtures by position."""
     bare, _ = split_knobs(strategy_of(rules[0], block_size, buffer_size))
     each = [split_knobs(strategy_of(r, block_size, buffer_size))[1] for r in rules]
     knobs = {name: np.array([one[name] for one in each]) for name in each[0]}
-    state = batch_state(bare, cases, jax.random.split(jax.random.key(0), len(cases)), knobs)
-    spec = SlotSpec(len(cases), buffer_size, block_size, VOCAB, 0, mask_of(block_size), jnp.float32)
-    carry = driver.broadcast_carry(initial_carry(bare, spec), len(cases), buffer_size, block_size)
+    state = batch_state(bare, requests, jax.random.split(jax.random.key(0), len(requests)), knobs)
+    spec = SlotSpec(
+        len(requests), buffer_size, block_size, VOCAB, 0, mask_of(block_size), jnp.float32
+    )
+    carry = driver.broadcast_carry(
+        initial_carry(bare, spec), len(requests), buffer_size, block_size
+    )
     state = state.replace(carry=carry)
-    token = jnp.asarray(np.stack([case.token for case in cases]))
-    prob = jnp.asarray(np.stack([case.prob for case in cases]))
-    shown: list[list[dict[int, Any]]] = [[] for _ in cases]
+    token = jnp.asarray(np.stack([case.token for case in requests]))
+    prob = jnp.asarray(np.stack([case.prob for case in requests]))
+    shown: list[list[dict[int, Any]]] = [[] for _ in requests]
     for _ in range(FORWARDS):
         running = np.asarray(state.finish) == RUNNING
         positions = np.asarray(state.buffer.positions)
@@ -387,13 +392,13 @@ def test_each_slot_shows_the_mixtures_of_its_own_request(mode: str) -> None:
     """Trap 25, over a batch of unlike requests with thresholds of their own."""
     block_size, buffer_size = 4, 3
     drawn = [draw_dmax((25, number), block_size) for number in range(12)]
-    cases = [case for _, case in drawn]
+    requests = [case for _, case in drawn]
     for rng, case in drawn:  # the script's token is always the likeliest
         case.prob[:] = rng.choice(np.array([0.375, 0.5, 0.75, 0.95], np.float32), case.prob.shape)
     rules = [draw_rules(rng, mode == "paper") for rng, _ in drawn]
-    state, shown = decode_watched(cases, rules, block_size, buffer_size)
+    state, shown = decode_watched(requests, rules, block_size, buffer_size)
     mixtures = slid = 0
-    for b, (case, rule) in enumerate(zip(cases, rules, strict=True)):
+    for b, (case, rule) in enumerate(zip(requests, rules, strict=True)):
         sizes = {"block_size": block_size, "buffer_size": buffer_size}
         truth = dmax_decode(rule, case.prompt, case.token, case.prob, **sizes, **case.limits)
         assert shown[b] == expected(truth), f"slot {b}"
@@ -666,6 +671,35 @@ def test_the_other_forms_decode_as_a_dense_run(fields: dict[str, Any], rule: Any
                 np.testing.assert_allclose(a[: len(text)], b, rtol=1e-4, atol=1e-4)
     assert seen["changed"] > 20
     assert seen["forced"] > 5
+
+
+def truth_with_soft_commits(request: Request) -> dense.Truth:
+    net = dense.Net(gate_case("dmax").model)
+    rule = dense_dmax.dmax_rule(net, 0.4, paper=False)
+    return dense_blocks.decode_blocks(
+        net, request, rule, size=4, depth=3, add=0.5, settles_ready=True, soft_commits={}
+    )
+
+
+@pytest.mark.slow
+def test_the_engine_starts_soft_commits_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted after every harvest and with prompts found again, the tokens are the same."""
+    gate = gate_case("dmax")
+    name, strategy = "dmax_diffulex", gate.strategy.replace(compat="diffulex")
+    made = dataclasses.replace(gate, strategy=strategy, truth=truth_with_soft_commits)
+    monkeypatch.setitem(cases.CASES, name, lambda: made)
+    monkeypatch.setitem(cases.PAGE_SIZE, name, 8)
+    wanted = [on_device.wanted(name, request) for request in made.requests]
+    wishes = [on_device.wish(request) for request in made.requests]
+    engine = on_device.make_engine(name)
+    assert engine.facts.soft_commits
+    assert engine.facts.starts_over
+    with on_device.steps_a_chunk(1):
+        assert on_device.ends(on_device.run(engine, wishes, on_device.preempting())) == wanted
+    assert engine.stats().num_preemptions >= 6
+    again = on_device.run(engine, [on_device.wish(request) for request in made.requests])
+    assert on_device.ends(again) == wanted
+    assert sum(one.metrics.cached_tokens for one in again) > 0
 
 
 def test_the_case_of_the_gate_meets_every_way_out_of_a_block() -> None:
