@@ -72,6 +72,8 @@ def decode_blocks(
             blocks.append(Block(end, [None] * size))
         laws = _block_laws(net, request, done, blocks, first, size, prompt, soft_commits)
         leaving = [block for block in blocks if block.ready]
+        if soft_commits is not None:
+            soft_commits |= {b.start + i: row for b in leaving for i, row in b.soft.items()}
         before = [1.0] + [block.progress() for block in blocks]
         open_blocks = [(b, p) for b, p in zip(blocks, before[:-1], strict=True) if not b.ready]
         done_now = [
@@ -96,8 +98,6 @@ def decode_blocks(
         if truth.see(text[:run], request):
             return truth
         for block in leaving:
-            if soft_commits is not None:
-                soft_commits |= {block.start + i: row for i, row in block.soft.items()}
             done += block.cells  # type: ignore[arg-type]
         blocks = blocks[len(leaving) :]
 
