@@ -81,6 +81,7 @@ def test_fields_arrive():
         "accept_threshold": 0.95,
         "add_block_threshold": 0.1,
         "semi_complete_threshold": 0.9,
+        "edit_threshold": None,
         "temperature": 0.0,
         "top_p": None,
         "attention": "block_causal",
@@ -262,6 +263,13 @@ def test_stop_ids_outside_the_vocabulary_are_noted():
     assert parsed.notes == ("eos_token_id=151645 lies outside the vocabulary of 160; ignored",)
 
 
+@pytest.mark.parametrize("wrong", ["<|im_end|>", True, 1.5])
+def test_stop_ids_that_are_none_are_noted(wrong):
+    parsed = parse(eos_token_id=[150, wrong])
+    assert parsed.defaults.stop_token_ids == (150,)
+    assert parsed.notes == (f"eos_token_id={wrong!r} is no id; ignored",)
+
+
 def test_the_familys_own_stop_ids_join_where_the_vocabulary_has_them():
     parsed = parse_config(PUBLISHED["JetLM/SDAR-8B-Chat"])
     assert parsed.defaults.stop_token_ids == (151643, 151645)
@@ -331,6 +339,11 @@ def test_block_size_is_the_stated_one(changes, name, size):
     parsed = parse(changes, name=name)
     assert parsed.defaults.block_size == size
     assert parsed.notes == ()
+
+
+@pytest.mark.parametrize("key", ["block_size", "bd_size"])
+def test_a_stated_block_of_nothing_is_refused(key):
+    refused("block_size=0 must be a positive whole number", **{key: 0})
 
 
 def test_a_name_that_contradicts_the_config_is_noted():

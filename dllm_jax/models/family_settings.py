@@ -70,7 +70,7 @@ def _native_block(fields: Fields, family: Family, routing_block: int, name: str)
     keys: Iterable[str] = ("bd_size", "block_size")
     if routing_block > 1:  # LLaDA2.2's block_size is that of routing, not of denoising
         keys = ("bd_size",)
-    native = next((config[key] for key in keys if config.get(key)), None)
+    native = next((config[key] for key in keys if config.get(key) is not None), None)
     if native is None and suffix:
         native = int(suffix[1])
     elif native is None:

@@ -69,9 +69,14 @@ def stop_ids(
     Args:
         stated: Each file's `eos_token_id`: an id, a list of ids or None.
         usual: The family's ids; those at or past `limit` belong to another vocabulary.
-        vocab: Rows of the embedding; a stated id outside them is noted and left out.
+        vocab: Rows of the embedding; a stated id outside them is noted and left out, as is what
+            is no id.
     """
-    said = {i for value in stated for i in ids(value)}
+    items = [i for value in stated for i in (value if isinstance(value, list | tuple) else [value])]
+    for item in items:
+        if item is not None and not ids(item):
+            notes.append(f"eos_token_id={item!r} is no id; ignored")
+    said = {i for item in items for i in ids(item)}
     for token in sorted(i for i in said if not 0 <= i < vocab):
         notes.append(f"eos_token_id={token} lies outside the vocabulary of {vocab}; ignored")
     return tuple(sorted({i for i in said if 0 <= i < vocab} | {i for i in usual if i < limit}))
