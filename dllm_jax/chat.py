@@ -53,7 +53,6 @@ _SEED = ("<[begin▁of▁sentence]>", "<[end▁of▁sentence]>")
 _SHIPPED = {
     "llada": _Shipped("llada", _LLADA),
     "dream": _Shipped("dream", _CHATML),
-    "diffucoder": _Shipped("dream", _CHATML),
     "dream_reasoner": _Shipped("qwen3", _CHATML),
     "stable_diffcoder": _Shipped("seed_coder", _SEED),
     "fast_dllm_v2": _Shipped("qwen2_5", _CHATML),
@@ -164,7 +163,10 @@ def _no_template(model: Model) -> str:
         if _is_base(model.source)
         else "has no chat template"
     )
-    return f"model {model.source!r} {what}; use generate with a prompt, or give a chat_template"
+    return (
+        f"model {model.source!r} {what}; use generate with a prompt, or give a chat_template "
+        "(--chat-template)"
+    )
 
 
 def _is_base(source: str) -> bool:

@@ -165,7 +165,8 @@ def test_end_of_input_at_the_prompt(argv, capsys, monkeypatch):
     [
         (
             ("chat_template.jinja",),
-            "has no chat template; use generate with a prompt, or give a chat_template",
+            "has no chat template; use generate with a prompt, or give a chat_template "
+            "(--chat-template)",
         ),
         (
             ("token*", "special*"),

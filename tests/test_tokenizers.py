@@ -401,7 +401,6 @@ GOLDEN = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "dream": (CHATML, DREAM_ASK, CHATML_TALK),
-    "diffucoder": (CHATML, DREAM_ASK, CHATML_TALK),
     "fast_dllm_v2": (
         CHATML,
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -461,7 +460,7 @@ def test_a_family_reads_a_conversation_as_it_was_trained_to(model, family):
     assert chat.render(one, ASK) == ask
     assert chat.render(one, TALK) == talk
     name = {"llada2": "llada2", "llada": "llada", "stable_diffcoder": "seed_coder"}.get(family)
-    name = name or {"dream": "dream", "diffucoder": "dream", "fast_dllm_v2": "qwen2_5"}.get(family)
+    name = name or {"dream": "dream", "fast_dllm_v2": "qwen2_5"}.get(family)
     assert chat.note(one) == (
         f"org/{family}-8B-Chat has no chat template in its files; using dllm_jax's "
         f"{name or 'qwen3'}.jinja, the {family} family's"

@@ -49,5 +49,5 @@ def _require_files(source: str) -> None:
     if source.startswith("random:"):
         raise UsageError(
             f"{source!r} has no files: its weights are drawn when it is loaded; "
-            "give a folder or builtin:NAME"
+            "give a folder, a hub id or builtin:NAME"
         )
