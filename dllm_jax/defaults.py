@@ -50,7 +50,7 @@ def stand_in_note(model: Described) -> str | None:
     if used == defaults.strategy:
         return None
     return (
-        f"{defaults.family} is decoded with {used!r}, block {defaults.block_size}: its own "
+        f"{defaults.family} is decoded with {used!r}: its own "
         f"strategy, {defaults.strategy!r}, is not there yet, and {_LOSSES[defaults.strategy]}; "
         f"name a strategy to say that this is meant"
     )

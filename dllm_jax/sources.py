@@ -79,9 +79,9 @@ def find_adapter(lora: str | os.PathLike[str]) -> Path:
     if _is_hub_id(name):
         return _fetched(hub.fetch_adapter, name, None)
     if not name or not (Path(name) / hub.ADAPTER_CONFIG).is_file():
+        what = f"holds no {hub.ADAPTER_CONFIG}" if Path(name).is_dir() else "is no folder"
         raise LoadError(
-            f"lora={name!r} holds no {hub.ADAPTER_CONFIG}; give the folder of a PEFT adapter, or a "
-            "hub id org/name"
+            f"lora={name!r} {what}; give the folder of a PEFT adapter, or a hub id org/name"
         )
     return Path(name)
 

@@ -189,7 +189,7 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{}, {"block_size": 32}])
 def test_llm_says_it_where_it_is_made(dream, started, sizes):
-    with pytest.warns(UserWarning, match=r"dream is decoded with 'multi_bd', block 32: its own"):
+    with pytest.warns(UserWarning, match=r"dream is decoded with 'multi_bd': its own"):
         dj.LLM(dream, **sizes)
     dj.LLM(dream, "multi_bd", **sizes)
     assert started == [defaults.resolve_strategy(dream, None)] * 2

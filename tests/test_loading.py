@@ -264,7 +264,7 @@ def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
         ("builtin:nothing", {}, "'builtin:nothing' is no built-in model; known are "),
         ("random:nothing", {}, "'random:nothing' is no published config; known are ByteDance"),
         ("x", {"dtype": "int4"}, "dtype='int4' is not supported; use one of auto, bfloat16"),
-        ("x", {"lora": "adapter"}, "lora='adapter' holds no adapter_config.json; give the folder"),
+        ("x", {"lora": "adapter"}, "lora='adapter' is no folder; give the folder"),
         ("x", {"revision": "v1"}, "revision='v1' applies to hub ids only, not to 'x'"),
         ("random:JetLM/SDAR-4B-Chat", {"revision": "v1"}, "revision='v1': the weights of 'random:"),
         ("random:JetLM/SDAR-4B-Chat", {"lora": "org/x"}, "lora='org/x': the weights of 'random:Je"),
