@@ -5,6 +5,7 @@ Fixtures shared by several files are here; oracles live in tests/oracles/.
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,9 @@ FAST = " ".join(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set JAX up before any test module imports it."""
+    # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     marks = config.getoption("-m") or ""
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
