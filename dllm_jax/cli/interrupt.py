@@ -56,7 +56,11 @@ class Interrupt:
         old_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._restore.append(lambda: signal.set_wakeup_fd(old_fd))
         self._restore.append(lambda: os.close(writing))  # which ends the thread
-        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+        watching = threading.Thread(target=self._watch, args=(reading,), daemon=True)
+        watching.start()
+        # Were it the last to hold what `tell` holds, arrays would go in it while the interpreter
+        # ends, which aborts the process.
+        self._restore.append(watching.join)
         return self
 
     def __exit__(self, *_: Any) -> None:
