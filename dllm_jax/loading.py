@@ -20,12 +20,12 @@ import checkpoints_convert
 from checkpoints_convert import tokenizer_files
 from dllm_jax.model import Model, TokenizerSource
 from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.sources import LoadError, find_adapter, find_folder, join
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
-_INIT_STD = 0.02  # Qwen3's initializer_range
 _DRAW = 1 << 26  # elements of a random leaf drawn at a time
 
 
@@ -121,7 +121,7 @@ def _random(source: str, dtype: str) -> Model:
 
 def _random_leaf(key: jax.Array, index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
     """One leaf, whole before the next is begun: memory for no more than that; norms are ones."""
-    if path[-1].key.endswith("norm"):
+    if is_norm(path):
         return jnp.ones(leaf.shape, leaf.dtype)
     return jax.block_until_ready(_draw(key, index, leaf.shape, leaf.dtype))
 
@@ -134,7 +134,7 @@ def _draw(key: jax.Array, index: int, shape: tuple[int, ...], dtype: Any) -> jax
 
     def part(key: jax.Array) -> jax.Array:
         some = jax.random.normal(key, (shape[0] // parts, *shape[1:]))
-        return (_INIT_STD * some).astype(dtype)
+        return (INIT_STD * some).astype(dtype)
 
     if parts == 1:
         return part(key)

@@ -110,11 +110,15 @@ class Params(TypedDict):
 
 def param_shapes(cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """Shapes of every weight: the one truth for init, conversion, sharding and restore."""
-    mlp = {
+    return decoder_shapes(cfg, dtype, [mlp_shapes(cfg, dtype)] * cfg.num_layers)
+
+
+def mlp_shapes(cfg: DenseConfig, dtype: Any) -> dict[str, Any]:
+    """Shapes of a dense layer's feed-forward weights."""
+    return {
         "w_gate_up": leaf(dtype, cfg.hidden_size, 2, cfg.ffn_size),
         "w_down": leaf(dtype, cfg.ffn_size, cfg.hidden_size),
     }
-    return decoder_shapes(cfg, dtype, [mlp] * cfg.num_layers)
 
 
 def leaf(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.models import dense, routing
-from dllm_jax.models.dense import Attend, DenseConfig, decoder_shapes, leaf
+from dllm_jax.models.dense import Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
 from dllm_jax.models.layers import swiglu
 from pallas_kernels.expert_ffn import expert_ffn
 
@@ -78,10 +78,7 @@ def param_shapes(cfg: MoEConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     In 16 bits they would tie, and a tie changes which experts are chosen.
     """
     D, E = cfg.hidden_size, cfg.num_experts
-    mlp = {
-        "w_gate_up": leaf(dtype, D, 2, cfg.ffn_size),
-        "w_down": leaf(dtype, cfg.ffn_size, D),
-    }
+    mlp = mlp_shapes(cfg, dtype)
     shared = {
         "shared_gate_up": leaf(dtype, D, 2, cfg.shared_size),
         "shared_down": leaf(dtype, cfg.shared_size, D),
