@@ -59,6 +59,7 @@ def measure_model(name, shapes, context, repeats):
     }
     for slots, blocks in shapes:
         row = time_shape(model, slots, blocks, context, None, repeats)
+        del row["bar_ms"]  # another model's
         # The cache grows while steps are timed: the floor is that of the prompt alone.
         row["floor_ms"] = floor_ms(model, slots, BLOCK * blocks, context, device.device_kind)
         row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
