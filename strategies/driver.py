@@ -3,7 +3,7 @@
 One definition for every engine of this project and for `strategies.testing`, so that a strategy
 behaves the same under all of them. Nothing here knows about the model or about pages.
 
-One step is `advance(strategy.step(forward, state))`; contract §1 states the order.
+One step is `propose`, which calls `strategy.step`, then `advance`; contract §1 states the order.
 """
 
 from typing import Any
@@ -130,9 +130,19 @@ def decode_step(
     Finished rows stay bit for bit as they are; their `info` is zero. A row that meets a value
     that is not finite ends with ERROR and what it had before the step.
     """
+    return advance(strategy, state, *propose(strategy, forward, state), spec)
+
+
+def propose(strategy: Any, forward: Forward, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """The strategy's half of a step, with its knobs bound."""
+    return _checked(strategy, bind_knobs(strategy, state.knobs).step(forward, state))
+
+
+def advance(
+    strategy: Any, state: DecodeState, stepped: DecodeState, info: StepInfo, spec: SlotSpec
+) -> tuple[DecodeState, StepInfo]:
+    """The engine's half: what `state` becomes once the strategy made `stepped` of it."""
     running = state.finish == RUNNING
-    bound = bind_knobs(strategy, state.knobs)
-    stepped, info = _checked(strategy, bound.step(forward, state))
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(
         initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
