@@ -419,13 +419,15 @@ class Device:
             p.max_run,
             seed,
             p.fold,
-            len(p.suffix),
         )
         ints[NUMBERS : NUMBERS + STOP_WIDTH] = -1
         ints[NUMBERS : NUMBERS + len(p.stop_ids)] = p.stop_ids
         tail = NUMBERS + STOP_WIDTH
         ints[tail : tail + len(p.tail)] = p.tail
-        ints[tail + W : tail + W + len(p.suffix)] = p.suffix
+        ints[tail + W :] = -1
+        if p.given:  # the window begins with the prompt
+            first = tail + W + p.prompt_len
+            ints[first : first + len(p.given)] = p.given
         floats = np.array(
             [p.temperature, p.top_p, *(p.knobs[name] for name in self._knobs)], np.float32
         )

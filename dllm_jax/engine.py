@@ -386,7 +386,7 @@ class Engine:
         if sample.first_s is None:
             sample.first_s = sample.end_s
         sample.saved = None
-        self._counts["generated_tokens"] += len(sample.tokens)
+        self._counts["generated_tokens"] += sample.placement.num_written(len(sample.tokens))
         self._counts["nfe"] += sample.nfe
         self._moved.append(sample.owner)
 

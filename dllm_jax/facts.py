@@ -21,6 +21,7 @@ PASS_KINDS: dict[str, PassKind] = {
     "whole_full": "full",
 }
 
+HOLE = -1  # in the place of an id: a cell to be written
 WINDOWS_PER_CHUNK = 4  # bounds what a chunk brings to the host, and the pages it may need
 
 
@@ -155,7 +156,8 @@ class Placement:
         limit: First absolute position that may not be emitted.
         knobs: One value for each of `Facts.knobs`.
         seed, fold: The sample's random key is `fold_in(key(seed), fold)`.
-        suffix: Tokens behind `limit` (prompts in the window).
+        given: Ids from the prompt's end on, `HOLE` for a cell to be written (prompts in the
+            window); the text behind them is to be written too.
     """
 
     tail: tuple[int, ...]
@@ -170,7 +172,11 @@ class Placement:
     knobs: Mapping[str, float]
     seed: int
     fold: int
-    suffix: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+
+    def num_written(self, length: int) -> int:
+        """How many of the first `length` tokens of the text were written, not given."""
+        return length - sum(token != HOLE for token in self.given[:length])
 
 
 class DeviceFailure(RuntimeError):

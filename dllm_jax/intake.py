@@ -6,7 +6,7 @@ Nothing here has a slot, a page or a device.
 import dataclasses
 from typing import Any
 
-from dllm_jax.facts import Facts, Placement
+from dllm_jax.facts import HOLE, Facts, Placement
 from dllm_jax.requests import MAX_SEED, Request, SamplingParams
 from dllm_jax.scheduler import Sample, Scheduler
 from dllm_jax.text import TextStream
@@ -49,7 +49,7 @@ def accept(
     facts, params = scheduler.facts, request.params
     prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
     _check(request, prompt, suffix, facts, tokenizer)
-    limit, capacity = scheduler.limits(len(prompt), params.max_tokens, len(suffix))
+    limit, capacity = _limits(scheduler, len(prompt), params.max_tokens, suffix)
     first = facts.prefill_len(len(prompt))
     stops = params.stop_token_ids + (() if params.ignore_eos else facts.stop_token_ids)
     deadline = None if request.deadline_s is None else now + request.deadline_s
@@ -67,7 +67,7 @@ def accept(
         knobs={**facts.knob_values, **params.strategy_overrides},
         seed=seed if params.seed is None else params.seed,
         fold=0,
-        suffix=suffix,
+        given=(HOLE,) * params.max_tokens + suffix if suffix else (),
     )
     for index in range(params.n):
         fold = number + index if params.seed is None else index
@@ -88,6 +88,27 @@ def accept(
     return live
 
 
+def _limits(
+    scheduler: Scheduler, prompt_len: int, max_tokens: int, suffix: tuple[int, ...]
+) -> tuple[int, int]:
+    """`Scheduler.limits` of a text; one with a suffix is never cut short."""
+    facts, inner_len = scheduler.facts, _inner_len(suffix)
+    text_len, total = max_tokens + inner_len, prompt_len + max_tokens + len(suffix)
+    limit, capacity = scheduler.limits(prompt_len, text_len, len(suffix) - inner_len)
+    if suffix and (limit < prompt_len + text_len or total > facts.max_model_len):
+        raise ValueError(
+            f"prompt, max_tokens and suffix are {total} tokens; the engine takes "
+            f"{facts.max_model_len} and its pool {facts.num_pages * facts.page_size}, a block more "
+            "included: lower max_tokens, or raise max_model_len or num_pages"
+        )
+    return limit, capacity
+
+
+def _inner_len(suffix: tuple[int, ...]) -> int:
+    """How much of the suffix belongs to the text: what comes before its last hole, and that."""
+    return max((end for end, token in enumerate(suffix, 1) if token == HOLE), default=0)
+
+
 def _check(
     request: Request,
     prompt: list[int],
@@ -96,16 +117,25 @@ def _check(
     tokenizer: Any,
 ) -> None:
     params = request.params
-    if not prompt:
+    if not (prompt or suffix):
         raise ValueError("the prompt is empty; give at least one token")
-    for token in (min(prompt), max(prompt), *suffix):
+    if not prompt and facts.compute_at_least:
+        raise ValueError(
+            "nothing stands before the text, and the model tells a token from the one before it; "
+            "give at least one token as the prompt"
+        )
+    given = [token for token in suffix if token != HOLE]
+    for token in (min(prompt, default=0), max(prompt, default=0), *given):
         if not 0 <= token < facts.vocab_size:
             raise ValueError(
                 f"the prompt holds id {token}, outside the vocabulary [0, {facts.vocab_size}); "
                 "was it tokenized for another model?"
             )
     if suffix and facts.prompt_mode != "in_window":
-        raise ValueError("a suffix needs a strategy that keeps the prompt in its window")
+        raise ValueError(
+            "a suffix needs a strategy that keeps the prompt in its window; "
+            'use strategy="full_sequence"'
+        )
     for name, value in params.strategy_overrides.items():
         if name not in facts.knobs:
             known = ", ".join(sorted(facts.knobs)) or "none"
@@ -123,6 +153,11 @@ def _check(
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+    if params.stop and any(token != HOLE for token in suffix[: _inner_len(suffix)]):
+        raise ValueError(
+            f"stop={params.stop!r} may also be found in what is given between holes; "
+            "use stop_token_ids, which end the text only where they are written"
+        )
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise ValueError(f"deadline_s={request.deadline_s!r} must be above 0 seconds")
     if params.seed is not None and not 0 <= params.seed <= MAX_SEED:

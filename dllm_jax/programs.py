@@ -27,7 +27,7 @@ from strategies.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Samplin
 # Columns of a harvested row before its new tokens: start, finish, nfe, output length, that length
 # before the chunk, steps.
 HEAD = 6
-NUMBERS = 8  # words of a request before its stop ids
+NUMBERS = 7  # words of a request before its stop ids
 
 
 class Programs(struct.PyTreeNode):
@@ -61,7 +61,17 @@ class _Asked(struct.PyTreeNode):
     keys: Array
 
 
-def _asked(ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]) -> _Asked:
+def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
+    """Ids by cell of the window behind the prompt, -1 elsewhere; the last words of a request."""
+    if programs.strategy.needs.prompt != "in_window":
+        return None
+    return ints[None, -programs.spec.num_blocks * programs.spec.block_size :]
+
+
+def _asked(
+    programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
+) -> _Asked:
+    given = _given(programs, ints)
     seed = jax.lax.bitcast_convert_type(ints[5], jnp.uint32)
     key = jax.random.fold_in(jax.random.key(seed), ints[6])
     return _Asked(
@@ -70,6 +80,7 @@ def _asked(ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str,
             stop_ids=ints[NUMBERS : NUMBERS + STOP_WIDTH][None],
             max_nfe=ints[3:4],
             max_run=ints[4:5],
+            given=None if given is None else given >= 0,
         ),
         knobs={name: floats[2 + i][None] for i, name in enumerate(knobs)},
         keys=key[None],
@@ -82,15 +93,12 @@ def _fresh(
     """One fresh slot, with a leading axis of 1."""
     spec = dataclasses.replace(programs.spec, num_slots=1)
     K, S = spec.num_blocks, spec.block_size
-    W = K * S
-    tail, suffix = (
-        ints[NUMBERS + STOP_WIDTH :][:W][None],
-        ints[NUMBERS + STOP_WIDTH + W :][:W][None],
-    )
+    tail = ints[NUMBERS + STOP_WIDTH :][: K * S][None]
+    given = _given(programs, ints)
     buffer = driver.admit_window(
-        programs.strategy.needs, tail, ints[:1], ints[1:2], K, S, suffix=(suffix, ints[7:8])
+        programs.strategy.needs, tail, ints[:1], ints[1:2], K, S, given=given
     )
-    asked = _asked(ints, floats, knobs)
+    asked = _asked(programs, ints, floats, knobs)
     return decoding.new_slots(
         programs.strategy, spec, programs.kept, asked, buffer, programs.max_output
     )
@@ -101,7 +109,7 @@ def new_state(
 ) -> DecodeState:
     """Every slot empty, and pools without content."""
     W = programs.spec.num_blocks * programs.spec.block_size
-    ints = jnp.zeros((NUMBERS + STOP_WIDTH + 2 * W,), jnp.int32)
+    ints = jnp.zeros((NUMBERS + STOP_WIDTH + 2 * W,), jnp.int32).at[-W:].set(-1)
     one = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
     one = one.replace(finish=jnp.full_like(one.finish, EMPTY))
     slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), one)
@@ -154,7 +162,7 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
     slot_leaves = words.unpack(saved, layout)
     # Recomputing its prefix may have met a value that is not finite.
     finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
-    asked = _asked(ints, floats, knobs)
+    asked = _asked(programs, ints, floats, knobs)
     new = old.replace(
         **{**slot_leaves, "finish": finish},
         sampling=asked.sampling,

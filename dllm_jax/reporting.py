@@ -65,7 +65,10 @@ def _text(live: Live, sample: Sample, tokenizer: Any) -> str:
 def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) -> Metrics:
     samples = live.samples
     nfe = sum(sample.nfe for sample in samples)
-    tokens = sum(len(one.token_ids) for one in completions)
+    tokens = sum(
+        sample.placement.num_written(len(one.token_ids))
+        for sample, one in zip(samples, completions, strict=True)
+    )
     firsts = [sample.first_s for sample in samples if sample.first_s is not None]
     ends = [sample.end_s for sample in samples if sample.end_s is not None]
     if len(ends) == len(samples):

@@ -88,8 +88,9 @@ class Request:
         deadline_s: Seconds from `add` after which it ends with "abort" and what it has.
         stream: Report it whenever it moved, not only when it ended.
         denoise: Report the provisional window as well (one step a dispatch while it runs).
-        suffix_token_ids: Ids behind the text to be written (strategies with the prompt in the
-            window).
+        suffix_token_ids: Ids behind the `max_tokens` tokens to be written, -1 for one more of
+            them: the text then ends with the last of these, and what is given before it is part of
+            it (strategies with the prompt in the window).
     """
 
     prompt_token_ids: Sequence[int]

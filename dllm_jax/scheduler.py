@@ -128,7 +128,7 @@ class Scheduler:
 
     # --- the queue ----------------------------------------------------------------------------
 
-    def limits(self, prompt_len: int, max_tokens: int, suffix_len: int) -> tuple[int, int]:
+    def limits(self, prompt_len: int, text_len: int, suffix_len: int) -> tuple[int, int]:
         """First position that may not be emitted, and positions ever written.
 
         The pool bounds both: a text alone in it ends with "length" where the pool does.
@@ -143,13 +143,15 @@ class Scheduler:
                 f"the prompt has {prompt_len} tokens; the engine takes {facts.max_model_len}, "
                 "prompt and text together: shorten it or raise max_model_len"
             )
-        if facts.prompt_mode == "in_window" and prompt_len + max_tokens + suffix_len > facts.window:
+        total = prompt_len + text_len + suffix_len
+        if facts.prompt_mode == "in_window" and total > facts.window:
             raise ValueError(
-                f"prompt, max_tokens and suffix are {prompt_len} + {max_tokens} + {suffix_len} "
-                f"tokens, the window has {facts.window}; raise buffer_size or lower max_tokens"
+                f"prompt, text and suffix are {prompt_len} + {text_len} + {suffix_len} tokens, the "
+                f"window has {facts.window}; use buffer_size={-(-total // facts.block_size)} or "
+                "lower max_tokens"
             )
         room = facts.num_pages * facts.page_size - beyond
-        limit = min(prompt_len + max_tokens, facts.max_model_len, room)
+        limit = min(prompt_len + text_len, facts.max_model_len, room)
         if limit <= prompt_len:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens and needs "

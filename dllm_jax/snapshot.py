@@ -33,7 +33,7 @@ from dllm_jax.scheduler import Sample
 from strategies.protocol import Needs, split_knobs
 from strategies.resolve import load_strategy
 
-VERSION = 1
+VERSION = 2
 FACTS, SLOTS = "snapshot.json", "slots.npz"
 _HASHED = 1 << 16  # leaves of at most so many elements stand for the weights
 
@@ -345,7 +345,9 @@ def resume(
     check_fit(model, strategy)
     if strategy.needs.aux:
         raise SnapshotError(f"{type(strategy).__name__} drafts with another model; not replayable")
-    written = text.placement.limit + strategy.block_size + len(text.placement.suffix)
+    placement = text.placement
+    end = max(placement.limit, placement.prompt_len + len(placement.given))
+    written = end + strategy.block_size
     window = strategy.block_size * strategy.buffer_size
     config = dataclasses.replace(
         snapshot.config,
@@ -361,7 +363,7 @@ def resume(
         Request(
             prompt_token_ids=text.prompt,
             params=dataclasses.replace(text.params, n=1),
-            suffix_token_ids=text.placement.suffix,
+            suffix_token_ids=placement.given[text.params.max_tokens :],
             stream=True,
             denoise=True,
         )

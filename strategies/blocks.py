@@ -34,6 +34,17 @@ def holes(state: DecodeState) -> Bool[Array, "B K S"]:
     )
 
 
+def is_given(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells whose token the request brought: of its prompt, between its holes, behind them."""
+    buffer, given = state.buffer, state.limits.given
+    prompt = buffer.positions < buffer.prompt_len[:, None, None]
+    if given is None:
+        return prompt
+    positions = buffer.positions.reshape(len(given), -1)
+    found = jnp.take_along_axis(given, positions, axis=1, mode="fill", fill_value=False)
+    return prompt | found.reshape(prompt.shape)
+
+
 def to_cache(state: DecodeState) -> Bool[Array, "B K S"]:
     """Cells of blocks that commit in this step."""
     buffer = state.buffer
@@ -70,7 +81,7 @@ def semi_complete_before(state: DecodeState, threshold: PerSlot) -> Bool[Array, 
 def has_stop(state: DecodeState) -> Bool[Array, " B"]:
     """Rows in whose window a generated cell holds a stop id, holes before it or not."""
     buffer = state.buffer
-    generated = buffer.filled & (buffer.positions >= buffer.prompt_len[:, None, None])
+    generated = buffer.filled & ~is_given(state)
     return jnp.any(is_stop(state, buffer.tokens) & generated, axis=(1, 2))
 
 
@@ -116,9 +127,9 @@ def open_next(
 def write(
     state: DecodeState, tokens: Int[Array, "B K S"], accept: Bool[Array, "B K S"]
 ) -> DecodeState:
-    """Fill the accepted cells; cells of the prompt are never written."""
+    """Fill the accepted cells; what the request brought is never written over."""
     buffer = state.buffer
-    accept = accept & (buffer.positions >= buffer.prompt_len[:, None, None])
+    accept = accept & ~is_given(state)
     return state.replace(
         buffer=buffer.replace(
             tokens=jnp.where(accept, tokens, buffer.tokens), filled=buffer.filled | accept

@@ -54,17 +54,17 @@ def admit_window(
     limit: Int[Array, " B"],
     num_blocks: int,
     block_size: int,
-    suffix: tuple[Int[Array, "B U"], Int[Array, " B"]] | None = None,
+    given: Int[Array, "B W"] | None = None,
 ) -> BlockBuffer:
     """The window of fresh requests: what of the prompt is not prefilled, then DUMMY blocks.
 
-    With `in_window` prompts every block that holds a position before the end of the text is
-    ACTIVE from the start, and a suffix fills the cells from `limit` on.
+    With `in_window` prompts every block that holds a position before the end of what is given or
+    to be written is ACTIVE from the start.
 
     Args:
         tail: The prompt's ids from the window's first position on (`prompt_tail`); what lies
             behind the prompt may be anything.
-        suffix: Ids that follow the text to be written, right-padded, and how many count.
+        given: Ids of cells behind the prompt, -1 elsewhere (`in_window` prompts only).
     """
     B = tail.shape[0]
     K, S = num_blocks, block_size
@@ -75,12 +75,10 @@ def admit_window(
     end = prompt_len
     if needs.prompt == "in_window":
         end = limit
-        if suffix is not None:
-            ids, count = suffix
-            offset = position - limit[:, None]
-            held = (offset >= 0) & (offset < count[:, None])
-            after = jnp.take_along_axis(ids, jnp.clip(offset, 0, ids.shape[1] - 1), axis=1)
-            tokens, filled, end = jnp.where(held, after, tokens), filled | held, limit + count
+        if given is not None:
+            held = given >= 0
+            tokens, filled = jnp.where(held, given, tokens), filled | held
+            end = jnp.maximum(limit, jnp.max(jnp.where(held, position + 1, 0), axis=1))
     tokens = jnp.where(filled, tokens, 0).reshape(B, K, S)
     in_use = (position < end[:, None]).reshape(B, K, S)[:, :, 0]
     return BlockBuffer(
@@ -182,9 +180,9 @@ def count(state: DecodeState, info: StepInfo) -> DecodeState:
 def finish(state: DecodeState, info: StepInfo) -> DecodeState:
     """Emit what is settled and decide which rows are done, by contract §1 and strategies §2.6-2.8.
 
-    A row ends with its first settled stop id (which is not emitted), when every position before
-    its limit is settled, when it has spent `max_nfe` forwards, or when its text ends in a run of
-    `max_run` equal tokens; in this order of precedence.
+    A row ends with the first settled stop id that it has not brought itself (which is not emitted),
+    when every position before its limit is settled, when it has spent `max_nfe` forwards, or when
+    its text ends in a run of `max_run` equal tokens; in this order of precedence.
     """
     buffer, limits = state.buffer, state.limits
     B = buffer.start.shape[0]
@@ -193,7 +191,8 @@ def finish(state: DecodeState, info: StepInfo) -> DecodeState:
     tokens = buffer.tokens.reshape(B, -1)
     settled_end = jnp.minimum(buffer.start + info.settled_len, buffer.limit)
     emitted = (position >= buffer.prompt_len[:, None]) & (position < settled_end[:, None])
-    stops = emitted & blocks.is_stop(state, buffer.tokens).reshape(B, -1)
+    written_stops = blocks.is_stop(state, buffer.tokens) & ~blocks.is_given(state)
+    stops = (position < settled_end[:, None]) & written_stops.reshape(B, -1)
     far = jnp.iinfo(jnp.int32).max
     first_stop = jnp.min(jnp.where(stops, position, far), axis=1)
     stopped = first_stop < far

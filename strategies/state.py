@@ -74,11 +74,17 @@ class Sampling(struct.PyTreeNode):
 
 
 class Limits(struct.PyTreeNode):
-    """When a request ends; ids of -1 pad `stop_ids`, NO_LIMIT means none."""
+    """When a request ends; ids of -1 pad `stop_ids`, NO_LIMIT means none.
+
+    Attributes:
+        given: Positions behind the prompt whose tokens the request brought, between its holes or
+            behind them: no stop id there ends it. None: no request has any.
+    """
 
     stop_ids: Int[Array, "B E"]
     max_nfe: Int[Array, " B"]
     max_run: Int[Array, " B"]
+    given: Bool[Array, "B W"] | None = None
 
 
 class Carry(struct.PyTreeNode):

@@ -52,7 +52,8 @@ class Books:
         self.number = 0
 
     def accept(self, prompt: Any, **wishes: Any) -> Any:
-        fields = {name: wishes.pop(name) for name in ("priority", "denoise") if name in wishes}
+        own = ("priority", "denoise", "suffix_token_ids")
+        fields = {name: wishes.pop(name) for name in own if name in wishes}
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
         request = host.requests.Request(prompt_token_ids=list(prompt), params=params, **fields)
@@ -579,6 +580,56 @@ def test_samples_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> None
     live = books.accept([5], n=2, seed=4)
     assert [(s.placement.seed, s.placement.fold) for s in live.samples] == [(4, 0), (4, 1)]
     assert [s.leader for s in live.samples] == [None, live.samples[0]]
+
+
+WINDOW = {"prompt_mode": "in_window", "window": 24, "page_buckets": (2, 11)}
+
+
+def test_a_suffix_may_hold_cells_to_be_written(host: SimpleNamespace) -> None:
+    books = Books(host, **WINDOW)
+
+    def placed(prompt: list, suffix: tuple) -> Any:
+        live = books.accept(prompt, max_tokens=2, suffix_token_ids=suffix)
+        return live.samples[0].placement
+
+    inner = placed([5, 6], (7, -1, -1, 8, -1, 9, 9))
+    assert (inner.prompt_len, inner.limit) == (2, 9)
+    assert inner.given == (-1, -1, 7, -1, -1, 8, -1, 9, 9)
+    assert [inner.num_written(length) for length in (0, 2, 3, 5, 7)] == [0, 2, 2, 4, 5]
+    assert (placed([5], (7,)).limit, placed([], (-1, 7)).limit) == (3, 3)
+    plain = placed([5], ())
+    assert (plain.limit, plain.given, plain.num_written(2)) == (3, (), 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "suffix", "sizes", "message"),
+    [
+        ([5], (7,), {"prompt_mode": "grid_causal"}, 'its window; use strategy="full_sequence"'),
+        ([5], (100,), {}, "holds id 100, outside"),
+        ([5], (-2,), {}, "holds id -2, outside"),
+        ([], (), {}, "the prompt is empty; give at least one token"),
+        ([], (7,), {"compute_at_least": 1}, "nothing stands before the text"),
+        ([5] * 5, (7,) * 16, {}, r"5 \+ 4 \+ 16 tokens, the window has 24; use buffer_size=7 or"),
+        ([5] * 5, (7,) * 8, {"max_model_len": 16}, "are 17 tokens; the engine takes 16"),
+        ([5] * 5, (7,) * 4 + (-1,), {"num_pages": 4}, "are 14 tokens; .* and its pool 16"),
+    ],
+)
+def test_a_suffix_that_cannot_be_had_whole_is_refused(
+    prompt: list, suffix: tuple, sizes: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Books(host_of(), **WINDOW | sizes).accept(prompt, max_tokens=4, suffix_token_ids=suffix)
+
+
+def test_a_text_with_a_suffix_is_not_cut_short(host: SimpleNamespace) -> None:
+    wishes = {"max_tokens": 4, "suffix_token_ids": (7,) * 4 + (-1,)}
+    assert Books(host, **WINDOW | {"num_pages": 5}).accept([5] * 5, **wishes)
+    for short in ({"num_pages": 4}, {"max_model_len": 13}):
+        with pytest.raises(ValueError, match="prompt, max_tokens and suffix are 14 tokens"):
+            Books(host, **WINDOW | short).accept([5] * 5, **wishes)
+    wishes["suffix_token_ids"] = (7,) * 5  # the text itself fits
+    with pytest.raises(ValueError, match="are 14 tokens; the engine takes 13"):
+        Books(host, **WINDOW | {"max_model_len": 13}).accept([5] * 5, **wishes)
 
 
 def test_a_placement_says_what_the_slot_needs(host: SimpleNamespace) -> None:

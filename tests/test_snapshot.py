@@ -180,7 +180,7 @@ def damage(path, tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda facts, folder: facts.update(version=99), "has version 99, this program reads 1"),
+        (lambda facts, folder: facts.update(version=99), "has version 99, this program reads 2"),
         (lambda facts, folder: facts.pop("texts"), "is damaged (KeyError: 'texts')"),
         (lambda facts, folder: (folder / "slots.npz").write_bytes(b"PK"), "is damaged ("),
         (

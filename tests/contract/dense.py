@@ -31,13 +31,16 @@ class Truth:
 
     def see(self, text: Sequence[int], request: Request) -> bool:
         """Take the settled text generated so far; whether the request is done."""
-        text = list(text)[: request.max_tokens]
-        stop = next((i for i, t in enumerate(text) if t in request.stops), None)
+        length = request.limit - len(request.prompt)
+        text = list(text)[:length]
+        stop = next(
+            (i for i, t in enumerate(text) if t in request.stops and request.given[i] < 0), None
+        )
         if stop is not None:
             self.tokens, self.reason = text[:stop], "stop"
         else:
             self.tokens = text
-            self.reason = "length" if len(text) == request.max_tokens else None
+            self.reason = "length" if len(text) == length else None
         return self.reason is not None
 
 

@@ -142,7 +142,7 @@ def _piece_laws(
 def decode_whole(net: Net, request: Request, accept: float) -> Truth:
     """Prompt, holes and suffix as one sequence, all seeing all; two cells or the sure ones."""
     truth, length = Truth(), len(request.prompt)
-    cells: list[int | None] = [*request.prompt, *[None] * request.max_tokens, *request.suffix]
+    cells: list[int | None] = [*request.prompt, *(None if t < 0 else t for t in request.given)]
     while True:
         inputs = [net.mask if c is None else c for c in cells]
         n = len(cells)

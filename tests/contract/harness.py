@@ -38,7 +38,10 @@ SLOTS, BUCKET, ROOM, GARBAGE = 4, 32, 32, 1e3
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt and its wishes; `seed` makes its key, into which `fold` is folded."""
+    """One prompt and its wishes; `seed` makes its key, into which `fold` is folded.
+
+    The suffix follows `max_tokens` holes; an id of -1 in it is one more.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int = 14
@@ -50,8 +53,13 @@ class Request:
     fold: tuple[int, ...] = ()
 
     @property
+    def given(self) -> tuple[int, ...]:
+        """What stands behind the prompt, -1 for a hole."""
+        return (-1,) * self.max_tokens + self.suffix
+
+    @property
     def limit(self) -> int:
-        return len(self.prompt) + self.max_tokens
+        return len(self.prompt) + 1 + max(i for i, id_ in enumerate(self.given) if id_ < 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +109,7 @@ def page_table(
     table = np.full((SLOTS, columns), -1, np.int32)
     for b, request in enumerate(requests):
         if request is not None:
-            last = request.limit + len(request.suffix) + (0 if tight else window)
+            last = len(request.prompt + request.given) + (0 if tight else window)
             count = -(-last // page_size)
             table[b, :count] = [free.pop() for _ in range(count)]
     return table, num_pages
@@ -158,10 +166,12 @@ def fresh_state(
         bare, model, aux, batch, jnp.asarray(table), num_pages or needed, page_size, ROOM
     )
     if any(r.suffix for r in some):
-        suffix = np.zeros((SLOTS, 8), np.int32)
+        cells = np.full((SLOTS, window), -1, np.int32)
         for b, r in enumerate(some):
-            suffix[b, : len(r.suffix)] = r.suffix
+            cells[b, len(r.prompt) : len(r.prompt + r.given)] = r.given
+        given = jnp.asarray(cells)
         state = state.replace(
+            limits=batch.limits.replace(given=given >= 0),
             buffer=driver.admit_window(
                 bare.needs,
                 driver.prompt_tail(
@@ -171,8 +181,8 @@ def fresh_state(
                 batch.limit,
                 bare.buffer_size,
                 bare.block_size,
-                suffix=(jnp.asarray(suffix), column((len(r.suffix) for r in some), jnp.int32)),
-            )
+                given=given,
+            ),
         )
     empty = column((r is None for r in requests), bool)
     return (

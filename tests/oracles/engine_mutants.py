@@ -519,11 +519,27 @@ INTAKE = [
             "facts.stop_token_ids)\n    deadline",
         ),
         deadline_on_the_clock=("else now + request.deadline_s", "else request.deadline_s"),
+        hole_of_the_suffix_is_not_text=("enumerate(suffix, 1)", "enumerate(suffix[:0], 1)"),
+        stop_string_among_what_is_given=("if params.stop and any(", "if False and any("),
         tail_is_cut=("prompt[first : first + facts.window]", "prompt[first : first + 1]"),
         overrides_are_forgotten=(
             "{**facts.knob_values, **params.strategy_overrides}",
             "{**facts.knob_values}",
         ),
+    ),
+    *_broken(
+        "facts.py",
+        "machine",
+        given_ids_count_as_written=("sum(token != HOLE for", "sum(0 for"),
+    ),
+    *_broken(
+        "intake.py",
+        "test_scheduler.test_a_text_with_a_suffix_is_not_cut_short",
+        text_with_a_suffix_is_cut=(
+            "if suffix and (limit < prompt_len + text_len or",
+            "if suffix and (",
+        ),
+        suffix_may_lie_past_the_model=("or total > facts.max_model_len)", ")"),
     ),
     *_broken(
         "intake.py",
@@ -546,12 +562,12 @@ INTAKE = [
         "test_scheduler.test_ids_outside_the_vocabulary_are_refused",
         id_past_the_last_is_taken=("if not 0 <= token <", "if not 0 <= token <="),
         largest_id_is_not_looked_at=(
-            "(min(prompt), max(prompt), *suffix)",
-            "(min(prompt), *suffix)",
+            "(min(prompt, default=0), max(prompt, default=0), *given)",
+            "(min(prompt, default=0), *given)",
         ),
         smallest_id_is_not_looked_at=(
-            "(min(prompt), max(prompt), *suffix)",
-            "(max(prompt), *suffix)",
+            "(min(prompt, default=0), max(prompt, default=0), *given)",
+            "(max(prompt, default=0), *given)",
         ),
     ),
 ]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from dllm_jax.facts import Placement
 from tests.oracles.fake_device import (
     END_ID,
+    HOLE,
     POISON_ID,
     VOCAB,
     Clock,
@@ -146,6 +147,7 @@ class World:
         truths = [self._truth(request, limit, index) for index in range(request.params.n)]
         deadline = None if request.deadline_s is None else self.clock.now + request.deadline_s
         self.expected[name] = Expected(request, truths, self.device.num_failures, deadline)
+        self.counts["holes"] += HOLE in request.suffix_token_ids
         self.num_added += 1
         self.num_samples += request.params.n
         self.check()
@@ -248,6 +250,9 @@ class World:
         suffix: tuple[int, ...] = ()
         if facts.prompt_mode == "in_window" and rng.random() < 0.5:
             suffix = tuple(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 3)))
+            if rng.random() < 0.5:
+                suffix = (*suffix, *rng.choice(((HOLE,), (HOLE, HOLE, 3), (3, HOLE, 1, HOLE))))
+            prompt = prompt[: rng.randint(0, len(prompt))] if rng.random() < 0.2 else prompt
         return requests.Request(
             prompt_token_ids=prompt,
             params=params,
@@ -261,12 +266,20 @@ class World:
     def _limit(self, request: Any) -> int | None:
         """First position that may not be emitted; None: it can never run."""
         facts = self.facts
-        prompt, suffix = len(request.prompt_token_ids), len(request.suffix_token_ids)
-        asked = prompt + request.params.max_tokens
-        if facts.prompt_mode == "in_window" and asked + suffix > facts.window:
+        prompt, cells = len(request.prompt_token_ids), cells_of(request)
+        if prompt == 0 and (not request.suffix_token_ids or facts.compute_at_least):
             return None
-        in_pool = facts.num_pages * facts.page_size - facts.block_size - suffix
-        limit = min(asked, facts.max_model_len, in_pool)
+        last = prompt + 1 + max(i for i, token in enumerate(cells) if token == HOLE)
+        if facts.prompt_mode == "in_window" and prompt + len(cells) > facts.window:
+            return None
+        if request.suffix_token_ids:
+            if request.params.stop and set(cells[: last - prompt]) != {HOLE}:
+                return None
+            total = prompt + len(cells)
+            in_pool = facts.num_pages * facts.page_size - facts.block_size
+            return last if total <= min(facts.max_model_len, in_pool) else None
+        in_pool = facts.num_pages * facts.page_size - facts.block_size
+        limit = min(last, facts.max_model_len, in_pool)
         return limit if limit > prompt else None
 
     def _truth(self, request: Any, limit: int, index: int) -> Truth:
@@ -295,7 +308,7 @@ class World:
             knobs={"threshold": params.strategy_overrides.get("threshold", 0.5)},
             seed=ENGINE_SEED if params.seed is None else params.seed,
             fold=index + (self.num_samples if params.seed is None else 0),
-            suffix=tuple(request.suffix_token_ids),
+            given=tuple(cells_of(request)) if request.suffix_token_ids else (),
         )
 
     def _read(self, output: Any) -> None:
@@ -356,7 +369,13 @@ class World:
         assert metrics.e2e_s >= (metrics.ttfb_s or 0.0) >= 0.0
         self.counts["cached"] += metrics.cached_tokens
         self.num_forwards += metrics.nfe
-        self.num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        cells = cells_of(one.request)
+        written = [
+            sum(token == HOLE for token, _ in zip(cells, sample.token_ids, strict=False))
+            for sample in output.outputs
+        ]
+        assert metrics.tokens_per_forward == sum(written) / max(metrics.nfe, 1)
+        self.num_tokens += sum(written)
         if not self.facts.prefix_caching and one.request.params.n == 1:
             assert metrics.cached_tokens == 0 or metrics.num_preemptions
 
@@ -419,6 +438,11 @@ class World:
 
 
 DRAWN = POISON_ID
+
+
+def cells_of(request: Any) -> list[int]:
+    """What stands behind the prompt: ids, HOLE for a cell to be written."""
+    return [HOLE] * request.params.max_tokens + list(request.suffix_token_ids)
 
 
 def waits_for_leader(sample: Any, host: SimpleNamespace) -> bool:

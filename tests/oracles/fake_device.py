@@ -23,6 +23,7 @@ EMPTY, RUNNING, STOP, LENGTH, NFE, REPETITION, _, ERROR = range(8)
 REASONS = {STOP: "stop", LENGTH: "length", NFE: "nfe", REPETITION: "repetition", ERROR: "error"}
 
 VOCAB = 12
+HOLE = -1
 END_ID = 1  # the model's own stop id
 POISON_ID = 11  # a row that holds it is not finite
 DRAWN_IDS = 10  # decoding draws from the ids below
@@ -326,8 +327,9 @@ def fresh_slot(facts: Any, placement: Any) -> Slot:
     window: list[int | None] = [None] * facts.window
     inside = placement.prompt_len - start
     window[:inside] = placement.tail[:inside]
-    for i, token in enumerate(placement.suffix):
-        window[placement.limit - start + i] = token
+    for position, token in enumerate(placement.given, placement.prompt_len):
+        if token != HOLE:
+            window[position - start] = token
     return Slot(placement, start, window)
 
 
@@ -386,11 +388,12 @@ def fill(facts: Any, slot: Slot, seen: int, style: int) -> None:
 def _finish(facts: Any, slot: Slot, settled: int) -> None:
     """Emit the settled tokens and see whether the request ends, as `strategies.driver.finish`."""
     asked = slot.placement
+    written = [token == HOLE for token in asked.given] or [True] * (asked.limit - asked.prompt_len)
     end = min(slot.start + settled, asked.limit)
     first = max(asked.prompt_len - slot.start, 0)
     at = slot.start + first - asked.prompt_len
     new = slot.window[first : max(end - slot.start, first)]
-    stops = [i for i, token in enumerate(new) if token in asked.stop_ids]
+    stops = [i for i, token in enumerate(new) if token in asked.stop_ids and written[at + i]]
     kept = new[: stops[0]] if stops else new
     if at + len(kept) > len(slot.output):
         slot.output[at:] = kept  # type: ignore[assignment]

@@ -107,7 +107,7 @@ OPENING = [
         ),
         opens_beside_a_stop=("opens &= ~has_stop(state)[:, None]", ""),
         prompt_stop_is_terminal=(
-            "generated = buffer.filled & (buffer.positions >= buffer.prompt_len[:, None, None])",
+            "generated = buffer.filled & ~is_given(state)",
             "generated = buffer.filled",
         ),
         add_is_strict=(
@@ -223,8 +223,8 @@ FINISHING = [
         "multi_bd",
         "driver.py",
         prompt_stop_finishes=(
-            "stops = emitted & blocks",
-            "stops = (position < settled_end[:, None]) & blocks",
+            "blocks.is_stop(state, buffer.tokens) & ~blocks.is_given(state)",
+            "blocks.is_stop(state, buffer.tokens)",
         ),
         tail_past_the_limit_counts=(
             "jnp.minimum(buffer.start + info.settled_len, buffer.limit)",
