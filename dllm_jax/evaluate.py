@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from dllm_jax.forward import ModelForward
 from dllm_jax.model import Model
 from dllm_jax.training.data import Problem, is_correct, problem
 from strategies import BlockDiffusion, driver
-from strategies.state import FINISH_REASONS, DecodeState
+from strategies.state import DUMMY, FINISH_REASONS, DecodeState
 
 MAX_TOKENS = 224  # tokens of the longest worked solution of both halves, and some to spare
 _RESAMPLES = 2000
@@ -37,7 +37,7 @@ class Outcome:
         right: Whether the text states the right answer last.
         tokens: Visible tokens.
         forwards: Forwards after prefill, commit passes included.
-        denoise: Those of them that filled a cell.
+        denoise: Those of them in which a block was open: all but mere commits.
         blocks: Blocks that hold a visible token or the end mark.
         seconds: Wall time of all batches, compilation apart.
     """
@@ -78,52 +78,105 @@ def solve(
         batch_size: Problems decoded together; the last batch is filled up and the rest dropped.
         progress: Called with the number of problems done, after each batch.
     """
+    (outcome,) = sweep(
+        model,
+        strategy,
+        [{}],
+        problems,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        progress=progress,
+    )
+    return outcome
+
+
+def sweep(
+    model: Model,
+    strategy: Any,
+    settings: Sequence[Mapping[str, float]],
+    problems: Sequence[Problem],
+    *,
+    batch_size: int = 32,
+    max_tokens: int = MAX_TOKENS,
+    progress: Callable[[int], object] = lambda done: None,
+) -> list[Outcome]:
+    """Solve the same problems under several settings of a strategy's knobs, as one program.
+
+    Thresholds are values of a request, so requests of several settings share batches; `seconds`
+    are those of the batches, by their rows.
+
+    Args:
+        settings: Values of knobs by name, in place of the strategy's; all name the same knobs.
+        batch_size, max_tokens, progress: As in `solve`; `progress` counts all settings' problems.
+    """
     ids = [_prompt(model, one.question) for one in problems]
-    width = max(map(len, ids))
     lengths = np.array([len(row) for row in ids])
-    prompts = np.zeros((len(ids), width), np.int32)
+    prompts = np.zeros((len(ids), max(lengths)), np.int32)
     for i, row in enumerate(ids):
         prompts[i, : len(row)] = row
-    parts, seconds = [], 0.0
-    for first in range(0, len(ids), batch_size):
-        rows = np.minimum(np.arange(first, first + batch_size), len(ids) - 1)
-
-        def run(rows: np.ndarray = rows) -> Any:
-            session = generation.start(
-                model,
-                jnp.asarray(prompts[rows]),
-                strategy,
-                max_tokens=max_tokens,
-                prompt_len=jnp.asarray(lengths[rows]),
-            )
-            state, denoise = _run(model, session.strategy, session.aux, session.state)
-            nfe = state.buffer.nfe
-            return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish))
-
+    total = len(settings) * len(ids)
+    values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
+    parts = []
+    for first in range(0, total, batch_size):
+        rows = np.minimum(np.arange(first, first + batch_size), total - 1)
+        session = functools.partial(
+            generation.start,
+            model,
+            jnp.asarray(prompts[rows % len(ids)]),
+            strategy.replace(**{k: jnp.asarray(v[rows], jnp.float32) for k, v in values.items()}),
+            max_tokens=max_tokens,
+            prompt_len=jnp.asarray(lengths[rows % len(ids)]),
+        )
         if first == 0:
-            run()  # compiles
+            _finish(model, session())  # compiles
         began = time.perf_counter()
-        part = run()
-        seconds += time.perf_counter() - began
-        parts.append([leaf[: len(ids) - first] for leaf in part])
-        progress(min(first + batch_size, len(ids)))
-    output, length, forwards, denoise, finish = map(np.concatenate, zip(*parts, strict=True))
+        part = _finish(model, session())
+        count = min(batch_size, total - first)
+        spent = np.full(count, (time.perf_counter() - began) / count)
+        parts.append([*(leaf[:count] for leaf in part), spent])
+        progress(first + count)
+    leaves = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+    return [
+        _outcome(model, strategy.block_size, problems, lengths, *part)
+        for part in zip(*(np.split(leaf, len(settings)) for leaf in leaves), strict=True)
+    ]
+
+
+def _finish(model: Model, session: generation.Session) -> Any:
+    """Output, its length, forwards, those with an open block, and finish of each row."""
+    state, denoise = _run(model, session.strategy, session.aux, session.state)
+    nfe = state.buffer.nfe
+    return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish))
+
+
+def _outcome(
+    model: Model,
+    block_size: int,
+    problems: Sequence[Problem],
+    prompt_len: np.ndarray,
+    output: np.ndarray,
+    length: np.ndarray,
+    forwards: np.ndarray,
+    denoise: np.ndarray,
+    finish: np.ndarray,
+    seconds: np.ndarray,
+) -> Outcome:
     texts = tuple(
         model.tokenizer.decode(row[:n].tolist(), skip_special_tokens=True)
         for row, n in zip(output, length, strict=True)
     )
     reasons = tuple(FINISH_REASONS[int(code)] for code in finish)
     has_end = np.array([reason == "stop" for reason in reasons])
-    last = lengths + length + has_end - 1
+    last = prompt_len + length + has_end - 1
     return Outcome(
         right=np.array([is_correct(t, one) for t, one in zip(texts, problems, strict=True)]),
         tokens=length,
         forwards=forwards,
         denoise=denoise,
-        blocks=np.maximum(last // strategy.block_size - lengths // strategy.block_size + 1, 1),
+        blocks=np.maximum(last // block_size - prompt_len // block_size + 1, 1),
         texts=texts,
         finish=reasons,
-        seconds=seconds,
+        seconds=float(seconds.sum()),
     )
 
 
@@ -136,14 +189,16 @@ def _prompt(model: Model, question: str) -> list[int]:
 def _run(
     model: Model, strategy: Any, aux: dict[str, Model], state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Decode to the end, counting the forwards of each row that filled a cell."""
+    """Decode to the end, counting the forwards of each row in which a block was open."""
     forward = ModelForward(model, aux=aux)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
 
     def one(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, denoise = carry
         state, info = driver.decode_step(strategy, forward, state, spec)
-        return state, denoise + (info.accepted > 0).astype(jnp.int32)
+        # Blocks that commit leave with the forward; what still stands was open in it.
+        was_open = jnp.any(state.buffer.status != DUMMY, axis=1)
+        return state, denoise + jnp.where(was_open, info.nfe, 0)
 
     return jax.lax.while_loop(
         lambda carry: driver.any_running(carry[0]), one, (state, jnp.zeros_like(state.finish))
@@ -217,6 +272,7 @@ def wilson(right: np.ndarray) -> list[float]:
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
+@functools.lru_cache(maxsize=2)
 def _resamples(count: int) -> np.ndarray:
     """Bootstrap weights [resample, problem]: the same for every strategy, so that pairs stay."""
     rng = np.random.default_rng(0)

@@ -42,6 +42,29 @@ def test_counts_are_those_of_the_library(solved):
         assert outcome.forwards[i] - outcome.denoise[i] == len(touched) - 1
 
 
+def test_a_sweep_is_the_solves_of_its_settings(solved):
+    """Batches hold rows of both settings; forwards that look at a full block are no commits."""
+    model, problems, _, _ = solved
+    strategy = dj.strategies.Edit(block_size=8, edit_threshold=1.0)
+    settings = [{"accept_threshold": 1.0}, {"accept_threshold": 0.0}]
+    done = []
+    swept = evaluate.sweep(
+        model, strategy, settings, problems, batch_size=4, max_tokens=20, progress=done.append
+    )
+    assert done == [4, 8, 10]
+    for setting, outcome in zip(settings, swept, strict=True):
+        alone = evaluate.solve(
+            model, strategy.replace(**setting), problems, batch_size=4, max_tokens=20
+        )
+        for name in ("right", "tokens", "forwards", "denoise", "blocks"):
+            assert getattr(outcome, name).tolist() == getattr(alone, name).tolist(), name
+        assert (outcome.texts, outcome.finish) == (alone.texts, alone.finish)
+        assert (outcome.forwards - outcome.denoise).tolist() == (outcome.blocks - 1).tolist()
+    slow, fast = swept
+    assert fast.denoise.tolist() == (2 * fast.blocks).tolist()  # filled at once, and looked at
+    assert (slow.denoise > fast.denoise).all()
+
+
 def test_problems_are_held_out_and_repeatable(solved):
     from dllm_jax.training.data import problem
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = (
         "Greedy. Forwards count after prefill, commit passes included; a forward is a commit pass "
-        "where it fills no cell. Intervals are 95 %; the first strategy is what the others are "
+        "where no block is open. Intervals are 95 %; the first strategy is what the others are "
         "compared with, problem by problem. A field set by a flag applies to every strategy that "
         "has it (buffer_size: not to block_diffusion) and must fit one of them; fields of one "
         "strategy go behind its name."
