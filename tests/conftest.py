@@ -84,6 +84,7 @@ ONE_PYTHON = {
         "family_configs",
         "fast_dllm_v2",
         "hub",
+        "invariants",
         "llm",
         "lora",
         "memory",

@@ -75,6 +75,8 @@ STRATEGY_MACHINERY = (
     "resolve",
     "driver",
     "random",
+    "random_world",
+    "random_requests",
     "blocks",
     "block_rewrite",
     "sampling",
