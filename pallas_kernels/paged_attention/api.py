@@ -12,10 +12,10 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import cudnn, reference
+from pallas_kernels.paged_attention import cudnn, reference, triton
 from pallas_kernels.paged_attention.mask import WindowMask
 
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["xla", "cudnn", "triton"]
 
 # Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
@@ -62,7 +62,12 @@ def paged_attention(
         if reason:
             raise NotImplementedError(f'implementation="cudnn": {reason}; use "xla"')
         return cudnn.attention(q, k, v, k_pages, v_pages, page_table, mask)
-    raise ValueError(f'{implementation=} is not one of "xla", "cudnn"')
+    if implementation == "triton":
+        reason = triton.unsupported(q, k_pages)
+        if reason:
+            raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
+        return triton.attention(q, k, v, k_pages, v_pages, page_table, mask)
+    raise ValueError(f'{implementation=} is not one of "xla", "cudnn", "triton"')
 
 
 def _num_keys(k: Array, k_pages: Array, page_table: Array) -> int:

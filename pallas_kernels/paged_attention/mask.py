@@ -12,11 +12,13 @@ class WindowMask(struct.PyTreeNode):
     """Who sees whom, in a form small enough to travel to a kernel.
 
     Attributes:
-        cell: Window cell of each computed row; its block is `cell // block_size`.
+        cell: Window cell of each computed row; its block is `cell // block_size`. The cells of a
+            sequence follow one another.
         start: Absolute position of cell 0.
         live: First and one past the last live cell, [B 2]; other cells neither see nor are seen.
         context_len: Cached keys seen, counted from position 0.
-        visible: Whether row block q sees key block k; leading axis B or 1.
+        visible: Whether row block q sees key block k; leading axis B or 1. None: the blocks up to
+            its own.
         causal: Rows in token order as well.
         block_size: Cells of a block.
     """
@@ -25,7 +27,7 @@ class WindowMask(struct.PyTreeNode):
     start: Int[Array, " B"]
     live: Int[Array, "B 2"]
     context_len: Int[Array, " B"]
-    visible: Bool[Array, "B K K"]
+    visible: Bool[Array, "B K K"] | None
     causal: Bool[Array, " B"]
     block_size: int = struct.field(pytree_node=False)
 
@@ -50,10 +52,14 @@ class WindowMask(struct.PyTreeNode):
     def sees_fresh(self) -> Bool[Array, "B T T"]:
         """Row i sees the fresh key of row j."""
         live = self.rows_live()
-        block = jnp.clip(self.cell // self.block_size, 0, self.visible.shape[1] - 1)
-        visible = jnp.broadcast_to(self.visible, (len(block), *self.visible.shape[1:]))
-        rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
-        pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
+        block = self.cell // self.block_size
+        if self.visible is None:
+            pairs = block[:, None, :] <= block[:, :, None]
+        else:
+            block = jnp.clip(block, 0, self.visible.shape[1] - 1)
+            visible = jnp.broadcast_to(self.visible, (len(block), *self.visible.shape[1:]))
+            rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
+            pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
         in_order = ~self.causal[:, None, None] | (self.cell[:, None, :] <= self.cell[:, :, None])
         return pairs & in_order & live[:, :, None] & live[:, None, :]
 

@@ -13,7 +13,7 @@ def attention(q, k, v, k_pages, v_pages, page_table, mask):
     out = np.full((B, T, N, H), np.nan)
     for b in range(B):
         first, end = mask.live[b]
-        visible = mask.visible[min(b, len(mask.visible) - 1)]
+        visible = None if mask.visible is None else mask.visible[min(b, len(mask.visible) - 1)]
         fresh_at = {int(c): i for i, c in enumerate(mask.cell[b]) if first <= c < end}
         for i in range(T):
             cell = int(mask.cell[b, i])
@@ -31,7 +31,8 @@ def attention(q, k, v, k_pages, v_pages, page_table, mask):
                 keys.append(k_pages[page, :, j % Z])
                 values.append(v_pages[page, :, j % Z])
             for other, row in fresh_at.items():
-                seen = visible[cell // mask.block_size, other // mask.block_size]
+                mine, theirs = cell // mask.block_size, other // mask.block_size
+                seen = theirs <= mine if visible is None else visible[mine, theirs]
                 if seen and not (mask.causal[b] and other > cell):
                     keys.append(k[b, row])
                     values.append(v[b, row])

@@ -1,0 +1,287 @@
+"""A Pallas kernel of the Triton kind, NVIDIA GPUs: flash attention over pages, then fresh keys.
+
+A program is one tile of rows of one KV head: the query heads that share it are rows beside each
+other, so a key is read once for all of them. It walks over tiles of cached keys, those that every
+row sees without a mask, then over the window's own. Long contexts are split among programs, whose
+parts are merged afterwards; a program without live rows reads nothing.
+
+Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding for the split of keys. JAX has
+deprecated the Triton kind: no public type names it, and removing it is removing this file.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.mask import WindowMask
+
+_LEAST_SIDE = 16  # of a Triton product, in every dimension
+_NEVER = -1e30  # below every score; finite, so that differences are
+_LOG2_E = 1.4426950408889634
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """What one program computes, and how many share a row.
+
+    Attributes:
+        rows: Query rows of a program, heads of a group side by side.
+        keys: Keys it looks at in one go; cut down to a page.
+        splits: Programs that share the context of a row.
+    """
+
+    rows: int = 64
+    keys: int = 64
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def unsupported(q: Array, k_pages: Array) -> str | None:
+    """Why this back end cannot take these arguments here, or None."""
+    if jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    return unsupported_arguments(q, k_pages)
+
+
+def unsupported_arguments(q: Array, k_pages: Array) -> str | None:
+    """Why no device can take these arguments, or None."""
+    H, Z = q.shape[-1], k_pages.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {q.dtype}"
+    if H & (H - 1) or not _LEAST_SIDE <= H <= 256:
+        return f"needs a head size that is a power of two from {_LEAST_SIDE} to 256, got {H}"
+    if Z & (Z - 1) or Z < _LEAST_SIDE:
+        return f"needs a page size that is a power of two from {_LEAST_SIDE} up, got {Z}"
+    return None
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    mask: WindowMask,
+    *,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Array:
+    """See `api.paged_attention`; rows that are not live are zeros.
+
+    `interpret` runs the kernel as plain XLA, for tests.
+    """
+    tiling = choose_tiling(q, k_pages, page_table) if tiling is None else tiling
+    visible = None if mask.visible is None else mask.visible.astype(jnp.int8)
+    return _run(
+        (q, k, v),
+        (k_pages, v_pages),
+        page_table,
+        _facts(mask, page_table, k_pages.shape[2]),
+        visible,
+        block_size=mask.block_size,
+        tiling=tiling,
+        interpret=interpret,
+    )
+
+
+def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
+    """A tile for these shapes: enough programs to fill the chip, few enough to merge cheaply."""
+    B, T, N, _ = q.shape
+    G, Z = k_pages.shape[1:3]
+    rows = T * N // G
+    tile = min(64 if rows <= 64 else 128, max(_LEAST_SIDE, pl.next_power_of_2(rows)))
+    programs = B * G * -(-rows // tile)
+    splits = 1
+    while splits < 16 and 2 * splits * programs <= 264 and 2 * splits <= page_table.shape[1]:
+        splits *= 2
+    return Tiling(rows=tile, keys=min(64, Z), splits=splits)
+
+
+def _facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 7"]:
+    """The numbers of each sequence that its programs read; the same in every layer of a step."""
+    # Up to the first page that is missing, the end of the context or the first position that is
+    # seen fresh, whichever comes first, a cached key is seen by every live row.
+    there = jnp.cumprod((page_table >= 0).astype(jnp.int32), axis=1)
+    mapped = jnp.sum(there, axis=1, dtype=jnp.int32) * page_size
+    context_len = jnp.minimum(mask.context_len, page_table.shape[1] * page_size)
+    first, end = mask.live[:, 0], mask.live[:, 1]
+    unmasked = jnp.minimum(jnp.minimum(context_len, mapped), mask.start + first)
+    causal = mask.causal.astype(jnp.int32)
+    columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
+    return jnp.stack(columns, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "tiling", "interpret"))
+def _run(fresh, pools, page_table, facts, visible, *, block_size, tiling, interpret):
+    """One launch, and a merge where the context is split. Layers lower once."""
+    q, _, _ = fresh
+    B, T, N, H = q.shape
+    G, Z = pools[0].shape[1:3]
+    splits = tiling.splits
+    parts = [jax.ShapeDtypeStruct((B, T, N, H), q.dtype)]
+    if splits > 1:
+        parts = [
+            jax.ShapeDtypeStruct((splits, B, T, N, H), jnp.float32),
+            jax.ShapeDtypeStruct((splits, B, T, N), jnp.float32),
+        ]
+    operands = [*fresh, *pools, page_table, facts, *(() if visible is None else (visible,))]
+    body = functools.partial(
+        _attend,
+        num_operands=len(operands),
+        block_size=block_size,
+        rows=tiling.rows,
+        keys=min(tiling.keys, Z),
+        splits=splits,
+    )
+    out = pl.pallas_call(
+        body,
+        out_shape=parts,
+        grid=(-(-T * (N // G) // tiling.rows), splits, B * G),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages
+        ),
+        interpret=interpret,
+    )(*operands)
+    return out[0] if splits == 1 else _merge(*out).astype(q.dtype)
+
+
+def _merge(out: Float[Array, "X B T N H"], log_mass: Float[Array, "X B T N"]) -> Array:
+    """Parts weighted by the mass of their keys."""
+    weight = jnp.exp2(log_mass - jnp.max(log_mass, axis=0, keepdims=True))
+    return jnp.sum(out * weight[..., None], axis=0) / jnp.sum(weight, axis=0)[..., None]
+
+
+def _attend(*refs, num_operands, block_size, rows, keys, splits):
+    """One program: a tile of rows of a KV head, over its share of the keys."""
+    q, k, v, k_pages, v_pages, table, facts, *visible = refs[:num_operands]
+    results = refs[num_operands:]
+    _, T, N, H = q.shape
+    G, Z = k_pages.shape[1:3]
+    n = N // G
+    tile, split = pl.program_id(0), pl.program_id(1)
+    b, g = jax.lax.div(pl.program_id(2), jnp.int32(G)), jax.lax.rem(pl.program_id(2), jnp.int32(G))
+    start, first, end, context_len, unmasked, causal, cell_0 = (
+        pltriton.load(facts.at[b, jnp.int32(i)]) for i in range(7)
+    )
+
+    row = tile * rows + jnp.arange(rows, dtype=jnp.int32)
+    token, head = row // n, g * n + row % n
+    cell = cell_0 + token
+    exists = row < T * n
+    live = exists & (cell >= first) & (cell < end)
+    last_live = jnp.max(jnp.where(live, cell, -1))
+    where = _cells(H, b, token, head)
+    mine = pltriton.load(q.at[where], mask=_across(exists, H), other=0)
+
+    def look(carry, key, value, seen):
+        """Take in a tile of keys; `seen` None: every live row sees all of them."""
+        total, peak, mass = carry
+        score = pltriton.dot(mine, key.T) * (_LOG2_E * H**-0.5)
+        if seen is not None:
+            score = jnp.where(seen, score, _NEVER)
+        higher = jnp.maximum(peak, jnp.max(score, axis=1))
+        weight = jnp.exp2(score - higher[:, None])
+        if seen is not None:  # a row that has seen nothing yet has a peak as low
+            weight = jnp.where(seen, weight, 0.0)
+        shrink = jnp.exp2(peak - higher)
+        total = total * shrink[:, None] + pltriton.dot(weight.astype(value.dtype), value)
+        return total, higher, mass * shrink + jnp.sum(weight, axis=1)
+
+    def cached(i, carry, masked):
+        j = i * keys
+        page = pltriton.load(table.at[b, jax.lax.div(j, jnp.int32(Z))])
+        inside = (jnp.maximum(page, 0), g, pl.ds(jax.lax.rem(j, jnp.int32(Z)), keys))
+        key, value = (pltriton.load(pages.at[*inside, :]) for pages in (k_pages, v_pages))
+        seen = None
+        if masked:
+            j += jnp.arange(keys, dtype=jnp.int32)
+            stale = (j >= start + first) & (j < start + end)
+            held = (j < context_len) & ~stale & (page >= 0)
+            in_order = (causal == 0) | (j[None, :] <= (start + cell)[:, None])
+            seen = held[None, :] & in_order & live[:, None]
+        return look(carry, key, value, seen)
+
+    def fresh(i, carry):
+        other = i * width + jnp.arange(width, dtype=jnp.int32)
+        their_cell = cell_0 + other
+        theirs = (other < T) & (their_cell >= first) & (their_cell < end)
+        where = _cells(H, b, other, g)
+        key, value = (pltriton.load(x.at[where], mask=_across(theirs, H), other=0) for x in (k, v))
+        in_order = (causal == 0) | (their_cell[None, :] <= cell[:, None])
+        seen = live[:, None] & theirs[None, :] & in_order
+        mine_in, theirs_in = cell // block_size, their_cell // block_size
+        if visible:
+            K = visible[0].shape[1]
+            mine_in, theirs_in = jnp.clip(mine_in, 0, K - 1), jnp.clip(theirs_in, 0, K - 1)
+            spread = functools.partial(jnp.broadcast_to, shape=(rows, width))
+            mask_row = jnp.minimum(b, jnp.int32(visible[0].shape[0] - 1))
+            pairs = (spread(mask_row), spread(mine_in[:, None]), spread(theirs_in[None, :]))
+            seen &= pltriton.load(visible[0].at[pairs]) != 0
+        else:
+            seen &= theirs_in[None, :] <= mine_in[:, None]
+        return look(carry, key, value, seen)
+
+    zero = split * 0  # Triton wants loop bounds of one type: all traced
+    tiles = jnp.where(last_live >= 0, _ceil_div(context_len, keys), zero)
+    share = _ceil_div(tiles, splits)
+    low = jnp.minimum(split * share, tiles)
+    high = jnp.minimum(low + share, tiles)
+    middle = jnp.clip(jax.lax.div(unmasked, jnp.int32(keys)), low, high)
+    carry = (
+        jnp.zeros((rows, H), jnp.float32),
+        jnp.full((rows,), _NEVER, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    carry = jax.lax.fori_loop(low, middle, functools.partial(cached, masked=False), carry)
+    carry = jax.lax.fori_loop(middle, high, functools.partial(cached, masked=True), carry)
+
+    # The window's own keys belong to the last program of a row: up to the last one it may see.
+    width = min(64, max(_LEAST_SIDE, pl.next_power_of_2(T)))
+    reach = jnp.where(causal != 0, last_live + 1, (last_live // block_size + 1) * block_size)
+    reach = end if visible else jnp.minimum(reach, end)
+    reach = jnp.minimum(reach - cell_0, T)
+    has_fresh = (split == splits - 1) & (last_live >= 0)
+    low = jax.lax.div(jnp.maximum(first - cell_0, 0), jnp.int32(width))
+    high = jnp.where(has_fresh, jnp.maximum(_ceil_div(reach, width), low), low)
+    total, peak, mass = jax.lax.fori_loop(low, high, fresh, carry)
+
+    some = live & (mass > 0)
+    mean = jnp.where(some[:, None], total / jnp.where(some, mass, 1.0)[:, None], 0.0)
+    if splits == 1:
+        pltriton.store(results[0].at[where], mean.astype(results[0].dtype), mask=_across(exists, H))
+        return
+    out, log_mass = results
+    pltriton.store(out.at[(_all(split, rows, H), *where)], mean, mask=_across(exists, H))
+    told = jnp.where(some, peak + jnp.log2(jnp.where(some, mass, 1.0)), _NEVER)
+    pltriton.store(log_mass.at[_all(split, rows), _all(b, rows), token, head], told, mask=exists)
+
+
+def _ceil_div(a: Array, b: int) -> Array:
+    return jax.lax.div(a + jnp.int32(b - 1), jnp.int32(b))
+
+
+def _all(value: Array, *shape: int) -> Array:
+    return jnp.broadcast_to(value, shape)
+
+
+def _across(rows: Array, width: int) -> Array:
+    """One value a row, over its columns."""
+    return jnp.broadcast_to(rows[:, None], (len(rows), width))
+
+
+def _cells(width: int, b: Array, token: Array, head: Array) -> tuple[Array, ...]:
+    """Indices of rows of a `[B T N H]` array.
+
+    All of the tile's shape: the one form of a gather that Triton and the interpreter both take.
+    """
+    shape = (len(token), width)
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], shape)
+    head = jnp.broadcast_to(head, token.shape)
+    return _all(b, *shape), _across(token, width), _across(head, width), column
