@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dllm_jax import chat, sizing
 from dllm_jax.chat import Messages
@@ -25,6 +25,7 @@ from dllm_jax.defaults import (
 )
 from dllm_jax.facts import EngineConfig
 from dllm_jax.generation import bind_draft, check_fit
+from dllm_jax.infilling import check_infills, holed_text
 from dllm_jax.loading import load
 from dllm_jax.memory import MemoryPlan
 from dllm_jax.model import Model
@@ -45,6 +46,13 @@ from dllm_jax.startup import start
 from dllm_jax.tokenization import encode
 
 Prompt = str | Sequence[int]
+
+
+class _Ends(NamedTuple):
+    """What stands before and behind a hole."""
+
+    prefix: Prompt
+    suffix: Prompt | None
 
 
 class LLM:
@@ -221,17 +229,48 @@ class LLM:
         return TextEvents(inbox, every=denoise)
 
     def infill(
-        self, prefix: Prompt, suffix: Prompt, params: SamplingParams | None = None
+        self,
+        prefix: Prompt | Sequence[Prompt],
+        suffix: Prompt | Sequence[Prompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """What stands between two texts: `max_tokens` tokens, or fewer.
+        """What stands between two texts, or in the holes of one; else as `generate`.
+
+        With a suffix `max_tokens` tokens are written between the two. A mask token in either, its
+        text or its id, is one token to be written too; without a suffix these are all, and
+        `max_tokens` is not looked at. What was given stays as it is.
+
+        `outputs[0].text` goes from the first hole to the last one, and holds what was given between
+        them: the whole text is what stands before the first hole, that, and what stands behind the
+        last. It ends early at a stop id that was written, as every text does; `ignore_eos=True`
+        fills the holes behind it as well.
+
+        Args:
+            prefix: A text or a list of token ids, or a list of such.
+            suffix: Likewise, one for all or one a prefix.
+            params: One for all or one a prefix; None: `default_params`.
 
         Raises:
-            ValueError: The strategy does not see what follows (it must keep the whole text in its
-                window), or the request can never run.
+            ValueError: The strategy does not see what follows a hole, or every text is refused: it
+                has no hole, say, or does not fit the window.
+
+        Example:
+            >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
+            >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
         """
-        ids = self._ids(suffix, special=False)
-        make = functools.partial(self._request, suffix_token_ids=ids)
-        return self._run(make, [prefix], params, use_tqdm=False)
+        check_infills(self.strategy)
+        prefixes = _texts(prefix)
+        suffixes: list[Prompt | None] = [None] if suffix is None else [*_texts(suffix)]
+        if len(suffixes) == 1:
+            suffixes *= len(prefixes)
+        if len(suffixes) != len(prefixes):
+            raise ValueError(
+                f"{len(suffixes)} suffixes for {len(prefixes)} prefixes; give one, or one a prefix"
+            )
+        asked = [_Ends(*ends) for ends in zip(prefixes, suffixes, strict=True)]
+        return self._run(self._infill_request, asked, params, use_tqdm)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
         """A conversation as the text the model reads, up to where it answers.
@@ -266,6 +305,22 @@ class LLM:
         text = self.apply_template(conversation, **template_kwargs)
         ids = self._ids(text, special=False)
         return Request(prompt_token_ids=ids, params=params, prompt=text)
+
+    def _infill_request(self, ends: _Ends, params: SamplingParams) -> Request:
+        prefix, suffix = ends
+        text = holed_text(
+            self.model,
+            self.strategy,
+            self._ids(prefix, special=True),
+            0 if suffix is None else params.max_tokens,
+            [] if suffix is None else self._ids(suffix, special=False),
+        )
+        return Request(
+            prompt_token_ids=text.prompt,
+            params=dataclasses.replace(params, max_tokens=text.num_holes),
+            prompt=prefix if isinstance(prefix, str) else None,
+            suffix_token_ids=text.suffix,
+        )
 
     def _ids(self, prompt: Prompt, special: bool) -> list[int]:
         if not isinstance(prompt, str):
@@ -368,6 +423,13 @@ def _strategy(model: Model, strategy: Any, block_size: int | None, buffer_size: 
     return resolve_strategy(model, family_strategy(model, strategy, **given))
 
 
+def _texts(given: Any) -> list[Prompt]:
+    """One text, or one list of token ids, or several."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given]
+    return list(given) if any(not hasattr(one, "__index__") for one in given) else [given]
+
+
 def _prompt_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
@@ -412,5 +474,6 @@ def _refused(prompt: Any, params: SamplingParams, error: Exception) -> RequestOu
     empty = [CompletionOutput(i, "", [], "error") for i in range(params.n)]
     zero = Metrics(0, 0, 0, 0, 0.0, None, 0.0)
     said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    prompt = prompt.prefix if isinstance(prompt, _Ends) else prompt
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput("", text, [], empty, True, zero, said)

@@ -48,6 +48,7 @@ LAYERS = {
     "dllm_jax.chat": 3,
     "dllm_jax.defaults": 3,
     "dllm_jax.sources": 3,
+    "dllm_jax.infilling": 3,
     "dllm_jax.loading": 4,
     "dllm_jax.reporting": 3,
     "dllm_jax.decode": 4,

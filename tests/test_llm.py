@@ -21,7 +21,6 @@ import dllm_jax as dj
 from dllm_jax import CompletionOutput, Metrics, Request, RequestOutput, SamplingParams, sharing
 from dllm_jax.training.data import problem
 from strategies import MultiBD
-from tests.contract.toys import FullSequence
 
 # One bucket of slots, pages and prompts each: few programs, small ones.
 CONFIG = dj.EngineConfig(
@@ -563,25 +562,6 @@ def test_model_without_a_tokenizer_takes_ids(model, truth):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
-def test_infill_reads_what_follows(random_folder):
-    strategy = FullSequence(block_size=8, buffer_size=2)
-    config = dj.EngineConfig(max_num_seqs=1, max_model_len=32, page_size=16, num_pages=4)
-    llm = fresh(random_folder, strategy=strategy, config=config)
-    params = SamplingParams(max_tokens=7, ignore_eos=True)
-    found = []
-    for suffix in ([9, 8, 7, 6], [20, 21, 22, 23]):
-        (output,) = llm.infill([30, 31, 32], suffix, params)
-        found.append(output.outputs[0].token_ids)
-        assert output.prompt_token_ids == [30, 31, 32]
-        assert len(found[-1]) == 7
-        assert llm.model.config.mask_token_id not in found[-1]
-    assert found[0] != found[1]
-    (output,) = llm.infill("A", " B", params)
-    assert output.prompt == "A"
-    with pytest.raises(ValueError, match="the window has 16; raise buffer_size or lower"):
-        llm.infill([30] * 5, [31] * 5, params)
-
-
 def test_example_of_continuous_batching_answers_everyone(llm, capsys):
     path = Path(__file__).resolve().parent.parent / "examples" / "continuous_batching.py"
     runpy.run_path(str(path))["main"](llm)
@@ -672,7 +652,7 @@ def test_wrong_argument_is_one_line(model, arguments, said):
         (lambda llm: llm.stream("x", events="all"), "events='all' is not known; use \"commit\""),
         (lambda llm: llm.stream("x", {"n": 2}), "params is a dict; give SamplingParams"),
         (lambda llm: llm.stream([]), "the prompt is empty"),
-        (lambda llm: llm.infill("x", "y"), "suffix needs a strategy that keeps the prompt"),
+        (lambda llm: llm.infill("x", "y"), "MultiBD does not see what stands behind a hole; use"),
     ],
 )
 def test_wrong_call_is_one_line_and_leaves_nothing(llm, call, said):

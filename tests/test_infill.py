@@ -1,0 +1,223 @@
+"""Proves that `LLM.infill` and `generate --suffix` write what stands in the holes of a text.
+
+Truth: a loop here over dense logits of the whole text, which knows neither requests nor windows.
+The strategy is a toy of the contract's, so that nothing depends on how a published one chooses its
+cells. Texts put together again are what the tokenizer makes of all ids.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import Request, SamplingParams, infilling, snapshot
+from dllm_jax.cli import main
+from dllm_jax.facts import DeviceFailure
+from tests.contract import dense
+from tests.contract.toys import FullSequence
+
+STRATEGY = FullSequence(block_size=8, buffer_size=4)  # a window of 32
+PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
+MASK = "<|mask|>"
+
+
+@pytest.fixture(scope="module")
+def model(random_folder):
+    return dj.load(random_folder)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return make_llm(model)
+
+
+def make_llm(model, strategy=STRATEGY, **sizes):
+    sizes = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "num_pages": 12} | sizes
+    sizes |= {"slot_buckets": (2,), "prefill_buckets": (64,)}
+    return dj.LLM(model, strategy, config=dj.EngineConfig(**sizes), warm_up=False)
+
+
+def truth(model, prompt, holes, suffix, stops=()):
+    """Tokens from the first hole to the last, or to a written stop id, and forwards.
+
+    The strategy's rule: the two surest holes, and those above 0.6.
+    """
+    cells = [*prompt, *[-1] * holes, *suffix]
+    where = [i for i, cell in enumerate(cells) if cell == -1]
+    cfg, nfe = model.config, 0
+    while True:
+        shown = [cfg.mask_token_id if cell == -1 else cell for cell in cells]
+        n = len(shown)
+        logits = dense.Net(model)(shown, range(n), np.ones((n, n), bool)).logits.astype(np.float64)
+        logits[:, [cfg.mask_token_id, *range(model.defaults.vocab_limit, cfg.vocab_size)]] = -np.inf
+        prob = np.exp(logits - logits.max(axis=1, keepdims=True))
+        sure = (prob / prob.sum(axis=1, keepdims=True)).max(axis=1)
+        left = [i for i in where if cells[i] == -1]
+        two = sorted(left, key=lambda i: (-sure[i], i))[:2]
+        for i in left:
+            if i in two or sure[i] > 0.6:
+                cells[i] = int(prob[i].argmax())
+        nfe += 1
+        done = cells.index(-1) if -1 in cells else where[-1] + 1
+        ended = [i for i in where if i < done and cells[i] in stops]
+        if ended or done > where[-1]:
+            return cells[where[0] : ended[0] if ended else done], nfe
+
+
+def ids(model, text):
+    return model.tokenizer(text)["input_ids"]
+
+
+def ends(output):
+    return output.outputs[0].token_ids, output.metrics.nfe
+
+
+def test_suffix_is_seen_and_stays(model, llm):
+    found = []
+    for suffix in ([9, 8, 7, 6], [20, 21, 22, 23]):
+        (output,) = llm.infill([30, 31, 32], suffix, PARAMS)
+        assert ends(output) == truth(model, [30, 31, 32], 5, suffix)
+        assert output.prompt_token_ids == [30, 31, 32]
+        assert output.outputs[0].finish_reason == "length"
+        found.append(output.outputs[0].token_ids)
+    assert found[0] != found[1]
+
+
+def test_text_with_mask_tokens_has_holes_there(model, llm):
+    text = f"Ann has {MASK}{MASK} pens and {MASK} books."
+    (output,) = llm.infill(text, params=dataclasses.replace(PARAMS, max_tokens=30))
+    before, behind = ids(model, "Ann has "), ids(model, " books.")
+    inner = ids(model, " pens and ")
+    want, nfe = truth(model, before, 2, [*inner, -1, *behind])
+    assert ends(output) == (want, nfe)
+    assert want[2:-1] == inner
+    assert output.prompt == text
+    assert output.prompt_token_ids == before
+    assert output.metrics.tokens_per_forward == 3 / nfe
+    first, *_, last = text.split(MASK)
+    whole = model.tokenizer.decode([*before, *want, *behind], skip_special_tokens=True)
+    assert first + output.outputs[0].text + last == whole
+
+
+def test_masks_count_beside_a_suffix_and_as_ids(model, llm):
+    mask = model.config.mask_token_id
+    (output,) = llm.infill([40, mask, 41], [42, mask, 43], PARAMS)
+    assert ends(output) == truth(model, [40], 1, [41, *[-1] * 5, 42, -1, 43])
+    (output,) = llm.infill([mask, 41, mask], params=PARAMS)  # nothing before the first hole
+    assert ends(output) == truth(model, [], 1, [41, -1])
+    assert output.prompt_token_ids == []
+
+
+def test_several_texts_come_back_in_order_and_a_refused_one_alone_fails(model, llm):
+    prefixes = [[30, 31], "Ann", [5] * 40, [33]]
+    outputs = llm.infill(prefixes, [9, 8], PARAMS)
+    wanted = [truth(model, p, 5, [9, 8]) for p in ([30, 31], ids(model, "Ann"), [33])]
+    assert [ends(outputs[i]) for i in (0, 1, 3)] == wanted
+    assert outputs[2].outputs[0].finish_reason == "error"
+    assert "are 47 tokens, the window has 32; use buffer_size=6 or" in outputs[2].error
+    outputs = llm.infill([[30], [31]], [[9], [8, 7]], [PARAMS, dataclasses.replace(PARAMS, n=2)])
+    assert [ends(one)[0] for one in outputs] == [
+        truth(model, [30], 5, [9])[0],
+        truth(model, [31], 5, [8, 7])[0],
+    ]
+
+
+def test_only_a_written_stop_id_ends_the_text(model, llm):
+    asked = [30], 2, [9, -1, -1, 8]
+    want, _ = truth(model, *asked)
+    assert 9 not in (want[0], want[1], want[3], want[4])
+    mask = model.config.mask_token_id
+    text = [30, mask, mask, 9, mask, mask, 8]
+    (given,) = llm.infill(text, params=dataclasses.replace(PARAMS, stop_token_ids=(9,)))
+    assert (given.outputs[0].token_ids, given.outputs[0].finish_reason) == (want, "length")
+    stops = (want[3],)
+    (written,) = llm.infill(text, params=dataclasses.replace(PARAMS, stop_token_ids=stops))
+    assert ends(written) == truth(model, *asked, stops=stops)
+    assert written.outputs[0].finish_reason == "stop"
+    assert len(written.outputs[0].token_ids) <= 3
+
+
+def test_window_shows_what_is_given_between_holes(model, llm):
+    engine = llm.engine
+    request = Request(
+        prompt_token_ids=[30], params=PARAMS, suffix_token_ids=[9, -1, 8], denoise=True, stream=True
+    )
+    want, nfe = truth(model, [30], 5, [9, -1, 8])
+    engine.add(request)
+    shown = []
+    while engine.has_work:
+        shown += [one.outputs[0] for one in engine.step()]
+    assert len(shown) == nfe
+    for one in shown[:-1]:
+        cells = (*one.token_ids, *one.window)
+        assert len(cells) == 7
+        assert cells[5] == 9
+        assert all(cell in (None, token) for cell, token in zip(cells, want, strict=True))
+
+
+def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
+    suffix = [9, -1, -1, 8, 7]
+    request = Request(prompt_token_ids=[30, 31], params=PARAMS, suffix_token_ids=suffix)
+    # A greedy accept threshold of one hole more a forward leaves something to replay.
+    llm = make_llm(model, max_steps_per_chunk=1)
+    llm.engine._save_snapshot = snapshot.snapshot_saver(model, STRATEGY, llm.config, tmp_path)
+    harvest, left = llm.engine.device.harvest, [1]
+
+    def failing(chunk):
+        left[0] -= 1
+        if left[0] < 0:
+            raise DeviceFailure("gone")
+        return harvest(chunk)
+
+    monkeypatch.setattr(llm.engine.device, "harvest", failing)
+    llm.engine.add(request)
+    while llm.engine.has_work:
+        outputs = llm.engine.step()
+    assert outputs[0].outputs[0].finish_reason == "error"
+    (path,) = tmp_path.iterdir()
+    assert main(["replay", str(path), "--json"]) == 0
+    *steps, last = map(json.loads, capsys.readouterr().out.splitlines())
+    want, nfe = truth(model, [30, 31], 5, suffix)
+    assert (last["token_ids"], steps[-1]["nfe"]) == (want, nfe)
+    assert steps[0]["nfe"] == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda llm: llm.infill("no hole here"),
+            f"the text has no hole; write {MASK} for each token that is wanted, or give a suffix",
+        ),
+        (
+            lambda llm: llm.infill([5] * 20, [6] * 20, PARAMS),
+            "prefix, holes and suffix are 45 tokens, the window has 32; use buffer_size=6 or lower",
+        ),
+        (lambda llm: llm.infill("a", ["b", "c"]), "2 suffixes for 1 prefixes; give one, or one a"),
+        (lambda llm: llm.infill([3, 9999], [5], PARAMS), "holds id 9999, outside the vocabulary"),
+        (
+            lambda llm: llm.infill(
+                f"a {MASK} b {MASK}", params=dataclasses.replace(PARAMS, stop="b")
+            ),
+            "may also be found in what is given between holes; use stop_token_ids",
+        ),
+    ],
+)
+def test_wrong_call_is_one_line(llm, call, said):
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        call(llm)
+    assert said in str(caught.value)
+    assert not llm.engine.has_work
+
+
+def test_remedies_follow_model_and_strategy(model):
+    with pytest.raises(ValueError, match=r'MultiBD does not see .* use strategy="full_sequence"'):
+        make_llm(model, None).infill("a", "b")
+    bare = model.replace(tokenizer_source=None)
+    with pytest.raises(ValueError, match="no mask token, so give token ids with 1 as holes, or a"):
+        infilling.holed_text(bare, STRATEGY, [5], 0, [])
+    config = dataclasses.replace(model.config, mask_token_id=-1)
+    with pytest.raises(ValueError, match="the model has no mask token, so give a suffix"):
+        infilling.holed_text(model.replace(config=config), STRATEGY, [5], 0, [])
