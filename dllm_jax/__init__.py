@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StreamEvent,
     )
+    from dllm_jax.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,8 +38,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamEvent",
+    "Trajectory",
     "generate",
     "load",
+    "record",
     "strategies",
 ]
 
@@ -55,8 +58,10 @@ _HOMES = {
     "RequestOutput": "dllm_jax.requests",
     "SamplingParams": "dllm_jax.requests",
     "StreamEvent": "dllm_jax.requests",
+    "Trajectory": "dllm_jax.trajectory",
     "generate": "dllm_jax.generation",
     "load": "dllm_jax.loading",
+    "record": "dllm_jax.trajectory",
     "strategies": "",
 }
 

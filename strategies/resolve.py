@@ -27,6 +27,7 @@ _SHARED = {
     "random",
     "random_requests",
     "random_world",
+    "recording",
     "resolve",
     "sampling",
     "state",

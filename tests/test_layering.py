@@ -60,6 +60,8 @@ LAYERS = {
     "dllm_jax.device": 6,
     "dllm_jax.generation": 5,
     "dllm_jax.snapshot": 7,
+    "dllm_jax.trajectory": 6,
+    "dllm_jax.trace": 7,
     "dllm_jax.startup": 7,
     "dllm_jax.training": 6,
     "dllm_jax.llm": 8,
@@ -83,6 +85,7 @@ STRATEGY_MACHINERY = (
     "sampling",
     "token_merge",
     "dual_cache",
+    "recording",
 )
 
 # third parties a package may import; the rest of its imports is the standard library or ours

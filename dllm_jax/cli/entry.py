@@ -27,11 +27,12 @@ VERBS = {
     "inspect": "what a checkpoint folder holds, and every problem in it",
     "train": "train the built-in model from nothing",
     "replay": "a saved snapshot of a request again, step by step",
+    "trace": "a page or pictures that replay how a text was denoised",
     "info": "versions, devices, kernels, models",
 }
 
 # Promised, not there yet (docs: api): refused by name until they work.
-PLANNED_VERBS = ("serve", "tune", "trace")
+PLANNED_VERBS = ("serve", "tune")
 PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
     "--draft": "leave it out",

@@ -1,0 +1,214 @@
+"""`dllm-jax trace`: how a text was denoised, as a page, as pictures, or as JSON.
+
+Data flow: command line -> prompt -> token ids -> `record` -> page, pictures or JSON -> a file that
+is whole or not there. The tokens are those of `generate` with the same flags.
+"""
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli import strategy as strategies
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.generate import draw_problem
+from dllm_jax.cli.interrupt import Interrupt
+
+PAGE = "trace.html"
+FORMS = (".html", ".json", ".png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.epilog = (
+        "The page needs no network and no other file. A prompt for a model with a chat template "
+        "is sent as one user message; --raw sends it as it is. Without a prompt a built-in model "
+        "gets a held-out word problem drawn by --seed."
+    )
+    parser.set_defaults(prompt_file=None)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
+    parser.add_argument("--raw", action="store_true", help="no chat template")
+    parser.add_argument(
+        "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"
+    )
+    flags.add_model_flags(parser)
+    flags.add_strategy_flags(parser)
+    flags.add_sampling_flags(
+        parser, seed="of sampling, and of the problem where no prompt is given (default: 0)"
+    )
+    parser.add_argument("--attention-implementation", choices=("xla", "cudnn"))
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--out",
+        metavar="PATH",
+        help="FILE.html, the page; FILE.json, the record; FILE.png, a picture of one step; "
+        f"FOLDER/, a picture of each (default: {PAGE})",
+    )
+    group.add_argument(
+        "--step",
+        type=flags.whole(0),
+        metavar="N",
+        help="which step FILE.png shows; 0 is before the first (default: the last)",
+    )
+    group.add_argument("--json", action="store_true", help="print the record, write nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode, write, and say where it is."""
+    with Interrupt() as stop:
+        return _run(args, stop)
+
+
+def _run(args: argparse.Namespace, stop: Interrupt) -> int:
+    out = _checked_out(args)
+    problem = draw_problem(args)
+    prompt = problem.question if problem else _read_prompt(args)
+    chosen = strategies.load(args.strategy)
+
+    from dllm_jax.cli.engine import sampling_params
+    from dllm_jax.cli.models import load_model
+    from dllm_jax.cli.prompts import encode
+
+    model = load_model(args)
+    strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
+    ids = encode(model, prompt, args.raw)
+    with stop.held():
+        trajectory = _record(args, model, ids, strategy, sampling_params(args, model, strategy))
+        stop.check()
+    if args.json:
+        print(trajectory.to_json(), flush=True)
+        return 0
+    told = _write(args, out, trajectory, model.tokenizer)
+    tokens, nfe = len(trajectory.tokens), trajectory.nfe
+    print(
+        f"{told}: {tokens} tokens, {nfe} forwards, {tokens / nfe:.2f} tokens per forward, "
+        f"{trajectory.finish_reason}"
+    )
+    return 0
+
+
+def _checked_out(args: argparse.Namespace) -> Path:
+    """Where the output goes, refused before the work where it could not be written after it."""
+    if args.stop:
+        raise UsageError("--stop is text and a trace is of tokens; use --stop-token-ids")
+    if args.half and args.prompt is not None:
+        raise UsageError("--half is about problems drawn by --seed; leave out it or the prompt")
+    if args.json and args.out is not None:
+        raise UsageError("--json prints and --out writes; give one, or --out FILE.json")
+    name = PAGE if args.out is None else args.out
+    out = Path(name)
+    if not name.endswith(("/", os.sep)) and not out.is_dir() and out.suffix.lower() not in FORMS:
+        raise UsageError(
+            f"--out {name!r} is no FILE{', FILE'.join(FORMS)} and no folder; name one of them, a "
+            "new folder with / behind it"
+        )
+    if args.step is not None and not _is_picture(out):
+        raise UsageError(f"--step goes with --out FILE.png, and --out is {name!r}; leave it out")
+    if not args.json:
+        _check_writable(name, out)
+    return out
+
+
+def _is_picture(out: Path) -> bool:
+    return out.suffix.lower() == ".png" and not out.is_dir()
+
+
+def _check_writable(name: str, out: Path) -> None:
+    reason = None
+    if name.endswith(("/", os.sep)) and out.exists() and not out.is_dir():
+        reason = "it is a file"
+    elif not out.parent.is_dir():
+        reason = f"there is no folder {str(out.parent)!r}"
+    elif not os.access(out if out.is_dir() else out.parent, os.W_OK):
+        reason = "permission is denied"
+    if reason:
+        raise UsageError(f"--out {name!r} cannot be written: {reason}; give another path")
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    from dllm_jax.cli.prompts import read_prompts
+
+    return read_prompts(args)[0]
+
+
+def _record(
+    args: argparse.Namespace, model: Any, ids: list[int], strategy: Any, params: Any
+) -> Any:
+    import jax
+
+    from dllm_jax.trajectory import record
+
+    return record(
+        model,
+        ids,
+        strategy,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        stop_token_ids=params.stop_token_ids,
+        max_nfe=params.max_nfe,
+        key=jax.random.key(args.seed or 0),
+        attention_implementation=args.attention_implementation,
+    )
+
+
+def _write(args: argparse.Namespace, out: Path, trajectory: Any, tokenizer: Any) -> str:
+    """Write the form that the path names; what to say of it."""
+    if out.is_dir() or out.suffix.lower() not in FORMS:
+        return _write_folder(out, trajectory, tokenizer)
+    if _is_picture(out):
+        return _write_picture(out, args.step, trajectory, tokenizer)
+    if out.suffix.lower() == ".json":
+        text = trajectory.to_json() + "\n"
+    else:
+        from dllm_jax.trace.page import render_page
+
+        text = render_page(trajectory, tokenizer)
+    with _whole(out) as part:
+        part.write_text(text, encoding="utf-8")
+    return str(out)
+
+
+def _write_picture(out: Path, step: int | None, trajectory: Any, tokenizer: Any) -> str:
+    from dllm_jax.trace.picture import render_pictures
+
+    last = len(trajectory.steps)
+    wanted = last if step is None else step
+    if wanted > last:
+        raise UsageError(f"--step {wanted}: the text took {last} steps; give one in [0, {last}]")
+    pictures = enumerate(render_pictures(trajectory, tokenizer))
+    picture = next(picture for number, picture in pictures if number == wanted)
+    with _whole(out) as part:
+        picture.save(part, "PNG", optimize=True)
+    return f"{out}, step {wanted} of {last}"
+
+
+def _write_folder(out: Path, trajectory: Any, tokenizer: Any) -> str:
+    from dllm_jax.trace.picture import render_pictures
+
+    out.mkdir(exist_ok=True)
+    for number, picture in enumerate(render_pictures(trajectory, tokenizer)):
+        with _whole(out / f"step-{number:04}.png") as part:
+            picture.save(part, "PNG", optimize=True)
+    return f"{out}, {len(trajectory.steps) + 1} pictures"
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place once it is written; gone where that fails."""
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(number)
+    part = Path(name)
+    try:
+        yield part
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o666 & ~mask)  # as an ordinary new file; mkstemp's is its owner's alone
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""How a text was denoised, to look at: a page that replays it, or pictures."""

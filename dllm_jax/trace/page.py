@@ -1,0 +1,112 @@
+"""A trajectory as one HTML page that needs nothing else: no network, no other file.
+
+Data flow: `Trajectory` -> `replay` and `pieces` -> JSON -> the template's style, script and data.
+"""
+
+import html
+import json
+from importlib import resources
+from typing import Any
+
+from dllm_jax.trace.pieces import piece
+from dllm_jax.trace.replay import Frame, Replay, replay
+from dllm_jax.trajectory import Trajectory
+
+
+def render_page(trajectory: Trajectory, tokenizer: Any = None) -> str:
+    """The page.
+
+    Args:
+        tokenizer: A transformers tokenizer; None shows ids.
+
+    Raises:
+        ValueError: A trajectory without steps.
+    """
+    facts = page_facts(trajectory, tokenizer)
+    parts = {
+        "TITLE": html.escape(f"{facts['strategy']}: how a text was denoised"),
+        "STYLE": _asset("page.css"),
+        "SCRIPT": _asset("page.js"),
+        "DATA": _script_safe(facts),
+    }
+    page = _asset("page.html")
+    # Split once, so that no part is looked through for the names of the others.
+    for name in ("TITLE", "STYLE", "DATA", "SCRIPT"):
+        before, after = page.split(f"{{{{{name}}}}}")
+        parts[name] = before + parts[name]
+        page = after
+    return "".join(parts[name] for name in ("TITLE", "STYLE", "DATA", "SCRIPT")) + page
+
+
+def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
+    """What the page is told, as JSON holds it; probabilities are in thousandths."""
+    played = replay(trajectory)
+    return {
+        "model": trajectory.model,
+        "strategy": trajectory.strategy,
+        "settings": dict(trajectory.settings),
+        "finish": trajectory.finish_reason,
+        "prompt": text_of(tokenizer, trajectory.prompt),
+        "promptLen": len(trajectory.prompt),
+        "text": text_of(tokenizer, trajectory.tokens),
+        "numTokens": len(trajectory.tokens),
+        "limit": trajectory.limit,
+        "first": played.first,
+        "end": played.end,
+        "blockSize": played.block_size,
+        "windowSize": trajectory.steps[0].before.tokens.size,
+        "pieces": _pieces(played, tokenizer),
+        "frames": [_frame(one, trajectory, tokenizer) for one in played.frames],
+    }
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> str:
+    """Ids as text, special tokens left out; the ids themselves without a tokenizer."""
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _asset(name: str) -> str:
+    return (resources.files("dllm_jax.trace") / name).read_text(encoding="utf-8")
+
+
+def _script_safe(facts: dict[str, Any]) -> str:
+    """JSON that no parser of HTML can take for the end of its script."""
+    text = json.dumps(facts, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _pieces(played: Replay, tokenizer: Any) -> dict[int, list[Any]]:
+    """Each token that is shown anywhere, and 1 where it is no text."""
+    ids = set()
+    for frame in played.frames:
+        ids |= {token for _, token, _ in (*frame.put, *frame.guesses)}
+        ids |= {token for _, token in frame.edited}
+    found = {token: piece(tokenizer, token) for token in sorted(ids) if token >= 0}
+    return {token: [one.text, int(one.is_special)] for token, one in found.items()}
+
+
+def _frame(frame: Frame, trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "start": frame.start,
+        "status": frame.status,
+        "nfe": frame.nfe,
+        "settled": frame.num_settled,
+        "shown": _settled_chars(frame.num_settled, trajectory, tokenizer),
+        "commit": frame.commit_len,
+        "put": frame.put,
+        "guesses": frame.guesses,
+        "accepted": frame.accepted,
+        "edited": frame.edited,
+    }
+
+
+def _settled_chars(count: int, trajectory: Trajectory, tokenizer: Any) -> int:
+    """How far the settled tokens reach into the text: characters both begin with."""
+    whole = text_of(tokenizer, trajectory.tokens)
+    settled = text_of(tokenizer, trajectory.tokens[:count])
+    pairs = enumerate(zip(settled, whole, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(settled), len(whole)))

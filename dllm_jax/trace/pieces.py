@@ -1,0 +1,92 @@
+"""What a token looks like by itself: spaces, line ends and half characters made visible.
+
+Nothing here knows where the ids come from.
+"""
+
+import unicodedata
+from typing import Any, NamedTuple
+
+VISIBLE = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
+_BROKEN = "\ufffd"
+# Categories that print nothing of their own, or turn the direction of what follows.
+_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")
+_JOINERS = "\u200c\u200d"  # within words and emoji
+
+
+class Piece(NamedTuple):
+    """A token as text.
+
+    Attributes:
+        text: Never empty, without a character that cannot be seen.
+        is_special: It is no text to the tokenizer: a mask, an end, a role.
+    """
+
+    text: str
+    is_special: bool
+
+
+def piece(tokenizer: Any, token: int) -> Piece:
+    """The token alone; `[id]` where there is no tokenizer or it has no such id."""
+    if tokenizer is None:
+        return Piece(f"[{token}]", False)
+    name = _name(tokenizer, token)
+    if name is None:
+        return Piece(f"[{token}]", False)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(token)
+    if added is not None and added.special:
+        return Piece(visible(name), True)
+    # Behind another token: some tokenizers drop the space of a first one.
+    text = _after_another(tokenizer, token)
+    if _BROKEN in text:
+        return Piece(_bytes(name), False)
+    return Piece(visible(text) or f"[{token}]", False)
+
+
+def visible(text: str) -> str:
+    """The text with a sign or `U+....` for each character that would not be seen."""
+    return "".join(map(_shown, text))
+
+
+def _shown(char: str) -> str:
+    if char in VISIBLE:
+        return VISIBLE[char]
+    if char in _JOINERS or unicodedata.category(char) not in _UNSEEN:
+        return char
+    return f"⟨U+{ord(char):04X}⟩"
+
+
+def _name(tokenizer: Any, token: int) -> str | None:
+    try:
+        return tokenizer.convert_ids_to_tokens(token)
+    except (IndexError, OverflowError, TypeError, ValueError):
+        return None
+
+
+def _after_another(tokenizer: Any, token: int) -> str:
+    for first in range(1000):
+        before = tokenizer.decode([first])
+        if before.strip() and _BROKEN not in before and before.isascii():
+            both = tokenizer.decode([first, token])
+            return both[len(before) :] if both.startswith(before) else tokenizer.decode([token])
+    return tokenizer.decode([token])
+
+
+def _bytes(name: str) -> str:
+    """A half character: the bytes of `<0xE2>`, or of a byte-level name such as `âĤ`."""
+    if name.startswith("<0x"):
+        return f"⟨{name[3:-1]}⟩"
+    codes = [_BYTES.get(char) for char in name]
+    if None in codes:
+        return visible(name)
+    return "⟨" + " ".join(f"{code:02X}" for code in codes) + "⟩"
+
+
+def _byte_names() -> dict[str, int]:
+    """Byte-level BPE's character of each byte: itself where it prints, else one from 256 on."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    names = {chr(byte): byte for byte in printed}
+    return names | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_names()
