@@ -35,9 +35,14 @@ def holed_text(
         strategy: It must see the whole text at once.
 
     Raises:
-        ValueError: There is no hole, or the text does not fit the strategy's window.
+        ValueError: There is no hole, or the text does not fit the model or the strategy's window.
     """
     total, window = len(prefix) + gap + len(suffix), strategy.block_size * strategy.buffer_size
+    if total > model.config.max_position:
+        raise ValueError(
+            f"prefix, holes and suffix are {total} tokens, {model.source} takes "
+            f"{model.config.max_position}; shorten them or lower max_tokens"
+        )
     if total > window:
         raise ValueError(
             f"prefix, holes and suffix are {total} tokens, the window has {window}; "

@@ -212,6 +212,82 @@ def test_wrong_call_is_one_line(llm, call, said):
     assert not llm.engine.has_work
 
 
+# --- the command line -----------------------------------------------------------------------------
+
+TOY = "tests.contract.toys:FullSequence"
+SAME = ("--max-num-seqs", "1", "--memory-utilization", "0.9", "--max-tokens", "4")  # programs
+
+
+@pytest.fixture
+def command(random_folder, monkeypatch, capsys):
+    """Runs `generate` on the random model with the toy; status, lines, and what went wrong."""
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
+
+    def run(*argv, strategy=("--strategy", TOY)):
+        status = main(["generate", *argv, "--model", str(random_folder), *strategy])
+        told = capsys.readouterr()
+        return status, told.out.splitlines(), told.err
+
+    return run
+
+
+def test_command_writes_between_prompt_and_suffix(model, llm, command, tmp_path):
+    prompts = ["Ann has ", f"Bo has {MASK} pens, "]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    asked = ("--prompt-file", str(tmp_path / "prompts"), "--suffix", " books.", "--json")
+    status, lines, _ = command(*asked, *SAME)
+    wanted = llm.infill(prompts, " books.", SamplingParams(max_tokens=4))
+    assert status == 0
+    for line, prompt, want in zip(map(json.loads, lines), prompts, wanted, strict=True):
+        assert (line["prompt"], line["suffix"]) == (prompt, " books.")
+        assert (line["token_ids"], line["text"]) == (ends(want)[0], want.outputs[0].text)
+        assert line["metrics"]["tokens_per_forward"] == want.metrics.tokens_per_forward
+
+
+def test_command_draws_the_suffix_behind_the_window(model, llm, command):
+    asked = ("--suffix", " of\nit", "--watch", "--watch-delay", "0")
+    status, lines, _ = command(f"Bo has {MASK} pens, ", *asked, *SAME)
+    (want,) = llm.infill(f"Bo has {MASK} pens, ", " of\nit", SamplingParams(max_tokens=4))
+    frames = [line for line in lines if line.startswith("forward ")]
+    assert status == 0
+    assert len(frames) == want.metrics.nfe - 1
+    for frame in frames:
+        _, cells, behind = frame.split("|")
+        assert behind == " of⏎it"
+        assert " pens, " in cells
+    assert "·" in frames[0]
+    assert "".join(want.outputs[0].text.split()) in "".join("".join(lines).split())
+    assert f"{want.metrics.tokens_per_forward:.2f} tokens per forward" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "strategy", "status", "said"),
+    [
+        (("x", "--suffix", "y"), (), 2, "MultiBD does not see what stands behind the text; give "),
+        (("x", "--suffix", "y"), ("--strategy", "ar"), 2, "give --strategy full_sequence"),
+        (("--suffix", "y"), (), 2, "--suffix goes behind a prompt; give PROMPT, - or"),
+        (("x", "--suffix", ""), (), 2, "--suffix is empty; give what stands behind the text"),
+        (
+            ("x", "--suffix", "y", "--buffer-size", "1", "--max-tokens", "20"),
+            ("--strategy", TOY),
+            1,
+            "are 22 tokens, the window has 8; use buffer_size=3 or lower max_tokens",
+        ),
+        (
+            ("x", "--suffix", "y", "--max-tokens", "300"),
+            ("--strategy", TOY),
+            1,
+            "takes 256; shorten them or lower max_tokens",
+        ),
+    ],
+)
+def test_command_that_cannot_infill_says_why(command, argv, strategy, status, said):
+    got, _, error = command(*argv, strategy=strategy)
+    assert (got, error.count("\n")) == (status, 1)
+    assert error.startswith("error: ")
+    assert said in error
+
+
 def test_remedies_follow_model_and_strategy(model):
     with pytest.raises(ValueError, match=r'MultiBD does not see .* use strategy="full_sequence"'):
         make_llm(model, None).infill("a", "b")

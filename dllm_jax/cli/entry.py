@@ -36,7 +36,6 @@ PLANNED_VERBS = ("serve", "tune")
 PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
     "--draft": "leave it out",
-    "--suffix": "leave it out",
     "--tasks": "the built-in task is the only one",
 }
 

@@ -5,6 +5,7 @@ a built-in model, `--seed` draws a held-out word problem and the answer is check
 """
 
 import argparse
+import dataclasses
 import sys
 from typing import Any
 
@@ -28,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-file", metavar="FILE", help="UTF-8, one prompt a line (- for stdin)"
     )
     parser.add_argument("--raw", action="store_true", help="no chat template")
+    parser.add_argument(
+        "--suffix",
+        metavar="TEXT",
+        help="what stands behind the text: --max-tokens tokens are written between PROMPT and it, "
+        "and one for each mask token in either; no chat template is used",
+    )
     parser.add_argument(
         "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"
     )
@@ -61,18 +68,28 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     if args.watch and (args.json or len(prompts) > 1):
         raise UsageError("--watch shows one prompt, as text; leave out --json or give one prompt")
     chosen = strategies.load(args.strategy)
+    _check_infills(args, chosen)
 
     from dllm_jax.cli.engine import Clock, add, make_llm, sampling_params
     from dllm_jax.cli.models import load_model
-    from dllm_jax.cli.prompts import encode
+    from dllm_jax.cli.prompts import encode, encode_suffix
 
     model = load_model(args)
-    strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
-    ids = [encode(model, prompt, args.raw) for prompt in prompts]
+    fields = strategies.given_fields(args)
+    strategy = strategies.resolve(model, args.strategy, chosen, fields)
+    _check_infills(args, strategy)
+    infills = args.suffix is not None
+    ids = [encode(model, prompt, args.raw or infills, has_holes=infills) for prompt in prompts]
+    suffix = encode_suffix(model, args.suffix) if infills else []
+    longest = max(map(len, ids)) + len(suffix)
+    strategy = strategies.fit_window(model, strategy, fields, longest + args.max_tokens)
     params = sampling_params(args, model, strategy)
+    requests = _requests(args, prompts, ids, params)
+    if infills:
+        requests = [_infilling(one, model, strategy, suffix) for one in requests]
     clock = Clock()
-    llm = make_llm(args, model, strategy, clock, max(map(len, ids)), len(ids))
-    request_ids = add(llm.engine, _requests(args, prompts, ids, params))
+    llm = make_llm(args, model, strategy, clock, longest, len(ids))
+    request_ids = add(llm.engine, requests)
     if problem and not args.json:
         print(f"{problem.question}\n", flush=True)
     return _show(args, llm, request_ids, _results(args, llm, clock, prompts, problem), stop)
@@ -84,6 +101,20 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError("--half is about problems drawn by --seed; leave out it or the prompt")
     if args.watch_delay is not None and not args.watch:
         raise UsageError("--watch-delay goes with --watch; give both or neither")
+    if args.suffix is not None and _nothing_given(args):
+        raise UsageError("--suffix goes behind a prompt; give PROMPT, - or --prompt-file FILE")
+    if args.suffix == "":
+        raise UsageError("--suffix is empty; give what stands behind the text, or leave it out")
+
+
+def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
+    """Refuse a suffix that the strategy would not see; None is not known yet."""
+    if args.suffix is None or strategy is None or strategy.needs.prompt == "in_window":
+        return
+    raise UsageError(
+        f"--suffix: {type(strategy).__name__} does not see what stands behind the text; "
+        "give --strategy full_sequence"
+    )
 
 
 def _nothing_given(args: argparse.Namespace) -> bool:
@@ -127,13 +158,27 @@ def _requests(
     ]
 
 
+def _infilling(request: Any, model: Any, strategy: Any, suffix: list[int]) -> Any:
+    """A request whose text goes on with a suffix, and whose mask tokens are holes."""
+    from dllm_jax.infilling import holed_text
+
+    params, ids = request.params, request.prompt_token_ids
+    text = holed_text(model, strategy, ids, params.max_tokens, suffix)
+    return dataclasses.replace(
+        request,
+        prompt_token_ids=text.prompt,
+        params=dataclasses.replace(params, max_tokens=text.num_holes),
+        suffix_token_ids=text.suffix,
+    )
+
+
 def _results(
     args: argparse.Namespace, llm: Any, clock: Any, prompts: list[str], problem: Any
 ) -> Any:
     from dllm_jax.cli.results import OneText, Rows, Watched
 
     if args.json or len(prompts) > 1:
-        return Rows(llm, clock, prompts, args.json)
+        return Rows(llm, clock, prompts, args.json, args.suffix)
     if args.watch:
         return Watched(llm, clock, problem)
     return OneText(llm, clock, problem)

@@ -83,10 +83,13 @@ def read_file(kind: str, name: str) -> str:
         ) from error
 
 
-def encode(model: Any, prompt: str, raw: bool) -> list[int]:
+def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[int]:
     """Token ids of a prompt; unless `raw`, as one user message of the chat template, if any.
 
-    A prompt that holds the mask token keeps it: such cells are text, not holes. The user is told.
+    A prompt that holds the mask token keeps it: such cells are text, and the user is told so.
+
+    Args:
+        has_holes: They are holes.
 
     Raises:
         ValueError: A model without a tokenizer, or a prompt too long for the model.
@@ -113,10 +116,17 @@ def encode(model: Any, prompt: str, raw: bool) -> list[int]:
             "together; shorten the prompt"
         )
     mask = model.config.mask_token_id
-    if mask in ids:
+    if mask in ids and not has_holes:
         print(
             f"warning: the prompt holds the mask token {tokenizer.decode([mask])!r} (id {mask}) "
             f"{ids.count(mask)} time(s); its ids are kept as they are, as text",
             file=sys.stderr,
         )
     return ids
+
+
+def encode_suffix(model: Any, suffix: str) -> list[int]:
+    """Token ids of what stands behind a text, with nothing that begins one."""
+    from dllm_jax import tokenization
+
+    return tokenization.encode(model.tokenizer, suffix, special=False)

@@ -107,9 +107,17 @@ class Watched(OneText):
 class Rows(contextlib.AbstractContextManager):
     """Several texts in the order of their prompts, each printed when those before it are."""
 
-    def __init__(self, llm: Any, clock: Any, prompts: Sequence[str], as_json: bool):
+    def __init__(
+        self,
+        llm: Any,
+        clock: Any,
+        prompts: Sequence[str],
+        as_json: bool,
+        suffix: str | None = None,
+    ):
         from tqdm import tqdm
 
+        self._suffix = suffix
         self._llm, self._clock, self._prompts, self._json = llm, clock, prompts, as_json
         self._began = clock()
         self._done: dict[int, RequestOutput] = {}
@@ -165,6 +173,7 @@ class Rows(contextlib.AbstractContextManager):
             metrics = output.metrics
             facts = {
                 "prompt": output.prompt,
+                **({} if self._suffix is None else {"suffix": self._suffix}),
                 "text": one.text,
                 "token_ids": one.token_ids,
                 "finish_reason": one.finish_reason or "abort",
@@ -208,11 +217,13 @@ def figures(outputs: Sequence[RequestOutput], seconds: float | None, compile_s: 
     """
     tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     nfe = sum(output.metrics.nfe for output in outputs)
+    # What is given between holes is text, but no forward wrote it.
+    written = sum(output.metrics.tokens_per_forward * output.metrics.nfe for output in outputs)
     firsts = [output.metrics.ttfb_s for output in outputs if output.metrics.ttfb_s is not None]
     parts = [
         f"{tokens} tokens",
         f"{nfe} forwards",
-        f"{tokens / max(nfe, 1):.2f} tokens per forward",
+        f"{written / max(nfe, 1):.2f} tokens per forward",
     ]
     if seconds is not None:
         parts.append(f"{tokens / max(seconds, 1e-9):.0f} tok/s with prefill")

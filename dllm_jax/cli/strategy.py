@@ -97,6 +97,20 @@ def resolve(model: Any, spec: str | None, value: Any, fields: dict[str, Any]) ->
         raise UsageError(str(error)) from error
 
 
+def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) -> Any:
+    """The strategy with a window for the longest text, where all of a text stands in the window.
+
+    A power of two of blocks, so that the next command finds its programs; a `buffer_size` that was
+    asked for stays.
+    """
+    if strategy.needs.prompt != "in_window" or "buffer_size" in fields:
+        return strategy
+    size, most = 1, max(1, model.config.max_position // strategy.block_size)
+    while size * strategy.block_size < longest:
+        size *= 2
+    return strategy.replace(buffer_size=min(size, most))
+
+
 def settable(strategy: Any) -> tuple[str, ...]:
     """Fields that a command line may set."""
     names = (field.name for field in dataclasses.fields(strategy))

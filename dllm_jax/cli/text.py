@@ -18,7 +18,8 @@ def frame(model: Any, output: RequestOutput, sample: Sample) -> Frame:
         output: Of a request with `denoise`.
         sample: What the engine keeps of it; its `start` says what has left the window.
     """
-    one = output.outputs[0]
+    one, placement = output.outputs[0], sample.placement
+    behind = placement.given[placement.limit - placement.prompt_len :]
     committed = min(max(0, sample.start - len(sample.prompt)), len(one.token_ids))
     settled = one.token_ids[committed:]
     return Frame(
@@ -26,6 +27,7 @@ def frame(model: Any, output: RequestOutput, sample: Sample) -> Frame:
         committed=model.tokenizer.decode(one.token_ids[:committed], skip_special_tokens=True),
         cells=cell_texts(model, (*settled, *one.window)),
         num_settled=len(settled),
+        behind=model.tokenizer.decode(list(behind), skip_special_tokens=True) if behind else "",
     )
 
 

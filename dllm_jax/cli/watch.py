@@ -22,12 +22,14 @@ class Frame:
         committed: Text before the window (without the prompt).
         cells: One text a cell of the window's open blocks, None for a hole; prompt cells left out.
         num_settled: Leading cells that can never change again.
+        behind: Text that was given behind the last cell.
     """
 
     nfe: int
     committed: str
     cells: tuple[str | None, ...]
     num_settled: int
+    behind: str = ""
 
 
 class Watch:
@@ -42,7 +44,8 @@ class Watch:
         """Draw a frame over the last one."""
         if not self._tty:
             text = "".join(HOLE if cell is None else cell for cell in frame.cells)
-            print(f"forward {frame.nfe:>3} |{text}|", file=self._out, flush=True)
+            behind = frame.behind.replace("\n", "⏎")
+            print(f"forward {frame.nfe:>3} |{text}|{behind}", file=self._out, flush=True)
             return
         columns, lines = shutil.get_terminal_size()
         rows = _rows(frame, columns)
@@ -70,6 +73,7 @@ def _rows(frame: Frame, columns: int) -> list[str]:
     for i, cell in enumerate(frame.cells):
         color = GREY if cell is None else GREEN if i < frame.num_settled else YELLOW
         pieces.append((HOLE if cell is None else cell, color))
+    pieces.append((frame.behind, RESET))
     rows, used, current = [""], 0, ""
     for text, color in pieces:
         for char in text:
