@@ -1,11 +1,9 @@
 """How a model is decoded where nobody says how: its strategy, the numbers of it, sampling.
 
-`dj.generate`, `LLM` and every verb of the command line ask here, so they agree. A family's own
-strategy may not be there yet; then another one stands in, and whoever named none is told what to
-expect. Nothing here runs a model.
+`dj.generate`, `LLM` and every verb of the command line ask here, so they agree. Nothing here runs a
+model.
 """
 
-import warnings
 from typing import Any, Protocol
 
 from dllm_jax.model import Model
@@ -13,47 +11,18 @@ from dllm_jax.models.families import FamilyDefaults
 from dllm_jax.requests import SamplingParams
 from strategies.resolve import load_strategy, strategy_names
 
-# Strategies that are promised, and what a model made for one loses while it is not there.
-_LOSSES = {
-    "full_sequence": "the model was trained with full attention, so texts suffer where a block "
-    "does not see the ones behind it",
-}
-_STAND_IN = "multi_bd"
-# These revise what they accepted: their accept thresholds are low, and mean nothing elsewhere.
-_REVISING = ("edit", "dmax")
+# Whose accept threshold is their own: low where what was accepted is revised, 1 where a schedule
+# decides. It means nothing to another strategy, nor does another's to them.
+_OWN_THRESHOLD = ("edit", "dmax", "full_sequence")
 
 
 class Described(Protocol):
     """What is asked of a model here, which a report on a checkpoint has as well."""
 
     @property
-    def config(self) -> Any:
-        """Facts of the network."""
-
-    @property
     def defaults(self) -> FamilyDefaults:
         """How the family is decoded when nothing is said."""
         ...
-
-
-def default_strategy(model: Described) -> str:
-    """Name of the strategy of a model where nobody names one: its family's, once that is there."""
-    own = model.defaults.strategy
-    if own in strategy_names() or own not in _LOSSES:
-        return own
-    return _STAND_IN if model.config.mask_token_id >= 0 else "ar"
-
-
-def stand_in_note(model: Described) -> str | None:
-    """What to expect where another strategy stands in for the family's; None where none does."""
-    defaults, used = model.defaults, default_strategy(model)
-    if used == defaults.strategy:
-        return None
-    return (
-        f"{defaults.family} is decoded with {used!r}: its own "
-        f"strategy, {defaults.strategy!r}, is not there yet, and {_LOSSES[defaults.strategy]}; "
-        f"name a strategy to say that this is meant"
-    )
 
 
 def alternatives_note(model: Described) -> str | None:
@@ -70,25 +39,10 @@ def alternatives_note(model: Described) -> str | None:
     )
 
 
-_told: set[tuple[str, str]] = set()
-
-
-def warn_of_stand_in(model: Model, stacklevel: int = 2) -> None:
-    """Say once a process and model that another strategy stands in for the family's.
-
-    Only where the user named no strategy.
-    """
-    note, key = stand_in_note(model), (model.source, model.defaults.strategy)
-    if note is None or key in _told:
-        return
-    _told.add(key)
-    warnings.warn(note, stacklevel=stacklevel + 1)
-
-
 def resolve_strategy(model: Model, strategy: Any) -> Any:
     """The strategy to run: the family's default for None, its sizes where they are left open."""
     if strategy is None:
-        strategy = family_strategy(model, default_strategy(model))
+        strategy = family_strategy(model, model.defaults.strategy)
     elif isinstance(strategy, str) and ":" not in strategy:
         strategy = family_strategy(model, strategy)
     strategy = load_strategy(strategy)
@@ -106,16 +60,22 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
         "add_block_threshold": defaults.add_block_threshold,
         "semi_complete_threshold": defaults.semi_complete_threshold,
     }
-    if name == defaults.strategy or not {name, defaults.strategy} & {*_REVISING}:
+    if name == defaults.strategy or not {name, defaults.strategy} & {*_OWN_THRESHOLD}:
         wanted |= {"accept_threshold": defaults.accept_threshold}
-    if name == defaults.strategy:
-        wanted |= {"edit_threshold": defaults.edit_threshold}
     if plain.needs.prompt.startswith("grid"):  # elsewhere the size is the algorithm's, as AR's 2
         wanted |= {"block_size": defaults.block_size}
-    if name == default_strategy(model):
+    if name == defaults.strategy:
+        of_one = ("edit_threshold", "remasking", "block_length")
+        told = {key: getattr(defaults, key) for key in of_one}
         wanted |= {"buffer_size": defaults.buffer_size}
+        wanted |= {key: value for key, value in told.items() if value is not None}
     known = {k: v for k, v in wanted.items() if hasattr(plain, k)}
-    return load_strategy(plain, **{**known, **overrides})
+    strategy = load_strategy(plain, **{**known, **overrides})
+    if plain.needs.prompt == "in_window" and "buffer_size" not in overrides:
+        # The window is all of a text here: the usual one, or what the model has positions for.
+        most = max(1, model.config.max_position // (strategy.block_size or defaults.block_size))
+        strategy = strategy.replace(buffer_size=min(strategy.buffer_size or most, most))
+    return strategy
 
 
 def default_params(model: Model, strategy: Any, **params: Any) -> SamplingParams:

@@ -48,6 +48,7 @@ class ModelForward:
         self._reads_ahead = reads_ahead
         self.mask_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
+        self.shift: bool = model.config.shift
         self.aux = {
             name: ModelForward(other, name, implementation=implementation, reads_ahead=reads_ahead)
             for name, other in (aux or {}).items()
@@ -93,7 +94,7 @@ class ModelForward:
             start=buffer.start,
             live=edges,
             context_len=buffer.start if context_len is None else context_len,
-            visible=blocks.visible_causal(K) if visible is None else visible,
+            visible=visible,
             causal=jnp.broadcast_to(jnp.asarray(causal), (B,)),
             block_size=S,
         )
@@ -271,6 +272,7 @@ class WindowOutput(struct.PyTreeNode):
         forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
+        guide: "tuple[WindowOutput, float] | None" = None,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
@@ -285,6 +287,7 @@ class WindowOutput(struct.PyTreeNode):
             penalty=None if penalty is None else (penalty[0].reshape(-1), penalty[1].reshape(-1)),
             confidence=confidence,
             num_top=num_top,
+            guide=None if guide is None else (guide[0]._aligned().reshape(B * K * S, -1), guide[1]),
         )
         token, sure, entropy = (
             leaf.reshape(B, K, S) for leaf in (stats.token, stats.confidence, stats.entropy)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax import decode
 from dllm_jax.cache import PAGE_SIZE
-from dllm_jax.defaults import default_strategy, resolve_strategy, warn_of_stand_in
+from dllm_jax.defaults import resolve_strategy
 from dllm_jax.forward import ModelForward
 from dllm_jax.loading import load
 from dllm_jax.model import Model
@@ -160,8 +160,6 @@ def _prepare(
 ) -> tuple[Model, tuple[Any, dict[str, Model], decode.Batch], int]:
     """Check a call's arguments and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
-    if strategy is None:
-        warn_of_stand_in(model, stacklevel=3)
     strategy = resolve_strategy(model, strategy)
     bare, knobs = split_knobs(strategy)
     aux = bind_draft(strategy, draft)
@@ -175,6 +173,10 @@ def _prepare(
     check_fit(model, strategy)
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
+    last = model.config.max_position
+    if strategy.needs.prompt == "in_window":
+        last = min(last, strategy.block_size * strategy.buffer_size)
+        _check_window(strategy, lengths, max_tokens)
 
     def a_row(name: str, value: Any, dtype: Any) -> Array:
         if np.shape(value) not in ((), (1,), (B,)):
@@ -190,7 +192,7 @@ def _prepare(
     batch = decode.Batch(
         prompt=ids,
         prompt_len=lengths,
-        limit=jnp.minimum(lengths + max_tokens, model.config.max_position),
+        limit=jnp.minimum(lengths + max_tokens, last),
         sampling=Sampling(
             a_row("temperature", temperature, jnp.float32),
             a_row("top_k", 0 if top_k is None else top_k, jnp.int32),
@@ -248,17 +250,31 @@ def check_fit(model: Model, strategy: Any) -> None:
             f"{window} tokens, more than the model's {cfg.max_position} positions; "
             "choose smaller ones"
         )
-    instead = f"use the family's own strategy, {default_strategy(model)!r}"
+    instead = f"use the family's own strategy, {model.defaults.strategy!r}"
     if strategy.needs.boundary and not cfg.shift:
         raise ValueError(
             f"{name} continues from the row before its window, which predicts the next token only "
             f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
         )
-    if strategy.needs.prompt.startswith("grid") and cfg.mask_token_id < 0:
+    denoises = strategy.needs.prompt.startswith("grid") or strategy.needs.prompt == "in_window"
+    if denoises and cfg.mask_token_id < 0:
         raise ValueError(
             f"{name} denoises masks, and {model.defaults.family} has no mask token: {instead}"
         )
     _check_routing(model, strategy, name)
+
+
+def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:
+    """Refuse texts that the window does not hold, where their lengths are known."""
+    if isinstance(lengths, Tracer):
+        return
+    S, window = strategy.block_size, strategy.block_size * strategy.buffer_size
+    longest = int(np.max(lengths))
+    if longest + max_tokens > window:
+        raise ValueError(
+            f"prompt and max_tokens are {longest} + {max_tokens} tokens, the window has {window}; "
+            f"use buffer_size={-(-(longest + max_tokens) // S)} or lower max_tokens"
+        )
 
 
 def _check_routing(model: Model, strategy: Any, name: str) -> None:
@@ -273,7 +289,7 @@ def _check_routing(model: Model, strategy: Any, name: str) -> None:
         raise ValueError(
             f"{name} takes the prompt in as {strategy.needs.prompt!r}, which splits the blocks of "
             f"{routing} tokens that {model.defaults.family} routes together; use a strategy on the "
-            f"grid of blocks, such as {default_strategy(model)!r}"
+            f"grid of blocks, such as {model.defaults.strategy!r}"
         )
 
 

@@ -18,10 +18,8 @@ from dllm_jax.chat import Messages
 from dllm_jax.compile_cache import enable_compile_cache
 from dllm_jax.defaults import (
     default_params,
-    default_strategy,
     family_strategy,
     resolve_strategy,
-    warn_of_stand_in,
 )
 from dllm_jax.facts import EngineConfig
 from dllm_jax.generation import bind_draft, check_fit
@@ -410,12 +408,10 @@ def _model(model: Any, **how: Any) -> Model:
 def _strategy(model: Model, strategy: Any, block_size: int | None, buffer_size: int | None) -> Any:
     sizes = {"block_size": block_size, "buffer_size": buffer_size}
     given = {name: size for name, size in sizes.items() if size is not None}
-    if strategy is None:
-        warn_of_stand_in(model, stacklevel=3)
     if not given:
         return resolve_strategy(model, strategy)
     if strategy is None:
-        strategy = default_strategy(model)
+        strategy = model.defaults.strategy
     if not isinstance(strategy, str) or ":" in strategy:
         raise ValueError(
             f"{', '.join(given)} go with a strategy given by name; set them on the strategy value"

@@ -47,6 +47,7 @@ def read_stats(
     penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
     confidence: Literal["drawn", "raw"] = "drawn",
     num_top: int = 0,
+    guide: tuple[Float[Array, "R D"], float] | None = None,
 ) -> TokenStats:
     """Statistics of each row under its sampling, leading axis R.
 
@@ -56,11 +57,16 @@ def read_stats(
         keys: One a row, None where every row is greedy.
         forbidden: Ids to a mask of those never drawn.
         penalty: An id a row and what its logit loses.
+        guide: Rows to move away from, and how far: see `ForwardOutput.predict`.
     """
+    away, scale = (None, 0.0) if guide is None else guide
 
     def one(rows: tuple[Any, ...]) -> TokenStats:
-        hidden, sampling, keys, penalty = rows
+        hidden, sampling, keys, penalty, away = rows
         logits = unembed(hidden)
+        if away is not None:
+            others = unembed(away)
+            logits = others + (1.0 + scale) * (logits - others)
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         logits = jnp.where(forbidden(ids), -jnp.inf, logits)
         if penalty is not None:
@@ -75,7 +81,7 @@ def read_stats(
             num_top=num_top,
         )
 
-    return in_chunks(one, (hidden, sampling, keys, penalty))
+    return in_chunks(one, (hidden, sampling, keys, penalty, away))
 
 
 def read_soft(

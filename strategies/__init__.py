@@ -7,6 +7,7 @@ from strategies.d2f import D2F
 from strategies.dmax import DMax
 from strategies.edit import Edit
 from strategies.fast_dllm_v2 import FastDLLMV2
+from strategies.full_sequence import FullSequence
 from strategies.multi_bd import MultiBD
 from strategies.protocol import (
     Forward,
@@ -47,6 +48,7 @@ __all__ = [
     "FastDLLMV2",
     "Forward",
     "ForwardOutput",
+    "FullSequence",
     "Knob",
     "Limits",
     "MultiBD",

@@ -9,7 +9,6 @@ and, for the entropy bound, EB-Sampler's (arXiv 2505.24857).
 
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool
@@ -84,8 +83,7 @@ class BlockDiffusion(struct.PyTreeNode):
             case "entropy":
                 return sampling.entropy_bounded(stats, self.entropy_bound, holes)
             case "random":
-                keys = random.step_keys(state, salt=_ORDER_STREAM)
-                order = jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
+                order = random.uniforms(state, salt=_ORDER_STREAM)
                 return sampling.top_n(order, quota, holes)
 
 

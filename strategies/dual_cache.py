@@ -12,6 +12,7 @@ Source: Fast-dLLM v2 (arXiv 2509.26328), hierarchical caching; Fast-dLLM (2505.2
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,3 +92,32 @@ def run(
 
     all_refine = jnp.all(refine | (state.finish != RUNNING))
     return jax.lax.cond(all_refine, pass_of(width), pass_of(None)), live
+
+
+def run_narrow(
+    forward: Forward,
+    state: DecodeState,
+    live: Bool[Array, "B K S"],
+    widths: tuple[int, ...],
+    **options: Any,
+) -> ForwardOutput:
+    """One pass over `live`, as wide as the running row with most live cells needs.
+
+    Any window. Store outside, as ever: a pool that two branches write would be copied.
+
+    Args:
+        widths: Ascending widths to choose from; those the window does not exceed are left out.
+        **options: What else `forward` takes.
+    """
+    B, K, S = live.shape
+    widths = tuple(width for width in widths if width < K * S)
+
+    def pass_of(width: int | None) -> Callable[[], ForwardOutput]:
+        return lambda: forward(state, live=live, width=width, **options)
+
+    if not widths:
+        return pass_of(None)()
+    count = jnp.sum(live.reshape(B, -1), axis=1, dtype=jnp.int32)
+    most = jnp.max(jnp.where(state.finish == RUNNING, count, 0))
+    fitting = jnp.sum(most > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+    return jax.lax.switch(fitting, [pass_of(width) for width in (*widths, None)])

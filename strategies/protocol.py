@@ -244,6 +244,7 @@ class ForwardOutput(Protocol):
         forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
+        guide: tuple["ForwardOutput", float] | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -256,6 +257,9 @@ class ForwardOutput(Protocol):
             forbid: Ids never drawn. The mask id and padded vocabulary rows never are.
             penalty: Ids and what is subtracted from their logits, one a cell.
             num_top: How many of the most probable ids to return.
+            guide: An output of the same cells under another input, and a scale: the law read is
+                that of `other + (1 + scale) * (own - other)`, in logits (classifier-free guidance,
+                Ho and Salimans, arXiv 2207.12598).
         """
         ...
 
@@ -277,6 +281,9 @@ class Forward(Protocol):
 
     mask_id: int
     vocab_size: int
+    shift: bool
+    """Row i tells cell i + 1, so a pass that begins behind the window's first cell has no row for
+    the first cell it runs."""
 
     @property
     def aux(self) -> Mapping[str, "Forward"]:

@@ -7,7 +7,7 @@ fold, so that they never meet.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from strategies.state import DecodeState
 
@@ -43,3 +43,9 @@ def step_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
     step = _fold(_fold(state.keys, jnp.asarray(_STEP_STREAM)), state.buffer.nfe)
     step = _fold(step, jnp.asarray(salt))
     return _fold(step[:, None, None], state.buffer.positions)
+
+
+def uniforms(state: DecodeState, salt: int) -> Float[Array, "B K S"]:
+    """One number in [0, 1) a cell, drawn with `step_keys`: an order of the cells, or chances."""
+    keys = step_keys(state, salt)
+    return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)

@@ -49,7 +49,7 @@ class Forward:
 
     def __init__(self, state: DecodeState, shifted: bool):
         self.aux: dict[str, Any] = {}
-        self._state, self._shifted, self._calls = state, shifted, 0
+        self._state, self.shift, self._calls = state, shifted, 0
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ class Forward:
             fault=fault,
             hidden=jnp.zeros((B, K, S, 0)),
             taps=tuple(jnp.zeros((B, K, S, 0)) for _ in hidden_layers),
-            shifted=self._shifted,
+            shifted=self.shift,
         )
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... 0"]:

@@ -28,6 +28,7 @@ _SHARED = {
     "random_requests",
     "random_world",
     "recording",
+    "remasking",
     "resolve",
     "sampling",
     "state",
@@ -37,7 +38,7 @@ _SHARED = {
 
 
 # Names that are promised; they are refused by name until they work.
-_TO_COME = ("full_sequence", "dflash", "diffusion_gemma")
+_TO_COME = ("dflash", "diffusion_gemma")
 _FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
 _DEFAULT_NEEDS = Needs("grid_causal")
 

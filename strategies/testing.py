@@ -88,11 +88,12 @@ class _ScriptedOutput(struct.PyTreeNode):
         forbid: Any = None,
         penalty: Any = None,
         num_top: int = 0,
+        guide: Any = None,
     ) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
         del sampling, keys, confidence
-        if forbid is not None or penalty is not None:
-            raise ValueError("a script has no logits to forbid or to penalise; pass neither")
+        if forbid is not None or penalty is not None or guide is not None:
+            raise ValueError("a script has no logits to forbid, penalise or guide; pass none")
         stats = self.forward.stats(self.row, self.positions, num_top)
         if where is None:
             return stats
@@ -117,7 +118,7 @@ class _ScriptedForward:
     """
 
     def __init__(self, script: _Script, first: Array, start: Array, mask_id: int, vocab_size: int):
-        self.mask_id, self.vocab_size, self.aux = mask_id, vocab_size, {}
+        self.mask_id, self.vocab_size, self.aux, self.shift = mask_id, vocab_size, {}, False
         self._script, self._first, self._start, self.calls = script, first, start, 0
 
     @property

@@ -1,9 +1,9 @@
 """Proves that a model decoded with nothing said gets the strategy and sampling its family needs.
 
 A Qwen3-shaped model with random weights must give the argmax chain of its cache-free logits: a
-loop written here, which knows neither windows nor pages. Where a family's own strategy is missing,
-`dj.generate`, `LLM` and the command line take the same stand-in and say so, once, unless a strategy
-was named. LLaDA2.2's rules on blocks and on ids hold in every path.
+loop written here, which knows neither windows nor pages. `dj.generate`, `LLM` and the command line
+take the same strategy with the same numbers. LLaDA2.2's rules on blocks and on ids hold in every
+path.
 """
 
 import dataclasses
@@ -32,10 +32,11 @@ from strategies import (
     BlockDiffusion,
     Edit,
     FastDLLMV2,
+    FullSequence,
     MultiBD,
     Needs,
     as_strategy,
-    strategy_names,
+    load_strategy,
 )
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
@@ -81,7 +82,7 @@ def test_ar_refuses_another_window(causal_model):
         dj.generate(causal_model, [[5, 6]], strategy, max_tokens=4)
 
 
-# A family's own strategy, and what stands in for it.
+# A family's own strategy.
 
 
 def tiny(family, source="", name="", **changes):
@@ -95,28 +96,18 @@ def dream():
     return tiny("dream", source="tests/dream")
 
 
-STAND_INS = {"full_sequence": "multi_bd"}
-
-
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family_has_a_strategy_that_is_there(family):
+def test_every_family_is_decoded_by_its_own_strategy(family):
     model = tiny(family)
-    own, used = model.defaults.strategy, defaults.default_strategy(model)
-    assert used in strategy_names()
-    assert used == (own if own in strategy_names() else STAND_INS[own])
-    note = defaults.stand_in_note(model)
-    assert (note is None) == (used == own)
-    assert note is None or (
-        repr(own) in note and repr(used) in note and note.startswith(f"{model.defaults.family} ")
-    )
     chosen = defaults.resolve_strategy(model, None)
-    assert (chosen.block_size, chosen.buffer_size) == (
-        (2, 1) if used == "ar" else (model.defaults.block_size, 1)
-    )
+    assert type(chosen) is type(load_strategy(model.defaults.strategy))
+    sizes = {"ar": (2, 1), "full_sequence": (32, 8)}  # the window is the 256 positions there are
+    usual = (model.defaults.block_size, 1)
+    assert (chosen.block_size, chosen.buffer_size) == sizes.get(model.defaults.strategy, usual)
     check_fit(model, chosen)
 
 
-def test_a_strategy_nobody_promised_is_an_error_and_no_stand_in():
+def test_a_strategy_nobody_promised_is_an_error():
     model = tiny("sdar", dllm_jax={"strategy": "multi_db"})
     with pytest.raises(ValueError, match="strategy='multi_db' is unknown; use one of ar, block_d"):
         defaults.resolve_strategy(model, None)
@@ -140,18 +131,27 @@ def test_fast_dllm_v2_decodes_as_its_card_says():
     assert defaults.resolve_strategy(tiny("fast_dllm_v2"), None) == FastDLLMV2()
 
 
-def test_generate_says_once_that_a_stand_in_decodes(dream, monkeypatch):
-    monkeypatch.setattr(defaults, "_told", set())
-    monkeypatch.setattr(generation, "_generate", lambda _, strategy, *__: strategy)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        unsaid = dj.generate(dream, [[5, 6]])
-        dj.generate(dream, [[5, 6]])
-    assert [str(one.message) for one in caught] == [defaults.stand_in_note(dream)]
-    assert caught[0].filename == __file__
-    monkeypatch.setattr(defaults, "_told", set())
-    assert dj.generate(dream, [[5, 6]], "multi_bd") == unsaid  # a warning would be an error here
-    assert (unsaid.block_size, unsaid.buffer_size) == (32, 1)
+def test_models_of_full_attention_decode_as_their_cards_say(dream):
+    llada = defaults.resolve_strategy(tiny("llada", max_sequence_length=4096), None)
+    assert llada == FullSequence(block_length=32)
+    chosen = defaults.resolve_strategy(dream, None)
+    assert chosen == FullSequence(remasking="entropy", buffer_size=8)
+    assert defaults.default_params(dream, chosen) == USUAL
+
+
+def test_a_schedules_threshold_is_for_that_alone(dream):
+    assert defaults.resolve_strategy(dream, "multi_bd").accept_threshold == 0.9
+    stranger = defaults.resolve_strategy(tiny("sdar"), "full_sequence")
+    assert stranger == FullSequence(buffer_size=8)
+
+
+def test_a_whole_window_is_no_longer_than_the_model():
+    model = tiny("llada", max_sequence_length=100)
+    assert defaults.resolve_strategy(model, "full_sequence").buffer_size == 3
+    assert defaults.family_strategy(model, "full_sequence", block_size=8).buffer_size == 12
+    asked = defaults.family_strategy(model, "full_sequence", buffer_size=5)
+    with pytest.raises(ValueError, match="160 tokens, more than the model's 100 positions"):
+        check_fit(model, asked)
 
 
 class Asked:
@@ -183,23 +183,21 @@ def started(monkeypatch):
     made = []
     monkeypatch.setattr("dllm_jax.llm.start", lambda _, strategy, *__, **___: made.append(strategy))
     monkeypatch.setattr("dllm_jax.llm.SharedEngine", Asked)
-    monkeypatch.setattr(defaults, "_told", set())
     return made
 
 
 @pytest.mark.parametrize("sizes", [{}, {"block_size": 32}])
-def test_llm_says_it_where_it_is_made(dream, started, sizes):
-    with pytest.warns(UserWarning, match=r"dream is decoded with 'multi_bd': its own"):
-        dj.LLM(dream, **sizes)
-    dj.LLM(dream, "multi_bd", **sizes)
-    assert started == [defaults.resolve_strategy(dream, None)] * 2
+def test_every_entrance_takes_the_familys_own(dream, started, monkeypatch, sizes):
+    monkeypatch.setattr(generation, "_generate", lambda _, strategy, *__: strategy)
+    own = defaults.resolve_strategy(dream, None)
+    dj.LLM(dream, **sizes)
+    assert started == [own]
+    assert cli_strategy.resolve(dream, None, None, {}) == own
+    bare = dj.generate(dream, [[5, 6]], max_tokens=99)
+    assert bare.replace(accept_threshold=1.0) == own
 
 
-def test_the_command_line_says_it_in_one_line(dream, monkeypatch):
-    monkeypatch.setattr(defaults, "_told", set())
-    with pytest.warns(UserWarning, match="dream is decoded with 'multi_bd'"):
-        chosen = cli_strategy.resolve(dream, None, None, {})
-    assert chosen == cli_strategy.resolve(dream, "multi_bd", None, {})
+def test_the_command_line_warns_in_one_line(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     entry._warn_in_one_line()
     told = warnings.formatwarning("a\n b", UserWarning, "file.py", 3)
@@ -212,9 +210,9 @@ def test_a_d2f_adapter_changes_how_the_base_is_decoded():
     adapted = with_d2f_adapter(base)
     changed = {"strategy": "d2f", "block_size": 32, "buffer_size": 4, "accept_threshold": 0.95}
     changed |= {"add_block_threshold": 0.1, "semi_complete_threshold": 0.9, "attention": "d2f"}
+    changed |= {"remasking": None, "block_length": None}
     assert adapted == dataclasses.replace(base, **changed)
     model = tiny("llada").replace(defaults=adapted)
-    assert defaults.stand_in_note(model) is None
     assert defaults.resolve_strategy(model, None) == D2F()  # its defaults are the published ones
 
 
@@ -226,11 +224,10 @@ def inspected(folder, capsys):
 
 @pytest.mark.parametrize("family", ["llada", "llada2", "sdar"])
 def test_inspect_tells_how_a_checkpoint_is_decoded(family, tmp_path, capsys):
-    model = tiny(family)
-    wanted = (defaults.stand_in_note(model), defaults.alternatives_note(model))
-    assert (wanted[0] is not None, wanted[1] is not None) == (family == "llada", family == "llada2")
-    assert inspected(write_tiny(family, tmp_path), capsys) == [note for note in wanted if note]
-    assert wanted[1] is None or wanted[1].startswith(
+    note = defaults.alternatives_note(tiny(family))
+    assert (note is not None) == (family == "llada2")
+    assert inspected(write_tiny(family, tmp_path), capsys) == ([note] if note else [])
+    assert note is None or note.startswith(
         "the files do not tell whether it was made for 'multi_bd' or for 'edit' or 'dmax'; "
     )
 
@@ -239,7 +236,7 @@ def test_info_has_a_line_for_every_family():
     lines = info._families()
     assert lines.keys() == {*(row.name for row in FAMILIES), "llada2, 2.2"}
     assert lines["dream"] == (
-        "full_sequence (multi_bd until then), block 32, buffer 1, accept 0.9, temperature 0.2, "
+        "full_sequence, block 32, buffer 16, accept 1, remasking entropy, temperature 0.2, "
         "top-p 0.95, trained full, shifted, mask 151666, stops 151643 151645, class DreamModel"
     )
     assert lines["llada2"].startswith("multi_bd, block 32, buffer 1, accept 0.95, temperature 0, ")

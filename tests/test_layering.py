@@ -85,6 +85,7 @@ STRATEGY_MACHINERY = (
     "sampling",
     "token_merge",
     "dual_cache",
+    "remasking",
     "recording",
 )
 

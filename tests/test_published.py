@@ -110,10 +110,10 @@ def test_tensors_have_the_familys_names_and_number(name):
 
 # Name: strategy, block, accept threshold, temperature, mask id, stop ids, pad id, alternatives.
 DEFAULTS = {
-    "GSAI-ML/LLaDA-8B-Instruct": "full_sequence 32 0.9 0.0 126336 126081,126348 126081",
-    "Dream-org/Dream-v0-Instruct-7B": "full_sequence 32 0.9 0.2 151666 151643,151645 151643",
-    "apple/DiffuCoder-7B-Instruct": "full_sequence 32 0.9 0.3 151666 151643,151645 151643",
-    "apple/DiffuCoder-7B-cpGRPO": "full_sequence 32 0.9 0.4 151666 151643,151645 151643",
+    "GSAI-ML/LLaDA-8B-Instruct": "full_sequence 32 1.0 0.0 126336 126081,126348 126081",
+    "Dream-org/Dream-v0-Instruct-7B": "full_sequence 32 1.0 0.2 151666 151643,151645 151643",
+    "apple/DiffuCoder-7B-Instruct": "full_sequence 32 1.0 0.3 151666 151643,151645 151643",
+    "apple/DiffuCoder-7B-cpGRPO": "full_sequence 32 1.0 0.4 151666 151643,151645 151643",
     "Dream-org/DreamReasoner-8B": "multi_bd 32 0.9 0.0 151669 151643,151645 151643",
     "ByteDance-Seed/Stable-DiffCoder-8B-Base": "multi_bd 4 0.95 0.0 5 2 1",
     "Efficient-Large-Model/Fast_dLLM_v2_7B": "fast_dllm_v2 32 0.9 0.0 151665 151643,151645 151643",

@@ -127,17 +127,15 @@ def _random() -> dict[str, str]:
 def _families() -> dict[str, str]:
     """A line a family: the strategy it was made for, its numbers, its tokens, its class."""
     from dllm_jax.models.family_table import BLOCK_ROUTED, FAMILIES
-    from strategies import strategy_names
-
-    there = strategy_names()
 
     def line(row: Any) -> str:
-        own = row.strategy if row.strategy in there else f"{row.strategy} (multi_bd until then)"
         return ", ".join(
             (
-                f"{own}, block {row.block_size}, buffer {row.buffer_size}",
+                f"{row.strategy}, block {row.block_size}, buffer {row.buffer_size}",
                 f"accept {row.accept_threshold:g}",
                 *([] if row.edit_threshold is None else [f"edit {row.edit_threshold:g}"]),
+                *([] if row.remasking is None else [f"remasking {row.remasking}"]),
+                *([] if row.block_length is None else [f"text in blocks of {row.block_length}"]),
                 f"temperature {row.temperature:g}",
                 *([] if row.top_p is None else [f"top-p {row.top_p:g}"]),
                 f"trained {row.attention}{', shifted' if row.shift else ''}",

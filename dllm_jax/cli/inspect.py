@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _notes(report: Any) -> list[str]:
     """What to know of how it is decoded."""
-    from dllm_jax.defaults import alternatives_note, stand_in_note
+    from dllm_jax.defaults import alternatives_note
 
     if report.defaults is None:
         return []
-    return [note for note in (stand_in_note(report), alternatives_note(report)) if note]
+    note = alternatives_note(report)
+    return [note] if note else []

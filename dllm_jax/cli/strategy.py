@@ -73,17 +73,10 @@ def resolve(model: Any, spec: str | None, value: Any, fields: dict[str, Any]) ->
     Raises:
         UsageError: Unknown field, a value of another type, or one out of range.
     """
-    from dllm_jax.defaults import (
-        default_strategy,
-        family_strategy,
-        resolve_strategy,
-        warn_of_stand_in,
-    )
+    from dllm_jax.defaults import family_strategy, resolve_strategy
     from strategies import load_strategy
 
-    if spec is None:
-        warn_of_stand_in(model)
-    name = spec or default_strategy(model)
+    name = spec or model.defaults.strategy
     value = load(name) if value is None else value
     check_fields(value, fields)
     cleared = {key: None for key, field in fields.items() if field is None}

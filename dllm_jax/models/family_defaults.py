@@ -21,6 +21,7 @@ class FamilyDefaults:
         block_size: Tokens of a block; 1 for a model that was trained token by token.
         buffer_size: Blocks in the window.
         edit_threshold: Of a strategy that edits; None is its own.
+        remasking, block_length: Of `full_sequence`; None is its own.
         temperature, top_p: Of requests that bring no sampling parameters at all.
         attention: Which positions saw which in training: all, those before, those of the same
             block and before; "d2f": blocks behind a prompt that sees itself whole.
@@ -39,6 +40,8 @@ class FamilyDefaults:
     add_block_threshold: float = 0.1
     semi_complete_threshold: float = 0.9
     edit_threshold: float | None = None
+    remasking: str | None = None
+    block_length: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
     attention: Attention = "block_causal"
@@ -73,6 +76,8 @@ def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
         semi_complete_threshold=0.9,
         temperature=0.0,
         top_p=None,
+        remasking=None,
+        block_length=None,
         attention="d2f",
         alternatives=(),
     )

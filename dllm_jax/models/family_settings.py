@@ -24,7 +24,7 @@ _OURS = {
     "temperature": float,
     "top_p": float,
 }
-_FROM_TABLE = (*_OURS, "attention", "alternatives")
+_FROM_TABLE = (*_OURS, "remasking", "block_length", "attention", "alternatives")
 
 
 def settings_of(

@@ -61,6 +61,8 @@ class Family:
     add_block_threshold: float = 0.1
     semi_complete_threshold: float = 0.9
     edit_threshold: float | None = None
+    remasking: str | None = None
+    block_length: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
     alternatives: tuple[str, ...] = ()
@@ -79,7 +81,8 @@ _QWEN_ENDS = (151643, 151645)  # <|endoftext|>, <|im_end|>
 _LLADA_ENDS = (126081, 126348)  # <|endoftext|>, <|eot_id|>
 
 FAMILIES = (
-    # GSAI-ML/LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5. Threshold: Fast-dLLM's.
+    # GSAI-ML/LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5. As their authors decode: the surest token
+    # of 32 each forward; a threshold of 1 takes nothing beside it (Fast-dLLM's is 0.9).
     Family(
         name="llada",
         architecture="LLaDAModelLM",
@@ -89,14 +92,18 @@ FAMILIES = (
         attention="full",
         strategy="full_sequence",
         block_size=32,
-        accept_threshold=0.9,
+        buffer_size=16,
+        accept_threshold=1.0,
+        remasking="low_confidence",
+        block_length=32,
         mask_token_id=126336,
         mask_tokens=("<|mdm_mask|>",),
         stop_token_ids=_LLADA_ENDS,
         pad_token_id=126081,
     ),
     # Dream-org/Dream-v0-Base-7B, -Instruct-7B; apple/DiffuCoder-7B-*, which its config does not
-    # tell apart. "Dream" is also the reasoner's model_type, so that alone says nothing.
+    # tell apart. "Dream" is also the reasoner's model_type, so that alone says nothing. Decoded as
+    # their cards do: the least entropy first, a forward a token, the text as one block.
     Family(
         name="dream",
         architecture="DreamModel",
@@ -105,7 +112,9 @@ FAMILIES = (
         attention="full",
         strategy="full_sequence",
         block_size=32,
-        accept_threshold=0.9,
+        buffer_size=16,
+        accept_threshold=1.0,
+        remasking="entropy",
         temperature=0.2,
         top_p=0.95,
         mask_token_id=151666,

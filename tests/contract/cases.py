@@ -11,12 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, MultiBD
+from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, FullSequence, MultiBD
 from tests.contract import (
     dense,
     dense_blocks,
     dense_dmax,
     dense_edit,
+    dense_full_sequence,
     dense_sub_blocks,
     dense_toys,
     models,
@@ -177,12 +178,15 @@ def _fast_dllm_v2() -> Case:
     )
 
 
+_HOLED = (*_ids[50:53], -1, -1, _ids[53], -1, 7)  # the stop id stands here, and ends nothing
+
+
 def _full_sequence() -> Case:
     model = models.plain()
     requests = (
         Request(tuple(_ids[:3]), 10, seed=1, suffix=tuple(_ids[40:45])),
         Request(tuple(_ids[5:21]), 11, seed=2),
-        Request(tuple(_ids[30:38]), 16, seed=3, temperature=0.7, suffix=(7,)),
+        Request(tuple(_ids[30:38]), 8, seed=3, temperature=0.7, suffix=_HOLED, stops=(_HOLED[0],)),
     )
     truth = functools.partial(dense_toys.decode_whole, dense.Net(model), accept=0.6)
     return Case(toys.FullSequence(), model, truth, requests)
@@ -227,6 +231,24 @@ def _dmax() -> Case:
     return _blocks(strategy, model, requests, rule, add=0.5, settles_ready=True)
 
 
+def full_sequence_case(model: Any, accept: float, **how: Any) -> Case:
+    """The toy's requests, one with a threshold of its own; blocks of the text are cut by limits."""
+    first, second, third = _full_sequence().requests
+    net = dense.Net(model)
+    return Case(
+        FullSequence(accept, **how, block_size=8, buffer_size=4),
+        model,
+        functools.partial(dense_full_sequence.decode_full_sequence, net, accept=accept, **how),
+        (first, _own(second, accept_threshold=1.0), third),
+    )
+
+
+def _full_sequence_dual() -> Case:
+    """Dream's, shifted: a block's first forward runs everything, the others the block alone."""
+    how = {"remasking": "entropy", "block_length": 6, "cache": "dual"}
+    return full_sequence_case(models.plain(5, shift=True), 0.4, **how)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
@@ -243,6 +265,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "fast_dllm_v2": _fast_dllm_v2,
     "edit": _edit,
     "dmax": _dmax,
+    "full_sequence_dual": _full_sequence_dual,
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.

@@ -1,0 +1,217 @@
+"""Full-sequence diffusion: models that were trained without a cache, decoded as their authors do.
+
+Prompt, text and what follows it stand in one window, and every cell sees every other.
+
+1. The text is cut in blocks of `block_length` from the prompt's end, filled from left to right;
+   None makes it one block.
+2. The model runs over the whole window. With `cfg_scale` it runs once more with all that was given
+   hidden, and the logits move away from what it says then.
+3. Of the holes of the current block the best-scored are filled, as many as the schedule says, and
+   beside them all whose token is surer than `accept_threshold`.
+
+With `cache` only a block's first forward runs everything, and keeps all keys and values. The others
+run the text from the block on ("prefix") or the block alone ("dual"), and see the rest as it was
+then: an approximation, for in a model like this every key depends on every cell.
+
+Source: LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618).
+"""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from strategies import blocks, dual_cache, random, remasking, sampling
+from strategies.protocol import Forward, ForwardOutput, Knob, Needs, TokenStats, knob
+from strategies.remasking import TextBlock
+from strategies.state import Carry, DecodeState, StepInfo
+
+Remasking = Literal["low_confidence", "random", "maskgit_plus", "margin", "entropy", "origin"]
+Cache = Literal["prefix", "dual"]
+
+_OF_LLADA = ("low_confidence", "random")  # even quota, raw confidence; the others are Dream's
+_DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells
+_MOST_STEPS = 1_000_000
+
+
+class FullSequence(struct.PyTreeNode):
+    """Diffusion over prompt and text together.
+
+    Attributes:
+        accept_threshold: A token is taken beside the schedule's when its probability is above it
+            (strictly); from 1 up none is, and the authors' schedule stands alone. Below 1 a forward
+            whose schedule has none takes the best.
+        steps: Forwards of a text, shared evenly by its blocks; None: one token a forward.
+        block_length: Tokens of a block of the text; None: the text is one block.
+        remasking: LLaDA's: "low_confidence", the most probable tokens, or "random" ones, evenly
+            spread over the forwards. Dream's, by timesteps: "maskgit_plus" (the most probable),
+            "margin" and "entropy" rank the law that is drawn from, "origin" takes each hole by
+            chance.
+        cfg_scale: Strength of classifier-free guidance; 0: none, and one forward a step.
+        cache: What the forwards of a block after its first one do not run anew; None: nothing.
+        block_size, buffer_size: Their product is the window, which must hold the longest prompt,
+            its text and what follows; blocks mean nothing else here.
+    """
+
+    accept_threshold: Knob = knob(1.0)
+    steps: int | None = struct.field(pytree_node=False, default=None)
+    block_length: int | None = struct.field(pytree_node=False, default=None)
+    remasking: Remasking = struct.field(pytree_node=False, default="low_confidence")
+    cfg_scale: float = struct.field(pytree_node=False, default=0.0)
+    cache: Cache | None = struct.field(pytree_node=False, default=None)
+    block_size: int = struct.field(pytree_node=False, default=32)
+    buffer_size: int = struct.field(pytree_node=False, default=16)
+
+    def __post_init__(self):
+        """Check the static fields; they choose the program, so nothing later would."""
+        for name, most in (("steps", _MOST_STEPS), ("block_length", None)):
+            value = getattr(self, name)
+            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and (not good or (most is not None and value > most)):
+                rule = "of at least 1" if most is None else f"in [1, {most}]"
+                raise ValueError(f"{name}={value!r} must be a whole number {rule}; or leave it out")
+        for name, kind in (("remasking", Remasking), ("cache", Cache)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and not (name == "cache" and value is None):
+                choices = ", ".join(get_args(kind))
+                raise ValueError(f"{name}={value!r} is not one of {choices}; choose one")
+        scale = self.cfg_scale
+        if not (isinstance(scale, int | float) and 0 <= scale < float("inf")):
+            raise ValueError(
+                f"cfg_scale={scale!r} must be a number of at least 0; 0 is no guidance"
+            )
+        if scale and self.cache:
+            raise ValueError(
+                f"cfg_scale={scale} runs the model on two inputs and cache={self.cache!r} keeps "
+                "the keys of one; use one of the two"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        """Everything in the window; a cache of it lives past the window's start."""
+        return Needs("in_window", provisional_cache=True if self.cache else None)
+
+    def init(self, spec):
+        """The block of the last forward, the holes it began with and its forwards so far."""
+        del spec
+        none = jnp.zeros((1,), jnp.int32)
+        return Carry(slot={"block": none - 1, "holes": none, "step": none})
+
+    def step(self, forward, state):
+        """Fill holes of the current block by one forward, or two with guidance."""
+        block = remasking.current_block(state, self.block_length)
+        holes = block.cells & ~state.buffer.filled
+        is_new = state.carry.slot["block"] != block.number
+        state = self._count(state, block, holes, is_new)
+        out, state = self._run(forward, state, block, is_new)
+        stats = out.predict(
+            where=holes,
+            sampling=state.sampling,
+            keys=random.step_keys(state, salt=_DRAW_STREAM),
+            confidence="raw" if self.remasking in _OF_LLADA else "drawn",
+            num_top=2 if self.remasking == "margin" else 0,
+            guide=self._guide(forward, state),
+        )
+        accept = self._accept(stats, state, holes)
+        accept |= sampling.above(stats, self.accept_threshold) & holes
+        state = blocks.write(state, stats.token, accept)
+        one = jnp.ones_like(state.buffer.nfe)
+        return state, StepInfo(
+            commit_len=0 * one,
+            settled_len=blocks.settled_run(state),
+            accepted=jnp.sum(accept, axis=(1, 2), dtype=jnp.int32),
+            nfe=2 * one if self.cfg_scale else one,
+        )
+
+    def _count(
+        self,
+        state: DecodeState,
+        block: TextBlock,
+        holes: Bool[Array, "B K S"],
+        is_new: Bool[Array, " B"],
+    ) -> DecodeState:
+        """Enter the block, or one more of its forwards, into the carry."""
+        slot = state.carry.slot
+        now = {
+            "block": block.number,
+            "holes": jnp.where(is_new, jnp.sum(holes, axis=(1, 2), dtype=jnp.int32), slot["holes"]),
+            "step": jnp.where(is_new, 0, slot["step"] + 1),
+        }
+        return state.replace(carry=Carry(slot=now))
+
+    def _run(
+        self, forward: Forward, state: DecodeState, block: TextBlock, is_new: Bool[Array, " B"]
+    ) -> tuple[ForwardOutput, DecodeState]:
+        """The forward of what is not cached; where a block is new, everything is run and stored."""
+        text, visible = remasking.text_cells(state), _all_see_all(state)
+        if self.cache is None:
+            return forward(state, live=text, visible=visible), state
+        positions = state.buffer.positions
+        # In a shifted model the cell before the block tells its first one.
+        part = text & (positions >= block.begin[:, None, None] - int(forward.shift))
+        if self.cache == "dual":
+            part &= positions < block.end[:, None, None]
+        out = dual_cache.run_narrow(
+            forward,
+            state,
+            live=jnp.where(is_new[:, None, None], text, part),
+            widths=self._widths(forward.shift),
+            visible=visible,
+            context_len=jnp.where(is_new, 0, jnp.sum(text, axis=(1, 2), dtype=jnp.int32)),
+        )
+        return out, out.store(state, text & is_new[:, None, None])
+
+    def _widths(self, shift: bool) -> tuple[int, ...]:
+        """Narrower passes than the window: the block's own, or some for the rest of a text."""
+        window = self.block_size * self.buffer_size
+        if self.cache == "prefix":
+            return (window // 4, window // 2)
+        return () if self.block_length is None else (self.block_length + shift,)
+
+    def _guide(self, forward: Forward, state: DecodeState) -> tuple[ForwardOutput, float] | None:
+        """What the model says with all that was given behind the mask, and how far away to go."""
+        if not self.cfg_scale:
+            return None
+        buffer = state.buffer
+        written = buffer.filled & ~blocks.is_given(state)
+        shown = jnp.where(written, buffer.tokens, forward.mask_id)
+        text, visible = remasking.text_cells(state), _all_see_all(state)
+        return forward(state, inputs=shown, live=text, visible=visible), self.cfg_scale
+
+    def _accept(
+        self, stats: TokenStats, state: DecodeState, holes: Bool[Array, "B K S"]
+    ) -> Bool[Array, "B K S"]:
+        """Schedule and score of `remasking`."""
+        slot = state.carry.slot
+        at_begin, step = slot["holes"], slot["step"]
+        steps = jnp.maximum(self._steps(state, at_begin), 1)
+        if self.remasking == "origin":
+            chance = remasking.timestep_chance(steps, step)[:, None, None]
+            return holes & (random.uniforms(state, _ORDER_STREAM) < chance)
+        if self.remasking in _OF_LLADA:
+            count = remasking.even_quota(at_begin, steps, step)
+        else:
+            left = jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)
+            least = (self.accept_threshold.values < 1).astype(jnp.int32)
+            count = jnp.maximum(remasking.timestep_quota(left, steps, step), least)
+        noise = random.uniforms(state, _ORDER_STREAM) if self.remasking == "random" else None
+        return remasking.best_cells(remasking.scores(self.remasking, stats, noise), count, holes)
+
+    def _steps(self, state: DecodeState, at_begin: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Forwards of a block: its share of `steps`, or one for each hole it began with."""
+        if self.steps is None:
+            return at_begin
+        if self.block_length is None:
+            return jnp.full_like(at_begin, self.steps)
+        length = state.buffer.limit - state.buffer.prompt_len
+        num_blocks = jnp.maximum(-(-length // self.block_length), 1)
+        return self.steps // num_blocks
+
+
+def _all_see_all(state: DecodeState) -> Bool[Array, "1 K K"]:
+    K = state.buffer.tokens.shape[1]
+    return jnp.ones((1, K, K), bool)
+
+
+STRATEGY = FullSequence

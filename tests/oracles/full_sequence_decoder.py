@@ -1,0 +1,192 @@
+"""Full-sequence decoding as its authors' loops: lists, NumPy, no window, no vectors, no jax.
+
+What it is for: the truth that `FullSequence` is compared with. Written from the algorithms of
+LLaDA's `generate.py` (`get_num_transfer_tokens`, blocks from the prompt's end, low-confidence and
+random remasking), Dream's `_sample` (timesteps from 1 to eps; maskgit_plus, topk_margin, entropy,
+origin) and Fast-dLLM's loops with a prefix or dual cache; it knows nothing of how `strategies/`
+does it. Beside theirs: a block without holes costs nothing, the last block may be short, `steps`
+need not divide, a threshold takes tokens beside the quota, and a text ends at a stop id behind
+which nothing is waited for.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.list_decoder import Law, Result, Step, law_of
+
+DUMMY, ACTIVE = 0, 1  # as contract.md §2 numbers them
+EPS = 1e-3
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward: the positions run, how many others it saw in the cache, how many it stored."""
+
+    first: int
+    end: int
+    cached: int
+    stored: int
+
+
+@dataclass
+class Decoded(Result):
+    """A run with its passes."""
+
+    passes: list[Pass] = field(default_factory=list)
+
+
+def get_num_transfer_tokens(mask_num: int, steps: int) -> list[int]:
+    base, remainder = divmod(mask_num, steps)
+    return [base + (1 if i < remainder else 0) for i in range(steps)]
+
+
+def number_transfer_tokens(mask_num: int, steps: int, i: int) -> int:
+    """Dream's, in float64."""
+    timesteps = np.linspace(1, EPS, steps + 1)
+    return int(mask_num * (1 - timesteps[i + 1] / timesteps[i])) if i < steps - 1 else mask_num
+
+
+def p_transfer(steps: int, i: int) -> float:
+    timesteps = np.linspace(1, EPS, steps + 1)
+    return float(1 - timesteps[i + 1] / timesteps[i]) if i < steps - 1 else 1.0
+
+
+def margin_of(law: Law, prob: Any, vocab_size: int) -> np.float32:
+    """The likeliest less the next one; the mask and the token aside, the rest is even."""
+    p = np.float32(prob)
+    other = np.float32((np.float32(1) - p) / np.float32(vocab_size - 2))
+    return np.float32(max(p - other, 0))
+
+
+def full_sequence_decode(
+    prompt: Sequence[int],
+    token: Any,
+    prob: Any,
+    *,
+    block_size: int,
+    buffer_size: int,
+    remasking: str,
+    steps: int | None,
+    block_length: int | None,
+    accept_threshold: float,
+    cache: str | None = None,
+    uniform: Callable[[int, int], float] | None = None,
+    max_tokens: int,
+    mask_id: int,
+    vocab_size: int,
+    eos_ids: Sequence[int] = (),
+    max_model_len: int | None = None,
+    max_nfe: int | None = None,
+) -> Decoded:
+    """Decodes one request greedily from a script.
+
+    Args:
+        uniform: The number in [0, 1) drawn for (forward, position).
+    """
+    limit = len(prompt) + max_tokens
+    if max_model_len is not None:
+        limit = min(limit, max_model_len)
+    x: list[int | None] = [*prompt, *[None] * (limit - len(prompt))]
+    result = Decoded()
+    forwards = iter(zip(token, prob, strict=True))
+    for begin, end, is_first, i, share in _schedule(x, len(prompt), steps, block_length):
+        forward = next(forwards, None)
+        if forward is None:
+            return result
+        result.passes.append(_pass(cache, begin, end, is_first, limit))
+        holes = [p for p in range(begin, end) if x[p] is None]
+        laws = {p: law_of(int(forward[0][p]), forward[1][p], mask_id, vocab_size) for p in holes}
+        mask_num, steps_per_block = share
+        if remasking == "origin":
+            assert uniform is not None
+            chance = np.float32(p_transfer(steps_per_block, i))
+            transfer = [p for p in holes if uniform(result.nfe, p) < chance]
+        else:
+            if remasking in ("low_confidence", "random"):
+                schedule = get_num_transfer_tokens(mask_num, steps_per_block)
+                count = max(schedule[i] if i < len(schedule) else 0, 1)
+            else:
+                count = number_transfer_tokens(len(holes), steps_per_block, i)
+                count = max(count, 1 if accept_threshold < 1 else 0)  # Fast-dLLM's
+
+            def score(p: int, forward: Any = forward, laws: Any = laws) -> Any:
+                if remasking == "random":
+                    assert uniform is not None
+                    return uniform(result.nfe, p)
+                if remasking == "margin":
+                    return margin_of(laws[p], forward[1][p], vocab_size)
+                return -laws[p].entropy if remasking == "entropy" else laws[p].confidence
+
+            transfer = sorted(holes, key=lambda p: (-score(p), p))[:count]
+        above = [p for p in holes if laws[p].confidence > np.float32(accept_threshold)]
+        written = sorted({*transfer, *above})
+        for p in written:
+            x[p] = laws[p].token
+        result.nfe += 1
+        if _ended(result, x, len(prompt), limit, eos_ids, max_nfe):
+            result.steps.append(Step(None, None, None, len(written)))
+            return result
+        result.steps.append(_draw(x, limit, block_size, buffer_size, mask_id, len(written)))
+    raise AssertionError("the text is full and the request goes on")
+
+
+def _schedule(
+    x: list[int | None], prompt_len: int, steps: int | None, block_length: int | None
+) -> Iterator[tuple[int, int, bool, int, tuple[int, int]]]:
+    """Each forward: its block, whether it is the block's first, its number there, and its share."""
+    length = len(x) - prompt_len
+    block_length = length if block_length is None else block_length
+    starts = range(prompt_len, len(x), block_length)
+    for begin in starts:
+        end = min(begin + block_length, len(x))
+        mask_num = x[begin:end].count(None)
+        steps_per_block = mask_num if steps is None else max(steps // len(starts), 1)
+        for i in itertools.count():
+            if None not in x[begin:end]:
+                break
+            yield begin, end, i == 0, i, (mask_num, steps_per_block)
+
+
+def _pass(cache: str | None, begin: int, end: int, is_first: bool, limit: int) -> Pass:
+    if cache is None:
+        return Pass(0, limit, 0, 0)
+    if is_first:
+        return Pass(0, limit, 0, limit)
+    if cache == "prefix":
+        return Pass(begin, limit, begin, 0)
+    return Pass(begin, end, limit - (end - begin), 0)
+
+
+def _ended(
+    result: Result,
+    x: list[int | None],
+    prompt_len: int,
+    limit: int,
+    eos_ids: Sequence[int],
+    max_nfe: int | None,
+) -> bool:
+    text = x[prompt_len:]
+    run = text[: text.index(None)] if None in text else text
+    stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
+    if stop is not None:
+        run, result.finish_reason = run[:stop], "stop"
+    elif len(run) == limit - prompt_len:
+        result.finish_reason = "length"
+    elif max_nfe is not None and result.nfe >= max_nfe:
+        result.finish_reason = "nfe"
+    result.output = [cell for cell in run if cell is not None]
+    return result.finish_reason is not None
+
+
+def _draw(
+    x: list[int | None], limit: int, block_size: int, buffer_size: int, mask_id: int, new: int
+) -> Step:
+    cells = [mask_id if cell is None else cell for cell in x]
+    cells += [mask_id] * (block_size * buffer_size - len(cells))
+    starts = range(0, block_size * buffer_size, block_size)
+    tokens = [cells[start : start + block_size] for start in starts]
+    return Step(0, tokens, [ACTIVE if start < limit else DUMMY for start in starts], new)

@@ -1,0 +1,151 @@
+"""Wrong versions of `FullSequence` and of the rules of remasking, one broken in each.
+
+`corpus` says who notices: the windows of scripted runs under one rule of remasking, or "passes",
+what forwards with a dual cache run, see and store.
+"""
+
+from tests.oracles.mutants import Mutant
+
+
+def _broken(corpus: str, file: str, **changes: tuple[str, str]) -> list[Mutant]:
+    return [Mutant(f"fs_{name}", corpus, ((file, *change),)) for name, change in changes.items()]
+
+
+_SURE = "accept |= sampling.above(stats, self.accept_threshold) & holes"
+_NUMBER = "number = (first - buffer.prompt_len) // block_length"
+
+MUTANTS = [
+    *_broken(
+        "low_confidence",
+        "remasking.py",
+        remainder_comes_last=("(step < holes % steps)", "(step >= steps - holes % steps)"),
+        remainder_is_lost=("(step < holes % steps)", "(step < 0)"),
+        quota_may_be_none=("return jnp.maximum(share, 1)", "return share"),
+        least_sure_first=(
+            "            return stats.confidence\n",
+            "            return -stats.confidence\n",
+        ),
+        blocks_on_the_absolute_grid=(
+            _NUMBER,
+            "number = first // block_length - buffer.prompt_len // block_length",
+        ),
+        blocks_are_not_cut=(
+            "end = jnp.minimum(begin + block_length, buffer.limit)",
+            "end = begin + block_length + 1",
+        ),
+        limit_is_a_cell=(
+            "buffer.filled | (buffer.positions < buffer.limit[:, None, None])",
+            "buffer.filled | (buffer.positions <= buffer.limit[:, None, None])",
+        ),
+    ),
+    *_broken(
+        "low_confidence",
+        "full_sequence.py",
+        takes_no_sure_ones=(_SURE, "accept &= holes"),
+        sure_ones_of_any_block=(
+            "holes = block.cells & ~state.buffer.filled",
+            "holes = remasking.text_cells(state) & ~state.buffer.filled",
+        ),
+        counts_holes_anew=(
+            'jnp.where(is_new, jnp.sum(holes, axis=(1, 2), dtype=jnp.int32), slot["holes"])',
+            "jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)",
+        ),
+        counts_steps_on=(
+            'jnp.where(is_new, 0, slot["step"] + 1)',
+            'slot["step"] + 1',
+        ),
+        steps_are_a_blocks=("return self.steps // num_blocks", "return 0 * length + self.steps"),
+        last_block_is_not_counted=(
+            "jnp.maximum(-(-length // self.block_length), 1)",
+            "jnp.maximum(length // self.block_length, 1)",
+        ),
+    ),
+    *_broken(
+        "low_confidence",
+        "sampling.py",
+        sure_is_not_strict=(
+            "stats.confidence > threshold.at_token",
+            "stats.confidence >= threshold.at_token",
+        ),
+    ),
+    *_broken(
+        "entropy",
+        "remasking.py",
+        highest_entropy_first=(
+            "            return -stats.entropy\n",
+            "            return stats.entropy\n",
+        ),
+        timesteps_end_at_zero=("_THOUSAND, _SPAN = 1000, 999", "_THOUSAND, _SPAN = 1000, 1000"),
+        the_last_forward_leaves_some=(
+            "return jnp.where(step >= steps - 1, holes, share)",
+            "return jnp.where(step >= steps, holes, share)",
+        ),
+        rounds_up=(
+            "share = _SPAN * holes // (",
+            "share = 1 + (_SPAN * holes - 1) // (",
+        ),
+    ),
+    *_broken(
+        "entropy",
+        "full_sequence.py",
+        share_of_what_was_there=(
+            "remasking.timestep_quota(left, steps, step)",
+            "remasking.timestep_quota(at_begin, steps, step)",
+        ),
+        never_forces=(
+            "jnp.maximum(remasking.timestep_quota(left, steps, step), least)",
+            "remasking.timestep_quota(left, steps, step)",
+        ),
+        always_forces=(
+            "(self.accept_threshold.values < 1).astype(jnp.int32)",
+            "(self.accept_threshold.values < 9).astype(jnp.int32)",
+        ),
+    ),
+    *_broken(
+        "margin",
+        "remasking.py",
+        margin_is_confidence=("return sampling.margin(stats)", "return stats.confidence"),
+    ),
+    *_broken(
+        "origin",
+        "remasking.py",
+        the_last_forward_is_by_chance=(
+            "return jnp.where(step >= steps - 1, 1.0, chance)",
+            "return chance",
+        ),
+    ),
+    *_broken(
+        "origin",
+        "full_sequence.py",
+        chance_of_the_rest=(
+            "random.uniforms(state, _ORDER_STREAM) < chance",
+            "random.uniforms(state, _ORDER_STREAM) >= chance",
+        ),
+    ),
+    *_broken(
+        "passes",
+        "full_sequence.py",
+        stores_every_forward=("text & is_new[:, None, None])", "text)"),
+        stores_nothing=("text & is_new[:, None, None])", "text & False)"),
+        never_runs_everything=("jnp.where(is_new[:, None, None], text, part)", "part"),
+        runs_everything=("jnp.where(is_new[:, None, None], text, part)", "text"),
+        reads_old_keys_of_a_new_block=(
+            "jnp.where(is_new, 0, jnp.sum(text, axis=(1, 2), dtype=jnp.int32))",
+            "jnp.sum(text, axis=(1, 2), dtype=jnp.int32)",
+        ),
+        sees_nothing_behind_the_block=(
+            "jnp.where(is_new, 0, jnp.sum(text, axis=(1, 2), dtype=jnp.int32))",
+            "jnp.where(is_new, 0, block.end)",
+        ),
+        runs_on_behind_the_block=(
+            'if self.cache == "dual":\n            part',
+            "if False:\n            part",
+        ),
+    ),
+    *_broken(
+        "passes",
+        "dual_cache.py",
+        is_always_wide=("jnp.sum(most > jnp", "jnp.sum(most >= 0 * jnp"),
+        is_too_narrow=("jnp.sum(most > jnp", "jnp.sum(most > 1 + jnp"),
+    ),
+]
