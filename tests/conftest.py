@@ -95,6 +95,7 @@ ONE_PYTHON = {
         "pages",
         "published",
         "requests",
+        "rule_mutants",
         "sampling_rules",
         "scheduler",
         "sizing",

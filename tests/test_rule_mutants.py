@@ -1,0 +1,57 @@
+"""The rules that strategies share, each against plain loops, and each broken once.
+
+Proves, function by function, that `sampling`, `blocks`, `block_rewrite`, `token_merge` and `random`
+do what the loops of oracles/rule_checks.py do on random windows; and that every wrong version in
+oracles/rule_mutants.py (`>` for `>=`, no forced token, a rule that looks outside its cells, a
+bound that admits equality, a key that forgets the step ...) is told from the right one.
+"""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import strategies
+from tests.oracles.mutants import Mutant, load_mutant
+from tests.oracles.rule_checks import CHECKS
+from tests.oracles.rule_mutants import RULE_MUTANTS
+
+SLOW = ("merge", "random")  # what they check shows in every decoded text as well
+
+
+def agrees(package: ModuleType, name: str, seeds: range) -> bool:
+    try:
+        for seed in seeds:
+            CHECKS[name](package, np.random.default_rng(seed))
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CHECKS]
+)
+def test_the_rules_do_what_the_loops_do(name: str) -> None:
+    for seed in range(3):
+        CHECKS[name](strategies, np.random.default_rng(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_rules_do_what_the_loops_do_over_a_long_sweep(name: str) -> None:
+    for seed in range(100, 140):
+        CHECKS[name](strategies, np.random.default_rng(seed))
+
+
+@pytest.mark.slow
+def test_the_unbroken_copy_agrees(tmp_path: Path) -> None:
+    package = load_mutant("none_rules", (), tmp_path)
+    assert [name for name in CHECKS if not agrees(package, name, range(4))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", RULE_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_broken_rule_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    package = load_mutant(f"rule_{mutant.name}", mutant.changes, tmp_path)
+    assert not agrees(package, mutant.corpus, range(20))
