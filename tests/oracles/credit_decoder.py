@@ -1,0 +1,209 @@
+"""Credit decoding as lists: an unbounded decoder with a dictionary of credits for each position.
+
+What it is for: the truth that `examples/credit_decoding.py` is compared with. The blocks are those
+of `list_decoder`: one growing list, a hole is `None`, nothing is shifted. Written from the paper's
+rules (arXiv 2510.06133: credits of the whole vocabulary, fused as logits) and from what the example
+says it does otherwise; it does not know how that computes anything.
+
+All numbers are float64, the example's float32: `undecided` counts comparisons closer than that.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Block, Result, Step
+
+CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of the strategy; `accounts` None keeps the credits of the whole vocabulary."""
+
+    accept: float
+    decay: float
+    power: float
+    weight: float
+    add: float
+    semi: float
+    accounts: int | None = None
+
+
+@dataclass
+class Credited(Result):
+    """How a request went; the counts say what a test has really seen."""
+
+    turned: int = 0  # holes whose token is another one than the likeliest
+    gained: int = 0  # holes taken that the plain law would have left
+    evicted: int = 0
+
+
+@dataclass
+class Account:
+    """What one position has been paid for: slots of (id, credit), as many as there may be."""
+
+    slots: list[tuple[int, float]] = field(default_factory=list)
+
+    def credit(self, token: int) -> float:
+        return sum(credit for owner, credit in self.slots if owner == token)
+
+
+def credit_decode(
+    prompt: Sequence[int],
+    token: Any,
+    prob: Any,
+    rules: Rules,
+    *,
+    block_size: int,
+    buffer_size: int,
+    max_tokens: int,
+    mask_id: int,
+    vocab_size: int,
+    eos_ids: Sequence[int] = (),
+    max_model_len: int | None = None,
+    max_nfe: int | None = None,
+) -> Credited:
+    """Decodes one request greedily from a script."""
+    size, prompt_len = block_size, len(prompt)
+    limit = prompt_len + max_tokens
+    if max_model_len is not None:
+        limit = min(limit, max_model_len)
+    result = Credited()
+    accounts: dict[int, Account] = {}
+    blocks: list[Block] = []
+    for start in range(0, prompt_len, size):
+        cells: list[int | None] = list(prompt[start : start + size])
+        status = IN_CACHE if len(cells) == size else ACTIVE
+        blocks.append(Block(start, cells + [None] * (size - len(cells)), status))
+
+    for said, sure in zip(token, prob, strict=True):
+        live = [block for block in blocks if block.status != IN_CACHE]
+        text = [cell for block in blocks for cell in block.cells][prompt_len:]
+        standing = any(cell in eos_ids for cell in text if cell is not None)
+        behind = not live or live[-1].progress() >= np.float32(rules.add)
+        start = len(blocks) * size
+        if behind and len(live) < buffer_size and start < limit and not standing:
+            blocks.append(Block(start, [None] * size, ACTIVE))
+            live.append(blocks[-1])
+
+        stored = [block for block in live if block.status == TO_CACHE]
+        writes: list[tuple[Block, int, int]] = []
+        for slot, block in enumerate(live):
+            if block.status != ACTIVE:
+                continue
+            fused: dict[int, tuple[int, float]] = {}
+            grounds = {}
+            for offset in block.holes():
+                position = block.start + offset
+                law = _law(int(said[position]), sure[position], mask_id, vocab_size)
+                account = accounts.setdefault(position, Account())
+                _pay(account, law, rules, result)
+                winner, p = fused[offset] = _fuse(account, law, rules, result)
+                grounds[offset] = [
+                    (law[i], account.credit(i) if rules.weight else 0.0)
+                    for i in _by_probability(law)
+                ]
+                result.turned += winner != _by_probability(law)[0]
+                result.gained += p >= rules.accept > max(law.values())
+                result.undecided += abs(p - rules.accept) < CLOSE
+            taken = [offset for offset, (_, p) in fused.items() if p >= rules.accept]
+            previous = live[slot - 1] if slot else None
+            may_force = previous is None or previous.progress() >= np.float32(rules.semi)
+            if fused and not taken and may_force:
+                best = max(p for _, p in fused.values())
+                first = next(offset for offset, (_, p) in fused.items() if p == best)
+                # Holes tie for certain where the same numbers are added in the same order.
+                result.undecided += any(
+                    best - p < CLOSE and grounds[offset] != grounds[first]
+                    for offset, (_, p) in fused.items()
+                )
+                taken = [first]
+            writes += [(block, offset, fused[offset][0]) for offset in taken]
+        for block, offset, written in writes:
+            block.cells[offset] = written
+
+        for block in live:
+            if block.status == ACTIVE:
+                if block.holes():
+                    break
+                block.status = TO_CACHE
+
+        result.nfe += 1
+        run: list[int] = []
+        for cell in [cell for block in blocks for cell in block.cells][prompt_len:limit]:
+            if cell is None:
+                break
+            run.append(cell)
+        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
+        if stop is not None:
+            run, result.finish_reason = run[:stop], "stop"
+        elif len(run) == limit - prompt_len:
+            result.finish_reason = "length"
+        elif max_nfe is not None and result.nfe >= max_nfe:
+            result.finish_reason = "nfe"
+        result.output = run
+        if result.finish_reason is not None:
+            result.steps.append(Step(None, None, None, len(writes)))
+            return result
+        for block in stored:
+            block.status = IN_CACHE
+        result.steps.append(_draw(blocks, buffer_size, size, mask_id, len(writes)))
+    return result
+
+
+def _law(token: int, prob: float, mask_id: int, vocab_size: int) -> dict[int, float]:
+    """This token with `prob`, the rest evenly on the others but the mask, as float32 has them."""
+    p = np.float32(prob)
+    other = (np.float32(1) - p) / np.float32(vocab_size - 2)
+    return {
+        i: float(p if i == token else 0.0 if i == mask_id else other) for i in range(vocab_size)
+    }
+
+
+def _by_probability(law: dict[int, float]) -> list[int]:
+    return sorted(law, key=lambda i: (-law[i], i))
+
+
+def _pay(account: Account, law: dict[int, float], rules: Rules, result: Credited) -> None:
+    account.slots = [(owner, credit * rules.decay) for owner, credit in account.slots]
+    winner = _by_probability(law)[0]
+    pay = law[winner] ** rules.power
+    for slot, (owner, credit) in enumerate(account.slots):
+        if owner == winner:
+            account.slots[slot] = (owner, credit + pay)
+            return
+    if rules.accounts is None or len(account.slots) < rules.accounts:
+        account.slots.append((winner, pay))
+        return
+    credits = [credit for _, credit in account.slots]
+    result.undecided += any(0 < credit - min(credits) < CLOSE for credit in credits)
+    account.slots[credits.index(min(credits))] = (winner, pay)
+    result.evicted += 1
+
+
+def _fuse(
+    account: Account, law: dict[int, float], rules: Rules, result: Credited
+) -> tuple[int, float]:
+    """The likeliest token after fusion and its probability."""
+    logits = {i: math.log(p) if p > 0 else -math.inf for i, p in law.items()}
+    known = _by_probability(law)[: rules.accounts]
+    for i in known:
+        logits[i] += rules.weight * math.log(1 + account.credit(i))
+    total = sum(math.exp(logit) for logit in logits.values())
+    best = max(known, key=lambda i: (logits[i], law[i], -i))
+    ahead = [logits[best] - logits[i] for i in known if i != best and logits[i] > -math.inf]
+    result.undecided += any(0 < gap < CLOSE for gap in ahead)
+    return best, math.exp(logits[best]) / total
+
+
+def _draw(blocks: list[Block], buffer_size: int, size: int, mask_id: int, new: int) -> Step:
+    live = [block for block in blocks if block.status != IN_CACHE]
+    tokens = [[mask_id if cell is None else cell for cell in block.cells] for block in live]
+    status = [block.status for block in live]
+    missing = buffer_size - len(live)
+    cached = (len(blocks) - len(live)) * size
+    return Step(cached, tokens + [[mask_id] * size] * missing, status + [DUMMY] * missing, new)
