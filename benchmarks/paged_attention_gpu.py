@@ -55,12 +55,11 @@ CELLS = [  # model, sequences, context (None: ragged), rows
 TINY = [("SDAR-1.7B", 1, 128, 8)]
 VARIANTS = {
     "triton": {},
-    "triton r64": {"rows": 64},
-    "triton r64 s2": {"rows": 64, "num_stages": 2},
-    "triton r128 w4": {"rows": 128, "num_warps": 4},
-    "triton r128 w8": {"rows": 128, "num_warps": 8},
     "triton r32": {"rows": 32},
+    "triton r128 w8": {"rows": 128, "num_warps": 8},
     "triton k32": {"keys": 32},
+    "triton r32 k32": {"rows": 32, "keys": 32},
+    "triton stages 2": {"num_stages": 2},
     "triton stages 4": {"num_stages": 4},
 }
 
@@ -74,7 +73,7 @@ def forms(q, k_pages, table, only, interpret):
     seen = set()
     for name, changes in VARIANTS.items():
         tiling = dataclasses.replace(usual, **changes)
-        for factor in (1, 2, 0.5) if name in ("triton", "triton r64") else (1,):
+        for factor in (1, 2, 0.5) if name == "triton" else (1,):
             splits = max(1, min(int(tiling.splits * factor), table.shape[1]))
             one = dataclasses.replace(tiling, splits=splits)
             if one in seen:

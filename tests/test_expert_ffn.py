@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.expert_ffn import api, expert_ffn, grouped, reference, triton
 from pallas_kernels.expert_ffn.tiles import combine, max_tiles, tile_table
 from pallas_kernels.expert_ffn.transforms import transformable
+from tests.cross_lowering import H200, triton_grids
 from tests.oracles import expert_ffn as oracle
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}  # absolute; results reach 7
@@ -318,16 +318,8 @@ MODELS = {  # E D F k
     "LLaDA2-flash": (256, 4096, 1024, 8),
     "SDAR-30B-A3B": (128, 2048, 768, 8),
 }
-H200 = AbstractMesh(
-    (),
-    (),
-    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
-)
 
 
-@pytest.mark.filterwarnings(  # jax 0.11; can go with the back end, or with jax 0.12
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dtype):
@@ -347,23 +339,3 @@ def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dt
         grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
         tiles = max_tiles(T * k, E, triton.Tiling().rows)
         assert grids == [(F // 64, tiles, 1), (D // 128, tiles, 1)]
-
-
-def triton_grids(operation):
-    """Grid of each Triton call, its module parsed and verified as XLA does when it compiles."""
-    from jaxlib.mlir import ir
-    from jaxlib.triton import dialect
-
-    found = []
-    for inner in (o.operation for region in operation.regions for block in region for o in block):
-        found += triton_grids(inner)
-        if "__gpu$xla.gpu.triton" not in str(inner.attributes.get("call_target_name", "")):
-            continue
-        settings = ir.DictAttr(inner.attributes["mhlo.backend_config"])
-        context = ir.Context()
-        dialect.register_dialect(context)
-        with context:
-            module = ir.Module.parse(ir.StringAttr(settings["ir"]).value_bytes)
-            assert module.operation.verify()
-        found.append(tuple(ir.IntegerAttr(settings[f"grid_{axis}"]).value for axis in "xyz"))
-    return found

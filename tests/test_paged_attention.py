@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import WindowMask, paged_attention, triton
+from tests.cross_lowering import H200, triton_grids
 from tests.oracles import paged_attention as oracle
 
 B, K, S, N, G, H, Z, C = 5, 3, 4, 4, 2, 16, 16, 5
@@ -21,7 +22,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # absolute, unit-normal data
 TILINGS = {
     "triton, one tile": triton.Tiling(rows=32, keys=16),
     "triton, tiles": triton.Tiling(rows=16, keys=16),
-    "triton, split": triton.Tiling(rows=16, keys=16, splits=4),
+    "triton, split": triton.Tiling(rows=16, keys=16, splits=3),
 }
 BACK_ENDS = [
     ("xla", "float32"),
@@ -109,6 +110,58 @@ def test_paged_attention_ignores_page_order_and_unseen_rows(implementation, dtyp
     assert np.array_equal(before[live], after[live])
 
 
+@pytest.mark.parametrize("implementation", TILINGS)
+def test_paged_attention_is_the_same_under_vmap(implementation):
+    cases = [case(seed, "bfloat16", block_causal=True) for seed in range(2)]
+    call = functools.partial(triton.attention, tiling=TILINGS[implementation], interpret=True)
+    each = [
+        (*map(jnp.asarray, data), jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
+        for data, table, mask in cases
+    ]
+    together = jax.vmap(call)(*jax.tree.map(lambda *leaves: jnp.stack(leaves), *each))
+    for one, got in zip(each, together, strict=True):
+        assert np.array_equal(call(*one), got)
+
+
+MODELS = {  # N G H
+    "SDAR-1.7B": (16, 8, 128),
+    "SDAR-8B": (32, 8, 128),
+    "LLaDA-8B": (32, 32, 128),
+    "Dream-7B": (28, 4, 128),
+    "LLaDA2-mini": (16, 4, 128),
+    "wide heads": (16, 8, 256),
+}
+
+
+@pytest.mark.parametrize("block_causal", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, block_causal):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    N, G, H = MODELS[model]
+    Z, C = 64, 16
+    for B, T in ((1, 4), (1, 32), (8, 128)):
+        rows = [jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, G, G)]
+        pool = jax.ShapeDtypeStruct((100, G, Z, H), jnp.bfloat16)
+        number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        flag = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bool_)  # noqa: E731
+        mask = WindowMask(
+            cell=number(B, T),
+            start=number(B),
+            live=number(B, 2),
+            context_len=number(B),
+            visible=None if block_causal else flag(1, 4, 4),
+            causal=flag(B),
+            block_size=32,
+        )
+        arguments = (*rows, pool, pool, number(B, C))
+        with jax.sharding.use_abstract_mesh(H200):
+            lowered = jax.jit(paged_attention).trace(*arguments, mask)
+            lowered = lowered.lower(lowering_platforms=("cuda",))
+        grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
+        tiling = triton.choose_tiling(rows[0], pool, arguments[-1])
+        assert grids == [(-(-T * (N // G) // tiling.rows), tiling.splits, B * G)]
+
+
 def test_paged_attention_refuses_what_it_cannot_do():
     data, table, mask = case(0, "float32")
     with pytest.raises(NotImplementedError, match='implementation="cudnn": needs'):
@@ -117,3 +170,10 @@ def test_paged_attention_refuses_what_it_cannot_do():
         run(data, table, mask, "triton")
     with pytest.raises(ValueError, match="implementation='pallas' is not one of"):
         run(data, table, mask, "pallas")
+    q, pages = data[0], data[3]
+    refused = triton.unsupported_arguments
+    assert refused(q, pages) == "needs bfloat16 or float16, got float32"
+    q, pages = q.astype(jnp.bfloat16), pages.astype(jnp.bfloat16)
+    assert refused(q, pages) is None
+    assert "head size that is a power of two from 16 to 256, got 12" in refused(q[..., :12], pages)
+    assert "page size that is a power of two from 16 up, got 8" in refused(q, pages[:, :, :8])

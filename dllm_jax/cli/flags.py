@@ -167,7 +167,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
     )
     group.add_argument(
         "--attention-implementation",
-        choices=("xla", "cudnn"),
+        choices=("xla", "cudnn", "triton"),
         help="back end of attention (default: the best there is)",
     )
     group.add_argument(

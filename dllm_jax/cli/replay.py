@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=flags.whole(1), metavar="N", help="forwards at most")
     parser.add_argument("--model", metavar="SRC", help="where the model is now (default: as then)")
     flags.add_source_flags(parser)
-    parser.add_argument("--attention-implementation", choices=("xla", "cudnn"))
+    parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a forward")
     group.add_argument("--watch", action="store_true", help="draw the window as it denoises")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_sampling_flags(
         parser, seed="of sampling, and of the problem where no prompt is given (default: 0)"
     )
-    parser.add_argument("--attention-implementation", choices=("xla", "cudnn"))
+    parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
     group = parser.add_argument_group("output")
     group.add_argument(
         "--out",

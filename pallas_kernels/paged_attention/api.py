@@ -17,6 +17,8 @@ from pallas_kernels.paged_attention.mask import WindowMask
 
 Implementation = Literal["xla", "cudnn", "triton"]
 
+TRITON_ROWS = 128  # of a sequence, up to which the kernel was measured to win
+
 # Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
 # 14 M 11.1 / 8.8 (benchmarks/results/step_time_h200_back_ends.json).
@@ -41,8 +43,8 @@ def paged_attention(
         k_pages, v_pages: The pools of this layer. They are only read.
         page_table: Pages of each sequence in order of position; -1 where there is none.
         mask: Who sees whom.
-        implementation: "xla" (any device, the truth), "cudnn" (NVIDIA GPU, 16-bit), or None: the
-            one measured to be faster that supports the arguments.
+        implementation: "xla" (any device, the truth), "cudnn" and "triton" (NVIDIA GPU, 16-bit), or
+            None: the one measured to be fastest that takes the arguments.
 
     Returns:
         Rows that are not live hold any finite values: no other row sees them.
@@ -51,10 +53,7 @@ def paged_attention(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     if implementation is None:
-        small = (
-            q.shape[0] * q.shape[1] * q.shape[2] * _num_keys(k, k_pages, page_table) < XLA_SCORES
-        )
-        implementation = "xla" if small or cudnn.unsupported(q) else "cudnn"
+        implementation = choose(q, k_pages, page_table)
     if implementation == "xla":
         return reference.attention(q, k, v, k_pages, v_pages, page_table, mask)
     if implementation == "cudnn":
@@ -70,5 +69,10 @@ def paged_attention(
     raise ValueError(f'{implementation=} is not one of "xla", "cudnn", "triton"')
 
 
-def _num_keys(k: Array, k_pages: Array, page_table: Array) -> int:
-    return page_table.shape[1] * k_pages.shape[2] + k.shape[1]
+def choose(q: Array, k_pages: Array, page_table: Array) -> Implementation:
+    """What `implementation=None` takes for such arguments on this machine."""
+    B, T, N, _ = q.shape
+    if T <= TRITON_ROWS and not triton.unsupported(q, k_pages):
+        return "triton"
+    scores = B * T * N * (page_table.shape[1] * k_pages.shape[2] + T)
+    return "xla" if scores < XLA_SCORES or cudnn.unsupported(q) else "cudnn"

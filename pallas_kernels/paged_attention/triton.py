@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.mask import WindowMask
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
+_ROWS, _KEYS = 64, 64  # of a tile
+_PROGRAMS, _SPLITS = 264, 16  # two on each of an H200's multiprocessors; parts to merge
 _NEVER = -1e30  # below every score; finite, so that differences are
 _LOG2_E = 1.4426950408889634
 
@@ -96,12 +98,12 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     B, T, N, _ = q.shape
     G, Z = k_pages.shape[1:3]
     rows = T * N // G
-    tile = min(64 if rows <= 64 else 128, max(_LEAST_SIDE, pl.next_power_of_2(rows)))
+    tile = min(_ROWS, max(_LEAST_SIDE, pl.next_power_of_2(rows)))
+    keys = min(_KEYS, Z)
     programs = B * G * -(-rows // tile)
-    splits = 1
-    while splits < 16 and 2 * splits * programs <= 264 and 2 * splits <= page_table.shape[1]:
-        splits *= 2
-    return Tiling(rows=tile, keys=min(64, Z), splits=splits)
+    most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
+    splits = max(1, min(_PROGRAMS // programs, _SPLITS, most))
+    return Tiling(rows=tile, keys=keys, splits=splits)
 
 
 def _facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 7"]:
@@ -228,29 +230,34 @@ def _attend(*refs, num_operands, block_size, rows, keys, splits):
             seen &= theirs_in[None, :] <= mine_in[:, None]
         return look(carry, key, value, seen)
 
+    # The keys of a tile of rows: tiles of the context, then those of the window, up to the last
+    # one that a row may see. Each program takes its share of the list.
     zero = split * 0  # Triton wants loop bounds of one type: all traced
-    tiles = jnp.where(last_live >= 0, _ceil_div(context_len, keys), zero)
+    is_used = last_live >= 0
+    cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), zero)
+    width = min(keys, max(_LEAST_SIDE, pl.next_power_of_2(T)))
+    reach = jnp.where(causal != 0, last_live + 1, (last_live // block_size + 1) * block_size)
+    reach = jnp.minimum(end if visible else jnp.minimum(reach, end), cell_0 + T) - cell_0
+    fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), jnp.int32(width))
+    fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, width) - fresh_first, 0), zero)
+    tiles = cached_tiles + fresh_tiles
     share = _ceil_div(tiles, splits)
     low = jnp.minimum(split * share, tiles)
     high = jnp.minimum(low + share, tiles)
-    middle = jnp.clip(jax.lax.div(unmasked, jnp.int32(keys)), low, high)
+    cached_high = jnp.minimum(high, cached_tiles)
+    cached_low = jnp.minimum(low, cached_high)
+    middle = jnp.clip(jax.lax.div(unmasked, jnp.int32(keys)), cached_low, cached_high)
     carry = (
         jnp.zeros((rows, H), jnp.float32),
         jnp.full((rows,), _NEVER, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
-    carry = jax.lax.fori_loop(low, middle, functools.partial(cached, masked=False), carry)
-    carry = jax.lax.fori_loop(middle, high, functools.partial(cached, masked=True), carry)
-
-    # The window's own keys belong to the last program of a row: up to the last one it may see.
-    width = min(64, max(_LEAST_SIDE, pl.next_power_of_2(T)))
-    reach = jnp.where(causal != 0, last_live + 1, (last_live // block_size + 1) * block_size)
-    reach = end if visible else jnp.minimum(reach, end)
-    reach = jnp.minimum(reach - cell_0, T)
-    has_fresh = (split == splits - 1) & (last_live >= 0)
-    low = jax.lax.div(jnp.maximum(first - cell_0, 0), jnp.int32(width))
-    high = jnp.where(has_fresh, jnp.maximum(_ceil_div(reach, width), low), low)
-    total, peak, mass = jax.lax.fori_loop(low, high, fresh, carry)
+    carry = jax.lax.fori_loop(cached_low, middle, functools.partial(cached, masked=False), carry)
+    carry = jax.lax.fori_loop(middle, cached_high, functools.partial(cached, masked=True), carry)
+    from_fresh = fresh_first - cached_tiles
+    fresh_low = jnp.maximum(low, cached_tiles) + from_fresh
+    fresh_high = jnp.maximum(high, cached_tiles) + from_fresh
+    total, peak, mass = jax.lax.fori_loop(fresh_low, fresh_high, fresh, carry)
 
     some = live & (mass > 0)
     mean = jnp.where(some[:, None], total / jnp.where(some, mass, 1.0)[:, None], 0.0)
