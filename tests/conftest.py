@@ -103,6 +103,7 @@ ONE_PYTHON = {
         "strategy_fuzz",
         "text",
         "tokenizers",
+        "trace",
         "traces",
         "training_decode",
         "training_objective",
