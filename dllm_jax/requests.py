@@ -130,7 +130,7 @@ class Metrics:
         prefill_nfe: Prefill passes, recomputation after preemption included.
         cached_tokens: Prompt tokens found in the prefix cache when first admitted.
         num_preemptions: How often it lost its slot.
-        tokens_per_forward: Visible tokens / nfe.
+        tokens_per_forward: Visible tokens / nfe; what was given between holes is none.
         ttfb_s: Seconds from `add` to the first committed block, or to the end if none committed.
         e2e_s: Seconds from `add`.
         trajectory: Where `LLM.generate` was asked for it, an event for each forward and text, as
@@ -153,7 +153,8 @@ class CompletionOutput:
 
     Attributes:
         text: What is settled so far; never part of a stop string, never half a character.
-        token_ids: Settled ids; ends before the first stop id, never longer than `max_tokens`.
+        token_ids: Settled ids; ends before the first stop id that was written, never longer than
+            `max_tokens` and what a suffix puts between holes.
         finish_reason: None while it runs.
         window: The provisional window behind the settled tokens, None for a hole (denoise only).
     """

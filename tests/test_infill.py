@@ -7,6 +7,8 @@ cells. Texts put together again are what the tokenizer makes of all ids.
 
 import dataclasses
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,8 +36,8 @@ def llm(model):
 
 
 def make_llm(model, strategy=STRATEGY, **sizes):
-    sizes = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "num_pages": 12} | sizes
-    sizes |= {"slot_buckets": (2,), "prefill_buckets": (64,)}
+    """Of the sizes that the command line and `replay` have here: few programs."""
+    sizes = {"max_num_seqs": 1, "max_model_len": 32, "page_size": 16, "num_pages": 3} | sizes
     return dj.LLM(model, strategy, config=dj.EngineConfig(**sizes), warm_up=False)
 
 
@@ -215,7 +217,7 @@ def test_wrong_call_is_one_line(llm, call, said):
 # --- the command line -----------------------------------------------------------------------------
 
 TOY = "tests.contract.toys:FullSequence"
-SAME = ("--max-num-seqs", "1", "--memory-utilization", "0.9", "--max-tokens", "4")  # programs
+SAME = ("--max-model-len", "32", "--page-size", "16", "--max-tokens", "4")
 
 
 @pytest.fixture
@@ -232,16 +234,16 @@ def command(random_folder, monkeypatch, capsys):
 
 
 def test_command_writes_between_prompt_and_suffix(model, llm, command, tmp_path):
-    prompts = ["Ann has ", f"Bo has {MASK} pens, "]
-    (tmp_path / "prompts").write_text("\n".join(prompts))
+    prompt = f"Bo has {MASK} pens, "
+    (tmp_path / "prompts").write_text(prompt)
     asked = ("--prompt-file", str(tmp_path / "prompts"), "--suffix", " books.", "--json")
-    status, lines, _ = command(*asked, *SAME)
-    wanted = llm.infill(prompts, " books.", SamplingParams(max_tokens=4))
+    status, (text,), _ = command(*asked, *SAME)
+    (want,) = llm.infill(prompt, " books.", SamplingParams(max_tokens=4))
+    line = json.loads(text)
     assert status == 0
-    for line, prompt, want in zip(map(json.loads, lines), prompts, wanted, strict=True):
-        assert (line["prompt"], line["suffix"]) == (prompt, " books.")
-        assert (line["token_ids"], line["text"]) == (ends(want)[0], want.outputs[0].text)
-        assert line["metrics"]["tokens_per_forward"] == want.metrics.tokens_per_forward
+    assert (line["prompt"], line["suffix"]) == (prompt, " books.")
+    assert (line["token_ids"], line["text"]) == (ends(want)[0], want.outputs[0].text)
+    assert line["metrics"]["tokens_per_forward"] == want.metrics.tokens_per_forward
 
 
 def test_command_draws_the_suffix_behind_the_window(model, llm, command):
@@ -286,6 +288,18 @@ def test_command_that_cannot_infill_says_why(command, argv, strategy, status, sa
     assert (got, error.count("\n")) == (status, 1)
     assert error.startswith("error: ")
     assert said in error
+
+
+def test_example_fills_its_holes(capsys):
+    path = Path(__file__).resolve().parent.parent / "examples" / "infill.py"
+    sizes = {"strategy": "full_sequence", "buffer_size": 4, "max_num_seqs": 1}
+    runpy.run_path(str(path))["main"](dj.LLM(**sizes, warm_up=False))
+    between, holes, speed = capsys.readouterr().out.splitlines()
+    assert "the days[ Ben keeps 37 - 29 = 8 dollars.] In all" in between
+    assert holes.endswith(
+        "= [8 dollars. In all of the days together that makes 8 * 5 = 40] dollars."
+    )
+    assert speed == "1.00 tokens per forward"
 
 
 def test_remedies_follow_model_and_strategy(model):

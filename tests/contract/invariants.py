@@ -51,6 +51,9 @@ class Watcher:
             if position < end:
                 assert filled
                 self.settled[position] = token
+        if (given := new.limits.given) is not None:  # of a window that stays where it is
+            assert buffer.filled.ravel()[given].all()
+            assert (buffer.tokens == old_buffer.tokens).ravel()[given].all(), "a given cell changed"
         text = new.output[: new.output_len].tolist()
         kept = old.output[: old.output_len].tolist()
         assert text[: len(kept)] == kept, "emitted text changed"
