@@ -96,6 +96,7 @@ def sweep(
     settings: Sequence[Mapping[str, float]],
     problems: Sequence[Problem],
     *,
+    prompts: Sequence[Sequence[int]] | None = None,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
     progress: Callable[[int], object] = lambda done: None,
@@ -107,13 +108,14 @@ def sweep(
 
     Args:
         settings: Values of knobs by name, in place of the strategy's; all name the same knobs.
+        prompts: Token ids of the problems; None: those of `encode`.
         batch_size, max_tokens, progress: As in `solve`; `progress` counts all settings' problems.
     """
-    ids = [_prompt(model, one.question) for one in problems]
+    ids = encode(model, problems) if prompts is None else prompts
     lengths = np.array([len(row) for row in ids])
-    prompts = np.zeros((len(ids), max(lengths)), np.int32)
+    padded = np.zeros((len(ids), max(lengths)), np.int32)
     for i, row in enumerate(ids):
-        prompts[i, : len(row)] = row
+        padded[i, : len(row)] = row
     total = len(settings) * len(ids)
     values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
     parts = []
@@ -122,7 +124,7 @@ def sweep(
         session = functools.partial(
             generation.start,
             model,
-            jnp.asarray(prompts[rows % len(ids)]),
+            jnp.asarray(padded[rows % len(ids)]),
             strategy.replace(**{k: jnp.asarray(v[rows], jnp.float32) for k, v in values.items()}),
             max_tokens=max_tokens,
             prompt_len=jnp.asarray(lengths[rows % len(ids)]),
@@ -136,8 +138,13 @@ def sweep(
         parts.append([*(leaf[:count] for leaf in part), spent])
         progress(first + count)
     leaves = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+
+    @functools.cache  # most settings end in the same text
+    def text_of(tokens: tuple[int, ...]) -> str:
+        return model.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
     return [
-        _outcome(model, strategy.block_size, problems, lengths, *part)
+        _outcome(text_of, strategy.block_size, problems, lengths, *part)
         for part in zip(*(np.split(leaf, len(settings)) for leaf in leaves), strict=True)
     ]
 
@@ -150,7 +157,7 @@ def _finish(model: Model, session: generation.Session) -> Any:
 
 
 def _outcome(
-    model: Model,
+    text_of: Callable[[tuple[int, ...]], str],
     block_size: int,
     problems: Sequence[Problem],
     prompt_len: np.ndarray,
@@ -161,10 +168,7 @@ def _outcome(
     finish: np.ndarray,
     seconds: np.ndarray,
 ) -> Outcome:
-    texts = tuple(
-        model.tokenizer.decode(row[:n].tolist(), skip_special_tokens=True)
-        for row, n in zip(output, length, strict=True)
-    )
+    texts = tuple(text_of(tuple(row[:n].tolist())) for row, n in zip(output, length, strict=True))
     reasons = tuple(FINISH_REASONS[int(code)] for code in finish)
     has_end = np.array([reason == "stop" for reason in reasons])
     last = prompt_len + length + has_end - 1
@@ -180,9 +184,10 @@ def _outcome(
     )
 
 
-def _prompt(model: Model, question: str) -> list[int]:
-    text = chat.render(model, [{"role": "user", "content": question}])
-    return tokenization.encode(model.tokenizer, text, special=False)
+def encode(model: Model, problems: Sequence[Problem]) -> list[list[int]]:
+    """The prompts of problems, as a chat."""
+    said = [chat.render(model, [{"role": "user", "content": one.question}]) for one in problems]
+    return [tokenization.encode(model.tokenizer, text, special=False) for text in said]
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
