@@ -59,11 +59,11 @@ def check_invariants(
 ) -> None:
     """Run a strategy on random requests and check every step against the contract.
 
-    Prompt cells and settled tokens stay as they are; the settled end never moves back, and what is
-    settled is filled; statuses are TO_CACHE* ACTIVE* DUMMY*; DUMMY cells are neither filled nor
-    attended; what leaves the window is in the cache as it leaves; the engine's fields are left
-    alone; a slot's result depends neither on other slots nor on ids under holes; no state stops a
-    request from getting on. A strategy may pass and be wrong in what it writes.
+    What the request brought and what is settled stay as they are; the settled end never moves
+    back, and what is settled is filled; statuses are TO_CACHE* ACTIVE* DUMMY*; DUMMY cells are
+    neither filled nor attended; what leaves the window is in the cache as it leaves; the engine's
+    fields are left alone; a slot's result depends neither on other slots nor on ids under holes;
+    no state stops a request from getting on. A strategy may pass and be wrong in what it writes.
 
     Args:
         strategy: Anything `load_strategy` takes, of known sizes; small ones try more. It must not
@@ -153,7 +153,12 @@ class _Watch:
         buffer = state.buffer
         B, X = state.pools.cached.shape
         self.known = np.full((B, X), -1)  # what is settled, by position
-        self._note(buffer, self._positions(buffer) < buffer.prompt_len[:, None])
+        brought = self._positions(buffer) < buffer.prompt_len[:, None]
+        if state.limits.given is not None:
+            brought |= state.limits.given
+        self.brought = np.zeros((B, X), bool)
+        np.put_along_axis(self.brought, self._positions(buffer), brought, axis=1)
+        self._note(buffer, brought)
         self.end = buffer.start + 0
         self.front, self.waited = buffer.start - 1, np.zeros(B, int)
 
@@ -237,8 +242,8 @@ class _Watch:
         tokens, filled = buffer.tokens.reshape(B, -1), buffer.filled.reshape(B, -1)
         known = np.take_along_axis(self.known, position, axis=1)
         same = (known < 0) | (filled & (tokens == known))
-        in_prompt = position < buffer.prompt_len[:, None]
-        self._must(same | ~in_prompt, "cells of the prompt never change", tokens)
+        brought = np.take_along_axis(self.brought, position, axis=1)
+        self._must(same | ~brought, "what the request brought never changes", tokens)
         self._must(same, "settled tokens never change", tokens)
         end = buffer.start + settled
         self._must(end >= self.end, "the settled end never moves back", end)

@@ -57,7 +57,13 @@ def draw(
     if in_window:
         prompt_len = rng.integers(1, W, B)
         limit = rng.integers(prompt_len + 1, W + 1)
+        # Cells that the request brings behind its prompt, between its holes and behind them.
+        end, cell = limit + rng.integers(0, W - limit + 1), np.arange(W)[None]
+        brings = (cell >= prompt_len[:, None]) & (cell < end[:, None])
+        brings &= (cell >= limit[:, None]) | (rng.random((B, W)) < 0.2)
+        given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
     else:
+        given = None
         prompt_len = rng.integers(1, 2 * S + 4, B)
         limit = prompt_len + rng.integers(1, (K + 2) * S, B)
     # Mostly the same token at a position, now and then another one.
@@ -78,7 +84,8 @@ def draw(
         _int32(prompt_len),
         _int32(limit),
         Sampling(temperature, _int32(np.zeros(B)), _float32(np.ones(B))),
-        Limits(_int32(stops), never, never),
+        Limits(_int32(stops), never, never, None if given is None else given >= 0),
+        given,
         _draw_knobs(rng, strategy, B, knobs),
         jax.random.split(jax.random.key(int(rng.integers(1 << 30))), B),
         world,
@@ -107,6 +114,7 @@ def _admit(
     limit: Int[Array, " B"],
     sampling: Sampling,
     limits: Limits,
+    given: Int[Array, "B W"] | None,
     knobs: dict[str, Array],
     keys: Any,
     world: World,
@@ -115,7 +123,7 @@ def _admit(
     K, S, needs = strategy.buffer_size or 1, strategy.block_size, strategy.needs
     B, X = prompt.shape
     tail = driver.prompt_tail(needs, prompt, prompt_len, K, S)
-    buffer = driver.admit_window(needs, tail, prompt_len, limit, K, S)
+    buffer = driver.admit_window(needs, tail, prompt_len, limit, K, S, given)
     before = jnp.arange(X)[None] < buffer.start[:, None]
     carry = initial_carry(strategy, slot_spec(strategy, B))
     state = DecodeState(
@@ -178,7 +186,7 @@ def _midway(
         done = (status == TO_CACHE)[:, :, None] & (position < limit[:, None, None])
         in_prompt = position < fresh.prompt_len[:, None, None]
         filled = in_prompt | done | (chosen & (status == ACTIVE)[:, :, None])
-    given = fresh.filled & (start == fresh.start)[:, None, None]  # of the prompt and a suffix
+    given = fresh.filled & (start == fresh.start)[:, None, None]  # what the request brought
     drawn = fresh.replace(
         tokens=np.where(given, fresh.tokens, rng.integers(1, VOCAB, (B, K, S))),
         filled=filled,

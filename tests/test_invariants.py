@@ -63,12 +63,27 @@ CASES: dict[str, tuple[Any, int]] = {
     "my_strategy": (load_strategy(f"{EXAMPLES}/my_strategy.py:my_step", block_size=8), 6),
     "soft_parallel": (toys.SoftParallel(), 9),
     "block_cache": (toys.BlockCache(), 13),
+    "credit_decoding": (
+        load_strategy(f"{EXAMPLES}/credit_decoding.py:CreditDecoding", block_size=4, buffer_size=2),
+        5,
+    ),
     "full_sequence_toy": (toys.FullSequence(), 8),  # two cells a forward: half of 16, a block
     "canvas": (toys_models.Canvas(), 9),
 }
 CASES |= {
     f"block_diffusion_{rule}": (strategies.BlockDiffusion(remasking=rule, block_size=4), 5)
     for rule in ("sequential", "static", "dynamic", "entropy", "random")
+}
+CASES |= {
+    f"full_sequence_{name}": (strategies.FullSequence(block_size=4, buffer_size=4, **fields), 4)
+    for name, fields in {
+        "plain": {},
+        "blocks": {"block_length": 4, "steps": 8},
+        "guided": {"cfg_scale": 1.5},
+        "prefix": {"block_length": 4, "cache": "prefix"},
+        "dual": {"block_length": 4, "cache": "dual"},
+        **{rule: {"remasking": rule} for rule in ("random", "margin", "entropy", "origin")},
+    }.items()
 }
 # Without a cap on a block's steps a confidence that nothing reaches keeps it for good.
 KNOBS = {"dmax_diffulex": {"commit_confidence": (0.5, 0.9, 1.0)}}
@@ -189,8 +204,8 @@ class Wrong(struct.PyTreeNode):
 IN_CACHE = "what leaves the window is in the cache as it leaves"
 WRONG = {
     "nothing": None,
-    "writes the prompt": "cells of the prompt never change",
-    "empties the prompt": "cells of the prompt never change",
+    "writes the prompt": "what the request brought never changes",
+    "empties the prompt": "what the request brought never changes",
     "rewrites what is settled": "settled tokens never change",
     "takes back": "the settled end never moves back",
     "settles a hole": "what is settled is filled",
