@@ -158,7 +158,7 @@ class FullSequence(struct.PyTreeNode):
             live=jnp.where(is_new[:, None, None], text, part),
             widths=self._widths(forward.shift),
             visible=visible,
-            context_len=jnp.where(is_new, 0, jnp.sum(text, axis=(1, 2), dtype=jnp.int32)),
+            context_len=jnp.sum(text, axis=(1, 2), dtype=jnp.int32),
         )
         return out, out.store(state, text & is_new[:, None, None])
 

@@ -70,8 +70,6 @@ def even_quota(
 ) -> Int[Array, " B"]:
     """Holes to fill in forward `step` so that `holes` take `steps` of them, remainder first.
 
-    At least one, where the authors' program runs on without filling any.
-
     Args:
         holes: Of the block when it began.
         steps: At least 1.
@@ -79,8 +77,7 @@ def even_quota(
 
     Source: LLaDA, `get_num_transfer_tokens`.
     """
-    share = holes // steps + (step < holes % steps).astype(jnp.int32)
-    return jnp.maximum(share, 1)
+    return holes // steps + (step < holes % steps).astype(jnp.int32)
 
 
 def timestep_quota(

@@ -84,6 +84,7 @@ ONE_PYTHON = {
         "examples",
         "family_configs",
         "fast_dllm_v2",
+        "full_sequence",
         "hub",
         "infill",
         "invariants",

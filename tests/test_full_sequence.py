@@ -10,6 +10,7 @@ Decoding on pages, guidance and both caches are held to dense runs by the contra
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ import pytest
 
 import dllm_jax as dj
 import strategies
+from dllm_jax import generation
+from dllm_jax.facts import EngineConfig
 from dllm_jax.forward import greedy
 from dllm_jax.generation import check_fit
 from dllm_jax.readout import read_stats
@@ -34,8 +37,9 @@ from tests.contract.cases import full_sequence_case
 from tests.contract.cases import truth as contract_truth
 from tests.contract.dense import Net
 from tests.contract.dense_full_sequence import decode_full_sequence
-from tests.contract.harness import decode_paged
+from tests.contract.harness import Request, decode_paged
 from tests.contract.models import causal, plain
+from tests.oracles.checkpoints import write_tiny
 from tests.oracles.full_sequence_decoder import (
     Decoded,
     Pass,
@@ -46,6 +50,7 @@ from tests.oracles.full_sequence_decoder import (
 )
 from tests.oracles.full_sequence_mutants import MUTANTS
 from tests.oracles.mutants import Mutant, load_mutant
+from tests.test_family_decode import MASK_ID, Files
 from tests.test_strategy_fuzz import (
     POSITIONS,
     Case,
@@ -337,7 +342,7 @@ def test_an_even_quota_fills_a_block_in_its_steps_remainder_first() -> None:
     asked, wanted = [], []
     for holes, steps in itertools.product(range(1, 40), repeat=2):
         asked += [(holes, steps, step) for step in range(steps)]
-        wanted += [max(count, 1) for count in get_num_transfer_tokens(holes, steps)]
+        wanted += get_num_transfer_tokens(holes, steps)
     assert remasking.even_quota(*ints(*asked).T).tolist() == wanted
 
 
@@ -456,12 +461,14 @@ def test_the_contracts_case_runs_narrow_and_wide_rows_together() -> None:
 @pytest.mark.slow
 def test_frozen_keys_and_guidance_change_what_is_written() -> None:
     """Else the runs above would prove nothing of either."""
-    first = contract_case("full_sequence_dual").requests[1]
-    net = Net(contract_case("full_sequence_dual").model)
+    case = contract_case("full_sequence_dual")
     how: dict[str, Any] = {"remasking": "entropy", "accept": 1.0, "block_length": 6}
-    texts = [decode_full_sequence(net, first, cache=c, **how).tokens for c in (None, "dual")]
-    texts.append(decode_full_sequence(net, first, cfg_scale=0.7, **how).tokens)
-    assert len({tuple(text) for text in texts}) == 3
+    ways: tuple[dict[str, Any], ...] = ({}, {"cache": "dual"}, {"cfg_scale": 0.7})
+    net, texts = Net(case.model), set()
+    for way in ways:
+        truths = (decode_full_sequence(net, request, **how, **way) for request in case.requests)
+        texts.add(tuple(tuple(truth.tokens) for truth in truths))
+    assert len(texts) == len(ways)
 
 
 def test_a_guided_law_is_that_of_the_moved_logits() -> None:
@@ -487,6 +494,43 @@ def test_a_guided_law_is_that_of_the_moved_logits() -> None:
     np.testing.assert_allclose(stats.confidence, law.max(1), rtol=1e-5)
     np.testing.assert_allclose(read((other, 0.0)).confidence, read(None).confidence, rtol=1e-5)
     assert read((other.at[1].set(jnp.nan), 1.5)).token.tolist()[1] == NO_TOKEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "how", "max_tokens"),
+    [
+        ("llada", {"remasking": "low_confidence", "block_length": 32}, 35),
+        ("dream", {"remasking": "entropy"}, 14),
+    ],
+)
+def test_a_family_decodes_by_default_as_its_files_say(
+    family: str, how: dict[str, Any], max_tokens: int, tmp_path: Path
+) -> None:
+    """Through `LLM`, told to be greedy and no more; the truth is NumPy on the files' tensors."""
+    folder = write_tiny(family, tmp_path, seed=3, mask_token_id=MASK_ID)
+    config = EngineConfig(max_num_seqs=2, slot_buckets=(2,), page_buckets=(8,), page_size=32)
+    llm = dj.LLM(folder, config=config, dtype="float32", progress=False)
+    prompts = [[7, 8, 9], [10, 11, 12, 13, 14]]
+    params = dj.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    net: Any = Files(folder, family)
+    for prompt, out in zip(prompts, llm.generate(prompts, params), strict=True):
+        truth = decode_full_sequence(net, Request(tuple(prompt), max_tokens), **how)
+        assert (out.outputs[0].token_ids, out.metrics.nfe) == (truth.tokens, truth.nfe)
+
+
+@pytest.mark.slow
+def test_guidance_holds_no_logits_of_the_whole_window() -> None:
+    """Read from the compiled loop: 2,048 cells are read out 1,024 at a time, twice each."""
+    case = full_sequence_case(plain(), 1.0, remasking="low_confidence", cfg_scale=0.5)
+    strategy = case.strategy.replace(block_size=32, buffer_size=16)
+    session = generation.start(case.model, [[1, 2]] * 4, strategy, max_tokens=99)
+    program = generation._advance.lower(
+        case.model, session.strategy, session.aux, session.state, jnp.int32(3), None
+    ).compile()
+    text, vocab = program.as_text(), case.model.config.vocab_size
+    assert f"f32[1024,{vocab}]" in text
+    assert not re.search(rf"f32\[(2048|4,512|4,16,32|2,1024),{vocab}\]", text)
 
 
 # ---- what it needs and refuses ----

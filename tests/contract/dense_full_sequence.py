@@ -76,7 +76,7 @@ def decode_full_sequence(
 
 def quota(remasking: str, at_begin: int, left: int, steps: int, step: int) -> int:
     if remasking in OF_LLADA:
-        return max(at_begin // steps + (step < at_begin % steps), 1)
+        return at_begin // steps + (step < at_begin % steps)
     return left if step >= steps - 1 else int(left * 0.999 / (steps - 0.999 * step) + 1e-9)
 
 

@@ -107,8 +107,7 @@ def full_sequence_decode(
             transfer = [p for p in holes if uniform(result.nfe, p) < chance]
         else:
             if remasking in ("low_confidence", "random"):
-                schedule = get_num_transfer_tokens(mask_num, steps_per_block)
-                count = max(schedule[i] if i < len(schedule) else 0, 1)
+                count = get_num_transfer_tokens(mask_num, steps_per_block)[i]
             else:
                 count = number_transfer_tokens(len(holes), steps_per_block, i)
                 count = max(count, 1 if accept_threshold < 1 else 0)  # Fast-dLLM's
