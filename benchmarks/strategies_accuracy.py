@@ -27,7 +27,17 @@ from dllm_jax import evaluate
 from dllm_jax.bench.numbers import environment
 from dllm_jax.generation import check_fit
 from dllm_jax.training.data import problem
-from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, MultiBD, load_strategy
+from strategies import (
+    AR,
+    D2F,
+    BlockDiffusion,
+    DMax,
+    Edit,
+    FastDLLMV2,
+    FullSequence,
+    MultiBD,
+    load_strategy,
+)
 
 HALVES = ("plain", "hard")
 BASE = ("block_diffusion", {"accept_threshold": 0.9})
@@ -64,6 +74,7 @@ def sections():
     )
     revising = "the model never saw a wrong token to mend"
     mixing = "the model never saw a mixture of embeddings, nor a wrong token to mend"
+    unseen = "no row ever saw the ones behind its block"
     full = "no row of a prompt ever saw the ones behind its block"
     return {
         "block_diffusion": Section(BlockDiffusion(), grid(**accept)),
@@ -88,6 +99,10 @@ def sections():
             DMax(buffer_size=2),
             grid(accept_threshold=(0.5, 0.9), token_merge_weight=(1.0,)),
             mixing,
+        ),
+        # A window for the longest prompt of the problems and its text.
+        "full_sequence, blocks of 32": Section(
+            FullSequence(block_length=32, buffer_size=10), grid(accept_threshold=(0.9,)), unseen
         ),
     }
 

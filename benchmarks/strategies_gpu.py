@@ -40,7 +40,7 @@ from dllm_jax import decode, generation
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.forward import TARGET, ModelForward
-from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, MultiBD
+from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, FullSequence, MultiBD
 from strategies.state import DUMMY, RUNNING
 
 BASE = "multi_bd"
@@ -51,16 +51,24 @@ NEVER = 2.0  # a threshold above every probability
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A strategy under test; `bar` is the most its step may cost, as a multiple of the base's."""
+    """A strategy under test.
+
+    Attributes:
+        bar: The most its step may cost, as a multiple of the base's.
+        context: Tokens of its prompt; None: as many as all others have.
+    """
 
     strategy: object
     bar: float | None = BAR
     shifted: bool = False
+    context: int | None = None
+    max_tokens: int = MAX_TOKENS
 
 
-def settings(blocks, block_size):
+def settings(blocks, block_size, context):
     """The strategies by name, each with its thresholds out of reach."""
     window = blocks * block_size
+    whole = {"block_size": block_size, "buffer_size": context // block_size + blocks}
     several = {"accept_threshold": NEVER, "add_block_threshold": 0.0}
     several |= {"block_size": block_size, "buffer_size": blocks}
     one = {"accept_threshold": NEVER, "block_size": window, "buffer_size": 1}
@@ -78,6 +86,16 @@ def settings(blocks, block_size):
         "fast_dllm_v2, refinement": Setting(
             FastDLLMV2(sub_block_size=window // 4, **one), shifted=True
         ),
+        # Prompt and text share the window.
+        "full_sequence": Setting(
+            FullSequence(block_size=block_size, buffer_size=blocks),
+            context=window // 2,
+            max_tokens=window // 2,
+        ),
+        "full_sequence, whole prompt": Setting(FullSequence(**whole), bar=None, max_tokens=window),
+        "full_sequence, dual cache": Setting(
+            FullSequence(cache="dual", block_length=window, **whole), bar=None, max_tokens=window
+        ),
         "block_diffusion, one block": Setting(
             BlockDiffusion(accept_threshold=NEVER, block_size=block_size), bar=None
         ),
@@ -94,7 +112,7 @@ class Bench:
     def __init__(self, model, setting, slots, context):
         config = dataclasses.replace(model.config, shift=setting.shifted)
         self.model = model.replace(config=config)
-        self.bare, self.aux, self.state = begin(self.model, setting.strategy, slots, context)
+        self.bare, self.aux, self.state = begin(self.model, setting, slots, context)
         began = time.perf_counter()
         self.program = generation._advance.lower(
             self.model, self.bare, self.aux, self.state, jnp.int32(1), None
@@ -121,12 +139,17 @@ class Bench:
         return (spent[1] - spent[0]) / (many - few) * 1e3
 
 
-def begin(model, strategy, slots, context):
+def begin(model, setting, slots, context):
     """The bare strategy, its models, and a state whose prompt is cached as random numbers."""
     rng = np.random.default_rng(7)
-    prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
+    shape = (slots, setting.context or context)
+    prompts = rng.integers(0, model.config.vocab_size * 9 // 10, shape)
     _, (bare, aux, batch), max_tokens = generation._prepare(
-        model, jnp.asarray(prompts, jnp.int32), strategy, max_tokens=MAX_TOKENS, ignore_eos=True
+        model,
+        jnp.asarray(prompts, jnp.int32),
+        setting.strategy,
+        max_tokens=setting.max_tokens,
+        ignore_eos=True,
     )
     state = generation._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
@@ -214,15 +237,14 @@ def wide_logit_rows(model, setting, slots, context):
 
     One layer is compiled: depth has no part in it.
     """
-    strategy = setting.strategy
     config = dataclasses.replace(model.config, shift=setting.shifted, num_layers=1)
     params = {**model.params, "layers": model.params["layers"][:1]}
     shallow = model.replace(params=params, config=config)
-    bare, aux, state = begin(shallow, strategy, slots, context)
+    bare, aux, state = begin(shallow, setting, slots, context)
     program = generation._advance.lower(shallow, bare, aux, state, jnp.int32(1), None).compile()
     return {
         "slots": slots,
-        "rows": slots * strategy.buffer_size * strategy.block_size,
+        "rows": slots * bare.buffer_size * bare.block_size,
         "logit_rows": max(logit_rows(program.as_text(), config.vocab_size), default=0),
     }
 
@@ -266,7 +288,7 @@ def main():
         "rows": [],
     }
     report["commit"] = args.commit or report["commit"]
-    chosen = settings(blocks, block_size)
+    chosen = settings(blocks, block_size, args.context)
     if args.only:
         chosen = {n: s for n, s in chosen.items() if n in (BASE, *args.only.split(";"))}
     benches = {}
