@@ -106,6 +106,7 @@ ONE_PYTHON = {
         "tokenizers",
         "trace",
         "traces",
+        "traps",
         "training_decode",
         "training_objective",
         "training_tokenizer",
