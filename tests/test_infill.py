@@ -10,6 +10,7 @@ import json
 import runpy
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +18,9 @@ import dllm_jax as dj
 from dllm_jax import Request, SamplingParams, infilling, snapshot
 from dllm_jax.cli import main
 from dllm_jax.facts import DeviceFailure
-from tests.contract import dense
+from strategies import blocks
+from tests.contract import dense, harness
+from tests.contract.cases import case
 from tests.contract.toys import FullSequence
 
 STRATEGY = FullSequence(block_size=8, buffer_size=4)  # a window of 32
@@ -139,6 +142,20 @@ def test_only_a_written_stop_id_ends_the_text(model, llm):
     assert ends(written) == truth(model, *asked, stops=stops)
     assert written.outputs[0].finish_reason == "stop"
     assert len(written.outputs[0].token_ids) <= 3
+
+
+def test_what_a_request_brought_is_never_written_over_nor_a_stop():
+    given = (-1, -1, 9, -1, 8)
+    asked = harness.Request((30, 31, 32), 2, suffix=given[2:], stops=(9,))
+    _, state, _ = harness.fresh_state(STRATEGY, case("full_sequence").model, {}, [asked] * 4, 8, 0)
+    cells = np.asarray(state.buffer.filled[0]).ravel()[:8]
+    assert cells.tolist() == [True, True, True, *(token >= 0 for token in given)]
+    everywhere = jnp.ones(state.buffer.filled.shape, bool)
+    written = blocks.write(state, jnp.full_like(state.buffer.tokens, 7), everywhere)
+    assert written.buffer.tokens[0].ravel()[:8].tolist() == [30, 31, 32, 7, 7, 9, 7, 8]
+    assert not blocks.has_stop(written).any()
+    written = blocks.write(state, jnp.full_like(state.buffer.tokens, 9), everywhere)
+    assert blocks.has_stop(written).all()
 
 
 def test_window_shows_what_is_given_between_holes(model, llm):
