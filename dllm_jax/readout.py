@@ -67,10 +67,14 @@ def read_stats(
         if away is not None:
             others = unembed(away)
             logits = others + (1.0 + scale) * (logits - others)
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        logits = jnp.where(forbidden(ids), -jnp.inf, logits)
-        if penalty is not None:
-            logits = logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
+
+        def restrict(logits: Array) -> Array:
+            ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+            logits = jnp.where(forbidden(ids), -jnp.inf, logits)
+            if penalty is None:
+                return logits
+            return logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
+
         return token_stats(
             logits,
             temperature=sampling.temperature,
@@ -79,6 +83,7 @@ def read_stats(
             keys=keys,
             confidence=confidence,
             num_top=num_top,
+            restrict=restrict,
         )
 
     return in_chunks(one, (hidden, sampling, keys, penalty, away))

@@ -5,6 +5,7 @@ compose: each takes statistics of the window and says which cells to fill. Nothi
 where the logits come from.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -27,16 +28,19 @@ def token_stats(
     keys: PRNGKeyArray | None = None,
     confidence: Literal["drawn", "raw"] = "drawn",
     num_top: int = 0,
+    restrict: Callable[[Array], Array] = lambda logits: logits,
 ) -> TokenStats:
     """Draw one token a row and say how sure the law is.
 
     Args:
-        logits: Float32, forbidden ids already at -inf.
+        logits: Float32.
         temperature: 0 takes the most probable id, ties to the lowest.
         top_k: Ids kept (ties at the edge stay), 0 for all.
         top_p: Nucleus mass kept, 1 for all; the most probable id always stays.
         keys: One a row; None where every row is greedy.
         confidence: Law of confidence, entropy and top: see `ForwardOutput.predict`.
+        restrict: What is done to the logits first, such as forbidden ids to -inf. It is given here
+            so that whoever reads the logits does it on the way, and no second array is written.
 
     Returns:
         TokenStats with leading axis R. Token and statistics never leave float32. A row whose
@@ -45,20 +49,22 @@ def token_stats(
     """
 
     def as_is(logits: Array) -> TokenStats:
-        token = jnp.argmax(logits, axis=-1)
-        return _judge(logits, token, _at(logits, token), num_top)
+        logits = restrict(logits)
+        peak, token = _peak(logits)
+        return _judge(logits, token, peak, peak, num_top)
 
     def drawn(logits: Array) -> TokenStats:
+        logits = restrict(logits)
         tempered = temperature > 0
         law = logits / jnp.where(tempered, temperature, 1.0)[:, None]
         # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
         law = jnp.where(logits == _NEVER, _NEVER, law)
-        restricted = jnp.any((top_k > 0) | (top_p < 1.0))
-        law = jax.lax.cond(restricted, _restrict, lambda law, *_: law, law, top_k, top_p)
+        cut = jnp.any((top_k > 0) | (top_p < 1.0))
+        law = jax.lax.cond(cut, _cut, lambda law, *_: law, law, top_k, top_p)
         noisy = law if keys is None else law + _gumbel(keys, tempered, law.shape[-1])
         token = jnp.argmax(noisy, axis=-1)
         judged = law if confidence == "drawn" else logits
-        return _judge(judged, token, jnp.max(judged, axis=-1), num_top)
+        return _judge(judged, token, _at(judged, token), jnp.max(judged, axis=-1), num_top)
 
     # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
     plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
@@ -75,12 +81,31 @@ def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]
     return jnp.take_along_axis(law, token[:, None], axis=-1)[:, 0]
 
 
-def _judge(
-    law: Float[Array, "R V"], token: Int[Array, " R"], peak: Float[Array, " R"], num_top: int
-) -> TokenStats:
-    """Probability of `token`, entropy and top of a law given by its logits, `peak` their maximum.
+def _peak(law: Float[Array, "R V"]) -> tuple[Float[Array, " R"], Int[Array, " R"]]:
+    """The largest logit of each row and its id, ties to the lowest: both from one pass.
 
-    The caller knows the peak or pays for it: each pass over the logits counts.
+    A gather of that logit would make XLA write down a law that is computed on the way.
+    """
+
+    def higher(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+    ids = jax.lax.broadcasted_iota(jnp.int32, law.shape, 1)
+    least = (jnp.float32(_NEVER), jnp.int32(law.shape[1]))
+    return jax.lax.reduce((law, ids), least, higher, (1,))
+
+
+def _judge(
+    law: Float[Array, "R V"],
+    token: Int[Array, " R"],
+    own: Float[Array, " R"],
+    peak: Float[Array, " R"],
+    num_top: int,
+) -> TokenStats:
+    """Probability of `token`, entropy and top of a law given by its logits.
+
+    The caller knows the token's logit and the largest: each pass over the logits counts.
     """
     above_peak = law - peak[:, None]
     weight = jnp.exp(above_peak)
@@ -94,7 +119,7 @@ def _judge(
     )
     return TokenStats(
         token=token.astype(jnp.int32),
-        confidence=jnp.exp(_at(law, token) - peak) / mass,
+        confidence=jnp.exp(own - peak) / mass,
         entropy=jnp.log(mass) - spread / mass,
         top_ids=top_ids,
         top_probs=jnp.exp(top_law - peak[:, None]) / mass[:, None],
@@ -107,7 +132,7 @@ def _gumbel(keys: PRNGKeyArray, tempered: Bool[Array, " R"], size: int) -> Float
     return jnp.where(tempered[:, None], noise, 0.0)
 
 
-def _restrict(law: Array, top_k: Array, top_p: Array) -> Array:
+def _cut(law: Array, top_k: Array, top_p: Array) -> Array:
     """Top-k, then the nucleus of what is left (Holtzman et al. 2020, §3.1), as vLLM orders them."""
     ordered = -jnp.sort(-law, axis=-1)
     V = law.shape[-1]
