@@ -30,7 +30,8 @@ from tests.contract import harness, models
 from tests.contract.cases import EXTRA, NAMES, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
-CACHED = [name for name in NAMES if not name.startswith("full_sequence")]
+WHOLE = [name for name in NAMES if name.startswith("full_sequence")]  # no prompt is prefilled
+CACHED = [name for name in NAMES if name not in WHOLE]
 QUICK = (
     "multi_bd_shifted",
     "d2f_whole_full",
@@ -146,7 +147,7 @@ def test_preemption_at_any_step_changes_nothing(name):
         with steps_a_chunk(1):
             assert_same(name, ends(run(engine, wishes(name), between)), truths(name))
     assert DECODE in caught
-    assert PREFILL in caught or name in (*FULL, "full_sequence", "block_cache")
+    assert PREFILL in caught or name in (*FULL, *WHOLE, "block_cache")
 
 
 @pytest.mark.one_python
@@ -201,7 +202,7 @@ def test_the_same_request_again_finds_its_prompt(name):
         count = len(one.prompt_token_ids)
         assert one.metrics.cached_tokens == reusable(engine.facts, count, count)
     found = sum(one.metrics.cached_tokens for one in after)
-    assert (found > 0) == (name not in ("full_sequence", "block_cache"))  # a unit of 48 tokens
+    assert (found > 0) == (name not in (*WHOLE, "block_cache"))  # a unit of 48 tokens
 
 
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
@@ -406,7 +407,7 @@ def test_a_near_tie_is_seen_and_counted():
 def test_random_requests_have_their_tokens_whatever_happens(name, record_property):
     """Sixty of them, three ways each; how many differ behind a near-tie is recorded, and few."""
     draw = np.random.default_rng(NAMES.index(name))
-    room = 32 if name == "full_sequence" else 60
+    room = 32 if name in WHOLE else 60
 
     def one():
         length = int(draw.integers(1, 25))
