@@ -82,4 +82,5 @@ def _ask_for_one(model: Model) -> str:
     text = None if tokenizer is None else tokenizer.decode([mask])
     if text and encode(tokenizer, text, special=False) == [mask]:
         return f"write {text} for each token that is wanted, or give a suffix"
-    return f"its tokenizer has no mask token, so give token ids with {mask} as holes, or a suffix"
+    why = "" if tokenizer is None else "its tokenizer has no mask token: "
+    return f"{why}give token ids with {mask} as holes, or a suffix"

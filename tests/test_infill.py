@@ -322,9 +322,14 @@ def test_example_fills_its_holes(capsys):
 def test_remedies_follow_model_and_strategy(model):
     with pytest.raises(ValueError, match=r'MultiBD does not see .* use strategy="full_sequence"'):
         make_llm(model, None).infill("a", "b")
-    bare = model.replace(tokenizer_source=None)
-    with pytest.raises(ValueError, match="no mask token, so give token ids with 1 as holes, or a"):
-        infilling.holed_text(bare, STRATEGY, [5], 0, [])
-    config = dataclasses.replace(model.config, mask_token_id=-1)
-    with pytest.raises(ValueError, match="the model has no mask token, so give a suffix"):
-        infilling.holed_text(model.replace(config=config), STRATEGY, [5], 0, [])
+    for changed, said in (
+        ({"tokenizer_source": None}, "has no hole; give token ids with 1 as holes, or a suffix"),
+        (mask(model, 600), "no hole; its tokenizer has no mask token: give token ids with 600 as"),
+        (mask(model, -1), "the model has no mask token, so give a suffix"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            infilling.holed_text(model.replace(**changed), STRATEGY, [5], 0, [])
+
+
+def mask(model, token):
+    return {"config": dataclasses.replace(model.config, mask_token_id=token)}
