@@ -1,0 +1,181 @@
+"""The figure and the tables of docs/strategies.md, from what `strategies_accuracy.py` measured.
+
+    python benchmarks/strategies_figure.py strategies_accuracy_h200.json --svg docs/accuracy.svg
+
+Writes the SVG (no fonts, no scripts; mid tones that read on light and on dark pages) and prints the
+tables as markdown. Lines are strategies, points are accept thresholds, bars 95 % intervals.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+GREY, FAINT = "#768390", "#8b949e55"
+WIDTH, HEIGHT = 880, 470
+PANEL_WIDTH, PANEL_HEIGHT, TOP, LEFT, GAP = 372, 300, 34, 52, 54
+HALVES = ("plain", "hard")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the figure: a section of the report, and which of its settings.
+
+    Attributes:
+        knobs: Values that a setting must have to be on the line.
+        dashed: The model was not trained for it.
+    """
+
+    label: str
+    section: str
+    colour: str
+    knobs: dict = dataclasses.field(default_factory=dict)
+    dashed: bool = False
+
+
+LINES = (
+    Line("block_diffusion", "block_diffusion", "#bf8700"),
+    Line("block_diffusion, entropy", "block_diffusion, entropy", "#8b6b4a"),
+    Line("multi_bd, 2 blocks", "multi_bd, 2 blocks", "#2da44e", {"add_block_threshold": 0.1}),
+    Line("multi_bd, 4 blocks", "multi_bd, 4 blocks", "#2f81f7", {"add_block_threshold": 0.1}),
+    Line("credit decoding, 1 block", "credit_decoding, 1 block", "#e5534b"),
+    Line("credit decoding, 4 blocks", "credit_decoding, 4 blocks", "#a371f7"),
+    Line("edit without edits, 1 block", "edit, 1 block", "#1b9aaa", {"edit_threshold": 1.0}),
+    Line("d2f, 4 blocks", "d2f, 4 blocks", "#db61a2", dashed=True),
+)
+
+
+def settings_of(report, line):
+    """The settings of a line, in the order of the sweep."""
+    found = report["sections"].get(line.section, {"settings": []})["settings"]
+    return [row for row in found if line.knobs.items() <= row["knobs"].items()]
+
+
+# --- the figure ----------------------------------------------------------------------------------
+
+
+def draw(report, low=90.0):
+    """The whole figure as SVG; what lies below `low` percent is left to the tables."""
+    lines = [line for line in LINES if settings_of(report, line)]
+    most = max(
+        row["halves"][half]["tokens_per_forward"]["ci95"][1]
+        for line in lines
+        for row in settings_of(report, line)
+        for half in HALVES
+    )
+    right = 5 * int(most // 5 + 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12" '
+        f'fill="{GREY}" role="img">',
+        "<title>Right answers against tokens per forward, a line a strategy</title>",
+    ]
+    for i, half in enumerate(HALVES):
+        parts += _panel(report, half, LEFT + i * (PANEL_WIDTH + GAP), lines, low, right)
+    for i, line in enumerate(lines):
+        x, y = LEFT + (i % 4) * 205, TOP + PANEL_HEIGHT + 62 + (i // 4) * 22
+        parts.append(_stroke(line, f"M{x} {y - 4}h24"))
+        parts.append(f'<circle cx="{x + 12}" cy="{y - 4}" r="3" fill="{line.colour}"/>')
+        note = " *" if line.dashed else ""
+        parts.append(f'<text x="{x + 30}" y="{y}">{line.label}{note}</text>')
+    parts.append(
+        f'<text x="{LEFT}" y="{HEIGHT - 12}" font-size="11">Points: accept thresholds '
+        "(entropy: bounds); large: 0.9, the default of block_diffusion and multi_bd. "
+        "* not trained for it.</text>"
+    )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _panel(report, half, left, lines, low, right):
+    def x(value):
+        return left + PANEL_WIDTH * value / right
+
+    def y(percent):
+        return TOP + PANEL_HEIGHT * (100 - percent) / (100 - low)
+
+    bottom = TOP + PANEL_HEIGHT
+    yield f'<text x="{left}" y="{TOP - 12}" font-weight="bold">{half} problems</text>'
+    step = 2 if 100 - low > 5 else 1
+    for percent in range(int(low), 101, step):
+        at = f"{y(percent):.1f}"
+        yield f'<path d="M{left} {at}h{PANEL_WIDTH}" stroke="{FAINT}"/>'
+        yield f'<text x="{left - 6}" y="{y(percent) + 4:.1f}" text-anchor="end">{percent} %</text>'
+    for value in range(0, right + 1, 5):
+        yield f'<path d="M{x(value):.1f} {TOP}v{PANEL_HEIGHT}" stroke="{FAINT}"/>'
+        yield f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{value}</text>'
+    middle = left + PANEL_WIDTH / 2
+    yield f'<text x="{middle}" y="{bottom + 34}" text-anchor="middle">tokens per forward</text>'
+    for line in lines:
+        points = []
+        for row in settings_of(report, line):
+            told = row["halves"][half]
+            exact, speed = told["exact"], told["tokens_per_forward"]
+            if 100 * exact["value"] < low:
+                continue
+            at, up = x(speed["value"]), y(100 * exact["value"])
+            points.append(f"{at:.1f} {up:.1f}")
+            high, deep = (y(min(100, max(low, 100 * end))) for end in reversed(exact["ci95"]))
+            yield _stroke(line, f"M{at:.1f} {high:.1f}V{deep:.1f}", thin=True)
+            size = 5 if row["knobs"].get("accept_threshold") == 0.9 else 2.6
+            yield f'<circle cx="{at:.1f}" cy="{up:.1f}" r="{size}" fill="{line.colour}"/>'
+        if points:
+            yield _stroke(line, "M" + "L".join(points))
+
+
+def _stroke(line, path, thin=False):
+    dash = ' stroke-dasharray="5 4"' if line.dashed and not thin else ""
+    more = ' stroke-width="1" opacity="0.45"' if thin else ' stroke-width="1.8"'
+    return f'<path d="{path}" fill="none" stroke="{line.colour}"{more}{dash}/>'
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+# What the table of docs/strategies.md shows: words, section, knobs.
+ROWS = (
+    ("`block_diffusion`, one token a forward", "one token a forward", {}),
+    ("`block_diffusion`", "block_diffusion", {"accept_threshold": 0.9}),
+    ("the same, 0.7", "block_diffusion", {"accept_threshold": 0.7}),
+    ("the same, 0.5", "block_diffusion", {"accept_threshold": 0.5}),
+    ("the same, entropy bound 0.1", "block_diffusion, entropy", {"entropy_bound": 0.1}),
+)
+
+
+def table(report, rows=ROWS):
+    """Markdown: accuracy, difference to the base and speed of chosen settings, both halves."""
+    heads = "strategy", "half", "exact %", "points", "tokens per forward", "without commits"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for words, section, knobs in rows:
+        found = report["sections"].get(section, {"settings": []})["settings"]
+        chosen = [row for row in found if knobs.items() <= row["knobs"].items()]
+        for row in chosen[:1]:
+            for half in HALVES:
+                told = row["halves"][half]
+                exact, points = told["exact"], told["exact_points"]
+                bare = told["tokens_per_forward_without_commits"]["value"]
+                lines.append(
+                    f"| {words} | {half} | {_span(exact, 100, 1)} | {_span(points, 1, 1, '+')} | "
+                    f"{told['tokens_per_forward']['value']:.1f} | {bare:.1f} |"
+                )
+                words = ""
+    return "\n".join(lines) + "\n"
+
+
+def _span(entry, scale, digits, sign=""):
+    low, high = (f"{scale * end:{sign}.{digits}f}" for end in entry["ci95"])
+    return f"{scale * entry['value']:{sign}.{digits}f} [{low}, {high}]"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--svg", type=Path)
+    args = parser.parse_args()
+    report = json.loads(args.report.read_text(encoding="utf-8"))
+    if args.svg:
+        args.svg.write_text(draw(report), encoding="utf-8")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
