@@ -87,16 +87,13 @@ CASES |= {
 }
 # Without a cap on a block's steps a confidence that nothing reaches keeps it for good.
 KNOBS = {"dmax_diffulex": {"commit_confidence": (0.5, 0.9, 1.0)}}
-QUICK = ("multi_bd",)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_every_strategy_keeps_the_contract(name: str) -> None:
     strategy, most = CASES[name]
-    for seed in range(2 if name in QUICK else 12):
+    for seed in range(12):
         check_invariants(strategy, max_block_steps=most, knobs=KNOBS.get(name), seed=seed)
 
 

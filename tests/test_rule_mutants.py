@@ -3,7 +3,8 @@
 Proves, function by function, that `sampling`, `blocks`, `block_rewrite`, `token_merge` and `random`
 do what the loops of oracles/rule_checks.py do on random windows; and that every wrong version in
 oracles/rule_mutants.py (`>` for `>=`, no forced token, a rule that looks outside its cells, a
-bound that admits equality, a key that forgets the step ...) is told from the right one.
+bound that admits equality, a key that forgets the step ...) is told from the right one. And that
+every mutant of every strategy still fits the source: those run in `make test-all` only.
 """
 
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 import strategies
-from tests.oracles.mutants import Mutant, load_mutant
+from tests import test_d2f, test_edit
+from tests.oracles import dmax_mutants, fast_dllm_v2_mutants, full_sequence_mutants, mutants
+from tests.oracles.mutants import SOURCE, Mutant, load_mutant
 from tests.oracles.rule_checks import CHECKS
 from tests.oracles.rule_mutants import RULE_MUTANTS
 
-SLOW = ("merge", "random")  # what they check shows in every decoded text as well
+SLOW = ("blocks", "merge", "random")  # what they check shows in every decoded text as well
 
 
 def agrees(package: ModuleType, name: str, seeds: range) -> bool:
@@ -55,3 +58,28 @@ def test_the_unbroken_copy_agrees(tmp_path: Path) -> None:
 def test_a_broken_rule_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     package = load_mutant(f"rule_{mutant.name}", mutant.changes, tmp_path)
     assert not agrees(package, mutant.corpus, range(20))
+
+
+OTHERS = [
+    *mutants.MUTANTS,
+    *dmax_mutants.DMAX_MUTANTS,
+    *fast_dllm_v2_mutants.MUTANTS,
+    *full_sequence_mutants.MUTANTS,
+    *(Mutant(name, "edit", (change,)) for name, change in test_edit.MUTANTS.items()),
+    *(
+        Mutant(name, "d2f", tuple(("d2f.py", *change) for change in changes))
+        for name, changes in test_d2f.MUTANTS.items()
+    ),
+]
+
+
+def test_every_mutant_fits_the_source() -> None:
+    source = {path.name: path.read_text(encoding="utf-8") for path in SOURCE.glob("*.py")}
+    unfit = [
+        f"{mutant.name}: {old!r} in {file}"
+        for mutant in [*RULE_MUTANTS, *OTHERS]
+        for file, old, _ in mutant.changes
+        if source[file].count(old) != 1
+    ]
+    assert unfit == []
+    assert len(OTHERS) > 150
