@@ -167,7 +167,7 @@ def record(
     session = generation.start(
         model,
         [ids],
-        strategy if strategy is None else chosen,
+        chosen,
         attention_implementation=attention_implementation,
         **request,
     )

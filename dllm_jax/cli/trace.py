@@ -74,8 +74,10 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     from dllm_jax.cli.prompts import encode
 
     model = load_model(args)
-    strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
+    fields = strategies.given_fields(args)
+    strategy = strategies.resolve(model, args.strategy, chosen, fields)
     ids = encode(model, prompt, args.raw)
+    strategy = strategies.fit_window(model, strategy, fields, len(ids) + args.max_tokens)
     with stop.held():
         trajectory = _record(args, model, ids, strategy, sampling_params(args, model, strategy))
         stop.check()
@@ -85,9 +87,11 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     told = _write(args, out, trajectory, model.tokenizer)
     tokens, nfe = len(trajectory.tokens), trajectory.nfe
     print(
-        f"{told}: {tokens} tokens, {nfe} forwards, {tokens / nfe:.2f} tokens per forward, "
+        f"{told}: {tokens} tokens, {nfe} forwards, {tokens / max(nfe, 1):.2f} tokens per forward, "
         f"{trajectory.finish_reason}"
     )
+    if trajectory.finish_reason == "error":
+        raise ValueError("the text ended with an error: the model gave a value that is not finite")
     return 0
 
 

@@ -313,7 +313,7 @@ function save() {
 function start() {
   byId("title").textContent = `How ${data.strategy} wrote this text`;
   const settings = Object.entries(data.settings).map(([name, value]) => `${name} ${value}`);
-  byId("facts").textContent = [data.model, ...settings].join(" · ");
+  byId("facts").textContent = [data.model, ...settings].filter(Boolean).join(" · ");
   byId("prompt").textContent = data.prompt;
   if (data.first) byId("cached").textContent = `${plural(data.first, "prompt token")} before this, in the cache from the beginning`;
   byId("slider").max = data.frames.length - 1;
