@@ -46,6 +46,8 @@ _FAULTS = {
     random_world.HAS_A_GAP: "the live cells of a row are one contiguous range",
     random_world.READS_NOTHING: "what a forward reads of the cache was stored before",
 }
+_LEFTOVERS = "a result depends on ids where no cell is filled"
+_ALONE = "a slot's result depends on its place or on other slots"
 
 
 def check_invariants(
@@ -102,8 +104,9 @@ def check_invariants(
     moved = rng.permutation(np.concatenate([slots[:half], slots[half:] + num_slots]))
     try:
         first = list(_run(bare, _rows(drawn, slots), rng, most))
-        _compare(first, list(_run(bare, _rows(drawn, slots), rng, most)), slots, slots, "the ids")
-        _compare(first, list(_run(bare, _rows(drawn, moved), rng, most)), slots, moved, "others")
+        for order, rule in ((slots, _LEFTOVERS), (moved, _ALONE)):
+            other = list(_run(bare, _rows(drawn, order), rng, most))
+            _compare(first, other, slots, order, rule)
     except _Broken as broken:
         raise AssertionError(f"{name}: {broken} ({seed=})") from None
 
@@ -195,11 +198,9 @@ class _Watch:
             "text": np.where(column < self.state.output_len[:, None], self.state.output, -1),
         }
 
-    def _must(self, holds: np.ndarray, rule: str, value: Any = None) -> None:
-        B = len(self.running)
-        wrong = self.running & ~np.broadcast_to(holds.T, (*holds.shape[:0:-1], B)).T.reshape(
-            B, -1
-        ).all(axis=1)
+    def _must(self, holds: Any, rule: str, value: Any = None) -> None:
+        """`holds` [B, ...] for all running slots, or the rule is broken; `value` is told."""
+        wrong = self.running & ~holds.all(axis=tuple(range(1, holds.ndim)))
         if wrong.any():
             slot = int(np.argmax(wrong))
             told = "" if value is None else f": {np.asarray(value[slot]).tolist()}"
@@ -276,13 +277,9 @@ class _Watch:
 
 
 def _compare(
-    one: list[Any], other: list[Any], of_one: np.ndarray, of_other: np.ndarray, what: str
+    one: list[Any], other: list[Any], of_one: np.ndarray, of_other: np.ndarray, rule: str
 ) -> None:
     """Requests that are in both runs must be seen alike, step by step."""
-    rule = {
-        "the ids": "a result depends on ids where no cell is filled",
-        "others": "a slot's result depends on its place or on other slots",
-    }[what]
     here = {int(request): slot for slot, request in enumerate(of_other)}
     pairs = [(slot, here[int(r)]) for slot, r in enumerate(of_one) if int(r) in here]
     for count, (a, b) in enumerate(zip(one, other, strict=False), 1):

@@ -44,7 +44,7 @@ def draw(package: ModuleType, rng: np.random.Generator) -> Any:
         status=ints(status),
         start=ints(start),
         prompt_len=ints(start + rng.integers(0, S, B)),
-        limit=ints(start + rng.choice([rng.integers(1, K * S + 4), S, 2 * S, 99, 99], B)),
+        limit=ints(start + rng.choice([int(rng.integers(1, K * S + 4)), S, 2 * S, 99, 99], B)),
         block_steps=ints(rng.integers(0, 6, (B, K))),
         nfe=ints(rng.integers(0, 9, B)),
     )
