@@ -10,15 +10,16 @@ every mutant of every strategy still fits the source: those run in `make test-al
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import numpy as np
 import pytest
 
 import strategies
-from tests import test_d2f, test_edit
+from tests import test_d2f, test_dmax_mutants, test_edit
 from tests.oracles import dmax_mutants, fast_dllm_v2_mutants, full_sequence_mutants, mutants
 from tests.oracles.mutants import SOURCE, Mutant, load_mutant
 from tests.oracles.rule_checks import CHECKS
-from tests.oracles.rule_mutants import RULE_MUTANTS
+from tests.oracles.rule_mutants import OPENING, RULE_MUTANTS
 
 SLOW = ("blocks", "merge", "random")  # what they check shows in every decoded text as well
 
@@ -60,7 +61,25 @@ def test_a_broken_rule_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     assert not agrees(package, mutant.corpus, range(20))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", OPENING, ids=lambda mutant: mutant.name)
+def test_an_opening_or_a_stop_gone_wrong_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    """By the scripts of the strategy's own mutants: that a stop id latches, above all (trap 8)."""
+    package = load_mutant(mutant.name, mutant.changes, tmp_path)
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        if mutant.corpus == "edit":
+            assert not all(test_edit.corpus(package, number) for number in range(150))
+        else:
+            shown = test_dmax_mutants.watch(package)
+            told = (test_dmax_mutants.agrees(package, shown, "paper", n) for n in range(300))
+            assert not all(told)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 OTHERS = [
+    *OPENING,
     *mutants.MUTANTS,
     *dmax_mutants.DMAX_MUTANTS,
     *fast_dllm_v2_mutants.MUTANTS,

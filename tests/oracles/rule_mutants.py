@@ -1,13 +1,14 @@
 """Wrong versions of the rules that strategies share, one expression broken in each.
 
-`corpus` names the check of `rule_checks.py` that should notice. The mutants of each strategy break
-some of these as well and look for tokens that differ; here the functions answer for themselves,
-also where no strategy of the project calls them. Left out as equivalent: a settled run that also
+`corpus` names the check of `rule_checks.py` that should notice, in `OPENING` the strategy whose
+scripts should. The mutants of each strategy break some of these as well and look for tokens that
+differ; here the functions answer for themselves, also where no strategy calls them.
+Left out as equivalent: a settled run that also
 counts DUMMY cells (none is ever filled), a rank that breaks a tie of cells outside `among`, and
 one number for both streams of keys (one is folded oftener than the other).
 """
 
-from tests.oracles.mutants import _broken
+from tests.oracles.mutants import Mutant, _broken
 
 _SEMI = "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]"
 _DONE = "done = committed | ((buffer.status == ACTIVE) & may_leave)"
@@ -269,4 +270,49 @@ RANDOM = _broken(
     ),
 )
 
+
+# ---- what `edit` and `dmax` have of others: opening, and stop ids that may go again ----
+
+_OPEN = {
+    "edit": "        state = blocks.open_next(state, self.add_block_threshold)\n",
+    "dmax": "        state = blocks.open_next(state, self.add_block_threshold, stable)\n",
+}
+_RETURN = {
+    "edit": "blocks.finish_step(state, filled, ready=done | timed_out)",
+    "dmax": "blocks.finish_step(state, filled, ready=ready)",
+}
+_LATCH = (
+    "    opens &= ~has_stop(state)[:, None]\n",
+    "    latched = has_stop(state) | (state.limits.max_run == 77)\n"
+    "    run = jnp.where(latched, 77, state.limits.max_run)\n"
+    "    state = state.replace(limits=state.limits.replace(max_run=run))\n"
+    "    opens &= ~latched[:, None]\n",
+)
+_STOPS = "stops = (position < settled_end[:, None]) & written_stops.reshape(B, -1)"
+_SHOWN = (
+    "shown = buffer.filled & (buffer.positions < buffer.limit[:, None, None])\n"
+    "    stops = (written_stops & shown).reshape(B, -1)"
+)
+
+
+def _opening(name: str) -> list[Mutant]:
+    file, call, leave = f"{name}.py", _OPEN[name], _RETURN[name]
+    last = f"state, info = {leave}\n        return {call.strip().removeprefix('state = ')}, info"
+    return [
+        *_broken(
+            name,
+            file,
+            **{
+                f"{name}_opens_two": (call, call + call),
+                f"{name}_opens_one_at_a_time": (call, "        state = blocks.open_next(state)\n"),
+                f"{name}_opens_by_acceptance": (call, call.replace("add_block", "accept")),
+            },
+        ),
+        Mutant(f"{name}_opens_last", name, ((file, call, ""), (file, f"return {leave}", last))),
+        *_broken(name, "blocks.py", **{f"{name}_stop_keeps_blocks_closed": _LATCH}),
+        *_broken(name, "driver.py", **{f"{name}_stop_ends_at_first_sight": (_STOPS, _SHOWN)}),
+    ]
+
+
+OPENING = _opening("edit") + _opening("dmax")
 RULE_MUTANTS = SAMPLING + BLOCKS + REWRITE + MERGE + RANDOM
