@@ -92,9 +92,14 @@ class _ScriptedOutput(struct.PyTreeNode):
     ) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
         del sampling, keys, confidence
-        if forbid is not None or penalty is not None or guide is not None:
-            raise ValueError("a script has no logits to forbid, penalise or guide; pass none")
-        stats = self.forward.stats(self.row, self.positions, num_top)
+        if forbid is not None or penalty is not None:
+            raise ValueError("a script has no logits to forbid or to penalise; pass neither")
+        law, entropy = self.forward.law(self.row, self.positions)
+        if guide is not None:
+            other, scale = guide
+            law = _guided(law, self.forward.law(other.row, other.positions)[0], scale)
+            entropy = -jnp.sum(_plogp(law), axis=-1)
+        stats = _read_out(law, entropy, num_top)
         if where is None:
             return stats
         return stats.replace(
@@ -143,10 +148,12 @@ class _ScriptedForward:
     ) -> TokenStats:
         """Prediction outside the window: that of the position the window starts at."""
         del hidden, sampling, keys
-        return self.stats(self.row, self._start, 0)
+        return _read_out(*self.law(self.row, self._start), 0)
 
-    def stats(self, row: Array, positions: Array, num_top: int) -> TokenStats:
-        """The whole law at `positions`, built as probabilities so that nothing is rounded."""
+    def law(
+        self, row: Array, positions: Array
+    ) -> tuple[Float[Array, "... V"], Float[Array, "..."]]:
+        """Law and entropy at `positions`, built as probabilities so that nothing is rounded."""
         column = jnp.minimum(positions, self._script.token.shape[1] - 1)
         row = jnp.minimum(row, self._script.token.shape[0] - 1)
         token, prob = self._script.token[row, column], self._script.prob[row, column]
@@ -157,15 +164,26 @@ class _ScriptedForward:
         rest = (1.0 - prob[..., None]) / others
         law = jnp.where(ids == token[..., None], prob[..., None], jnp.where(masked, 0.0, rest))
         # In closed form: laws that differ only in which token they favour tie exactly.
-        entropy = -_plogp(prob) - others * _plogp(rest[..., 0])
-        top_probs, top_ids = jax.lax.top_k(law, num_top)
-        return TokenStats(
-            token=jnp.argmax(law, axis=-1).astype(jnp.int32),
-            confidence=jnp.max(law, axis=-1),
-            entropy=entropy,
-            top_ids=top_ids,
-            top_probs=top_probs,
-        )
+        return law, -_plogp(prob) - others * _plogp(rest[..., 0])
+
+
+def _read_out(law: Array, entropy: Array, num_top: int) -> TokenStats:
+    top_probs, top_ids = jax.lax.top_k(law, num_top)
+    return TokenStats(
+        token=jnp.argmax(law, axis=-1).astype(jnp.int32),
+        confidence=jnp.max(law, axis=-1),
+        entropy=entropy,
+        top_ids=top_ids,
+        top_probs=top_probs,
+    )
+
+
+def _guided(law: Array, other: Array, scale: float) -> Array:
+    """The law of logits moved away from another's; what one of both rules out stays out."""
+    least = jnp.finfo(jnp.float32).tiny
+    own, away = (jnp.log(jnp.maximum(one, least)) for one in (law, other))
+    moved = away + (1.0 + scale) * (own - away)
+    return jax.nn.softmax(jnp.where((law > 0) & (other > 0), moved, -jnp.inf), axis=-1)
 
 
 def _plogp(p: Array) -> Array:

@@ -133,6 +133,20 @@ def test_agrees_over_a_long_sweep(how: tuple[Any, ...]) -> None:
     compare(how, first=1000, count=80)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_agrees_with_the_authors_loop_under_guidance(scale: float) -> None:
+    """A step reads two rows of the script: the guided law is no row's own."""
+    fields = fields_of(("low_confidence", 7, 5, None), 1.0) | {"cfg_scale": scale}
+    for number in range(60):
+        case, fields["accept_threshold"] = draw((39, number))
+        rng = np.random.default_rng((40, number))
+        prob = rng.uniform(0.05, 0.95, case.prob.shape).astype(np.float32)
+        scripted = (case.prompt, case.token, prob)
+        trace = run_script(strategies.FullSequence(**fields), *scripted, **case.limits)
+        check_agreement(trace, full_sequence_decode(*scripted, **fields, **case.limits), number)
+
+
 def test_a_stop_cuts_what_the_authors_program_would_write() -> None:
     """Which goes on to the end of the text: nothing before the stop is any other."""
     how, stopped = HOWS["low_confidence"], 0

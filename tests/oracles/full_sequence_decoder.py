@@ -62,6 +62,21 @@ def margin_of(law: Law, prob: Any, vocab_size: int) -> np.float32:
     return np.float32(max(p - other, 0))
 
 
+def guided(
+    own: tuple[int, float], other: tuple[int, float], scale: float, mask_id: int, vocab_size: int
+) -> Law:
+    """LLaDA's `un_logits + (cfg_scale + 1) * (logits - un_logits)`, of scripted laws in float64."""
+    logits, un_logits = (
+        np.log([p if i == token else (1 - p) / (vocab_size - 2) for i in range(vocab_size)])
+        for token, p in (own, other)
+    )
+    moved = un_logits + (scale + 1) * (logits - un_logits)
+    moved[mask_id] = -np.inf
+    law = np.exp(moved - moved.max())
+    law /= law.sum()
+    return Law(int(law.argmax()), np.float32(law.max()), 0.0)
+
+
 def full_sequence_decode(
     prompt: Sequence[int],
     token: Any,
@@ -74,6 +89,7 @@ def full_sequence_decode(
     block_length: int | None,
     accept_threshold: float,
     cache: str | None = None,
+    cfg_scale: float = 0.0,
     uniform: Callable[[int, int], float] | None = None,
     max_tokens: int,
     mask_id: int,
@@ -82,7 +98,7 @@ def full_sequence_decode(
     max_model_len: int | None = None,
     max_nfe: int | None = None,
 ) -> Decoded:
-    """Decodes one request greedily from a script.
+    """Decodes one request greedily from a script; with guidance a step reads two rows of it.
 
     Args:
         uniform: The number in [0, 1) drawn for (forward, position).
@@ -100,6 +116,11 @@ def full_sequence_decode(
         result.passes.append(_pass(cache, begin, end, is_first, limit))
         holes = [p for p in range(begin, end) if x[p] is None]
         laws = {p: law_of(int(forward[0][p]), forward[1][p], mask_id, vocab_size) for p in holes}
+        if cfg_scale:
+            other = next(forwards)
+            for p in holes:
+                both = ((int(row[0][p]), float(row[1][p])) for row in (forward, other))
+                laws[p] = guided(*both, cfg_scale, mask_id, vocab_size)
         mask_num, steps_per_block = share
         if remasking == "origin":
             assert uniform is not None
@@ -125,7 +146,7 @@ def full_sequence_decode(
         written = sorted({*transfer, *above})
         for p in written:
             x[p] = laws[p].token
-        result.nfe += 1
+        result.nfe += 2 if cfg_scale else 1
         if _ended(result, x, len(prompt), limit, eos_ids, max_nfe):
             result.steps.append(Step(None, None, None, len(written)))
             return result
