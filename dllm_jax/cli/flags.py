@@ -175,11 +175,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool = True) -> None:
     """How a text is drawn and when it ends; see `engine.sampling_params`.
 
     Args:
         seed: What --seed is the seed of.
+        stops: The verb takes --stop; one that does not refuses it with a reason of its own.
     """
     group = parser.add_argument_group("sampling and limits")
     group.add_argument("--max-tokens", type=whole(1), default=256, metavar="N")
@@ -202,7 +203,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="ends the text and is no part of it; repeat it for several",
+        help="ends the text and is no part of it; repeat it for several"
+        if stops
+        else argparse.SUPPRESS,
     )
     group.add_argument(
         "--stop-token-ids",

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
     flags.add_sampling_flags(
-        parser, seed="of sampling, and of the problem where no prompt is given (default: 0)"
+        parser,
+        seed="of sampling, and of the problem where no prompt is given (default: 0)",
+        stops=False,
     )
     parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
     group = parser.add_argument_group("output")

@@ -143,7 +143,7 @@ function events(frame) {
   if (!index) return `Before the first step: ${plural(data.promptLen, "prompt token")}, of which ${frame.start} are in the cache.`;
   const told = [];
   if (frame.accepted.length) told.push(`${plural(frame.accepted.length, "hole")} filled (+)`);
-  if (frame.edited.length) told.push(`${plural(frame.edited.length, "token")} written over (~): ${frame.edited.slice(0, 4).map(edit).join(", ")}${frame.edited.length > 4 ? ", …" : ""}`);
+  if (frame.edited.length) told.push(`${plural(frame.edited.length, "token")} written over (~): ${frame.edited.slice(0, 4).map(edit).join(", ")}${frame.edited.length > 4 ? " and others" : ""}`);
   if (frame.commit) told.push(`${plural(frame.commit, "token")} put into the cache, the window moved on`);
   return told.length ? `In this step: ${told.join("; ")}.` : "In this step nothing was filled.";
 }
@@ -196,8 +196,9 @@ function show(next) {
   index = Math.min(Math.max(next, 0), data.frames.length - 1);
   if (isLast(index)) pause();
   draw();
-  // On a small screen the window would slide out of sight.
-  const here = document.querySelector(".block.window");
+  // On a small screen what happens would be out of sight.
+  const board = byId("board");
+  const here = board.querySelector(".cell.new, .cell.edit") || board.querySelector(".block.window");
   if (here) here.scrollIntoView({ block: "nearest" });
 }
 
@@ -290,7 +291,9 @@ function paintText(context, node, origin) {
 const graphemes = (text) => (window.Intl && Intl.Segmenter ? Array.from(new Intl.Segmenter().segment(text), (one) => one.segment) : Array.from(text));
 
 function save() {
-  const stage = byId("stage"), box = stage.getBoundingClientRect();
+  const stage = byId("stage");
+  for (const change of stage.getAnimations({ subtree: true })) change.finish(); // no colours half way
+  const box = stage.getBoundingClientRect();
   const scale = Math.min(2, 8000 / Math.max(box.width, box.height));
   const canvas = document.createElement("canvas");
   const margin = parseFloat(getComputedStyle(stage).paddingBottom) - 14; // room for the controls
