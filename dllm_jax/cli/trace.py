@@ -190,7 +190,7 @@ def _write_picture(out: Path, step: int | None, trajectory: Any, tokenizer: Any)
     pictures = enumerate(render_pictures(trajectory, tokenizer))
     picture = next(picture for number, picture in pictures if number == wanted)
     with _whole(out) as part:
-        picture.save(part, "PNG", optimize=True)
+        picture.save(part, "PNG")
     return f"{out}, step {wanted} of {last}"
 
 
@@ -200,7 +200,7 @@ def _write_folder(out: Path, trajectory: Any, tokenizer: Any) -> str:
     out.mkdir(exist_ok=True)
     for number, picture in enumerate(render_pictures(trajectory, tokenizer)):
         with _whole(out / f"step-{number:04}.png") as part:
-            picture.save(part, "PNG", optimize=True)
+            picture.save(part, "PNG")
     return f"{out}, {len(trajectory.steps) + 1} pictures"
 
 
