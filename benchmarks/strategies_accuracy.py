@@ -42,7 +42,8 @@ from strategies import (
 HALVES = ("plain", "hard")
 BASE = ("block_diffusion", {"accept_threshold": 0.9})
 ACCEPT = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-CREDIT = "examples/credit_decoding.py:CreditDecoding"
+ROOT = Path(__file__).resolve().parents[1]
+CREDIT = f"{ROOT / 'examples' / 'credit_decoding.py'}:CreditDecoding"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The figure and the tables of docs/strategies.md, from what `strategies_accuracy.py` measured.
+"""The figure and the tables of docs/strategies.md, from what the other two scripts measured.
 
     python benchmarks/strategies_figure.py strategies_accuracy_h200.json --svg docs/accuracy.svg
 
@@ -161,6 +161,20 @@ def table(report, rows=ROWS):
     return "\n".join(lines) + "\n"
 
 
+def step_table(report):
+    """Markdown: what `strategies_gpu.py` measured."""
+    heads = "step", "window", "ms", "times `multi_bd`'s", "bar"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in report["rows"]:
+        bar = f"{row['bar']:.2f}" if row["bar"] else ""
+        spread = f"[{row['min_ratio']:.3f}, {row['max_ratio']:.3f}]"
+        lines.append(
+            f"| {row['name']} | {row['window']} | {row['step_ms']:.2f} | "
+            f"{row['ratio']:.3f} {spread} | {bar} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def _span(entry, scale, digits, sign=""):
     low, high = (f"{scale * end:{sign}.{digits}f}" for end in entry["ci95"])
     return f"{scale * entry['value']:{sign}.{digits}f} [{low}, {high}]"
@@ -170,11 +184,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path)
     parser.add_argument("--svg", type=Path)
+    parser.add_argument("--steps", type=Path, help="what strategies_gpu.py wrote")
     args = parser.parse_args()
     report = json.loads(args.report.read_text(encoding="utf-8"))
     if args.svg:
         args.svg.write_text(draw(report), encoding="utf-8")
     print(table(report))
+    if args.steps:
+        print(step_table(json.loads(args.steps.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":
