@@ -272,7 +272,7 @@ class WindowOutput(struct.PyTreeNode):
         forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
-        guide: "tuple[WindowOutput, float] | None" = None,
+        guide: tuple[Any, float] | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
