@@ -33,8 +33,11 @@ BARS_MS = {(1, 1): 2.6, (1, 4): 3.2, (8, 4): 9.0, (32, 4): 33.0}
 BLOCK = 32
 
 
-def time_shape(model, slots, blocks, context, implementation, repeats):
-    """Milliseconds of one step at slots x blocks x 32, every block live."""
+def time_shape(model, slots, blocks, context, implementation, repeats, least_tokens=5):
+    """Milliseconds of one step at slots x blocks x 32, every block live.
+
+    `least_tokens` different ones must come out; rows that look alike agree in some random models.
+    """
     rng = np.random.default_rng(slots * 10 + blocks)
     vocab = model.config.vocab_size * 9 // 10
     prompts = jnp.asarray(rng.integers(0, vocab, (slots, context)), jnp.int32)
@@ -66,7 +69,8 @@ def time_shape(model, slots, blocks, context, implementation, repeats):
             out = run(steps)
             spent.append(time.perf_counter() - began)
         samples.append((spent[1] - spent[0]) / (many - few) * 1e3)
-    assert len(np.unique(np.asarray(out.tokens))) > 4, "the tokens are not a readout's"
+    tokens = np.unique(np.asarray(out.tokens))
+    assert len(tokens) >= least_tokens, f"the tokens are not a readout's: {tokens}"
     return {
         "slots": slots,
         "blocks": blocks,

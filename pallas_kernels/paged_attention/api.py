@@ -17,7 +17,11 @@ from pallas_kernels.paged_attention.mask import WindowMask
 
 Implementation = Literal["xla", "cudnn", "triton"]
 
-TRITON_ROWS = 128  # of a sequence, up to which the kernel was measured to win
+# Rows of a sequence up to which the kernel was measured, and won: on an H200, microseconds a call,
+# kernel / better of the others, SDAR-1.7B at context 512: 32 rows 12.3 / 13.5, 128 rows 15.2 /
+# 20.4, 32 x 128 rows 106 / 153; 32 rows at 8k 25.6 / 67.5; SDAR-8B, 128 rows 16.8 / 27.6
+# (benchmarks/results/paged_attention_h200.json).
+TRITON_ROWS = 128
 
 # Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
