@@ -151,10 +151,7 @@ class DMax(struct.PyTreeNode):
         """Blocks that may leave once complete; cells past the request's limit have no say."""
         counts = block_rewrite.editable(state) & block_rewrite.before_limit(state)
         changes = accept | block_rewrite.differs(state, stats.token)
-        least = self.commit_confidence.at_token
-        if self.compat == "diffulex":  # what was filled before counts as 1: a full block must leave
-            least = jnp.minimum(least, 1.0)
-        unsure = judged.confidence < least
+        unsure = judged.confidence < self.commit_confidence.at_token
         ready = ~jnp.any(changes & counts, axis=2) | ~jnp.any(unsure & counts, axis=2)
         if self.compat == "diffulex":
             return ready

@@ -74,10 +74,11 @@ def _attention() -> str:
 
     missing = cudnn.unsupported(jnp.zeros((1, 1, 1, 128), jnp.bfloat16))
     if missing:
-        return f"xla here (cudnn {missing})"
+        return f"xla here (cudnn and triton: {missing})"
     return (
-        f"xla or cudnn here: cudnn for 16-bit models in passes of {api.XLA_SCORES:,} scores "
-        "(sequences x rows x heads x keys) and more, else xla"
+        f"triton, cudnn or xla here: for 16-bit models triton up to {api.TRITON_ROWS} rows a sequence "
+        f"(pages and heads of a power of two), then cudnn from {api.XLA_SCORES:,} scores "
+        "(sequences x rows x heads x keys) on, else xla"
     )
 
 
