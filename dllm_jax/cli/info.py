@@ -76,8 +76,8 @@ def _attention() -> str:
     if missing:
         return f"xla here (cudnn and triton: {missing})"
     return (
-        f"triton, cudnn or xla here: for 16-bit models triton up to {api.TRITON_ROWS} rows a sequence "
-        f"(pages and heads of a power of two), then cudnn from {api.XLA_SCORES:,} scores "
+        f"triton, cudnn or xla here: for 16-bit models triton up to {api.TRITON_ROWS} rows "
+        f"a sequence (pages and heads of a power of two), then cudnn from {api.XLA_SCORES:,} scores "
         "(sequences x rows x heads x keys) on, else xla"
     )
 
