@@ -77,8 +77,8 @@ def _attention() -> str:
         return f"xla here (cudnn and triton: {missing})"
     return (
         f"triton, cudnn or xla here: for 16-bit models triton up to {api.TRITON_ROWS} rows "
-        f"a sequence (pages and heads of a power of two), then cudnn from {api.XLA_SCORES:,} scores "
-        "(sequences x rows x heads x keys) on, else xla"
+        "a sequence (pages and heads of a power of two), then cudnn from "
+        f"{api.XLA_SCORES:,} scores (sequences x rows x heads x keys) on, else xla"
     )
 
 
