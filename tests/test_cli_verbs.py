@@ -57,7 +57,10 @@ def test_info_tells_what_runs_here(capsys):
     for d in jax.devices():
         assert facts["devices"][str(d)].startswith(f"{d.device_kind} ({d.platform}), ")
     if jax.default_backend() == "cpu":
-        assert facts["kernels"]["paged_attention"] == "xla here (cudnn and triton: needs an NVIDIA GPU)"
+        assert (
+            facts["kernels"]["paged_attention"]
+            == "xla here (cudnn and triton: needs an NVIDIA GPU)"
+        )
         assert facts["kernels"]["expert_ffn"].endswith("else grouped (triton needs an NVIDIA GPU)")
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
     assert {"ar", "block_diffusion", "multi_bd"} <= set(facts["strategies"])
