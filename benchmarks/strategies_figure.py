@@ -12,13 +12,15 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+
 GREY, FAINT = "#768390", "#8b949e55"
-WIDTH, HEIGHT = 880, 470
+WIDTH, HEIGHT = 880, 492
 PANEL_WIDTH, PANEL_HEIGHT, TOP, LEFT, GAP = 372, 300, 34, 52, 54
 HALVES = ("plain", "hard")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Line:
     """A line of the figure: a section of the report, and which of its settings.
 
@@ -39,6 +41,7 @@ LINES = (
     Line("block_diffusion, entropy", "block_diffusion, entropy", "#8b6b4a"),
     Line("multi_bd, 2 blocks", "multi_bd, 2 blocks", "#2da44e", {"add_block_threshold": 0.1}),
     Line("multi_bd, 4 blocks", "multi_bd, 4 blocks", "#2f81f7", {"add_block_threshold": 0.1}),
+    Line("multi_bd, 4, add_block 0.9", "multi_bd, 4 blocks", "#54718f", {"add_block_threshold": 0.9}),
     Line("credit decoding, 1 block", "credit_decoding, 1 block", "#e5534b"),
     Line("credit decoding, 4 blocks", "credit_decoding, 4 blocks", "#a371f7"),
     Line("edit without edits, 1 block", "edit, 1 block", "#1b9aaa", {"edit_threshold": 1.0}),
@@ -58,13 +61,6 @@ def settings_of(report, line):
 def draw(report, low=90.0):
     """The whole figure as SVG; what lies below `low` percent is left to the tables."""
     lines = [line for line in LINES if settings_of(report, line)]
-    most = max(
-        row["halves"][half]["tokens_per_forward"]["ci95"][1]
-        for line in lines
-        for row in settings_of(report, line)
-        for half in HALVES
-    )
-    right = 5 * int(most // 5 + 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12" '
@@ -72,7 +68,7 @@ def draw(report, low=90.0):
         "<title>Right answers against tokens per forward, a line a strategy</title>",
     ]
     for i, half in enumerate(HALVES):
-        parts += _panel(report, half, LEFT + i * (PANEL_WIDTH + GAP), lines, low, right)
+        parts += _panel(report, half, LEFT + i * (PANEL_WIDTH + GAP), lines, low)
     for i, line in enumerate(lines):
         x, y = LEFT + (i % 4) * 205, TOP + PANEL_HEIGHT + 62 + (i // 4) * 22
         parts.append(_stroke(line, f"M{x} {y - 4}h24"))
@@ -81,13 +77,20 @@ def draw(report, low=90.0):
         parts.append(f'<text x="{x + 30}" y="{y}">{line.label}{note}</text>')
     parts.append(
         f'<text x="{LEFT}" y="{HEIGHT - 12}" font-size="11">Points: accept thresholds '
-        "(entropy: bounds); large: 0.9, the default of block_diffusion and multi_bd. "
+        "(entropy: bounds); large: 0.9. Bars: 95 %. "
         "* not trained for it.</text>"
     )
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _panel(report, half, left, lines, low, right):
+def _panel(report, half, left, lines, low):
+    shown = {
+        line: [r for r in settings_of(report, line) if 100 * _exact(r, half)["value"] >= low]
+        for line in lines
+    }
+    most = max(_speed(row, half)["ci95"][1] for rows in shown.values() for row in rows)
+    right = 5 * int(most // 5 + 1)
+
     def x(value):
         return left + PANEL_WIDTH * value / right
 
@@ -106,14 +109,11 @@ def _panel(report, half, left, lines, low, right):
         yield f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{value}</text>'
     middle = left + PANEL_WIDTH / 2
     yield f'<text x="{middle}" y="{bottom + 34}" text-anchor="middle">tokens per forward</text>'
-    for line in lines:
+    for line, rows in shown.items():
         points = []
-        for row in settings_of(report, line):
-            told = row["halves"][half]
-            exact, speed = told["exact"], told["tokens_per_forward"]
-            if 100 * exact["value"] < low:
-                continue
-            at, up = x(speed["value"]), y(100 * exact["value"])
+        for row in rows:
+            exact = _exact(row, half)
+            at, up = x(_speed(row, half)["value"]), y(100 * exact["value"])
             points.append(f"{at:.1f} {up:.1f}")
             high, deep = (y(min(100, max(low, 100 * end))) for end in reversed(exact["ci95"]))
             yield _stroke(line, f"M{at:.1f} {high:.1f}V{deep:.1f}", thin=True)
@@ -121,6 +121,14 @@ def _panel(report, half, left, lines, low, right):
             yield f'<circle cx="{at:.1f}" cy="{up:.1f}" r="{size}" fill="{line.colour}"/>'
         if points:
             yield _stroke(line, "M" + "L".join(points))
+
+
+def _exact(row, half):
+    return row["halves"][half]["exact"]
+
+
+def _speed(row, half):
+    return row["halves"][half]["tokens_per_forward"]
 
 
 def _stroke(line, path, thin=False):
@@ -131,33 +139,46 @@ def _stroke(line, path, thin=False):
 
 # --- the tables ----------------------------------------------------------------------------------
 
+DEFAULT = {"accept_threshold": 0.9}
+
 # What the table of docs/strategies.md shows: words, section, knobs.
 ROWS = (
     ("`block_diffusion`, one token a forward", "one token a forward", {}),
-    ("`block_diffusion`", "block_diffusion", {"accept_threshold": 0.9}),
-    ("the same, 0.7", "block_diffusion", {"accept_threshold": 0.7}),
-    ("the same, 0.5", "block_diffusion", {"accept_threshold": 0.5}),
+    ("`block_diffusion`", "block_diffusion", DEFAULT),
+    ("the same, accept 0.8", "block_diffusion", {"accept_threshold": 0.8}),
     ("the same, entropy bound 0.1", "block_diffusion, entropy", {"entropy_bound": 0.1}),
+    ("credit decoding, 1 block", "credit_decoding, 1 block", DEFAULT),
+    ("`multi_bd`, 2 blocks", "multi_bd, 2 blocks", DEFAULT | {"add_block_threshold": 0.1}),
+    ("`multi_bd`, 4 blocks", "multi_bd, 4 blocks", DEFAULT | {"add_block_threshold": 0.1}),
+    ("the same, add_block 0.9", "multi_bd, 4 blocks", DEFAULT | {"add_block_threshold": 0.9}),
+    ("credit decoding, 4 blocks", "credit_decoding, 4 blocks", DEFAULT),
+    ("`edit` without edits, 1 block", "edit, 1 block", DEFAULT | {"edit_threshold": 1.0}),
+    ("`edit` without edits, 4 blocks", "edit, 4 blocks", DEFAULT | {"edit_threshold": 1.0}),
+    ("`edit`, edits above 0.9, 1 block *", "edit, 1 block", DEFAULT | {"edit_threshold": 0.9}),
+    ("`d2f`, 4 blocks *", "d2f, 4 blocks", DEFAULT),
+    ("`dmax`, 1 block *", "dmax, 1 block", DEFAULT | {"token_merge_weight": 1.0}),
+    ("`full_sequence`, blocks of 32 *", "full_sequence, blocks of 32", DEFAULT),
 )
 
 
 def table(report, rows=ROWS):
-    """Markdown: accuracy, difference to the base and speed of chosen settings, both halves."""
-    heads = "strategy", "half", "exact %", "points", "tokens per forward", "without commits"
+    """Markdown: accuracy, paired difference to the base and speed of chosen settings."""
+    heads = ["strategy"]
+    for half in HALVES:
+        heads += [f"{half}: exact %", "points", "tokens per forward"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for words, section, knobs in rows:
         found = report["sections"].get(section, {"settings": []})["settings"]
-        chosen = [row for row in found if knobs.items() <= row["knobs"].items()]
-        for row in chosen[:1]:
-            for half in HALVES:
-                told = row["halves"][half]
-                exact, points = told["exact"], told["exact_points"]
-                bare = told["tokens_per_forward_without_commits"]["value"]
-                lines.append(
-                    f"| {words} | {half} | {_span(exact, 100, 1)} | {_span(points, 1, 1, '+')} | "
-                    f"{told['tokens_per_forward']['value']:.1f} | {bare:.1f} |"
+        for row in [row for row in found if knobs.items() <= row["knobs"].items()][:1]:
+            cells = [words]
+            for told in (row["halves"][half] for half in HALVES):
+                speed, bare = (
+                    told[f"tokens_per_forward{more}"]["value"] for more in ("", "_without_commits")
                 )
-                words = ""
+                exact = {k: np.multiply(100, v) for k, v in told["exact"].items()}
+                cells += [_span(exact, ".1f"), _span(told["exact_points"], "+.2f")]
+                cells.append(f"{speed:.1f} ({bare:.1f})")
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -175,9 +196,9 @@ def step_table(report):
     return "\n".join(lines) + "\n"
 
 
-def _span(entry, scale, digits, sign=""):
-    low, high = (f"{scale * end:{sign}.{digits}f}" for end in entry["ci95"])
-    return f"{scale * entry['value']:{sign}.{digits}f} [{low}, {high}]"
+def _span(entry, form):
+    low, high = (f"{end:{form}}" for end in entry["ci95"])
+    return f"{entry['value']:{form}} [{low}, {high}]"
 
 
 def main():
