@@ -12,7 +12,7 @@ from flax import struct
 
 from strategies import blocks, random
 from strategies.protocol import Needs
-from strategies.state import ACTIVE, StepInfo
+from strategies.state import StepInfo
 
 
 class AR(struct.PyTreeNode):
@@ -26,15 +26,7 @@ class AR(struct.PyTreeNode):
         """Draw the first token from the prompt's last row: the first anchor."""
         keys = random.position_keys(state)[:, 0, 0]
         first = chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)
-        anchor = chunk.last[:, None, None] & (jnp.arange(self.block_size) == 0)[None, None]
-        buffer = state.buffer
-        return state.replace(
-            buffer=buffer.replace(
-                tokens=jnp.where(anchor, first.token[:, None, None], buffer.tokens),
-                filled=buffer.filled | anchor,
-                status=jnp.where(chunk.last[:, None], ACTIVE, buffer.status),
-            )
-        )
+        return blocks.begin(state, first.token, chunk.last)
 
     def step(self, forward, state):
         """Run the anchor, fill the hole behind it."""

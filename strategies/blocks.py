@@ -124,6 +124,20 @@ def open_next(
     return state.replace(buffer=buffer.replace(status=status))
 
 
+def begin(state: DecodeState, first: Int[Array, " B"], where: Bool[Array, " B"]) -> DecodeState:
+    """Open the window of rows `where` with the token `first` in its first cell, by itself."""
+    buffer = state.buffer
+    S = buffer.tokens.shape[2]
+    anchor = where[:, None, None] & (jnp.arange(S) == 0)[None, None]
+    return state.replace(
+        buffer=buffer.replace(
+            tokens=jnp.where(anchor, first[:, None, None], buffer.tokens),
+            filled=buffer.filled | anchor,
+            status=jnp.where(where[:, None], ACTIVE, buffer.status),
+        )
+    )
+
+
 def write(
     state: DecodeState, tokens: Int[Array, "B K S"], accept: Bool[Array, "B K S"]
 ) -> DecodeState:

@@ -78,9 +78,8 @@ def as_strategy(
 def strategy_names() -> tuple[str, ...]:
     """Names that `load_strategy` takes: the algorithm modules of this package."""
     package = importlib.import_module("strategies")
-    return tuple(
-        sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _SHARED)
-    )
+    names = {m.name for m in pkgutil.iter_modules(package.__path__)}
+    return tuple(sorted(names - _SHARED - set(_TO_COME)))
 
 
 def load_strategy(spec: Any, **overrides: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, FullSequence, MultiBD
+from strategies.dflash import DFlash
 from tests.contract import (
     dense,
     dense_blocks,
@@ -20,6 +21,7 @@ from tests.contract import (
     dense_full_sequence,
     dense_sub_blocks,
     dense_toys,
+    drafters,
     models,
     toys,
     toys_models,
@@ -249,6 +251,24 @@ def _full_sequence_dual() -> Case:
     return full_sequence_case(models.plain(5, shift=True), 0.4, **how)
 
 
+def _dflash() -> Case:
+    """Drafts that are right but for some, in every third round the drafter's own."""
+    plain = _ar()
+    hints = drafters.no_hints(4)
+    for request in plain.requests:
+        drafters.hint(hints, [*request.prompt, *plain.truth(request).tokens], len(request.prompt))
+    hints[:, ::7, 2] = 0
+    hints[::3] = drafters.NO_HINT
+    spoken = _speculate()
+    draft = drafters.hinted(plain.model, hints)
+    drafted = functools.partial(
+        dense.decode_drafted, dense.Net(plain.model), dense.Net(draft), drafted=3
+    )
+    return dataclasses.replace(
+        spoken, strategy=DFlash(4, (0, 1)), truth=drafted, aux=(("draft", draft),)
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "multi_bd": lambda: _multi_bd(models.plain(), requests=_THRESHOLDS),
     "multi_bd_shifted": lambda: _multi_bd(models.plain(4, shift=True), accept=0.15),
@@ -266,6 +286,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "edit": _edit,
     "dmax": _dmax,
     "full_sequence_dual": _full_sequence_dual,
+    "dflash": _dflash,
 }
 NAMES = tuple(CASES)
 # Of the engine alone: a row before the window that comes with a shared prompt.

@@ -1,0 +1,53 @@
+"""DFlash's rounds as lists: how many tokens each emits, from the target's text and the drafts.
+
+Written from design/dflash.md §2.1, §2.2 (rules G and K) and §2.4. It knows the text that the target
+would write alone, with nothing to end it before its limit, and what the drafter says behind an
+anchor; there is no window, no cache and no network here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Rounds:
+    """`counts` holds what each round emitted, past a stop id too."""
+
+    counts: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def dflash_rounds(
+    text: Sequence[int],
+    prompt_len: int,
+    stops: Sequence[int],
+    drafts: Callable[[int, int], Sequence[int]],
+) -> Rounds:
+    """The rounds of one request.
+
+    Args:
+        text: Prompt and what the target alone writes, up to the request's limit.
+        drafts: Position of an anchor and the anchor, to the drafts that are judged.
+    """
+    result, anchor = Rounds(), prompt_len
+    while result.finish_reason is None:
+        told = list(drafts(anchor, text[anchor]))
+        right = 0
+        while (
+            right < len(told)
+            and anchor + 1 + right < len(text)
+            and told[right] == text[anchor + 1 + right]
+        ):
+            right += 1
+        left = len(text) - anchor - 1
+        count = max(min(right + 1, left), 1)
+        result.counts.append(count)
+        anchor += count
+        known = list(text[prompt_len : anchor + 1])
+        end = next((i for i, token in enumerate(known) if token in stops), None)
+        if end is not None:
+            result.output, result.finish_reason = known[:end], "stop"
+        elif anchor + 1 >= len(text):
+            result.output, result.finish_reason = known, "length"
+    return result
