@@ -25,6 +25,11 @@ from checkpoints_convert.tokenizer_files import present, read_facts, read_json
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import ConfigError, Parsed, parse_config, with_d2f_adapter
 
+# Weights that lie beside the shards and are not read: without them a model would be another.
+_OUTSIDE = {
+    "mask_embedding.pt": "mask_embedding.pt replaces a row of the target's embedding (MiMo), which "
+    "is not supported; use a draft whose mask is a row of that"
+}
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -72,6 +77,7 @@ def _described(report: Report, allow_extra: bool) -> Report:
         asked = _asked(folder, parsed, shards.tensors)
         differences, remarks = compare(asked, shards.tensors, allow_extra=allow_extra)
         problems += differences + unaccounted(asked.places, asked.shapes)
+        problems += [_OUTSIDE[name] for name in _OUTSIDE if (folder / name).exists()]
         notes += remarks
         places = tuple(place for place in asked.places if place.name in shards.tensors)
     return dataclasses.replace(

@@ -1,6 +1,6 @@
 """Which table a family's files follow."""
 
-from checkpoints_convert import hf_dense, hf_moe, llada, llada2
+from checkpoints_convert import dflash, hf_dense, hf_moe, llada, llada2
 from checkpoints_convert.table import Table
 
 TABLES = {
@@ -15,6 +15,7 @@ TABLES = {
     "qwen3_moe": hf_moe.TABLE,
     "llada": llada.TABLE,
     "llada2": llada2.TABLE,
+    "dflash": dflash.TABLE,
 }
 
 

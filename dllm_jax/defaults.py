@@ -6,6 +6,7 @@ model.
 
 from typing import Any, Protocol
 
+from dllm_jax.drafts import refuse_draft
 from dllm_jax.model import Model
 from dllm_jax.models.families import FamilyDefaults
 from dllm_jax.requests import SamplingParams
@@ -41,6 +42,7 @@ def alternatives_note(model: Described) -> str | None:
 
 def resolve_strategy(model: Model, strategy: Any) -> Any:
     """The strategy to run: the family's default for None, its sizes where they are left open."""
+    refuse_draft(model)
     if strategy is None:
         strategy = family_strategy(model, model.defaults.strategy)
     elif isinstance(strategy, str) and ":" not in strategy:
@@ -54,6 +56,7 @@ def resolve_strategy(model: Model, strategy: Any) -> Any:
 
 def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     """The strategy called `name` with the numbers of the model's family, then `overrides`."""
+    refuse_draft(model)
     plain = load_strategy(name)
     defaults = model.defaults
     wanted: dict[str, Any] = {

@@ -103,6 +103,10 @@ class ModelForward:
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             fresh.append((k, v))
             k_pages, v_pages = state.pools[self.pool][layer]
+            seen = mask
+            if arch.layer_view is not None:
+                window, in_order = arch.layer_view(self.model.config, layer)
+                seen = mask.replace(window=window, causal=mask.causal | in_order)
             return paged_attention(
                 q,
                 k,
@@ -110,7 +114,7 @@ class ModelForward:
                 k_pages,
                 v_pages,
                 state.page_table,
-                mask,
+                seen,
                 implementation=self._implementation,
             )
 

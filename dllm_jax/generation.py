@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from dllm_jax import decode
 from dllm_jax.cache import PAGE_SIZE
 from dllm_jax.defaults import resolve_strategy
+from dllm_jax.drafts import with_target
 from dllm_jax.forward import ModelForward
 from dllm_jax.loading import load
 from dllm_jax.model import Model
@@ -162,7 +163,7 @@ def _prepare(
     model = load(model) if isinstance(model, str) else model
     strategy = resolve_strategy(model, strategy)
     bare, knobs = split_knobs(strategy)
-    aux = bind_draft(strategy, draft)
+    aux = bind_draft(strategy, draft, model)
     _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
     _check_number("temperature", temperature, 0.0, _FINITE)
     _check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
@@ -209,8 +210,12 @@ def _prepare(
     return model, (bare, aux, batch), max_tokens
 
 
-def bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
-    """The auxiliary models a strategy needs, loaded, by name."""
+def bind_draft(strategy: Any, draft: Model | str | None, target: Model) -> dict[str, Model]:
+    """The auxiliary models a strategy needs, loaded and beside their target, by name.
+
+    Raises:
+        ValueError: A draft where none is needed, none where one is, or one that does not fit.
+    """
     names = strategy.needs.aux
     if not names and draft is None:
         return {}
@@ -220,7 +225,9 @@ def bind_draft(strategy: Any, draft: Model | str | None) -> dict[str, Model]:
             f"{type(strategy).__name__}, which needs {len(names)} auxiliary models; "
             "give a draft exactly where the strategy drafts"
         )
-    return {names[0]: load(draft) if isinstance(draft, str) else draft}
+    if isinstance(draft, str):
+        draft = load(draft, dtype=str(target.params["embed"].dtype))
+    return {names[0]: with_target(target, draft)}
 
 
 def _check_number(

@@ -127,7 +127,7 @@ class LLM:
         self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
         self.strategy = _strategy(self.model, strategy, block_size, buffer_size)
         check_fit(self.model, self.strategy)
-        aux = bind_draft(self.strategy, draft)
+        aux = bind_draft(self.strategy, draft, self.model)
         self.config = config
         device = start(
             self.model,

@@ -88,6 +88,20 @@ def test_paged_attention_matches_numpy(implementation, dtype, seed, width, block
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
+def test_paged_attention_sees_no_further_than_its_window(implementation, dtype):
+    data, table, mask = case(2, dtype, block_causal=True)
+    mask = mask.replace(window=20)  # one to two pages of context; a row in order, most not
+    got = run(data, table, mask, implementation)
+    want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
+    live = ~np.isnan(want)
+    np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
+    wider = oracle.attention(
+        *(np.asarray(x, np.float64) for x in data), table, mask.replace(window=None)
+    )
+    assert np.abs(wider - want)[live].max() > 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
 def test_paged_attention_ignores_page_order_and_unseen_rows(implementation, dtype):
     data, table, mask = case(7, dtype)
     before = run(data, table, mask, implementation)
@@ -130,7 +144,9 @@ MODELS = {  # N G H
     "Dream-7B": (28, 4, 128),
     "LLaDA2-mini": (16, 4, 128),
     "wide heads": (16, 8, 256),
+    "Muse-Glimmer's drafter": (32, 8, 128),
 }
+WINDOWS = {"Muse-Glimmer's drafter": 2048}
 
 
 @pytest.mark.parametrize("block_causal", [True, False])
@@ -152,6 +168,7 @@ def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, bl
             visible=None if block_causal else flag(1, 4, 4),
             causal=flag(B),
             block_size=32,
+            window=WINDOWS.get(model),
         )
         arguments = (*rows, pool, pool, number(B, C))
         with jax.sharding.use_abstract_mesh(H200):

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.models import dense, moe
+from dllm_jax.models import dense, dflash, moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,9 @@ class Architecture:
         unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
+        layer_view: `(cfg, layer) -> (window, causal)`: what the layer sees of what a pass lets it
+            see, keys fewer than `window` positions away (None: any) and those before it only; None
+            where all layers see alike.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
     """
@@ -32,6 +35,7 @@ class Architecture:
     trunk: Callable[..., Any]
     unembed: Callable[..., Any]
     context_kv: Callable[..., Any] | None = None
+    layer_view: Callable[[Any, int], tuple[int | None, bool]] | None = None
     takes_mode: bool = False
     takes_live: bool = False
 
@@ -51,7 +55,18 @@ MOE = Architecture(
     takes_live=True,
 )
 
+DFLASH = Architecture(
+    param_shapes=dflash.param_shapes,
+    embed=dflash.embed,
+    trunk=dense.trunk,
+    unembed=dflash.unembed,
+    context_kv=dflash.context_kv,
+    layer_view=dflash.layer_view,
+)
+
 
 def arch_of(cfg: dense.DenseConfig) -> Architecture:
     """The network that a config describes."""
+    if isinstance(cfg, dflash.DFlashConfig):
+        return DFLASH
     return MOE if isinstance(cfg, moe.MoEConfig) else DENSE

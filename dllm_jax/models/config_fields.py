@@ -21,6 +21,7 @@ _KINDS: dict[str, Any] = {
     "rope_scaling": Mapping,
     "rope_parameters": Mapping,
     "dllm_jax": Mapping,
+    "dflash_config": Mapping,
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -154,14 +155,18 @@ def rope(fields: Fields) -> Rope:
     return Rope(theta, scaling, partial)
 
 
-def common_refusals(fields: Fields) -> None:
-    """Problems of any family: quantised weights, sliding windows, unknown activations."""
+def common_refusals(fields: Fields, *, windows: bool = False) -> None:
+    """Problems of any family: quantised weights, sliding windows, unknown activations.
+
+    Args:
+        windows: Sliding windows are read, by the caller.
+    """
     config = fields.config
     fields.must_be("hidden_act", "silu", why="the feed-forward half is SwiGLU")
-    if config.get("use_sliding_window"):
+    if config.get("use_sliding_window") and not windows:
         fields.problems.append("use_sliding_window=true is not supported; only full attention is")
     kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if kinds:
+    if kinds and not windows:
         fields.problems.append(f'layer_types holds {kinds}; only "full_attention" is supported')
     fields.must_be("use_mrope", False, why="positions are those of one text")
     for key in _QUANTISATION_KEYS:

@@ -41,7 +41,7 @@ def hf(fields: Fields, block: Block) -> dict[str, Any]:
     # false or missing in their configs.
     bias = False if block.qkv_bias else fields.flag("attention_bias")
     return {
-        **_decoder(fields),
+        **decoder(fields),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "qk_norm": block.qk_norm,
@@ -139,7 +139,7 @@ def llada2(fields: Fields, block: Block) -> dict[str, Any]:
     ):
         fields.must_be(key, allowed, why=why)
     theta, scaling, partial = rope(fields)
-    network = _decoder(fields)
+    network = decoder(fields)
     experts = fields.whole("num_experts")
     expert_size = fields.whole("moe_intermediate_size")
     first = fields.whole("first_k_dense_replace", 0, low=0)
@@ -172,7 +172,7 @@ def llada2(fields: Fields, block: Block) -> dict[str, Any]:
 PARSERS = {"hf": hf, "qwen_moe": qwen_moe, "llada": llada, "llada2": llada2}
 
 
-def _decoder(fields: Fields) -> dict[str, Any]:
+def decoder(fields: Fields) -> dict[str, Any]:
     """Sizes under Llama's names."""
     heads, head_dim = fields.whole("num_attention_heads"), fields.config.get("head_dim")
     usual = None

@@ -110,11 +110,39 @@ def _llada2(family: Family, cfg: Any) -> dict[str, Any]:
     }
 
 
+def _dflash(family: Family, cfg: Any) -> dict[str, Any]:
+    sliding = tuple(reach is not None for reach in cfg.windows)
+    is_mixed = len({*cfg.causal}) > 1  # which only the windows of layers can say
+    if len({*cfg.windows} - {None}) > 1 or (is_mixed and cfg.causal != sliding):
+        raise ValueError(
+            f"windows={cfg.windows} with causal={cfg.causal} have no form in a config.json; use "
+            "one window, and token order in all layers, in none or in those with the window"
+        )
+    entries = _hf(family, cfg)
+    if not cfg.vocab_size:
+        del entries["vocab_size"]
+    return {
+        **entries,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": next((reach for reach in cfg.windows if reach is not None), None),
+        "dflash_config": {
+            "target_layer_ids": list(cfg.target_layer_ids),
+            "mask_token_id": cfg.mask_token_id,
+            "block_size": cfg.block_size,
+            **({} if is_mixed else {"causal": cfg.causal[0]}),
+            "input_embedding_scale": cfg.embedding_scale,
+            "output_multiplier": cfg.logit_scale,
+            "final_logit_softcapping": cfg.logit_cap,
+        },
+    }
+
+
 _WRITERS: dict[str, Callable[[Family, Any], dict[str, Any]]] = {
     "hf": _hf,
     "qwen_moe": _qwen_moe,
     "llada": _llada,
     "llada2": _llada2,
+    "dflash": _dflash,
 }
 
 

@@ -15,9 +15,11 @@ from dllm_jax.models.config_fields import Fields, Json, well_formed
 from dllm_jax.models.config_parsers import PARSERS
 from dllm_jax.models.config_writers import config_json
 from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.draft_config import dflash
 from dllm_jax.models.family_defaults import FamilyDefaults, as_tuple, with_d2f_adapter
 from dllm_jax.models.family_settings import settings_of
-from dllm_jax.models.family_table import FAMILIES, RELATIVES, UNI, Family, family_named
+from dllm_jax.models.family_table import DRAFTS, FAMILIES, RELATIVES, UNI, Family, family_named
 from dllm_jax.models.layers import Llama3Scaling
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
@@ -36,6 +38,8 @@ __all__ = [
     "parse_config",
     "with_d2f_adapter",
 ]
+
+_PARSERS = {**PARSERS, "dflash": dflash}
 
 
 class ConfigError(ValueError):
@@ -81,15 +85,14 @@ def parse_config(
     fields = Fields(well_formed(config, problems), problems, notes)
     family = find_family(fields.config, name)
     generation, facts = generation_config or {}, tokenizer or TokenizerFacts()
-    network = PARSERS[family.dialect](fields, family.block)
+    network = _PARSERS[family.dialect](fields, family.block)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
     settings = settings_of(fields, family, network, name)
     cfg = None
     if not problems:
         try:
-            cfg = _config_class(family)(
-                **network, shift=family.shift, mask_token_id=tokens.pop("mask_token_id")
-            )
+            mask = {"mask_token_id": tokens.pop("mask_token_id")}
+            cfg = _config_class(family)(**{"shift": family.shift, **mask, **network})
         except ValueError as error:
             problems.append(str(error))
     if problems or cfg is None:
@@ -119,12 +122,12 @@ def find_family(config: Json, name: str = "") -> Family:
     if any(re.search(UNI, str(text), re.IGNORECASE) for text in (*named, model_type, name)):
         raise ConfigError([f"{shown} is LLaDA2.0-Uni, which also reads images: not supported"])
     for said in named or [model_type]:
-        for family in FAMILIES:
-            if said in (family.architecture, *family.model_types):
+        for family in (*FAMILIES, *DRAFTS):
+            if said in (family.architecture, *family.also, *family.model_types):
                 return family
         if isinstance(said, str) and said in RELATIVES:
             raise ConfigError([f"{shown} is not supported: {RELATIVES[said]}"])
-    known = ", ".join(f"{f.architecture} ({f.name})" for f in FAMILIES)
+    known = ", ".join(f"{f.architecture} ({f.name})" for f in (*FAMILIES, *DRAFTS))
     raise ConfigError([f"{shown} is unknown; known are {known}"])
 
 
@@ -156,6 +159,8 @@ def defaults_from_json(mapping: Mapping[str, Any]) -> FamilyDefaults:
 
 
 def _config_class(family: Family) -> type[DenseConfig]:
+    if family.dialect == "dflash":
+        return DFlashConfig
     return MoEConfig if family.dialect in ("qwen_moe", "llada2") else DenseConfig
 
 

@@ -42,6 +42,8 @@ def settings_of(
         settings |= BLOCK_ROUTED
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
+    if "block_size" in network:  # a drafter's is a fact of the network
+        settings["block_size"] = network["block_size"]
     hinted = _hinted(fields, family, settings["strategy"], name)
     trained_len = hinted.pop("trained_len", family.trained_len)
     settings |= hinted

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dllm_jax.models.config_parsers import Block
 from dllm_jax.models.family_defaults import Attention
 
-Dialect = Literal["hf", "qwen_moe", "llada", "llada2"]
+Dialect = Literal["hf", "qwen_moe", "llada", "llada2", "dflash"]
 _PLAIN = Block()
 
 
@@ -37,6 +37,7 @@ class Family:
 
     Attributes:
         architecture: The class that `architectures` or `auto_map` names.
+        also: Further names of it.
         model_types: Believed only where no class is named; none where it would not be clear.
         dialect: How the config is written.
         block: What the layers have whatever the config says.
@@ -49,6 +50,7 @@ class Family:
 
     name: str
     architecture: str
+    also: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
     dialect: Dialect = "hf"
     block: Block = _PLAIN
@@ -268,6 +270,26 @@ FAMILIES = (
     ),
 )
 
+# What is no model by itself: drafters, which a target is given. How they are decoded is the
+# target's business; what they saw in training is the text's features and their own block.
+DRAFTS = (
+    # z-lab/*-DFlash*; meta-models/Muse-Glimmer-30B-assistant. model_type is "qwen3" or the like.
+    Family(
+        name="dflash",
+        architecture="DFlashDraftModel",
+        also=("MuseGlimmerAssistantModel",),
+        model_types=("muse_glimmer_assistant",),
+        dialect="dflash",
+        block=_QWEN3,
+        shift=False,
+        attention="block_causal",
+        strategy="dflash",
+        block_size=16,
+        mask_token_id=None,  # of each draft's own training; the config states it
+        stop_token_ids=(),
+    ),
+)
+
 # LLaDA2.2: what stands in a config with routing blocks is decoded so.
 BLOCK_ROUTED: Mapping[str, Any] = {
     "strategy": "edit",
@@ -278,6 +300,11 @@ BLOCK_ROUTED: Mapping[str, Any] = {
 
 # Classes that are easily taken for one of the above; the text says what they are.
 RELATIVES = {
+    "DFlash2DraftModel": "DFlash 2 has convolutions and a selector; use a draft of the first "
+    "version",
+    "DFlashLagunaForCausalLM": "its attention has gates that DFlash's first version lacks",
+    "DFlashSpeculator": "speculators' drafts have a vocabulary and a config of their own; use a "
+    "draft in z-lab/dflash's form",
     "LLaDAMoEModelLM": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
     "llada_moe": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
     "Dream": "that alone does not say whether its layers are Qwen2's or Qwen3's; "
@@ -293,8 +320,9 @@ def family_named(name: str) -> Family:
     Raises:
         ValueError: If there is none of that name.
     """
-    for family in FAMILIES:
+    every = (*FAMILIES, *DRAFTS)
+    for family in every:
         if family.name == name:
             return family
-    known = ", ".join(f.name for f in FAMILIES)
+    known = ", ".join(f.name for f in every)
     raise ValueError(f"family {name!r} is unknown; known are {known}")

@@ -21,6 +21,8 @@ class WindowMask(struct.PyTreeNode):
             its own.
         causal: Rows in token order as well.
         block_size: Cells of a block.
+        window: Keys of all kinds are seen only where they are fewer than so many positions away,
+            before or behind; None: at any distance.
     """
 
     cell: Int[Array, "B T"]
@@ -30,6 +32,7 @@ class WindowMask(struct.PyTreeNode):
     visible: Bool[Array, "B K K"] | None
     causal: Bool[Array, " B"]
     block_size: int = struct.field(pytree_node=False)
+    window: int | None = struct.field(pytree_node=False, default=None)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Computed rows that take part."""
@@ -47,7 +50,8 @@ class WindowMask(struct.PyTreeNode):
         cached = (j < self.context_len[:, None, None]) & ~refreshed
         position = (self.start[:, None] + self.cell)[:, :, None]
         in_order = ~self.causal[:, None, None] | (j <= position)
-        return cached & in_order & self.rows_live()[:, :, None]
+        near = self._is_near(position - j)
+        return cached & in_order & near & self.rows_live()[:, :, None]
 
     def sees_fresh(self) -> Bool[Array, "B T T"]:
         """Row i sees the fresh key of row j."""
@@ -60,8 +64,14 @@ class WindowMask(struct.PyTreeNode):
             visible = jnp.broadcast_to(self.visible, (len(block), *self.visible.shape[1:]))
             rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
             pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
-        in_order = ~self.causal[:, None, None] | (self.cell[:, None, :] <= self.cell[:, :, None])
-        return pairs & in_order & live[:, :, None] & live[:, None, :]
+        ahead = self.cell[:, None, :] - self.cell[:, :, None]
+        in_order = ~self.causal[:, None, None] | (ahead <= 0)
+        return pairs & in_order & self._is_near(ahead) & live[:, :, None] & live[:, None, :]
+
+    def _is_near(self, distance: Int[Array, "..."]) -> Bool[Array, "..."]:
+        if self.window is None:
+            return jnp.ones_like(distance, dtype=bool)
+        return jnp.abs(distance) < self.window
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:

@@ -88,6 +88,7 @@ def attention(
         _facts(mask, page_table, k_pages.shape[2]),
         visible,
         block_size=mask.block_size,
+        window=mask.window,
         tiling=tiling,
         interpret=interpret,
     )
@@ -120,8 +121,8 @@ def _facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B
     return jnp.stack(columns, axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "tiling", "interpret"))
-def _run(fresh, pools, page_table, facts, visible, *, block_size, tiling, interpret):
+@functools.partial(jax.jit, static_argnames=("block_size", "window", "tiling", "interpret"))
+def _run(fresh, pools, page_table, facts, visible, *, block_size, window, tiling, interpret):
     """One launch, and a merge where the context is split. Layers lower once."""
     q, _, _ = fresh
     B, T, N, H = q.shape
@@ -138,6 +139,7 @@ def _run(fresh, pools, page_table, facts, visible, *, block_size, tiling, interp
         _attend,
         num_operands=len(operands),
         block_size=block_size,
+        window=window,
         rows=tiling.rows,
         keys=min(tiling.keys, Z),
         splits=splits,
@@ -160,7 +162,7 @@ def _merge(out: Float[Array, "X B T N H"], log_mass: Float[Array, "X B T N"]) ->
     return jnp.sum(out * weight[..., None], axis=0) / jnp.sum(weight, axis=0)[..., None]
 
 
-def _attend(*refs, num_operands, block_size, rows, keys, splits):
+def _attend(*refs, num_operands, block_size, window, rows, keys, splits):
     """One program: a tile of rows of a KV head, over its share of the keys."""
     q, k, v, k_pages, v_pages, table, facts, *visible = refs[:num_operands]
     results = refs[num_operands:]
@@ -206,8 +208,11 @@ def _attend(*refs, num_operands, block_size, rows, keys, splits):
             j += jnp.arange(keys, dtype=jnp.int32)
             stale = (j >= start + first) & (j < start + end)
             held = (j < context_len) & ~stale & (page >= 0)
-            in_order = (causal == 0) | (j[None, :] <= (start + cell)[:, None])
+            position = (start + cell)[:, None]
+            in_order = (causal == 0) | (j[None, :] <= position)
             seen = held[None, :] & in_order & live[:, None]
+            if window is not None:
+                seen &= jnp.abs(j[None, :] - position) < window
         return look(carry, key, value, seen)
 
     def fresh(i, carry):
@@ -218,6 +223,8 @@ def _attend(*refs, num_operands, block_size, rows, keys, splits):
         key, value = (pltriton.load(x.at[where], mask=_across(theirs, H), other=0) for x in (k, v))
         in_order = (causal == 0) | (their_cell[None, :] <= cell[:, None])
         seen = live[:, None] & theirs[None, :] & in_order
+        if window is not None:
+            seen &= jnp.abs(their_cell[None, :] - cell[:, None]) < window
         mine_in, theirs_in = cell // block_size, their_cell // block_size
         if visible:
             K = visible[0].shape[1]
@@ -235,6 +242,12 @@ def _attend(*refs, num_operands, block_size, rows, keys, splits):
     zero = split * 0  # Triton wants loop bounds of one type: all traced
     is_used = last_live >= 0
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), zero)
+    skipped = zero  # tiles of the context that end before any row's window
+    if window is not None:
+        first_live = jnp.min(jnp.where(live, cell, jnp.int32(cell_0 + T)))
+        nearest = jnp.maximum(start + first_live - jnp.int32(window - 1), 0)
+        skipped = jnp.minimum(jax.lax.div(nearest, jnp.int32(keys)), cached_tiles)
+        cached_tiles -= skipped
     width = min(keys, max(_LEAST_SIDE, pl.next_power_of_2(T)))
     reach = jnp.where(causal != 0, last_live + 1, (last_live // block_size + 1) * block_size)
     reach = jnp.minimum(end if visible else jnp.minimum(reach, end), cell_0 + T) - cell_0
@@ -246,7 +259,11 @@ def _attend(*refs, num_operands, block_size, rows, keys, splits):
     high = jnp.minimum(low + share, tiles)
     cached_high = jnp.minimum(high, cached_tiles)
     cached_low = jnp.minimum(low, cached_high)
-    middle = jnp.clip(jax.lax.div(unmasked, jnp.int32(keys)), cached_low, cached_high)
+    if window is None:
+        middle = jnp.clip(jax.lax.div(unmasked, jnp.int32(keys)), cached_low, cached_high)
+    else:  # which of them a row sees differs from row to row
+        cached_low, cached_high = cached_low + skipped, cached_high + skipped
+        middle = cached_low
     carry = (
         jnp.zeros((rows, H), jnp.float32),
         jnp.full((rows,), _NEVER, jnp.float32),

@@ -25,6 +25,8 @@ def attention(q, k, v, k_pages, v_pages, page_table, mask):
                 in_window = j - int(mask.start[b])
                 if first <= in_window < end or (mask.causal[b] and j > position):
                     continue
+                if mask.window is not None and abs(position - j) >= mask.window:
+                    continue
                 page = page_table[b, j // Z]
                 if page < 0:
                     continue
@@ -33,6 +35,8 @@ def attention(q, k, v, k_pages, v_pages, page_table, mask):
             for other, row in fresh_at.items():
                 mine, theirs = cell // mask.block_size, other // mask.block_size
                 seen = theirs <= mine if visible is None else visible[mine, theirs]
+                if mask.window is not None and abs(other - cell) >= mask.window:
+                    continue
                 if seen and not (mask.causal[b] and other > cell):
                     keys.append(k[b, row])
                     values.append(v[b, row])

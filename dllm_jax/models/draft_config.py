@@ -1,0 +1,166 @@
+"""The `config.json` of DFlash drafters: what the layers see, and what is refused by name.
+
+What is trained and cannot be guessed (which states of the target are read, the mask) must be
+stated. Nothing here knows the target.
+"""
+
+from typing import Any
+
+from dllm_jax.models.config_fields import (
+    Fields,
+    Json,
+    common_refusals,
+    no_partial_rope,
+    rope,
+    shown,
+)
+from dllm_jax.models.config_parsers import Block, decoder
+
+_BLOCK_SIZE = 16  # where a config names none, as z-lab/dflash reads it
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_MUSE = "MuseGlimmerAssistantModel"
+_DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_READ = (
+    "target_layer_ids",
+    "mask_token_id",
+    "block_size",
+    "causal",
+    "use_swa",
+    "swa_window_size",
+    "window_inclusive",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "attention_sink_bias",
+    "sample_from_anchor",
+    *_DFLASH_2,
+)
+
+
+def dflash(fields: Fields, block: Block) -> dict[str, Any]:
+    """Qwen3's names, and `dflash_config`; entries of that come before those at the top.
+
+    Source: z-lab/dflash (dflash/model.py), vllm (models/qwen3_dflash.py) for which entry wins.
+    """
+    common_refusals(fields, windows=True)
+    _refuse(fields)
+    said = fields.object("dflash_config")
+    config = {**fields.config, **said}
+    own = Fields(config, fields.problems, fields.notes)
+    unread = sorted(key for key in said if key not in _READ)
+    if unread:
+        fields.notes.append(f"dflash_config holds entries that are not read: {', '.join(unread)}")
+    theta, scaling, partial = rope(fields)
+    no_partial_rope(fields, partial)
+    # A config without one is read as well: the target has it.
+    vocab = {} if fields.config.get("vocab_size") is not None else {"vocab_size": 1}
+    network = decoder(Fields({**fields.config, **vocab}, fields.problems, fields.notes))
+    windows, causal = _views(own, said, network["num_layers"])
+    bias = fields.flag("attention_bias")
+    mask = own.whole("mask_token_id", low=0)
+    size = 0 if vocab else network["vocab_size"]
+    if size and mask >= size:
+        fields.problems.append(f"mask_token_id={mask} must be below vocab_size={size}")
+    block_size = own.whole("block_size", _BLOCK_SIZE)
+    if block_size == 1:
+        fields.problems.append(
+            "block_size=1 drafts nothing; it counts the anchor, so 2 is the least"
+        )
+    return {
+        **network,
+        "vocab_size": size,
+        "tie_embeddings": False,  # there is neither embedding nor head
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "qk_norm": block.qk_norm,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mask_token_id": mask,
+        "target_layer_ids": _taps(own),
+        "block_size": block_size,
+        "windows": windows,
+        "causal": causal,
+        "embedding_scale": own.number("input_embedding_scale", 1.0),
+        "logit_scale": own.number("output_multiplier", 1.0),
+        "logit_cap": _cap(own),
+    }
+
+
+def _refuse(fields: Fields) -> None:
+    """Problems of what other drafters have and this network lacks."""
+    said = fields.object("dflash_config")
+    for key in _DFLASH_2:
+        if said.get(key):
+            fields.problems.append(
+                f"{key}={said[key]!r} is of DFlash 2, whose convolutions and selector are not "
+                "supported; use a DFlash draft of the first version"
+            )
+    for key, why in (
+        ("sample_from_anchor", "each cell predicts its own position"),
+        ("attention_sink_bias", "the softmax has no sink"),
+    ):
+        if said.get(key):
+            fields.problems.append(f"{key}={shown(said[key])} is not supported: {why}")
+    vocab, drafted = (fields.config.get(key) for key in ("vocab_size", "draft_vocab_size"))
+    if drafted not in (None, vocab):
+        fields.problems.append(
+            f"draft_vocab_size={drafted!r} is not supported: a draft here has its target's head, "
+            "not one of a smaller vocabulary"
+        )
+    width, read = (fields.config.get(key) for key in ("hidden_size", "target_hidden_size"))
+    if read not in (None, width):
+        fields.problems.append(
+            f"target_hidden_size={read!r} must be hidden_size={width!r}: a draft reads rows of its "
+            "target's embedding and writes rows for its head"
+        )
+
+
+def _taps(own: Fields) -> tuple[int, ...]:
+    """Layers of the target whose states are read; a wrong guess would only draft badly."""
+    ids = own.config.get("target_layer_ids")
+    is_list = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+    if not is_list or not ids or len(set(ids)) < len(ids):
+        own.problems.append(
+            f"target_layer_ids={ids!r} must list different layers of the target, counted from 0; "
+            "take them from the training of this draft"
+        )
+        return ()
+    return tuple(ids)
+
+
+def _views(own: Fields, said: Json, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """How far each layer sees, and whether in token order."""
+    config, is_muse = own.config, _is_muse(own.config)
+    kinds = config.get("layer_types")
+    if kinds is None:  # transformers' default for its own class is to slide everywhere
+        kinds = [_SLIDING if is_muse else _FULL] * layers
+    if len(kinds) != layers or any(kind not in (_SLIDING, _FULL) for kind in kinds):
+        own.problems.append(
+            f'layer_types={kinds!r} must say "{_FULL}" or "{_SLIDING}" for each of the '
+            f"num_hidden_layers={layers} layers"
+        )
+        return (), ()
+    sliding = [kind == _SLIDING for kind in kinds]
+    causal = [
+        own.flag("is_causal", own.flag("causal", slides and not is_muse)) for slides in sliding
+    ]
+    if own.flag("use_swa") and not any(sliding):
+        sliding = [True] * layers
+    reach = None
+    if any(sliding):
+        key = "sliding_window" if said.get("swa_window_size") is None else "swa_window_size"
+        # transformers counts the positions on one side; the others those a row sees, its own too.
+        reach = own.whole(key) + own.flag("window_inclusive", is_muse)
+    return tuple(reach if slides else None for slides in sliding), tuple(causal)
+
+
+def _is_muse(config: Json) -> bool:
+    """Whether transformers' own class, with its own defaults, is named."""
+    named = config.get("architectures") or ()
+    return _MUSE in ([named] if isinstance(named, str) else named)
+
+
+def _cap(own: Fields) -> float | None:
+    if own.config.get("final_logit_softcapping") is None:
+        return None
+    return own.number("final_logit_softcapping")
