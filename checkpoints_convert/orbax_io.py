@@ -36,7 +36,7 @@ def save(params: Any, report: Report, folder: Path) -> None:
     _write_params(params, folder.absolute() / PARAMS)
     for name in report.tokenizer_files:
         shutil.copyfile(report.folder / name, folder / name)
-    write_meta(report, str(params["embed"].dtype), folder)
+    write_meta(report, str(params["final_norm"].dtype), folder)
 
 
 def restore(report: Report, dtype: str = "auto", progress: Progress | None = None) -> Any:

@@ -60,6 +60,7 @@ ONE_PYTHON = {
     f"test_{name}.py"
     for name in (
         "bench",
+        "bench_step",
         "block_rewrite",
         "builtin",
         "cli_bench",
@@ -67,6 +68,7 @@ ONE_PYTHON = {
         "cli_errors",
         "cli_generate",
         "cli_verbs",
+        "convert_drafts",
         "convert_families",
         "convert_faults",
         "convert_memory",
@@ -76,6 +78,7 @@ ONE_PYTHON = {
         "dmax",
         "dmax_mutants",
         "docs",
+        "draft_model",
         "edit",
         "engine_edges",
         "engine_machine",
@@ -102,6 +105,7 @@ ONE_PYTHON = {
         "sizing",
         "snapshot",
         "strategy_fuzz",
+        "strategy_results",
         "text",
         "tokenizers",
         "trace",

@@ -18,7 +18,7 @@ from dllm_jax.models.config_parsers import Block, decoder
 
 _BLOCK_SIZE = 16  # where a config names none, as z-lab/dflash reads it
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_MUSE = "MuseGlimmerAssistantModel"
+_MUSE = {"MuseGlimmerAssistantModel", "muse_glimmer_assistant"}
 _DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _READ = (
     "target_layer_ids",
@@ -155,9 +155,9 @@ def _views(own: Fields, said: Json, layers: int) -> tuple[tuple[int | None, ...]
 
 
 def _is_muse(config: Json) -> bool:
-    """Whether transformers' own class, with its own defaults, is named."""
-    named = config.get("architectures") or ()
-    return _MUSE in ([named] if isinstance(named, str) else named)
+    """Whether the config is of transformers' own class, which has defaults of its own."""
+    named = config.get("architectures") or [config.get("model_type")]
+    return not _MUSE.isdisjoint([named] if isinstance(named, str) else named)
 
 
 def _cap(own: Fields) -> float | None:
