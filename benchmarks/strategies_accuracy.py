@@ -69,7 +69,8 @@ def sections():
     accept = {"accept_threshold": ACCEPT}
     several = grid(**accept, add_block_threshold=(0.1,))
     several += grid(accept_threshold=(0.7, 0.9, 0.95), add_block_threshold=(0.5, 0.9))
-    # An edit_threshold of 1 is no edits; a token_merge_weight of 0 shows plain tokens.
+    merging = grid(accept_threshold=(0.5, 0.9), token_merge_weight=(1.0,))
+    # An edit_threshold of 1 is no edits.
     edits = grid(**accept, edit_threshold=(1.0,)) + grid(
         accept_threshold=(0.7, 0.9), edit_threshold=(0.5, 0.9)
     )
@@ -91,16 +92,8 @@ def sections():
         "edit, 1 block": Section(Edit(buffer_size=1), edits, revising),
         "edit, 4 blocks": Section(Edit(buffer_size=4), edits, revising),
         "d2f, 4 blocks": Section(D2F(buffer_size=4), grid(**accept), full),
-        "dmax, 1 block": Section(
-            DMax(buffer_size=1),
-            grid(accept_threshold=(0.5, 0.9), token_merge_weight=(1.0, 0.0)),
-            mixing,
-        ),
-        "dmax, 2 blocks": Section(
-            DMax(buffer_size=2),
-            grid(accept_threshold=(0.5, 0.9), token_merge_weight=(1.0,)),
-            mixing,
-        ),
+        "dmax, 1 block": Section(DMax(buffer_size=1), merging, mixing),
+        "dmax, 2 blocks": Section(DMax(buffer_size=2), merging, mixing),
         # A window for the longest prompt of the problems and its text.
         "full_sequence, blocks of 32": Section(
             FullSequence(block_length=32, buffer_size=10), grid(accept_threshold=(0.9,)), unseen

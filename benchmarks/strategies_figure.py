@@ -41,7 +41,9 @@ LINES = (
     Line("block_diffusion, entropy", "block_diffusion, entropy", "#8b6b4a"),
     Line("multi_bd, 2 blocks", "multi_bd, 2 blocks", "#2da44e", {"add_block_threshold": 0.1}),
     Line("multi_bd, 4 blocks", "multi_bd, 4 blocks", "#2f81f7", {"add_block_threshold": 0.1}),
-    Line("multi_bd, 4, add_block 0.9", "multi_bd, 4 blocks", "#54718f", {"add_block_threshold": 0.9}),
+    Line(
+        "multi_bd, 4, add_block 0.9", "multi_bd, 4 blocks", "#54718f", {"add_block_threshold": 0.9}
+    ),
     Line("credit decoding, 1 block", "credit_decoding, 1 block", "#e5534b"),
     Line("credit decoding, 4 blocks", "credit_decoding, 4 blocks", "#a371f7"),
     Line("edit without edits, 1 block", "edit, 1 block", "#1b9aaa", {"edit_threshold": 1.0}),
