@@ -114,7 +114,7 @@ def _step_s(device: Any, clock: Callable[[], float], rows: int, columns: int, ki
     pages = np.full((rows, columns), -1, np.int32)
     for slot in range(rows):
         device.admit(slot, placement)
-        _begin(device, slot, placement.prompt_len, pages[slot])
+        begin(device, slot, placement.prompt_len, pages[slot])
     taken, ran = [], []
     for steps in (SHORT, LONG):
         device.wait()
@@ -125,7 +125,7 @@ def _step_s(device: Any, clock: Callable[[], float], rows: int, columns: int, ki
     return _each_s(taken, ran)
 
 
-def _begin(device: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:
+def begin(device: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:
     """Let a slot decode; a causal prompt's last token is computed, which is where it begins."""
     facts: Facts = device.facts
     if facts.prompt_mode != "whole_causal":

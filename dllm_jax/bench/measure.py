@@ -11,12 +11,14 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax.bench import profile
+from dllm_jax.cost import begin
 from dllm_jax.decode import PassKind
 from dllm_jax.engine import Engine
 from dllm_jax.intake import accept
@@ -114,19 +116,24 @@ def decode_step_ms(
     Raises:
         ValueError: The engine is at work, or its pool is too small.
     """
-    with _borrowed(engine, rows, columns, context) as (samples, table):
-        slots = np.arange(rows, dtype=np.int32)
-        bare = engine.device
+    return statistics.median(decode_step_samples(engine, rows, columns, context, steps, repeats))
 
-        def spend(count: int) -> tuple[float, int]:
-            for slot, sample in enumerate(samples):
-                bare.admit(slot, sample.placement)
-                bare.begin(slot)
-            bare.wait()
-            began = time.perf_counter()
-            got = bare.harvest(bare.decode(slots, rows, table, count, False))
-            return time.perf_counter() - began, got.steps
 
+def decode_step_samples(
+    engine: Engine,
+    rows: int,
+    columns: int,
+    context: int,
+    steps: int = 32,
+    repeats: int = 5,
+    text_len: int | None = None,
+) -> list[float]:
+    """As `decode_step_ms`, every repeat.
+
+    Args:
+        text_len: Most tokens that `steps` + 4 steps write; None: half of what the bucket holds.
+    """
+    with _bare_loop(engine, rows, columns, context, text_len) as spend:
         spend(FEW_STEPS)  # compiles, if that is still to be done
         found = []
         for _ in range(repeats):
@@ -134,7 +141,39 @@ def decode_step_ms(
             if more <= less:
                 raise ValueError(f"the texts ended after {more} steps; lower {steps=}")
             found.append((more_s - less_s) / (more - less) * 1e3)
-    return statistics.median(found)
+    return found
+
+
+def decode_trace(
+    engine: Engine, rows: int, columns: int, context: int, steps: int, text_len: int | None = None
+) -> tuple[profile.Trace, int]:
+    """A profile of one dispatch of the same loop, warm, and how many steps ran in it."""
+    with _bare_loop(engine, rows, columns, context, text_len) as spend:
+        spend(FEW_STEPS)
+        ran = []
+        trace = profile.traced(lambda: ran.append(spend(steps)[1]))
+    return trace, ran[0]
+
+
+@contextlib.contextmanager
+def _bare_loop(
+    engine: Engine, rows: int, columns: int, context: int, text_len: int | None
+) -> Iterator[Callable[[int], tuple[float, int]]]:
+    """A function of a number of steps: the seconds of one dispatch of them, and those that ran."""
+    with _borrowed(engine, rows, columns, context, text_len) as (samples, table):
+        slots = np.arange(rows, dtype=np.int32)
+        bare = engine.device
+
+        def spend(count: int) -> tuple[float, int]:
+            for slot, sample in enumerate(samples):
+                bare.admit(slot, sample.placement)
+                begin(bare, slot, sample.placement.prompt_len, table[slot])
+            bare.wait()
+            began = time.perf_counter()
+            got = bare.harvest(bare.decode(slots, rows, table, count, False))
+            return time.perf_counter() - began, got.steps
+
+        yield spend
 
 
 def prefill_pass_ms(
@@ -178,39 +217,58 @@ def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
 
     They are the result of a matrix product; weights of that shape are no result.
     """
-    vocab = engine.facts.vocab_size
+    return has_head(decode_program(engine, rows, columns), engine.facts.vocab_size)
+
+
+def has_head(program: str, vocab_size: int) -> bool:
+    """Whether an optimised program holds a float32 product with a column per word."""
+    shape = rf"(?:\d+,{vocab_size}|{vocab_size},\d+)"
+    return bool(re.search(rf"= \(?f32\[{shape}\][^=]* (?:dot|custom-call)\(", program))
+
+
+def decode_program(engine: Engine, rows: int, columns: int) -> str:
+    """The optimised decode program of a bucket, as XLA prints it."""
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
     lowered = engine.device.lower(lambda bare: bare.decode(slots, rows, table, 2, False))
-    logits = rf"= \(?f32\[(?:\d+,{vocab}|{vocab},\d+)\][^=]* (?:dot|custom-call)\("
-    return bool(re.search(logits, lowered.compile().as_text() or ""))
+    return lowered.compile().as_text() or ""
 
 
 def first_token_is_the_models(llm: Any) -> bool:
     """Whether a token the engine writes is the argmax of logits computed without any cache.
 
-    The prompt leaves one hole in its last block, which `FixedWork` fills first.
+    The prompt leaves one hole in its last block, which `FixedWork` and, at a threshold that nothing
+    reaches, `MultiBD` fill first. A model without masks continues a prompt token by token.
     """
     model, size = llm.model, llm.engine.facts.block_size
+    mask = model.config.mask_token_id
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, model.defaults.vocab_limit, 2 * size - 1).tolist()
-    prompt = [token if token != model.config.mask_token_id else 0 for token in prompt]
+    prompt = [token if token != mask else 0 for token in prompt]
     params = SamplingParams(max_tokens=size, max_nfe=1, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     chosen = output.outputs[0].token_ids[0]
-    ids = jnp.array([[*prompt, model.config.mask_token_id]], jnp.int32)
-    visible = reference.visibility("block_causal", ids.shape[1], size)[None]
+    denoises = mask >= 0
+    ids = jnp.array([[*prompt, mask] if denoises else prompt], jnp.int32)
+    kind = "block_causal" if denoises else "causal"
+    visible = reference.visibility(kind, ids.shape[1], size)[None]
     logits = reference.dense_logits(model.params, model.config, ids, visible, model.arch)
-    row = np.array(logits[0, -1])
-    row[model.config.mask_token_id] = -np.inf
+    # A shifted model's row predicts the next cell.
+    row = np.array(logits[0, -1 - int(denoises and model.config.shift)])
+    if denoises:
+        row[mask] = -np.inf
     return bool(row[chosen] >= row[: model.defaults.vocab_limit].max() - LOGIT_TOLERANCE)
 
 
 @contextlib.contextmanager
 def _borrowed(
-    engine: Engine, rows: int, columns: int, context: int
+    engine: Engine, rows: int, columns: int, context: int, text_len: int | None = None
 ) -> Iterator[tuple[list[Sample], np.ndarray]]:
-    """Samples that are in no queue, and a page table for them over pages of their own."""
+    """Samples that are in no queue, and a page table for them over pages of their own.
+
+    Args:
+        text_len: Tokens that the texts need behind their context; None: half of the room.
+    """
     facts, scheduler = engine.facts, engine.scheduler
     if engine.has_work:
         raise ValueError("the engine is at work; measure it before or after")
@@ -230,7 +288,8 @@ def _borrowed(
             "memory_utilization, or lower max_num_seqs"
         )
     # The text goes on to the end of the room: for as many steps as its strategy takes.
-    context = max(1, min(context, room // 2)) // size * size
+    most = room // 2 if text_len is None else room - text_len
+    context = max(1, min(context, most)) // size * size
     prompt = [0] * max(context, 1)
     params = SamplingParams(max_tokens=room - len(prompt), ignore_eos=True)
     live = accept(

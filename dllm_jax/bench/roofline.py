@@ -34,6 +34,65 @@ def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: st
     return seconds * 1e3
 
 
+def step_parts(
+    model: Any, rows: int, blocks: int, block_size: int, context: float
+) -> dict[str, tuple[float, float]] | None:
+    """Bytes and operations of the parts of one step, which run one after another.
+
+    The sum over parts of the larger of bytes / bandwidth and operations / rate is a sharper bound
+    than `floor_ms`, which lets all parts overlap. `activations` are the rows between products,
+    written once and read once.
+
+    Returns:
+        dense, experts (where there are), attention, head, activations; None for networks of other
+        kinds.
+
+    Source: shared/perf/roofline.py, after which the bars on the step are drawn.
+    """
+    cfg = model.config
+    if not isinstance(cfg, DenseConfig):
+        return None
+    window = blocks * block_size
+    cells = rows * window
+    size = model.params["embed"].dtype.itemsize
+    read, used = _weights(model.params, cfg, cells)
+    head = cfg.vocab_size * cfg.hidden_size
+    experts_read = experts_used = 0.0
+    widths = [cfg.ffn_size] * cfg.num_layers
+    if isinstance(cfg, MoEConfig):
+        experts = [layer for layer in model.params["layers"] if "router" in layer]
+        experts_read, experts_used = _weights([_experts(layer) for layer in experts], cfg, cells)
+        moe_width = cfg.experts_per_token * cfg.expert_size + cfg.shared_size
+        widths = [moe_width if moe else cfg.ffn_size for moe in cfg.moe_layers]
+    heads = cfg.num_layers * cfg.head_dim
+    # The prefix is read once; fresh keys and values are written and read; rows go in and out.
+    kv = 2 * heads * cfg.num_kv_heads * rows * (context + 2 * window)
+    keys = context + block_size * (blocks + 1) / 2  # of a row, on average
+    parts = {
+        "dense": (read - head - experts_read, 2 * (used - head - experts_used) * cells),
+        "experts": (experts_read, 2 * experts_used * cells),
+        "attention": (
+            kv + 2 * heads * cfg.num_heads * cells,
+            4 * heads * cfg.num_heads * cells * keys,
+        ),
+        "head": (head, 2 * head * cells),
+        "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
+    }
+    return {name: (size * moved, ops) for name, (moved, ops) in parts.items() if moved}
+
+
+def _experts(layer: Any) -> Any:
+    return {name: leaf for name, leaf in layer.items() if name.startswith("experts")}
+
+
+def parts_ms(parts: dict[str, tuple[float, float]], device_kind: str) -> dict[str, float] | None:
+    """Milliseconds of each part of `step_parts`; None where the device's rates are not known."""
+    if device_kind not in RATES:
+        return None
+    bandwidth, rate = RATES[device_kind]
+    return {name: 1e3 * max(b / bandwidth, ops / rate) for name, (b, ops) in parts.items()}
+
+
 def _weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
     """Weights that a step of so many cells reads, and those that one cell is multiplied with."""
     read = used = 0.0

@@ -1,7 +1,7 @@
-"""`dllm-jax bench throughput|latency`: speed of the engine, as a few lines and as JSON.
+"""`dllm-jax bench throughput|latency|step`: speed of the engine, as a few lines and as JSON.
 
 Data flow: command line -> work and an engine for it -> `dllm_jax.bench` -> lines or one object.
-docs/benchmarks.md says how each number is counted.
+docs/benchmarks.md says how each number is counted. `step` is `bench_step`'s.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli import flags
+from dllm_jax.cli import bench_step, flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-iters", type=flags.whole(1), default=5, metavar="N", help="batches, after one more"
     )
+    child = whats.add_parser("step", help=bench_step.SUMMARY, description=bench_step.SUMMARY)
+    bench_step.add_arguments(child)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +113,7 @@ def lengths(text: str) -> Any:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the lines or the object."""
     with Interrupt():
-        return _run(args)
+        return bench_step.run(args) if args.what == "step" else _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 VERBS = {
     "generate": "text from a prompt, shown as it settles",
     "chat": "a conversation in the terminal",
-    "bench": "speed of the engine: throughput, latency",
+    "bench": "speed of the engine: throughput, latency, one step",
     "eval": "accuracy and tokens per forward on the built-in word problems",
     "convert": "a Hugging Face folder to a converted one",
     "inspect": "what a checkpoint folder holds, and every problem in it",

@@ -1,0 +1,263 @@
+"""One decode step of a shape, alone: in a bare loop, in `LLM.generate`, and beside its floor.
+
+Data flow: shape -> an engine of just that size -> `LLM.generate` of so many forwards (prompts found
+in the prefix cache) -> the same compiled program in a bare loop -> floor -> a profile of that loop.
+The work is fixed: a step takes the one token it is surest of, so every forward has the whole
+window; the tokens are the readout's own. Nothing here prints.
+"""
+
+import dataclasses
+import gc
+import statistics
+from typing import Any
+
+import jax
+
+from dllm_jax.bench import measure, profile, roofline
+from dllm_jax.bench.numbers import check_outputs, device_kind, mean_context, setting
+from dllm_jax.bench.throughput import run
+from dllm_jax.bench.workload import Lengths, Work, random_work
+from dllm_jax.facts import EngineConfig
+from dllm_jax.llm import LLM
+from strategies import AR, MultiBD
+
+NOTHING = 1.0  # no probability is above it
+PREFILL = 1024  # tokens of a pass that fills the prefix cache; no time counts it
+PROFILE_STEPS = 16
+PAGE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Slots x blocks x tokens of a block; `1x4` leaves the last one to the model."""
+
+    slots: int
+    blocks: int
+    block_size: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """From `1x4` or `1x4x32`.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        parts = text.split("x")
+        if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+            raise ValueError(f"{text!r} is no shape; write slots x blocks, e.g. 1x4 or 1x4x32")
+        return cls(*map(int, parts))
+
+    def __str__(self) -> str:
+        size = "" if self.block_size is None else f"x{self.block_size}"
+        return f"{self.slots}x{self.blocks}{size}"
+
+
+def step_strategy(model: Any, shape: Shape) -> Any:
+    """What takes one token a step at this shape: `MultiBD`, or `AR` where nothing is masked.
+
+    Raises:
+        ValueError: The model decodes token by token, and the shape has a window.
+    """
+    if model.config.mask_token_id >= 0:
+        size = shape.block_size or model.defaults.block_size
+        return MultiBD(
+            accept_threshold=NOTHING,
+            add_block_threshold=0.0,
+            block_size=size,
+            buffer_size=shape.blocks,
+        )
+    if shape.blocks != 1 or shape.block_size not in (None, 1):
+        raise ValueError(
+            f"shape {shape}: {model.defaults.family} decodes token by token; use {shape.slots}x1"
+        )
+    return AR()
+
+
+def measure_step(
+    model: Any,
+    shape: Shape,
+    context: int = 512,
+    *,
+    steps: int = 64,
+    repeats: int = 5,
+    attention_implementation: str | None = None,
+    with_profile: bool = False,
+) -> dict[str, Any]:
+    """Everything about one step of `shape`.
+
+    Args:
+        context: Tokens of each prompt, rounded down to whole blocks.
+        steps: Forwards of a run; the text grows meanwhile, by about a token each.
+        repeats: Runs of which the median counts, after one that fills the prefix cache.
+        with_profile: Say which kernels the step consists of.
+
+    Returns:
+        The row of docs/benchmarks.md.
+
+    Raises:
+        ValueError: The shape does not fit the model, a request failed, steps did not do the work,
+            or the tokens are not the readout's own.
+    """
+    strategy = step_strategy(model, shape)
+    size, window = strategy.block_size, strategy.block_size * strategy.buffer_size
+    context = max(size, context // size * size)
+    # Behind a block that is nearly full the next one gets a token too: at most two a step. The
+    # window must not reach past the text's end: dead cells would cost nothing.
+    text = 2 * (steps + measure.FEW_STEPS) + 2 * window
+    llm = _engine(model, strategy, shape.slots, context, text, attention_implementation)
+    try:
+        work = [
+            dataclasses.replace(one, params=dataclasses.replace(one.params, max_nfe=steps))
+            for one in random_work(
+                model, shape.slots, Lengths(context, context), Lengths(text, text), seed=0
+            )
+        ]
+        program = measure.decode_program(llm.engine, *_bucket(llm))
+        found = _generated(llm, work, steps, repeats, program)
+        found |= _bare(llm, context, steps, repeats, text)
+        found |= _floors(model, shape.slots, strategy, found)
+        if with_profile:
+            found["profile"] = _profile(llm, context, text, program)
+    finally:
+        del llm
+        gc.collect()  # the pool goes before the next shape's comes
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "shape": f"{shape.slots}x{strategy.buffer_size}x{size}",
+        "slots": shape.slots,
+        "context": context,
+        "batch": shape.slots,
+        **found,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def _engine(
+    model: Any, strategy: Any, slots: int, context: int, text: int, implementation: str | None
+) -> LLM:
+    """An engine that compiles one decode program and one prefill program."""
+    longest = context + text
+    if longest > model.config.max_position:
+        raise ValueError(
+            f"{context=} and the text behind it need {longest} positions, the model has "
+            f"{model.config.max_position}; lower --context, --steps or the blocks"
+        )
+    window = strategy.block_size * strategy.buffer_size
+    columns = -(-max(longest + strategy.block_size, window) // PAGE)
+    return LLM(
+        model,
+        strategy,
+        attention_implementation=implementation,
+        progress=False,
+        calibrate=False,
+        config=EngineConfig(
+            max_num_seqs=slots,
+            max_model_len=longest,
+            page_size=PAGE,
+            num_pages=slots * columns + slots,
+            slot_buckets=(slots,),
+            page_buckets=(columns,),
+            prefill_buckets=(min(PREFILL, context),),
+        ),
+    )
+
+
+def _generated(
+    llm: LLM, work: list[Work], steps: int, repeats: int, program: str
+) -> dict[str, Any]:
+    """Wall time of `LLM.generate` over its steps, and evidence that they were the work."""
+    run(llm, [work], use_tqdm=False)  # leaves the prompts in the prefix cache
+    runs = []
+    for _ in range(repeats):
+        ran = run(llm, [work], use_tqdm=False)
+        check_outputs(ran.outputs)
+        runs.append(ran)
+    runs.sort(key=lambda one: one.walls_s[0])
+    ran = runs[len(runs) // 2]
+    context = mean_context(ran)
+    pass_ms = {
+        bucket: measure.prefill_pass_ms(llm.engine, *bucket, first=int(context))
+        for bucket in ran.passes
+    }
+    prefill_s = sum(count * pass_ms[bucket] for bucket, count in ran.passes.items()) / 1e3
+    ran_steps = ran.counts["num_steps"]
+    nfe = sum(output.metrics.nfe for output in ran.outputs)
+    tokens = [token for o in ran.outputs for token in o.outputs[0].token_ids]
+    occupancy = nfe / (ran_steps * len(work))
+    if any(output.metrics.nfe != steps for output in ran.outputs) or occupancy < 0.5:
+        raise ValueError(
+            f"{nfe} forwards of {len(work)} requests in {ran_steps} steps instead of {steps} each "
+            "at once; the steps are not the work that was asked for"
+        )
+    readout = {
+        "distinct_tokens": len(set(tokens)),
+        "head_in_program": measure.has_head(program, llm.model.config.vocab_size),
+        "first_token_matches_dense": measure.first_token_is_the_models(llm),
+    }
+    if readout["distinct_tokens"] < 2 or not all(readout.values()):
+        raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
+    facts = setting(llm)
+    names = ("strategy", "thresholds", "block_size", "buffer_size", "num_pages", "page_size")
+    walls = [(one.walls_s[0] - prefill_s) / ran_steps * 1e3 for one in runs]
+    return {
+        **{name: facts[name] for name in (*names, "max_model_len")},
+        "mode": "fixed",
+        "steps": ran_steps,
+        "nfe": nfe,
+        "prefill_nfe": sum(output.metrics.prefill_nfe for output in ran.outputs),
+        "visible_tokens": len(tokens),
+        "tokens_per_forward": len(tokens) / nfe,
+        "mean_context": context,
+        "occupancy": occupancy,
+        "wall_s": ran.walls_s[0],
+        "prefill_s": prefill_s,
+        "tok_s": len(tokens) / ran.walls_s[0],
+        "step_ms": statistics.median(walls),
+        "step_ms_range": [min(walls), max(walls)],
+        "late_compiles": sum(one.counts["num_late_compiles"] for one in runs),
+        "readout": readout,
+        "tokens": tokens[:8],
+    }
+
+
+def _bare(llm: LLM, context: int, steps: int, repeats: int, text: int) -> dict[str, Any]:
+    samples = measure.decode_step_samples(llm.engine, *_bucket(llm), context, steps, repeats, text)
+    return {
+        "bare_step_ms": statistics.median(samples),
+        "bare_step_ms_range": [min(samples), max(samples)],
+    }
+
+
+def _bucket(llm: LLM) -> measure.Decode:
+    """Rows and columns of the one decode program."""
+    facts = llm.engine.facts
+    return facts.slot_buckets[-1], facts.page_buckets[-1]
+
+
+def _floors(model: Any, slots: int, strategy: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """The floor two ways, ratios to it, and the work itself."""
+    size, blocks, context = strategy.block_size, strategy.buffer_size, found["mean_context"]
+    kind = device_kind()
+    floor = roofline.floor_ms(model, slots, size * blocks, context, kind)
+    parts = roofline.step_parts(model, slots, blocks, size, context)
+    each = None if parts is None else roofline.parts_ms(parts, kind)
+    in_turn = None if each is None else sum(each.values())
+    step_ms, bare_ms = found["step_ms"], found["bare_step_ms"]
+    return {
+        "host_overhead": 1 - bare_ms / step_ms,
+        "floor_ms": floor,
+        "step_over_floor": floor and step_ms / floor,
+        "bare_over_floor": floor and bare_ms / floor,
+        "floor_parts_ms": each,
+        "floor_in_turn_ms": in_turn,
+        "step_over_floor_in_turn": in_turn and step_ms / in_turn,
+        "bare_over_floor_in_turn": in_turn and bare_ms / in_turn,
+        "bytes": parts and sum(moved for moved, _ in parts.values()),
+        "operations": parts and sum(ops for _, ops in parts.values()),
+    }
+
+
+def _profile(llm: LLM, context: int, text: int, program: str) -> dict[str, Any]:
+    cfg = llm.model.config
+    trace, ran = measure.decode_trace(llm.engine, *_bucket(llm), context, PROFILE_STEPS, text)
+    return profile.shares(trace, profile.origins(program, cfg.vocab_size), ran, cfg.num_layers)

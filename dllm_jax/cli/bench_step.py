@@ -1,0 +1,197 @@
+"""`dllm-jax bench step`: one decode step by shape, beside its floor, as a table, JSON and a plot.
+
+Data flow: command line -> the model, loaded once -> `dllm_jax.bench.step` for each shape -> lines.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.eval import check_output
+
+SUMMARY = "one decode step of given shapes beside its floor, and the kernels it consists of"
+KERNELS_SHOWN = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `bench step`."""
+    parser.epilog = (
+        "Greedy, fixed work: each step takes the one token it is surest of, in a window of blocks "
+        "that are all being decoded. bare: the compiled step in a loop on the device. generate: "
+        "wall time of LLM.generate over its steps. docs/benchmarks.md says how each is counted."
+    )
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of a failure",
+    )
+    flags.add_model_flags(parser)
+    group = parser.add_argument_group("step")
+    group.add_argument(
+        "--shapes",
+        type=shapes,
+        default="1x1,1x4",
+        metavar="BxK[xS],...",
+        help="slots x blocks x tokens of a block (default: %(default)s, the model's blocks)",
+    )
+    group.add_argument(
+        "--context", type=flags.whole(1), default=512, metavar="N", help="tokens of each prompt"
+    )
+    group.add_argument(
+        "--steps", type=flags.whole(8), default=64, metavar="N", help="forwards of a run"
+    )
+    group.add_argument(
+        "--repeats", type=flags.whole(1), default=5, metavar="N", help="runs; the median counts"
+    )
+    group.add_argument(
+        "--attention-implementation",
+        choices=("xla", "cudnn", "triton"),
+        help="back end of attention (default: the best there is)",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--profile", action="store_true", help="say how much of the step each kernel takes"
+    )
+    group.add_argument(
+        "--plot", metavar="PNG", help="draw the steps under the device's roofline to PNG"
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
+    group.add_argument(
+        "--output",
+        "--out",
+        metavar="FILE",
+        help="write the JSON object to FILE as well, after each shape",
+    )
+
+
+def shapes(text: str) -> Any:
+    """An argparse type: `1x1,8x4x32`."""
+    from dllm_jax.bench.step import Shape
+
+    try:
+        return tuple(Shape.parse(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure each shape, print as it goes, write."""
+    for path in (args.output, args.plot):
+        if path is not None:
+            check_output(path)
+
+    from dllm_jax.bench.numbers import environment
+    from dllm_jax.bench.step import measure_step, step_strategy
+    from dllm_jax.cli.models import load_model
+
+    model = load_model(args)
+    _check(args, model, step_strategy)
+    facts = heading(model) | environment() | {"rows": []}
+    if not args.json:
+        print("\n".join(first_lines(facts)), flush=True)
+    for shape in args.shapes:
+        row = measure_step(
+            model,
+            shape,
+            args.context,
+            steps=args.steps,
+            repeats=args.repeats,
+            attention_implementation=args.attention_implementation,
+            with_profile=args.profile,
+        )
+        facts["rows"].append(row)
+        if not args.json:
+            print("\n".join(row_lines(row)), flush=True)
+        if args.output is not None:
+            Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        _plot(facts, args.plot)
+    if args.json:
+        print(json.dumps(facts), flush=True)
+    return 0
+
+
+def _check(args: argparse.Namespace, model: Any, strategy_of: Any) -> None:
+    """Refuse shapes that do not fit before the first is measured."""
+    from dllm_jax.generation import check_fit
+
+    try:
+        for shape in args.shapes:
+            check_fit(model, strategy_of(model, shape))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def heading(model: Any) -> dict[str, Any]:
+    """What all rows share."""
+    import dataclasses
+
+    import jax
+
+    return {
+        "command": "bench step",
+        "model": model.source,
+        "config": dataclasses.asdict(model.config),
+        "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "mode": "fixed",
+    }
+
+
+def _plot(facts: dict[str, Any], path: str) -> None:
+    from dllm_jax.bench.plot import draw_roofline
+
+    if any(row["bytes"] is None for row in facts["rows"]):
+        raise UsageError(f"--plot: the work of {facts['model']} is not known; leave --plot out")
+    draw_roofline(facts["rows"], facts["device"], path)
+
+
+def first_lines(facts: dict[str, Any]) -> list[str]:
+    """Where it is measured, and the table's head."""
+    return [
+        f"{facts['model']} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, commit "
+        f"{facts['commit']}",
+        f"{'shape':>10} {'context':>7} {'bare ms':>18} {'generate ms':>20} {'floor ms':>8} "
+        f"{'in turn':>8}  bare, generate over the floor in turn",
+    ]
+
+
+def row_lines(row: dict[str, Any]) -> list[str]:
+    """One shape for people."""
+
+    def spread(name: str) -> str:
+        low, high = row[f"{name}_range"]
+        return f"{row[name]:.3f} [{low:.2f} {high:.2f}]"
+
+    floors, ratios = f"{'-':>8} {'-':>8}", "no floor known for this device"
+    if row["floor_ms"] is not None and row["floor_in_turn_ms"] is not None:
+        floors = f"{row['floor_ms']:>8.3f} {row['floor_in_turn_ms']:>8.3f}"
+        ratios = f"x{row['bare_over_floor_in_turn']:.2f}, x{row['step_over_floor_in_turn']:.2f}"
+    told = [
+        f"{row['shape']:>10} {row['context']:>7} {spread('bare_step_ms'):>18} "
+        f"{spread('step_ms'):>20} {floors}  {ratios}"
+    ]
+    if row["floor_parts_ms"]:
+        parts = (f"{name} {ms:.3f}" for name, ms in row["floor_parts_ms"].items())
+        told.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
+    profile = row.get("profile")
+    if profile is None:
+        return told
+    told.append(
+        f"{'':>10} profile ({profile['what']}): {profile['busy_ms']:.3f} ms busy in "
+        f"{profile['launches']:.0f} launches, {profile['span_ms']:.3f} ms from end to end"
+    )
+    for name, kind in profile["kinds"].items():
+        told.append(
+            f"{'':>12} {name:<10} {kind['share']:>6.1%} {kind['ms'] * 1e3:>10.1f} us "
+            f"{kind['launches']:>7.1f} x"
+        )
+    for kernel in profile["kernels"][:KERNELS_SHOWN]:
+        told.append(
+            f"{'':>12} {kernel['kind']:<10} {kernel['share']:>6.1%} {kernel['ms'] * 1e3:>10.1f} us "
+            f"{kernel['launches']:>7.1f} x  {kernel['name'][:80]}"
+        )
+    return told
