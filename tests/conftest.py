@@ -75,6 +75,8 @@ ONE_PYTHON = {
         "credit_decoding",
         "d2f",
         "data",
+        "dflash",
+        "dflash_mutants",
         "dmax",
         "dmax_mutants",
         "docs",
