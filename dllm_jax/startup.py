@@ -79,7 +79,8 @@ def _planned(
     """
     gc.collect()  # an engine that went is often still there, with its pools
     facts, shapes = device.facts, device.shapes(num_pages=1)
-    weights = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
+    leaves = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
+    weights = list({id(leaf): leaf for leaf in leaves}.values())  # a drafter shares its target's
     text = facts.max_model_len
     if config.max_model_len is None:
         text = min(text, REASONABLE_LEN)

@@ -21,6 +21,7 @@ from dllm_jax import decode
 from dllm_jax.drafts import with_target
 from dllm_jax.forward import ModelForward
 from dllm_jax.models import dense, reference
+from strategies.dflash import DFlash
 from strategies.protocol import Needs, Taps
 from strategies.state import ACTIVE, DecodeState, Limits, Sampling
 from tests.oracles.checkpoints import write_tiny
@@ -283,6 +284,15 @@ def test_draft_shares_the_targets_embedding_and_head(folder, target):
     want = np.asarray(rows, np.float64) @ np.asarray(target.params["embed"], np.float64).T
     got = draft.arch.unembed(draft.params, draft.config, rows)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_what_a_draft_shares_is_counted_once(folder, target):
+    """In the plan of the memory, which says how many pages there may be."""
+    draft = dj.load(folder / "full", dtype="float32")
+    strategy = DFlash().bind(draft.config)
+    llm = dj.LLM(target, strategy, draft=draft, max_num_seqs=1, max_model_len=64, warm_up=False)
+    leaves = jax.tree.leaves((target.params, draft.params))
+    assert llm.memory.weights_bytes == sum(leaf.nbytes for leaf in leaves)
 
 
 def test_scales_and_cap_are_applied(folder, target, tmp_path):

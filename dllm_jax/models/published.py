@@ -2,7 +2,7 @@
 
 Source: config.json of these repositories on the Hugging Face hub, entries that say nothing of the
 network or of its tokens left out. What could not be seen: theta of DreamReasoner and LLaDA2.2-mini,
-whether SDAR-1.7B's head is tied (its siblings' are not), the length of DMax-16B.
+whether SDAR-1.7B's head is tied (its siblings' are not), the length of DMax-16B and of the drafter.
 """
 
 from typing import Any
@@ -75,6 +75,13 @@ def _sdar(layers: int, width: int, heads: int, ffn: int) -> Config:
 def _qwen3(layers: int, width: int, heads: int, ffn: int, *, tied: bool) -> Config:
     more = {**_QWEN3, "tie_word_embeddings": tied, "max_position_embeddings": 40960}
     return _hf("Qwen3ForCausalLM", "qwen3", layers, width, heads, 8, ffn, 151936, **more)
+
+
+def _dflash(taps: list[int], layers: int, width: int, heads: int, ffn: int) -> Config:
+    sizes = (layers, width, heads, 8, ffn, 151936)
+    own = {"target_layer_ids": taps, "mask_token_id": 151669, "block_size": 16}
+    more = {**_QWEN3, "max_position_embeddings": 40960, "dflash_config": own}
+    return _hf("DFlashDraftModel", "qwen3", *sizes, **more)
 
 
 def _llada2(*, flash: bool = False, **more: Any) -> Config:
@@ -225,4 +232,6 @@ PUBLISHED: dict[str, Config] = {
     "Qwen/Qwen3-8B": _qwen3(36, 4096, 32, 12288, tied=False),
     "Qwen/Qwen3-30B-A3B": _QWEN3_MOE,
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA,
+    "z-lab/Qwen3-4B-DFlash-b16": _dflash([1, 9, 17, 25, 33], 5, 2560, 32, 9728),
+    "z-lab/Qwen3-8B-DFlash-b16": _dflash([1, 9, 17, 25, 33], 5, 4096, 32, 12288),
 }
