@@ -49,7 +49,18 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     Args:
         special: With what the tokenizer puts around a text, but never with a second token that
             begins one: a rendered conversation may hold it already.
+
+    Raises:
+        ValueError: The text holds half a character (a surrogate): no UTF-8 says so, and the
+            tokenizers library refuses it without a word.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is not UTF-8: {text[error.start]!r} at character {error.start} is half a "
+            "character; give the text as UTF-8"
+        ) from error
 
     def ids(special: bool) -> list[int]:
         return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]

@@ -253,6 +253,19 @@ def test_prompt_file_that_is_not_utf8(fails, tmp_path):
     assert "is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8" in message
 
 
+def test_prompt_that_is_not_utf8(fails, random_folder):
+    # What Python makes of the byte 0xe9 on a command line.
+    message = fails(1, "generate", "caf\udce9", "--model", str(random_folder))
+    assert "is not UTF-8" in message
+    assert "is half a character; give the text as UTF-8" in message
+
+
+def test_stdin_that_is_closed(fails, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    message = fails(1, "generate", "-")
+    assert message == "stdin cannot be read: it is closed; give a text or a file"
+
+
 def test_prompt_file_that_is_not_there(fails, tmp_path):
     message = fails(1, "generate", "--prompt-file", str(tmp_path / "none"))
     assert "cannot be read: No such file" in message

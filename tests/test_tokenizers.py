@@ -360,6 +360,8 @@ def test_no_text_begins_twice(tmp_path):
     assert encode(tokenizer, f"{bos}x", special=False) == [one, VOCAB["x"]]
     assert encode(tokenizer, "x", special=False) == [VOCAB["x"]]
     assert encode(tokenizer, "") == [one]
+    with pytest.raises(ValueError, match=r"'.udce9' at character 3 is half a character; give"):
+        encode(tokenizer, "caf\udce9")
     unchanged = read_tokenizer(whole(tmp_path / "b", LLADA, bos_token=bos))
     assert encode(unchanged, f"{bos}{bos}x") == [one, one, VOCAB["x"]]  # as it is written
 

@@ -373,6 +373,8 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
     pictures = sorted(path.name for path in (tmp_path / "all").iterdir())
     assert pictures == [f"step-{i:04}.png" for i in range(steps + 1)]
     assert f"{steps + 1} pictures: " in out
+    assert trace("--out", f"{tmp_path / 'called.png'}/")[0] == 0  # a folder, whatever its name
+    assert len(list((tmp_path / "called.png").iterdir())) == steps + 1
     assert trace("--step", "1", "--out", tmp_path / "one.png")[0] == 0
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "all" / pictures[1]).read_bytes()
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "all" / pictures[-1]).read_bytes()
@@ -387,6 +389,8 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
         (["--out", "no/such/a.html"], "there is no folder 'no/such'"),
         (["--out", "a.gif"], "'a.gif' is no FILE.html, FILE.json, FILE.png and no folder"),
         (["--out", "a"], "a new folder with / behind it"),
+        (["--out", ""], "--out is empty; name a file or a folder"),
+        (["--step", "1", "--out", "new.png/"], "--step goes with --out FILE.png"),
         (["--out", "file/"], "'file/' cannot be written: it is a file"),
         (["--json", "--out", "a.json"], "--json prints and --out writes"),
         (["--step", "1"], "--step goes with --out FILE.png"),

@@ -69,6 +69,8 @@ def read_file(kind: str, name: str) -> str:
         ValueError: It cannot be read or is not UTF-8.
     """
     what = "stdin" if name == "-" else f"{kind} {name!r}"
+    if name == "-" and sys.stdin is None:
+        raise ValueError("stdin cannot be read: it is closed; give a text or a file")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:

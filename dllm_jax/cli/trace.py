@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
@@ -97,7 +97,19 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     return 0
 
 
-def _checked_out(args: argparse.Namespace) -> Path:
+class _Out(NamedTuple):
+    """Where the output goes; a folder may be new, and be called like a file."""
+
+    path: Path
+    is_folder: bool
+
+    @property
+    def form(self) -> str:
+        """Which file it is, one of `FORMS`; "" for a folder."""
+        return "" if self.is_folder else self.path.suffix.lower()
+
+
+def _checked_out(args: argparse.Namespace) -> _Out:
     """Where the output goes, refused before the work where it could not be written after it."""
     if args.stop:
         raise UsageError("--stop is text and a trace is of tokens; use --stop-token-ids")
@@ -106,26 +118,24 @@ def _checked_out(args: argparse.Namespace) -> Path:
     if args.json and args.out is not None:
         raise UsageError("--json prints and --out writes; give one, or --out FILE.json")
     name = PAGE if args.out is None else args.out
-    out = Path(name)
-    if not name.endswith(("/", os.sep)) and not out.is_dir() and out.suffix.lower() not in FORMS:
+    if not name:
+        raise UsageError(f"--out is empty; name a file or a folder, or leave it out for {PAGE}")
+    out = _Out(Path(name), name.endswith(("/", os.sep)) or Path(name).is_dir())
+    if not out.is_folder and out.form not in FORMS:
         raise UsageError(
-            f"--out {name!r} is no FILE{', FILE'.join(FORMS)} and no folder; name one of them, a "
-            "new folder with / behind it"
+            f"--out {name!r} is no FILE{', FILE'.join(FORMS)} and no folder; name one of these "
+            "files, or a new folder with / behind it"
         )
-    if args.step is not None and not _is_picture(out):
+    if args.step is not None and out.form != ".png":
         raise UsageError(f"--step goes with --out FILE.png, and --out is {name!r}; leave it out")
     if not args.json:
         _check_writable(name, out)
     return out
 
 
-def _is_picture(out: Path) -> bool:
-    return out.suffix.lower() == ".png" and not out.is_dir()
-
-
-def _check_writable(name: str, out: Path) -> None:
-    reason = None
-    if name.endswith(("/", os.sep)) and out.exists() and not out.is_dir():
+def _check_writable(name: str, to: _Out) -> None:
+    out, reason = to.path, None
+    if to.is_folder and out.exists() and not out.is_dir():
         reason = "it is a file"
     elif not out.parent.is_dir():
         reason = f"there is no folder {str(out.parent)!r}"
@@ -163,13 +173,14 @@ def _record(
     )
 
 
-def _write(args: argparse.Namespace, out: Path, trajectory: Any, tokenizer: Any) -> str:
+def _write(args: argparse.Namespace, to: _Out, trajectory: Any, tokenizer: Any) -> str:
     """Write the form that the path names; what to say of it."""
-    if out.is_dir() or out.suffix.lower() not in FORMS:
+    out = to.path
+    if to.is_folder:
         return _write_folder(out, trajectory, tokenizer)
-    if _is_picture(out):
+    if to.form == ".png":
         return _write_picture(out, args.step, trajectory, tokenizer)
-    if out.suffix.lower() == ".json":
+    if to.form == ".json":
         text = trajectory.to_json() + "\n"
     else:
         from dllm_jax.trace.page import render_page
