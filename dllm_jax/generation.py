@@ -24,6 +24,7 @@ from dllm_jax.drafts import with_target
 from dllm_jax.forward import ModelForward
 from dllm_jax.loading import load
 from dllm_jax.model import Model
+from dllm_jax.models.dflash import DFlashConfig
 from strategies.protocol import split_knobs
 from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
@@ -161,9 +162,8 @@ def _prepare(
 ) -> tuple[Model, tuple[Any, dict[str, Model], decode.Batch], int]:
     """Check a call's arguments and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
-    strategy = resolve_strategy(model, strategy)
+    strategy, aux = bind_draft(resolve_strategy(model, strategy), draft, model)
     bare, knobs = split_knobs(strategy)
-    aux = bind_draft(strategy, draft, model)
     _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
     _check_number("temperature", temperature, 0.0, _FINITE)
     _check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
@@ -210,15 +210,20 @@ def _prepare(
     return model, (bare, aux, batch), max_tokens
 
 
-def bind_draft(strategy: Any, draft: Model | str | None, target: Model) -> dict[str, Model]:
-    """The auxiliary models a strategy needs, loaded and beside their target, by name.
+def bind_draft(
+    strategy: Any, draft: Model | str | None, target: Model
+) -> tuple[Any, dict[str, Model]]:
+    """A strategy that knows its draft, and the auxiliary models it needs by name.
+
+    Models are loaded and beside their target. What a draft was trained for (its block, the layers
+    it reads) is static, and told to strategies that ask: those with a `bind`.
 
     Raises:
         ValueError: A draft where none is needed, none where one is, or one that does not fit.
     """
     names = strategy.needs.aux
     if not names and draft is None:
-        return {}
+        return strategy, {}
     if len(names) != 1 or draft is None:
         raise ValueError(
             f"draft={'given' if draft is not None else None} does not fit "
@@ -227,7 +232,10 @@ def bind_draft(strategy: Any, draft: Model | str | None, target: Model) -> dict[
         )
     if isinstance(draft, str):
         draft = load(draft, dtype=str(target.params["embed"].dtype))
-    return {names[0]: with_target(target, draft)}
+    bound = with_target(target, draft)
+    if hasattr(strategy, "bind") and isinstance(draft.config, DFlashConfig):
+        strategy = strategy.bind(draft.config)
+    return strategy, {names[0]: bound}
 
 
 def _check_number(

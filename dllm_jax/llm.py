@@ -125,9 +125,9 @@ class LLM:
         )
         enable_compile_cache()
         self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
-        self.strategy = _strategy(self.model, strategy, block_size, buffer_size)
+        wanted = _strategy(self.model, strategy, block_size, buffer_size)
+        self.strategy, aux = bind_draft(wanted, draft, self.model)
         check_fit(self.model, self.strategy)
-        aux = bind_draft(self.strategy, draft, self.model)
         self.config = config
         device = start(
             self.model,

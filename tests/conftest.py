@@ -76,6 +76,7 @@ ONE_PYTHON = {
         "d2f",
         "data",
         "dflash",
+        "dflash_drafts",
         "dflash_mutants",
         "dmax",
         "dmax_mutants",

@@ -317,7 +317,7 @@ def test_a_draft_by_name_is_loaded_in_its_targets_type(target, tmp_path):
     folder = write_draft(tmp_path / "draft", dtype="bfloat16")
     half = target.replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), target.params))
     for of in (target, half):
-        bound = bind_draft(_Drafts(), str(folder), of)["draft"]
+        bound = bind_draft(_Drafts(), str(folder), of)[1]["draft"]
         assert {leaf.dtype for leaf in jax.tree.leaves(bound.params)} == {of.params["embed"].dtype}
         assert bound.config.vocab_size == 50
         assert bound.defaults.vocab_limit == of.defaults.vocab_limit

@@ -1,0 +1,104 @@
+"""`DFlash` with drafts in their published form: what is read of them, and no token is changed.
+
+A random draft is hardly ever right, so the figures of a trained one are not here.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.generation import bind_draft
+from strategies import AR
+from strategies.dflash import DFlash
+from tests.contract import models
+from tests.oracles.checkpoints import write_tiny
+from tests.oracles.draft_files import CONFIG, write_draft
+
+LAYERS = tuple(CONFIG["dflash_config"]["target_layer_ids"])
+SIZE = CONFIG["dflash_config"]["block_size"]
+PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafts")
+    write_tiny("qwen3", folder / "target", seed=40)
+    for variant in ("full", "mixed"):
+        write_draft(folder / variant, variant)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return dj.load(folder / "target", dtype="float32")
+
+
+def test_the_draft_says_block_and_layers(folder, target):
+    bound, aux = bind_draft(DFlash(), str(folder / "full"), target)
+    assert bound == DFlash(SIZE, LAYERS)
+    assert bound.block_size == SIZE + 1  # a cell for the token behind drafts all right
+    assert bound.needs.hidden_layers == (3, 1)  # what layers 2 and 0 leave, in the draft's order
+    assert list(aux) == ["draft"]
+
+
+def test_what_the_strategy_says_of_the_block_stays(folder, target):
+    bound, _ = bind_draft(DFlash(3, width=2), str(folder / "full"), target)
+    assert bound == DFlash(3, LAYERS, 2)
+
+
+def test_other_layers_than_the_drafts_are_refused(folder, target):
+    with pytest.raises(ValueError, match=r"target_layer_ids=\(0, 2\) are not \(2, 0\), which the"):
+        bind_draft(DFlash(target_layer_ids=(0, 2)), str(folder / "full"), target)
+
+
+def test_a_missing_draft_is_asked_for(target):
+    with pytest.raises(ValueError, match="draft=None does not fit DFlash, which needs 1 aux"):
+        dj.generate(target, PROMPTS, DFlash())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (DFlash(1, LAYERS), "draft_block_size=1 leaves no cell to draft; use 2 or more"),
+        (DFlash(4, LAYERS, 5), r"width=5 must be in \[2, 4\], the anchor and drafts of a block"),
+        (DFlash(4, LAYERS, 1), r"width=1 must be in \[2, 4\].*use the strategy 'ar'"),
+        (DFlash(4, LAYERS, buffer_size=2), "buffer_size=2: DFlash drafts one block at a time"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(folder, target, strategy, message):
+    with pytest.raises(ValueError, match=message):
+        dj.generate(target, PROMPTS, strategy, draft=str(folder / "full"))
+
+
+def test_a_strategy_without_layers_says_so():
+    target = models.causal()
+    with pytest.raises(ValueError, match="DFlash has no target_layer_ids"):
+        dj.generate(target, PROMPTS, DFlash(4), draft=models.drafter(target))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["full", "mixed"])
+def test_generate_gives_the_tokens_of_ar(folder, target, variant):
+    how = {"max_tokens": 24, "temperature": np.array([0.0, 0.8, 1.2]), "key": jax.random.key(3)}
+    plain = dj.generate(target, PROMPTS, AR(), **how)
+    drafted = dj.generate(target, PROMPTS, DFlash(), draft=str(folder / variant), **how)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    np.testing.assert_array_equal(drafted.finish, plain.finish)
+    assert (np.asarray(drafted.nfe) <= np.asarray(plain.nfe)).all()
+
+
+@pytest.mark.slow
+def test_an_engine_gives_the_tokens_of_ar(folder, target):
+    config = dj.EngineConfig(max_num_seqs=2, max_model_len=64, page_size=16)
+    params = [
+        dj.SamplingParams(max_tokens=20, temperature=t, seed=i, n=n)
+        for i, (t, n) in enumerate([(0.0, 1), (0.8, 3), (1.2, 2)])
+    ]
+
+    def texts(strategy, **draft):
+        llm = dj.LLM(target, strategy, config=config, warm_up=False, **draft)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [[one.token_ids for one in output.outputs] for output in outputs]
+
+    assert texts(DFlash(), draft=str(folder / "full")) == texts(AR())
