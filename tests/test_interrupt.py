@@ -1,13 +1,19 @@
 """The thread that watches for signals is gone when its block is, with all it held.
 
 Where it outlived the block it could be the last to hold the engine, whose arrays then went in it
-while the interpreter ended: about one `generate` in three aborted after its answer.
+while the interpreter ended: about one `generate` in three aborted after its answer. And a signal
+raises nothing where that would be lost: in a module that is imported, or in a collection.
 """
 
 import gc
+import importlib
+import signal
 import threading
 import weakref
 
+import pytest
+
+from dllm_jax.cli.errors import Interrupted
 from dllm_jax.cli.interrupt import Interrupt
 
 
@@ -29,3 +35,37 @@ def test_nothing_of_the_block_outlives_it():
     del stop, held
     gc.collect()
     assert seen() is None
+
+
+def test_a_signal_in_an_import_is_not_a_failure_of_the_module(tmp_path, monkeypatch):
+    code = "import signal\nsignal.raise_signal(signal.SIGINT)\nimported = True\n"
+    (tmp_path / "signalled.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Interrupt(forced=()) as stop:
+        assert importlib.import_module("signalled").imported
+        with pytest.raises(Interrupted):
+            stop.check()
+
+
+def test_a_signal_in_a_collection_is_not_dropped():
+    def told(phase, info):
+        if phase == "start" and not seen:
+            seen.append(phase)
+            signal.raise_signal(signal.SIGINT)
+            seen.append("went on")
+
+    seen = []
+    with Interrupt(forced=()) as stop:
+        gc.callbacks.append(told)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(told)
+        assert seen == ["start", "went on"]
+        with pytest.raises(Interrupted):
+            stop.check()
+
+
+def test_a_signal_elsewhere_is_raised_at_once():
+    with Interrupt(forced=()), pytest.raises(Interrupted):
+        signal.raise_signal(signal.SIGINT)

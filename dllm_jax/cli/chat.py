@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         render(model, [*system, {"role": "user", "content": "?"}], **told)  # or refuse at once
         if args.chat_template is None and (said := note(model)):
             _note(said)
-        return Chat(args, make_llm(args, model, strategy, Clock()), system, told, stop).run()
+        talk = Chat(args, make_llm(args, model, strategy, Clock()), system, told, stop)
+        stop.check()
+        return talk.run()
 
 
 def _template_kwargs(args: argparse.Namespace) -> dict[str, Any]:

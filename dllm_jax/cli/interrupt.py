@@ -1,13 +1,15 @@
 """SIGINT and SIGTERM end a verb within seconds, with what there is, whatever it is in the midst of.
 
 Python runs signal handlers between bytecodes of the main thread: not while that thread compiles or
-waits for a device. And an exception raised in a collector's callback (JAX has one) is dropped. So
-while work is `held` the handler only leaves a mark, which the loop reads between two steps; and a
-watching thread, told of the signal from C (`signal.set_wakeup_fd`), ends the process where the main
-thread takes no notice in time. Nothing here knows what is being done.
+waits for a device. And an exception raised in a collector's callback (JAX has one) is dropped, one
+in a module that is being imported told as a failure of that module. So there, and while work is
+`held`, the handler only leaves a mark, which the loop reads between two steps; and a watching
+thread, told of the signal from C (`signal.set_wakeup_fd`), ends the process where the main thread
+takes no notice in time. Nothing here knows what is being done.
 """
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 from dllm_jax.cli.errors import NOTHING_FINISHED, Interrupted
@@ -104,9 +107,9 @@ class Interrupt:
             time.sleep(LAST_S)
         return stop.saying(self.tell())
 
-    def _mark(self, number: int, frame: Any) -> None:
+    def _mark(self, number: int, frame: FrameType | None) -> None:
         self._number = number
-        if not self._is_held:
+        if not (self._is_held or _is_lost(frame)):
             raise Interrupted(NOTHING_FINISHED, number)
 
     def _watch(self, reading: int) -> None:
@@ -144,3 +147,14 @@ class Interrupt:
             message = self.tell()
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _is_lost(frame: FrameType | None) -> bool:
+    """Whether what is raised in `frame` would not arrive: within an import or a collection."""
+    dropping = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        code = frame.f_code
+        if code in dropping or code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
