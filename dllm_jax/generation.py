@@ -7,7 +7,7 @@ two halves for callers who want to look in between (streaming, `--watch`).
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from dllm_jax.forward import ModelForward
 from dllm_jax.loading import load
 from dllm_jax.model import Model
 from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.requests import token_ids
 from strategies.protocol import split_knobs
 from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
@@ -331,12 +332,13 @@ def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Ar
 
 def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
     most, vocab = model.config.max_position, model.config.vocab_size
-    if isinstance(prompts, str) or any(isinstance(row, str | int) for row in prompts):
+    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+    if not is_many or any(isinstance(row, str | int) for row in prompts):
         raise ValueError(
             "prompts are lists of token ids, one list a prompt; "
             "encode text with model.tokenizer, and wrap a single prompt in a list"
         )
-    rows = [list(row) for row in prompts]
+    rows = [token_ids(f"prompt {i}", row) for i, row in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts is empty; give at least one prompt")
     for i, row in enumerate(rows):

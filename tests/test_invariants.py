@@ -250,3 +250,15 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_invariants(surest)
     with pytest.raises(ValueError, match=r"Speculate needs the models \('draft',\)"):
         check_invariants(toys_models.Speculate())
+    for wrong, told in (
+        (
+            {"knobs": {"threshold": [1.0]}},
+            "no knob 'threshold'; it has accept_threshold, add_block",
+        ),
+        ({"knobs": {"add_block_threshold": [0.5, -1]}}, r"add_block_threshold=\[0.5, -1\] must be"),
+        ({"knobs": {"add_block_threshold": []}}, r"add_block_threshold=\[\] must be values in"),
+        ({"num_slots": 1}, "num_slots=1 must be at least 2"),
+        ({"seed": -1}, "seed=-1 at least 0"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_invariants("multi_bd", **wrong)
