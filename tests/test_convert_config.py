@@ -82,6 +82,8 @@ def test_fields_arrive():
         "add_block_threshold": 0.1,
         "semi_complete_threshold": 0.9,
         "edit_threshold": None,
+        "remasking": None,
+        "block_length": None,
         "temperature": 0.0,
         "top_p": None,
         "attention": "block_causal",

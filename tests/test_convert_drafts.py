@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from checkpoints_convert import ConversionError, convert, export_hf, inspect, load_params
+from dllm_jax.cli import main
 from dllm_jax.drafts import check_draft, with_target
 from dllm_jax.generation import bind_draft
 from dllm_jax.models.families import ConfigError, config_json, parse_config
@@ -307,6 +308,16 @@ def test_a_draft_is_no_model_by_itself(draft):
         dj.LLM(draft, block_size=4)
     with pytest.raises(ValueError, match="a drafter has no embedding of its own"):
         draft.logits(jnp.zeros((1, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("more", [(), ("--strategy", "ar"), ("--block-size", "4")])
+def test_the_command_says_that_a_draft_is_no_model(tmp_path, capsys, monkeypatch, more):
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
+    folder = write_draft(tmp_path / "draft")
+    assert main(["generate", "--model", str(folder), *more, "Hello"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: model ")
+    assert "is a drafter, no model by itself" in line
 
 
 class _Drafts:

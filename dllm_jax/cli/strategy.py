@@ -74,8 +74,10 @@ def resolve(model: Any, spec: str | None, value: Any, fields: dict[str, Any]) ->
         UsageError: Unknown field, a value of another type, or one out of range.
     """
     from dllm_jax.defaults import family_strategy, resolve_strategy
+    from dllm_jax.drafts import refuse_draft
     from strategies import load_strategy
 
+    refuse_draft(model)
     name = spec or model.defaults.strategy
     value = load(name) if value is None else value
     check_fields(value, fields)
