@@ -16,11 +16,17 @@ need a shifted model: the same weights, declared to be shifted.
 
 From the compiled programs: how often a step copies a pool, and for how many rows it holds float32
 logits at once. The readout takes `readout.ROWS_AT_ONCE` rows a time, so the programs of
-`--wide-slots` requests, whose windows have more, must hold fewer than slots x window of them.
+`--wide-slots` requests, whose windows have more, must hold fewer than slots x window of them; that
+compiles all of it once more, last, and only where it is asked for.
+
+Programs are compiled by several threads, each strategy's row is written once its program is there,
+and the times after every round: whatever ends the script, what was measured is in the file. Nothing
+new is begun after `--within` seconds; a strategy whose program was not compiled by then says so.
 `--smoke` shrinks all of it for a CPU and `--model builtin:tiny-sdar`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -28,7 +34,7 @@ import re
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
@@ -47,6 +53,7 @@ BASE = "multi_bd"
 BAR, DMAX_BAR = 1.05, 1.10
 MAX_TOKENS = 256  # more than any run writes
 NEVER = 2.0  # a threshold above every probability
+COMPILE_SHARE = 0.7  # of the time there is; the rest is for the rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +267,9 @@ def main():
     parser.add_argument("--few", type=int, default=6)
     parser.add_argument("--many", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--wide-slots", type=int, default=16, help="0 leaves that check out")
+    parser.add_argument("--wide-slots", type=int, default=0, help="e.g. 16; 0 leaves it out")
+    parser.add_argument("--threads", type=int, default=8, help="that compile")
+    parser.add_argument("--within", type=float, default=140.0, help="begin nothing after so many s")
     parser.add_argument("--only", help="names, separated by semicolons; the base is always run")
     parser.add_argument("--commit")
     parser.add_argument("--out")
@@ -291,68 +300,112 @@ def main():
     chosen = settings(blocks, block_size, args.context)
     if args.only:
         chosen = {n: s for n, s in chosen.items() if n in (BASE, *args.only.split(";"))}
-    benches = {}
-    for name, setting in chosen.items():
-        bench = benches[name] = Bench(model, setting, slots, args.context)
-        seen = watch(bench, args.few, args.many)
-        wrong = faults(setting, seen, args.many)
-        if args.model.startswith("random:") and seen["different_tokens"] <= 4:
-            wrong.append("the tokens are not a readout's")
-        report["rows"].append(
-            {
-                "name": name,
-                "strategy": repr(setting.strategy),
-                "window": f"{slots} x {bench.bare.buffer_size} x {bench.bare.block_size}",
-                "bar": setting.bar,
-                "compile_s": bench.compile_s,
-                "faults": wrong,
-                **seen,
-                **read_program(bench),
-            }
-        )
-        print(f"{name}: compiled in {bench.compile_s:.1f} s, {seen} {wrong or ''}", flush=True)
-    time_all(benches, args, report)
-    save(args.out, report)
+    benches = compile_all(model, chosen, args, report, began + COMPILE_SHARE * args.within)
+    time_all(benches, args, report, began + args.within)
     if args.wide_slots:
-        judged = [row for row in report["rows"] if row["bar"]]
-        with ThreadPoolExecutor() as pool:  # nothing is timed any more
-            found = pool.map(
-                lambda row: wide_logit_rows(
-                    model, chosen[row["name"]], args.wide_slots, args.context
-                ),
-                judged,
-            )
-            for row, wide in zip(judged, found, strict=True):
-                row["wide"] = wide
-                if wide["logit_rows"] >= wide["rows"]:
-                    row["faults"].append(f"{wide['logit_rows']} rows of logits at once")
+        check_wide(model, chosen, args, report)
     report["wall_s"] = time.perf_counter() - began
     save(args.out, report)
     print(table(report))
     return 1 if any(row["faults"] for row in report["rows"]) else 0
 
 
-def time_all(benches, args, report):
+def compile_all(model, chosen, args, report, until):
+    """Compile every strategy's program, look at its steps, write its row; those that were ready."""
+    slots = int(args.shape.split("x")[0])
+    report["rows"] = [
+        {"name": name, "bar": setting.bar, "faults": ["not compiled in time"]}
+        for name, setting in chosen.items()
+    ]
+    rows = {row["name"]: row for row in report["rows"]}
+    benches, taken = {}, set()
+    pool = ThreadPoolExecutor(args.threads)
+    ready = {
+        pool.submit(Bench, model, setting, slots, args.context): name
+        for name, setting in chosen.items()
+    }
+
+    def take(future):
+        name = ready[future]
+        taken.add(name)
+        if (error := future.exception()) is not None:  # the other strategies still count
+            rows[name]["faults"] = [f"{type(error).__name__}: {error}"[:500]]
+            print(f"{name}: {rows[name]['faults'][0]}", flush=True)
+            return
+        bench, setting = future.result(), chosen[name]
+        seen = watch(bench, args.few, args.many)
+        wrong = faults(setting, seen, args.many)
+        if args.model.startswith("random:") and seen["different_tokens"] <= 4:
+            wrong.append("the tokens are not a readout's")
+        rows[name] |= {
+            "strategy": repr(setting.strategy),
+            "window": f"{slots} x {bench.bare.buffer_size} x {bench.bare.block_size}",
+            "compile_s": bench.compile_s,
+            "faults": wrong,
+            **seen,
+            **read_program(bench),
+        }
+        benches[name] = bench
+        print(f"{name}: compiled in {bench.compile_s:.1f} s, {seen} {wrong or ''}", flush=True)
+        save(args.out, report)
+
+    with contextlib.suppress(TimeoutError):
+        for future in as_completed(ready, timeout=max(0.0, until - time.perf_counter())):
+            take(future)
+    pool.shutdown(cancel_futures=True)  # waits for those that are being compiled
+    for future, name in ready.items():
+        if name not in taken and not future.cancelled():
+            take(future)
+    return {name: benches[name] for name in chosen if name in benches}
+
+
+def check_wide(model, chosen, args, report):
+    """Hold the programs of many slots to the readout's bound; nothing is timed any more."""
+    judged = [row for row in report["rows"] if row["bar"]]
+    with ThreadPoolExecutor(args.threads) as pool:
+        found = pool.map(
+            lambda row: wide_logit_rows(model, chosen[row["name"]], args.wide_slots, args.context),
+            judged,
+        )
+        for row, wide in zip(judged, found, strict=True):
+            row["wide"] = wide
+            if wide["logit_rows"] >= wide["rows"]:
+                row["faults"].append(f"{wide['logit_rows']} rows of logits at once")
+            save(args.out, report)
+
+
+def time_all(benches, args, report, until):
     """Rounds over all strategies, each beginning with another one; medians into the rows."""
     names = list(benches)
+    if BASE not in benches:
+        return  # its row says why
     samples = {name: [] for name in names}
     for turn in range(args.rounds):
+        if turn and time.perf_counter() > until:
+            break
         at = turn % len(names)
         for name in names[at:] + names[:at]:
             samples[name].append(benches[name].step_ms(args.few, args.many))
-    for row in report["rows"]:
-        mine = samples[row["name"]]
-        ratios = [a / b for a, b in zip(mine, samples[BASE], strict=True)]
-        row |= {
-            "step_ms": statistics.median(mine),
-            "min_ms": min(mine),
-            "max_ms": max(mine),
-            "ratio": statistics.median(ratios),
-            "min_ratio": min(ratios),
-            "max_ratio": max(ratios),
-            "samples_ms": mine,
-        }
-        row["within_bar"] = row["bar"] is None or row["ratio"] <= row["bar"]
+        for row in report["rows"]:
+            if row["name"] in benches:
+                row |= times(row, samples[row["name"]], samples[BASE])
+        save(args.out, report)
+
+
+def times(row, mine, base):
+    """What the rounds so far say of one strategy."""
+    ratios = [a / b for a, b in zip(mine, base, strict=True)]
+    ratio = statistics.median(ratios)
+    return {
+        "step_ms": statistics.median(mine),
+        "min_ms": min(mine),
+        "max_ms": max(mine),
+        "ratio": ratio,
+        "min_ratio": min(ratios),
+        "max_ratio": max(ratios),
+        "samples_ms": list(mine),
+        "within_bar": row["bar"] is None or ratio <= row["bar"],
+    }
 
 
 def save(path, report):
@@ -369,6 +422,9 @@ def table(report):
         f"{'[min, max]':>16}{'bar':>6}  pool copies, rows of logits, the same of many slots",
     ]
     for row in report["rows"]:
+        if "ratio" not in row:
+            lines.append(f"{row['name']:<28}  not timed: {'; '.join(row['faults'])}")
+            continue
         wide = row.get("wide")
         spread = f"[{row['min_ratio']:.3f}, {row['max_ratio']:.3f}]"
         lines.append(

@@ -103,6 +103,7 @@ ONE_PYTHON = {
         "published",
         "requests",
         "rule_mutants",
+        "run_gpu",
         "sampling_rules",
         "scheduler",
         "sizing",
