@@ -8,6 +8,7 @@ them do not matter; that a wrong turn at any trap of the method shows. Float32, 
 """
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import jax
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import decode
@@ -197,8 +200,11 @@ def test_draft_agrees_with_transformers(folder, target, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_draft_agrees_with_its_equations(folder, target, texts, variant):
     """T2: ragged contexts, on both sides of the edges of pages and of the block."""
-    features, anchors = texts
-    forward = pair(folder, target, variant)
+    hold_to_equations(folder / variant, pair(folder, target, variant), target, *texts)
+
+
+def hold_to_equations(folder, forward, target, features, anchors):
+    """The draft's rows behind contexts of all `LENGTHS` are those of the NumPy reference."""
     hidden, _ = drafted(
         forward.aux["draft"].model,
         target,
@@ -210,8 +216,37 @@ def test_draft_agrees_with_its_equations(folder, target, texts, variant):
     table = np.asarray(target.params["embed"], np.float64)
     for row, length in enumerate(LENGTHS):
         block = table[[anchors[row], *[MASK] * (BLOCK - 1)]]
-        want = draft_hidden(folder / variant, features[row, :length].astype(np.float64), block)
+        want = draft_hidden(folder, features[row, :length].astype(np.float64), block)
         np.testing.assert_allclose(hidden[row], want, rtol=0, atol=TOLERANCE, err_msg=str(length))
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_draft_agrees_with_its_equations(target, texts, data):
+    """Drawn layers, heads, windows, biases and block; ragged contexts over random pages."""
+    draw = data.draw
+    layers, kv_heads = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
+    kinds = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
+    own = {"causal": draw(st.booleans())} if draw(st.booleans()) else {}
+    own |= {"window_inclusive": draw(st.booleans())}
+    changes = {
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "attention_bias": draw(st.booleans()),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in kinds],
+        "sliding_window": draw(st.integers(1, 12)),
+        "dflash_config": {**CONFIG["dflash_config"], **own},
+    }
+    features, anchors = texts
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_draft(Path(name) / "drawn", seed=draw(st.integers(0, 9)), **changes)
+        forward = ModelForward(
+            target, aux={"draft": with_target(target, dj.load(folder, dtype="float32"))}
+        )
+        hold_to_equations(folder, forward, target, features, anchors)
 
 
 def test_context_is_the_same_in_pieces(folder, target, texts):

@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sliding": (SLIDING, {"causal": False}),
     "inclusive": (SLIDING, {"causal": False, "window_inclusive": True}),
     "sliding_causal": (SLIDING, {}),
-    "mixed": (MIXED, {}),
+    "mixed": ({**MIXED, "attention_bias": True}, {}),
 }
 
 Spelling = Literal["z-lab", "automodel", "muse", "muse, prefixed"]
