@@ -7,6 +7,7 @@ two halves for callers who want to look in between (streaming, `--watch`).
 
 import functools
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def generate(
     ignore_eos: bool = False,
     max_nfe: int | Array | None = None,
     prompt_len: Int[Array, " B"] | None = None,
-    draft: Model | str | None = None,
+    draft: Model | str | os.PathLike[str] | None = None,
     key: PRNGKeyArray | None = None,
     attention_implementation: str | None = None,
 ) -> GenerateOutput:
@@ -212,7 +213,7 @@ def _prepare(
 
 
 def bind_draft(
-    strategy: Any, draft: Model | str | None, target: Model
+    strategy: Any, draft: Model | str | os.PathLike[str] | None, target: Model
 ) -> tuple[Any, dict[str, Model]]:
     """A strategy that knows its draft, and the auxiliary models it needs by name.
 
@@ -231,7 +232,7 @@ def bind_draft(
             f"{type(strategy).__name__}, which needs {len(names)} auxiliary models; "
             "give a draft exactly where the strategy drafts"
         )
-    if isinstance(draft, str):
+    if not isinstance(draft, Model):
         draft = load(draft, dtype=str(target.params["embed"].dtype))
     bound = with_target(target, draft)
     if hasattr(strategy, "bind") and isinstance(draft.config, DFlashConfig):

@@ -98,7 +98,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         tensor_parallel_size: int = 1,
         attention_implementation: str | None = None,
-        draft: Model | str | None = None,
+        draft: Model | str | os.PathLike[str] | None = None,
         seed: int = 0,
         *,
         revision: str | None = None,

@@ -4,6 +4,7 @@ from strategies import testing
 from strategies.ar import AR
 from strategies.block_diffusion import BlockDiffusion
 from strategies.d2f import D2F
+from strategies.dflash import DFlash
 from strategies.dmax import DMax
 from strategies.edit import Edit
 from strategies.fast_dllm_v2 import FastDLLMV2
@@ -42,6 +43,7 @@ __all__ = [
     "BlockBuffer",
     "BlockDiffusion",
     "Carry",
+    "DFlash",
     "DMax",
     "DecodeState",
     "Edit",

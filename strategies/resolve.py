@@ -38,7 +38,7 @@ _SHARED = {
 
 
 # Names that are promised; they are refused by name until they work.
-_TO_COME = ("dflash", "diffusion_gemma")
+_TO_COME = ("diffusion_gemma",)
 _FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
 _DEFAULT_NEEDS = Needs("grid_causal")
 

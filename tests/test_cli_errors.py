@@ -54,10 +54,13 @@ def test_unknown_verb_gets_a_suggestion(fails):
 
 @pytest.mark.parametrize(
     ("flag", "remedy"),
-    [("--draft", "leave it out"), ("--tasks=x", "the built-in task is the only one")],
+    [
+        ("--draft", "`dllm-jax generate` takes it"),
+        ("--tasks=x", "the built-in task is the only one"),
+    ],
 )
 def test_planned_flag_is_refused_by_name(fails, flag, remedy):
-    message = fails(2, "generate", "x", flag)
+    message = fails(2, "chat", flag)
     assert message == f"{flag.split('=')[0]} is not supported yet; {remedy}"
 
 

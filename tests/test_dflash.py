@@ -20,8 +20,7 @@ import pytest
 
 from dllm_jax import decode
 from dllm_jax.forward import ModelForward
-from strategies import AR, driver
-from strategies.dflash import DFlash
+from strategies import AR, DFlash, driver
 from strategies.protocol import Taps
 from strategies.state import FINISH_REASONS, Sampling
 from tests.contract import dense, drafters, harness, models

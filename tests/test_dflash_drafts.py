@@ -3,16 +3,18 @@
 A random draft is hardly ever right, so the figures of a trained one are not here.
 """
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.cli import main
 from dllm_jax.generation import bind_draft
-from strategies import AR
-from strategies.dflash import DFlash
+from strategies import AR, DFlash
 from tests.contract import models
-from tests.oracles.checkpoints import write_tiny
+from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft
 
 LAYERS = tuple(CONFIG["dflash_config"]["target_layer_ids"])
@@ -24,6 +26,7 @@ PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts")
     write_tiny("qwen3", folder / "target", seed=40)
+    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
     for variant in ("full", "mixed"):
         write_draft(folder / variant, variant)
     return folder
@@ -43,7 +46,7 @@ def test_the_draft_says_block_and_layers(folder, target):
 
 
 def test_what_the_strategy_says_of_the_block_stays(folder, target):
-    bound, _ = bind_draft(DFlash(3, width=2), str(folder / "full"), target)
+    bound, _ = bind_draft(DFlash(3, width=2), folder / "full", target)
     assert bound == DFlash(3, LAYERS, 2)
 
 
@@ -102,3 +105,25 @@ def test_an_engine_gives_the_tokens_of_ar(folder, target):
         return [[one.token_ids for one in output.outputs] for output in outputs]
 
     assert texts(DFlash(), draft=str(folder / "full")) == texts(AR())
+
+
+def test_the_command_asks_for_a_draft_that_fits(folder, capsys):
+    words = ["generate", "w1 w2", "--raw", "--model", str(folder / "target"), "--dtype", "float32"]
+    assert main([*words, "--strategy", "dflash"]) == 1
+    assert "draft=None does not fit DFlash" in capsys.readouterr().err
+    assert main([*words, "--strategy", "ar", "--draft", str(folder / "full")]) == 1
+    assert "draft=given does not fit AR" in capsys.readouterr().err
+    assert main([*words, "--strategy", "dflash", "--draft", str(folder / "target")]) == 1
+    assert "give a drafter, such as a DFlash draft" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_tokens_of_ar(folder, capsys):
+    words = ["generate", "w1 w2 w3", "--raw", "--model", str(folder / "target"), "--json"]
+    words += ["--dtype", "float32", "--max-tokens", "20", "--temperature", "0.8", "--strategy"]
+
+    def text(*more):
+        assert main([*words, *more]) == 0
+        return json.loads(capsys.readouterr().out)["token_ids"]
+
+    assert text("dflash", "--draft", str(folder / "full")) == text("ar")

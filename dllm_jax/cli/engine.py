@@ -53,8 +53,11 @@ def make_llm(
     Raises:
         ValueError: Sizes that do not fit the model, or each other.
     """
+    from dllm_jax.generation import bind_draft
     from dllm_jax.llm import LLM
 
+    # A draft says how large the window is; no verb but `generate` takes one.
+    strategy, aux = bind_draft(strategy, getattr(args, "draft", None), model)
     length = args.max_model_len
     if length is None and longest is not None:
         length = _enough(longest + args.max_tokens, model.config.max_position)
@@ -66,6 +69,7 @@ def make_llm(
         model,
         strategy,
         attention_implementation=args.attention_implementation,
+        draft=next(iter(aux.values()), None),
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed or 0,
         warm_up=False,

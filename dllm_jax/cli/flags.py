@@ -123,6 +123,15 @@ def add_source_flags(parser: Any) -> None:
     )
 
 
+def add_draft_flag(parser: argparse.ArgumentParser) -> None:
+    """--draft: the model that a speculative strategy drafts with."""
+    parser.add_argument(
+        "--draft",
+        metavar="SRC",
+        help="the drafter of --strategy dflash: a folder or a hub id, trained for the model",
+    )
+
+
 def one_device(text: str) -> int:
     """An argparse type: the number of devices a model is spread over, which is 1."""
     if whole(1)(text) != 1:

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
+    flags.add_draft_flag(parser)
     flags.add_sampling_flags(
         parser, seed="of sampling, and of the problem where no prompt is given (default: 0)"
     )

@@ -11,8 +11,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, FullSequence, MultiBD
-from strategies.dflash import DFlash
+from strategies import (
+    AR,
+    D2F,
+    BlockDiffusion,
+    DFlash,
+    DMax,
+    Edit,
+    FastDLLMV2,
+    FullSequence,
+    MultiBD,
+)
 from tests.contract import (
     dense,
     dense_blocks,
