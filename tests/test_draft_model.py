@@ -249,6 +249,22 @@ def test_any_draft_agrees_with_its_equations(target, texts, data):
         hold_to_equations(folder, forward, target, features, anchors)
 
 
+def test_bfloat16_is_close(folder):
+    """Weights, states and pages in 16 bits; norms, angles, softmax and logits are float32."""
+    target = dj.load(folder / "target", dtype="bfloat16")
+    draft = with_target(target, dj.load(folder / "full", dtype="bfloat16"))
+    forward = ModelForward(target, aux={"draft": draft})
+    state, ids = fresh(forward, 1), GOLDEN["ids"]
+    features = jnp.asarray(GOLDEN["features"][None, :-1], jnp.bfloat16)
+    lengths, anchors = jnp.asarray([len(ids) - 1], jnp.int32), jnp.asarray(ids[-1:])
+    hidden, logits = drafted(draft, target, state, features, lengths, anchors)
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    for got, kind in ((hidden, "hidden"), (logits, "logits")):
+        wanted = GOLDEN[f"full/{kind}"]
+        error = np.abs(np.asarray(got[0], np.float32) - wanted)
+        assert error.max() < 0.1 * wanted.std() < error.max() * 100  # and not float32 in disguise
+
+
 def test_context_is_the_same_in_pieces(folder, target, texts):
     """T3: at once, a few positions at a time, one at a time; and nothing else is written."""
     features, _ = texts
