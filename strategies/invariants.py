@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from strategies import driver, random_requests, random_world
-from strategies.protocol import knob_ranges, split_knobs
+from strategies.protocol import split_knobs
 from strategies.random_world import MIXTURE
 from strategies.resolve import load_strategy
 from strategies.state import (
@@ -94,7 +94,7 @@ def check_invariants(
         )
     if strategy.needs.aux:
         raise ValueError(f"{name} needs the models {strategy.needs.aux}; check it with those")
-    _check_draws(knob_ranges(strategy), knobs or {}, num_slots, seed)
+    random_requests.check(strategy, knobs or {}, num_slots, seed)
     most = max(4 * strategy.block_size, 32) if max_block_steps is None else max_block_steps
     if strategy.needs.prompt == "in_window":  # all of the text is one window
         most *= strategy.buffer_size or 1
@@ -110,26 +110,6 @@ def check_invariants(
             _compare(first, other, slots, order, rule)
     except _Broken as broken:
         raise AssertionError(f"{name}: {broken} ({seed=})") from None
-
-
-def _check_draws(
-    ranges: Mapping[str, tuple[float, float]],
-    knobs: Mapping[str, Sequence[float]],
-    num_slots: int,
-    seed: int,
-) -> None:
-    """Refuse what would be ignored, or check less than it says."""
-    if num_slots < 2 or seed < 0:
-        raise ValueError(f"{num_slots=} must be at least 2 and {seed=} at least 0; raise it")
-    for name, values in knobs.items():
-        if name not in ranges:
-            known = ", ".join(sorted(ranges)) or "none"
-            raise ValueError(f"knobs: the strategy has no knob {name!r}; it has {known}")
-        low, high = ranges[name]
-        if not len(values) or not all(low <= value <= high for value in values):
-            raise ValueError(
-                f"knobs: {name}={list(values)} must be values in [{low}, {high}]; give at least one"
-            )
 
 
 class _Broken(Exception):

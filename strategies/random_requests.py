@@ -36,6 +36,26 @@ _KNOBS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5, 4.0)
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+def check(strategy: Any, knobs: Mapping[str, Sequence[float]], num_slots: int, seed: int) -> None:
+    """Refuse what would be ignored, or draw less than it says.
+
+    Raises:
+        ValueError: The strategy has no such knob, a value is out of its range, or there is none.
+    """
+    if num_slots < 2 or seed < 0:
+        raise ValueError(f"{num_slots=} must be at least 2 and {seed=} at least 0; raise it")
+    ranges = knob_ranges(strategy)
+    for name, values in knobs.items():
+        if name not in ranges:
+            known = ", ".join(sorted(ranges)) or "none"
+            raise ValueError(f"knobs: the strategy has no knob {name!r}; it has {known}")
+        low, high = ranges[name]
+        if not len(values) or not all(low <= value <= high for value in values):
+            raise ValueError(
+                f"knobs: {name}={list(values)} must be values in [{low}, {high}]; give at least one"
+            )
+
+
 def draw(
     rng: np.random.Generator,
     strategy: Any,
