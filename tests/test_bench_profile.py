@@ -117,7 +117,7 @@ def test_kernels_are_joined_to_the_program_and_added_up():
     ran("nvjet_sm90_tst_192x64_64x6_1x2_h_bz_NNT", layers, 18)  # a layer's product
     ran("nvjet_sm90_tss_168x128_64x5_2x1_v_bz_TNN", 1, 170)  # the head: once a step
     ran("nvjet_known_to_the_profiler", 1, 30, "custom-call.9")
-    ran("_attend", layers, 10)
+    ran("_attend", layers, 10, "command_buffer.1")
     ran("loop_convert_fusion_2", layers, 3)
     ran("input_scatter_fusion_9", layers, 1)
     ran("MemcpyD2H", 1, 5)
@@ -133,6 +133,17 @@ def test_kernels_are_joined_to_the_program_and_added_up():
     assert told["span_ms"] == pytest.approx((len(events) - 1 + 1) / 1e3 / steps, rel=0.01)
     names = [(kernel["name"][:5], kernel["kind"]) for kernel in told["kernels"]]
     assert names == [("nvjet", "gemm"), ("gemm_", "gemm"), ("_atte", "attention")]
+
+
+def test_a_pallas_kernel_is_found_without_the_number_of_its_call():
+    def kinds_of(*calls):
+        events = [Event("_down_kernel", "command_buffer.1", 0.0, 5.0)]
+        told = profile.shares(Trace(events, True), dict(calls), 1, 1)
+        return list(told["kinds"])
+
+    assert kinds_of(("_down_kernel.7", "experts"), ("_down_kernel.9", "experts")) == ["experts"]
+    # Where calls of one name are of two kinds, nothing tells which one ran.
+    assert kinds_of(("_down_kernel.7", "experts"), ("_down_kernel.9", "readout")) == ["glue"]
 
 
 def test_a_profile_without_the_program_is_refused():

@@ -215,11 +215,18 @@ def shares(
         ValueError: Nothing ran.
     """
     by_name = {_plain(name): kind for name, kind in kinds.items()}
+    # A Pallas kernel runs under its own name, without the number that XLA gave its call.
+    stems: dict[str, set[str]] = {}
+    for name, kind in kinds.items():
+        stems.setdefault(_plain(re.sub(r"\.\d+$", "", name)), set()).add(kind)
+    by_stem = {stem: min(found) for stem, found in stems.items() if len(found) == 1}
     time_ns: Counter[str] = Counter()
     count: Counter[str] = Counter()
     kind_of: dict[str, str] = {}
     for event in trace.events:
-        kind = by_name.get(_plain(event.operation or "")) or by_name.get(_plain(event.name))
+        # The name first: in a captured graph the operation may be that of the whole graph.
+        name, operation = _plain(event.name), _plain(event.operation or "")
+        kind = by_name.get(name) or by_name.get(operation) or by_stem.get(name)
         if kind is None and not trace.on_gpu:
             continue  # what holds other operations, or is not the program's
         kind_of.setdefault(event.name, kind or "")
