@@ -89,6 +89,7 @@ class Trajectory:
         model: What the model was loaded from.
         strategy: Name of the strategy.
         settings: Its fields by name.
+        steps: What each decode step did, in order.
     """
 
     prompt: list[int]

@@ -409,6 +409,12 @@ def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):
     assert message == "KeyError: 'page\\n7' (--debug shows where)"
 
 
+def test_output_that_the_terminal_cannot_show_has_a_remedy(fails, monkeypatch):
+    monkeypatch.setattr("dllm_jax.cli.info.run", lambda args: "caf\u00e9".encode("ascii"))
+    message = fails(1, "info")
+    assert message.startswith("'\u00e9' cannot be written as ascii; set PYTHONIOENCODING=utf-8")
+
+
 def test_traceback_only_with_debug(capsys, tmp_path):
     assert main(["generate", PROMPT, "--model", str(tmp_path), "--debug"]) == 1
     err = capsys.readouterr().err

@@ -23,6 +23,11 @@ class Interrupted(KeyboardInterrupt):
 
 def one_line(error: BaseException) -> str:
     """The message of an exception on one line, with its type where the message says too little."""
+    if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":  # a narrow terminal
+        return (
+            f"{error.object[error.start]!r} cannot be written as {error.encoding}; "
+            "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, DeviceFailure):
         lines = lines[:1]  # what follows is a table of allocations
