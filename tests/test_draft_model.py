@@ -8,6 +8,7 @@ them do not matter; that a wrong turn at any trap of the method shows. Float32, 
 """
 
 import dataclasses
+import functools
 import tempfile
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def pair(folder, target, variant="full"):
     return ModelForward(target, aux={"draft": draft})
 
 
+@functools.partial(jax.jit, static_argnames="hidden_layers")
 def features_of(model, ids, hidden_layers):
     """Joined hidden states [T F] of one text, without a cache."""
     ids = jnp.asarray(ids)[None]
@@ -84,7 +86,7 @@ def features_of(model, ids, hidden_layers):
 
     x = dense.embed(model.params, model.config, ids)
     _, taps = dense.trunk(model.params, model.config, x, positions, attend, hidden_layers)
-    return np.asarray(jnp.concatenate(taps, axis=-1)[0])
+    return jnp.concatenate(taps, axis=-1)[0]
 
 
 def fresh(forward, num_rows: int, seed: int = 0) -> DecodeState:
