@@ -34,7 +34,8 @@ def hint(table: np.ndarray, text: Sequence[int], first: int) -> None:
 
 def _trunk(params, cfg, x, positions, attend, hidden_layers=()):
     rows, taps = dense.trunk(params, cfg, x, positions, attend, hidden_layers)
-    table, hints = params["embed"], params["hints"]
+    table = params["embed"]
+    hints = params["hints"].astype(jnp.int32)  # who casts a model casts every leaf
     distance = jnp.sum(jnp.square(x[:, :1] - table[None]), axis=-1)
     first = jnp.minimum(positions[:, 0], POSITIONS - 1)
     said = hints[first, jnp.argmin(distance, axis=1)][:, : x.shape[1]]
