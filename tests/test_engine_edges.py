@@ -15,7 +15,7 @@ import pytest
 
 from tests.contract import engine as toy
 from tests.contract import models
-from tests.contract.cases import NAMES, case
+from tests.contract.cases import NAMES, SWIFT, case
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
 CACHED = [name for name in NAMES if not name.startswith("full_sequence")]
@@ -34,7 +34,7 @@ def cut(name, length, **changed):
     return dataclasses.replace(longest(name), prompt=ids, suffix=(), **changed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_prompts_of_any_length_end_as_the_truth(name):
     """One token, under a block, exactly one, exactly a page (8, 16), and around them."""
     requests = [cut(name, length, max_tokens=6) for length in (1, 3, 4, 7, 8, 12, 16, 17, 24)]
@@ -42,7 +42,7 @@ def test_prompts_of_any_length_end_as_the_truth(name):
     assert ends(got) == [wanted(name, r) for r in requests]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_limits_that_are_no_multiple_of_a_block(name):
     requests = [cut(name, length, max_tokens=m) for length in (3, 8) for m in (1, 2, 3, 5, 9)]
     got = run(make_engine(name), [wish(r) for r in requests])
@@ -71,7 +71,7 @@ def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     assert ends([got]) == [wanted(name, dataclasses.replace(request, max_tokens=min(room, 55)))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
     prompt = list(longest(name).prompt)
     for place in (0, 5, len(prompt) - 1):
@@ -84,7 +84,7 @@ def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
 # --- ends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_stop_ids_of_the_request_and_of_the_model(name):
     tokens = wanted(name, longest(name))[0]
     stop = tokens[len(tokens) // 2]
@@ -101,7 +101,7 @@ def test_stop_ids_of_the_request_and_of_the_model(name):
 
 
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_max_nfe_ends_with_what_is_settled(name, steps):
     tokens, _, nfe = wanted(name, longest(name))
     engine = make_engine(name)
@@ -135,7 +135,7 @@ def test_a_run_of_equal_tokens_ends_a_text():
 # --- the same prompt ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_equal_prompts_together_and_one_behind_another(name):
     request = dataclasses.replace(longest(name), temperature=0.9)
     other = dataclasses.replace(request, seed=11)

@@ -23,7 +23,7 @@ from dllm_jax.forward import ModelForward
 from strategies.state import RUNNING
 from tests.contract import engine as toy
 from tests.contract import harness
-from tests.contract.cases import NAMES, case, once
+from tests.contract.cases import NAMES, SWIFT, case, once
 
 NUM_PAGES, PAGE_SIZE = 4099, 8
 _NEW_ARRAY = (
@@ -79,7 +79,7 @@ def check(program, arguments) -> None:
 ACTIVATIONS = 1_000_000
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SWIFT)
 def test_the_loop_works_in_place_and_equals_the_steps(name):
     program, arguments = compiled(name)
     check(program, arguments)

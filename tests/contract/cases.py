@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from strategies import (
     AR,
@@ -298,6 +299,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "dflash": _dflash,
 }
 NAMES = tuple(CASES)
+# Of the two that draft, the toy where there is time: what it proves of the engine `dflash` does.
+SWIFT = tuple(
+    pytest.param(name, marks=pytest.mark.slow) if name == "speculate" else name for name in NAMES
+)
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {
     "d2f_grid_full_shifted": lambda: _d2f(models.plain(4, shift=True), accept=0.15),
