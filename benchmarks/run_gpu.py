@@ -76,6 +76,11 @@ SECTIONS = {
     ),
     "attention": _script("paged_attention_gpu.py", smoke="--tiny", limit_s=420),
     "engine": _script("engine_gpu.py", "--sections memory,overhead", limit_s=420),
+    "start": _script(
+        "start_gpu.py",
+        smoke="--model builtin:tiny-sdar --prompt 256 --pass-tokens 128",
+        limit_s=300,
+    ),
     "experts": _script("expert_ffn_gpu.py", smoke="--tiny", limit_s=420),
     "families": _script(
         "families_gpu.py",
