@@ -5,9 +5,10 @@
 `first_token`: a process loads the model (random weights made on the device), compiles an engine of
 one bucket each for decoding and prefill, and takes one forward behind a prompt of 64 tokens; the
 seconds are those from before the process was started to the end of that forward. `cold` begins with
-an empty folder of compiled programs, `warm` is the same command again. `prefill`: the passes of a prompt of `--prompt` tokens
-through the engine's compiled program, back to back, at their positions; its share of the peak
-counts two operations a weight of the layers and token, and attention's. Each in its own process.
+an empty folder of compiled programs, `warm` is the same command again. `prefill`: the passes of a
+prompt of `--prompt` tokens through the engine's compiled program, back to back, at their positions;
+its share of the peak counts two operations a weight of the layers and token, and attention's. Each
+in its own process.
 """
 
 import argparse
