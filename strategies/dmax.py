@@ -78,6 +78,11 @@ class DMax(struct.PyTreeNode):
 
     def init(self, spec) -> Carry:
         """No mixtures yet, and no stability."""
+        if self._num_top > spec.vocab_size:
+            raise ValueError(
+                f"token_merge_top_k={self._num_top} is more than the {spec.vocab_size} ids of the "
+                "model; choose fewer"
+            )
         return Carry(
             tokens=token_merge.init(spec, max(self._num_top, 1)),
             blocks={"stability": jnp.zeros((1, 1))},

@@ -16,6 +16,8 @@ from strategies import block_rewrite, blocks, random, sampling
 from strategies.protocol import Knob, Needs, TokenStats, knob
 from strategies.state import Carry, DecodeState
 
+_MOST_STEPS = 1_000_000  # forwards of a block are counted in 32 bits
+
 
 class Edit(struct.PyTreeNode):
     """Joint threshold decoding with token-to-token edits.
@@ -44,9 +46,10 @@ class Edit(struct.PyTreeNode):
     def __post_init__(self):
         """Check the static fields; they choose the program, so nothing later would."""
         steps, penalty = self.max_post_edit_steps, self.penalty_lambda
-        if not (isinstance(steps, int) and steps >= 0):
+        if not (isinstance(steps, int) and 0 <= steps <= _MOST_STEPS):
             raise ValueError(
-                f"max_post_edit_steps={steps!r} must be a whole number of at least 0; 16 is usual"
+                f"max_post_edit_steps={steps!r} must be a whole number in [0, {_MOST_STEPS}]; "
+                "16 is usual"
             )
         if not (isinstance(penalty, int | float) and 0 <= penalty < float("inf")):
             raise ValueError(

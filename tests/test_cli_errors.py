@@ -143,6 +143,7 @@ def test_bad_strategy_field_is_named(fails, random_folder, argv, told):
         ("remasking=none", "remasking=none is not one of sequential, static, dynamic, entropy, "),
         ("remasking=zzz", "remasking='zzz' is not one of sequential, static"),
         ("denoising_steps=1.5", "denoising_steps=1.5 is not a whole number or none"),
+        ("denoising_steps=99999999999", "denoising_steps=99999999999 is not a whole number in [-2"),
     ],
 )
 def test_bad_field_of_block_diffusion_is_named(fails, pair, told):

@@ -21,7 +21,7 @@ from dllm_jax.cli import entry
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.strategy import given_fields
 from dllm_jax.forward import ModelForward
-from strategies import DMax, StepInfo, TokenStats, driver, sampling, token_merge
+from strategies import DMax, StepInfo, TokenStats, driver, random_world, sampling, token_merge
 from strategies.protocol import PerSlot, SlotSpec, initial_carry, split_knobs
 from strategies.state import DUMMY, FINISH_REASONS, RUNNING, Carry, DecodeState
 from strategies.testing import Trace, run_script
@@ -621,6 +621,12 @@ def test_soft_commits_are_the_references() -> None:
 def test_fields_are_checked(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DMax(**fields)
+
+
+def test_a_mixture_of_more_ids_than_there_are_is_refused() -> None:
+    wide = DMax(merge="iter_smooth_topk", token_merge_top_k=random_world.VOCAB + 1)
+    with pytest.raises(ValueError, match="token_merge_top_k=9 is more than the 8 ids of the model"):
+        wide.init(random_world.slot_spec(wide, 1))
 
 
 # --- on a network ---------------------------------------------------------------------------------

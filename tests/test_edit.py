@@ -225,6 +225,7 @@ def test_the_prompt_in_a_shared_block_is_never_edited() -> None:
     "fields",
     [
         {"max_post_edit_steps": -1},
+        {"max_post_edit_steps": 2**31 - 1},
         {"max_post_edit_steps": 1.5},
         {"penalty_lambda": -0.1},
         {"penalty_lambda": float("nan")},

@@ -161,7 +161,8 @@ def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
             low = 1 if name in SIZES else -INT_MAX
             if _is(value, int) and low <= value <= INT_MAX:
                 return None
-            told.append("a whole number" + (f" in [1, {INT_MAX}]" if name in SIZES else ""))
+            bounded = name in SIZES or _is(value, int)  # that it is one is not what is wrong
+            told.append("a whole number" + (f" in [{low}, {INT_MAX}]" if bounded else ""))
         elif option is types.NoneType:
             if value is None:
                 return None
