@@ -270,6 +270,13 @@ def test_stdin_that_is_closed(fails, monkeypatch):
     assert message == "stdin cannot be read: it is closed; give a text or a file"
 
 
+@pytest.mark.parametrize("verb", ["generate", "trace"])
+def test_a_random_model_reads_no_text(fails, monkeypatch, verb):
+    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda _: pytest.fail("it was made"))
+    message = fails(2, verb, PROMPT, "--model", "random:JetLM/SDAR-1.7B-Chat")
+    assert "has no tokenizer to read text with; use dj.generate with token ids" in message
+
+
 def test_prompt_file_that_is_not_there(fails, tmp_path):
     message = fails(1, "generate", "--prompt-file", str(tmp_path / "none"))
     assert "cannot be read: No such file" in message

@@ -18,9 +18,14 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of a command line: PROMPT, `-` for stdin, or the lines of --prompt-file.
 
     Raises:
-        UsageError: Given twice or not at all, or empty.
+        UsageError: Given twice or not at all, or empty, or to a model that reads no text.
         ValueError: A file that is not there or not UTF-8.
     """
+    if args.model.startswith("random:"):  # said before its weights are made, which takes minutes
+        raise UsageError(
+            f"model {args.model!r} has no tokenizer to read text with; use dj.generate with token "
+            "ids, or `dllm-jax bench`"
+        )
     if args.prompt is not None and args.prompt_file is not None:
         raise UsageError("both PROMPT and --prompt-file are given; give one of them")
     if args.prompt_file is not None:
