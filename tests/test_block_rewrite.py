@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies import block_rewrite
-from strategies.state import ACTIVE, DUMMY, TO_CACHE, BlockBuffer, DecodeState
+from strategies.state import ACTIVE, DUMMY, TO_CACHE, BlockBuffer, DecodeState, Limits
 
 B, K, S, VOCAB = 40, 3, 4, 5
 
@@ -34,6 +34,7 @@ def draw() -> tuple[DecodeState, np.ndarray, np.ndarray]:
         nfe=jnp.zeros((B,), jnp.int32),
     )
     others: Any = dict.fromkeys(f for f in DecodeState.__dataclass_fields__ if f != "buffer")
+    others["limits"] = Limits(**dict.fromkeys(("stop_ids", "max_nfe", "max_run")))
     tokens = rng.integers(0, VOCAB, (B, K, S)).astype(np.int32)
     return DecodeState(buffer=buffer, **others), tokens, rng.random((B, K, S)) < 0.5
 

@@ -22,7 +22,7 @@ import pytest
 import strategies
 from dllm_jax.generation import check_fit
 from strategies import dual_cache
-from strategies.state import ACTIVE, RUNNING, STOP, TO_CACHE, BlockBuffer, DecodeState
+from strategies.state import ACTIVE, RUNNING, STOP, TO_CACHE, BlockBuffer, DecodeState, Limits
 from strategies.testing import Trace, run_script
 from tests.contract.cases import case as contract_case
 from tests.contract.cases import paged
@@ -356,7 +356,7 @@ def window(rows: list[str], status: list[int], **more: Any) -> DecodeState:
         keys=jax.random.split(jax.random.key(0), B),
         boundary=jnp.arange(B, dtype=jnp.float32)[:, None],
         sampling=none,
-        limits=none,
+        limits=Limits(stop_ids=none, max_nfe=none, max_run=none),
         carry=none,
         knobs=none,
         rows=none,

@@ -9,6 +9,7 @@ proves that a call costs what its new ids cost.
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -275,7 +276,8 @@ def test_stop_string_that_an_abort_brings_to_light_ends_the_text(tokenizers):
     tokenizer = tokenizers["fallback"]
     params = SamplingParams(stop="€")
     live = Live("0", Request(prompt_token_ids=[5], params=params), params, 0.0, None, [])
-    sample = Sample(owner=live, index=0, rank=(0, 0), prompt=[5], placement=None, capacity=64)
+    place = SimpleNamespace(num_written=lambda length: length)
+    sample = Sample(owner=live, index=0, rank=(0, 0), prompt=[5], placement=place, capacity=64)
     live.samples.append(sample)
     sample.stream = TextStream(tokenizer, params.stop)
     sample.tokens = [3, *bytes_of(tokenizer, "fallback", "é€")]
