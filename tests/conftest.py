@@ -101,6 +101,7 @@ ONE_PYTHON = {
         "packaging",
         "pages",
         "published",
+        "recording",
         "requests",
         "rule_mutants",
         "run_gpu",

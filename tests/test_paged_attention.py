@@ -75,10 +75,9 @@ def run(data, table, mask, implementation):
 
 @pytest.mark.parametrize("block_causal", [False, True])
 @pytest.mark.parametrize("width", [None, 5])
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
-def test_paged_attention_matches_numpy(implementation, dtype, seed, width, block_causal):
-    data, table, mask = case(seed, dtype, width, block_causal)
+def test_paged_attention_matches_numpy(implementation, dtype, width, block_causal):
+    data, table, mask = case(0, dtype, width, block_causal)
     got = run(data, table, mask, implementation)
     want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
     live = ~np.isnan(want)
