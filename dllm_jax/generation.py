@@ -227,10 +227,11 @@ def bind_draft(
     if not names and draft is None:
         return strategy, {}
     if len(names) != 1 or draft is None:
+        drafts = f"needs {len(names)} auxiliary models" if names else "drafts with no other model"
+        remedy = "leave the draft out" if draft is not None else "give a draft (draft=, --draft)"
         raise ValueError(
             f"draft={'given' if draft is not None else None} does not fit "
-            f"{type(strategy).__name__}, which needs {len(names)} auxiliary models; "
-            "give a draft exactly where the strategy drafts"
+            f"{type(strategy).__name__}, which {drafts}; {remedy}"
         )
     if not isinstance(draft, Model):
         draft = load(draft, dtype=str(target.params["embed"].dtype))
