@@ -63,12 +63,6 @@ def complete(state: DecodeState) -> Bool[Array, "B K"]:
     return jnp.all(buffer.filled | past_limit, axis=2)
 
 
-def visible_causal(num_blocks: int) -> Bool[Array, "1 K K"]:
-    """Block-causal visibility: row block q sees key block k iff k <= q."""
-    index = jnp.arange(num_blocks)
-    return (index[None, :] <= index[:, None])[None]
-
-
 def semi_complete_before(state: DecodeState, threshold: PerSlot) -> Bool[Array, "B K"]:
     """Blocks whose predecessor has progress >= `threshold`; the first block's always has.
 
