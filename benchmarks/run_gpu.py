@@ -64,6 +64,12 @@ def _script(name, words="", smoke="--smoke --model builtin:tiny-sdar", limit_s=3
     return Section((*start, *words.split()), (*start, *smoke.split()), limit_s)
 
 
+def _families(models):
+    """Models at full size, about 100 s each."""
+    smoke = "--models builtin:tiny-sdar --folder none --context 64 --shapes 1x1 --repeats 1"
+    return _script("families_gpu.py", f"--folder none --models random:{models}", smoke, 470)
+
+
 # By what they are worth: a lease that ends early has the first ones.
 SECTIONS = {
     "step_1.7b": _step(SMALL, "1x1x32,1x4x32,8x4x32,32x4x32", 512, 420),
@@ -82,11 +88,9 @@ SECTIONS = {
         limit_s=300,
     ),
     "experts": _script("expert_ffn_gpu.py", smoke="--tiny", limit_s=420),
-    "families": _script(
-        "families_gpu.py",
-        "--folder none",
-        "--models builtin:tiny-sdar --folder none --context 64 --shapes 1x1 --repeats 1",
-        limit_s=470,
+    "experts_families": _families("inclusionAI/LLaDA2.0-mini,random:JetLM/SDAR-30B-A3B-Chat"),
+    "dense_families": _families(
+        "JetLM/SDAR-8B-Chat,random:GSAI-ML/LLaDA-8B-Instruct,random:Dream-org/Dream-v0-Instruct-7B"
     ),
 }
 
