@@ -218,9 +218,17 @@ def faults(setting, seen, many):
 
 
 def logit_rows(text, vocab):
-    """Rows of each distinct float32 array that has an axis of the vocabulary's size."""
-    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
-    return sorted({math.prod(shape) // vocab for shape in shapes if vocab in shape})
+    """Rows of each distinct float32 array that has an axis of the vocabulary's size.
+
+    What a fusion holds inside is in registers; its operands and results are arrays.
+    """
+    inside = set(re.findall(r"fusion\([^\n]*calls=(%?[\w.\-]+)", text))
+    shapes = set()
+    for body in re.split(r"\n(?=%|ENTRY)", text):
+        if body.split(" ", 1)[0] not in inside:
+            shapes |= set(re.findall(r"= \(?f32\[([\d,]+)\]", body))
+    found = [tuple(map(int, dims.split(","))) for dims in shapes]
+    return sorted({math.prod(shape) // vocab for shape in found if vocab in shape})
 
 
 def read_program(bench):
