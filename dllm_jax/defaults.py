@@ -15,6 +15,8 @@ from strategies.resolve import load_strategy, strategy_names
 # Whose accept threshold is their own: low where what was accepted is revised, 1 where a schedule
 # decides. It means nothing to another strategy, nor does another's to them.
 _OWN_THRESHOLD = ("edit", "dmax", "full_sequence")
+# What a model that decodes token by token does with a draft.
+_TOKEN_BY_TOKEN, _DRAFTED = "ar", "dflash"
 
 
 class Described(Protocol):
@@ -40,11 +42,26 @@ def alternatives_note(model: Described) -> str | None:
     )
 
 
-def resolve_strategy(model: Model, strategy: Any) -> Any:
-    """The strategy to run: the family's default for None, its sizes where they are left open."""
+def usual_strategy(model: Described, draft: Any = None) -> str:
+    """The name of the strategy where nobody names one: the family's.
+
+    Args:
+        draft: What is given as a draft, None for nothing. With one, `dflash` takes the place of
+            `ar`; another strategy stays and then refuses the draft, which it could not use.
+    """
+    own = model.defaults.strategy
+    return _DRAFTED if draft is not None and own == _TOKEN_BY_TOKEN else own
+
+
+def resolve_strategy(model: Model, strategy: Any, draft: Any = None) -> Any:
+    """The strategy to run: the usual one for None, its sizes where they are left open.
+
+    Args:
+        draft: As of `usual_strategy`.
+    """
     refuse_draft(model)
     if strategy is None:
-        strategy = family_strategy(model, model.defaults.strategy)
+        strategy = family_strategy(model, usual_strategy(model, draft))
     elif isinstance(strategy, str) and ":" not in strategy:
         strategy = family_strategy(model, strategy)
     strategy = load_strategy(strategy)

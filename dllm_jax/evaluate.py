@@ -67,6 +67,7 @@ def solve(
     strategy: Any,
     problems: Sequence[Problem],
     *,
+    draft: Model | None = None,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
     progress: Callable[[int], object] = lambda done: None,
@@ -75,6 +76,7 @@ def solve(
 
     Args:
         strategy: A strategy value; its sizes must be set.
+        draft: The model it drafts with, where it drafts.
         batch_size: Problems decoded together; the last batch is filled up and the rest dropped.
         progress: Called with the number of problems done, after each batch.
     """
@@ -83,6 +85,7 @@ def solve(
         strategy,
         [{}],
         problems,
+        draft=draft,
         batch_size=batch_size,
         max_tokens=max_tokens,
         progress=progress,
@@ -97,6 +100,7 @@ def sweep(
     problems: Sequence[Problem],
     *,
     prompts: Sequence[Sequence[int]] | None = None,
+    draft: Model | None = None,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
     progress: Callable[[int], object] = lambda done: None,
@@ -109,7 +113,8 @@ def sweep(
     Args:
         settings: Values of knobs by name, in place of the strategy's; all name the same knobs.
         prompts: Token ids of the problems; None: those of `encode`.
-        batch_size, max_tokens, progress: As in `solve`; `progress` counts all settings' problems.
+        draft, batch_size, max_tokens, progress: As in `solve`; `progress` counts all settings'
+            problems.
     """
     ids = encode(model, problems) if prompts is None else prompts
     lengths = np.array([len(row) for row in ids])
@@ -128,6 +133,7 @@ def sweep(
             strategy.replace(**{k: jnp.asarray(v[rows], jnp.float32) for k, v in values.items()}),
             max_tokens=max_tokens,
             prompt_len=jnp.asarray(lengths[rows % len(ids)]),
+            draft=draft,
         )
         if first == 0:
             _finish(model, session())  # compiles

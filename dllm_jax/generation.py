@@ -27,6 +27,7 @@ from dllm_jax.loading import load
 from dllm_jax.model import Model
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.requests import token_ids
+from dllm_jax.sources import LoadError
 from strategies.protocol import split_knobs
 from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
@@ -82,7 +83,8 @@ def generate(
     Args:
         model: A `Model` or what `load` takes.
         prompts: Lists of token ids, or an array right-padded to one length with `prompt_len`.
-        strategy: A value, name, import path or step function; None is the family's default.
+        strategy: A value, name, import path or step function; None is the family's default, and
+            `dflash` for a model of `ar` with a draft.
         max_tokens: Most tokens a row may emit; static (another value compiles again).
         temperature, top_k, top_p, max_nfe: One value, or one a row.
         stop_token_ids: Ids that end a row, beside the model's own (unless `ignore_eos`).
@@ -164,7 +166,7 @@ def _prepare(
 ) -> tuple[Model, tuple[Any, dict[str, Model], decode.Batch], int]:
     """Check a call's arguments and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
-    strategy, aux = bind_draft(resolve_strategy(model, strategy), draft, model)
+    strategy, aux = bind_draft(resolve_strategy(model, strategy, draft), draft, model)
     bare, knobs = split_knobs(strategy)
     _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
     _check_number("temperature", temperature, 0.0, _FINITE)
@@ -228,13 +230,18 @@ def bind_draft(
         return strategy, {}
     if len(names) != 1 or draft is None:
         drafts = f"needs {len(names)} auxiliary models" if names else "drafts with no other model"
-        remedy = "leave the draft out" if draft is not None else "give a draft (draft=, --draft)"
+        remedy = "give a draft (draft=, --draft)"
+        if draft is not None:
+            remedy = "leave the draft out, or use the strategy 'dflash'"
         raise ValueError(
             f"draft={'given' if draft is not None else None} does not fit "
             f"{type(strategy).__name__}, which {drafts}; {remedy}"
         )
     if not isinstance(draft, Model):
-        draft = load(draft, dtype=str(target.params["embed"].dtype))
+        try:
+            draft = load(draft, dtype=str(target.params["embed"].dtype))
+        except LoadError as error:
+            raise LoadError(f"draft: {error}") from error
     bound = with_target(target, draft)
     if hasattr(strategy, "bind") and isinstance(draft.config, DFlashConfig):
         strategy = strategy.bind(draft.config)

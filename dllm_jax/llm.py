@@ -20,6 +20,7 @@ from dllm_jax.defaults import (
     default_params,
     family_strategy,
     resolve_strategy,
+    usual_strategy,
 )
 from dllm_jax.facts import EngineConfig
 from dllm_jax.generation import bind_draft, check_fit
@@ -58,7 +59,8 @@ class LLM:
 
     Args:
         model: What `dj.load` takes, or a `Model`.
-        strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's.
+        strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
+            `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
         dtype: As in `dj.load`.
         max_num_seqs: Texts decoded at once.
@@ -125,7 +127,7 @@ class LLM:
         )
         enable_compile_cache()
         self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
-        wanted = _strategy(self.model, strategy, block_size, buffer_size)
+        wanted = _strategy(self.model, strategy, block_size, buffer_size, draft)
         self.strategy, aux = bind_draft(wanted, draft, self.model)
         check_fit(self.model, self.strategy)
         self.config = config
@@ -405,13 +407,15 @@ def _model(model: Any, **how: Any) -> Model:
     return model
 
 
-def _strategy(model: Model, strategy: Any, block_size: int | None, buffer_size: int | None) -> Any:
+def _strategy(
+    model: Model, strategy: Any, block_size: int | None, buffer_size: int | None, draft: Any
+) -> Any:
     sizes = {"block_size": block_size, "buffer_size": buffer_size}
     given = {name: size for name, size in sizes.items() if size is not None}
     if not given:
-        return resolve_strategy(model, strategy)
+        return resolve_strategy(model, strategy, draft)
     if strategy is None:
-        strategy = model.defaults.strategy
+        strategy = usual_strategy(model, draft)
     if not isinstance(strategy, str) or ":" in strategy:
         raise ValueError(
             f"{', '.join(given)} go with a strategy given by name; set them on the strategy value"

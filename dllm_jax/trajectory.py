@@ -164,7 +164,7 @@ def record(
     """
     model = load(model) if isinstance(model, str) else model
     ids = _ids(model, prompt)
-    chosen = resolve_strategy(model, strategy)
+    chosen = resolve_strategy(model, strategy, request.get("draft"))
     session = generation.start(
         model,
         [ids],

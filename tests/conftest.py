@@ -65,6 +65,7 @@ ONE_PYTHON = {
         "builtin",
         "cli_bench",
         "cli_chat",
+        "cli_drafts",
         "cli_errors",
         "cli_generate",
         "cli_verbs",

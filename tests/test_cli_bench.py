@@ -19,7 +19,7 @@ SMALL = ["--max-num-seqs", "2", "--max-model-len", "96"]
 FIXED = ["--mode", "fixed", "--tokens-per-step", "3", "--input-len", "20", "--output-len", "31"]
 ENGINE_FLAGS = (
     *("attention_implementation", "tensor_parallel_size", "max_num_seqs"),
-    *("memory_utilization", "max_num_batched_tokens"),
+    *("memory_utilization", "max_num_batched_tokens", "draft"),
 )
 
 
@@ -89,6 +89,7 @@ REFUSED = {
     "latency --request-rate 3": "unknown argument '--request-rate'",
     "throughput --mode fixed --strategy ar": "--strategy goes with --mode adaptive",
     "throughput --mode fixed --prompt-file x": "--prompt-file goes with --mode adaptive",
+    "throughput --mode fixed --draft x": "--draft goes with --mode adaptive",
     "throughput --mode adaptive --tokens-per-step 2": "--tokens-per-step goes with --mode fixed",
     "throughput --mode fixed --accept-threshold 0.5": "fixed work has no thresholds",
     "throughput --tokens-per-step 99": "tokens_per_step=99 must be in [1, 48]",
@@ -123,13 +124,14 @@ def test_short_work_leaves_room_for_the_bare_loop(asked, config_len, monkeypatch
     args = SimpleNamespace(**dict.fromkeys(ENGINE_FLAGS), **given)
     model = SimpleNamespace(config=SimpleNamespace(max_position=256))
     work = [Work([5] * 16, dj.SamplingParams(max_tokens=8))]
-    config = bench._engine(args, model, SimpleNamespace(block_size=32), [work])
+    strategy = dj.strategies.MultiBD(block_size=32)
+    config = bench._engine(args, model, strategy, [work])
     assert config.max_model_len == config_len
 
 
 def test_the_mode_follows_the_model_and_the_flags():
     def mode(**given):
-        none = {"tokens_per_step": None, "input_len": None, "prompt_file": None}
+        none = dict.fromkeys(("tokens_per_step", "input_len", "prompt_file", "draft"))
         args = {"model": "builtin:tiny-sdar", **none, **given}
         return bench._mode(type("Args", (), args))
 
@@ -137,6 +139,7 @@ def test_the_mode_follows_the_model_and_the_flags():
     assert mode(model="random:JetLM/SDAR-1.7B-Chat") == "fixed"
     assert mode(tokens_per_step=4) == "fixed"
     assert mode(model="folder", prompt_file="file") == "adaptive"
+    assert mode(model="folder", draft="folder") == "adaptive"
 
 
 def test_lines_name_the_floor_and_the_share_that_is_right():

@@ -18,7 +18,9 @@ from dllm_jax.cli.interrupt import Interrupt
 INPUTS, OUTPUTS = "16:256", "16:128"
 MAX_TOKENS = 224  # of adaptive work: the longest worked solution of the word problems, and some
 SLOTS = 8
-BARE_BLOCKS = 4  # room for the texts of the bare loop, where the work itself is shorter
+# Room for the texts of the bare loop, where the work itself is shorter. A round of drafts writes up
+# to a block, and half of the room is context.
+BARE_BLOCKS, BARE_ROUNDS = 4, 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +64,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
+    flags.add_draft_flag(parser)
     flags.add_engine_flags(parser)
     group = parser.add_argument_group("work")
     group.add_argument(
         "--mode",
         choices=("fixed", "adaptive"),
-        help="default: adaptive for built-in models and with --prompt-file, else fixed",
+        help="default: adaptive for built-in models, with --prompt-file and with --draft, else "
+        "fixed",
     )
     group.add_argument(
         "--tokens-per-step", type=flags.whole(1), metavar="N", help="fixed: n (default: 4)"
@@ -144,13 +148,18 @@ def _run(args: argparse.Namespace) -> int:
 def _mode(args: argparse.Namespace) -> str:
     built_in = args.model.startswith("builtin:")
     asks_fixed = args.tokens_per_step is not None or args.input_len is not None
-    return "adaptive" if args.prompt_file or (built_in and not asks_fixed) else "fixed"
+    asks_adaptive = args.prompt_file or args.draft or (built_in and not asks_fixed)
+    return "adaptive" if asks_adaptive else "fixed"
 
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Refuse flags that would be ignored."""
     fixed = {"--tokens-per-step": args.tokens_per_step, "--input-len": args.input_len}
-    adaptive = {"--prompt-file": args.prompt_file, "--strategy": args.strategy}
+    adaptive = {
+        "--prompt-file": args.prompt_file,
+        "--strategy": args.strategy,
+        "--draft": args.draft,
+    }
     ignored = adaptive if args.mode == "fixed" else fixed
     for name, value in ignored.items():
         if value is not None:
@@ -165,7 +174,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _strategy(args: argparse.Namespace, model: Any, chosen: Any) -> Any:
     fields = strategies.given_fields(args)
     if args.mode == "adaptive":
-        return strategies.resolve(model, args.strategy, chosen, fields)
+        return strategies.resolve(model, args.strategy, chosen, fields, args.draft)
     if model.config.mask_token_id < 0:
         raise UsageError(
             f"fixed work fills masks, and {model.defaults.family} has no mask token; give "
@@ -225,15 +234,19 @@ def _texts(args: argparse.Namespace) -> list[str]:
 def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[list[Any]]) -> Any:
     """A warm engine for the work."""
     from dllm_jax.facts import EngineConfig
+    from dllm_jax.generation import bind_draft
     from dllm_jax.llm import LLM
 
+    strategy, aux = bind_draft(strategy, args.draft, model)  # it says how large the window is
     work = [one for batch in batches for one in batch]
     longest = max(len(one.prompt) + one.params.max_tokens for one in work)
-    longest = max(longest, BARE_BLOCKS * strategy.block_size)
+    blocks = BARE_ROUNDS if aux else BARE_BLOCKS
+    longest = max(longest, blocks * strategy.block_size)
     return LLM(
         model,
         strategy,
         attention_implementation=args.attention_implementation,
+        draft=next(iter(aux.values()), None),
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed,
         config=EngineConfig(

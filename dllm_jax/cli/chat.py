@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
+    flags.add_draft_flag(parser)
     flags.add_sampling_flags(parser, seed="of sampling (default: 0)")
     flags.add_engine_flags(parser, several=False)
 
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         from dllm_jax.cli.models import load_model
 
         model = load_model(args)
-        strategy = strategies.resolve(model, args.strategy, chosen, strategies.given_fields(args))
+        fields = strategies.given_fields(args)
+        strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         told = _template_kwargs(args)
         render(model, [*system, {"role": "user", "content": "?"}], **told)  # or refuse at once

@@ -56,8 +56,7 @@ def make_llm(
     from dllm_jax.generation import bind_draft
     from dllm_jax.llm import LLM
 
-    # A draft says how large the window is; no verb but `generate` takes one.
-    strategy, aux = bind_draft(strategy, getattr(args, "draft", None), model)
+    strategy, aux = bind_draft(strategy, args.draft, model)  # it says how large the window is
     length = args.max_model_len
     if length is None and longest is not None:
         length = _enough(longest + args.max_tokens, model.config.max_position)

@@ -12,6 +12,7 @@ from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
+WITH_A_DRAFT = ("ar", "dflash")
 ONE_TOKEN = "one token a forward"
 
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser, several=True)
+    flags.add_draft_flag(parser)
     group = parser.add_argument_group("problems")
     group.add_argument("--half", choices=("plain", "hard", "both"), default="both")
     group.add_argument("--problems", type=flags.whole(1), default=200, metavar="N")
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-token",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also the accuracy at one token a forward (slow, default: on)",
+        help="also the accuracy at one token a forward, where masks are filled (slow, default: on)",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
@@ -45,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print the table or the object."""
-    wanted = [_split(spec) for spec in args.strategy or DEFAULT_STRATEGIES]
+    usual = DEFAULT_STRATEGIES if args.draft is None else WITH_A_DRAFT
+    wanted = [_split(spec) for spec in args.strategy or usual]
     if len({label for label, _, _ in wanted}) < len(wanted):
         raise UsageError("the same --strategy is given twice; give each once")
     if args.output is not None:
@@ -60,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     if model.tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
-    settings = _settings(model, choices, args.one_token)
+    settings = _settings(args, model, choices)
     halves = ("plain", "hard") if args.half == "both" else (args.half,)
     facts = _facts(args, model) | {
-        "strategies": {label: repr(strategy) for label, strategy in settings.items()},
+        "strategies": {label: repr(strategy) for label, (strategy, _) in settings.items()},
         "halves": {half: _evaluate(args, model, settings, half) for half in halves},
     }
     print(json.dumps(facts) if args.json else table(facts), flush=True)
@@ -120,16 +123,31 @@ def _share(choices: list[Any], fields: dict[str, Any]) -> list[Any]:
     return shared
 
 
-def _settings(model: Any, choices: list[Any], with_one_token: bool) -> dict[str, Any]:
-    """Strategy values by label."""
-    from dllm_jax.evaluate import one_token
+def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[str, Any]:
+    """By label a strategy value, and the draft of one that drafts.
 
-    settings = {
-        label: strategies.resolve(model, spec, value, fields)
-        for label, spec, value, fields in choices
-    }
-    if with_one_token:
-        settings[ONE_TOKEN] = one_token(next(iter(settings.values())).block_size)
+    Raises:
+        ValueError: Some strategy needs a draft and none is given, or none needs the one given.
+    """
+    from dllm_jax.evaluate import one_token
+    from dllm_jax.generation import bind_draft
+
+    settings: dict[str, Any] = {}
+    draft = args.draft
+    for label, spec, value, fields in choices:
+        strategy, bound = strategies.resolve(model, spec, value, fields), None
+        if strategy.needs.aux:
+            strategy, aux = bind_draft(strategy, draft, model)
+            (bound,) = aux.values()
+            draft = bound  # loaded once
+        settings[label] = strategy, bound
+    if args.draft is not None and draft is args.draft:
+        raise UsageError(
+            f"--draft {args.draft!r}: none of {', '.join(settings)} drafts; add --strategy dflash"
+        )
+    if args.one_token and model.config.mask_token_id >= 0:
+        block_size = next(iter(settings.values()))[0].block_size
+        settings[ONE_TOKEN] = one_token(block_size), None
     return settings
 
 
@@ -142,12 +160,13 @@ def _evaluate(
 
     problems = evaluate.held_out(half, args.problems, args.seed)
     outcomes = {}
-    for label, strategy in settings.items():
+    for label, (strategy, draft) in settings.items():
         with tqdm(total=len(problems), desc=f"{half}, {label}", leave=False, disable=None) as bar:
             outcomes[label] = evaluate.solve(
                 model,
                 strategy,
                 problems,
+                draft=draft,
                 batch_size=args.batch_size,
                 max_tokens=args.max_tokens,
                 progress=lambda done, bar=bar: bar.update(done - bar.n),

@@ -128,7 +128,8 @@ def add_draft_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="SRC",
-        help="the drafter of --strategy dflash: a folder or a hub id, trained for the model",
+        help="a drafter that was trained for the model: a folder, a hub id or builtin:NAME; the "
+        "strategy is then dflash, where none is named",
     )
 
 
@@ -237,7 +238,7 @@ def add_strategy_flags(parser: argparse.ArgumentParser, several: bool = False) -
             action="append",
             metavar="SPEC[,KEY=VALUE...]",
             help=f"{spec}; repeat it to compare on the same problems "
-            "(default: block_diffusion and multi_bd)",
+            "(default: block_diffusion and multi_bd; with --draft: ar and dflash)",
         )
     else:
         group.add_argument("--strategy", metavar="SPEC", help=f"{spec} (default: the model's)")

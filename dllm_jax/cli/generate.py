@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
 
     model = load_model(args)
     fields = strategies.given_fields(args)
-    strategy = strategies.resolve(model, args.strategy, chosen, fields)
+    strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
     _check_infills(args, strategy)
     infills = args.suffix is not None
     ids = [encode(model, prompt, args.raw or infills, has_holes=infills) for prompt in prompts]

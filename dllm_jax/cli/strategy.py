@@ -63,22 +63,25 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def resolve(model: Any, spec: str | None, value: Any, fields: dict[str, Any]) -> Any:
+def resolve(
+    model: Any, spec: str | None, value: Any, fields: dict[str, Any], draft: str | None = None
+) -> Any:
     """A loaded strategy with the numbers of the model's family, then `fields`, sizes all set.
 
     Args:
         spec: What the user wrote, None for the model's own strategy.
         value: `load(spec)`.
+        draft: What `--draft` says: with one, the model's own strategy may be another.
 
     Raises:
         UsageError: Unknown field, a value of another type, or one out of range.
     """
-    from dllm_jax.defaults import family_strategy, resolve_strategy
+    from dllm_jax.defaults import family_strategy, resolve_strategy, usual_strategy
     from dllm_jax.drafts import refuse_draft
     from strategies import load_strategy
 
     refuse_draft(model)
-    name = spec or model.defaults.strategy
+    name = spec or usual_strategy(model, draft)
     value = load(name) if value is None else value
     check_fields(value, fields)
     cleared = {key: None for key, field in fields.items() if field is None}

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
+    flags.add_draft_flag(parser)
     flags.add_sampling_flags(
         parser,
         seed="of sampling, and of the problem where no prompt is given (default: 0)",
@@ -77,7 +78,7 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
 
     model = load_model(args)
     fields = strategies.given_fields(args)
-    strategy = strategies.resolve(model, args.strategy, chosen, fields)
+    strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
     ids = encode(model, prompt, args.raw)
     strategy = strategies.fit_window(model, strategy, fields, len(ids) + args.max_tokens)
     with stop.held():
@@ -168,6 +169,7 @@ def _record(
         top_p=params.top_p,
         stop_token_ids=params.stop_token_ids,
         max_nfe=params.max_nfe,
+        draft=args.draft,
         key=jax.random.key(args.seed or 0),
         attention_implementation=args.attention_implementation,
     )

@@ -1,0 +1,159 @@
+"""A draft goes with every verb that decodes, and with each it costs no token.
+
+Proves that `--draft` makes `dflash` the strategy of a model that decodes token by token, and of no
+other; that `chat`, `trace`, `eval` and `bench` decode with it and end as with `ar` (`generate`:
+test_dflash_drafts.py); that what cannot be meant is refused in one line. The pair is random: it
+drafts badly and ends the same.
+"""
+
+import json
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import main
+from dllm_jax.defaults import resolve_strategy, usual_strategy
+from strategies import AR, DFlash, MultiBD
+from tests.oracles.checkpoints import write_tiny, write_words
+from tests.oracles.draft_files import CONFIG, write_draft
+
+TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache(monkeypatch):
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.llm.enable_compile_cache", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target that reads words, in its folder, and a draft of it."""
+    folder = tmp_path_factory.mktemp("pair")
+    write_tiny("qwen3", folder / "target", seed=40)
+    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
+    settings = json.loads((folder / "target" / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (folder / "target" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_draft(folder / "draft")
+    return folder
+
+
+def words(folder, *draft):
+    return ["--model", str(folder / "target"), "--dtype", "float32", *draft]
+
+
+def drafted(folder):
+    return words(folder, "--draft", str(folder / "draft"))
+
+
+# The strategy that a draft implies.
+
+
+def test_a_draft_makes_dflash_the_strategy_of_ar_alone(folder):
+    target = dj.load(folder / "target", dtype="float32")
+    assert usual_strategy(target) == "ar"
+    assert usual_strategy(target, "draft") == "dflash"
+    assert resolve_strategy(target, None) == AR()
+    assert resolve_strategy(target, None, "draft") == DFlash()
+    assert resolve_strategy(target, "ar", "draft") == AR(), "who names one has it"
+    denoiser = dj.load("builtin:tiny-sdar")
+    assert isinstance(resolve_strategy(denoiser, None, "draft"), MultiBD)
+
+
+def test_llm_and_generate_imply_it_too(folder):
+    target = dj.load(folder / "target", dtype="float32")
+    llm = dj.LLM(target, draft=folder / "draft", max_num_seqs=1, max_model_len=64, warm_up=False)
+    assert llm.strategy == DFlash(5, (2, 0))
+    with pytest.raises(ValueError, match=r"does not fit MultiBD.*leave the draft out, or use the"):
+        dj.generate("builtin:tiny-sdar", [[1, 2]], draft=folder / "draft")
+    with pytest.raises(ValueError, match="draft=given does not fit AR, which drafts with no other"):
+        dj.generate(target, [[1, 2]], "ar", draft=folder / "draft")
+
+
+# What is refused.
+
+
+REFUSED = {
+    "generate w1": "draft: model '/no/such' does not exist",
+    "chat": "draft: model '/no/such' does not exist",
+    "trace w1": "draft: model '/no/such' does not exist",
+    "eval --problems 1": "draft: model '/no/such' does not exist",
+    "eval --strategy ar": "--draft '/no/such': none of ar drafts; add --strategy dflash",
+    "bench latency --prompt-file FILE": "draft: model '/no/such' does not exist",
+    "bench throughput --mode fixed": "--draft goes with --mode adaptive; the mode is fixed",
+}
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_what_cannot_be_meant_is_refused_in_one_line(verb, folder, tmp_path, capsys, monkeypatch):
+    (tmp_path / "FILE").write_text("w1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main([*verb.split(), *words(folder, "--draft", "/no/such")]) in (1, 2)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: ")
+    assert told.err.count("\n") == 1
+    assert REFUSED[verb] in told.err
+
+
+@pytest.mark.parametrize("verb", ["generate w1", "eval --problems 1", "trace w1"])
+def test_dflash_asks_for_its_draft(verb, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*verb.split(), *words(folder), "--strategy", "dflash"]) == 1
+    assert "needs 1 auxiliary models; give a draft (draft=, --draft)" in capsys.readouterr().err
+
+
+# Every verb decodes with it.
+
+
+def text_of(capsys, *argv):
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_chat_answers_as_without_a_draft(folder, capsys, monkeypatch, tmp_path):
+    (tmp_path / "lines").write_text("w5 w6\nw7\n", encoding="utf-8")
+    answers = []
+    for how in (words(folder), drafted(folder)):
+        with (tmp_path / "lines").open(encoding="utf-8") as lines:
+            monkeypatch.setattr("sys.stdin", lines)
+            answers.append(text_of(capsys, "chat", *how, "--max-tokens", "12"))
+    assert answers[0] == answers[1]
+    assert len(answers[0].split()) > 20
+
+
+@pytest.mark.slow
+def test_a_trace_shows_what_each_round_settled(folder, capsys):
+    argv = ["trace", "w1 w2", "--raw", "--json", "--max-tokens", "14"]
+    plain = json.loads(text_of(capsys, *argv, *words(folder)))
+    rounds = json.loads(text_of(capsys, *argv, *drafted(folder)))
+    assert (plain["strategy"], rounds["strategy"]) == ("AR", "DFlash")
+    assert rounds["tokens"] == plain["tokens"]
+    assert rounds["nfe"] <= plain["nfe"]
+    assert sum(step["commit_len"] for step in rounds["steps"]) == 13, "all but the last token"
+
+
+@pytest.mark.slow
+def test_eval_compares_it_with_ar_on_the_same_problems(folder, capsys):
+    argv = ["eval", *drafted(folder), "--problems", "3", "--half", "plain", "--json"]
+    facts = json.loads(text_of(capsys, *argv, "--max-tokens", "10", "--batch-size", "2"))
+    assert list(facts["strategies"]) == ["ar", "dflash"], "and no run at one token a forward"
+    results = facts["halves"]["plain"]["results"]
+    plain, rounds = results["ar"], results["dflash"]
+    assert plain["exact"] == rounds["exact"]
+    assert plain["mean_tokens"] == rounds["mean_tokens"]
+    assert plain["tokens_per_forward"]["value"] <= rounds["tokens_per_forward"]["value"]
+
+
+@pytest.mark.slow
+def test_bench_measures_its_rounds(folder, capsys, tmp_path):
+    (tmp_path / "prompts").write_text("w1 w2 w3\nw4\n", encoding="utf-8")
+    argv = ["--prompt-file", str(tmp_path / "prompts"), "--output-len", "24", "--json"]
+    argv += ["--num-iters", "2", "--batch-size", "2"]
+    facts = json.loads(text_of(capsys, "bench", "latency", *drafted(folder), *argv))
+    assert (facts["mode"], facts["strategy"], facts["block_size"]) == ("adaptive", "DFlash", 6)
+    assert facts["requests"] == 4
+    assert 4 < facts["nfe"] <= facts["visible_tokens"]
+    assert facts["bare_step_ms"] > 0
