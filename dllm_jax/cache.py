@@ -6,7 +6,9 @@ Nothing here knows who asks for a page or what a strategy is.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels import kv_write
 
 PAGE_SIZE = 64  # one K tile of 64 x 128 is 16 KB
 
@@ -46,12 +48,9 @@ def write_rows(
     slots: tuple[Int[Array, " BT"], Int[Array, " BT"]],
 ) -> Pool:
     """The pool with K and V rows [B T G H] of every layer at `slots` (from `page_slots`)."""
-    page, offset = slots
-
-    def put(pages: Float[Array, "P G Z H"], new: Float[Array, "B T G H"]) -> Array:
-        flat = new.reshape(-1, *new.shape[2:]).astype(pages.dtype)
-        return pages.at[page, :, offset].set(flat, mode="drop", unique_indices=True)
-
-    return tuple(
-        (put(k, new_k), put(v, new_v)) for (k, v), (new_k, new_v) in zip(pool, rows, strict=True)
+    pages = kv_write.write_rows(
+        tuple(leaf for pair in pool for leaf in pair),
+        tuple(leaf for pair in rows for leaf in pair),
+        *slots,
     )
+    return tuple((pages[2 * i], pages[2 * i + 1]) for i in range(len(pool)))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dllm_jax.cache import page_slots, write_rows
 from dllm_jax.model import Model
 from dllm_jax.readout import read_soft, read_stats
+from pallas_kernels.layer import LayerOps
 from pallas_kernels.paged_attention import WindowMask, paged_attention
 from strategies import blocks
 from strategies.protocol import Inputs, Soft, Taps, TokenMix, TokenStats
@@ -122,9 +123,11 @@ class ModelForward:
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
         mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
-        more = {"mode": mode} if arch.takes_mode else {}
+        more: dict[str, Any] = {"mode": mode} if arch.takes_mode else {}
         if arch.takes_live:
             more["live"] = _between(cell, edges)
+        if arch.takes_ops:
+            more["ops"] = LayerOps()
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )

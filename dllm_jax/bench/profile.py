@@ -23,6 +23,7 @@ SOURCES = (
     ("pallas_kernels/paged_attention/", "attention"),
     ("pallas_kernels/expert_ffn/", "experts"),
     ("dllm_jax/readout.py", "readout"),
+    ("pallas_kernels/kv_write/", "cache"),
     ("dllm_jax/cache.py", "cache"),
 )
 LIBRARY_GEMM = re.compile(r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv", re.IGNORECASE)

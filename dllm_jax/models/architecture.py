@@ -19,7 +19,8 @@ class Architecture:
         param_shapes: `(cfg, dtype) -> tree of ShapeDtypeStruct`.
         embed: `(params, cfg, ids) -> rows [..., D]`.
         trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
-            `takes_mode` it also takes `mode`, int32 [B], as a keyword, with `takes_live` `live`.
+            `takes_mode` it also takes `mode`, int32 [B], as a keyword, with `takes_live` `live`,
+            with `takes_ops` `ops`.
         unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
@@ -28,6 +29,7 @@ class Architecture:
             where all layers see alike.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
+        takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations.
     """
 
     param_shapes: Callable[..., Any]
@@ -38,6 +40,7 @@ class Architecture:
     layer_view: Callable[[Any, int], tuple[int | None, bool]] | None = None
     takes_mode: bool = False
     takes_live: bool = False
+    takes_ops: bool = False
 
 
 DENSE = Architecture(
@@ -45,6 +48,7 @@ DENSE = Architecture(
     embed=dense.embed,
     trunk=dense.trunk,
     unembed=dense.unembed,
+    takes_ops=True,
 )
 
 MOE = Architecture(
@@ -53,6 +57,7 @@ MOE = Architecture(
     trunk=moe.trunk,
     unembed=dense.unembed,
     takes_live=True,
+    takes_ops=True,
 )
 
 DFLASH = Architecture(
@@ -62,6 +67,7 @@ DFLASH = Architecture(
     unembed=dflash.unembed,
     context_kv=dflash.context_kv,
     layer_view=dflash.layer_view,
+    takes_ops=True,
 )
 
 

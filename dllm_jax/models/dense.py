@@ -8,6 +8,7 @@ knows about pages, masks, blocks or strategies.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NotRequired, TypedDict
 
@@ -15,19 +16,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dllm_jax.models.layers import (
-    Llama3Scaling,
-    apply_rope,
-    matmul,
-    rms_norm,
-    rope_tables,
-    swiglu,
-)
+from dllm_jax.models.layers import Llama3Scaling, rope_tables, swiglu
+from pallas_kernels.layer import LayerOps, add_rms_norm, rotate_qkv, split_matmul
+from pallas_kernels.layer.reference import as_row, matmul, rms_norm
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]
-# ffn(weights of a layer, normed rows [B T D]) -> [B T D]
+# ffn(weights of a layer, normed rows [B T D]) -> [B T D], or parts of it as `split_matmul` leaves
 FeedForward = Callable[[Any, Array], Array]
+
+# Every operation in plain XLA: for training, and for the truth.
+PLAIN = LayerOps(add_rms_norm="xla", split_matmul="xla", rotate_qkv="xla")
 
 INIT_STD = 0.02  # Qwen3's initializer_range
 
@@ -189,7 +188,8 @@ def trunk(
     attend: Attend,
     hidden_layers: tuple[int, ...] = (),
     *,
-    ffn: FeedForward = lambda layer, x: swiglu(x, layer["w_gate_up"], layer["w_down"]),
+    ffn: FeedForward | None = None,
+    ops: LayerOps = PLAIN,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers.
 
@@ -198,44 +198,60 @@ def trunk(
         positions: Absolute positions of the rows (the prompt starts at 0).
         attend: Attention of one layer on rotated queries and keys.
         hidden_layers: Which residual streams to return; 0 is the input, j is after layer j.
-        ffn: The second half of a layer, on normed rows.
+        ffn: The second half of a layer, on normed rows; None: `swiglu`.
+        ops: Back ends of what stands between products and attention; only "xla" has gradients.
 
     Returns:
         The rows after the final norm, and the residual streams asked for, in that order.
     """
     rotary_dim = cfg.head_dim if cfg.rotary_dim is None else cfg.rotary_dim
     cos, sin = rope_tables(positions, rotary_dim, cfg.rope_theta, cfg.rope_scaling)
-    streams = {0: x} if 0 in hidden_layers else {}
-    for i, layer in enumerate(params["layers"]):
-        x = x + _attention(layer, cfg, x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
-        x = x + ffn(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps))
-        if i + 1 in hidden_layers:
-            streams[i + 1] = x
-    return rms_norm(x, params["final_norm"], cfg.norm_eps), tuple(streams[j] for j in hidden_layers)
+    layers = params["layers"]
+    # What follows a layer: the norm of the next one's input, or the final one.
+    after = [*(layer["attn_norm"] for layer in layers[1:]), params["final_norm"]]
+
+    def add(x: Array, y: Array, scale: Array) -> tuple[Array, Array]:
+        return add_rms_norm(x, y, scale, cfg.norm_eps, implementation=ops.add_rms_norm)
+
+    def mlp(layer: Any, rows: Array) -> Array:
+        return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops)
+
+    streams = {0: x}
+    normed = rms_norm(x, layers[0]["attn_norm"], cfg.norm_eps)
+    for i, layer in enumerate(layers):
+        out = _attention(layer, cfg, normed, cos, sin, functools.partial(attend, i), ops)
+        x, normed = add(x, out, layer["mlp_norm"])
+        x, normed = add(x, (ffn or mlp)(layer, normed), after[i])
+        streams[i + 1] = x
+    return normed, tuple(streams[j] for j in hidden_layers)
 
 
 def _attention(
-    layer: Any, cfg: DenseConfig, x: Array, cos: Array, sin: Array, attend: Callable[..., Array]
+    layer: Any,
+    cfg: DenseConfig,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    attend: Callable[..., Array],
+    ops: LayerOps,
 ) -> Array:
-    n = cfg.num_heads // cfg.num_kv_heads
-    fused = matmul(rms_norm(x, layer["attn_norm"], cfg.norm_eps), layer["wqkv"])
-    if cfg.qkv_bias:
-        fused = fused + _as_row(layer["bqkv"], fused)
-    # Queries and key of a group go through norm and rotation together: one pass, not two.
-    qk, v = fused[..., : n + 1, :], fused[..., n + 1, :]
-    if cfg.qk_norm:
-        scale = jnp.stack([layer["q_norm"]] * n + [layer["k_norm"]])
-        qk = rms_norm(qk, scale, cfg.norm_eps)
-    qk = apply_rope(qk, cos[..., None, :], sin[..., None, :])
-    q = qk[..., :n, :].reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
-    out = attend(q, qk[..., n, :], v)
-    out = matmul(out.reshape(*x.shape[:-1], -1), layer["wo"].reshape(-1, cfg.hidden_size))
-    return out + _as_row(layer["bo"], out) if cfg.o_bias else out
-
-
-def _as_row(bias: Array, x: Array) -> Array:
-    """A bias in the rank and type of what it is added to."""
-    return bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    """The first half of a layer on normed rows; it may leave parts, as `split_matmul` does."""
+    q, k, v = rotate_qkv(
+        matmul(x, layer["wqkv"]),
+        layer.get("bqkv"),
+        layer.get("q_norm"),
+        layer.get("k_norm"),
+        cos,
+        sin,
+        cfg.norm_eps,
+        implementation=ops.rotate_qkv,
+    )
+    out, wo = attend(q, k, v), layer["wo"].reshape(-1, cfg.hidden_size)
+    out = out.reshape(*x.shape[:-1], -1)
+    if cfg.o_bias:
+        out = matmul(out, wo)
+        return out + as_row(layer["bo"], out)
+    return split_matmul(out, wo, implementation=ops.split_matmul)
 
 
 def unembed(params: Any, cfg: DenseConfig, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

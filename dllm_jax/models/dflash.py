@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.models import dense
 from dllm_jax.models.dense import DenseConfig, leaf
-from dllm_jax.models.layers import apply_rope, matmul, rms_norm, rope_tables
+from dllm_jax.models.layers import rope_tables
+from pallas_kernels.layer.reference import apply_rope, matmul, rms_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Layer arithmetic shared by the model families: norms, rotary embedding, SwiGLU.
+"""Layer arithmetic shared by the model families: rotary angles, SwiGLU.
 
-Pure functions of (weights, activations). Nothing here knows about pages, masks or strategies.
+Pure functions of (weights, activations); norms and rotation are operations of
+`pallas_kernels.layer`. Nothing here knows about pages, masks or strategies.
 """
 
 import dataclasses
@@ -9,15 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
-    """Root-mean-square norm of the last axis: statistics in float32, scale in the dtype of `x`.
-
-    Source: Zhang & Sennrich 2019, eq. 4; the order of the casts is Hugging Face Qwen3's.
-    """
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * _last(scale.astype(x.dtype), x.ndim)
+from pallas_kernels.layer import LayerOps, split_matmul
+from pallas_kernels.layer.reference import matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,39 +55,24 @@ def rope_tables(
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Array, "... T N H"]:
-    """Rotate half-split pairs (j, j + R/2) in float32, return in the dtype of `x`.
-
-    R is twice the tables' width; the components past it are left as they are.
-    """
-    half = cos.shape[-1]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    if 2 * half == x.shape[-1]:
-        return turned
-    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
-
-
 def _last(x: Array, ndim: int) -> Array:
     """`x` along the last of `ndim` axes: rank promotion is an error in our tests."""
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def swiglu(
-    x: Float[Array, "... D"], w_gate_up: Float[Array, "D 2 F"], w_down: Float[Array, "F D"]
-) -> Float[Array, "... D"]:
-    """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6)."""
-    both = matmul(x, w_gate_up)
-    return matmul(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], w_down)
+    x: Float[Array, "... D"],
+    w_gate_up: Float[Array, "D 2 F"],
+    w_down: Float[Array, "F D"],
+    ops: LayerOps | None = None,
+) -> Array:
+    """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6).
 
-
-def matmul(x: Float[Array, "... D"], w: Array) -> Array:
-    """`x @ w` over the last axis of `x` and the first of `w`; output in the dtype of `x`.
-
-    One flat [M, D] x [D, K] product whatever the trailing axes of `w`: reshaping a parameter is
-    free, and a two-dimensional dot is what XLA tunes best.
+    Args:
+        ops: How the last product may be left, in parts (see `split_matmul`); None: as rows.
     """
-    flat = w.reshape(w.shape[0], -1).astype(x.dtype)
-    out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())))
-    return out.reshape(*x.shape[:-1], *w.shape[1:])
+    both = matmul(x, w_gate_up)
+    inner = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    if ops is None:
+        return matmul(inner, w_down)
+    return split_matmul(inner, w_down, implementation=ops.split_matmul)

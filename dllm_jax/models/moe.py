@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.models import dense, routing
-from dllm_jax.models.dense import Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
+from dllm_jax.models.dense import PLAIN, Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
 from dllm_jax.models.layers import swiglu
 from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.layer import LayerOps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ def trunk(
     hidden_layers: tuple[int, ...] = (),
     *,
     live: Bool[Array, "B T"] | None = None,
+    ops: LayerOps = PLAIN,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers; see `dense.trunk`.
 
@@ -112,7 +114,7 @@ def trunk(
 
     def ffn(layer: Any, rows: Array) -> Array:
         if "router" not in layer:
-            return swiglu(rows, layer["w_gate_up"], layer["w_down"])
+            return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops)
         ids, weights = routing.route(
             cfg, rows, layer["router"], layer.get("router_bias"), positions, live
         )
@@ -128,4 +130,4 @@ def trunk(
             out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"])
         return out
 
-    return dense.trunk(params, cfg, x, positions, attend, hidden_layers, ffn=ffn)
+    return dense.trunk(params, cfg, x, positions, attend, hidden_layers, ffn=ffn, ops=ops)

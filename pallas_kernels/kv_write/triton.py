@@ -1,0 +1,109 @@
+"""A Pallas kernel of the Triton kind, NVIDIA GPUs: one launch writes the rows of all layers.
+
+Every array of pages is an operand that is its own result, so nothing is copied. A program takes
+some rows of one KV head and a few of the arrays: all their loads first, then all their stores.
+
+JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array
+
+_ROWS = 8  # of a program
+_ARRAYS = 8  # of a program: loads in flight at once
+_OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
+
+
+def unsupported(pages: tuple[Array, ...]) -> str | None:
+    """Why this back end cannot write to these pages here, or None."""
+    if jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    return unsupported_arguments(pages)
+
+
+def unsupported_arguments(pages: tuple[Array, ...]) -> str | None:
+    """Why no device can, or None."""
+    H = pages[0].shape[-1]
+    if H & (H - 1):
+        return f"needs a head size that is a power of two, got {H}"
+    if any(mine.shape != pages[0].shape or mine.dtype != pages[0].dtype for mine in pages):
+        return "needs pages of one shape and type in every layer"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def write_rows(
+    pages: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    page: Array,
+    offset: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """See `api.write_rows`; `interpret` runs the kernel as plain XLA, for tests."""
+    most = _OPERANDS // 3
+    written = ()
+    for first in range(0, len(pages), most):
+        mine, new = pages[first : first + most], rows[first : first + most]
+        written += _launch(mine, new, page, offset, interpret)
+    return written
+
+
+def _launch(
+    pages: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    page: Array,
+    offset: Array,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    G = pages[0].shape[1]
+    flat = [new.reshape(-1, *new.shape[-2:]) for new in rows]
+    return tuple(
+        pl.pallas_call(
+            functools.partial(_write_rows, num_arrays=len(pages)),
+            out_shape=[jax.ShapeDtypeStruct(mine.shape, mine.dtype) for mine in pages],
+            grid=(-(-len(page) // _ROWS), G, -(-len(pages) // _ARRAYS)),
+            input_output_aliases={i: i for i in range(len(pages))},
+            compiler_params=pltriton.CompilerParams(num_warps=2),
+            interpret=interpret,
+        )(*pages, *flat, page, offset)
+    )
+
+
+def _write_rows(*refs, num_arrays: int):
+    """Some rows of one head, in some of the arrays."""
+    rows, (pages, offsets), written = (
+        refs[num_arrays : 2 * num_arrays],
+        refs[2 * num_arrays : 2 * num_arrays + 2],
+        refs[2 * num_arrays + 2 :],
+    )
+    M, _, H = rows[0].shape
+    shape = (_ROWS, H)
+    row = pl.program_id(0) * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
+    there = row < M
+    page = pltriton.load(pages.at[row], mask=there, other=-1)
+    offset = pltriton.load(offsets.at[row], mask=there, other=0)
+    wanted = (page >= 0) & (page < written[0].shape[0])
+
+    def spread(x):
+        return jnp.broadcast_to(x[:, None], shape)
+
+    group = jnp.broadcast_to(pl.program_id(1), shape)
+    column = jnp.broadcast_to(jnp.arange(H, dtype=jnp.int32)[None, :], shape)
+    source = (spread(row), group, column)
+    target = (spread(page), group, spread(offset), column)
+    mask = spread(wanted)
+
+    for first in range(0, num_arrays, _ARRAYS):
+        mine = range(first, min(first + _ARRAYS, num_arrays))
+
+        @pl.when(pl.program_id(2) == first // _ARRAYS)
+        def _(mine=mine):
+            new = [pltriton.load(rows[i].at[source], mask=mask, other=0) for i in mine]
+            for i, values in zip(mine, new, strict=True):
+                pltriton.store(written[i].at[target], values.astype(written[i].dtype), mask=mask)

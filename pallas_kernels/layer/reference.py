@@ -1,0 +1,76 @@
+"""The truth in plain XLA, on any device, with gradients: what models are trained with."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
+    """Root-mean-square norm of the last axis: statistics in float32, scale in the dtype of `x`.
+
+    Source: Zhang & Sennrich 2019, eq. 4; the order of the casts is Hugging Face Qwen3's.
+    """
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * as_row(scale, x)
+
+
+def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Array, "... T N H"]:
+    """Rotate half-split pairs (j, j + R/2) in float32, return in the dtype of `x`.
+
+    R is twice the tables' width; the components past it are left as they are.
+    """
+    half = cos.shape[-1]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
+
+
+def as_row(row: Array, x: Array) -> Array:
+    """A bias or a scale in the rank and type of what it is applied to."""
+    return row.astype(x.dtype).reshape((1,) * (x.ndim - row.ndim) + row.shape)
+
+
+def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, Array]:
+    """See `api.add_rms_norm`."""
+    if y.ndim == x.ndim:
+        total = x + y
+    else:
+        total = (x.astype(jnp.float32) + jnp.sum(y, axis=0)).astype(x.dtype)
+    return total, rms_norm(total, scale, eps)
+
+
+def matmul(x: Array, w: Array) -> Array:
+    """`x @ w` over the last axis of `x` and the first of `w`; output in the dtype of `x`.
+
+    One flat [M, D] x [D, K] product whatever the trailing axes of `w`: reshaping a parameter is
+    free, and a two-dimensional dot is what XLA tunes best.
+    """
+    flat = w.reshape(w.shape[0], -1).astype(x.dtype)
+    out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())))
+    return out.reshape(*x.shape[:-1], *w.shape[1:])
+
+
+def rotate_qkv(
+    qkv: Array,
+    bias: Array | None,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    cos: Array,
+    sin: Array,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """See `api.rotate_qkv`."""
+    *rows, G, both, H = qkv.shape
+    n = both - 2
+    if bias is not None:
+        qkv = qkv + as_row(bias, qkv)
+    # Queries and key of a group go through norm and rotation together: one pass, not two.
+    qk, v = qkv[..., : n + 1, :], qkv[..., n + 1, :]
+    if q_norm is not None and k_norm is not None:
+        qk = rms_norm(qk, jnp.stack([q_norm] * n + [k_norm]), eps)
+    qk = apply_rope(qk, cos[..., None, :], sin[..., None, :])
+    return qk[..., :n, :].reshape(*rows, G * n, H), qk[..., n, :], v
