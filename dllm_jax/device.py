@@ -28,6 +28,8 @@ from dllm_jax.facts import DeviceFailure, Facts, Placement
 from dllm_jax.intake import STOP_WIDTH
 from dllm_jax.model import Model
 from dllm_jax.programs import HEAD, NUMBERS, Programs
+from dllm_jax.requests import DraftMetrics
+from strategies import drafting
 from strategies.state import DecodeState
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -73,6 +75,10 @@ class Harvest:
         """Cells behind the first `length` output tokens, None for a hole."""
         slot = self._device.unpack(self._packed[row, HEAD + self._device.facts.most_new :])
         return provisional(slot, length)
+
+    def drafted(self, row: int) -> DraftMetrics | None:
+        """How the drafts of a request fared so far; None where the strategy counts none."""
+        return self._device.drafted(self._packed[row, HEAD + self._device.facts.most_new :])
 
 
 def provisional(slot: Mapping[str, Any], length: int) -> tuple[int | None, ...]:
@@ -344,6 +350,13 @@ class Device:
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
         return words.host_unpack(saved, self._layout)
+
+    def drafted(self, saved: np.ndarray) -> DraftMetrics | None:
+        """The counts of `strategies.drafting` in a saved slot; None where the strategy has none."""
+        names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
+        leaves = [words.slot_leaf(saved, self._layout, name) for name in names]
+        found = [tuple(leaf.tolist()) for leaf in leaves if leaf is not None]
+        return DraftMetrics(*found) if len(found) == len(names) else None
 
     # --- before the first request -------------------------------------------------------------
 

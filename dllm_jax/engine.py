@@ -21,7 +21,7 @@ from dllm_jax.facts import DeviceFailure, Facts
 from dllm_jax.intake import Live, accept
 from dllm_jax.planning import Budget, groups, num_steps
 from dllm_jax.reporting import output
-from dllm_jax.requests import Request, RequestOutput
+from dllm_jax.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.scheduler import DECODE, DONE, PREFILL, Pass, Sample, Scheduler
 
 RUNNING_CODE = 1
@@ -31,7 +31,10 @@ REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort", 7: "er
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counts since the engine was made; the first five are of this moment."""
+    """Counts since the engine was made; the first five are of this moment.
+
+    Those of drafts are of texts that ended, and count as `requests.DraftMetrics` does.
+    """
 
     num_running: int
     num_waiting: int
@@ -50,6 +53,9 @@ class Stats:
     prefix_queries: int
     prefix_hits: int
     prefix_evictions: int
+    draft_rounds: int
+    draft_tokens_proposed: int
+    draft_tokens_accepted: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +108,7 @@ class Engine:
         self._counts = dict.fromkeys(
             ("finished", "steps", "failures", "prompt_tokens", "generated_tokens", "nfe"), 0
         )
+        self._drafted: DraftMetrics | None = None  # of the texts that ended
 
     # --- what users call ------------------------------------------------------------------------
 
@@ -183,9 +190,14 @@ class Engine:
         """Whether a further step can bring anything."""
         return bool(self._requests or self._moved)
 
+    @property
+    def drafted(self) -> DraftMetrics | None:
+        """How drafts fared in all texts that ended; None without a drafting strategy."""
+        return self._drafted
+
     def stats(self) -> Stats:
         """Counts of this moment and since the start."""
-        pool, counts = self.scheduler.pool, self._counts
+        pool, counts, drafted = self.scheduler.pool, self._counts, self._drafted
         return Stats(
             num_running=len(self.scheduler.live),
             num_waiting=self.scheduler.num_waiting,
@@ -204,6 +216,9 @@ class Engine:
             prefix_queries=pool.queries,
             prefix_hits=pool.hits,
             prefix_evictions=pool.evictions,
+            draft_rounds=drafted.rounds if drafted else 0,
+            draft_tokens_proposed=sum(drafted.proposed) if drafted else 0,
+            draft_tokens_accepted=sum(drafted.accepted) if drafted else 0,
         )
 
     # --- dispatch --------------------------------------------------------------------------------
@@ -385,7 +400,13 @@ class Engine:
         sample.end_s = self._clock()
         if sample.first_s is None:
             sample.first_s = sample.end_s
+        if sample.saved is not None:
+            harvest, row = sample.saved
+            sample.drafted = harvest.drafted(row)
         sample.saved = None
+        if sample.drafted is not None:
+            told = self._drafted
+            self._drafted = sample.drafted if told is None else told + sample.drafted
         self._counts["generated_tokens"] += sample.placement.num_written(len(sample.tokens))
         self._counts["nfe"] += sample.nfe
         self._moved.append(sample.owner)

@@ -3,13 +3,42 @@
 Nothing here changes a request, but for an error of its tokenizer.
 """
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.intake import Live
-from dllm_jax.requests import CompletionOutput, Metrics, RequestOutput
+from dllm_jax.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
 from dllm_jax.scheduler import DONE, Sample
 from dllm_jax.text import TextStream
+
+WARN_ROUNDS = 64  # after which drafts are judged
+WARN_LENGTH = 1.15  # tokens a round; 1 is the target's own alone
+
+
+def draft_warning(drafted: DraftMetrics | None) -> str | None:
+    """What to say of drafts that are hardly ever right; None where they are, or it is too early.
+
+    Limits and stop ids that cut rounds short do not count against them.
+    """
+    judged = 0 if drafted is None else drafted.proposed[0]  # rounds with room for a draft
+    if drafted is None or judged < WARN_ROUNDS:
+        return None
+    shares = [share for share in drafted.accepted_per_position if not math.isnan(share)]
+    length = 1.0 + sum(shares)
+    if length >= WARN_LENGTH:
+        return None
+    # The causes by how often they are met: design/dflash.md, traps 2, 6, 14, 18 and 19.
+    return (
+        f"the draft is hardly ever right: {length:.2f} tokens a round over {judged} rounds, where "
+        "1 is no draft accepted. The text is not changed, only slower. Likely causes: the draft "
+        "was trained for another target, or another version or quantization of it; its "
+        "target_layer_ids are off by one; the prompts are not as in its training (chat template, "
+        "thinking mode, language); target and draft differ in dtype. Without the draft, use the "
+        "strategy 'ar'"
+    )
 
 
 def output(live: Live, tokenizer: Any, now: float) -> RequestOutput:
@@ -73,6 +102,7 @@ def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) ->
     ends = [sample.end_s for sample in samples if sample.end_s is not None]
     if len(ends) == len(samples):
         now = max(ends)
+    drafted = [one for one in map(_drafted, samples) if one is not None]
     return Metrics(
         nfe=nfe,
         prefill_nfe=sum(sample.prefill_nfe for sample in samples),
@@ -81,4 +111,13 @@ def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) ->
         tokens_per_forward=tokens / max(nfe, 1),
         ttfb_s=min(firsts) - live.added_s if firsts else None,
         e2e_s=now - live.added_s,
+        draft=functools.reduce(operator.add, drafted) if drafted else None,
     )
+
+
+def _drafted(sample: Sample) -> DraftMetrics | None:
+    """How its drafts fared, by its last harvest."""
+    if sample.saved is None:
+        return sample.drafted
+    harvest, row = sample.saved
+    return harvest.drafted(row)

@@ -122,6 +122,47 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftMetrics:
+    """How drafts fared, of a strategy that has a model judge those of another.
+
+    Only what could be emitted counts: drafts for places past the limit, or behind a stop id that
+    was emitted, do not, nor do rounds in which nothing was drafted. Metrics of several texts add.
+
+    Attributes:
+        counts: Rounds by what they emitted: `counts[i]` emitted i + 1 tokens, the one that the
+            target adds to the drafts it accepts among them.
+        proposed: Drafts that were judged, by place: the first follows the last known token.
+        accepted: Those of them that were emitted.
+    """
+
+    counts: tuple[int, ...]
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in which drafts were judged."""
+        return sum(self.counts)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens emitted in a round, the target's own one among them; NaN before the first."""
+        emitted = sum(size * rounds for size, rounds in enumerate(self.counts, 1))
+        return emitted / self.rounds if self.rounds else math.nan
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...]:
+        """Share of the drafts of each place that was accepted; NaN where none was judged."""
+        pairs = zip(self.accepted, self.proposed, strict=True)
+        return tuple(taken / told if told else math.nan for taken, told in pairs)
+
+    def __add__(self, other: "DraftMetrics") -> "DraftMetrics":
+        pairs = ((self.counts, other.counts), (self.proposed, other.proposed))
+        more = (*pairs, (self.accepted, other.accepted))
+        return DraftMetrics(*(tuple(map(operator.add, *pair)) for pair in more))
+
+
+@dataclasses.dataclass(frozen=True)
 class Metrics:
     """What a text cost.
 
@@ -133,6 +174,8 @@ class Metrics:
         tokens_per_forward: Visible tokens / nfe; what was given between holes is none.
         ttfb_s: Seconds from `add` to the first committed block, or to the end if none committed.
         e2e_s: Seconds from `add`.
+        draft: How drafts fared, all its samples together; None without a drafting strategy, and
+            before the first of its steps was read.
         trajectory: Where `LLM.generate` was asked for it, an event for each forward and text, as
             `stream(events="denoise")` gives them; they join to the texts.
     """
@@ -144,6 +187,7 @@ class Metrics:
     tokens_per_forward: float
     ttfb_s: float | None
     e2e_s: float
+    draft: DraftMetrics | None = None
     trajectory: "tuple[StreamEvent, ...] | None" = None
 
 

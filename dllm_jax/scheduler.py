@@ -42,6 +42,7 @@ class Sample:
         num_published: Pages that were found or published in this stay.
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
         watched: Somebody wants to hear of each move: a stream, a stop string.
+        drafted: How its drafts fared, once it has ended (`requests.DraftMetrics`).
     """
 
     owner: Any
@@ -80,6 +81,7 @@ class Sample:
     watched: bool = False
     stream: Any = None
     finish_reason: str | None = None
+    drafted: Any = None
 
     def text_ids(self, first: int, end: int) -> list[int]:
         """Ids of positions [first, end) of prompt and settled output."""

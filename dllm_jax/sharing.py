@@ -7,11 +7,13 @@ Nothing here schedules or makes texts.
 
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from dllm_jax.engine import Engine
+from dllm_jax.reporting import draft_warning
 from dllm_jax.requests import Request, RequestOutput, StreamEvent
 
 
@@ -23,7 +25,7 @@ class SharedEngine(Engine):
         self._boxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
         self._dropped: deque[str] = deque()
-        self._is_stepping = False
+        self._is_stepping = self._has_warned = False
 
     def step(self) -> list[RequestOutput]:
         """As `Engine.step`; the outputs are those of requests added by `add`.
@@ -56,6 +58,9 @@ class SharedEngine(Engine):
             self._is_stepping = False
             while self._dropped:
                 self.abort(self._dropped.popleft())
+        if not self._has_warned and (told := draft_warning(self.drafted)):
+            self._has_warned = True  # once: the draft stays as it is
+            warnings.warn(told, stacklevel=2)
 
     def claim(self, request_id: str, box: deque[RequestOutput]) -> None:
         """From now on the request's outputs go to `box`."""

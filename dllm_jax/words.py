@@ -78,6 +78,16 @@ def host_unpack(words: np.ndarray, layout: Layout) -> Any:
     return jax.tree.unflatten(layout.tree, leaves)
 
 
+def slot_leaf(words: np.ndarray, layout: Layout, name: str) -> np.ndarray | None:
+    """One of a strategy's own `slot` leaves from the words of a slot; None where there is none."""
+    numbered = jax.tree.unflatten(layout.tree, range(len(layout.leaves)))
+    number = numbered["carry"].slot.get(name)
+    if number is None:
+        return None
+    offset, size, shape, dtype = layout.leaves[number]
+    return _host_leaf(words[offset : offset + size], dtype).reshape(shape)
+
+
 def _host_leaf(words: np.ndarray, dtype: str) -> np.ndarray:
     if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         return words.view(np.float32)

@@ -20,9 +20,9 @@ keeps the drafts that match it too, but with noise that has no position.
 import jax.numpy as jnp
 from flax import struct
 
-from strategies import blocks, random
+from strategies import blocks, drafting, random
 from strategies.protocol import Needs, Taps
-from strategies.state import StepInfo
+from strategies.state import Carry, StepInfo
 
 DRAFT = "draft"
 
@@ -72,6 +72,10 @@ class DFlash(struct.PyTreeNode):
         size = self.draft_block_size or draft_config.block_size
         return self.replace(draft_block_size=size, target_layer_ids=layers)
 
+    def init(self, spec):
+        """Counts of how the drafts of a request fare."""
+        return Carry(slot=drafting.no_counts(spec.block_size - 1))
+
     def absorb(self, chunk, state):
         """Give the drafter its context of the prompt; draw the first token, the first anchor."""
         if chunk.out is not None:
@@ -100,12 +104,13 @@ class DFlash(struct.PyTreeNode):
         keys = random.position_keys(state)
         truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys).token
         right = ((block == truth) & live)[:, 0, 1:].astype(jnp.int32)
-        count = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32)
-        count = jnp.clip(buffer.limit - buffer.start - 1, 1, count)  # what may still be emitted
+        right = jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32)
+        count = jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)  # what may be emitted
         kept = cell < count[:, None, None]
         state = out.store(state, kept)
         state = self._context(forward, out, state, kept, width, state)
         state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
+        state = drafting.count(state, right, width - 1)
         return state, StepInfo(
             commit_len=count, settled_len=count + 1, accepted=count, nfe=jnp.ones_like(count)
         )

@@ -20,6 +20,7 @@ from strategies.state import Carry
 _SHARED = {
     "block_rewrite",
     "blocks",
+    "drafting",
     "driver",
     "dual_cache",
     "invariants",

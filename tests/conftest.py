@@ -77,6 +77,7 @@ ONE_PYTHON = {
         "d2f",
         "data",
         "dflash",
+        "dflash_counts",
         "dflash_drafts",
         "dflash_mutants",
         "dmax",

@@ -20,7 +20,8 @@ import pytest
 
 from dllm_jax import decode
 from dllm_jax.forward import ModelForward
-from strategies import AR, DFlash, driver
+from dllm_jax.requests import DraftMetrics
+from strategies import AR, DFlash, drafting, driver
 from strategies.protocol import Taps
 from strategies.state import FINISH_REASONS, Sampling
 from tests.contract import dense, drafters, harness, models
@@ -48,6 +49,7 @@ class Ended:
     output: list[int]
     finish_reason: str | None
     counts: list[int]
+    drafted: DraftMetrics | None
     guesses: np.ndarray = dataclasses.field(compare=False)  # [rounds, drafter's cells and one more]
 
 
@@ -82,6 +84,13 @@ def _run(strategy, model, aux, state, prompt):
     return jax.lax.scan(one, state, length=ROOM)
 
 
+def drafted_of(state: Any, b: int) -> DraftMetrics | None:
+    """What the row's carry says of its drafts."""
+    slot = state.carry.slot
+    leaves = [slot.get(name) for name in (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)]
+    return DraftMetrics(*(tuple(leaf[b].tolist()) for leaf in leaves)) if slot else None
+
+
 def run(strategy: Any, wishes: list[Wish], draft: Any = None, seed: int = 0) -> list[Ended]:
     """Up to `SLOTS` requests at once, to their ends."""
     aux = {} if draft is None else {"draft": draft}
@@ -103,6 +112,7 @@ def run(strategy: Any, wishes: list[Wish], draft: Any = None, seed: int = 0) -> 
             state.output[b, : state.output_len[b]].tolist(),
             FINISH_REASONS[int(state.finish[b])],
             counts[: state.buffer.nfe[b], b].tolist(),
+            drafted_of(state, b),
             np.zeros(0) if guesses is None else guesses[: state.buffer.nfe[b], b],
         )
         for b in range(len(wishes))
@@ -154,6 +164,14 @@ def rounds_of(strategy: DFlash, wish: Wish, text: list[int], table: np.ndarray) 
     return dflash_rounds([*prompt, *text], len(prompt), wish.request.stops, drafts)
 
 
+def told_of(strategy: DFlash, truth: Rounds) -> DraftMetrics:
+    size = strategy.draft_block_size or 0
+    counts = (truth.sizes[n] for n in range(1, size + 1))
+    places = range(1, size)
+    told = (tuple(counter[p] for p in places) for counter in (truth.proposed, truth.accepted))
+    return DraftMetrics(tuple(counts), *told)
+
+
 def compare(
     strategy: Any, wishes: list[Wish], texts: list[list[int]], table: np.ndarray, seed: Any
 ) -> list[Ended]:
@@ -163,6 +181,7 @@ def compare(
         truth = rounds_of(strategy, wish, text, table)
         wanted = (truth.output, truth.finish_reason, truth.counts)
         assert (one.output, one.finish_reason, one.counts) == wanted, f"{seed=}"
+        assert one.drafted == told_of(strategy, truth), f"{seed=}"
     return got
 
 

@@ -85,6 +85,7 @@ STRATEGY_MACHINERY = (
     "block_rewrite",
     "sampling",
     "token_merge",
+    "drafting",
     "dual_cache",
     "remasking",
     "recording",

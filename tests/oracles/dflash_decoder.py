@@ -5,15 +5,23 @@ would write alone, with nothing to end it before its limit, and what the drafter
 anchor; there is no window, no cache and no network here.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Rounds:
-    """`counts` holds what each round emitted, past a stop id too."""
+    """`counts` holds what each round emitted, past a stop id too.
+
+    The rest counts what the user is told, up to the stop id: rounds by what they emitted, drafts
+    judged and drafts emitted by place.
+    """
 
     counts: list[int] = field(default_factory=list)
+    sizes: Counter[int] = field(default_factory=Counter)
+    proposed: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -43,6 +51,13 @@ def dflash_rounds(
         left = len(text) - anchor - 1
         count = max(min(right + 1, left), 1)
         result.counts.append(count)
+        ahead = list(text[anchor : anchor + 1 + count])
+        wanted = next((i for i, token in enumerate(ahead) if token in stops), left)
+        if told and wanted:
+            result.sizes[min(right + 1, wanted)] += 1
+        for place in range(1, min(len(told), wanted) + 1):
+            result.proposed[place] += 1
+            result.accepted[place] += place <= right
         anchor += count
         known = list(text[prompt_len : anchor + 1])
         end = next((i for i, token in enumerate(known) if token in stops), None)

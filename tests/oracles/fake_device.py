@@ -86,6 +86,9 @@ class Harvest:
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         return self._saved[row][1]
 
+    def drafted(self, row: int) -> None:
+        return None
+
 
 class FakeDevice:
     """See the module.
