@@ -221,6 +221,18 @@ def _narrowed(rows: Float[Array, "B W D"], cell: Int[Array, "B T"] | None) -> Ar
     return jnp.take_along_axis(rows, jnp.minimum(cell, rows.shape[1] - 1)[:, :, None], axis=1)
 
 
+def _widened(rows: Array, first: Int[Array, " B"], size: int) -> Array:
+    """Rows [B T ...] of the cells from `first` on as [B size ...], zero elsewhere.
+
+    A gather, which XLA computes with what it reads; a scatter is a kernel and a fill of its own.
+    """
+    place = jnp.arange(size, dtype=jnp.int32)[None] - first[:, None]
+    place = place.reshape(*place.shape, *(1,) * (rows.ndim - 2))
+    held = (place >= 0) & (place < rows.shape[1])
+    place = jnp.clip(place, 0, rows.shape[1] - 1)
+    return jnp.where(held, jnp.take_along_axis(rows, place, axis=1), jnp.zeros((), rows.dtype))
+
+
 def _window_output(
     forward: ModelForward,
     state: DecodeState,
@@ -233,13 +245,10 @@ def _window_output(
     """Computed rows as rows of the window: those of a narrow pass go to their `cell`."""
     B, K, S = live.shape
 
-    def widen(leaf: Array) -> Array:
-        if cell is None:
-            return leaf
-        empty = jnp.zeros((B, K * S, *leaf.shape[2:]), leaf.dtype)
-        return empty.at[jnp.arange(B)[:, None], cell].set(leaf, mode="drop")
-
-    rows, taps, fresh = jax.tree.map(widen, (rows, taps, fresh))
+    if cell is not None:
+        rows, taps, fresh = jax.tree.map(
+            lambda leaf: _widened(leaf, cell[:, 0], K * S), (rows, taps, fresh)
+        )
 
     def as_cells(leaf: Array) -> Array:
         return leaf.reshape(B, K, S, -1)
@@ -280,32 +289,48 @@ class WindowOutput(struct.PyTreeNode):
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
         guide: tuple[Any, float] | None = None,
+        width: int | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
+        where = self._predicted() if where is None else where & self._predicted()
+        first = jnp.argmax(where.reshape(B, K * S), axis=1).astype(jnp.int32)
+        T = K * S if width is None else width
         sampling = greedy(B) if sampling is None else sampling
-        per_cell = jax.tree.map(lambda leaf: jnp.repeat(leaf, K * S), sampling)
+
+        def read(leaf: Array) -> Array:
+            """Of a value a cell, those of the cells that are read out, one behind another."""
+            flat = leaf.reshape(B, K * S, *leaf.shape[3:])
+            if width is not None:
+                cell = first[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+                flat = flat[jnp.arange(B)[:, None], jnp.minimum(cell, K * S - 1)]
+            return flat.reshape(B * T, *flat.shape[2:])
+
         stats = read_stats(
             self.forward.unembed,
-            self._aligned().reshape(B * K * S, -1),
-            per_cell,
-            None if keys is None else keys.reshape(-1),
+            read(self._aligned()),
+            jax.tree.map(lambda leaf: jnp.repeat(leaf, T), sampling),
+            None if keys is None else read(keys),
             forbidden=lambda ids: self._forbidden(ids, forbid),
-            penalty=None if penalty is None else (penalty[0].reshape(-1), penalty[1].reshape(-1)),
+            penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
             confidence=confidence,
             num_top=num_top,
-            guide=None if guide is None else (guide[0]._aligned().reshape(B * K * S, -1), guide[1]),
+            guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
         )
-        token, sure, entropy = (
-            leaf.reshape(B, K, S) for leaf in (stats.token, stats.confidence, stats.entropy)
-        )
-        where = self._predicted() if where is None else where & self._predicted()
-        return TokenStats(
-            token=jnp.where(where, token, 0),
-            confidence=jnp.where(where, sure, -jnp.inf),
-            entropy=jnp.where(where, entropy, jnp.inf),
-            top_ids=stats.top_ids.reshape(B, K, S, -1),
-            top_probs=stats.top_probs.reshape(B, K, S, -1),
+
+        def as_cells(leaf: Array) -> Array:
+            rows = leaf.reshape(B, T, *leaf.shape[1:])
+            rows = rows if width is None else _widened(rows, first, K * S)
+            return rows.reshape(B, K, S, *leaf.shape[1:])
+
+        if width is not None:
+            cell = jnp.arange(K * S, dtype=jnp.int32)[None] - first[:, None]
+            where &= (cell < width).reshape(B, K, S)
+        stats = jax.tree.map(as_cells, stats)
+        return stats.replace(
+            token=jnp.where(where, stats.token, 0),
+            confidence=jnp.where(where, stats.confidence, -jnp.inf),
+            entropy=jnp.where(where, stats.entropy, jnp.inf),
         )
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:

@@ -245,6 +245,7 @@ class ForwardOutput(Protocol):
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
         guide: tuple["ForwardOutput", float] | None = None,
+        width: int | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -260,6 +261,8 @@ class ForwardOutput(Protocol):
             guide: An output of the same cells under another input, and a scale: the law read is
                 that of `other + (1 + scale) * (own - other)`, in logits (classifier-free guidance,
                 Ho and Salimans, arXiv 2207.12598).
+            width: Read out only the first `width` cells from the first of `where` on; the others
+                have no prediction.
         """
         ...
 

@@ -89,9 +89,10 @@ class _ScriptedOutput(struct.PyTreeNode):
         penalty: Any = None,
         num_top: int = 0,
         guide: Any = None,
+        width: int | None = None,
     ) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
-        del sampling, keys, confidence
+        del sampling, keys, confidence, width
         if forbid is not None or penalty is not None:
             raise ValueError("a script has no logits to forbid or to penalise; pass neither")
         law, entropy = self.forward.law(self.row, self.positions)

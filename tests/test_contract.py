@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.forward import ModelForward
+from strategies.random import position_keys
 from strategies.state import STOP, TO_CACHE
 from tests.contract import dense, harness
 from tests.contract.cases import NAMES, PAGE_SIZE, case, once, paged, truth
@@ -222,11 +223,20 @@ def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
             forward(state, live=cells(width)),
             forward(state, live=cells(12), width=width),
         )
+        how = {"where": cells(12), "sampling": state.sampling, "keys": position_keys(state)}
+        told = [wide.predict(**how, num_top=2, width=w) for w in (None, 2)]
         return [
             (o.hidden, o.predict().confidence, o.store(state, cells(12))) for o in (wide, narrow)
-        ]
+        ], told
 
-    (wide, wide_sure, wide_state), (narrow, sure, narrow_state) = run(state)
+    ((wide, wide_sure, wide_state), (narrow, sure, narrow_state)), (every, two) = run(state)
+    asked = np.asarray(every.confidence > -np.inf).reshape(SLOTS, -1)
+    asked = asked & (np.cumsum(asked, axis=1) <= 2)
+    assert asked.sum() > SLOTS
+    np.testing.assert_array_equal(np.asarray(two.confidence > -np.inf).reshape(SLOTS, -1), asked)
+    for a, b in zip(*map(jax.tree.leaves, (two, every)), strict=True):
+        a, b = (np.asarray(leaf).reshape(SLOTS, 12, -1)[asked] for leaf in (a, b))
+        np.testing.assert_allclose(a, b, **TOLERANCE)
     mask = np.asarray(cells(width))
     np.testing.assert_allclose(narrow[mask], wide[mask], **TOLERANCE)
     np.testing.assert_allclose(sure, wide_sure, **TOLERANCE)
