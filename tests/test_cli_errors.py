@@ -406,6 +406,10 @@ def test_convert_refuses_an_existing_target(fails, random_folder, tmp_path):
 def test_train_checks_flags(fails):
     assert "--steps: 0 is too small" in fails(2, "train", "--out", "x", "--steps", "0")
     assert "required: --out" in fails(2, "train")
+    said = fails(2, "train", "ar", "--out", "x", "--anchors", "4")
+    assert "--anchors is not of `train ar`; leave it out, or train dflash" in said
+    assert "needs a --target" in fails(2, "train", "dflash", "--out", "x")
+    assert "'sdrr'" in fails(2, "train", "sdrr", "--out", "x")
 
 
 def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):

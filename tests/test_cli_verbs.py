@@ -72,15 +72,23 @@ def test_train_hands_on_only_what_was_given(monkeypatch):
     seen = []
     monkeypatch.setattr("dllm_jax.training.command.main", lambda argv: seen.append(argv) or 0)
     assert main(["train", "--out", "run", "--steps", "50", "--muon-lr", "0.01"]) == 0
-    assert seen == [["--out", "run", "--steps", "50", "--muon-lr", "0.01"]]
+    assert main(["train", "dflash", "--out", "run", "--target", "t", "--anchors", "4"]) == 0
+    assert seen == [
+        ["--out", "run", "--steps", "50", "--muon-lr", "0.01"],
+        ["dflash", "--out", "run", "--target", "t", "--anchors", "4"],
+    ]
 
 
 def test_every_option_of_the_trainer_is_a_flag_of_the_verb():
-    from dllm_jax.cli.train import OPTIONS
-    from dllm_jax.training.command import parser
+    from dllm_jax.cli.train import KINDS, OPTIONS
+    from dllm_jax.training import command
 
-    known = {flag for action in parser()._actions for flag in action.option_strings}
-    assert {flag for flag, _, _ in OPTIONS} | {"--out", "-h", "--help"} == known
+    assert tuple(command.KINDS) == KINDS
+    for kind in KINDS:
+        parser = command.parser(kind)
+        known = {flag for action in parser._actions for flag in action.option_strings}
+        flags = {flag for flag, _, kinds, _ in OPTIONS if kind in kinds}
+        assert flags | {"--out", "-h", "--help"} == known
 
 
 def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):

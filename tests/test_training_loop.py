@@ -12,9 +12,9 @@ import pytest
 
 from checkpoints_convert import conversion
 from dllm_jax.models import dense
-from dllm_jax.training import export, loop, optimizer, report, run_folder, stream
+from dllm_jax.training import export, loop, optimizer, report, run_folder, sdar, stream
 
-TINY = loop.TrainConfig(
+TINY = sdar.TrainConfig(
     model=dense.DenseConfig(
         vocab_size=768, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
         ffn_size=64, rope_theta=1e4, mask_token_id=1,
@@ -41,7 +41,7 @@ def promotion():
 def whole_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return out, loop.train(TINY, out, num_workers=0, say=lambda _: None)
+        return out, sdar.train(TINY, out, num_workers=0, say=lambda _: None)
 
 
 def test_fifty_steps_lower_the_loss(whole_run) -> None:
@@ -77,8 +77,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole_run, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loop, "learning_rate_factor", stop_after_seven)
         with pytest.raises(Enough):
-            loop.train(config, tmp_path, num_workers=0, say=lines.append)
-    run = loop.train(TINY, tmp_path, num_workers=0, say=lines.append)
+            sdar.train(config, tmp_path, num_workers=0, say=lines.append)
+    run = sdar.train(TINY, tmp_path, num_workers=0, say=lines.append)
     assert any("resumed at step 7" in line for line in lines)
     assert run["step"] == 50
     for a, b in zip(jax.tree.leaves(run["params"]), jax.tree.leaves(whole["params"]), strict=True):
@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole_run, tmp_path, monkeypa
 
 
 def test_a_time_limit_ends_with_a_checkpoint(tmp_path) -> None:
-    run = loop.train(TINY, tmp_path, max_seconds=0.0, num_workers=0, say=lambda _: None)
+    run = sdar.train(TINY, tmp_path, max_seconds=0.0, num_workers=0, say=lambda _: None)
     assert not run["done"]
     assert list((tmp_path / "checkpoints").iterdir())
 
@@ -100,7 +100,7 @@ def test_a_run_takes_no_foreign_folder(tmp_path) -> None:
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "sdar"}')
     with pytest.raises(ValueError, match=r"model' holds 'config.json' and no training run; give a"):
-        loop.train(TINY, model, num_workers=0)
+        sdar.train(TINY, model, num_workers=0)
     assert [p.name for p in model.iterdir()] == ["config.json"]
     assert (model / "config.json").read_text() == '{"model_type": "sdar"}'
     for path, reason in (
@@ -108,7 +108,7 @@ def test_a_run_takes_no_foreign_folder(tmp_path) -> None:
         (model / "config.json" / "x", "Not a"),
     ):
         with pytest.raises(ValueError, match=rf"folder of a run \({reason}.*\); give a folder"):
-            loop.train(TINY, path, num_workers=0)
+            sdar.train(TINY, path, num_workers=0)
 
 
 def test_a_run_is_continued_with_its_own_config_only(tmp_path) -> None:
@@ -127,7 +127,7 @@ def test_a_run_is_continued_with_its_own_config_only(tmp_path) -> None:
 
 
 def test_the_stream_is_a_function_of_its_position() -> None:
-    tokenizer = loop.make_tokenizer(768)
+    tokenizer = stream.make_tokenizer(768)
     cfg = dataclasses.replace(TINY.data, batch_size=4)
     feed = stream.batches(cfg, tokenizer)
     first = [next(feed) for _ in range(19)]

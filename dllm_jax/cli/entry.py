@@ -25,7 +25,7 @@ VERBS = {
     "eval": "accuracy and tokens per forward on the built-in word problems",
     "convert": "a Hugging Face folder to a converted one",
     "inspect": "what a checkpoint folder holds, and every problem in it",
-    "train": "train the built-in model from nothing",
+    "train": "train a small model from nothing, or a drafter for any target",
     "replay": "a saved snapshot of a request again, step by step",
     "trace": "a page or pictures that replay how a text was denoised",
     "info": "versions, devices, kernels, models",

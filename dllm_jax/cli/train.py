@@ -1,48 +1,77 @@
-"""`dllm-jax train`: the built-in model from nothing, on the generated word problems."""
+"""`dllm-jax train [KIND]`: a small model from nothing, or a drafter for any target."""
 
 import argparse
 
 from dllm_jax.cli import flags
-from dllm_jax.cli.errors import Interrupted
+from dllm_jax.cli.errors import Interrupted, UsageError
 
-# flag, type, help; what is not given is left to dllm_jax.training, which knows the recipe
+KINDS = ("sdar", "ar", "dflash")
+_ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar"), ("dflash",)
+# flag, type, kinds, help; what is not given is left to dllm_jax.training, which knows the recipes
 OPTIONS = (
-    ("--steps", flags.whole(1), "length of the run"),
-    ("--budget-seconds", flags.number(0, 1e9, True), "length in seconds, instead of --steps"),
-    ("--max-seconds", flags.number(0, 1e9, True), "stop this call, with a checkpoint, after that"),
-    ("--batch-size", flags.whole(1), "sequences a step"),
-    ("--seed", flags.whole(0, 2**31 - 1), "of data, noise and weights"),
-    ("--muon-lr", flags.number(0, 10, True), "peak learning rate of the layers' matrices"),
-    ("--adam-lr", flags.number(0, 10, True), "peak learning rate of everything else"),
-    ("--layers", flags.whole(1), "layers of the model"),
-    ("--hidden-size", flags.whole(1), "width of the model"),
-    ("--ffn-size", flags.whole(1), "width of its feed-forward part"),
-    ("--workers", flags.whole(0), "processes that make data"),
-    ("--head-temperature", flags.number(0, 100, True), "what the head is divided by in the end"),
-    ("--evals", flags.whole(0), "evaluations during the run"),
-    ("--eval-problems", flags.whole(1), "held-out problems a half, each quarter"),
-    ("--final-problems", flags.whole(1), "held-out problems a half, at the end"),
-    ("--log-every", flags.whole(1), "steps between lines of the log"),
+    ("--steps", flags.whole(1), _ALL, "length of the run"),
+    ("--budget-seconds", flags.number(0, 1e9, True), _ALL, "length in seconds, instead of --steps"),
+    ("--max-seconds", flags.number(0, 1e9, True), _ALL, "stop this call, with a checkpoint"),
+    ("--batch-size", flags.whole(1), _ALL, "sequences a step"),
+    ("--seed", flags.whole(0, 2**31 - 1), _ALL, "of data, noise and weights"),
+    ("--muon-lr", flags.number(0, 10, True), _ALL, "peak learning rate of the layers' matrices"),
+    ("--adam-lr", flags.number(0, 10, True), _ALL, "peak learning rate of everything else"),
+    ("--layers", flags.whole(1), _ALL, "layers of the model"),
+    ("--hidden-size", flags.whole(1), _OWN, "width of the model"),
+    ("--ffn-size", flags.whole(1), _ALL, "width of its feed-forward part"),
+    ("--workers", flags.whole(0), _ALL, "processes that make data"),
+    ("--head-temperature", flags.number(0, 100, True), ("sdar",), "what divides the head at last"),
+    ("--evals", flags.whole(0), _ALL, "evaluations during the run"),
+    ("--eval-problems", flags.whole(1), _ALL, "held-out problems a half, each of those"),
+    ("--final-problems", flags.whole(1), _ALL, "held-out problems a half, at the end"),
+    ("--log-every", flags.whole(1), _ALL, "steps between lines of the log"),
+    ("--target", str, _DRAFT, "what is drafted for: all that --model takes"),
+    ("--prompts", str, _DRAFT, 'file of prompts, one a line or .jsonl with "prompt"'),
+    ("--target-layer-ids", str, _DRAFT, "layers of the target that are read, from 0: 1,9,17"),
+    ("--mask-token-id", flags.whole(0), _DRAFT, "a token that no text uses"),
+    ("--block-size", flags.whole(2), _DRAFT, "tokens of a block, the anchor counted"),
+    ("--anchors", flags.whole(1), _DRAFT, "blocks of each text and step"),
+    ("--gamma", flags.number(0, 1e6, True), _DRAFT, "decay of the loss along a block"),
+    ("--row-tokens", flags.whole(3), _DRAFT, "texts are cut to so many tokens"),
+    ("--num-responses", flags.whole(1), _DRAFT, "answers of the target to learn from"),
+    ("--response-batch", flags.whole(1), _DRAFT, "prompts it answers at a time"),
+    ("--response-tokens", flags.whole(2), _DRAFT, "tokens of its longest answer"),
+    ("--response-seconds", flags.number(0, 1e9, True), _DRAFT, "answer no longer than this"),
+    ("--greedy-share", flags.number(0, 1), _DRAFT, "share of answers at temperature 0"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = "A run found in the folder is continued. Curves are drawn to OUT/curves.png."
+    parser.add_argument(
+        "kind", nargs="?", choices=KINDS, default=None, metavar="KIND",
+        help="sdar: a block-diffusion model of word problems (the default); ar: a causal one, a "
+        "target for drafters; dflash: a drafter for --target",
+    )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the run")
-    for flag, kind, told in OPTIONS:
-        parser.add_argument(flag, type=kind, help=told, metavar="N")
+    for flag, kind, kinds, told in OPTIONS:
+        only = "" if kinds == _ALL else f" ({', '.join(kinds)})"
+        parser.add_argument(flag, type=kind, help=told + only, metavar="N")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or continue, or say how to continue."""
+    kind = args.kind or "sdar"
+    argv = ([args.kind] if args.kind else []) + ["--out", args.out]
+    for flag, _, kinds, _ in OPTIONS:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value is None:
+            continue
+        if kind not in kinds:
+            raise UsageError(
+                f"{flag} is not of `train {kind}`; leave it out, or train {' or '.join(kinds)}"
+            )
+        argv += [flag, str(value)]
+    if kind == "dflash" and args.target is None:
+        raise UsageError("train dflash needs a --target: give what --model takes")
     from dllm_jax.training.command import main
 
-    argv = ["--out", args.out]
-    for flag, _, _ in OPTIONS:
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            argv += [flag, str(value)]
     try:
         return main(argv)
     except KeyboardInterrupt:

@@ -11,9 +11,16 @@ import shutil
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import tokenizers
 
 import checkpoints_convert.export
-from dllm_jax.training import loop
+from dllm_jax.model import Model
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.families import config_json, parse_config
+from dllm_jax.training import sdar
 from dllm_jax.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, save_tokenizer
 
 BLOCK_SIZE = 32
@@ -27,6 +34,45 @@ DECODING = {
 }
 
 
+_IDS = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+
+
+def as_model(params: Any, cfg: DenseConfig, family: str = "qwen3") -> Model:
+    """Weights under training as a model that decodes, without a tokenizer."""
+    ids = {} if family == "dflash" else _IDS
+    parsed = parse_config({**config_json(family, cfg), **ids})
+    return Model(params=params, config=cfg, arch=arch_of(cfg), defaults=parsed.defaults)
+
+
+def rounded(params: Any, cfg: DenseConfig, dtype: str, family: str = "qwen3") -> Model:
+    """`as_model` of weights in `dtype`, on one device: one program for all of them."""
+    placed = jax.device_put(params, jax.devices()[0])
+    return as_model(jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), placed), cfg, family)
+
+
+def save_draft(params: Any, cfg: DFlashConfig, target: Model, folder: pathlib.Path) -> None:
+    """Write a drafter in z-lab's layout: weights (bf16) and configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoints_convert.export.export_hf(
+        params,
+        cfg,
+        folder,
+        family="dflash",
+        extra_config={"num_target_layers": target.config.num_layers, "model_type": "qwen3"},
+    )
+
+
+def save_causal(
+    params: Any, cfg: DenseConfig, tokenizer: tokenizers.Tokenizer, folder: pathlib.Path
+) -> None:
+    """Write a causal model of `ar`: weights (bf16), configuration, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoints_convert.export.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
+    generation = {**_IDS, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_tokenizer(tokenizer, folder, cfg.max_position)
+
+
 def calibrate(params: Any, temperature: float) -> Any:
     """The weights with every logit divided by `temperature` (the head must not be tied)."""
     return params | {"lm_head": params["lm_head"] / temperature}
@@ -34,25 +80,24 @@ def calibrate(params: Any, temperature: float) -> Any:
 
 def save_folder(
     run: dict[str, Any],
-    config: loop.TrainConfig,
+    config: sdar.TrainConfig,
     folder: pathlib.Path,
     curves: pathlib.Path | None = None,
 ) -> None:
     """Write weights (bf16), configuration, tokenizer and curves; `write_card` adds the card."""
     folder.mkdir(parents=True, exist_ok=True)
-    ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     checkpoints_convert.export.export_hf(
         run["params"],
         config.model,
         folder,
         extra_config={
-            **ids,
+            **_IDS,
             "mask_token_id": MASK_ID,
             "block_size": BLOCK_SIZE,
             "dllm_jax": DECODING,
         },
     )
-    generation = {**ids, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE, "do_sample": False}
+    generation = {**_IDS, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_tokenizer(run["tokenizer"], folder, config.model.max_position)
     if curves is not None:
@@ -61,7 +106,7 @@ def save_folder(
 
 def write_card(
     run: dict[str, Any],
-    config: loop.TrainConfig,
+    config: sdar.TrainConfig,
     folder: pathlib.Path,
     results: list[dict],
     measured_with: str = "the trainer's dense decoder in bf16",

@@ -38,7 +38,8 @@ def make_optimizer(
 
 def _labels(params: Any) -> Any:
     def label(path: tuple, leaf: Array) -> str:
-        return "muon" if path[0].key == "layers" and leaf.ndim > 1 else "adam"
+        is_inner = path[0].key in ("layers", "fc")  # fc: a drafter's projection of hidden states
+        return "muon" if is_inner and leaf.ndim > 1 else "adam"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

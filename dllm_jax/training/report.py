@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 
@@ -11,8 +12,20 @@ def read_log(path: str | pathlib.Path) -> tuple[list[dict[str, Any]], list[dict[
     return [x for x in lines if "eval" not in x], [x for x in lines if "eval" in x]
 
 
+# of a kind's metrics, the first found is drawn: title, what of it, whether on a log scale
+_PROGRESS: dict[str, tuple[str, Callable[[float], float], bool]] = {
+    "digit_accuracy": ("masked digits wrong (share)", lambda x: 1 - x, True),
+    "token_accuracy": ("tokens of the response wrong (share)", lambda x: 1 - x, True),
+    "accepted": ("accepted length, teacher-forced on answers", lambda x: x, False),
+}
+_SCORES: dict[str, tuple[str, float]] = {
+    "accepted": ("accepted length, held-out problems", 1.0),
+    "exact": ("held-out problems right, %", 100.0),
+}
+
+
 def draw_curves(log: str | pathlib.Path, png: str | pathlib.Path) -> None:
-    """Loss, masked-digit accuracy and held-out exact match over steps."""
+    """Loss, how the task itself goes, and evaluations, over steps."""
     import matplotlib  # heavy, and needed here only
 
     matplotlib.use("Agg")
@@ -23,20 +36,28 @@ def draw_curves(log: str | pathlib.Path, png: str | pathlib.Path) -> None:
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.6), dpi=90)
     left.semilogy(x, [line["loss"] for line in steps], linewidth=0.8)
     left.set(title="loss", xlabel="step")
-    middle.semilogy(x, [1 - line["digit_accuracy"] for line in steps], linewidth=0.8)
-    middle.set(title="masked digits wrong (share)", xlabel="step")
-    for half in ("plain", "hard"):
-        for buffer, style in ((1, "o-"), (4, "s--")):
-            points = [
-                (line["step"], 100 * line["eval"]["exact"])
-                for line in evals
-                if line["eval"]["half"] == half and line["eval"]["buffer"] == buffer
-            ]
-            if points:
-                right.plot(*zip(*points, strict=True), style, label=f"{half}, buffer {buffer}")
-    right.set(title="held-out problems right, %", xlabel="step")
-    if evals:
-        right.legend()
+    for name, (title, of, is_log) in _PROGRESS.items():
+        if steps and name in steps[0]:
+            draw = middle.semilogy if is_log else middle.plot
+            draw(x, [of(line[name]) for line in steps], linewidth=0.8)
+            middle.set(title=title, xlabel="step")
+            break
+    for name, (title, factor) in _SCORES.items():
+        found: dict[str, list[tuple[int, float]]] = {}
+        for line in evals:
+            if name in line["eval"]:
+                points = found.setdefault(_label(line["eval"]), [])
+                points.append((line["step"], factor * line["eval"][name]))
+        for label, points in found.items():
+            right.plot(*zip(*points, strict=True), "o-", label=label)
+        if found:
+            right.set(title=title, xlabel="step")
+            right.legend()
+            break
     figure.tight_layout()
     figure.savefig(png)
     pyplot.close(figure)
+
+
+def _label(score: dict[str, Any]) -> str:
+    return ", ".join([score["half"], *(f"buffer {score[k]}" for k in ("buffer",) if k in score)])

@@ -21,7 +21,7 @@ def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
     """Make the folder of a run, or find that it is this run's; write `config.json`.
 
     Args:
-        config: Dataclass of the run, such as `dllm_jax.training.loop.TrainConfig`.
+        config: Dataclass of the run, such as `dllm_jax.training.sdar.TrainConfig`.
 
     Returns:
         The folder, resolved.
@@ -67,7 +67,7 @@ def _stored(path: pathlib.Path) -> dict[str, Any] | None:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    is_run = isinstance(stored, dict) and {"model", "data", "noise"} <= set(stored)
+    is_run = isinstance(stored, dict) and {"num_steps", "muon_lr"} <= set(stored)
     return stored if is_run else None
 
 

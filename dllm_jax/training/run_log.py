@@ -36,6 +36,15 @@ class Clock:
         return max_seconds is not None and self.seconds() - self.seconds_before >= max_seconds
 
 
+def figures(of: dict) -> str:
+    """Names and values on one line, those with parts of their own left out."""
+    shown = {name: value for name, value in of.items() if not isinstance(value, dict | list)}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown.items()
+    )
+
+
 class Log:
     """Lines of `metrics.jsonl`, and of what the user sees."""
 
@@ -60,8 +69,8 @@ class Log:
         line = {"step": step, "seconds": self._clock.seconds(), "progress": self._clock.progress()}
         self._write(line | self.last | {"lr_factor": factor, "steps_per_second": speed})
         self._say(
-            f"step {step} {100 * self._clock.progress():.1f} % loss {self.last['loss']:.4f} "
-            f"digits {self.last['digit_accuracy']:.4f} {speed:.1f} steps/s"
+            f"step {step} {100 * self._clock.progress():.1f} % {figures(self.last)}, "
+            f"{speed:.1f} steps/s"
         )
         if not math.isfinite(self.last["loss"]):
             raise FloatingPointError(f"loss={self.last['loss']} at {step=}; lower the rates")
@@ -71,11 +80,7 @@ class Log:
         for score in scores:
             kept = {name: value for name, value in score.items() if name != "right"}
             self._write({"step": self._clock.step, "eval": kept})
-            self._say(
-                f"{score['half']} buffer {score['buffer']}: {score['exact']:.3f} exact, "
-                f"{score['tokens_per_forward']:.2f} tokens per forward, "
-                f"{score['denoise_per_block']:.2f} denoise forwards a block"
-            )
+            self._say(figures(kept))
 
     def _write(self, line: dict) -> None:
         self._file.write(json.dumps(line) + "\n")

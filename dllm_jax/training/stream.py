@@ -6,6 +6,7 @@ batches) is a pure function of (config, c), whatever the number of workers, so r
 """
 
 import dataclasses
+import functools
 import multiprocessing
 import os
 import random
@@ -16,10 +17,12 @@ import numpy as np
 import tokenizers
 
 from dllm_jax.training import data
-from dllm_jax.training.tokenizer import ASSISTANT, EOS, EOS_ID, USER
+from dllm_jax.training.tokenizer import ASSISTANT, EOS, EOS_ID, USER, train_tokenizer
 
 BATCHES_PER_CHUNK = 8
 _QUEUE_CHUNKS = 3  # chunks a worker may be ahead
+_TOKENIZER_PROBLEMS = 10_000  # of each half
+_TOKENIZER_SEED = 9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,34 @@ class StreamConfig:
     room: int = 16
     hard_share: float = 0.6
     example_share: float = 0.1
+
+
+@functools.cache
+def make_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
+    """The tokenizer of a run: a function of the generator and the vocabulary size alone."""
+    drawn = (
+        data.problem(half, _TOKENIZER_SEED, i)
+        for i in range(_TOKENIZER_PROBLEMS)
+        for half in data.HALVES
+    )
+    return train_tokenizer((p.question + p.response for p in drawn), vocab_size)
+
+
+def tokenizer_for(vocab_size: int) -> tuple[tokenizers.Tokenizer, np.ndarray]:
+    """The tokenizer of a model of exactly `vocab_size` tokens, and which of them are digits.
+
+    Raises:
+        ValueError: The generator's text does not fill so large a vocabulary.
+    """
+    tokenizer = make_tokenizer(vocab_size)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"{vocab_size=} differs from the tokenizer's {tokenizer.get_vocab_size()}; use at most "
+            "that many"
+        )
+    is_digit = np.zeros(vocab_size, bool)
+    is_digit[[tokenizer.encode(digit).ids[0] for digit in "0123456789"]] = True
+    return tokenizer, is_digit
 
 
 def conversation(question: str, response: str | None = None) -> str:

@@ -1,0 +1,146 @@
+"""Model cards of a trained target and a trained drafter.
+
+What they are, how they were made, how they score. Nothing here trains or scores.
+"""
+
+import pathlib
+import platform
+import shutil
+from typing import Any
+
+import jax
+
+
+def write_causal(
+    run: dict[str, Any],
+    config: Any,
+    folder: pathlib.Path,
+    results: list[dict],
+    curves: pathlib.Path,
+) -> None:
+    """README.md and curves of a run of `ar`."""
+    m = config.model
+    text = f"""---
+license: apache-2.0
+library_name: dllm-jax
+pipeline_tag: text-generation
+---
+# {_title(folder, "tiny-qwen3")}
+
+A causal language model of {_millions(run)} M parameters that solves arithmetic word problems, of
+Qwen3's shape. It is a target for drafters (DFlash) that runs offline; it knows nothing else.
+
+- **Shape**: {m.num_layers} layers, width {m.hidden_size}, {m.num_heads} query and
+  {m.num_kv_heads} key/value heads of {m.head_dim}, SwiGLU {m.ffn_size}, RoPE theta
+  {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16.
+- **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
+  `<|eos|>`.
+- **Data**: the project's own seeded generator (`dllm_jax/training/data.py`), fresh samples all
+  through; {1 - config.data.hard_share:.0%} plain word problems, {config.data.hard_share:.0%} hard
+  ones. One instance in sixteen, by a hash of its numbers, is held out.
+- **Objective**: cross entropy of the next token; a token of the prompt weighs
+  {config.prompt_weight:g} of one of the response.
+- **Training**: {run["step"]} steps of {config.data.batch_size} rows of {config.data.lengths[0]}
+  tokens in {run["seconds"]:.0f} s (compilation and evaluation included) on {_device()};
+  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; {_versions()}. Last
+  training loss {run["metrics"].get("loss", 0.0):.4f}.
+- **Limits**: rows of at most {config.data.lengths[0]} tokens, English templates only, whole
+  numbers, results below 10000.
+
+![curves](curves.png)
+
+## Results
+
+Held-out problems, greedy, {_count(results)} a half, weights in {config.compute_dtype}.
+
+| half | exact % | tokens an answer |
+|---|---|---|
+{_rows(results, ("half", "exact", "tokens"))}
+"""
+    _write(folder, text, curves)
+
+
+def write_draft(
+    run: dict[str, Any],
+    config: Any,
+    folder: pathlib.Path,
+    results: list[dict],
+    curves: pathlib.Path,
+) -> None:
+    """README.md and curves of a run of `dflash`."""
+    m = run["model_config"]
+    prompts = "the built-in word problems" if config.prompts is None else f"`{config.prompts}`"
+    scores = f"""
+## Results
+
+Held-out problems, {_count(results)} a half, drafter and target in bf16 where trained on an
+accelerator. Accepted length: visible tokens of the answers over rounds of the real strategy
+(block {m.block_size}, all drafts judged), the target's own token of each round counted.
+
+| half | temperature | accepted length | exact % | tokens an answer |
+|---|---|---|---|---|
+{_rows(results, ("half", "temperature", "accepted", "exact", "tokens"))}
+"""
+    text = f"""---
+license: apache-2.0
+library_name: dllm-jax
+pipeline_tag: text-generation
+---
+# {_title(folder, "dflash")}
+
+A DFlash drafter (arXiv 2602.06036) of {_millions(run)} M parameters for `{config.target}`: it
+fills {m.block_size - 1} tokens behind an anchor in one pass. It changes no text, only the speed.
+
+- **Shape**: {m.num_layers} layers, width {m.hidden_size}, SwiGLU {m.ffn_size}; reads the target
+  behind its layers {list(m.target_layer_ids)}, counted from 0; mask token {m.mask_token_id};
+  embedding and head are the target's. Weights bf16.
+- **Data**: {len(run["answers"]["length"])} answers of the target itself to prompts of {prompts},
+  a share of {config.greedy_share:g} greedy, the rest drawn at temperature 1; cut to
+  {config.row_tokens} tokens.
+- **Objective**: {config.anchors} random anchors a text and step; cross entropy of the masked
+  cells, weight exp(-(j - 1) / gamma) at cell j.
+- **Training**: {run["step"]} steps of {config.batch_size} texts in {run["seconds"]:.0f} s
+  (compilation and evaluation included) on {_device()}; Muon {config.muon_lr:g} and Adam
+  {config.adam_lr:g}, seed {config.seed}; {_versions()}. Last training loss
+  {run["metrics"].get("loss", 0.0):.4f}, accepted length on its texts
+  {run["metrics"].get("accepted", 0.0):.2f} (teacher-forced).
+
+![curves](curves.png)
+{scores if results else ""}"""
+    _write(folder, text, curves)
+
+
+def _write(folder: pathlib.Path, text: str, curves: pathlib.Path) -> None:
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    shutil.copyfile(curves, folder / "curves.png")
+
+
+def _title(folder: pathlib.Path, otherwise: str) -> str:
+    return otherwise if folder.name == "model" else folder.name
+
+
+def _rows(results: list[dict], names: tuple[str, ...]) -> str:
+    def cell(name: str, value: Any) -> str:
+        if name == "exact":
+            return f"{100 * value:.2f}"
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    return "\n".join(
+        "| " + " | ".join(cell(name, result[name]) for name in names) + " |" for result in results
+    )
+
+
+def _count(results: list[dict]) -> int:
+    return results[0]["num_problems"] if results else 0
+
+
+def _millions(run: dict[str, Any]) -> str:
+    return f"{sum(leaf.size for leaf in jax.tree.leaves(run['params'])) / 1e6:.2f}"
+
+
+def _device() -> str:
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+
+
+def _versions() -> str:
+    return f"jax {jax.__version__}, Python {platform.python_version()}"

@@ -1,0 +1,236 @@
+"""A DFlash drafter for any target the engine loads: config, data, run.
+
+The target, frozen -> its own answers to many prompts (`responses`) -> blocks behind random anchors
+of them (`draft_objective`) -> a drafter. Nothing here knows how a step is applied or kept (`loop`).
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from dllm_jax.loading import load
+from dllm_jax.model import Model
+from dllm_jax.models import dense, dflash
+from dllm_jax.training import draft_objective, loop, responses, run_folder, solving
+from dllm_jax.training.export import rounded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(loop.RunConfig):
+    """A run that trains a drafter.
+
+    Attributes:
+        target: What `dllm_jax.load` takes.
+        prompts: File of prompts; None: the built-in word problems.
+        num_layers: Layers of the drafter.
+        target_layer_ids: Layers of the target that it reads, counted from 0; None: `num_taps` of
+            them, evenly from the second to the last but one.
+        block_size: Cells of a block, its anchor counted.
+        mask_token_id: A row of the target's embedding that no text uses; None: its tokenizer's
+            mask, else the first row past its tokens.
+        anchors: Blocks of each text and step.
+        gamma: Decay of the loss weights along a block; None: the published one of its size.
+        ffn_size: Width of the feed-forward part; None: the target's.
+        row_tokens: Texts are cut to this many tokens.
+        num_responses: Answers of the target to learn from.
+        response_batch: Prompts it answers at a time.
+        response_tokens: Tokens of its longest answer.
+        response_seconds: Stop answering after so long, with what there is.
+        greedy_share: Share of the answers at temperature 0; the rest are drawn at 1.
+    """
+
+    kind: str = "dflash"
+    target: str = "builtin:tiny-qwen3"
+    prompts: str | None = None
+    num_layers: int = 2
+    num_taps: int = 3
+    target_layer_ids: tuple[int, ...] | None = None
+    block_size: int = 16
+    mask_token_id: int | None = None
+    anchors: int = 16
+    gamma: float | None = None
+    ffn_size: int | None = None
+    batch_size: int = 64
+    row_tokens: int = 208
+    num_responses: int = 32_768
+    response_batch: int = 1024
+    response_tokens: int = 160
+    response_seconds: float | None = None
+    greedy_share: float = 0.5
+    num_steps: int = 5_000
+    evals: int = 2
+
+
+def spread(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """`num_taps` layers of a target, evenly from its second to its last but one."""
+    ids = np.linspace(1, num_layers - 2, num_taps).round().astype(int)
+    return tuple(sorted({int(i) for i in np.clip(ids, 0, num_layers - 1)}))
+
+
+def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
+    """The drafter that a run trains: the target's heads and width, layers of its own.
+
+    Raises:
+        ValueError: The target has no row for the mask, or lacks a layer that is to be read.
+    """
+    of = target.config
+    mask = config.mask_token_id
+    if mask is None and target.tokenizer is not None:
+        mask = target.tokenizer.mask_token_id
+    if mask is None:
+        mask = target.defaults.vocab_limit
+    if not 0 <= mask < of.vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask} must be a row of the target's embedding of {of.vocab_size}; "
+            "give --mask-token-id a token that no text uses"
+        )
+    layers = config.target_layer_ids or spread(of.num_layers, config.num_taps)
+    if not all(0 <= i < of.num_layers for i in layers):
+        raise ValueError(
+            f"target_layer_ids={list(layers)} must be below the target's {of.num_layers} layers"
+        )
+    return dflash.DFlashConfig(
+        vocab_size=of.vocab_size,
+        hidden_size=of.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=of.num_heads,
+        num_kv_heads=of.num_kv_heads,
+        head_dim=of.head_dim,
+        ffn_size=config.ffn_size or of.ffn_size,
+        rope_theta=of.rope_theta,
+        norm_eps=of.norm_eps,
+        max_position=of.max_position,
+        tie_embeddings=of.tie_embeddings,
+        logit_scale=of.logit_scale,
+        mask_token_id=mask,
+        target_layer_ids=layers,
+        block_size=config.block_size,
+        windows=(None,) * config.num_layers,
+        causal=(False,) * config.num_layers,
+    )
+
+
+def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+    """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
+
+    Returns:
+        What `loop.run` does, and `target`, its `answers`, `model_config` (of the drafter) and the
+        `tokenizer` of a target that reads the built-in problems, else None.
+
+    Raises:
+        FloatingPointError: If the loss is no number any more.
+        ValueError: If `out_dir` holds something else or a run of another config (`run_folder`), or
+            no draft can be made for this target.
+    """
+    folder = run_folder.claim(out_dir, config)
+    target = load(config.target)
+    if not target.config.shift:
+        raise ValueError(
+            f"target {config.target!r} is no autoregressive model; DFlash drafts for those"
+        )
+    cfg = draft_config(config, target)
+    # without its name and files: models under training share its compiled programs
+    bare = target.replace(source="", tokenizer_source=None)
+    prompts = _prompts(config, target, folder, how.get("num_workers", 2))
+    with contextlib.closing(prompts):
+        answers = responses.regenerate(
+            bare,
+            prompts,
+            folder,
+            num_responses=config.num_responses,
+            batch_size=config.response_batch,
+            max_tokens=config.response_tokens,
+            row_len=config.row_tokens,
+            greedy_share=config.greedy_share,
+            seed=config.seed,
+            max_seconds=config.response_seconds,
+            say=how.get("say", print),
+        )
+    tokenizer = None if config.prompts else responses.problem_tokenizer(target)
+    run = loop.run(config, make_task(config, cfg, bare, answers, tokenizer), folder, **how)
+    return run | {
+        "target": bare,
+        "answers": answers,
+        "model_config": cfg,
+        "tokenizer": tokenizer,
+    }
+
+
+def make_task(
+    config: TrainConfig,
+    cfg: dflash.DFlashConfig,
+    target: Model,
+    answers: dict[str, np.ndarray],
+    tokenizer: tokenizers.Tokenizer | None,
+) -> loop.Task:
+    """What a drafter of `target` learns from its `answers`; scored on problems if these are."""
+    dtype = jnp.dtype(config.compute_dtype)
+    gamma = config.gamma or draft_objective.gamma_of(config.block_size)
+
+    def init(key: Array) -> Any:
+        return dense.random_params(key, dflash.param_shapes(cfg, jnp.float32))
+
+    def loss(params: Any, frozen: Model, batch: dict, key: Array) -> tuple[Array, dict]:
+        rounded = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        anchors, valid = draft_objective.draw_anchors(
+            key, batch["prompt_len"], batch["length"], config.anchors
+        )
+        return draft_objective.loss(
+            rounded, cfg, frozen, batch["tokens"], batch["length"], anchors, valid, gamma
+        )
+
+    def score(params: Any, rows: NamedSharding) -> list[dict]:
+        del rows  # decoded on one device: it takes seconds
+        if tokenizer is None:
+            return []
+        draft = draft_of(params, cfg, target)
+        return solving.score(target, tokenizer, draft, num_problems=config.eval_problems)
+
+    return loop.Task(
+        init=init,
+        loss=loss,
+        batches=lambda first, _: epochs(answers, config.batch_size, config.seed, first),
+        score=score,
+        frozen=target,
+    )
+
+
+def draft_of(params: Any, cfg: dflash.DFlashConfig, target: Model) -> Model:
+    """Weights under training as a drafter in the target's type."""
+    return rounded(params, cfg, str(target.params["embed"].dtype), "dflash")
+
+
+def epochs(
+    answers: dict[str, np.ndarray], batch_size: int, seed: int, first: int
+) -> Generator[dict, None, None]:
+    """Batches from number `first` on, every answer once in each epoch, in an order of its own."""
+    size = len(answers["length"])
+    batch_size = min(batch_size, size)
+    per_epoch = size // batch_size
+    while True:
+        epoch, skip = divmod(first, per_epoch)
+        order = np.random.default_rng((seed, epoch)).permutation(size)
+        for i in range(skip, per_epoch):
+            rows = order[i * batch_size : (i + 1) * batch_size]
+            yield {name: values[rows] for name, values in answers.items()}
+            first += 1
+
+
+def _prompts(
+    config: TrainConfig, target: Model, folder: pathlib.Path, num_workers: int
+) -> Generator[list[list[int]], None, None]:
+    first = len(list(folder.glob("responses-*.npz")))
+    if config.prompts is not None:
+        most = config.row_tokens - 2
+        return responses.file_prompts(target, config.prompts, config.response_batch, first, most)
+    return responses.problem_prompts(target, config.response_batch, config.seed, first, num_workers)

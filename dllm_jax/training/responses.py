@@ -1,0 +1,200 @@
+"""What a drafter learns from: prompts, and the target's own answers to them, kept in a file.
+
+prompts -> the target decodes them as it is served -> rows of `prompt answer`. A share is greedy,
+the rest drawn at temperature 1. Parts are stored as they are made; an interrupted call goes on with
+the next. Nothing here knows how drafters learn.
+"""
+
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+
+from dllm_jax import chat, tokenization
+from dllm_jax.model import Model
+from dllm_jax.training import data, solving, stream
+
+STORED = "responses.npz"
+
+
+def regenerate(
+    target: Model,
+    prompts: Iterator[list[list[int]]],
+    folder: pathlib.Path,
+    *,
+    num_responses: int,
+    batch_size: int,
+    max_tokens: int,
+    row_len: int,
+    greedy_share: float,
+    seed: int,
+    max_seconds: float | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, np.ndarray]:
+    """The target's answers, stored under `folder`; those already there are not made again.
+
+    Args:
+        prompts: Batches of `batch_size` prompts, from the first not yet stored on.
+        row_len: Texts are cut to this many tokens.
+        greedy_share: Share of the rows of a batch that are greedy, the first ones.
+        max_seconds: Stop after so long with what there is.
+
+    Returns:
+        `tokens` [N row_len] i32 (0 past the end), `prompt_len` and `length` i32, the end of
+        sequence counted.
+
+    Raises:
+        ValueError: No prompt leaves room for an answer.
+    """
+    stored = folder / STORED
+    if stored.exists():
+        with np.load(stored) as kept:
+            return dict(kept)
+    began = time.monotonic()
+    num_batches = max(1, -(-num_responses // batch_size))
+    done = len(list(folder.glob("responses-*.npz")))
+    temperature = np.where(np.arange(batch_size) < greedy_share * batch_size, 0.0, 1.0)
+    stop = (target.defaults.stop_token_ids or (0,))[0]
+    waiting: tuple[int, np.ndarray, np.ndarray, Any] | None = None
+
+    def keep(index: int, padded: np.ndarray, lengths: np.ndarray, out: Any) -> None:
+        out = jax.device_get(out)
+        rows = _rows(padded, lengths, out.tokens, out.length, out.finish, stop, row_len)
+        partial = folder / f".responses-{index:05d}.partial.npz"
+        np.savez(partial, **rows)
+        partial.rename(folder / f"responses-{index:05d}.npz")
+        say(f"responses {(index + 1) * batch_size}, {time.monotonic() - began:.0f} s")
+
+    for index in range(done, num_batches):
+        padded, lengths = solving.pad(next(prompts), batch_size)
+        out = solving.decode(
+            target, None, padded, lengths, temperature.astype(np.float32),
+            jax.random.fold_in(jax.random.key(seed), index),
+            strategy="ar", max_tokens=max_tokens,
+        )  # fmt: skip
+        if waiting is not None:  # while the device is at the next batch
+            keep(*waiting)
+        waiting = (index, padded, lengths, out)
+        if max_seconds is not None and time.monotonic() - began > max_seconds:
+            break
+    if waiting is not None:
+        keep(*waiting)
+    parts = sorted(folder.glob("responses-*.npz"))
+    loaded = [dict(np.load(part)) for part in parts]
+    rows = {name: np.concatenate([part[name] for part in loaded]) for name in loaded[0]}
+    some = rows["length"] - rows["prompt_len"] >= 2  # an anchor, and a token behind it
+    if not some.any():
+        raise ValueError(
+            f"no answer of {len(some)} has two tokens within {row_len=}; use longer rows, or "
+            "prompts that leave room"
+        )
+    rows = {name: values[some] for name, values in rows.items()}
+    partial = folder / f".{STORED}.partial.npz"
+    np.savez(partial, **rows)
+    partial.rename(stored)
+    for part in parts:
+        part.unlink()
+    return rows
+
+
+def _rows(
+    padded: np.ndarray,
+    lengths: np.ndarray,
+    output: np.ndarray,
+    output_len: np.ndarray,
+    finish: np.ndarray,
+    stop: int,
+    row_len: int,
+) -> dict[str, np.ndarray]:
+    """Prompt, answer and, where it ended by itself, the end of sequence, cut to `row_len`."""
+    from strategies.state import FINISH_REASONS
+
+    tokens = np.zeros((len(padded), row_len), np.int32)
+    total = np.zeros(len(padded), np.int32)
+    for i, (given, count, made) in enumerate(zip(lengths, output_len, output, strict=True)):
+        end = [stop] if FINISH_REASONS[int(finish[i])] == "stop" else []
+        row = np.concatenate([padded[i, :given], made[:count], np.array(end, np.int32)])[:row_len]
+        tokens[i, : len(row)], total[i] = row, len(row)
+    return {"tokens": tokens, "prompt_len": lengths.astype(np.int32), "length": total}
+
+
+def problem_tokenizer(target: Model) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a target that reads problems in the format of `stream`, else None."""
+    text = data.problem("plain", 0, 0).question
+    if target.tokenizer_source is None or _ask(target, text) != stream.conversation(text):
+        return None
+    return tokenizers.Tokenizer.from_file(str(target.tokenizer_source.folder / "tokenizer.json"))
+
+
+def problem_prompts(
+    target: Model, batch_size: int, seed: int, first: int, num_workers: int
+) -> Generator[list[list[int]], None, None]:
+    """Word problems of both halves as this target is asked, without end, from batch `first` on."""
+    own = problem_tokenizer(target)
+    if own is not None:  # whole rows come ready from worker processes
+        cfg = stream.StreamConfig(
+            seed=seed, batch_size=batch_size, lengths=(208, 208), room=1, hard_share=0.5,
+            example_share=0.0,
+        )  # fmt: skip
+        with contextlib.closing(stream.batches(cfg, own, first, num_workers)) as feed:
+            for batch in feed:
+                rows = zip(batch["tokens"], batch["prompt_len"], strict=True)
+                yield [ids[:n].tolist() for ids, n in rows]
+    index = first * batch_size
+    while True:
+        drawn = [
+            data.problem(("plain", "hard")[i % 2], seed, i)
+            for i in range(index, index + batch_size)
+        ]
+        yield [_encode(target, one.question) for one in drawn]
+        index += batch_size
+
+
+def file_prompts(
+    target: Model, path: str | pathlib.Path, batch_size: int, first: int, most: int
+) -> Generator[list[list[int]], None, None]:
+    """Prompts of a file, one a line or as JSON lines with "prompt", again from the top at its end.
+
+    Args:
+        most: Tokens of the longest prompt that is used.
+
+    Raises:
+        ValueError: It holds none, or a line of JSON has no "prompt".
+    """
+    texts = []
+    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        if str(path).endswith(".jsonl"):
+            entry = json.loads(line)
+            if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+                raise ValueError(f'{str(path)!r} line {number} has no text "prompt"; add it')
+            line = entry["prompt"]
+        texts.append(line)
+    encoded = [ids for ids in (_encode(target, text) for text in texts) if 0 < len(ids) <= most]
+    if not encoded:
+        raise ValueError(
+            f"{str(path)!r} holds no prompt of at most {most} tokens; write one a line, or raise "
+            "--row-tokens"
+        )
+    at = first * batch_size
+    while True:
+        yield [encoded[i % len(encoded)] for i in range(at, at + batch_size)]
+        at += batch_size
+
+
+def _ask(target: Model, text: str) -> str:
+    """A user's question in the target's chat format; as it is where it has none."""
+    if chat.template_of(target) is None:
+        return text
+    return chat.render(target, [{"role": "user", "content": text}])
+
+
+def _encode(target: Model, text: str) -> list[int]:
+    return tokenization.encode(target.tokenizer, _ask(target, text), special=False)

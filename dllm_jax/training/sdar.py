@@ -1,0 +1,96 @@
+"""Block diffusion of a small SDAR on the word problems: config, task, run.
+
+Nothing here knows how a step is applied or kept (`loop`), or what the noise is (`objective`).
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from dllm_jax.models import dense
+from dllm_jax.training import data, held_out, loop, objective, run_folder, stream
+from dllm_jax.training.tokenizer import MASK_ID
+
+TINY_SDAR = dense.DenseConfig(
+    vocab_size=768,
+    hidden_size=256,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    ffn_size=1024,
+    rope_theta=1e4,
+    max_position=512,
+    mask_token_id=MASK_ID,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(loop.RunConfig):
+    """A run of block diffusion.
+
+    Attributes:
+        head_temperature: What the head is divided by once the run is done. Cross entropy makes
+            each token's probability right on its own, but a block's tokens are accepted together:
+            several at 0.95 are often inconsistent. Softer probabilities let an accept threshold
+            of 0.9 ask for what 0.99 and more asked for before; greedy choices do not change.
+    """
+
+    kind: str = "sdar"
+    model: dense.DenseConfig = TINY_SDAR
+    data: stream.StreamConfig = dataclasses.field(default_factory=stream.StreamConfig)
+    noise: objective.NoiseConfig = dataclasses.field(default_factory=objective.NoiseConfig)
+    head_temperature: float = 2.25
+
+
+def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+    """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
+
+    Returns:
+        What `loop.run` does, and the `tokenizer`.
+
+    Raises:
+        FloatingPointError: If the loss is no number any more.
+        ValueError: If `out_dir` holds something else, or a run whose config differs in more than
+            its length, its evaluations, log and checkpoints, and the head's temperature.
+    """
+    folder = run_folder.claim(out_dir, config)
+    tokenizer, is_digit = stream.tokenizer_for(config.model.vocab_size)
+    dtype = jnp.dtype(config.compute_dtype)
+
+    def loss(params: Any, frozen: Any, batch: dict, key: Array) -> tuple[Array, dict[str, Array]]:
+        del frozen
+        tokens, digits = batch["tokens"].astype(jnp.int32), jnp.asarray(is_digit)
+        noise = objective.draw_noise(
+            key, config.noise, tokens, batch["prompt_len"], batch["length"], digits
+        )
+        return objective.loss(params, config.model, tokens, noise, digits, dtype)
+
+    def score(params: Any, rows: NamedSharding) -> list[dict]:
+        return [
+            held_out.score(
+                params,
+                config.model,
+                tokenizer,
+                half,
+                buffer=buffer,
+                num_problems=config.eval_problems,
+                row_len=max(config.data.lengths),
+                sharding=rows,
+                dtype=dtype,
+            )
+            for half in data.HALVES
+            for buffer in (1, 4)
+        ]
+
+    task = loop.Task(
+        init=lambda key: dense.init_params(key, config.model, jnp.float32),
+        loss=loss,
+        batches=lambda first, workers: stream.batches(config.data, tokenizer, first, workers),
+        score=score,
+    )
+    return loop.run(config, task, folder, **how) | {"tokenizer": tokenizer}
