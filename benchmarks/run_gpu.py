@@ -70,6 +70,11 @@ def _families(models):
     return _script("families_gpu.py", f"--folder none --models random:{models}", smoke, 470)
 
 
+def _dflash(sections, limit_s):
+    words = f"--sections {sections}"
+    return _script("dflash_gpu.py", words, f"{words} --smoke --target made:tiny", limit_s)
+
+
 # By what they are worth: a lease that ends early has the first ones.
 SECTIONS = {
     "step_1.7b": _step(SMALL, "1x1x32,1x4x32,8x4x32,32x4x32", 512, 420),
@@ -87,6 +92,8 @@ SECTIONS = {
         smoke="--model builtin:tiny-sdar --prompt 256 --pass-tokens 128",
         limit_s=300,
     ),
+    "dflash_8b": _dflash("qwen3_8b,ar", 150),
+    "dflash_pair": _dflash("pair", 150),
     "experts": _script("expert_ffn_gpu.py", smoke="--tiny", limit_s=420),
     "experts_families": _families("inclusionAI/LLaDA2.0-mini,random:JetLM/SDAR-30B-A3B-Chat"),
     "dense_families": _families(

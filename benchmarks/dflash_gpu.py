@@ -1,0 +1,565 @@
+"""DFlash on one GPU: what a round costs beside a plain decode step, and what a trained pair gains.
+
+    python benchmarks/dflash_gpu.py --out benchmarks/results/dflash_h200.json
+
+Sections:
+
+`ar`        The baseline's honesty: a step of `ar` beside a loop written here, without strategy or
+            driver: forward of one token, argmax, write of its keys and values.
+`qwen3_8b`  Qwen3-8B and its 5-layer draft at full size, random weights: a step of `ar`, a round of
+            `dflash` at its whole block, the draft pass alone (with the target's head) and the
+            verify pass alone (neither writes to a cache), each beside its floor; from them
+            tau * t_AR / t_round, the speed-up that a mean accepted length of tau would give.
+`pair`      The built-in pair on held-out word problems: `dflash_pair.py`.
+
+A step is timed in a loop on the device: a run of `--many` less one of `--few`, over the steps
+between. Each turn times all loops of a batch, beginning with another one; ratios are those of one
+turn, and what is reported is their median. Prompts are random numbers in the cache: no time
+depends on them. Programs are compiled by several threads before anything is timed; rows are written
+as they come; nothing new is begun after `--within` seconds. `--smoke` runs tiny random models, on a
+CPU.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import dflash_pair
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from strategies_gpu import read_program
+
+import dllm_jax as dj
+from dllm_jax import decode, generation
+from dllm_jax.bench.numbers import environment
+from dllm_jax.bench.roofline import RATES, floor_ms
+from dllm_jax.cache import page_slots, write_rows
+from dllm_jax.drafts import with_target
+from dllm_jax.forward import TARGET, ModelForward
+from dllm_jax.model import Model
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.dense import random_params
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+from pallas_kernels.paged_attention import WindowMask, paged_attention
+from strategies import AR, DFlash, random
+from strategies.dflash import DRAFT
+
+QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
+AR_BAR, DRAFT_BAR, ROUND_BAR = 1.05, 1.4, 1.4
+TAUS = range(2, 9)
+COMPILE_SHARE = 0.7  # of the time there is
+ACCEPTANCE = "how many drafts are accepted needs real weights: with random ones nearly none is"
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 1024,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def load_pair(smoke):
+    """Qwen3-8B and its draft with random weights; tiny ones of the same kinds for a CPU."""
+    if not smoke:
+        models = dj.load(f"random:{QWEN}"), dj.load(f"random:{QWEN_DRAFT}")
+    else:
+        taps = {"target_layer_ids": [0, 1, 2], "mask_token_id": 3, "block_size": 16}
+        own = {"num_hidden_layers": 2, "dflash_config": taps}
+        models = _small(QWEN, SMALL, 0), _small(QWEN_DRAFT, SMALL | own, 1)
+    jax.block_until_ready([one.params for one in models])
+    return models
+
+
+def _small(name, sizes, seed):
+    parsed = parse_config({**PUBLISHED[name], **sizes}, name=name)
+    arch = arch_of(parsed.config)
+    params = random_params(jax.random.key(seed), arch.param_shapes(parsed.config, "float32"))
+    return Model(params, parsed.config, arch, parsed.defaults, source=f"small:{name}")
+
+
+# --- loops on the device ------------------------------------------------------------------------
+
+
+def begin(model, strategy, draft, slots, context, max_tokens):
+    """The bare strategy, its models, and requests whose prompts are cached as random numbers."""
+    rng = np.random.default_rng(7)
+    prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
+    _, (bare, aux, batch), max_tokens = generation._prepare(
+        model,
+        jnp.asarray(prompts, jnp.int32),
+        strategy,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        draft=draft,
+    )
+    state = generation._fresh(model, bare, aux, batch, max_tokens)
+    leaves, shape = jax.tree.flatten(state.pools)
+    keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
+    drawn = [
+        jax.random.normal(key, leaf.shape, leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=False)
+    ]
+    boundary = jax.random.normal(keys[-1], state.boundary.shape, state.boundary.dtype)
+    state = state.replace(pools=jax.tree.unflatten(shape, drawn), boundary=boundary)
+    return bare, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
+
+
+class Bare(struct.PyTreeNode):
+    """What a plain loop needs: the last token, where it stands, its cache, what was written."""
+
+    token: jax.Array  # [B]
+    start: jax.Array  # [B]
+    pool: tuple
+    page_table: jax.Array
+    output: jax.Array  # [B O]
+    written: jax.Array  # []
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def bare_steps(model, state, count):
+    """`count` tokens a row: forward of one, argmax, write of its keys and values. Nothing else."""
+    cfg, arch, limit = model.config, model.arch, model.defaults.vocab_limit
+    num_pages, _, page_size, _ = state.pool[0][0].shape
+
+    def one(_, state):
+        start, fresh = state.start, []
+        mask = WindowMask(
+            cell=jnp.zeros_like(start)[:, None],
+            start=start,
+            live=jnp.stack([jnp.zeros_like(start), jnp.ones_like(start)], axis=1),
+            context_len=start,
+            visible=None,
+            causal=jnp.ones_like(start, bool),
+            block_size=1,
+        )
+
+        def attend(layer, q, k, v):
+            fresh.append((k, v))
+            return paged_attention(q, k, v, *state.pool[layer], state.page_table, mask)
+
+        x = arch.embed(model.params, cfg, state.token[:, None])
+        rows, _ = arch.trunk(model.params, cfg, x, start[:, None], attend)
+        logits = arch.unembed(model.params, cfg, rows[:, 0])
+        ids = jnp.arange(cfg.vocab_size)[None]
+        token = jnp.argmax(jnp.where(ids < limit, logits, -jnp.inf), axis=1).astype(jnp.int32)
+        # The write waits for the last row, or XLA would copy the cache for those who read it.
+        after = jnp.all(jnp.isfinite(rows.astype(jnp.float32)), axis=2)
+        slots = page_slots(state.page_table, start[:, None], after, num_pages, page_size)
+        output = jax.lax.dynamic_update_index_in_dim(state.output, token, state.written, 1)
+        return state.replace(
+            token=token,
+            start=start + 1,
+            pool=write_rows(state.pool, tuple(fresh), slots),
+            output=output,
+            written=state.written + 1,
+        )
+
+    return jax.lax.fori_loop(0, count, one, state)
+
+
+@jax.jit
+def draft_passes(model, strategy, aux, state, count):
+    """The drafter's pass with its readout, again and again, each from what the last one guessed."""
+    draft = ModelForward(model, aux=aux).aux[DRAFT]
+    size = strategy.block_size - 1
+    cell = _cells(state)
+
+    def one(_, tokens):
+        masked = jnp.where(cell == 0, tokens, draft.mask_id)
+        view = state.replace(buffer=state.buffer.replace(tokens=tokens))
+        return _shifted(draft(view, inputs=masked, live=cell < size, width=size).predict().token)
+
+    return jax.lax.fori_loop(0, count, one, state.buffer.tokens)
+
+
+@jax.jit
+def verify_passes(model, strategy, aux, state, count):
+    """The target's pass over a block with taps and readout, each over what the last one said."""
+    forward = ModelForward(model, aux=aux)
+    size = strategy.block_size - 1
+    cell = _cells(state)
+
+    def one(_, carry):
+        tokens, felt = carry
+        view = state.replace(buffer=state.buffer.replace(tokens=tokens))
+        out = forward(
+            view,
+            inputs=tokens,
+            live=cell < size,
+            causal=True,
+            hidden_layers=strategy.needs.hidden_layers,
+            width=size,
+        )
+        keys = random.position_keys(view)
+        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys).token
+        # Somebody must want the taps.
+        felt += sum(tap[:, 0, 0, 0].astype(jnp.float32) for tap in out.taps)
+        return _shifted(truth), felt
+
+    felt = jnp.zeros(state.finish.shape, jnp.float32)
+    return jax.lax.fori_loop(0, count, one, (state.buffer.tokens, felt))
+
+
+def _cells(state):
+    tokens = state.buffer.tokens
+    return jnp.broadcast_to(jnp.arange(tokens.shape[2], dtype=jnp.int32), tokens.shape)
+
+
+def _shifted(tokens):
+    """The predicted tokens as the next block: the first one is its anchor."""
+    return jnp.roll(tokens, -1, axis=2)
+
+
+class Loop:
+    """A compiled loop and what it begins with.
+
+    Args:
+        program: Jitted, of `before`, the state, a count of steps and `after` (static).
+        donates: Whether a run takes its state away.
+    """
+
+    def __init__(self, name, model, program, before, state, after=(), donates=False):
+        self.name, self.model, self.state = name, model, state
+        self._before, self._donates = before, donates
+        began = time.perf_counter()
+        self.program = program.lower(*before, state, jnp.int32(1), *after).compile()
+        self.compile_s = time.perf_counter() - began
+
+    def run(self, steps):
+        """Seconds of so many steps, and what they leave."""
+        state = self.state
+        if self._donates:
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        began = time.perf_counter()
+        left = jax.block_until_ready(self.program(*self._before, state, jnp.int32(steps)))
+        return time.perf_counter() - began, left
+
+    def step_ms(self, few, many):
+        """Milliseconds of one step."""
+        return (self.run(many)[0] - self.run(few)[0]) / (many - few) * 1e3
+
+
+def loops_of(model, draft, slots, context, max_tokens, names):
+    """Makers of the loops `names` for so many requests, by name; each compiles when called."""
+    bare, aux, state = begin(model, AR(), None, slots, context, max_tokens)
+    pool = state.pools[TARGET]
+    plain = Bare(
+        token=state.buffer.tokens[:, 0, 0],
+        start=state.buffer.start,
+        pool=pool,
+        page_table=state.page_table,
+        output=jnp.zeros((slots, max_tokens), jnp.int32),
+        written=jnp.int32(0),
+    )
+    advance = functools.partial(Loop, program=generation._advance, after=(None,), donates=True)
+    make = {
+        "ar step": functools.partial(
+            advance, "ar step", model, before=(model, bare, aux), state=state
+        ),
+        "bare step": functools.partial(
+            Loop, "bare step", model, bare_steps, (model,), plain, donates=True
+        ),
+    }
+    if draft is not None:
+        width = draft.config.block_size
+        before = begin(model, DFlash(width=width), draft, slots, context, max_tokens)
+        some, state = (model, *before[:2]), before[2]
+        make |= {
+            "round": functools.partial(advance, "round", model, before=some, state=state),
+            "draft pass": functools.partial(Loop, "draft pass", model, draft_passes, some, state),
+            "verify pass": functools.partial(
+                Loop, "verify pass", model, verify_passes, some, state
+            ),
+        }
+    return {name: make[name] for name in names}
+
+
+# --- floors -------------------------------------------------------------------------------------
+
+
+def floors_ms(model, draft, slots, context, device_kind):
+    """The least time of each loop, by its name: bytes that must move, or operations.
+
+    Source: dflash.md; the draft pass reads its layers and the target's head, a round also `fc` and
+    the columns of `wqkv` that make keys and values.
+    """
+    width = draft.config.block_size
+    joined = with_target(model, draft)
+    layers = joined.replace(
+        params={k: v for k, v in joined.params.items() if k not in ("fc", "context_norm")}
+    )
+    plain = floor_ms(model, slots, 1, context, device_kind)
+    if plain is None:
+        return {}
+    drafting = floor_ms(layers, slots, width, context, device_kind)
+    verifying = floor_ms(model, slots, width, context, device_kind)
+    cfg, fc = draft.config, draft.params["fc"]
+    weights = fc.size + 2 * cfg.num_layers * cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim
+    bandwidth, rate = RATES[device_kind]
+    bytes_s, ops_s = weights * fc.dtype.itemsize / bandwidth, 2 * weights * slots * width / rate
+    feeding = 1e3 * max(bytes_s, ops_s)
+    return {
+        "ar step": plain,
+        "bare step": plain,
+        "draft pass": drafting,
+        "verify pass": verifying,
+        "round": drafting + verifying + feeding,
+    }
+
+
+def draft_cache(draft):
+    """Bytes a token of the drafter's cache: of the formula of dflash.md §1.1, and of its arrays."""
+    cfg = draft.config
+    pool = dj.cache.new_pool(cfg, 3, dj.cache.PAGE_SIZE, draft.params["fc"].dtype)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) / (3 * dj.cache.PAGE_SIZE)
+    size = draft.params["fc"].dtype.itemsize
+    return {
+        "bytes_a_token": held,
+        "computed": 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * size,
+    }
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+class Report:
+    """The one file, written after every change."""
+
+    def __init__(self, path, **facts):
+        self.path, self.told = path, {**facts, "rows": []}
+
+    def row(self, **row):
+        """Add a row, or replace the one of the same work."""
+        of = ("section", "model", "name", "slots", "temperature", "through")
+        rows = self.told["rows"]
+        same = [i for i, old in enumerate(rows) if all(old.get(k) == row.get(k) for k in of)]
+        if same:
+            rows[same[0]] = row
+        else:
+            rows.append(row)
+        self.save()
+
+    def late(self, what):
+        """Something that was not measured, and why."""
+        print(what, flush=True)
+        self.put(late=[*self.told.get("late", []), what])
+
+    def put(self, **facts):
+        self.told |= facts
+        self.save()
+
+    def save(self):
+        if self.path:
+            text = json.dumps(self.told, indent=1) + "\n"
+            Path(self.path).write_text(text, encoding="utf-8")
+
+
+def steps(sections, args, report, until):
+    """The sections `ar` and `qwen3_8b`, which share models and programs."""
+    began = time.perf_counter()
+    model, draft = load_pair(args.smoke)
+    report.put(model=model.source, draft=draft.source, load_s=time.perf_counter() - began)
+    report.put(draft_cache=draft_cache(draft), acceptance=ACCEPTANCE)
+    names = ["ar step", *(["bare step"] if "ar" in sections else [])]
+    more = ["round", "draft pass", "verify pass"] if "qwen3_8b" in sections else []
+    groups = {}
+    for slots in args.slots if more else args.slots[:1]:
+        beside = draft if more else None
+        mine = [n for n in names + more if n != "bare step" or slots in args.bare_slots]
+        groups[model.source, slots] = model, beside, mine
+    if "ar" in sections and (tiny := dflash_pair.target_or_none(args)) is not None:
+        groups[tiny.source, 1] = tiny, None, names
+    ready = compile_groups(groups, args, report, began, until)
+    for (source, slots), loops in ready.items():
+        if time.perf_counter() > until:
+            report.late(f"{source}, {slots} slots: not timed")
+            continue
+        beside = groups[source, slots][1]
+        time_group(loops, source, slots, beside, args, report, until)
+
+
+def compile_groups(groups, args, report, began, until):
+    """The loops of each group that were compiled in time."""
+    ready = {group: {} for group in groups}
+    limit = began + COMPILE_SHARE * (until - began)
+    pool = ThreadPoolExecutor(args.threads)
+    jobs = {}
+    for group, (model, draft, names) in groups.items():
+        for name, make in loops_of(
+            model, draft, group[1], args.context, args.max_tokens, names
+        ).items():
+            jobs[group, name] = pool.submit(make)
+    for (group, name), job in jobs.items():
+        try:
+            ready[group][name] = job.result(timeout=max(0.0, limit - time.perf_counter()))
+            print(f"{group[0]}, {group[1]} slots, {name}: {ready[group][name].compile_s:.1f} s")
+        except Exception as error:  # the other loops still count
+            told = f"{group[0]}, {group[1]} slots, {name}: {type(error).__name__}: {error}"
+            report.late(told[:500])
+    pool.shutdown(cancel_futures=True)
+    return ready
+
+
+def time_group(loops, source, slots, draft, args, report, until):
+    """Turns over the loops of one batch; rows, and what follows from them."""
+    names, samples = list(loops), {name: [] for name in loops}
+    # The pair's steps are short; its text has room for more of them.
+    many = args.many if draft is not None or source.endswith(QWEN) else 8 * args.many
+    floors = {}
+    if draft is not None:
+        model, kind = loops[names[0]].model, jax.devices()[0].device_kind
+        floors = floors_ms(model, draft, slots, args.context, kind)
+    of = {"model": source, "slots": slots, "context": args.context}
+    for loop in loops.values():
+        loop.run(args.few)
+    for turn in range(args.turns):
+        if turn and time.perf_counter() > until:
+            break
+        at = turn % len(names)
+        for name in names[at:] + names[:at]:
+            samples[name].append(loops[name].step_ms(args.few, many))
+        for name in names:
+            mine, floor = samples[name], floors.get(name)
+            report.row(
+                section="ar" if name == "bare step" else "steps",
+                **of,
+                name=name,
+                step_ms=statistics.median(mine),
+                min_ms=min(mine),
+                max_ms=max(mine),
+                samples_ms=list(mine),
+                floor_ms=floor,
+                over_floor=floor and statistics.median(mine) / floor,
+                compile_s=loops[name].compile_s,
+            )
+    derived = derive(samples, floors)
+    if "ar step" in loops:
+        derived["ar_program"] = read_program(_as_bench(loops["ar step"]))
+    if "bare step" in loops and "ar step" in loops:
+        derived["tokens_of_ar_as_bare"] = same_tokens(loops, many)
+    if "round" in loops:
+        derived["round_program"] = read_program(_as_bench(loops["round"]))
+    derived["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    report.put(derived=[*report.told.get("derived", []), {**of, **derived}])
+    print(lines_of(of, report, derived), flush=True)
+
+
+def derive(samples, floors):
+    """Ratios and what accepted lengths would give: medians over turns."""
+
+    def ratio(a, b):
+        pairs = zip(samples[a], samples[b], strict=True)
+        return statistics.median(x / y for x, y in pairs)
+
+    told = {}
+    if {"ar step", "bare step"} <= samples.keys():
+        told |= {"ar_over_bare": ratio("ar step", "bare step"), "ar_bar": AR_BAR}
+    if "draft pass" in samples and floors:
+        draft = statistics.median(samples["draft pass"])
+        told |= {"draft_over_floor": draft / floors["draft pass"], "draft_bar": DRAFT_BAR}
+    if {"ar step", "round"} <= samples.keys():
+        cost = ratio("round", "ar step")
+        told |= {"round_over_ar": cost, "round_bar": ROUND_BAR}
+        told["speedup_at"] = {str(tau): tau / cost for tau in TAUS}
+        if floors:
+            told["round_over_ar_floor"] = floors["round"] / floors["ar step"]
+    return told
+
+
+def same_tokens(loops, steps):
+    """How many leading tokens of each row the two loops share."""
+    ar, bare = loops["ar step"].run(steps)[1], loops["bare step"].run(steps)[1]
+    # The first token of `ar` was drawn when its prompt ended.
+    mine, theirs = np.asarray(ar.output)[:, 1 : steps + 1], np.asarray(bare.output)[:, :steps]
+    differs = mine != theirs
+    first = np.where(differs.any(axis=1), differs.argmax(axis=1), steps)
+    return {"steps": steps, "equal_for": first.tolist()}
+
+
+def _as_bench(loop):
+    """A loop in the form that `strategies_gpu.read_program` reads."""
+    return argparse.Namespace(program=loop.program, model=loop.model, state=loop.state)
+
+
+def lines_of(of, report, derived):
+    """One batch for people."""
+    lines = [f"{of['model']}, {of['slots']} slots, context {of['context']}"]
+    for row in report.told["rows"]:
+        if {k: row.get(k) for k in of} == of and "step_ms" in row:
+            floor, over = row["floor_ms"], row["over_floor"]
+            beside = f", floor {floor:.3f}: x{over:.2f}" if floor else ""
+            lines.append(
+                f"  {row['name']:<12}{row['step_ms']:9.3f} ms [{row['min_ms']:.3f} "
+                f"{row['max_ms']:.3f}]{beside}"
+            )
+    for name, bar in (("ar_over_bare", "ar_bar"), ("draft_over_floor", "draft_bar")):
+        if name in derived:
+            lines.append(f"  {name} {derived[name]:.3f} (bar {derived[bar]})")
+    if "round_over_ar" in derived:
+        floor = derived.get("round_over_ar_floor")
+        lines.append(
+            f"  round_over_ar {derived['round_over_ar']:.3f} (bar {derived['round_bar']}"
+            f"{f', floor {floor:.2f}' if floor else ''})"
+        )
+        at = ", ".join(f"{tau}: {x:.2f}" for tau, x in derived["speedup_at"].items())
+        lines.append(f"  speed-up at an accepted length of {at} ({ACCEPTANCE})")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", default="qwen3_8b,ar,pair")
+    parser.add_argument("--slots", type=_ints, default=(1, 8, 32))
+    parser.add_argument("--bare-slots", type=_ints, default=(1,), help="where `ar` is checked")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--few", type=int, default=6)
+    parser.add_argument("--many", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--max-tokens", type=int, default=512, help="more than any run writes")
+    parser.add_argument("--threads", type=int, default=8, help="that compile")
+    parser.add_argument("--within", type=float, default=100.0, help="begin nothing after so many s")
+    dflash_pair.add_arguments(parser)
+    parser.add_argument("--commit")
+    parser.add_argument("--out")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args(argv)
+    sections = set(args.sections.split(","))
+    if unknown := sections - {"ar", "qwen3_8b", "pair"}:
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are ar, qwen3_8b, pair")
+    if args.smoke:
+        args.context, args.turns, args.slots = 64, 2, args.slots[:1]
+        dflash_pair.make_small(args)
+    began = time.perf_counter()
+    report = Report(args.out, command="benchmarks/dflash_gpu.py", **environment())
+    report.put(commit=args.commit or report.told["commit"], context=args.context)
+    if sections & {"ar", "qwen3_8b"}:
+        steps(sections, args, report, began + args.within)
+    if "pair" in sections:
+        dflash_pair.measure(args, report)
+    report.put(wall_s=time.perf_counter() - began)
+    print(f"{report.told['wall_s']:.0f} s")
+    return 1 if report.told.get("late") else 0
+
+
+def _ints(text):
+    return tuple(int(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,486 @@
+"""Section `pair` of `dflash_gpu.py`: the built-in target and draft on held-out word problems.
+
+At T = 0 and T = 1, plain decoding (`ar`) and `dflash` at its whole block and with adaptive width:
+
+- Accepted: rounds one by one over all problems. The mean accepted length counts the bonus token of
+  a round; `emitted_per_round` is what of it reached the text, past whose end mark nothing counts.
+- Entropy of the target's law (T = 1, nats a token) along the texts of `ar`, beside it.
+- Equal tokens: float32 with exact products, which must all be equal, and the type that is timed.
+- Wall clock of `dj.generate`'s loop and of `LLM.generate` by batch, all settings in each turn;
+  speed-ups are to `ar` in the same turn, of which the median is reported. The loop's are of
+  decoding alone, prompts prefilled before; `LLM` finds prompts in its prefix cache.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax import evaluate, generation
+from dllm_jax.forward import ModelForward
+from dllm_jax.sources import LoadError
+from dllm_jax.training.data import is_correct
+from strategies import AR, DFlash
+from strategies.state import RUNNING, STOP
+
+BAR_LENGTH, BAR_SPEEDUP, BAR_SLOWEST = 5.0, 2.5, 0.97
+TO_THE_END = 1 << 20
+COMPILE_SHARE = 0.6  # of the time there is
+HALVES = ("plain", "hard")
+SMOKE = "made:tiny"  # random models with the built-in tokenizer
+
+
+def add_arguments(parser):
+    parser.add_argument("--target", default="builtin:tiny-qwen3")
+    parser.add_argument("--with-draft", default="builtin:tiny-qwen3-dflash")
+    parser.add_argument("--problems", type=int, default=64)
+    parser.add_argument("--batches", type=_ints, default=(1, 8, 32, 256))
+    parser.add_argument("--llm-batches", type=_ints, default=(1, 8, 32))
+    parser.add_argument("--text", type=int, default=evaluate.MAX_TOKENS, help="most tokens")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pair-within", type=float, default=80.0)
+
+
+def make_small(args):
+    """Sizes for a CPU."""
+    args.problems, args.batches, args.llm_batches, args.text = 2, (2,), (), 8
+    args.repeats = 2
+
+
+def target_or_none(args):
+    """The pair's target, for its plain step; None before it is built in."""
+    try:
+        return load_pair(args, "auto")[0]
+    except LoadError:
+        return None
+
+
+def load_pair(args, dtype):
+    """Target and draft; in their place for a smoke run, random ones that need no training."""
+    if args.target != SMOKE:
+        target = dj.load(args.target, dtype=dtype)
+        kind = str(target.params["embed"].dtype)
+        return target, dj.load(args.with_draft, dtype=kind)
+    from dflash_gpu import SMALL, _small
+
+    source = dj.load("builtin:tiny-sdar")
+    sizes = SMALL | {"vocab_size": source.config.vocab_size, "num_hidden_layers": 2}
+    ids = {"eos_token_id": source.defaults.stop_token_ids[0]}
+    taps = {"target_layer_ids": [0, 1], "mask_token_id": source.config.mask_token_id}
+    taps |= {"block_size": 4}
+    target = _small("Qwen/Qwen3-8B", sizes | ids, 0)
+    draft = _small("z-lab/Qwen3-8B-DFlash-b16", sizes | ids | {"dflash_config": taps}, 1)
+    named = target.replace(source=SMOKE, tokenizer_source=source.tokenizer_source)
+    return named, draft.replace(source=f"{SMOKE}-draft")
+
+
+def settings_of(draft):
+    """Strategies by name, `ar` first, and the draft of each."""
+    width = draft.config.block_size
+    return {
+        "ar": (AR(), None),
+        f"dflash, width {width}": (DFlash(width=width), draft),
+        "dflash, adaptive": (DFlash(), draft),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Prompts of one bucket."""
+
+    problems: list
+    prompts: np.ndarray  # [N T]
+    lengths: np.ndarray  # [N]
+
+    def some(self, first, count):
+        """So many of them, from the first again where they end."""
+        rows = np.arange(first, first + count) % len(self.prompts)
+        return jnp.asarray(self.prompts[rows]), jnp.asarray(self.lengths[rows])
+
+    def lists(self, count):
+        rows = np.arange(count) % len(self.prompts)
+        return [self.prompts[i, : self.lengths[i]].tolist() for i in rows]
+
+
+def make_work(model, count):
+    """Held-out problems, halves in turn."""
+    halves = [evaluate.held_out(half, -(-count // 2), 1) for half in HALVES]
+    problems = [one for both in zip(*halves, strict=True) for one in both][:count]
+    ids = evaluate.encode(model, problems)
+    lengths = np.array([len(row) for row in ids])
+    prompts = np.zeros((count, lengths.max()), np.int32)
+    for i, row in enumerate(ids):
+        prompts[i, : len(row)] = row
+    return Work(problems, prompts, lengths)
+
+
+class Decoder:
+    """`dj.generate`'s two halves for one model and setting."""
+
+    def __init__(self, model, setting, text):
+        self.model, (self.strategy, self.draft), self.text = model, setting, text
+
+    def start(self, work, first, batch, temperature):
+        prompts, lengths = work.some(first, batch)
+        session = generation.start(
+            self.model,
+            prompts,
+            self.strategy,
+            prompt_len=lengths,
+            draft=self.draft,
+            max_tokens=self.text,
+            temperature=temperature,
+        )
+        return jax.block_until_ready(session)
+
+    def finish(self, session):
+        return jax.block_until_ready(generation.advance(self.model, session, TO_THE_END))
+
+    def warm(self, work, batch):
+        """Compile both halves for so many prompts."""
+        self.finish(self.start(work, 0, batch, 0.0))
+
+
+# --- what is accepted ---------------------------------------------------------------------------
+
+
+def watch(decoder, work, batch, temperature):
+    """Rounds one by one: their lengths by problem, and the texts.
+
+    Returns:
+        Lengths of each round, by problem; token lists; whether each text ended with a stop id.
+    """
+    count, rounds, texts, stopped = len(work.prompts), [], [], []
+    for first in range(0, count, batch):
+        session = decoder.start(work, first, batch, temperature)
+        mine = [[] for _ in range(batch)]
+        while True:
+            state = session.state
+            start, running = np.asarray(state.buffer.start), np.asarray(state.finish) == RUNNING
+            if not running.any():
+                break
+            session = generation.advance(decoder.model, session, 1)
+            moved = np.asarray(session.state.buffer.start) - start
+            for i in np.flatnonzero(running):
+                mine[i].append(int(moved[i]))
+        output, length = np.asarray(state.output), np.asarray(state.output_len)
+        rounds += mine
+        texts += [output[i, : length[i]].tolist() for i in range(batch)]
+        stopped += (np.asarray(state.finish) == STOP).tolist()
+    return rounds[:count], texts[:count], stopped[:count]
+
+
+def accepted(rounds, texts, stopped, width):
+    """What rounds of these lengths say."""
+    every = np.array([n for mine in rounds for n in mine])
+    emitted = sum(len(text) + stop - 1 for text, stop in zip(texts, stopped, strict=True))
+    return {
+        "rounds": len(every),
+        "mean_accepted_length": float(every.mean()),
+        "emitted_per_round": emitted / len(every),
+        "accepted_per_position": [float(np.mean(every > j)) for j in range(1, width)],
+        "rounds_of_length": np.bincount(every, minlength=width + 1)[1:].tolist(),
+    }
+
+
+def entropy(model, work, texts):
+    """Nats a token of the target's law along texts, at temperature 1."""
+    total = count = 0.0
+    longest = max(n + len(t) for n, t in zip(work.lengths, texts, strict=True))
+    size = -(-int(longest) // 64) * 64
+    forbidden = ModelForward(model).forbidden
+
+    @jax.jit
+    def law(model, ids):
+        logits = model.logits(ids, "causal")
+        never = forbidden(jnp.arange(logits.shape[-1]))
+        log = jax.nn.log_softmax(jnp.where(never[None, None], -jnp.inf, logits), axis=-1)
+        return -jnp.sum(jnp.where(log > -jnp.inf, jnp.exp(log) * log, 0.0), axis=-1)
+
+    for first in range(0, len(texts), 16):
+        ids = np.zeros((16, size), np.int32)
+        rows = range(first, min(first + 16, len(texts)))
+        for i in rows:
+            whole = [*work.prompts[i, : work.lengths[i]].tolist(), *texts[i]]
+            ids[i - first, : len(whole)] = whole
+        found = np.asarray(law(model, jnp.asarray(ids)))
+        for i in rows:
+            begin = work.lengths[i] - 1  # whose row predicts the first token of the text
+            total += found[i - first, begin : begin + len(texts[i])].sum()
+            count += len(texts[i])
+    return total / max(count, 1)
+
+
+def acceptance(decoders, exact, work, batch, report):
+    """Lengths, entropy and equal tokens of every setting and temperature."""
+    (target, own), model = exact["pair"], report.told["pair"]["target"]
+    for temperature in (0.0, 1.0):
+        of = {"section": "pair", "model": model, "temperature": temperature}
+        with jax.default_matmul_precision("highest"):
+            said = {n: run_all(d, work, batch, temperature) for n, d in exact["by_name"].items()}
+        wrong = {
+            n: sum(a != b for a, b in zip(said["ar"], t, strict=True)) for n, t in said.items()
+        }
+        plain = run_all(decoders["ar"], work, batch, temperature)
+        for name, decoder in decoders.items():
+            rounds, texts = [], plain
+            if name != "ar":
+                rounds, texts, stopped = watch(decoder, work, batch, temperature)
+            told = {"rows_unlike_ar_float32": wrong[name], "problems": len(texts)}
+            told["rows_unlike_ar"] = sum(a != b for a, b in zip(plain, texts, strict=True))
+            told["solved"] = solved(target, work, texts)
+            if name == "ar":
+                told["entropy_nats"] = float(entropy(target, work, texts))
+            else:
+                told |= accepted(rounds, texts, stopped, own.config.block_size)
+                told |= by_half(rounds, work)
+            report.row(**of, name=name, through="rounds", **told)
+            print(accepted_line(name, temperature, told), flush=True)
+
+
+def run_all(decoder, work, batch, temperature):
+    """The texts of every problem."""
+    texts = []
+    for first in range(0, len(work.prompts), batch):
+        state = decoder.finish(decoder.start(work, first, batch, temperature)).state
+        output, length = np.asarray(state.output), np.asarray(state.output_len)
+        texts += [output[i, : length[i]].tolist() for i in range(batch)]
+    return texts[: len(work.prompts)]
+
+
+def solved(model, work, texts):
+    """The share of right answers, by half."""
+    read = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
+    right = {half: [] for half in HALVES}
+    for one, text in zip(work.problems, texts, strict=True):
+        right[one.half].append(is_correct(read(text), one))
+    return {half: float(np.mean(found)) for half, found in right.items() if found}
+
+
+def by_half(rounds, work):
+    """The mean accepted length of each half."""
+    found = {half: [] for half in HALVES}
+    for one, mine in zip(work.problems, rounds, strict=True):
+        found[one.half] += mine
+    means = {half: float(np.mean(lengths)) for half, lengths in found.items() if lengths}
+    return {"mean_accepted_length_by_half": means}
+
+
+def accepted_line(name, temperature, told):
+    parts = [f"pair T={temperature:g} {name}: solved {told['solved']}"]
+    if "entropy_nats" in told:
+        parts.append(f"entropy {told['entropy_nats']:.3f} nats a token")
+    else:
+        parts.append(
+            f"accepted length {told['mean_accepted_length']:.2f} (bonus counted), by half "
+            f"{told['mean_accepted_length_by_half']}, emitted {told['emitted_per_round']:.2f} a "
+            f"round, by position {[round(x, 2) for x in told['accepted_per_position']]}"
+        )
+        parts.append(
+            f"unlike ar: {told['rows_unlike_ar_float32']} of {told['problems']} in float32, "
+            f"{told['rows_unlike_ar']} as timed"
+        )
+    return ", ".join(parts)
+
+
+# --- wall clock ---------------------------------------------------------------------------------
+
+
+def loop_once(decoder, work, batch, temperature, calls):
+    """Seconds of prefill and of decoding, steps and tokens of `calls` batches."""
+    prefill_s = decode_s = steps = tokens = 0
+    for call in range(calls):
+        began = time.perf_counter()
+        session = decoder.start(work, call * batch, batch, temperature)
+        middle = time.perf_counter()
+        state = decoder.finish(session).state
+        decode_s += time.perf_counter() - middle
+        prefill_s += middle - began
+        steps += int(jnp.max(state.buffer.nfe))
+        tokens += int(jnp.sum(state.output_len))
+    return {"prefill_s": prefill_s, "decode_s": decode_s, "steps": steps, "tokens": tokens}
+
+
+def llm_once(llm, work, batch, temperature, calls):
+    """Wall seconds of `calls` batches of `LLM.generate`, tokens and forwards."""
+    lists = work.lists(batch * calls)
+    params = dj.SamplingParams(max_tokens=llm.text, temperature=temperature, seed=3)
+    decode_s = tokens = steps = 0
+    for call in range(calls):
+        prompts = lists[call * batch : (call + 1) * batch]
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        decode_s += time.perf_counter() - began
+        tokens += sum(len(o.outputs[0].token_ids) for o in outputs)
+        steps += max(o.metrics.nfe for o in outputs)
+    return {"decode_s": decode_s, "steps": steps, "tokens": tokens}
+
+
+def race(runners, of, args, report, until):
+    """Turns over all settings; a row each, with the speed-up against `ar`."""
+    names, seen = list(runners), {name: [] for name in runners}
+    for turn in range(args.repeats):
+        if turn and time.perf_counter() > until:
+            break
+        at = turn % len(names)
+        for name in names[at:] + names[:at]:
+            seen[name].append(runners[name]())
+    line = []
+    for name, samples in seen.items():
+        spent = [one["decode_s"] for one in samples]
+        gains = [a["decode_s"] / b["decode_s"] for a, b in zip(seen["ar"], samples, strict=True)]
+        gain = statistics.median(gains)
+        middle = sorted(samples, key=lambda one: one["decode_s"])[len(samples) // 2]
+        row = {
+            "wall_s": statistics.median(spent),
+            "samples_s": spent,
+            "steps": middle["steps"],
+            "tokens": middle["tokens"],
+            "step_ms": 1e3 * statistics.median(spent) / max(middle["steps"], 1),
+            "tok_s": middle["tokens"] / statistics.median(spent),
+            "speedup": gain,
+            "least_speedup": min(gains),
+            "most_speedup": max(gains),
+        }
+        if "prefill_s" in middle:
+            row["loop_prefill_s"] = middle["prefill_s"]
+        report.row(**of, name=name, **row)
+        line.append(f"{name} {row['tok_s']:.0f} tok/s x{gain:.2f} ({row['step_ms']:.3f} ms a step)")
+    print(
+        f"pair {of['through']} T={of['temperature']:g} batch {of['slots']}: {'; '.join(line)}",
+        flush=True,
+    )
+
+
+def make_llm(target, setting, work, args):
+    """An engine for the batches that are timed."""
+    strategy, draft = setting
+    longest = int(work.lengths.max()) + args.text
+    slots = max(args.llm_batches)
+    columns = -(-longest // 64)
+    config = dj.EngineConfig(
+        max_num_seqs=slots,
+        max_model_len=longest,
+        num_pages=2 * (slots + 1) * (columns + 1),
+        slot_buckets=tuple(sorted(args.llm_batches)),
+        page_buckets=(columns,),
+        prefill_buckets=(64 * math.ceil(int(work.lengths.max()) / 64),),
+    )
+    llm = dj.LLM(target, strategy, draft=draft, config=config, progress=False)
+    llm.text = args.text
+    return llm
+
+
+def measure(args, report):
+    """The section; whatever is not done by its end is named in `late`."""
+    began = time.perf_counter()
+    until = began + args.pair_within
+    target, draft = load_pair(args, "auto")
+    work, settings = make_work(target, args.problems), settings_of(draft)
+    kinds = {"target": target.source, "draft": draft.source}
+    kinds |= {"dtype": str(target.params["embed"].dtype), "problems": len(work.problems)}
+    report.put(pair=kinds)
+    exact_pair = load_pair(args, "float32")
+    both = zip(settings, settings_of(exact_pair[1]).values(), strict=True)
+    exact = {name: Decoder(exact_pair[0], setting, args.text) for name, setting in both}
+    decoders = {name: Decoder(target, one, args.text) for name, one in settings.items()}
+    watched = min(32, args.problems)
+    ready, llms = get_ready(target, settings, decoders, exact, work, watched, args, report, began)
+    report.put(pair=kinds | {"ready_s": time.perf_counter() - began})
+    if watched in ready and "exact" in ready:
+        acceptance(decoders, {"pair": exact_pair, "by_name": exact}, work, watched, report)
+    for temperature in (0.0, 1.0):
+        for through, batches in (("loop", args.batches), ("LLM", args.llm_batches)):
+            for batch in batches:
+                of = {"section": "pair", "model": target.source, "through": through}
+                of |= {"slots": batch, "temperature": temperature}
+                by_name = llms if through == "LLM" else decoders if batch in ready else {}
+                if time.perf_counter() > until or "ar" not in by_name:
+                    report.late(f"pair, {through}, {batch} slots, T={temperature:g}: not timed")
+                    continue
+                once = llm_once if through == "LLM" else loop_once
+                calls = max(1, min(4, args.problems // batch))
+                runners = {
+                    name: functools.partial(once, one, work, batch, temperature, calls)
+                    for name, one in by_name.items()
+                }
+                for run in runners.values():
+                    run()  # prompts into prefix caches, programs to the device
+                race(runners, of, args, report, until)
+    verdict(report)
+
+
+def get_ready(target, settings, decoders, exact, work, watched, args, report, began):
+    """Compile everything, by several threads.
+
+    Returns:
+        Batches whose loops are there, and "exact" if those in float32 are; the engines by setting.
+    """
+    limit = began + COMPILE_SHARE * args.pair_within
+    pool, jobs, engines = ThreadPoolExecutor(args.threads), {}, {}
+    for batch in dict.fromkeys((watched, *args.batches)):
+        jobs[batch] = [pool.submit(one.warm, work, batch) for one in decoders.values()]
+        if batch == watched:
+            jobs["exact"] = [pool.submit(_warm_exact, one, work, batch) for one in exact.values()]
+            # The adaptive one measures what its widths cost: it is made alone on the device.
+            for name in list(settings)[: 2 if args.llm_batches else 0]:
+                engines[name] = pool.submit(make_llm, target, settings[name], work, args)
+
+    def result(job, name):
+        try:
+            return job.result(timeout=max(0.0, limit - time.perf_counter()))
+        except Exception as error:  # the others still count
+            report.late(f"pair, {name}: {type(error).__name__}: {error}"[:500])
+            raise
+
+    ready, llms = set(), {}
+    for batch, parts in jobs.items():
+        with contextlib.suppress(Exception):
+            for part in parts:
+                result(part, f"loop, {batch}")
+            ready.add(batch)
+    for name, job in engines.items():
+        with contextlib.suppress(Exception):
+            llms[name] = result(job, f"LLM, {name}")
+    pool.shutdown(cancel_futures=True)
+    if "ar" in llms:
+        name = list(settings)[-1]
+        llms[name] = make_llm(target, settings[name], work, args)
+    return ready, llms
+
+
+def _warm_exact(decoder, work, batch):
+    with jax.default_matmul_precision("highest"):
+        decoder.warm(work, batch)
+
+
+def verdict(report):
+    """The bars."""
+    rows = [row for row in report.told["rows"] if row.get("section") == "pair"]
+    drafts = [row for row in rows if row["name"] != "ar"]
+    greedy = [r for r in drafts if r["temperature"] == 0 and r["through"] == "rounds"]
+    alone = [r for r in drafts if r.get("slots") == 1 and r["temperature"] == 0]
+    least = [r for r in drafts if "speedup" in r and r["name"] == "dflash, adaptive"]
+    told = {
+        "accepted_length": max((r["mean_accepted_length"] for r in greedy), default=None),
+        "accepted_length_bar": BAR_LENGTH,
+        "speedup_at_1": {f"{r['through']}, {r['name']}": r["speedup"] for r in alone},
+        "speedup_bar": BAR_SPEEDUP,
+        "least_speedup_of_adaptive": min((r["speedup"] for r in least), default=None),
+        "least_speedup_bar": BAR_SLOWEST,
+        "unlike_ar_in_float32": sum(r.get("rows_unlike_ar_float32", 0) for r in drafts),
+    }
+    report.put(pair=report.told["pair"] | told)
+    print(f"pair: {told}", flush=True)
+
+
+def _ints(text):
+    return tuple(int(part) for part in text.split(","))
