@@ -1,0 +1,121 @@
+"""Proves what `benchmarks/dflash_gpu.py` makes of its times: floors as dflash.md has them, ratios and
+speed-ups of one turn, accepted lengths counted with their bonus; and, slow, that its plain loop
+writes what `ar` writes and that the script runs whole, small, on a CPU.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dllm_jax.bench.roofline import RATES
+from dllm_jax.model import Model
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import compare  # noqa: E402  a script, found through the path
+import dflash_gpu  # noqa: E402
+import dflash_pair  # noqa: E402
+
+(H200,) = RATES
+
+
+def shapes_of(name: str) -> Model:
+    """A published model whose weights are but their shapes."""
+    parsed = parse_config(PUBLISHED[name], name=name)
+    arch = arch_of(parsed.config)
+    shapes = arch.param_shapes(parsed.config, jnp.bfloat16)
+    return Model(params=shapes, config=parsed.config, arch=arch, defaults=parsed.defaults)
+
+
+@pytest.fixture(scope="module")
+def full():
+    return shapes_of(dflash_gpu.QWEN), shapes_of(dflash_gpu.QWEN_DRAFT)
+
+
+def test_floors_of_the_full_size_are_those_of_the_notes(full):
+    floors = dflash_gpu.floors_ms(*full, 1, 1024, H200)
+    assert floors["draft pass"] == pytest.approx(0.74, abs=0.01)
+    assert floors["round"] / floors["ar step"] == pytest.approx(1.23, abs=0.01)
+    # 32 requests: 512 rows are more operations than bytes, a token each is not.
+    wide = dflash_gpu.floors_ms(*full, 32, 1024, H200)
+    assert wide["ar step"] < 2.5 * floors["ar step"]
+    assert wide["verify pass"] > 1.6 * wide["ar step"]
+    assert dflash_gpu.floors_ms(*full, 1, 1024, "another device") == {}
+
+
+def test_the_drafts_cache_takes_20_kib_a_token(full):
+    told = dflash_gpu.draft_cache(full[1])
+    assert told == {"bytes_a_token": 20 * 1024, "computed": 20 * 1024}
+
+
+def test_ratios_are_medians_of_one_turns():
+    samples = {"ar step": [4.0, 2.0, 4.0], "round": [5.0, 4.0, 4.8], "bare step": [4.0, 1.6, 3.2]}
+    samples |= {"draft pass": [0.8, 0.8, 1.0]}
+    told = dflash_gpu.derive(samples, {"draft pass": 0.8, "round": 4.5, "ar step": 3.6})
+    assert told["round_over_ar"] == 1.25
+    assert told["ar_over_bare"] == 1.25
+    assert told["draft_over_floor"] == 1.0
+    assert told["round_over_ar_floor"] == 1.25
+    assert {tau: told["speedup_at"][tau] for tau in ("2", "5", "8")} == {"2": 1.6, "5": 4, "8": 6.4}
+    assert "round_over_ar" not in dflash_gpu.derive({"ar step": [1.0], "bare step": [1.0]}, {})
+
+
+def test_accepted_lengths_count_the_bonus_and_no_token_behind_the_end():
+    # A first token each was there before any round. The first text ends in its second round, with
+    # a stop id behind one token; what that round accepted past it is in no text.
+    told = dflash_pair.accepted([[4, 3], [1, 1]], [[1] * 6, [1] * 3], [True, False], 4)
+    assert told["rounds"] == 4
+    assert told["mean_accepted_length"] == (4 + 3 + 1 + 1) / 4
+    assert told["emitted_per_round"] == ((6 + 1 - 1) + (3 - 1)) / 4
+    assert told["accepted_per_position"] == [0.5, 0.5, 0.25]
+    assert told["rounds_of_length"] == [2, 0, 1, 1]
+
+
+def test_a_row_takes_the_place_of_the_same_works_row_and_is_compared(tmp_path):
+    path = tmp_path / "out.json"
+    report = dflash_gpu.Report(path, command="c")
+    report.row(section="steps", model="m", name="round", slots=1, step_ms=2.0)
+    report.row(section="steps", model="m", name="round", slots=1, step_ms=1.0)
+    report.row(section="steps", model="m", name="round", slots=8, step_ms=3.0)
+    told = json.loads(path.read_text())
+    assert [row["step_ms"] for row in told["rows"]] == [1.0, 3.0]
+    assert sorted(compare.figures(told).values()) == [1.0, 3.0]
+
+
+@pytest.mark.slow
+def test_a_loop_without_strategy_code_writes_the_tokens_of_ar():
+    model, _ = dflash_gpu.load_pair(smoke=True)
+    names = ("ar step", "bare step")
+    loops = dflash_gpu.loops_of(model, None, 2, 64, 64, names)
+    loops = {name: make() for name, make in loops.items()}
+    assert dflash_gpu.same_tokens(loops, 40) == {"steps": 40, "equal_for": [40, 40]}
+    program = dflash_gpu.read_program(
+        argparse.Namespace(
+            program=loops["bare step"].program,
+            model=model,
+            state=argparse.Namespace(pools={"target": loops["bare step"].state.pool}),
+        )
+    )
+    assert program["pool_copies_in_hlo"] == 0
+
+
+@pytest.mark.slow
+def test_the_script_runs_whole_and_small(tmp_path):
+    out = tmp_path / "dflash.json"
+    words = ["--smoke", "--target", dflash_pair.SMOKE, "--threads", "2", "--out", str(out)]
+    assert dflash_gpu.main([*words, "--within", "900", "--pair-within", "900"]) == 0
+    told = json.loads(out.read_text())
+    steps = {row["name"] for row in told["rows"] if row.get("section") in ("ar", "steps")}
+    assert steps == {"ar step", "bare step", "round", "draft pass", "verify pass"}
+    rounds = [row for row in told["rows"] if row.get("through") == "rounds"]
+    assert {row["temperature"] for row in rounds} == {0.0, 1.0}
+    assert all(row["rows_unlike_ar_float32"] == 0 for row in rounds)
+    assert jax.tree.leaves([row["samples_s"] for row in told["rows"] if "samples_s" in row])
