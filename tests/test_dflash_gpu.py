@@ -1,5 +1,5 @@
-"""Proves what `benchmarks/dflash_gpu.py` makes of its times: floors as dflash.md has them, ratios and
-speed-ups of one turn, accepted lengths counted with their bonus; and, slow, that its plain loop
+"""Proves what `benchmarks/dflash_gpu.py` makes of its times: floors as dflash.md has them, ratios
+and speed-ups of one turn, accepted lengths counted with the bonus; and, slow, that its plain loop
 writes what `ar` writes and that the script runs whole, small, on a CPU.
 """
 
