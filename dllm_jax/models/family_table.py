@@ -298,6 +298,7 @@ BLOCK_ROUTED: Mapping[str, Any] = {
     "alternatives": (),
 }
 
+_HYBRID = "its linear attention keeps a state beside keys and values, which is not run here"
 # Classes that are easily taken for one of the above; the text says what they are.
 RELATIVES = {
     "DFlash2DraftModel": "DFlash 2 has convolutions and a selector; use a draft of the first "
@@ -305,6 +306,9 @@ RELATIVES = {
     "DFlashLagunaForCausalLM": "its attention has gates that DFlash's first version lacks",
     "DFlashSpeculator": "speculators' drafts have a vocabulary and a config of their own; use a "
     "draft in z-lab/dflash's form",
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _HYBRID
+    ),
     "LLaDAMoEModelLM": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
     "llada_moe": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
     "Dream": "that alone does not say whether its layers are Qwen2's or Qwen3's; "
