@@ -21,7 +21,7 @@ NAMES = {"ar": "tiny-qwen3", "dflash": "tiny-qwen3-dflash"}
 
 def parse() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True)
     add("--work", type=pathlib.Path, default=pathlib.Path("/tmp/train_tiny_pair"))
@@ -54,8 +54,13 @@ def entropies(target: pathlib.Path, run: pathlib.Path, num_rows: int = 512) -> d
             stored[name][:num_rows] for name in ("tokens", "prompt_len", "length")
         )
         num_responses = len(stored["length"])
-    log_p = jax.nn.log_softmax(model.logits(tokens, attention="causal"), axis=-1)
-    each = np.asarray(-jnp.sum(jnp.exp(log_p) * log_p, axis=-1))
+
+    @jax.jit
+    def entropy(model: Any, tokens: Any) -> Any:
+        log_p = jax.nn.log_softmax(model.logits(tokens, attention="causal"), axis=-1)
+        return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+    each = np.asarray(entropy(model, tokens))
     at = np.arange(tokens.shape[1])
     own = (at >= prompt_len[:, None] - 1) & (at < length[:, None] - 1)  # rows that predict answers
     return {"nats": float(each[own].mean()), "rows": len(tokens), "responses": num_responses}

@@ -22,6 +22,8 @@ from jaxtyping import Array
 from dllm_jax.training import optimizer, run_log
 from dllm_jax.training.run_state import TrainState, restore, save
 
+_FIRST_STEPS = 50  # over which the rate rises at least where it follows the clock
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -153,7 +155,10 @@ def run(
         with contextlib.closing(task.batches(clock.step, num_workers)) as feed:
             while clock.progress() < 1.0 and not clock.is_over(max_seconds):
                 batch = jax.device_put(next(feed), rows)
-                factor = np.float32(learning_rate_factor(config, clock.progress()))
+                factor = learning_rate_factor(config, clock.progress())
+                if config.budget_seconds is not None:  # compiling may have taken the warm-up
+                    factor = min(factor, (clock.step + 1) / _FIRST_STEPS)
+                factor = np.float32(factor)
                 state, metrics = run_step(state, frozen, batch, factor)
                 clock.step += 1
                 log.add(metrics, float(factor), clock.step % config.log_every == 0)

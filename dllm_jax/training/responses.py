@@ -19,6 +19,7 @@ import tokenizers
 from dllm_jax import chat, tokenization
 from dllm_jax.model import Model
 from dllm_jax.training import data, solving, stream
+from strategies.state import FINISH_REASONS
 
 STORED = "responses.npz"
 
@@ -66,9 +67,7 @@ def regenerate(
     def keep(index: int, padded: np.ndarray, lengths: np.ndarray, out: Any) -> None:
         out = jax.device_get(out)
         rows = _rows(padded, lengths, out.tokens, out.length, out.finish, stop, row_len)
-        partial = folder / f".responses-{index:05d}.partial.npz"
-        np.savez(partial, **rows)
-        partial.rename(folder / f"responses-{index:05d}.npz")
+        _store(folder / f"responses-{index:05d}.npz", rows)
         say(f"responses {(index + 1) * batch_size}, {time.monotonic() - began:.0f} s")
 
     for index in range(done, num_batches):
@@ -95,12 +94,17 @@ def regenerate(
             "prompts that leave room"
         )
     rows = {name: values[some] for name, values in rows.items()}
-    partial = folder / f".{STORED}.partial.npz"
-    np.savez(partial, **rows)
-    partial.rename(stored)
+    _store(stored, rows)
     for part in parts:
         part.unlink()
     return rows
+
+
+def _store(path: pathlib.Path, rows: dict[str, np.ndarray]) -> None:
+    """Write rows, whole or not at all."""
+    partial = path.with_name(f".{path.stem}.partial.npz")
+    np.savez(partial, tokens=rows["tokens"], prompt_len=rows["prompt_len"], length=rows["length"])
+    partial.rename(path)
 
 
 def _rows(
@@ -113,8 +117,6 @@ def _rows(
     row_len: int,
 ) -> dict[str, np.ndarray]:
     """Prompt, answer and, where it ended by itself, the end of sequence, cut to `row_len`."""
-    from strategies.state import FINISH_REASONS
-
     tokens = np.zeros((len(padded), row_len), np.int32)
     total = np.zeros(len(padded), np.int32)
     for i, (given, count, made) in enumerate(zip(lengths, output_len, output, strict=True)):
