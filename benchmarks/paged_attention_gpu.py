@@ -1,264 +1,321 @@
 """Attention alone on the device JAX finds: first right, then how near to the floor.
 
-Per cell (sequences, context, rows, heads) every form is held to a float32 truth computed on the
-device; one that is wrong is not timed. Then a loop on the device runs it over several layers' own
-pools, 0.8 GB of them where a cell is smaller, so that no key is in the cache when it comes again.
-The rows of a call depend on the last result; `glue` is the loop alone, and is taken off.
+Three parts, each with its lines in one JSON file, written as they come:
 
-    python benchmarks/paged_attention_gpu.py --out /tmp/attention.json
+- `check`: tilings of the Mosaic form, and the Triton form, on small cases that hold every feature
+  of the mask (no context, partial pages, missing pages, dead slots and cells, positions seen fresh,
+  blocks, token order, a window), against the XLA form in float32. No other part times what failed.
+- `tune`: variants of both forms on the decode step's shapes and on prefill.
+- `cells`: the fixed list of 40 cells of kernels.md's grid, against both of cuDNN's ways.
+
+A call is timed in a loop on the device. Every turn takes other pages, of pools of 2 GB, so that no
+key is in the cache when it comes again; its rows depend on the last result. What depends on the
+mask alone is computed before the loop, as it is once a step. `glue`, the loop alone, is taken off.
+
+    python benchmarks/paged_attention_gpu.py --out attention.json --parts check,tune --seconds 95
+    python benchmarks/paged_attention_gpu.py --out attention.json --seconds 165
     python benchmarks/paged_attention_gpu.py --tiny     # every line of it on a CPU, in a minute
 
-Prints a table and writes JSON after each cell: microseconds of one call (median of the runs), TB/s
-of keys and values, and the floor: bytes at 4.3 TB/s, or the useful products at 790 TFLOP/s.
+A child process does the work; one that says nothing for `--patience` seconds is ended, what it was
+at is told as hung, and another goes on behind it. Times are medians in microseconds a call; the
+floor is bytes at 4.3 TB/s, or the useful products at 790 TFLOP/s.
 """
 
 import argparse
-import dataclasses
-import functools
 import json
+import os
 import platform
+import queue
 import statistics
 import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from pallas_kernels.paged_attention import WindowMask, cudnn, reference, triton
-
-BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
-POOL_BYTES = 0.8e9
-PAGE, BLOCK = 64, 32
+MEMORY_SHARE, COMPUTE_SHARE, FIXED_US = 0.60, 0.45, 6.0  # issue 6's bar for a cell
+GROUP = 4  # cells that are compiled together
 TOLERANCE = 2e-2  # of a result and the root mean square of all
-HEADS = {  # query heads, KV heads, head size
-    "SDAR-8B": (32, 8, 128),
-    "SDAR-1.7B": (16, 8, 128),
-    "LLaDA-8B": (32, 32, 128),
-    "Dream-7B": (28, 4, 128),
-}
-CELLS = [  # model, sequences, context (None: ragged), rows
-    ("SDAR-1.7B", 1, 512, 32),
-    ("SDAR-1.7B", 1, 512, 128),
-    ("SDAR-1.7B", 8, 512, 128),
-    ("SDAR-1.7B", 32, 512, 128),
-    ("SDAR-1.7B", 1, 8192, 32),
-    ("SDAR-8B", 1, 512, 128),
-    ("SDAR-8B", 8, 1024, 32),
-    ("SDAR-8B", 1, 8192, 128),
-    ("SDAR-8B", 32, None, 32),
-    ("SDAR-8B", 1, 3584, 512),
-    ("LLaDA-8B", 8, 1024, 32),
-    ("Dream-7B", 8, 1024, 32),
-]
-TINY = [("SDAR-1.7B", 1, 128, 8)]
-VARIANTS = {
-    "triton": {},
-    "triton r32": {"rows": 32},
-    "triton r128 w8": {"rows": 128, "num_warps": 8},
-    "triton k32": {"keys": 32},
-    "triton r32 k32": {"rows": 32, "keys": 32},
-    "triton stages 2": {"num_stages": 2},
-    "triton stages 4": {"num_stages": 4},
-}
 
 
-def forms(q, k_pages, table, only, interpret):
-    """Name -> function of (q, k, v, k_pages, v_pages, table, mask), and what it is."""
-    found = {"glue": (lambda q, *_: q, ""), "xla": (reference.attention, "")}
-    if not interpret:
-        found["cudnn"] = (cudnn.attention, "")
-    usual = triton.choose_tiling(q, k_pages, table)
-    seen = set()
-    for name, changes in VARIANTS.items():
-        tiling = dataclasses.replace(usual, **changes)
-        for factor in (1, 2, 0.5) if name == "triton" else (1,):
-            splits = max(1, min(int(tiling.splits * factor), table.shape[1]))
-            one = dataclasses.replace(tiling, splits=splits)
-            if one in seen:
-                continue
-            seen.add(one)
-            call = functools.partial(triton.attention, tiling=one, interpret=interpret)
-            found[f"{name} x{splits}"] = (call, str(one))
-    return {
-        name: form
-        for name, form in found.items()
-        if only is None or name == "glue" or any(name.startswith(one) for one in only)
-    }
+def keep(line):
+    """Hand a line to the process that writes."""
+    print(json.dumps(line), flush=True)
 
 
-def draw(cell, seed=0):
-    """Rows, pools of several layers, table and mask of a cell; contexts end inside a page."""
-    model, B, context, T = cell
-    N, G, H = HEADS[model]
-    rng = np.random.default_rng(seed)
-    if context is None:
-        lengths = np.exp(rng.uniform(np.log(64), np.log(8192), B)).astype(np.int32)
-    else:
-        lengths = context - rng.integers(0, PAGE, B).astype(np.int32)
-    columns = -(-int(lengths.max()) // PAGE)
-    held = -(-lengths // PAGE)
-    pages = int(held.sum()) + 1
-    order = rng.permutation(pages - 1) + 1
-    table = np.full((B, columns), -1, np.int32)
-    for b in range(B):
-        table[b, : held[b]], order = order[: held[b]], order[held[b] :]
-    layer_bytes = 2 * pages * G * PAGE * H * 2
-    layers = int(min(64, max(2, -(-POOL_BYTES // layer_bytes))))
-    normal = jax.jit(
-        lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1
-    )
-    keys = iter(jax.random.split(jax.random.key(seed), 2 * layers + 3))
-    shape = (pages, G, PAGE, H)
-    pools = [(normal(next(keys), shape), normal(next(keys), shape)) for _ in range(layers)]
-    q, k, v = (normal(next(keys), (B, T, heads, H)) for heads in (N, G, G))
-    mask = WindowMask(
-        cell=jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)),
-        start=jnp.asarray(lengths),
-        live=jnp.broadcast_to(jnp.asarray([0, T], jnp.int32), (B, 2)),
-        context_len=jnp.asarray(lengths),
-        visible=None,
-        causal=jnp.zeros((B,), bool),
-        block_size=BLOCK,
-    )
-    return (q, k, v), pools, jnp.asarray(table), mask, lengths
+def passes_bar(us, memory_us, compute_us):
+    """Issue 6: within the floor over a share of the peak, and six microseconds."""
+    share = MEMORY_SHARE if memory_us >= compute_us else COMPUTE_SHARE
+    return us <= max(memory_us, compute_us) / share + FIXED_US
 
 
-def floor_us(cell, lengths):
-    """The least time, and the bytes of keys and values."""
-    model, B, _, T = cell
-    N, G, H = HEADS[model]
-    blocks = np.arange(T) // BLOCK
-    fresh = int(np.minimum((blocks + 1) * BLOCK, T).sum())
-    flops = 4 * N * H * (T * int(lengths.sum()) + B * fresh)
-    kv_bytes = 4 * G * H * (int(lengths.sum()) + B * T)
-    moved = kv_bytes + 4 * B * T * N * H
-    return max(moved / BYTES_PER_S, flops / FLOPS_PER_S) * 1e6, kv_bytes, flops
+def check(args, skip):
+    """Every tiling on every feature; a line each."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import paged_attention_cells as cells
 
+    from pallas_kernels.paged_attention import reference
 
-def loop_of(function, rounds):
-    """A compiled-to-be loop over the layers; rows depend on the last result."""
+    named = [
+        (f"check {form} / {case}", form, case)
+        for form in cells.checked_forms(args.tiny)
+        for case in cells.FEATURES
+        if args.tiny or cells.is_checked(form, case)
+    ]
+    named = [one for one in named if one[0] not in skip]
+    if args.tiny:
+        named = named[:2]
 
-    def loop(q, k, v, pools, table, mask):
-        def one_round(_, q):
-            for k_pages, v_pages in pools:
-                q = q + function(q, k, v, k_pages, v_pages, table, mask) * jnp.bfloat16(1e-3)
-            return q
-
-        return jax.lax.fori_loop(0, rounds, one_round, q)
-
-    return jax.jit(loop)
-
-
-def measure(cell, args):
-    """Lines of the table for one cell."""
-    rows, pools, table, mask, lengths = draw(cell)
-    interpret = jax.default_backend() != "gpu"
-    least, kv_bytes, flops = floor_us(cell, lengths)
-    first = (*rows, *pools[0], table, mask)
-    as_32 = [x.astype(jnp.float32) for x in first[:5]]
-    with jax.default_matmul_precision("highest"):
-        wanted = jax.block_until_ready(jax.jit(reference.attention)(*as_32, table, mask))
-    scale = jnp.sqrt(jnp.mean(jnp.square(wanted)))
-    rounds = 1 if args.tiny else max(1, int(4e3 / (len(pools) * max(least, 8.0))))
-    told = forms(rows[0], pools[0][0], table, args.only and args.only.split(","), interpret)
-
-    def compiled(function):
-        began = time.perf_counter()
+    def prepare(one):
+        _, form, case = one
+        arguments = cells.feature_case(case)
         try:
-            program = loop_of(function, rounds).lower(*rows, pools, table, mask).compile()
-            return program, time.perf_counter() - began, None
-        except Exception as error:  # a tiling may not compile; the table says so and goes on
-            return None, 0.0, f"{type(error).__name__}: {error}"[:500]
+            call = cells.checked_forms(args.tiny)[form]
+            return arguments, jax.jit(call).lower(*arguments).compile(), None
+        except Exception as error:  # the table says so and goes on
+            return arguments, None, f"{type(error).__name__}: {error}"[:1500]
 
-    with ThreadPoolExecutor(12) as pool:
-        programs = dict(
-            zip(told, pool.map(lambda form: compiled(form[0]), told.values()), strict=True)
-        )
-    glue_us = 0.0
-    for name, (function, what) in told.items():
-        line = {"model": cell[0], "sequences": cell[1], "context": cell[2], "rows": cell[3]}
-        line |= {"form": name, "tiling": what, "floor_us": least, "kv_bytes": kv_bytes}
-        program, compile_s, failure = programs[name]
-        if failure is None and name != "glue":
-            got = jax.jit(function)(*first).astype(jnp.float32)
-            error = float((jnp.abs(got - wanted) / (jnp.abs(wanted) + scale)).max())
-            line["error"] = error if np.isfinite(error) else float("inf")
+    with ThreadPoolExecutor(14) as pool:
+        prepared = [pool.submit(prepare, one) for one in named]
+        for (name, _, _), future in zip(named, prepared, strict=True):
+            arguments, program, failure = future.result()
+            if failure:
+                keep({"name": name, "failed": failure})
+                continue
+            keep({"began": name})
+            got = np.asarray(program(*arguments).astype(jnp.float32))
+            as_32 = [x.astype(jnp.float32) for x in arguments[:5]]
+            with jax.default_matmul_precision("highest"):
+                wanted = np.asarray(jax.jit(reference.attention)(*as_32, *arguments[5:]))
+            live = np.asarray(arguments[6].rows_live())
+            error = np.abs(got - wanted)[live].max()
+            is_zero = bool((got[~live] == 0).all())
+            right = bool(np.isfinite(got).all() and error <= TOLERANCE and is_zero)
+            keep({"name": name, "error": float(error), "dead_rows_zero": is_zero, "right": right})
+
+
+def timed(args, skip, part):
+    """Lines of the cells of a part."""
+    import paged_attention_cells as cells
+
+    chosen = cells.TINY if args.tiny else cells.PARTS[part]
+    if args.cells:
+        chosen = [chosen[int(i)] for i in args.cells.split(",")]
+    pools = cells.Pools(args.tiny)
+    only = args.only.split(",") if args.only else None
+    for at in range(0, len(chosen), GROUP):
+        work = []
+        # Nothing is timed while Python traces: both want the interpreter's lock.
+        with ThreadPoolExecutor(14) as threads:
+            for cell in chosen[at : at + GROUP]:
+                drawn = cells.draw(cell, args.tiny)
+                told = {}
+                for form, (prepare, call, what) in cells.forms(drawn, part, only).items():
+                    name = f"{part} {'-'.join(map(str, cell))} {form}"
+                    if name not in skip or form == "glue":
+                        program = threads.submit(cells.compiled, drawn, prepare, call)
+                        told[form] = (name, what, program)
+                work.append((drawn, told))
+        for drawn, told in work:
+            time_cell(args, part, pools, drawn, told)
+
+
+def time_cell(args, part, pools, drawn, told):
+    """Lines of the compiled forms of a cell."""
+    import jax
+    import paged_attention_cells as cells
+
+    memory_us, compute_us, kv_bytes = cells.floors_us(drawn)
+    glue_us, wanted = 0.0, None
+    for form, (name, what, future) in told.items():
+        line = {"name": name, "part": part, "cell": drawn.cell, "form": form, "tiling": what}
+        line |= {"memory_us": memory_us, "compute_us": compute_us, "kv_bytes": kv_bytes}
+        program, failure = future.result()
+        if failure:
+            keep(line | {"failed": failure})
+            continue
+        keep({"began": name})
+        operands = pools.operands(drawn)
+        out = jax.block_until_ready(program(1, *operands))
+        if form != "glue":
+            wanted = cells.truth(operands) if wanted is None else wanted
+            line["error"] = cells.error(out, wanted)
             line["right"] = line["error"] <= TOLERANCE
-        if failure is not None:
-            line["failed"] = failure
-        elif line.get("right", True):
-            samples = []
-            for _ in range(args.repeats + 2):
-                began = time.perf_counter()
-                out = jax.block_until_ready(program(*rows, pools, table, mask))
-                samples.append((time.perf_counter() - began) / (rounds * len(pools)) * 1e6)
-            assert bool(jnp.isfinite(out).all()), "the loop's rows are not finite"
-            line["us"] = statistics.median(samples[2:])
-            line["min_us"], line["max_us"] = min(samples[2:]), max(samples[2:])
-            line["compile_s"] = compile_s
-            glue_us = line["us"] if name == "glue" else glue_us
-            line["net_us"] = line["us"] - glue_us
-            line["tb_s"] = kv_bytes / max(line["net_us"], 1e-3) / 1e6
-            line["tflop_s"] = flops / max(line["net_us"], 1e-3) / 1e6
-        yield line
+            if not line["right"]:
+                keep(line)
+                continue
+        rounds = 2 if args.tiny else int(min(600, max(20, 8e3 / max(memory_us, compute_us, 8.0))))
+        samples = []
+        for _ in range(args.repeats + 1):
+            began = time.perf_counter()
+            jax.block_until_ready(program(rounds, *operands))
+            samples.append((time.perf_counter() - began) / rounds * 1e6)
+        line["us"] = statistics.median(samples[1:])
+        line["min_us"], line["max_us"] = min(samples[1:]), max(samples[1:])
+        glue_us = line["us"] if form == "glue" else glue_us
+        line["net_us"] = line["us"] - glue_us
+        line["passes"] = passes_bar(line["net_us"], memory_us, compute_us)
+        keep(line)
 
 
 def show(line):
     """One printed line."""
-    context = line["context"] or "ragged"
-    told = f"{line['model']:>9} {line['sequences']:>2}x{context!s:<6} T{line['rows']:>4}"
-    told = f"{told} {line['form']:<20}"
+    told = f"{line['name']:<58}"
     if "failed" in line:
-        return f"{told} FAILED {line['failed'][:120]}"
+        return f"{told} FAILED {line['failed'][:160]}"
     if not line.get("right", True):
         return f"{told} WRONG by {line['error']:.1e}"
-    if "error" not in line:
+    if "us" not in line:
+        return f"{told} error {line['error']:.0e}"
+    if line["form"] == "glue":
         return f"{told} {line['us']:8.1f} us"
+    floor = max(line["memory_us"], line["compute_us"])
+    tb_s = line["kv_bytes"] / max(line["net_us"], 1e-3) / 1e6
     return (
         f"{told} net {line['net_us']:8.1f} us [{line['min_us']:.1f} {line['max_us']:.1f}] "
-        f"{line['tb_s']:5.2f} TB/s {line['tflop_s']:4.0f} TF/s floor {line['floor_us']:.1f} "
-        f"(x {line['net_us'] / line['floor_us']:.2f}) error {line['error']:.0e}"
+        f"{tb_s:5.2f} TB/s floor {floor:.1f} (x {line['net_us'] / floor:.2f}) "
+        f"{'meets' if line['passes'] else 'misses'} the bar"
     )
 
 
+def summary(lines):
+    """The figures that issue 6 names, of the part `cells`."""
+    found = {}
+    for line in lines:
+        if line.get("part") == "cells" and "net_us" in line and line["form"] != "glue":
+            found.setdefault(tuple(line["cell"]), {})[line["form"]] = line
+    rows = {}
+    for cell, forms in found.items():
+        ours = [x for form, x in forms.items() if not form.startswith("cudnn")]
+        theirs = [x["net_us"] for form, x in forms.items() if form.startswith("cudnn")]
+        if not ours:
+            continue
+        best = min(ours, key=lambda x: x["net_us"])
+        gain = min(theirs) / best["net_us"] if theirs else None
+        rows[cell] = {"best": best["form"], "passes": best["passes"], "gain": gain}
+    gains = [row["gain"] for row in rows.values() if row["gain"]]
+    of_32 = [row["gain"] for cell, row in rows.items() if cell[3] == 32 and row["gain"]]
+    return {
+        "cells": len(rows),
+        "meet_the_bar": sum(row["passes"] for row in rows.values()),
+        "compared_with_cudnn": len(gains),
+        "faster_than_cudnn": sum(gain > 1 for gain in gains),
+        "gain_at_32_rows_median": statistics.median(of_32) if of_32 else None,
+        "gain_at_32_rows_least": min(of_32) if of_32 else None,
+    }
+
+
+def child(args):
+    """What the process that works does; one JSON line of output a result."""
+    import jax
+
+    # A cell's program is small, and the machine new: keep nothing.
+    jax.config.update("jax_enable_compilation_cache", False)
+    keep({"device": jax.devices()[0].device_kind, "jax": jax.__version__})
+    skip = set(json.loads(sys.stdin.readline()))
+    for part in args.parts.split(","):
+        if part not in skip:
+            check(args, skip) if part == "check" else timed(args, skip, part)
+            keep({"done": part})
+
+
 def main():
-    """Check, time, print, write."""
+    """Start the child, watch it, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", help="numbers of the list of cells, comma-separated")
+    parser.add_argument("--parts", default="check,tune,cells")
+    parser.add_argument("--cells", help="numbers of the cells of a part, comma-separated")
     parser.add_argument("--only", help="forms by the beginning of their names, comma-separated")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600, help="then stop, whatever is left")
+    parser.add_argument("--patience", type=float, default=45, help="seconds until a child is hung")
     parser.add_argument("--tiny", action="store_true", help="small shapes, kernels interpreted")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--commit")
     parser.add_argument("--out")
     args = parser.parse_args()
+    if args.child:
+        return child(args)
+    began = time.monotonic()
     git = ["git", "rev-parse", "--short", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     report = {
-        "command": "benchmarks/paged_attention_gpu.py",
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        "command": "benchmarks/paged_attention_gpu.py " + " ".join(sys.argv[1:]),
         "python": platform.python_version(),
         "commit": args.commit or head,
-        "page_size": PAGE,
-        "block_size": BLOCK,
         "repeats": args.repeats,
         "lines": [],
     }
-    cells = TINY if args.tiny else CELLS
-    if args.cells:
-        cells = [cells[int(i)] for i in args.cells.split(",")]
-    if args.tiny:
-        args.only, args.repeats = args.only or "xla,triton x", 1
-    print({key: value for key, value in report.items() if key != "lines"}, flush=True)
-    for cell in cells:
-        for line in measure(cell, args):
-            report["lines"].append(line)
-            print(show(line), flush=True)
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(report, file, indent=1)
+    skip, finished = [], False
+    while not finished and time.monotonic() - began < args.seconds:
+        finished = watch(args, report, skip, began)
+    report["summary"] = summary(report["lines"])
+    report["seconds"], report["finished"] = time.monotonic() - began, finished
+    write(args, report)
+    print(report["summary"])
+
+
+def watch(args, report, skip, began):
+    """Run one child; whether it finished. What it did, and hung at, joins `skip`."""
+    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+    pipe = subprocess.PIPE
+    # The interpreter of Mosaic kernels needs a thread for each warpgroup of a cluster.
+    environment = os.environ | ({"NPROC": "32"} if args.tiny else {})
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        heard = queue.Queue()
+
+        def listen():
+            for text in process.stdout:
+                heard.put(text)
+            heard.put(None)
+
+        threading.Thread(target=listen, daemon=True).start()
+        process.stdin.write(json.dumps(skip) + "\n")
+        process.stdin.flush()
+        at = "its start"
+        while True:
+            left = args.seconds - (time.monotonic() - began)
+            try:
+                text = heard.get(timeout=max(0.1, min(args.patience, left)))
+            except queue.Empty:
+                process.kill()
+                if left > args.patience:
+                    line = {"name": at, "failed": f"hung: nothing for {args.patience} s"}
+                    report["lines"].append(line)
+                    print(show(line), flush=True)
+                    skip.append(at)
+                return at == "its start"
+            if text is None:
+                code = process.wait()
+                if code:
+                    line = {"name": at, "failed": f"the process ended with {code}"}
+                    report["lines"].append(line)
+                    print(show(line), flush=True)
+                    skip.append(at)
+                return code == 0 or at == "its start"
+            if not text.startswith("{"):
+                print(text, end="")
+                continue
+            line = json.loads(text)
+            if "device" in line:
+                report |= line
+            elif "began" in line:
+                at = line["began"]
+            elif "done" in line:
+                skip.append(line["done"])
+            else:
+                report["lines"].append(line)
+                skip.append(line["name"])
+                print(show(line), flush=True)
+                write(args, report)
+
+
+def write(args, report):
+    """The one file, whole."""
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(report, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import cudnn, reference, triton
+from pallas_kernels.paged_attention import cudnn, mosaic, reference, triton
 from pallas_kernels.paged_attention.mask import WindowMask
 
-Implementation = Literal["xla", "cudnn", "triton"]
+Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 
 # Rows of a sequence up to which the kernel was measured, and won: on an H200, microseconds a call,
 # kernel / better of the others, SDAR-1.7B at context 512: 32 rows 12.3 / 13.5, 128 rows 15.2 /
@@ -47,8 +47,9 @@ def paged_attention(
         k_pages, v_pages: The pools of this layer. They are only read.
         page_table: Pages of each sequence in order of position; -1 where there is none.
         mask: Who sees whom.
-        implementation: "xla" (any device, the truth), "cudnn" and "triton" (NVIDIA GPU, 16-bit), or
-            None: the one measured to be fastest that takes the arguments.
+        implementation: "xla" (any device, the truth), "cudnn" and "triton" (NVIDIA GPU, 16-bit),
+            "mosaic" (Hopper, bfloat16, jax 0.11), or None: the one measured to be fastest that
+            takes the arguments.
 
     Returns:
         Rows that are not live hold any finite values: no other row sees them.
@@ -70,7 +71,12 @@ def paged_attention(
         if reason:
             raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
         return triton.attention(q, k, v, k_pages, v_pages, page_table, mask)
-    raise ValueError(f'{implementation=} is not one of "xla", "cudnn", "triton"')
+    if implementation == "mosaic":
+        reason = mosaic.unsupported(q, k_pages, mask)
+        if reason:
+            raise NotImplementedError(f'implementation="mosaic": {reason}; use "xla"')
+        return mosaic.attention(q, k, v, k_pages, v_pages, page_table, mask)
+    raise ValueError(f'{implementation=} is not one of "xla", "cudnn", "triton", "mosaic"')
 
 
 def choose(q: Array, k_pages: Array, page_table: Array) -> Implementation:

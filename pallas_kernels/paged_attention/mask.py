@@ -79,3 +79,20 @@ def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Boo
     context = mask.sees_context(page_table.shape[1] * page_size)
     present = jnp.repeat(page_table >= 0, page_size, axis=1)[:, None, :]
     return jnp.concatenate([context & present, mask.sees_fresh()], axis=-1)
+
+
+def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 7"]:
+    """What a kernel reads of each sequence; the same in every layer of a step.
+
+    Start, live range, context, the part of it that every row sees, token order, first cell.
+    """
+    # Up to the first page that is missing, the end of the context or the first position that is
+    # seen fresh, whichever comes first, a cached key is seen by every live row.
+    there = jnp.cumprod((page_table >= 0).astype(jnp.int32), axis=1)
+    mapped = jnp.sum(there, axis=1, dtype=jnp.int32) * page_size
+    context_len = jnp.minimum(mask.context_len, page_table.shape[1] * page_size)
+    first, end = mask.live[:, 0], mask.live[:, 1]
+    unmasked = jnp.minimum(jnp.minimum(context_len, mapped), mask.start + first)
+    causal = mask.causal.astype(jnp.int32)
+    columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
+    return jnp.stack(columns, axis=1)

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.mask import WindowMask
+from pallas_kernels.paged_attention.mask import WindowMask, facts
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 _ROWS, _KEYS = 64, 64  # of a tile
@@ -85,7 +85,7 @@ def attention(
         (q, k, v),
         (k_pages, v_pages),
         page_table,
-        _facts(mask, page_table, k_pages.shape[2]),
+        facts(mask, page_table, k_pages.shape[2]),
         visible,
         block_size=mask.block_size,
         window=mask.window,
@@ -105,20 +105,6 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
     splits = max(1, min(_PROGRAMS // programs, _SPLITS, most))
     return Tiling(rows=tile, keys=keys, splits=splits)
-
-
-def _facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 7"]:
-    """The numbers of each sequence that its programs read; the same in every layer of a step."""
-    # Up to the first page that is missing, the end of the context or the first position that is
-    # seen fresh, whichever comes first, a cached key is seen by every live row.
-    there = jnp.cumprod((page_table >= 0).astype(jnp.int32), axis=1)
-    mapped = jnp.sum(there, axis=1, dtype=jnp.int32) * page_size
-    context_len = jnp.minimum(mask.context_len, page_table.shape[1] * page_size)
-    first, end = mask.live[:, 0], mask.live[:, 1]
-    unmasked = jnp.minimum(jnp.minimum(context_len, mapped), mask.start + first)
-    causal = mask.causal.astype(jnp.int32)
-    columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
-    return jnp.stack(columns, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "window", "tiling", "interpret"))

@@ -1,0 +1,408 @@
+"""What `paged_attention_gpu.py` checks and times: cases, cells, forms and their data.
+
+A cell is (model, sequences, context, rows); its context may be "ragged". Nothing here writes or
+prints.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import WindowMask, cudnn, mosaic, reference, triton
+from pallas_kernels.paged_attention.mask import facts, sees
+
+BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
+POOL_NUMBERS = 1 << 29  # of the keys' pool, and of the values': 1 GB each
+MOST_LAYERS = 64
+PAGE, BLOCK = 64, 32
+HEADS = {  # query heads, KV heads, head size
+    "SDAR-8B": (32, 8, 128),
+    "LLaDA-8B": (32, 32, 128),
+    "Dream-7B": (28, 4, 128),
+    "LLaDA2-mini": (16, 4, 128),
+    "wide": (16, 8, 256),
+    "SDAR-1.7B": (16, 8, 128),
+}
+_EVEN = [
+    (1, 1024, 4),
+    (1, 8192, 32),
+    (8, 1024, 32),
+    (32, "ragged", 32),
+    (1, 1024, 128),
+    (8, 8192, 128),
+    (1, 32768, 256),
+    (128, 1024, 4),
+]
+_ODD = [
+    (8, "ragged", 4),
+    (1, 32768, 32),
+    (32, 1024, 32),
+    (8, 8192, 32),
+    (1, 8192, 128),
+    (32, 1024, 128),
+    (8, 1024, 256),
+    (128, 1024, 128),
+]
+_GRID = {
+    "SDAR-8B": _EVEN,
+    "LLaDA-8B": _ODD,
+    "Dream-7B": _EVEN,
+    "LLaDA2-mini": _ODD,
+    "wide": _EVEN,
+}
+PARTS = {
+    "tune": [
+        ("SDAR-1.7B", 1, 512, 128),
+        ("SDAR-1.7B", 32, 512, 128),
+        ("SDAR-1.7B", 1, 512, 32),
+        ("SDAR-1.7B", 1, 8192, 32),
+        ("SDAR-1.7B", 8, 512, 128),
+        ("SDAR-8B", 1, 512, 128),
+        ("SDAR-8B", 1, 3584, 512),
+        ("SDAR-8B", 1, 64, 4096),
+        ("SDAR-8B", 8, 1024, 32),
+        ("SDAR-1.7B", 1, 512, 256),
+    ],
+    "cells": [(model, *one) for model, grid in _GRID.items() for one in grid],
+}
+TINY = [("SDAR-1.7B", 1, 128, 32)]
+
+# Of `check`: heads, rows, block size, page size, whether by blocks alone, window.
+FEATURES = {
+    "blocks": ((4, 2, 128), 32, 8, 64, True, None),
+    "visible": ((4, 2, 128), 128, 32, 64, False, None),
+    "group of 7": ((14, 2, 128), 48, 16, 64, True, None),
+    "window": ((8, 2, 128), 64, 16, 64, True, 70),
+    "small pages": ((8, 2, 128), 16, 4, 16, False, None),
+    "large pages, long": ((4, 2, 128), 320, 32, 128, True, None),
+}
+
+
+def checked_forms(interpreted=False):
+    """Name -> attention of a tiling, for `check`."""
+    if interpreted:
+        tiling = mosaic.Tiling(consumers=2, stages=2)
+        return {"mosaic": _mosaic(tiling, plgpu.InterpretGPUParams())}
+    tilings = {
+        "1": mosaic.Tiling(),
+        "2": mosaic.Tiling(consumers=2),
+        "2 ping-pong": mosaic.Tiling(consumers=2, ping_pong=True),
+        "1 k128": mosaic.Tiling(keys=128, stages=2),
+        "2 k128": mosaic.Tiling(consumers=2, keys=128, stages=2),
+        "1 x4 xla": mosaic.Tiling(splits=4, is_cluster=False),
+        "1 x2": mosaic.Tiling(splits=2),
+        "1 x8": mosaic.Tiling(splits=8),
+        "2 x4": mosaic.Tiling(consumers=2, splits=4),
+    }
+    return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()} | {
+        "triton": triton.attention
+    }
+
+
+def is_checked(form, case):
+    """Three tilings see all features; of the others, those that have other code for them."""
+    whole = ("mosaic 1", "mosaic 2 ping-pong", "mosaic 1 x8")
+    return form in whole or case in ("visible", "large pages, long")
+
+
+def _mosaic(tiling, interpret=None):
+    return functools.partial(mosaic.attention, tiling=tiling, interpret=interpret)
+
+
+def feature_case(name, seed=0):
+    """Arguments of attention with every kind of row: none cached, dead, stale, a missing page."""
+    (N, G, H), T, S, Z, by_blocks, window = FEATURES[name]
+    rng = np.random.default_rng(seed)
+    B, C = 6, max(7, 2 * T // Z)
+    K = T // S
+    live = np.asarray([[0, T], [0, S], [2, S + 3], [0, 0], [1, T], [S, T]], np.int32)
+    start = np.asarray([0, 2 * Z, 3 * Z + 5, 60, C * Z - T - 3, C * Z - T - Z], np.int32)
+    cell = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    seen = np.minimum(start + np.asarray([0, 0, 9, 0, 3, 0], np.int32), C * Z)
+    table = rng.permutation(B * C + 2)[: B * C].reshape(B, C).astype(np.int32)
+    table[0] = -1
+    table[4, 1] = -1
+    mask = WindowMask(
+        cell=jnp.asarray(cell),
+        start=jnp.asarray(start),
+        live=jnp.asarray(live),
+        context_len=jnp.asarray(seen),
+        visible=None
+        if by_blocks
+        else jnp.asarray((rng.random((B, K, K)) < 0.5) | np.eye(K, dtype=bool)),
+        causal=jnp.asarray([False, True, False, False, True, False]),
+        block_size=S,
+        window=window,
+    )
+    shapes = [(B, T, N, H), *[(B, T, G, H)] * 2, *[(B * C + 2, G, Z, H)] * 2]
+    data = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    return (*data, jnp.asarray(table), mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A cell's mask, and the tables of each layer."""
+
+    cell: tuple
+    lengths: np.ndarray
+    tables: np.ndarray  # layers, sequences, pages
+    mask: WindowMask
+    pool: tuple  # shape of the keys' pool
+
+
+def draw(cell, is_tiny=False, seed=0):
+    """Contexts end inside a page; pages of a layer lie anywhere in the pool."""
+    model, B, context, T = cell
+    _, G, H = HEADS[model]
+    rng = np.random.default_rng(seed)
+    if context == "ragged":
+        lengths = np.exp(rng.uniform(np.log(64), np.log(8192), B)).astype(np.int32)
+    else:
+        lengths = context - rng.integers(0, PAGE, B).astype(np.int32)
+    held = -(-lengths // PAGE)
+    pages = (1 << 17 if is_tiny else POOL_NUMBERS) // (G * PAGE * H)
+    layers = int(min(MOST_LAYERS, pages // held.sum()))
+    tables = np.full((layers, B, held.max()), -1, np.int32)
+    order = rng.permutation(pages).astype(np.int32)
+    at = 0
+    for layer in range(layers):
+        for b in range(B):
+            tables[layer, b, : held[b]] = order[at : at + held[b]]
+            at += held[b]
+    mask = WindowMask(
+        cell=jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)),
+        start=jnp.asarray(lengths),
+        live=jnp.broadcast_to(jnp.asarray([0, T], jnp.int32), (B, 2)),
+        context_len=jnp.asarray(lengths),
+        visible=None,
+        causal=jnp.zeros((B,), bool),
+        block_size=BLOCK,
+    )
+    return Drawn(cell, lengths, tables, mask, (pages, G, PAGE, H))
+
+
+class Pools:
+    """Random numbers on the device, made once and cut to each cell's shape."""
+
+    def __init__(self, is_tiny=False):
+        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        size = 1 << 17 if is_tiny else POOL_NUMBERS
+        self._flat = [draw(jax.random.key(i), (size,), jnp.bfloat16) for i in range(2)]
+        self._shape, self._cut = None, None
+
+    def operands(self, drawn):
+        """q, k, v, k_pages, v_pages, tables, mask of a cell."""
+        if self._shape != drawn.pool:
+            self._cut = None  # before the next ones are made
+            used = int(np.prod(drawn.pool))
+            self._cut = [flat[:used].reshape(drawn.pool) for flat in self._flat]
+            self._shape = drawn.pool
+        model, B, _, T = drawn.cell
+        N, G, H = HEADS[model]
+        rows = [
+            self._flat[1][i * 1000 : i * 1000 + B * T * heads * H].reshape(B, T, heads, H)
+            for i, heads in enumerate((N, G, G))
+        ]
+        return (*rows, *self._cut, jnp.asarray(drawn.tables), drawn.mask)
+
+
+def forms(drawn, part, only):
+    """Name -> (what depends on the mask alone, the call, its tiling); the loop's own first."""
+    model, B, _, T = drawn.cell
+    is_tiny = jax.default_backend() != "gpu"  # the kernels are interpreted
+    N, _, H = HEADS[model]
+    q = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct(drawn.pool, jnp.bfloat16)
+    table = drawn.tables[0]
+    found = {"glue": (lambda *_: (), lambda q, *_: q, "")}
+    usual = triton.choose_tiling(q, pool, table)
+    tilings = {"triton": usual}
+    if part == "tune":
+        tilings |= {
+            "triton x1": dataclasses.replace(usual, splits=1),
+            "triton half": dataclasses.replace(usual, splits=max(1, usual.splits // 2)),
+        }
+    if not mosaic.unsupported_arguments(q, pool, drawn.mask):
+        usual = mosaic.choose_tiling(q, pool, table)
+        tilings["mosaic"] = usual
+        if part == "tune":
+            two = dataclasses.replace(usual, consumers=2)
+            tilings |= {
+                "mosaic x1": dataclasses.replace(usual, splits=1),
+                "mosaic half": dataclasses.replace(usual, splits=max(1, usual.splits // 2)),
+                "mosaic xla": dataclasses.replace(usual, is_cluster=False),
+                "mosaic 1": dataclasses.replace(usual, consumers=1),
+                "mosaic 1 stages 2": dataclasses.replace(usual, consumers=1, stages=2),
+                "mosaic 2": two,
+                "mosaic 2 ping-pong": dataclasses.replace(two, ping_pong=True),
+                "mosaic 2 k128 ping-pong": dataclasses.replace(
+                    two, keys=128, stages=2, ping_pong=True
+                ),
+            }
+    told = set()
+    for name, tiling in tilings.items():
+        if tiling in told or (is_tiny and name not in ("triton", "mosaic")):
+            continue
+        told.add(tiling)
+        module = mosaic if isinstance(tiling, mosaic.Tiling) else triton
+        interpret = is_tiny and (plgpu.InterpretGPUParams() if module is mosaic else True)
+        found[name] = (_facts, _kernel(module, tiling, interpret or None), str(tiling))
+    if not is_tiny:
+        if part == "tune":
+            found["xla"] = (lambda *_: (), _whole(reference.attention, drawn.mask), "")
+        if H <= 128:
+            found["cudnn"] = (_seen, _gathered, "gather, then attention")
+        found["cudnn paged"] = (_seen, _paged, "pages, then the fresh keys, merged")
+    return {
+        name: form
+        for name, form in found.items()
+        if only is None or name == "glue" or any(name.startswith(one) for one in only)
+    }
+
+
+def _facts(table, mask):
+    return facts(mask, table, PAGE)
+
+
+def _seen(table, mask):
+    return sees(mask, table, PAGE), mask.context_len, mask.sees_fresh()
+
+
+def _kernel(module, tiling, interpret):
+    """The launches of a kernel, without what a step computes once."""
+    interpret = {"interpret": bool(interpret) if module is triton else interpret}
+
+    def call(q, k, v, k_pages, v_pages, table, numbers):
+        settings = {"block_size": BLOCK, "window": None, "tiling": tiling, **interpret}
+        return module._run((q, k, v), (k_pages, v_pages), table, numbers, None, **settings)
+
+    return call
+
+
+def _whole(function, mask):
+    return lambda q, k, v, k_pages, v_pages, table, _: function(
+        q, k, v, k_pages, v_pages, table, mask
+    )
+
+
+def _gathered(q, k, v, k_pages, v_pages, table, prepared):
+    """Attention of cuDNN over gathered pages and fresh keys."""
+    keys = jnp.concatenate([cudnn._gather_pages(k_pages, table), k], axis=1)
+    values = jnp.concatenate([cudnn._gather_pages(v_pages, table), v], axis=1)
+    mask = prepared[0][:, None]
+    return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="cudnn")
+
+
+def _paged(q, k, v, k_pages, v_pages, table, prepared):
+    """Attention of cuDNN over pages, of XLA over the fresh keys, merged by their masses."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    _, lengths, fresh = prepared
+    B, T, N, H = q.shape
+    n, scale = N // k.shape[2], H**-0.5
+    pages = jnp.maximum(table, 0)[:, None, :, None]
+    rows = jnp.full((B,), T, jnp.int32)
+    cached, log_mass = fused.paged_attention(
+        q.swapaxes(1, 2),
+        k_pages,
+        v_pages,
+        rows,
+        lengths,
+        pages,
+        pages,
+        scale=scale,
+        mask_type=fused.MaskType.PADDING,
+        qkv_layout="BNTH",
+        return_residual=True,
+    )
+    own = q.reshape(B, T, -1, n, H)
+    score = jnp.einsum("btgnh,bugh->bgntu", own, k, preferred_element_type=jnp.float32) * scale
+    score = jnp.where(fresh[:, None, None], score, -1e30)
+    peak = jnp.max(score, axis=-1, keepdims=True)
+    weight = jnp.exp(score - peak)
+    mass = jnp.sum(weight, axis=-1, keepdims=True)
+    part = jnp.einsum(
+        "bgntu,bugh->bgnth", weight.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    part = (part / mass).reshape(B, N, T, H)
+    share = jax.nn.sigmoid(log_mass.reshape(B, N, T) - (peak + jnp.log(mass)).reshape(B, N, T))
+    out = part + share[..., None] * (cached.astype(jnp.float32) - part)
+    return out.astype(q.dtype).swapaxes(1, 2)
+
+
+def loop_of(prepare, call, layers):
+    """So many calls, each over the next layer's pages, its rows dependent on the last result."""
+
+    def loop(rounds, q, k, v, k_pages, v_pages, tables, mask):
+        prepared = prepare(tables[0], mask)
+
+        def one(i, last):
+            table = jax.lax.optimization_barrier(tables[jax.lax.rem(i, layers)])
+            rows = jax.lax.optimization_barrier(q + last * jnp.bfloat16(1e-3))
+            # The loop's own form too reads the table, so that it computes what the others do.
+            rows += jnp.minimum(table[0, 0], 0).astype(rows.dtype)
+            return call(rows, k, v, k_pages, v_pages, table, prepared)
+
+        return jax.lax.fori_loop(0, rounds, one, jnp.zeros_like(q))
+
+    return loop
+
+
+def compiled(drawn, prepare, call):
+    """The loop's program and why there is none, one of them None."""
+    model, B, _, T = drawn.cell
+    N, G, H = HEADS[model]
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)  # noqa: E731
+    arguments = [shape(B, T, heads, H) for heads in (N, G, G)] + [shape(*drawn.pool)] * 2
+    tables = jax.ShapeDtypeStruct(drawn.tables.shape, jnp.int32)
+    try:
+        loop = jax.jit(loop_of(prepare, call, len(drawn.tables)))
+        return loop.lower(1, *arguments, tables, drawn.mask).compile(), None
+    except Exception as error:  # the table says so and goes on
+        return None, f"{type(error).__name__}: {error}"[:1500]
+
+
+def truth(operands):
+    """Float32 results of the first and last sequence, on the device."""
+    q, k, v, k_pages, v_pages, tables, mask = operands
+    last = len(q) - 1
+    some = [0, last] if last else [0]
+    take = jax.tree.map(lambda x: x[jnp.asarray(some)], (q, k, v, tables[0], mask))
+    q, k, v, table, mask = take
+    pools = [pages[jnp.maximum(table, 0).reshape(-1)] for pages in (k_pages, v_pages)]
+    table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    as_32 = [x.astype(jnp.float32) for x in (q, k, v, *pools)]
+    with jax.default_matmul_precision("highest"):
+        if q.shape[1] <= 512:
+            return jax.jit(reference.attention)(*as_32, table, mask)
+        outs = []  # scores of all rows at once would not fit
+        for at in range(0, q.shape[1], 512):
+            rows = slice(at, at + 512)
+            part = mask.replace(live=mask.live.at[:, 1].set(at + 512))
+            outs.append(jax.jit(reference.attention)(*as_32, table, part)[:, rows])
+        return jnp.concatenate(outs, axis=1)
+
+
+def error(out, wanted):
+    """The largest deviation, of a result and the root mean square of all."""
+    last = len(out) - 1
+    got = out[jnp.asarray([0, last] if last else [0])].astype(jnp.float32)
+    scale = jnp.sqrt(jnp.mean(jnp.square(wanted)))
+    found = float((jnp.abs(got - wanted) / (jnp.abs(wanted) + scale)).max())
+    return found if np.isfinite(found) else float("inf")
+
+
+def floors_us(drawn):
+    """The least time of memory and of products, and the bytes of keys and values."""
+    model, B, _, T = drawn.cell
+    N, G, H = HEADS[model]
+    context = int(drawn.lengths.sum())
+    ends = np.minimum((np.arange(T) // BLOCK + 1) * BLOCK, T)
+    flops = 4 * N * H * (T * context + B * int(ends.sum()))
+    kv_bytes = 4 * G * H * (context + B * T)
+    moved = kv_bytes + 4 * B * T * N * H
+    return moved / BYTES_PER_S * 1e6, flops / FLOPS_PER_S * 1e6, kv_bytes
