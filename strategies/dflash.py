@@ -13,18 +13,30 @@ What the target says is drawn with the key of the absolute position, which is ho
 draft is a guess at a draw that it cannot change: the text is that of `ar`, whatever the drafter and
 the temperature. (In bfloat16 the target's rows may round otherwise in a pass of another width.)
 
+How many drafts are judged is chosen anew in every step, by how they fared and by what a round
+takes. With none of them step 1 is left out and step 2 runs the anchor alone, as `ar` does; step 4
+stays, so that drafting may be taken up again.
+
 Source: DFlash (arXiv 2602.06036) and its authors' loop, which draws what the target says and
 keeps the drafts that match it too, but with noise that has no position.
 """
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array
 
 from strategies import blocks, drafting, random
 from strategies.protocol import Needs, Taps
 from strategies.state import Carry, StepInfo
 
 DRAFT = "draft"
+
+RIDGE_ROWS = 206  # an H200 reads a bfloat16 weight in the time of 206 rows: 989 TFLOP/s, 4.8 TB/s
+DRAFT_SHARE = 0.23  # bytes of Qwen3-8B's drafter and its second reading of the head, of the target
 
 
 class DFlash(struct.PyTreeNode):
@@ -33,13 +45,20 @@ class DFlash(struct.PyTreeNode):
     Attributes:
         draft_block_size: Cells the drafter runs: the anchor and the masks behind it.
         target_layer_ids: Layers of the target, counted from 0, whose output the drafter is fed.
-        width: Cells the target runs, the anchor among them: the drafts past it are not looked at.
-            None: all that the drafter ran.
+        width: Cells the target runs, the anchor among them: the drafts past it are not looked at,
+            and at 1 none are drawn. None: chosen in each step among `widths`.
+        widths: What is chosen from, ascending. None: 1, the powers of two from 4 on, and all that
+            the drafter runs.
+        costs: Of a round of each of `widths`, in any one unit; texts do not depend on them but for
+            near ties of bfloat16. None: an engine measures them for each number of slots as it
+            starts, and what measures nothing goes by `usual_costs`.
     """
 
     draft_block_size: int | None = struct.field(pytree_node=False, default=None)
     target_layer_ids: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
     width: int | None = struct.field(pytree_node=False, default=None)
+    widths: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+    costs: Any = None
     buffer_size: int = struct.field(pytree_node=False, default=1)
 
     @property
@@ -53,6 +72,29 @@ class DFlash(struct.PyTreeNode):
         # Stream j is what layer j - 1 leaves; stream 0 is the embedding.
         streams = tuple(layer + 1 for layer in self.target_layer_ids or ())
         return Needs("whole_causal", hidden_layers=streams, boundary=True, aux=(DRAFT,))
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The widths that a step may have."""
+        size = self.block_size - 1
+        if self.width is not None:
+            return (self.width,)
+        powers = [w for w in (4, 8, 16, 32, 64, 128) if w < size]
+        return self.widths or (1, *powers, size)
+
+    def usual_costs(self, num_slots: int) -> tuple[float, ...]:
+        """Of a round of each width, where nobody measured: the bytes and sums of an 8B pair.
+
+        A pass costs reading its weights, or its sums from so many rows on; the drafter runs all of
+        its block whatever is judged of it. A step without drafts is 1.
+        """
+        size = self.block_size - 1
+
+        def passed(cells: int) -> float:
+            return max(1.0, num_slots * cells / RIDGE_ROWS)
+
+        draft = DRAFT_SHARE * passed(size)
+        return tuple((passed(w) + (draft if w > 1 else 0.0)) / passed(1) for w in self.choices)
 
     def bind(self, draft_config):
         """This strategy with what the draft model was trained for.
@@ -73,26 +115,55 @@ class DFlash(struct.PyTreeNode):
         return self.replace(draft_block_size=size, target_layer_ids=layers)
 
     def init(self, spec):
-        """Counts of how the drafts of a request fare."""
-        return Carry(slot=drafting.no_counts(spec.block_size - 1))
+        """How the drafts of a request fared, and what is expected of them."""
+        size = spec.block_size - 1
+        estimates = drafting.no_estimates(size) if len(self.choices) > 1 else {}
+        return Carry(slot=drafting.no_counts(size) | estimates)
 
     def absorb(self, chunk, state):
         """Give the drafter its context of the prompt; draw the first token, the first anchor."""
         if chunk.out is not None:
-            state = self._context(chunk.forward, chunk.out, chunk.state, chunk.valid, None, state)
+            context = self._context(chunk.forward, chunk.out, chunk.state, chunk.valid, None)
+            state = context.store(state, chunk.valid)
         keys = random.position_keys(state)[:, 0, 0]
         first = chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)
         return blocks.begin(state, first.token, chunk.last)
 
     def step(self, forward, state):
         """Draft, judge, keep what is right and one token more."""
-        buffer, draft = state.buffer, forward.aux[DRAFT]
-        size, width = self._sizes(buffer.tokens.shape[1])
-        cell = jnp.broadcast_to(jnp.arange(size + 1, dtype=jnp.int32), buffer.tokens.shape)
-        masked = jnp.where(cell == 0, buffer.tokens, draft.mask_id)
-        guess = draft(state, inputs=masked, live=cell < size, width=size).predict()
-        block = jnp.where(cell == 0, buffer.tokens, guess.token)
-        live = cell < width
+        widths = self._checked_widths(state.buffer.tokens.shape[1])
+        rounds = [functools.partial(self._round, forward, width=width) for width in widths]
+        if len(widths) == 1:
+            width = widths[0]
+            out, context, block, truth = rounds[0](state)
+        else:
+            choice = self._choose(state)
+            width = jnp.asarray(widths, jnp.int32)[choice]
+            out, context, block, truth = jax.lax.switch(choice, rounds, state)
+        buffer = state.buffer
+        cell = jnp.arange(self.block_size, dtype=jnp.int32)[None, None]
+        is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
+        right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)  # the cell past the block always is
+        count = jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)  # what may be emitted
+        kept = cell < count[:, None, None]
+        state = context.store(out.store(state, kept), kept)
+        state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
+        state = drafting.count(state, right, width)
+        return state, StepInfo(
+            commit_len=count, settled_len=count + 1, accepted=count, nfe=jnp.ones_like(count)
+        )
+
+    def _round(self, forward, state, width):
+        """Both passes, and what they leave to the cache: a branch, so nothing is stored here."""
+        tokens, draft = state.buffer.tokens, forward.aux[DRAFT]
+        size = self.block_size - 1
+        cell = jnp.broadcast_to(jnp.arange(size + 1, dtype=jnp.int32), tokens.shape)
+        live, block = cell < width, tokens
+        if width > 1:
+            masked = jnp.where(cell == 0, tokens, draft.mask_id)
+            drafted = draft(state, inputs=masked, live=cell < size, width=size)
+            guess = drafted.predict(where=cell > 0, width=width - 1)
+            block = jnp.where(cell == 0, tokens, guess.token)
         out = forward(
             state,
             inputs=block,
@@ -102,43 +173,43 @@ class DFlash(struct.PyTreeNode):
             width=width,
         )
         keys = random.position_keys(state)
-        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys).token
-        right = ((block == truth) & live)[:, 0, 1:].astype(jnp.int32)
-        right = jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32)
-        count = jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)  # what may be emitted
-        kept = cell < count[:, None, None]
-        state = out.store(state, kept)
-        state = self._context(forward, out, state, kept, width, state)
-        state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
-        state = drafting.count(state, right, width - 1)
-        return state, StepInfo(
-            commit_len=count, settled_len=count + 1, accepted=count, nfe=jnp.ones_like(count)
-        )
+        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
+        return out, self._context(forward, out, state, live, width), block, truth
 
-    def _context(self, forward, out, view, where, width, state):
-        """Store the drafter's keys and values of the rows `where` of the target's pass `out`."""
+    def _context(self, forward, out, view, where, width):
+        """The drafter's keys and values of the rows `where` of the target's pass `out`."""
         if not out.taps:
             raise ValueError(
                 "DFlash has no target_layer_ids: bind the draft model, whose config says them "
                 "(draft=...), or name them"
             )
         taps = Taps(jnp.concatenate(out.taps, axis=-1))
-        return forward.aux[DRAFT](view, inputs=taps, live=where, width=width).store(state, where)
+        return forward.aux[DRAFT](view, inputs=taps, live=where, width=width)
 
-    def _sizes(self, num_blocks):
-        """Cells that the drafter and the target run, checked."""
-        size = self.block_size - 1
-        width = size if self.width is None else self.width
+    def _choose(self, state) -> Array:
+        """Which of `choices` this step has."""
+        usual = self.usual_costs(state.finish.shape[0])
+        costs = jnp.asarray(usual if self.costs is None else self.costs, jnp.float32)
+        if costs.shape != (len(usual),):
+            raise ValueError(
+                f"costs have shape {costs.shape}; give one for each of the widths {self.choices}"
+            )
+        return drafting.choose_width(state, self.choices, costs)
+
+    def _checked_widths(self, num_blocks):
+        """`choices`, if a drafter of this size can have them."""
+        size, widths = self.block_size - 1, self.choices
         if num_blocks != 1:
             raise ValueError(f"buffer_size={num_blocks}: DFlash drafts one block at a time; use 1")
         if size < 2:
             raise ValueError(f"draft_block_size={size} leaves no cell to draft; use 2 or more")
-        if not 2 <= width <= size:
+        name = "width" if self.width is not None else "widths"
+        if not all(1 <= width <= size for width in widths) or list(widths) != sorted({*widths}):
             raise ValueError(
-                f"width={width} must be in [2, {size}], the anchor and drafts of a block; "
-                "without any draft, use the strategy 'ar'"
+                f"{name}={getattr(self, name)} must be in [1, {size}], the anchor and drafts of a "
+                "block; several ascend"
             )
-        return size, width
+        return widths
 
 
 STRATEGY = DFlash

@@ -1,18 +1,30 @@
-"""What the strategies that draft share: counts of how drafts fared, kept in the carry.
+"""What the strategies that draft share: how drafts fared, and how many of them to judge next.
 
-Leaves of `Carry.slot`, by the names below. They stay on the device and go where the slot goes: to
-the host with each harvest, through a preemption, and back to their first values with the next
-request. Whoever finds them there may tell them (`dllm_jax.requests.DraftMetrics`). Places are
-counted behind the anchor: the first draft has place 1.
+Both are leaves of `Carry.slot`, by the names below. They stay on the device and go where the slot
+goes: to the host with each harvest, through a preemption, and back to their first values with the
+next request. The counts are there to be told (`dllm_jax.requests.DraftMetrics`), the running
+estimates to choose a width by. Places are counted behind the anchor: the first draft has place 1.
+A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.
+
+Source: the cost model of design/dflash.md §2.5, argmax_w E[n(w)] / time(w), summed over a batch.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from strategies import blocks
-from strategies.state import DecodeState
+from strategies.state import RUNNING, DecodeState
 
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
+CHANCE, IDLE = "draft_chance", "draft_idle"
+
+# What a fresh request is believed to have: drafts of published pairs are right, where all before
+# them were, about nine times in ten (27B target, block 16: z-lab/dflash#52).
+FIRST_CHANCE = 0.8
+GAIN = 0.25  # weight of the last round: a draft that is never right is left after some eight
+PROBE_EVERY = 64  # rounds without drafts, after which a round looks whether they would be right now
 
 
 def no_counts(size: int) -> dict[str, Array]:
@@ -30,26 +42,81 @@ def no_counts(size: int) -> dict[str, Array]:
     return {ROUNDS: jnp.zeros((1, size), jnp.int32), PROPOSED: nothing, ACCEPTED: nothing}
 
 
-def count(state: DecodeState, right: Int[Array, " B"], drafted: Array | int) -> DecodeState:
-    """The counts with a round more, whose tokens are written and whose window has not moved.
+def no_estimates(size: int) -> dict[str, Array]:
+    """What `choose_width` goes by, of a fresh request, for the `slot` leaves of a carry.
+
+    Returns:
+        `draft_chance` [1 size-1]: of a draft to be right where all before it were, by place less
+        one. `draft_idle` [1]: rounds since one with drafts.
+    """
+    chance = jnp.full((1, size - 1), FIRST_CHANCE, jnp.float32)
+    return {CHANCE: chance, IDLE: jnp.zeros((1,), jnp.int32)}
+
+
+def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
+    """The carry after a round, whose tokens are written and whose window has not moved.
+
+    Drafts for places that could not be emitted are not looked at: past the limit, or behind a stop
+    id. Those behind a wrong one say nothing of their chance.
 
     Args:
         right: Drafts that were right, up to the first that was not.
-        drafted: Drafts that were judged; 0: this was no round of drafts.
+        width: Cells that were judged.
     """
-    slot = state.carry.slot
-    room = _room(state)
+    slot, room = state.carry.slot, _room(state)
+    is_round = jnp.asarray(width) > 1
     places = jnp.arange(1, slot[PROPOSED].shape[1] + 1, dtype=jnp.int32)[None]
-    wanted = (places <= drafted) & (places <= room[:, None])
+    wanted = (places < width) & (places <= room[:, None])
     taken = wanted & (places <= right[:, None])
     sizes = jnp.arange(1, slot[ROUNDS].shape[1] + 1, dtype=jnp.int32)[None]
-    is_round = (sizes == jnp.minimum(right + 1, room)[:, None]) & (jnp.asarray(drafted) > 0)
-    counts = {
-        ROUNDS: slot[ROUNDS] + is_round.astype(jnp.int32),
+    emitted = jnp.minimum(right + 1, room)[:, None]
+    slot = slot | {
+        ROUNDS: slot[ROUNDS] + ((sizes == emitted) & is_round).astype(jnp.int32),
         PROPOSED: slot[PROPOSED] + wanted.astype(jnp.int32),
         ACCEPTED: slot[ACCEPTED] + taken.astype(jnp.int32),
     }
-    return state.replace(carry=state.carry.replace(slot=slot | counts))
+    if CHANCE in slot:
+        seen = wanted & (places <= right[:, None] + 1)
+        moved = slot[CHANCE] + GAIN * (taken.astype(jnp.float32) - slot[CHANCE])
+        slot |= {
+            CHANCE: jnp.where(seen, moved, slot[CHANCE]),
+            IDLE: jnp.where(is_round, 0, slot[IDLE] + 1),
+        }
+    return state.replace(carry=state.carry.replace(slot=slot))
+
+
+def choose_width(
+    state: DecodeState, widths: Sequence[int], costs: Float[Array, " X"]
+) -> Int[Array, ""]:
+    """Which width promises the most tokens of the running rows for its cost.
+
+    It depends on rounds that are over, so no rule of acceptance is bent by it. Where drafts do not
+    pay, width 1 is chosen, and now and then the next one, to see whether they would by now; not
+    where they could not pay even if all of them were right.
+
+    Args:
+        widths: Ascending.
+        costs: Of a round of each width for all rows, in any one unit.
+
+    Returns:
+        The index of the width.
+    """
+    slot, buffer = state.carry.slot, state.buffer
+    running = state.finish == RUNNING
+    size = slot[CHANCE].shape[1]
+    before = jnp.tril(jnp.ones((size, size), bool))  # no scan: so few places are one reduction
+    reached = jnp.prod(jnp.where(before[None], slot[CHANCE][:, None, :], 1.0), axis=2)
+    places = jnp.arange(1, size + 1, dtype=jnp.int32)
+    useful = running[:, None] & (places[None] < (buffer.limit - buffer.start - 1)[:, None])
+    gained = jnp.sum(jnp.where(useful, reached, 0.0), axis=0)  # [places] drafts taken, all rows
+    sizes = jnp.asarray(widths, jnp.int32)
+    drafts = jnp.sum(jnp.where(places[None] < sizes[:, None], gained[None], 0.0), axis=1)
+    best = jnp.argmax((jnp.sum(running, dtype=jnp.float32) + drafts) / costs).astype(jnp.int32)
+    if widths[0] > 1:
+        return best
+    could_pay = jnp.any(sizes[1:].astype(jnp.float32) / costs[1:] > 1.0 / costs[0])
+    is_due = jnp.any(running & (slot[IDLE] >= PROBE_EVERY))
+    return jnp.where((best == 0) & is_due & could_pay, 1, best)
 
 
 def _room(state: DecodeState) -> Int[Array, " B"]:

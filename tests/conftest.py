@@ -81,6 +81,7 @@ ONE_PYTHON = {
         "dflash_drafts",
         "dflash_gpu",
         "dflash_mutants",
+        "dflash_widths",
         "dmax",
         "dmax_mutants",
         "docs",

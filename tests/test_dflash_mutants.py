@@ -14,14 +14,15 @@ from tests.contract.cases import case, paged
 from tests.oracles.dflash_mutants import MUTANTS
 from tests.oracles.mutants import Mutant
 from tests.test_dflash import LAYERS, check_batches, check_guesses
+from tests.test_dflash_widths import check_choice, check_learning, check_wandering
 
 pytestmark = pytest.mark.slow  # it tests tests, which change seldom, and compiles each mutant
 
 
-def check_cache(kind: Any) -> None:
+def check_cache(strategy: Any) -> None:
     """Both pools hold of every text what dense passes make of it."""
     c = case("dflash")
-    decoded = paged("dflash", strategy=kind(4, LAYERS))
+    decoded = paged("dflash", strategy=strategy)
     for row, request in zip(decoded.rows, c.requests, strict=True):
         assert c.cache is not None
         text = [*request.prompt, *row.tokens][: row.cached]
@@ -31,28 +32,40 @@ def check_cache(kind: Any) -> None:
                     np.testing.assert_allclose(a[: len(text)], b[: len(text)], 1e-4, 1e-4)
 
 
-CORPORA: dict[str, Callable[[Any], Any]] = {
-    "rounds": lambda kind: check_batches(kind(5, LAYERS), 0, 8),
-    "width": lambda kind: check_batches(kind(5, LAYERS, 3), 0, 8),
-    "guesses": lambda kind: check_guesses(kind(5, LAYERS)),
-    "cache": check_cache,
+# Each takes the modules `dflash` and `drafting`.
+CORPORA: dict[str, Callable[[Any, Any], Any]] = {
+    "rounds": lambda dflash, _: check_batches(dflash.DFlash(5, LAYERS, 5), 0, 8),
+    "width": lambda dflash, _: check_batches(dflash.DFlash(5, LAYERS, 3), 0, 8),
+    "wandering": lambda dflash, _: check_wandering(0, 6, dflash.DFlash),
+    "guesses": lambda dflash, _: check_guesses(dflash.DFlash(5, LAYERS, 5)),
+    "cache": lambda dflash, _: check_cache(dflash.DFlash(4, LAYERS, 4)),
+    "cache_off": lambda dflash, _: check_cache(dflash.DFlash(4, LAYERS, 1)),
+    "learning": lambda _, drafting: check_learning(drafting),
+    "choice": lambda _, drafting: check_choice(drafting),
 }
 
 
-def load(name: str, changes: tuple[tuple[str, str, str], ...]) -> Any:
-    """The class of a changed copy of the file; the rest of the package is the real one."""
-    source = (Path(strategies.__file__).parent / "dflash.py").read_text()
-    for _, old, new in changes:
-        assert source.count(old) == 1, f"{old!r} is not once in dflash.py; rewrite mutant {name!r}"
-        source = source.replace(old, new)
-    module = types.ModuleType(name)
-    exec(compile(source, f"{name}.py", "exec"), module.__dict__)
-    return module.__dict__["DFlash"]
+def load(name: str, changes: tuple[tuple[str, str, str], ...]) -> tuple[Any, Any]:
+    """Both modules, one a changed copy; the rest of the package is the real one."""
+    drafting, dflash = (_changed(name, file, changes) for file in ("drafting.py", "dflash.py"))
+    dflash.__dict__["drafting"] = drafting
+    return dflash, drafting
+
+
+def _changed(name: str, file: str, changes: tuple[tuple[str, str, str], ...]) -> Any:
+    source = (Path(strategies.__file__).parent / file).read_text()
+    for place, old, new in changes:
+        if place == file:
+            assert source.count(old) == 1, f"{old!r} is not once in {file}; rewrite mutant {name!r}"
+            source = source.replace(old, new)
+    module = types.ModuleType(f"{name}_{file[:-3]}")
+    exec(compile(source, f"{name}_{file}", "exec"), module.__dict__)
+    return module
 
 
 @functools.cache
 def passes(corpus: str) -> bool:
-    CORPORA[corpus](load("none", ()))
+    CORPORA[corpus](*load("none", ()))
     return True
 
 
@@ -60,4 +73,4 @@ def passes(corpus: str) -> bool:
 def test_a_wrong_version_is_noticed(mutant: Mutant) -> None:
     assert passes(mutant.corpus)
     with pytest.raises(AssertionError):
-        CORPORA[mutant.corpus](load(mutant.name, mutant.changes))
+        CORPORA[mutant.corpus](*load(mutant.name, mutant.changes))

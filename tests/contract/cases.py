@@ -275,7 +275,7 @@ def _dflash() -> Case:
         dense.decode_drafted, dense.Net(plain.model), dense.Net(draft), drafted=3
     )
     return dataclasses.replace(
-        spoken, strategy=DFlash(4, (0, 1)), truth=drafted, aux=(("draft", draft),)
+        spoken, strategy=DFlash(4, (0, 1), 4), truth=drafted, aux=(("draft", draft),)
     )
 
 

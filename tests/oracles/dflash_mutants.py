@@ -1,39 +1,43 @@
 """Wrong versions of `strategies/dflash.py`, one rule broken in each.
 
 `corpus` says who notices: "rounds", random batches against the lists; "width", the same with fewer
-drafts judged than drawn; "guesses", a dense pass of the drafter; "cache", what the pools hold.
+drafts judged than drawn; "wandering", the same with another width in each step; "guesses", a dense
+pass of the drafter; "cache", what the pools hold, and "cache_off" without drafts; "choice" and
+"learning", the lists' choice of a width.
 """
 
 from tests.oracles.mutants import Mutant
 
 
-def _broken(corpus: str, **changes: tuple[str, str]) -> list[Mutant]:
-    file = "dflash.py"
+def _broken(corpus: str, file: str = "dflash.py", **changes: tuple[str, str]) -> list[Mutant]:
     return [Mutant(f"df_{name}", corpus, ((file, *change),)) for name, change in changes.items()]
 
 
-_DRAWN = "truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys).token"
+_DRAWN = "out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width)"
 
 MUTANTS = [
     *_broken(
         "rounds",
         anchor_is_a_mask=(
-            "masked = jnp.where(cell == 0, buffer.tokens, draft.mask_id)",
-            "masked = jnp.full_like(buffer.tokens, draft.mask_id)",
+            "masked = jnp.where(cell == 0, tokens, draft.mask_id)",
+            "masked = jnp.full_like(tokens, draft.mask_id)",
         ),
-        no_token_of_the_targets_own=("count = 1 + jnp.sum", "count = jnp.sum"),
-        goes_on_behind_a_wrong_draft=("jnp.sum(jnp.cumprod(right, axis=1)", "jnp.sum(right"),
+        no_token_of_the_targets_own=("1, 1 + right)", "1, right)"),
+        goes_on_behind_a_wrong_draft=("jnp.argmax(is_wrong,", "jnp.sum(~is_wrong,"),
         judges_in_no_order=("causal=True", "causal=False"),
         loses_a_right_row=(
             "kept = cell < count[:, None, None]",
             "kept = cell < count[:, None, None] - 1",
         ),
-        goes_past_the_limit=("jnp.clip(buffer.limit - buffer.start - 1, 1, count)", "count"),
+        goes_past_the_limit=(
+            "jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)",
+            "1 + right",
+        ),
         draws_by_forward=(
             "keys = random.position_keys(state)\n        truth",
             "keys = random.step_keys(state)\n        truth",
         ),
-        judges_greedily=(_DRAWN, "truth = out.predict(where=cell > 0).token"),
+        judges_greedily=(_DRAWN, "out.predict(where=cell > 0, width=width)"),
         begins_greedily=(
             "chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)",
             "chunk.forward.predict(state.boundary)",
@@ -43,20 +47,78 @@ MUTANTS = [
     ),
     *_broken(
         "width",
-        judges_what_it_did_not_run=("live = cell < width", "live = cell < size"),
-        takes_what_it_did_not_run=("((block == truth) & live)", "(block == truth)"),
+        takes_what_it_did_not_run=("((block != truth) | (cell >= width))", "(block != truth)"),
     ),
+    *_broken("wandering", judges_what_was_not_drafted=("if width > 1:", "if width > 2:")),
     *_broken(
         "guesses",
-        drafts_in_order=("width=size).predict()", "width=size, causal=True).predict()"),
+        drafts_in_order=("live=cell < size,", "live=cell < size, causal=True,"),
         taps_a_layer_early=("layer + 1 for layer", "layer for layer"),
         prompt_is_no_context=("if chunk.out is not None:", "if False:"),
     ),
     *_broken(
         "cache",
         context_of_the_anchor_alone=(
-            "self._context(forward, out, state, kept, width, state)",
-            "self._context(forward, out, state, cell < 1, width, state)",
+            "context.store(out.store(state, kept), kept)",
+            "context.store(out.store(state, kept), cell < 1)",
         ),
+    ),
+    *_broken(
+        "cache_off",
+        no_context_without_drafts=(
+            "context.store(out.store(state, kept), kept)",
+            "context.store(out.store(state, kept), kept & (jnp.asarray(width) > 1))",
+        ),
+    ),
+    *_broken(
+        "rounds",
+        "drafting.py",
+        counts_past_the_limit=("jnp.clip(buffer.limit - buffer.start - 1, 0, first", "(first"),
+        counts_past_a_stop=(", 0, first.astype(jnp.int32))", ", 0, None)"),
+        counts_the_drafts_alone=("jnp.minimum(right + 1, room)", "jnp.minimum(right, room)"),
+        proposes_the_anchor=("(places < width) &", "(places <= width) &"),
+        accepts_what_follows_a_wrong_one=(
+            "taken = wanted & (places <= right[:, None])",
+            "taken = wanted & (places <= right[:, None] + 1)",
+        ),
+    ),
+    *_broken(
+        "wandering",
+        "drafting.py",
+        counts_rounds_without_drafts=("((sizes == emitted) & is_round)", "(sizes == emitted)"),
+    ),
+    *_broken(
+        "learning",
+        "drafting.py",
+        learns_of_what_it_did_not_reach=("wanted & (places <= right[:, None] + 1)", "wanted"),
+        learns_nothing_of_a_wrong_one=(
+            "wanted & (places <= right[:, None] + 1)",
+            "wanted & (places <= right[:, None])",
+        ),
+        idles_while_it_drafts=("jnp.where(is_round, 0, slot[IDLE] + 1)", "slot[IDLE] + 1"),
+    ),
+    *_broken(
+        "choice",
+        "drafting.py",
+        takes_each_place_by_itself=(
+            "jnp.where(before[None], slot[CHANCE][:, None, :], 1.0)",
+            "jnp.where(jnp.eye(size, dtype=bool)[None], slot[CHANCE][:, None, :], 1.0)",
+        ),
+        counts_the_anchor_as_a_draft=(
+            "places[None] < sizes[:, None]",
+            "places[None] <= sizes[:, None]",
+        ),
+        overlooks_the_limit=(
+            "places[None] < (buffer.limit - buffer.start - 1)[:, None]",
+            "places[None] > 0",
+        ),
+        forgets_the_token_of_each_row=(
+            "(jnp.sum(running, dtype=jnp.float32) + drafts)",
+            "(drafts)",
+        ),
+        asks_not_what_it_costs=(" + drafts) / costs)", " + drafts))"),
+        looks_in_vain=("(best == 0) & is_due & could_pay", "(best == 0) & is_due"),
+        never_looks_again=("(best == 0) & is_due & could_pay", "(best == 0) & False"),
+        looks_while_it_drafts=("(best == 0) & is_due & could_pay", "is_due & could_pay"),
     ),
 ]

@@ -1,0 +1,55 @@
+"""Which width a batch of drafted requests has next, as lists: design/dflash.md §2.5, in float64.
+
+A request is what it expects of each place, its rounds without drafts, and the tokens it has room
+for. Written from the note, not from the code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FIRST, GAIN, PROBE = 0.8, 0.25, 64
+
+
+@dataclass
+class Row:
+    """One request; `places` drafts at most."""
+
+    places: int
+    room: int = 1000
+    idle: int = 0
+    chance: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.chance = self.chance or [FIRST] * self.places
+
+    def expects(self, width: int) -> float:
+        """Tokens of a round of this width."""
+        tokens, reached = 1.0, 1.0
+        for place in range(1, min(width, self.room)):
+            reached *= self.chance[place - 1]
+            tokens += reached
+        return tokens
+
+    def see(self, right: int, width: int) -> None:
+        """A round of this width had so many right drafts."""
+        self.idle = 0 if width > 1 else self.idle + 1
+        for place in range(1, min(width - 1, self.room) + 1):
+            if place > right + 1:
+                break
+            was = self.chance[place - 1]
+            self.chance[place - 1] = was + GAIN * ((place <= right) - was)
+
+
+def scores(rows: Sequence[Row], widths: Sequence[int], costs: Sequence[float]) -> list[float]:
+    """Tokens for cost of each width."""
+    return [sum(r.expects(w) for r in rows) / c for w, c in zip(widths, costs, strict=True)]
+
+
+def choice(rows: Sequence[Row], widths: Sequence[int], costs: Sequence[float]) -> int:
+    """The index of the width."""
+    told = scores(rows, widths, costs)
+    best = told.index(max(told))
+    can_pay = any(w / c > 1 / costs[0] for w, c in zip(widths[1:], costs[1:], strict=True))
+    if best == 0 and widths[0] == 1 and can_pay and any(row.idle >= PROBE for row in rows):
+        return 1
+    return best
