@@ -441,7 +441,7 @@ def main():
     parser.add_argument("--chain-rounds", type=int, default=16)
     parser.add_argument("--layers", type=int, default=12, help="of a chain of half layers")
     parser.add_argument("--threads", type=int, default=12, help="that compile")
-    parser.add_argument("--within", type=float, default=70.0, help="leave out what is not compiled")
+    parser.add_argument("--within", type=float, default=65.0, help="leave out what is not compiled")
     parser.add_argument("--commit")
     parser.add_argument("--out")
     parser.add_argument("--smoke", action="store_true")
