@@ -36,11 +36,10 @@ class AR(struct.PyTreeNode):
                 "an anchor and a hole; leave both at their defaults, 2 and 1"
             )
         anchor = state.buffer.filled
-        out = forward(state, live=anchor, causal=True)
+        out = forward(state, live=anchor, causal=True, width=1)
         state = out.store(state, anchor)
-        stats = out.predict(
-            where=~anchor, sampling=state.sampling, keys=random.position_keys(state)
-        )
+        keys = random.position_keys(state)
+        stats = out.predict(where=~anchor, sampling=state.sampling, keys=keys, width=1)
         state = blocks.write(state, stats.token, ~anchor)
         one = jnp.ones_like(state.buffer.nfe)
         return state, StepInfo(commit_len=one, settled_len=2 * one, accepted=one, nfe=one)
