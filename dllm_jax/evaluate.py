@@ -20,8 +20,9 @@ from jaxtyping import Array, Int
 from dllm_jax import chat, decode, generation, tokenization
 from dllm_jax.forward import ModelForward
 from dllm_jax.model import Model
+from dllm_jax.requests import DraftMetrics
 from dllm_jax.training.data import Problem, is_correct, problem
-from strategies import BlockDiffusion, driver
+from strategies import BlockDiffusion, drafting, driver
 from strategies.state import DUMMY, FINISH_REASONS, DecodeState
 
 MAX_TOKENS = 224  # tokens of the longest worked solution of both halves, and some to spare
@@ -40,6 +41,7 @@ class Outcome:
         denoise: Those of them in which a block was open: all but mere commits.
         blocks: Blocks that hold a visible token or the end mark.
         seconds: Wall time of all batches, compilation apart.
+        drafted: How drafts fared in all of them; None where nothing drafts.
     """
 
     right: np.ndarray
@@ -50,6 +52,7 @@ class Outcome:
     texts: tuple[str, ...]
     finish: tuple[str | None, ...]
     seconds: float
+    drafted: DraftMetrics | None = None
 
 
 def held_out(half: str, count: int, seed: int) -> list[Problem]:
@@ -156,10 +159,12 @@ def sweep(
 
 
 def _finish(model: Model, session: generation.Session) -> Any:
-    """Output, its length, forwards, those with an open block, and finish of each row."""
+    """Output, its length, forwards, those with an open block, finish and drafts of each row."""
     state, denoise = _run(model, session.strategy, session.aux, session.state)
-    nfe = state.buffer.nfe
-    return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish))
+    nfe, nothing = state.buffer.nfe, jnp.zeros((len(state.finish), 0), jnp.int32)
+    names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
+    drafts = [state.carry.slot.get(name, nothing) for name in names]
+    return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish, *drafts))
 
 
 def _outcome(
@@ -172,11 +177,13 @@ def _outcome(
     forwards: np.ndarray,
     denoise: np.ndarray,
     finish: np.ndarray,
-    seconds: np.ndarray,
+    *drafts_and_seconds: np.ndarray,
 ) -> Outcome:
     texts = tuple(text_of(tuple(row[:n].tolist())) for row, n in zip(output, length, strict=True))
     reasons = tuple(FINISH_REASONS[int(code)] for code in finish)
     has_end = np.array([reason == "stop" for reason in reasons])
+    *drafts, seconds = drafts_and_seconds
+    counts = [tuple(of_rows.sum(axis=0).tolist()) for of_rows in drafts]
     last = prompt_len + length + has_end - 1
     return Outcome(
         right=np.array([is_correct(t, one) for t, one in zip(texts, problems, strict=True)]),
@@ -187,6 +194,7 @@ def _outcome(
         texts=texts,
         finish=reasons,
         seconds=float(seconds.sum()),
+        drafted=DraftMetrics(*counts) if all(counts) else None,
     )
 
 
@@ -247,6 +255,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "mean_commit_forwards": float((outcome.forwards - outcome.denoise).mean()),
         "unfinished": sum(reason != "stop" for reason in outcome.finish),
         "seconds": outcome.seconds,
+        "draft": None if outcome.drafted is None else outcome.drafted.figures(),
         "tok_s": float(outcome.tokens.sum() / max(outcome.seconds, 1e-9)),
     }
 

@@ -3,9 +3,7 @@
 Nothing here changes a request, but for an error of its tokenizer.
 """
 
-import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +100,6 @@ def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) ->
     ends = [sample.end_s for sample in samples if sample.end_s is not None]
     if len(ends) == len(samples):
         now = max(ends)
-    drafted = [one for one in map(_drafted, samples) if one is not None]
     return Metrics(
         nfe=nfe,
         prefill_nfe=sum(sample.prefill_nfe for sample in samples),
@@ -111,7 +108,7 @@ def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) ->
         tokens_per_forward=tokens / max(nfe, 1),
         ttfb_s=min(firsts) - live.added_s if firsts else None,
         e2e_s=now - live.added_s,
-        draft=functools.reduce(operator.add, drafted) if drafted else None,
+        draft=DraftMetrics.together(map(_drafted, samples)),
     )
 
 

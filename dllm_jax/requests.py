@@ -5,6 +5,7 @@ Nothing here imports JAX, runs a model or knows about slots and pages.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import operator
@@ -156,10 +157,26 @@ class DraftMetrics:
         pairs = zip(self.accepted, self.proposed, strict=True)
         return tuple(taken / told if told else math.nan for taken, told in pairs)
 
+    def figures(self) -> dict[str, Any]:
+        """What is reported of it as JSON, where what was never judged is None."""
+        length, shares = self.mean_accepted_length, self.accepted_per_position
+        return {
+            "rounds": self.rounds,
+            "mean_accepted_length": None if math.isnan(length) else length,
+            "accepted_per_position": [None if math.isnan(share) else share for share in shares],
+            "rounds_by_length": list(self.counts),
+        }
+
     def __add__(self, other: "DraftMetrics") -> "DraftMetrics":
         pairs = ((self.counts, other.counts), (self.proposed, other.proposed))
         more = (*pairs, (self.accepted, other.accepted))
         return DraftMetrics(*(tuple(map(operator.add, *pair)) for pair in more))
+
+    @staticmethod
+    def together(told: Iterable["DraftMetrics | None"]) -> "DraftMetrics | None":
+        """Of several texts as one; None where none of them drafted."""
+        some = [one for one in told if one is not None]
+        return functools.reduce(operator.add, some) if some else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,10 @@ import json
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.cli import main
+from dllm_jax.cli import bench, main
+from dllm_jax.cli.results import figures
 from dllm_jax.defaults import resolve_strategy, usual_strategy
+from dllm_jax.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
 from strategies import AR, DFlash, MultiBD
 from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft
@@ -145,6 +147,19 @@ def test_eval_compares_it_with_ar_on_the_same_problems(folder, capsys):
     assert plain["exact"] == rounds["exact"]
     assert plain["mean_tokens"] == rounds["mean_tokens"]
     assert plain["tokens_per_forward"]["value"] <= rounds["tokens_per_forward"]["value"]
+    assert plain["draft"] is None
+    assert check_drafts(rounds["draft"]) == rounds["mean_forwards"] * 3
+
+
+def check_drafts(draft):
+    """Figures that agree with each other; how many rounds there were."""
+    counts = draft["rounds_by_length"]
+    assert draft["rounds"] == sum(counts) > 0
+    emitted = sum(n * count for n, count in enumerate(counts, 1))
+    assert draft["mean_accepted_length"] == pytest.approx(emitted / draft["rounds"])
+    assert all(share is None or 0 <= share <= 1 for share in draft["accepted_per_position"])
+    assert len(draft["accepted_per_position"]) == len(counts) - 1
+    return draft["rounds"]
 
 
 @pytest.mark.slow
@@ -156,4 +171,25 @@ def test_bench_measures_its_rounds(folder, capsys, tmp_path):
     assert (facts["mode"], facts["strategy"], facts["block_size"]) == ("adaptive", "DFlash", 6)
     assert facts["requests"] == 4
     assert 4 < facts["nfe"] <= facts["visible_tokens"]
+    assert check_drafts(facts["draft"]) == facts["nfe"]
+    told = "\n".join(bench.lines(facts))
+    assert f"drafts       {facts['nfe']} rounds, mean accepted length " in told
+    assert "(the target's own token counted), accepted by place" in told
     assert facts["bare_step_ms"] > 0
+
+
+def test_the_last_line_says_how_long_accepted_drafts_were():
+    text = CompletionOutput(0, "", [1] * 9, "length")
+    outputs = [
+        RequestOutput("", "", [], [text], True, Metrics(3, 1, 0, 0, 3.0, 0.5, 1.0, draft), None)
+        for draft in (DraftMetrics((2, 0, 1), (3, 3), (1, 1)), None)
+    ]
+    assert "6 forwards, 3.00 tokens per forward, mean accepted length 1.67, " in figures(
+        outputs, 1.0, 0.0
+    )
+    assert "accepted" not in figures(outputs[1:], 1.0, 0.0)
+    nothing = DraftMetrics((0, 0), (0,), (0,))
+    assert nothing.figures()["mean_accepted_length"] is None, "JSON has no NaN"
+    assert nothing.figures()["accepted_per_position"] == [None]
+    assert DraftMetrics.together([None, nothing, None]) == nothing
+    assert DraftMetrics.together([None]) is None

@@ -18,7 +18,7 @@ from dllm_jax import __version__
 from dllm_jax.bench import measure, roofline
 from dllm_jax.bench.fixed import FixedWork
 from dllm_jax.bench.workload import Work
-from dllm_jax.requests import RequestOutput
+from dllm_jax.requests import DraftMetrics, RequestOutput
 from dllm_jax.training.data import is_correct
 from strategies.protocol import knob_ranges
 
@@ -71,6 +71,9 @@ def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
         "cached_tokens": sum(output.metrics.cached_tokens for output in ran.outputs),
         "finish_reasons": dict(Counter(o.outputs[0].finish_reason for o in ran.outputs)),
     }
+    drafted = DraftMetrics.together(output.metrics.draft for output in ran.outputs)
+    if drafted is not None:
+        found["draft"] = drafted.figures()
     graded = [(o, w.problem) for o, w in zip(ran.outputs, ran.work, strict=True) if w.problem]
     if graded:
         right = sum(is_correct(output.outputs[0].text, of) for output, of in graded)

@@ -294,6 +294,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['wall_s']:.2f} s, {facts['tok_s']:.1f} tok/s"
         + ("" if facts["decode_tok_s"] is None else f" (decode only {facts['decode_tok_s']:.1f})"),
     ]
+    if facts.get("draft") and facts["draft"]["rounds"]:
+        told.append(_drafts(facts["draft"]))
     names = {"batch_s": "batch", "ttfb_s": "first block", "tpot_s": "per token", "e2e_s": "request"}
     for key, name in names.items():
         if facts.get(key):
@@ -308,6 +310,16 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"{floor}; host overhead {facts['host_overhead']:.1%}"
         )
     return told
+
+
+def _drafts(draft: dict[str, Any]) -> str:
+    """How drafts fared, for people."""
+    shares = (f"{share:.0%}" for share in draft["accepted_per_position"] if share is not None)
+    return (
+        f"{'drafts':<12} {draft['rounds']} rounds, mean accepted length "
+        f"{draft['mean_accepted_length']:.2f} (the target's own token counted), accepted by place "
+        f"{' '.join(shares)}"
+    )
 
 
 def _seconds(value: float) -> str:

@@ -218,6 +218,12 @@ def table(facts: dict[str, Any]) -> str:
                 f"{row['tokens_per_forward_without_commits']['value']:>17.2f}"
                 f"{row['denoise_forwards_per_block']['value']:>15.2f}{row['tok_s']:>9.0f}"
             )
+        for label, row in results.items():
+            if row["draft"] is not None and row["draft"]["rounds"]:
+                length = row["draft"]["mean_accepted_length"]
+                lines.append(
+                    f"{label}: mean accepted length {length:.2f}, the target's own token counted"
+                )
         for label, row in content["comparisons"].items():
             lines.append(
                 f"{label} against {content['against']}: {_figure(row['exact_points'], 1)} points, "

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dllm_jax.requests import RequestOutput
+from dllm_jax.requests import DraftMetrics, RequestOutput
 
 
 class OneText(contextlib.AbstractContextManager):
@@ -186,6 +186,7 @@ class Rows(contextlib.AbstractContextManager):
                     "ttfb_s": metrics.ttfb_s,
                     "e2e_s": metrics.e2e_s,
                     "compile_s": self._clock.compile_s,
+                    **({} if metrics.draft is None else {"draft": metrics.draft.figures()}),
                 },
             }
             if output.error is not None:
@@ -225,6 +226,9 @@ def figures(outputs: Sequence[RequestOutput], seconds: float | None, compile_s: 
         f"{nfe} forwards",
         f"{written / max(nfe, 1):.2f} tokens per forward",
     ]
+    drafted = DraftMetrics.together(output.metrics.draft for output in outputs)
+    if drafted is not None and drafted.rounds:
+        parts.append(f"mean accepted length {drafted.mean_accepted_length:.2f}")
     if seconds is not None:
         parts.append(f"{tokens / max(seconds, 1e-9):.0f} tok/s with prefill")
         if len(outputs) == 1 and firsts:
