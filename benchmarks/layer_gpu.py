@@ -2,8 +2,8 @@
 
     python benchmarks/layer_gpu.py --out benchmarks/results/layer_h200.json
 
-First every kernel is held to its XLA form in float32; one that is wrong is not timed. Then loops on
-the device: sums and norms in a chain; half a layer each, products included, over the weights of
+First every kernel is held to its XLA form in float32, and one that is wrong ends the run with an
+error, after the times. Then loops on the device: sums and norms in a chain; half a layer each, products included, over the weights of
 several layers (more bytes than the cache holds), where an elementwise product stands for attention;
 the cache write of all layers. Barriers between the operations keep XLA from joining what in a step
 the attention kernel would part. Last the decode loop of `dj.generate` at several shapes, with each
@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -494,10 +495,13 @@ def main():
             submit(job)
     told(f"{len(chains)} chains lowered")
     for future, name in checks.items():
-        found = future.result()
+        try:
+            found = future.result()
+        except Exception as error:  # what compiles is still worth its time
+            found = {f"{type(error).__name__}: {error}"[:500]: float("inf")}
         report["checks"].append({"model": name, "rows": 77, "error": found})
         print(name, {key: round(value, 3) for key, value in found.items()}, flush=True)
-        assert max(found.values()) <= LOOSEST, "a kernel is wrong"
+    worst = max(max(line["error"].values()) for line in report["checks"])
     wait(pending, timeout=max(0.0, began + args.within - time.perf_counter()))
     pool.shutdown(cancel_futures=True)  # waits for those that are being compiled
     report["compiled_s"] = time.perf_counter() - began
@@ -538,7 +542,8 @@ def main():
         save()
     report["wall_s"] = time.perf_counter() - began
     save()
-    told("done")
+    told("done" if worst <= LOOSEST else f"done; a kernel is WRONG by {worst} spacings")
+    return int(worst > LOOSEST)
 
 
 def time_steps(live, args, save, until):
@@ -573,4 +578,4 @@ def time_steps(live, args, save, until):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
