@@ -2,16 +2,18 @@
 
     python benchmarks/layer_gpu.py --out benchmarks/results/layer_h200.json
 
-First every kernel is held to its XLA form in float32, and one that is wrong ends the run with an
-error, after the times. Then loops on the device: sums and norms in a chain; half a layer each, products included, over the weights of
-several layers (more bytes than the cache holds), where an elementwise product stands for attention;
-the cache write of all layers. Barriers between the operations keep XLA from joining what in a step
-the attention kernel would part. Last the decode loop of `dj.generate` at several shapes, with each
-kernel switched on after the last: the time of `--many` steps less that of `--few`, by rounds that
-each time all forms, and the kernels of one profiled step of the first form and of the last.
+First every kernel is held to its XLA form in float32; a wrong one ends the run with an error, after
+the times. Then loops on the device: sums and norms in a chain; half a layer each, products
+included, over the weights of several layers (more bytes than the cache holds), where an elementwise
+sum stands for attention; the cache write of all layers. Barriers between the operations keep
+XLA from joining what in a step the attention kernel would part. Last the decode loop of
+`dj.generate` at several shapes, with each kernel switched on after the last: the time of `--many`
+steps less that of `--few`, by rounds that each time all forms, and the kernels of one profiled step
+of the first form and of the last.
 
 All programs are lowered first and compiled by several threads; what is not compiled after
-`--within` X
+`--within` seconds is left out, by name. One JSON file, rewritten as rows come. `--smoke` runs all
+of it small on a CPU, the kernels interpreted.
 """
 
 import argparse
