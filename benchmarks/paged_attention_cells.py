@@ -352,39 +352,30 @@ def loop_of(prepare, call, layers):
     return loop
 
 
-def compiled(drawn, prepare, call):
-    """The loop's program and why there is none, one of them None."""
+def compiled(drawn, function, *leading):
+    """The program for a cell and why there is none, one of them None."""
     model, B, _, T = drawn.cell
     N, G, H = HEADS[model]
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)  # noqa: E731
     arguments = [shape(B, T, heads, H) for heads in (N, G, G)] + [shape(*drawn.pool)] * 2
     tables = jax.ShapeDtypeStruct(drawn.tables.shape, jnp.int32)
     try:
-        loop = jax.jit(loop_of(prepare, call, len(drawn.tables)))
-        return loop.lower(1, *arguments, tables, drawn.mask).compile(), None
+        return jax.jit(function).lower(*leading, *arguments, tables, drawn.mask).compile(), None
     except Exception as error:  # the table says so and goes on
         return None, f"{type(error).__name__}: {error}"[:1500]
 
 
-def truth(operands):
-    """Float32 results of the first and last sequence, on the device."""
-    q, k, v, k_pages, v_pages, tables, mask = operands
+def truth(q, k, v, k_pages, v_pages, tables, mask):
+    """Float32 results of the first and last sequence over the first layer's pages."""
     last = len(q) - 1
-    some = [0, last] if last else [0]
-    take = jax.tree.map(lambda x: x[jnp.asarray(some)], (q, k, v, tables[0], mask))
-    q, k, v, table, mask = take
+    some = jnp.asarray([0, last] if last else [0])
+    q, k, v, table, mask = jax.tree.map(lambda x: x[some], (q, k, v, tables[0], mask))
     pools = [pages[jnp.maximum(table, 0).reshape(-1)] for pages in (k_pages, v_pages)]
-    table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    own = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    table = jnp.where(table >= 0, own, -1)
     as_32 = [x.astype(jnp.float32) for x in (q, k, v, *pools)]
     with jax.default_matmul_precision("highest"):
-        if q.shape[1] <= 512:
-            return jax.jit(reference.attention)(*as_32, table, mask)
-        outs = []  # scores of all rows at once would not fit
-        for at in range(0, q.shape[1], 512):
-            rows = slice(at, at + 512)
-            part = mask.replace(live=mask.live.at[:, 1].set(at + 512))
-            outs.append(jax.jit(reference.attention)(*as_32, table, part)[:, rows])
-        return jnp.concatenate(outs, axis=1)
+        return reference.attention(*as_32, table, mask)
 
 
 def error(out, wanted):

@@ -115,14 +115,15 @@ def timed(args, skip, part):
                 for form, (prepare, call, what) in cells.forms(drawn, part, only).items():
                     name = f"{part} {'-'.join(map(str, cell))} {form}"
                     if name not in skip or form == "glue":
-                        program = threads.submit(cells.compiled, drawn, prepare, call)
+                        loop = cells.loop_of(prepare, call, len(drawn.tables))
+                        program = threads.submit(cells.compiled, drawn, loop, 1)
                         told[form] = (name, what, program)
-                work.append((drawn, told))
-        for drawn, told in work:
-            time_cell(args, part, pools, drawn, told)
+                work.append((drawn, told, threads.submit(cells.compiled, drawn, cells.truth)))
+        for drawn, told, truth in work:
+            time_cell(args, part, pools, drawn, told, truth)
 
 
-def time_cell(args, part, pools, drawn, told):
+def time_cell(args, part, pools, drawn, told, truth):
     """Lines of the compiled forms of a cell."""
     import jax
     import paged_attention_cells as cells
@@ -140,7 +141,7 @@ def time_cell(args, part, pools, drawn, told):
         operands = pools.operands(drawn)
         out = jax.block_until_ready(program(1, *operands))
         if form != "glue":
-            wanted = cells.truth(operands) if wanted is None else wanted
+            wanted = truth.result()[0](*operands) if wanted is None else wanted
             line["error"] = cells.error(out, wanted)
             line["right"] = line["error"] <= TOLERANCE
             if not line["right"]:
