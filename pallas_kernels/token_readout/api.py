@@ -1,0 +1,95 @@
+"""Token readout: the interface, what it means, and the choice of back end.
+
+Every back end computes the same function: logits of hidden rows over a vocabulary, one token drawn
+of each row, and how sure the law is of it. Nothing here knows about models, windows or strategies.
+
+Letters: R rows, D model width, V ids.
+"""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from pallas_kernels.token_readout import reference, triton
+from pallas_kernels.token_readout.result import TokenReadout
+
+Implementation = Literal["xla", "triton"]
+
+TRITON_ROWS = 256  # up to which it was measured, and won
+
+
+def token_readout(
+    hidden: Float[Array, "R D"],
+    head: Float[Array, "V D"],
+    forbidden: Bool[Array, " V"],
+    *,
+    scale: float = 1.0,
+    cap: float | None = None,
+    temperature: Float[Array, " R"] | None = None,
+    keys: PRNGKeyArray | None = None,
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
+    num_top: int = 0,
+    implementation: Implementation | None = None,
+) -> TokenReadout:
+    """Draw one token a row from `softmax(logits / temperature)` and say how sure the law is.
+
+    Logits are `hidden @ head.T`, accumulated in float32, times `scale`, bent by `cap` and then
+    restricted.
+
+    Args:
+        forbidden: Ids never drawn.
+        cap: Logits become `cap * tanh(logits / cap)`; None leaves them.
+        temperature: 0 takes the likeliest id, ties to the lowest; None: 0 for all.
+        keys: One a row, of the noise `jax.random.gumbel(key, (V,), float32)` that is added to the
+            tempered logits; None: the likeliest id whatever the temperature.
+        penalty: An id a row and what its logit loses.
+        confidence: Law of confidence, entropy and top: "drawn" after the temperature, "raw" before.
+        num_top: Likeliest ids to name.
+        implementation: "xla" (any device, the truth; writes the logits), "triton" (NVIDIA GPU,
+            16-bit), or None: the one measured to be fastest that takes the arguments.
+
+    Returns:
+        A row with logits that are no numbers, infinite, or all forbidden has a confidence that is
+        not finite.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    _check(hidden, head, forbidden)
+    if implementation is None:
+        implementation = choose(hidden, head, keys, num_top)
+    if implementation == "triton":
+        reason = triton.unsupported(hidden, head, keys, num_top)
+        if reason:
+            raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
+    elif implementation != "xla":
+        raise ValueError(f'{implementation=} is not one of "xla", "triton"')
+    read = triton.read if implementation == "triton" else reference.read
+    return read(
+        hidden,
+        head,
+        forbidden,
+        scale=scale,
+        cap=cap,
+        temperature=temperature,
+        keys=keys,
+        penalty=penalty,
+        confidence=confidence,
+        num_top=num_top,
+    )
+
+
+def choose(hidden: Array, head: Array, keys: Array | None, num_top: int) -> Implementation:
+    """What `implementation=None` takes for such arguments on this machine."""
+    if len(hidden) > TRITON_ROWS or triton.unsupported(hidden, head, keys, num_top):
+        return "xla"
+    return "triton"
+
+
+def _check(hidden: Array, head: Array, forbidden: Array) -> None:
+    """Shapes that disagree would broadcast or slice into a wrong answer."""
+    if hidden.shape[1] != head.shape[1] or forbidden.shape != head.shape[:1]:
+        raise ValueError(
+            f"{hidden.shape=}, {head.shape=} and {forbidden.shape=} must be [R D], [V D] and [V]"
+        )

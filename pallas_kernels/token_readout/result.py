@@ -1,0 +1,93 @@
+"""What a readout says of a row, and how parts of the vocabulary make up a whole."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class TokenReadout(NamedTuple):
+    """One row of each a hidden row; what no number is left of has a confidence that is none.
+
+    Attributes:
+        token: The id drawn.
+        confidence: Its probability.
+        entropy: Of the law, in nats.
+        top_ids, top_probs: The likeliest ids and their probabilities, the likeliest first.
+    """
+
+    token: Int[Array, " R"]
+    confidence: Float[Array, " R"]
+    entropy: Float[Array, " R"]
+    top_ids: Int[Array, "R n"]
+    top_probs: Float[Array, "R n"]
+
+
+class Part(NamedTuple):
+    """What a part of the vocabulary adds, a value a row or a row and tile.
+
+    Attributes:
+        best: Largest logit of the draw, noise and all, in this part.
+        token: Lowest id that has it.
+        own: Logit of `token` under the law that is judged.
+        peak: Largest logit of that law.
+        mass: Sum of `w = exp(logit - peak)`; 0 where the peak is -inf.
+        spread: Sum of `w * (logit - peak)`.
+    """
+
+    best: Array
+    token: Array
+    own: Array
+    peak: Array
+    mass: Array
+    spread: Array
+
+
+def join(a: Part, b: Part) -> Part:
+    """Two parts as one; ties go to the lowest id.
+
+    Source: Milakov and Gimelshein (arXiv 1805.02867), algorithm 3, with the entropy's sum beside.
+    """
+    first = (a.best > b.best) | ((a.best == b.best) & (a.token < b.token))
+    peak = jnp.maximum(a.peak, b.peak)
+
+    def brought(part: Part) -> tuple[Array, Array]:
+        # A part whose logits are all -inf has no mass, and -inf less -inf is no number.
+        down = jnp.where(part.peak == -jnp.inf, 0.0, part.peak - peak)
+        weight = jnp.exp(down)
+        return weight * part.mass, weight * (part.spread + part.mass * down)
+
+    (mass_a, spread_a), (mass_b, spread_b) = brought(a), brought(b)
+    return Part(
+        best=jnp.where(first, a.best, b.best),
+        token=jnp.where(first, a.token, b.token),
+        own=jnp.where(first, a.own, b.own),
+        peak=peak,
+        mass=mass_a + mass_b,
+        spread=spread_a + spread_b,
+    )
+
+
+def joined(parts: Part) -> Part:
+    """The parts along the last axis as one, in a single pass."""
+    least = jnp.float32(-jnp.inf)
+    none = Part(least, jnp.int32(jnp.iinfo(jnp.int32).max), least, least, *[jnp.float32(0)] * 2)
+    axis = parts.best.ndim - 1
+
+    def combine(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(join(Part(*a), Part(*b)))
+
+    return Part(*jax.lax.reduce(tuple(parts), tuple(none), combine, (axis,)))
+
+
+def told(whole: Part, top_logits: Float[Array, "R n"], top_ids: Int[Array, "R n"]) -> TokenReadout:
+    """Probabilities and entropy of the whole vocabulary."""
+    peak, mass = whole.peak, whole.mass
+    return TokenReadout(
+        token=whole.token,
+        confidence=jnp.exp(whole.own - peak) / mass,
+        entropy=jnp.log(mass) - whole.spread / mass,
+        top_ids=top_ids,
+        top_probs=jnp.exp(top_logits - peak[:, None]) / mass[:, None],
+    )

@@ -1,0 +1,261 @@
+"""A Pallas kernel of the Triton kind, NVIDIA GPUs: the head's product, read as it is made.
+
+A program is one tile of rows times one tile of ids. Its logits live in registers; what it writes is
+a `Part` a row, and XLA joins the parts in one pass. Up to 128 rows are one tile, so that the head
+is read from memory once; the tiles of more rows are neighbours, which read it from the cache.
+
+JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array
+
+from pallas_kernels.token_readout import noise
+from pallas_kernels.token_readout.result import Part, TokenReadout, joined, told
+
+_LEAST_SIDE = 16  # of a Triton product, in every dimension
+MAX_TOP = 4
+_LOG2_E = 1.4426950408889634
+_LEAST_DOWN = -200.0  # 2 to that is 0 in float32; 0 times it is 0, times -inf no number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """What one program computes; sides are powers of two.
+
+    Attributes:
+        rows: Hidden rows.
+        ids: Words of the vocabulary.
+        depth: Components of a row taken in at a time.
+    """
+
+    rows: int = 128
+    ids: int = 128
+    depth: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def fit(self, num_ids: int, width: int) -> "Tiling":
+        """Cut down to a vocabulary and to a depth that divides the rows' width."""
+        depth = self.depth
+        while width % depth:
+            depth //= 2
+        ids = min(self.ids, pl.next_power_of_2(num_ids + 1) // 2)
+        return dataclasses.replace(self, ids=ids, depth=depth)
+
+
+def unsupported(hidden: Array, head: Array, keys: Array | None, num_top: int) -> str | None:
+    """Why this back end cannot take these arguments here, or None."""
+    if jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    return unsupported_arguments(hidden, head, keys, num_top)
+
+
+def unsupported_arguments(
+    hidden: Array, head: Array, keys: Array | None, num_top: int
+) -> str | None:
+    """Why no device can take these arguments, or None."""
+    V, D = head.shape
+    if hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
+        return (
+            f"needs rows and head in bfloat16 or float16, both alike, got {hidden.dtype} and "
+            f"{head.dtype}"
+        )
+    if D % _LEAST_SIDE or V < _LEAST_SIDE:
+        return f"needs a width that is a multiple of {_LEAST_SIDE} and as many ids, got {D=}, {V=}"
+    if num_top > MAX_TOP:
+        return f"names at most {MAX_TOP} likeliest ids, got {num_top=}"
+    if keys is not None and not noise.reproducible(keys):
+        return "draws with typed threefry keys, jax_threefry_partitionable and plain gumbel only"
+    return None
+
+
+def choose_tiling(num_rows: int) -> Tiling:
+    """A tile for so many rows."""
+    if num_rows <= 32:
+        return Tiling(rows=max(_LEAST_SIDE, pl.next_power_of_2(num_rows)), num_warps=4)
+    return Tiling(rows=min(128, pl.next_power_of_2(num_rows)))
+
+
+def read(
+    hidden: Array,
+    head: Array,
+    forbidden: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    temperature: Array | None,
+    keys: Array | None,
+    penalty: tuple[Array, Array] | None,
+    confidence: str,
+    num_top: int,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> TokenReadout:
+    """See `api.token_readout`; `interpret` runs the kernel as plain XLA, for tests."""
+    tiling = choose_tiling(len(hidden)) if tiling is None else tiling
+    named = {"hidden": hidden, "head": head, "forbidden": forbidden.astype(jnp.int8)}
+    if temperature is not None:
+        named["temperature"] = temperature
+        if keys is not None:
+            named["keys"] = jax.random.key_data(keys)
+    if penalty is not None:
+        named["penalty_ids"], named["penalties"] = penalty
+    return _run(
+        named,
+        scale=scale,
+        cap=cap,
+        raw=confidence == "raw" and temperature is not None,
+        num_top=num_top,
+        tiling=tiling.fit(*head.shape),
+        interpret=interpret,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "cap", "raw", "num_top", "tiling", "interpret")
+)
+def _run(named, *, scale, cap, raw, num_top, tiling, interpret) -> TokenReadout:
+    """One launch, and the join."""
+    R, V = len(named["hidden"]), len(named["head"])
+    tiles = -(-V // tiling.ids)
+    shapes = {
+        name: jax.ShapeDtypeStruct((R, tiles), jnp.int32 if name == "token" else jnp.float32)
+        for name in Part._fields
+        # What is not tempered is judged by the logits it is drawn by.
+        if "temperature" in named or name not in ("best", "own")
+    }
+    if num_top:
+        shapes["top_logits"] = jax.ShapeDtypeStruct((R, tiles, num_top), jnp.float32)
+        shapes["top_ids"] = jax.ShapeDtypeStruct((R, tiles, num_top), jnp.int32)
+
+    def body(*refs):
+        _read(
+            dict(zip(named, refs, strict=False)),
+            dict(zip(shapes, refs[len(named) :], strict=True)),
+            logit_of=functools.partial(_logit, scale=scale, cap=cap),
+            raw=raw,
+            num_top=num_top,
+            tiling=tiling,
+        )
+
+    out = pl.pallas_call(
+        body,
+        out_shape=list(shapes.values()),
+        grid=(-(-R // tiling.rows), tiles),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages
+        ),
+        interpret=interpret,
+    )(*named.values())
+    parts = dict(zip(shapes, out, strict=True))
+    # Of equal logits `top_k` takes the first: tiles and what each names come by rising id.
+    if num_top:
+        among = parts.pop("top_logits").reshape(R, -1)
+        top_logits, place = jax.lax.top_k(among, num_top)
+        top_ids = jnp.take_along_axis(parts.pop("top_ids").reshape(R, -1), place, axis=1)
+    else:
+        top_logits, top_ids = jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32)
+    whole = joined(Part(**{"best": parts["peak"], "own": parts["peak"], **parts}))
+    return told(whole, top_logits, top_ids)
+
+
+def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
+    logit = product if scale == 1.0 else product * scale
+    return logit if cap is None else cap * jnp.tanh(logit / cap)
+
+
+def _read(given, out, *, logit_of, raw, num_top, tiling):
+    """One program: a tile of rows, a tile of ids."""
+    hidden, head = given["hidden"], given["head"]
+    R, D = hidden.shape
+    rows, ids, depth = tiling.rows, tiling.ids, tiling.depth
+    tile = pl.program_id(1)
+    place = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.minimum(place, R - 1)
+    # The last tile begins early rather than end late; what it shares is its neighbour's.
+    start = jnp.minimum(tile * ids, head.shape[0] - ids)
+    token = start + jnp.arange(ids, dtype=jnp.int32)
+
+    def step(i, total):
+        column = i * depth
+        mine = pltriton.load(hidden.at[_cells(row, column, depth)])
+        theirs = pltriton.load(head.at[pl.ds(start, ids), pl.ds(column, depth)])
+        return total + pltriton.dot(mine, theirs.T)
+
+    blank = jnp.zeros((rows, ids), jnp.float32)
+    logit = logit_of(jax.lax.fori_loop(0, D // depth, step, blank))
+
+    def wide(values):
+        return jnp.broadcast_to(values, (rows, ids))
+
+    shared = token < tile * ids
+    banned = shared | (pltriton.load(given["forbidden"].at[pl.ds(start, ids)]) != 0)
+    logit = jnp.where(wide(banned[None, :]), -jnp.inf, logit)
+    if "penalties" in given:
+        which, amount = (pltriton.load(given[n].at[row]) for n in ("penalty_ids", "penalties"))
+        logit -= jnp.where(token[None, :] == which[:, None], wide(amount[:, None]), 0.0)
+    law = drawn = logit
+    if "temperature" in given:
+        temperature = pltriton.load(given["temperature"].at[row])
+        tempered = temperature > 0
+        law = logit / jnp.where(tempered, temperature, 1.0)[:, None]
+        # Of a huge temperature, -inf times its reciprocal would be no number.
+        law = drawn = jnp.where(logit == -jnp.inf, -jnp.inf, law)
+        if "keys" in given:
+            word, other = (
+                wide(pltriton.load(given["keys"].at[row, _all(i, rows)])[:, None]) for i in range(2)
+            )
+            more = noise.gumbel((word, other), wide(token[None, :]))
+            drawn = law + jnp.where(wide(tempered[:, None]), more, 0.0)
+    judged = logit if raw else law
+
+    def lowest(where):
+        """The lowest id of each row that is `where`."""
+        return jnp.min(jnp.where(where, wide(token[None, :]), jnp.iinfo(jnp.int32).max), axis=1)
+
+    def put(name, values, *column):
+        where = (place, *(_all(i, rows) for i in column))
+        pltriton.store(out[name].at[where], values, mask=place < R)
+
+    best = jnp.max(drawn, axis=1)
+    chosen = lowest(drawn == best[:, None])
+    peak = best
+    if "temperature" in given:
+        put("best", best, tile)
+        own = jnp.where(token[None, :] == chosen[:, None], judged, -jnp.inf)
+        put("own", jnp.max(own, axis=1), tile)
+        peak = jnp.max(judged, axis=1)
+    put("token", chosen, tile)
+    put("peak", peak, tile)
+    # Where all is -inf there is no mass; what is no number stays, for the join to see.
+    down = (judged - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]) * _LOG2_E
+    weight = jnp.exp2(down)
+    put("mass", jnp.sum(weight, axis=1), tile)
+    spread = jnp.sum(weight * jnp.maximum(down, _LEAST_DOWN), axis=1)
+    put("spread", spread * (1.0 / _LOG2_E), tile)
+    free = wide(~shared[None, :])
+    for i in range(num_top):
+        among = jnp.where(free, judged, -jnp.inf)
+        best = jnp.max(among, axis=1)
+        one = lowest(free & (among == best[:, None]))
+        put("top_logits", best, tile, i)
+        put("top_ids", one, tile, i)
+        free &= token[None, :] != one[:, None]
+
+
+def _all(index: int | Array, size: int) -> Array:
+    return jnp.broadcast_to(jnp.asarray(index, jnp.int32), (size,))
+
+
+def _cells(row: Array, column: Array, width: int) -> tuple[Array, Array]:
+    """Indices of `width` columns of the given rows, all of the tile's shape."""
+    shape = (len(row), width)
+    columns = column + jnp.arange(width, dtype=jnp.int32)
+    return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
