@@ -5,11 +5,13 @@
 Sections:
 
 `ar`        The baseline's honesty: a step of `ar` beside a loop written here, without strategy or
-            driver: forward of one token, argmax, write of its keys and values.
+            driver: forward of one token, argmax, write of its keys and values (and the same with a
+            second row that nobody reads, whose products are other kernels).
 `qwen3_8b`  Qwen3-8B and its 5-layer draft at full size, random weights: a step of `ar`, a round of
             `dflash` at its whole block, the draft pass alone (with the target's head) and the
             verify pass alone (neither writes to a cache), each beside its floor; from them
-            tau * t_AR / t_round, the speed-up that a mean accepted length of tau would give.
+            tau * t_AR / t_round, the speed-up that a mean accepted length of tau would give. And
+            `dflash` where drafts are never right: at width 1, and choosing it by itself.
 `pair`      The built-in pair on held-out word problems: `dflash_pair.py`.
 
 A step is timed in a loop on the device: a run of `--many` less one of `--few`, over the steps
@@ -53,7 +55,7 @@ from strategies import AR, DFlash, random
 from strategies.dflash import DRAFT
 
 QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
-AR_BAR, DRAFT_BAR, ROUND_BAR = 1.05, 1.4, 1.4
+AR_BAR, DRAFT_BAR, ROUND_BAR, OFF_BAR = 1.05, 1.4, 1.4, 0.97
 TAUS = range(2, 9)
 COMPILE_SHARE = 0.7  # of the time there is
 ACCEPTANCE = "how many drafts are accepted needs real weights: with random ones nearly none is"
@@ -131,36 +133,43 @@ class Bare(struct.PyTreeNode):
     written: jax.Array  # []
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def bare_steps(model, state, count):
-    """`count` tokens a row: forward of one, argmax, write of its keys and values. Nothing else."""
+@functools.partial(jax.jit, static_argnames=("rows",), donate_argnames=("state",))
+def bare_steps(model, state, count, rows):
+    """`count` tokens a slot: forward of one, argmax, write of its keys and values. Nothing else.
+
+    Args:
+        rows: Of a slot's forward; those past the first see and say nothing, but a product of two
+            rows is another kernel.
+    """
     cfg, arch, limit = model.config, model.arch, model.defaults.vocab_limit
     num_pages, _, page_size, _ = state.pool[0][0].shape
 
     def one(_, state):
         start, fresh = state.start, []
+        cell = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (len(start), rows))
         mask = WindowMask(
-            cell=jnp.zeros_like(start)[:, None],
+            cell=cell,
             start=start,
             live=jnp.stack([jnp.zeros_like(start), jnp.ones_like(start)], axis=1),
             context_len=start,
             visible=None,
             causal=jnp.ones_like(start, bool),
-            block_size=1,
+            block_size=rows,
         )
 
         def attend(layer, q, k, v):
             fresh.append((k, v))
             return paged_attention(q, k, v, *state.pool[layer], state.page_table, mask)
 
-        x = arch.embed(model.params, cfg, state.token[:, None])
-        rows, _ = arch.trunk(model.params, cfg, x, start[:, None], attend)
-        logits = arch.unembed(model.params, cfg, rows[:, 0])
+        ids = jnp.broadcast_to(state.token[:, None], cell.shape)
+        x = arch.embed(model.params, cfg, ids)
+        hidden, _ = arch.trunk(model.params, cfg, x, start[:, None] + cell, attend)
+        logits = arch.unembed(model.params, cfg, hidden)[:, 0]
         ids = jnp.arange(cfg.vocab_size)[None]
         token = jnp.argmax(jnp.where(ids < limit, logits, -jnp.inf), axis=1).astype(jnp.int32)
         # The write waits for the last row, or XLA would copy the cache for those who read it.
-        after = jnp.all(jnp.isfinite(rows.astype(jnp.float32)), axis=2)
-        slots = page_slots(state.page_table, start[:, None], after, num_pages, page_size)
+        after = jnp.all(jnp.isfinite(hidden.astype(jnp.float32)), axis=2) & (cell == 0)
+        slots = page_slots(state.page_table, start[:, None] + cell, after, num_pages, page_size)
         output = jax.lax.dynamic_update_index_in_dim(state.output, token, state.written, 1)
         return state.replace(
             token=token,
@@ -183,7 +192,8 @@ def draft_passes(model, strategy, aux, state, count):
     def one(_, tokens):
         masked = jnp.where(cell == 0, tokens, draft.mask_id)
         view = state.replace(buffer=state.buffer.replace(tokens=tokens))
-        return _shifted(draft(view, inputs=masked, live=cell < size, width=size).predict().token)
+        out = draft(view, inputs=masked, live=cell < size, width=size)
+        return _shifted(out.predict(where=cell > 0, width=size - 1).token)
 
     return jax.lax.fori_loop(0, count, one, state.buffer.tokens)
 
@@ -207,7 +217,7 @@ def verify_passes(model, strategy, aux, state, count):
             width=size,
         )
         keys = random.position_keys(view)
-        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys).token
+        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=size).token
         # Somebody must want the taps.
         felt += sum(tap[:, 0, 0, 0].astype(jnp.float32) for tap in out.taps)
         return _shifted(truth), felt
@@ -257,37 +267,45 @@ class Loop:
 
 def loops_of(model, draft, slots, context, max_tokens, names):
     """Makers of the loops `names` for so many requests, by name; each compiles when called."""
-    bare, aux, state = begin(model, AR(), None, slots, context, max_tokens)
-    pool = state.pools[TARGET]
-    plain = Bare(
-        token=state.buffer.tokens[:, 0, 0],
-        start=state.buffer.start,
-        pool=pool,
-        page_table=state.page_table,
-        output=jnp.zeros((slots, max_tokens), jnp.int32),
-        written=jnp.int32(0),
-    )
+    begun = functools.partial(begin, model, slots=slots, context=context, max_tokens=max_tokens)
     advance = functools.partial(Loop, program=generation._advance, after=(None,), donates=True)
+
+    def step(name, strategy, draft=None):
+        bare, aux, state = begun(strategy, draft)
+        return advance(name, model, before=(model, bare, aux), state=state)
+
+    def plain(name, rows):
+        *_, state = begun(AR(), None)
+        mine = Bare(
+            token=state.buffer.tokens[:, 0, 0],
+            start=state.buffer.start,
+            pool=state.pools[TARGET],
+            page_table=state.page_table,
+            output=jnp.zeros((slots, max_tokens), jnp.int32),
+            written=jnp.int32(0),
+        )
+        return Loop(name, model, bare_steps, (model,), mine, (rows,), donates=True)
+
+    def one_pass(name, program):
+        bare, aux, state = begun(DFlash(width=draft.config.block_size), draft)
+        return Loop(name, model, program, (model, bare, aux), state)
+
+    def rounds(name, **how):
+        return step(name, DFlash(**how), draft)
+
+    size = draft.config.block_size if draft else 0
     make = {
-        "ar step": functools.partial(
-            advance, "ar step", model, before=(model, bare, aux), state=state
-        ),
-        "bare step": functools.partial(
-            Loop, "bare step", model, bare_steps, (model,), plain, donates=True
-        ),
+        "ar step": lambda name: step(name, AR()),
+        "bare step": lambda name: plain(name, 1),
+        "bare step of 2 rows": lambda name: plain(name, 2),
+        "round": lambda name: rounds(name, width=size),
+        "draft pass": lambda name: one_pass(name, draft_passes),
+        "verify pass": lambda name: one_pass(name, verify_passes),
+        # What a user has of drafts that are not right: the plain step, chosen or fixed.
+        "round of width 1": lambda name: rounds(name, width=1),
+        "round, adaptive": lambda name: rounds(name, widths=(1, size)),
     }
-    if draft is not None:
-        width = draft.config.block_size
-        before = begin(model, DFlash(width=width), draft, slots, context, max_tokens)
-        some, state = (model, *before[:2]), before[2]
-        make |= {
-            "round": functools.partial(advance, "round", model, before=some, state=state),
-            "draft pass": functools.partial(Loop, "draft pass", model, draft_passes, some, state),
-            "verify pass": functools.partial(
-                Loop, "verify pass", model, verify_passes, some, state
-            ),
-        }
-    return {name: make[name] for name in names}
+    return {name: functools.partial(make[name], name) for name in names}
 
 
 # --- floors -------------------------------------------------------------------------------------
@@ -317,6 +335,7 @@ def floors_ms(model, draft, slots, context, device_kind):
     return {
         "ar step": plain,
         "bare step": plain,
+        "bare step of 2 rows": plain,
         "draft pass": drafting,
         "verify pass": verifying,
         "round": drafting + verifying + feeding,
@@ -376,15 +395,19 @@ def steps(sections, args, report, until):
     model, draft = load_pair(args.smoke)
     report.put(model=model.source, draft=draft.source, load_s=time.perf_counter() - began)
     report.put(draft_cache=draft_cache(draft), acceptance=ACCEPTANCE)
-    names = ["ar step", *(["bare step"] if "ar" in sections else [])]
-    more = ["round", "draft pass", "verify pass"] if "qwen3_8b" in sections else []
+    plain = ["bare step", "bare step of 2 rows"]
     groups = {}
-    for slots in args.slots if more else args.slots[:1]:
-        beside = draft if more else None
-        mine = [n for n in names + more if n != "bare step" or slots in args.bare_slots]
-        groups[model.source, slots] = model, beside, mine
+    for slots in args.slots:
+        mine = ["ar step"]
+        if "qwen3_8b" in sections:
+            mine += ["round", "draft pass", "verify pass"]
+        if "ar" in sections and slots in args.some_slots:
+            mine += plain
+        if "qwen3_8b" in sections and slots in args.some_slots:
+            mine += ["round of width 1", "round, adaptive"]
+        groups[model.source, slots] = model, draft, mine
     if "ar" in sections and (tiny := dflash_pair.target_or_none(args)) is not None:
-        groups[tiny.source, 1] = tiny, None, names
+        groups[tiny.source, 1] = tiny, None, ["ar step", *plain]
     ready = compile_groups(groups, args, report, began, until)
     for (source, slots), loops in ready.items():
         if time.perf_counter() > until:
@@ -420,7 +443,7 @@ def time_group(loops, source, slots, draft, args, report, until):
     """Turns over the loops of one batch; rows, and what follows from them."""
     names, samples = list(loops), {name: [] for name in loops}
     # The pair's steps are short; its text has room for more of them.
-    many = args.many if draft is not None or source.endswith(QWEN) else 8 * args.many
+    many = args.many if draft is not None else 8 * args.many
     floors = {}
     if draft is not None:
         model, kind = loops[names[0]].model, jax.devices()[0].device_kind
@@ -437,7 +460,7 @@ def time_group(loops, source, slots, draft, args, report, until):
         for name in names:
             mine, floor = samples[name], floors.get(name)
             report.row(
-                section="ar" if name == "bare step" else "steps",
+                section="ar" if name.startswith("bare") else "steps",
                 **of,
                 name=name,
                 step_ms=statistics.median(mine),
@@ -470,6 +493,9 @@ def derive(samples, floors):
     told = {}
     if {"ar step", "bare step"} <= samples.keys():
         told |= {"ar_over_bare": ratio("ar step", "bare step"), "ar_bar": AR_BAR}
+    for name in ("round of width 1", "round, adaptive"):
+        if {name, "ar step"} <= samples.keys():
+            told[f"ar_over_{name}".replace(", ", " ")] = ratio("ar step", name)
     if "draft pass" in samples and floors:
         draft = statistics.median(samples["draft pass"])
         told |= {"draft_over_floor": draft / floors["draft pass"], "draft_bar": DRAFT_BAR}
@@ -505,12 +531,15 @@ def lines_of(of, report, derived):
             floor, over = row["floor_ms"], row["over_floor"]
             beside = f", floor {floor:.3f}: x{over:.2f}" if floor else ""
             lines.append(
-                f"  {row['name']:<12}{row['step_ms']:9.3f} ms [{row['min_ms']:.3f} "
+                f"  {row['name']:<20}{row['step_ms']:9.3f} ms [{row['min_ms']:.3f} "
                 f"{row['max_ms']:.3f}]{beside}"
             )
     for name, bar in (("ar_over_bare", "ar_bar"), ("draft_over_floor", "draft_bar")):
         if name in derived:
             lines.append(f"  {name} {derived[name]:.3f} (bar {derived[bar]})")
+    for name in ("ar_over_round of width 1", "ar_over_round adaptive"):
+        if name in derived:
+            lines.append(f"  {name} {derived[name]:.3f} (bar {OFF_BAR})")
     if "round_over_ar" in derived:
         floor = derived.get("round_over_ar_floor")
         lines.append(
@@ -526,13 +555,15 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", default="qwen3_8b,ar,pair")
     parser.add_argument("--slots", type=_ints, default=(1, 8, 32))
-    parser.add_argument("--bare-slots", type=_ints, default=(1,), help="where `ar` is checked")
+    parser.add_argument(
+        "--some-slots", type=_ints, default=(1,), help="where `ar` and width 1 are measured too"
+    )
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--few", type=int, default=6)
     parser.add_argument("--many", type=int, default=30)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=512, help="more than any run writes")
-    parser.add_argument("--threads", type=int, default=8, help="that compile")
+    parser.add_argument("--threads", type=int, default=12, help="that compile")
     parser.add_argument("--within", type=float, default=100.0, help="begin nothing after so many s")
     dflash_pair.add_arguments(parser)
     parser.add_argument("--commit")

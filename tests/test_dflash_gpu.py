@@ -96,6 +96,7 @@ def test_a_loop_without_strategy_code_writes_the_tokens_of_ar():
     names = ("ar step", "bare step")
     loops = dflash_gpu.loops_of(model, None, 2, 64, 64, names)
     loops = {name: make() for name, make in loops.items()}
+    assert list(loops) == list(names)
     assert dflash_gpu.same_tokens(loops, 40) == {"steps": 40, "equal_for": [40, 40]}
     program = dflash_gpu.read_program(
         argparse.Namespace(
