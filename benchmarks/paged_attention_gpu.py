@@ -34,6 +34,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 MEMORY_SHARE, COMPUTE_SHARE, FIXED_US = 0.60, 0.45, 6.0  # issue 6's bar for a cell
+CELL = ("model", "sequences", "context", "rows")
 GROUP = 4  # cells that are compiled together
 TOLERANCE = 2e-2  # of a result and the root mean square of all
 
@@ -131,7 +132,8 @@ def time_cell(args, part, pools, drawn, told, truth):
     memory_us, compute_us, kv_bytes = cells.floors_us(drawn)
     glue_us, wanted = 0.0, None
     for form, (name, what, future) in told.items():
-        line = {"name": name, "part": part, "cell": drawn.cell, "form": form, "tiling": what}
+        line = {"name": name, "part": part, "form": form, "tiling": what}
+        line |= dict(zip(CELL, drawn.cell, strict=True))
         line |= {"memory_us": memory_us, "compute_us": compute_us, "kv_bytes": kv_bytes}
         program, failure = future.result()
         if failure:
@@ -186,7 +188,7 @@ def summary(lines):
     found = {}
     for line in lines:
         if line.get("part") == "cells" and "net_us" in line and line["form"] != "glue":
-            found.setdefault(tuple(line["cell"]), {})[line["form"]] = line
+            found.setdefault(tuple(line[key] for key in CELL), {})[line["form"]] = line
     rows = {}
     for cell, forms in found.items():
         ours = [x for form, x in forms.items() if not form.startswith("cudnn")]
@@ -242,7 +244,8 @@ def main():
     git = ["git", "rev-parse", "--short", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     report = {
-        "command": "benchmarks/paged_attention_gpu.py " + " ".join(sys.argv[1:]),
+        "command": "benchmarks/paged_attention_gpu.py",
+        "arguments": sys.argv[1:],
         "python": platform.python_version(),
         "commit": args.commit or head,
         "repeats": args.repeats,
