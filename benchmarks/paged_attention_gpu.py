@@ -231,7 +231,7 @@ def main():
     parser.add_argument("--cells", help="numbers of the cells of a part, comma-separated")
     parser.add_argument("--only", help="forms by the beginning of their names, comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600, help="then stop, whatever is left")
+    parser.add_argument("--seconds", type=float, default=400, help="then stop, whatever is left")
     parser.add_argument("--patience", type=float, default=45, help="seconds until a child is hung")
     parser.add_argument("--tiny", action="store_true", help="small shapes, kernels interpreted")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
