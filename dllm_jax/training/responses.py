@@ -75,7 +75,7 @@ def regenerate(
         out = solving.decode(
             target, None, padded, lengths, temperature.astype(np.float32),
             jax.random.fold_in(jax.random.key(seed), index),
-            strategy="ar", max_tokens=max_tokens,
+            max_tokens=max_tokens,
         )  # fmt: skip
         if waiting is not None:  # while the device is at the next batch
             keep(*waiting)

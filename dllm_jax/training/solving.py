@@ -16,13 +16,14 @@ import tokenizers
 from dllm_jax import generation
 from dllm_jax.model import Model
 from dllm_jax.training import data, stream
+from strategies.dflash import DFlash
 
 _SEED = 2026  # held-out problems are drawn with a seed of their own
 MAX_TOKENS = 160  # tokens of the longest worked solution, its end included
 BATCH_SIZE = 2048
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "max_tokens"))
+@functools.partial(jax.jit, static_argnames="max_tokens")
 def decode(
     model: Model,
     draft: Model | None,
@@ -31,19 +32,19 @@ def decode(
     temperature: Any,
     key: Any,
     *,
-    strategy: str,
     max_tokens: int,
 ) -> generation.GenerateOutput:
     """`generate` as one program, for many batches of one shape; prompts are not checked.
 
     Args:
+        draft: With one the strategy is `dflash`, which judges whole blocks; else `ar`.
         prompts: Ids [B T], right-padded.
         temperature: Of each row.
     """
     return generation.generate(
         model,
         prompts,
-        strategy,
+        "ar" if draft is None else DFlash(width=getattr(draft.config, "block_size", None)),
         draft=draft,
         max_tokens=max_tokens,
         prompt_len=prompt_len,
@@ -92,7 +93,7 @@ def score(
             decode(
                 model, draft, padded, lengths, jnp.full(batch_size, temperature, jnp.float32),
                 jax.random.fold_in(jax.random.key(seed), at),
-                strategy="ar" if draft is None else "dflash", max_tokens=MAX_TOKENS,
+                max_tokens=MAX_TOKENS,
             )
         )  # fmt: skip
         for i in range(len(some)):
