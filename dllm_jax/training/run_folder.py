@@ -13,6 +13,7 @@ from typing import Any
 CONFIG = "config.json"
 # What says how a run is watched, cut into checkpoints and finished, and not what it learns.
 _FREE = {"log_every", "checkpoint_seconds", "evals", "eval_problems", "head_temperature"}
+_FREE |= {"response_seconds"}  # of answers that are there, it says nothing
 # A run may be made longer: the learning rate then goes on from the smaller share that is done.
 _LENGTHS = {"num_steps", "budget_seconds"}
 
