@@ -23,8 +23,11 @@ CPU.
 """
 
 import argparse
+import collections
 import functools
 import json
+import math
+import re
 import statistics
 import sys
 import time
@@ -308,6 +311,47 @@ def loops_of(model, draft, slots, context, max_tokens, names):
     return {name: functools.partial(make[name], name) for name in names}
 
 
+# --- what the compiled programs say --------------------------------------------------------------
+
+
+def launches(text):
+    """Operations of the longest loop's body by kind, those it calls included: kernels, about.
+
+    Branches of a conditional are left out.
+    """
+    named = computations(text)
+    bodies = [named[name] for name in re.findall(r"body=%([\w.\-]+)", text) if name in named]
+    found = collections.Counter()
+    left = [max(bodies, key=len, default=[])]
+    while left:
+        for line in left.pop():
+            if called := re.search(r" call\(.*to_apply=%([\w.\-]+)", line):
+                left.append(named[called[1]])
+            elif op := re.search(r" ([a-z][a-z\-]*)\(", line.split(" = ", 1)[-1]):
+                found[op[1]] += 1
+    free = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+    return {op: count for op, count in found.most_common() if op not in free}
+
+
+def written_slices(text, elements):
+    """Operations that write an array of so many elements: weights cut out and copied, say."""
+    found = []
+    for name, lines in computations(text).items():
+        if "fused" in name or name.endswith("_computation"):
+            continue  # what happens within a kernel is not written
+        for line in lines:
+            made = re.search(r"= \w+\[([\d,]+)\]\S* (copy|slice|fusion|transpose)\(", line)
+            if made and math.prod(map(int, made[1].split(","))) == elements:
+                found.append(f"{name}: {line.strip()[:300]}")
+    return {"count": len(found), "first": found[:3]}
+
+
+def computations(text):
+    """The lines of each computation of a program's text, but its first."""
+    parts = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)[1:]
+    return {p.split(" (", 1)[0].split("%")[-1]: p.splitlines()[1:] for p in parts}
+
+
 # --- floors -------------------------------------------------------------------------------------
 
 
@@ -478,6 +522,12 @@ def time_group(loops, source, slots, draft, args, report, until):
         derived["tokens_of_ar_as_bare"] = same_tokens(loops, many)
     if "round" in loops:
         derived["round_program"] = read_program(_as_bench(loops["round"]))
+    for name, loop in loops.items():
+        derived.setdefault("launches", {})[name] = launches(loop.program.as_text())
+    if "round" in loops:
+        cfg = draft.config
+        cut = 2 * cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim
+        derived["context_weights_copied"] = written_slices(loops["round"].program.as_text(), cut)
     derived["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     report.put(derived=[*report.told.get("derived", []), {**of, **derived}])
     print(lines_of(of, report, derived), flush=True)
@@ -534,6 +584,8 @@ def lines_of(of, report, derived):
                 f"  {row['name']:<20}{row['step_ms']:9.3f} ms [{row['min_ms']:.3f} "
                 f"{row['max_ms']:.3f}]{beside}"
             )
+    counts = {name: sum(found.values()) for name, found in derived["launches"].items()}
+    lines.append(f"  launches a step, about: {counts}")
     for name, bar in (("ar_over_bare", "ar_bar"), ("draft_over_floor", "draft_bar")):
         if name in derived:
             lines.append(f"  {name} {derived[name]:.3f} (bar {derived[bar]})")

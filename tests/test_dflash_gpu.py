@@ -79,6 +79,32 @@ def test_accepted_lengths_count_the_bonus_and_no_token_behind_the_end():
     assert told["rounds_of_length"] == [2, 0, 1, 1]
 
 
+def test_launches_of_a_program_are_those_of_its_loop():
+    def loop(x, count):
+        def one(_, x):
+            return jnp.sort(jnp.sin(x) @ x, axis=0)
+
+        return jax.lax.fori_loop(0, count, one, x)
+
+    text = jax.jit(loop).lower(jnp.ones((8, 8)), 3).compile().as_text() or ""
+    found = dflash_gpu.launches(text)
+    assert found["sort"] == 1
+    assert 2 <= sum(found.values()) <= 8
+    assert not {"parameter", "get-tuple-element"} & found.keys()
+    assert dflash_gpu.launches("HloModule m") == {}
+
+
+def test_a_weight_that_is_cut_out_is_seen():
+    def cut(x, w):
+        return x @ w[:, 3:8]
+
+    args = (jnp.ones((4, 16)), jnp.ones((16, 40)))
+    text = jax.jit(cut).lower(*args).compile({"xla_backend_optimization_level": 0}).as_text() or ""
+    found = dflash_gpu.written_slices(text, 16 * 5)
+    assert found["count"] == len(found["first"]) >= 1
+    assert dflash_gpu.written_slices(text, 17)["count"] == 0
+
+
 def test_a_row_takes_the_place_of_the_same_works_row_and_is_compared(tmp_path):
     path = tmp_path / "out.json"
     report = dflash_gpu.Report(path, command="c")
