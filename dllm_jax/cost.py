@@ -7,9 +7,10 @@ requests are -1: they read as much as real ones would and write nothing.
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ from dllm_jax.warming import pass_kinds
 SLOW_S = 0.1  # programs slower than this are timed once: one run in ten does not matter to them
 REPEATS = 3
 BUDGET_S = 10.0  # of all timing; what is left by then is taken from the next larger size
+CHOICE_STEP = 4  # numbers of slots whose choices are timed are so far apart
+USUAL_TEXT = 1024  # tokens of context with which they are
 SHORT, LONG = 2, 4  # decode steps, and prefill passes, of the two runs
+FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
 _NO_LIMIT = 2**31 - 1
 
 
@@ -81,6 +85,77 @@ def calibrate(
             times[size, columns] = _typical(functools.partial(measure, size, columns, kind))
     device.reset()
     return MeasuredCost(decode, prefill)
+
+
+def of_choices(
+    device: Any, clock: Callable[[], float] = time.perf_counter
+) -> dict[int, Sequence[float]]:
+    """Seconds of one step of each of a strategy's choices, cheap ones first, by slots.
+
+    Some numbers of slots stand in for those below them. Afterwards the device holds no request.
+
+    Args:
+        device: As of `calibrate`; its strategy `weighs_costs`. Its `choice_costs` are lost.
+    """
+    facts: Facts = device.facts
+    columns = next((n for n in facts.page_buckets if n * facts.page_size >= USUAL_TEXT), None)
+    columns = facts.page_buckets[-1] if columns is None else columns
+    taken = {}
+    for rows in _some(facts.slot_buckets):
+        device.choice_costs = {}
+        count = len(device.strategy.choices)
+        steps = _Steps(device, rows, columns, count)
+        each = [steps.each_s(choice, clock) for choice in range(count)]
+        taken[rows] = tuple(itertools.accumulate(each, max))  # a wider choice costs no less
+    device.reset()
+    return taken
+
+
+def _some(sizes: Sequence[int]) -> list[int]:
+    """The first and the last, and between them such as are several times the one before."""
+    some: list[int] = []
+    for size in sizes:
+        if not some or size >= CHOICE_STEP * some[-1] or size == sizes[-1]:
+            some.append(size)
+    return some
+
+
+class _Steps:
+    """Slots that decode, and what steps of them take."""
+
+    def __init__(self, device: Any, rows: int, columns: int, num_choices: int):
+        self._device, self._num_choices = device, num_choices
+        self._slots = np.arange(rows, dtype=np.int32)
+        self._pages = np.full((rows, columns), -1, np.int32)
+        runs = num_choices * REPEATS
+        self._placement = made_up(device.facts, columns, runs * (FEW + MANY))
+        self._begin()
+
+    def each_s(self, choice: int, clock: Callable[[], float]) -> float:
+        """Seconds of a step where the strategy can but choose this: all else costs too much."""
+        costs = [1.0 if one == choice else float("inf") for one in range(self._num_choices)]
+        self._device.choice_costs = {len(self._slots): costs}
+        self._run(FEW, clock)
+        return statistics.median(self._once_s(clock) for _ in range(REPEATS))
+
+    def _once_s(self, clock: Callable[[], float]) -> float:
+        taken, ran = zip(*(self._run(steps, clock) for steps in (FEW, MANY)), strict=True)
+        if ran != (FEW, MANY):  # the texts ended
+            self._begin()
+            taken, ran = zip(*(self._run(steps, clock) for steps in (FEW, MANY)), strict=True)
+        return _each_s([*taken], [*ran])
+
+    def _run(self, steps: int, clock: Callable[[], float]) -> tuple[float, int]:
+        device, rows = self._device, len(self._slots)
+        device.wait()
+        began = clock()
+        harvest = device.harvest(device.decode(self._slots, rows, self._pages, steps, False))
+        return clock() - began, harvest.steps
+
+    def _begin(self) -> None:
+        for slot in self._slots.tolist():
+            self._device.admit(slot, self._placement)
+            begin(self._device, slot, self._placement.prompt_len, self._pages[slot])
 
 
 def _in_order(facts: Facts) -> list[tuple[int, int, str | None]]:
@@ -165,10 +240,10 @@ def _each_s(taken: list[float], ran: list[int]) -> float:
     return taken[1] / max(1, ran[1])
 
 
-def made_up(facts: Facts, columns: int) -> Placement:
-    """A request with as much context as the pages hold, and room to decode behind it."""
+def made_up(facts: Facts, columns: int, steps: int = SHORT + LONG) -> Placement:
+    """A request with as much context as the pages hold, and room for steps behind it."""
     most = min(columns * facts.page_size, facts.max_model_len)
-    room = (SHORT + LONG) * facts.window
+    room = steps * facts.window
     prompt_len = max(0, most - room) // facts.block_size * facts.block_size
     if facts.prompt_mode == "in_window" or not prompt_len:
         prompt_len = 1

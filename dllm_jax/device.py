@@ -30,6 +30,7 @@ from dllm_jax.model import Model
 from dllm_jax.programs import HEAD, NUMBERS, Programs
 from dllm_jax.requests import DraftMetrics
 from strategies import drafting
+from strategies.protocol import weighs_costs
 from strategies.state import DecodeState
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -128,6 +129,8 @@ class Device:
             implementation=implementation,
         )
         self.cost: Any = None  # predicted seconds of programs, once they were timed
+        self._weighs = weighs_costs(strategy)
+        self.choice_costs: dict[int, Sequence[float]] = {}  # by slots, in any unit
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
@@ -178,16 +181,30 @@ class Device:
         self._tasks.put((future, task, args, self.memory))
         return future
 
-    def _run(self, key: tuple[Any, ...], program: Any, *args: Any, **static: Any) -> Future:
-        """Dispatch a program over the state; the state it returns replaces the donated one."""
+    def _run(
+        self,
+        key: tuple[Any, ...],
+        program: Any,
+        *args: Any,
+        programs: Programs | None = None,
+        **static: Any,
+    ) -> Future:
+        """Dispatch a program over the state; the state it returns replaces the donated one.
+
+        Args:
+            programs: What it is made from; None: the device's own.
+        """
         self._flush()
         is_new = key not in self.compiled
         if is_new:
             self.compiled.add(key)
             self.num_late_compiles += self._warm
-        return self._submit(self._call, program, args, static, is_new)
+        of = programs or self._programs
+        return self._submit(self._call, program, of, args, static, is_new)
 
-    def _call(self, program: Any, args: tuple[Any, ...], static: dict, is_new: bool) -> Any:
+    def _call(
+        self, program: Any, programs: Programs, args: tuple[Any, ...], static: dict, is_new: bool
+    ) -> Any:
         if self.state is None:  # what is dispatched behind a failure fails like it
             raise self._lost or DeviceFailure("the device has no state yet; call reset()")
         state, self.state = self.state, None
@@ -195,9 +212,9 @@ class Device:
             args = tuple(arg.result() if isinstance(arg, Future) else arg for arg in args)
             if is_new:  # the call below finds it compiled: jit keeps one cache for both
                 began = time.perf_counter()
-                program.lower(self._programs, state, *args, **static).compile()
+                program.lower(programs, state, *args, **static).compile()
                 self.compile_s += time.perf_counter() - began
-            self.state, rest = program(self._programs, state, *args, **static)
+            self.state, rest = program(programs, state, *args, **static)
         except BaseException as error:
             # Often nobody waits for the program that failed, but for one behind it.
             self._lost = error
@@ -318,7 +335,21 @@ class Device:
         numbers = np.array([num_active, num_steps, early], np.int32)
         many = self.facts.many_rows
         program = programs.decode if many is None or len(rows) < many else programs.decode_many
-        return Chunk(self._run(("decode", *pages.shape), program, rows, numbers, pages))
+        key, of = ("decode", *pages.shape), self._priced(len(rows))
+        return Chunk(self._run(key, program, rows, numbers, pages, programs=of))
+
+    def _priced(self, num_slots: int) -> Programs:
+        """The programs, whose strategy knows what its choices cost with so many slots.
+
+        As data: what is measured later, or set in `choice_costs`, compiles nothing again.
+        """
+        strategy = self._programs.strategy
+        if not self._weighs:
+            return self._programs
+        measured = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
+        found = self.choice_costs[min(measured)] if measured else strategy.usual_costs(num_slots)
+        costs = np.asarray(found, np.float32)
+        return self._programs.replace(strategy=strategy.replace(costs=costs))
 
     def harvest(self, chunk: Chunk) -> Harvest:
         """Wait for a chunk and read it.
@@ -343,6 +374,11 @@ class Device:
             raise self._failure(error) from error
 
     @property
+    def strategy(self) -> Any:
+        """Bare, without the costs of its choices."""
+        return self._programs.strategy
+
+    @property
     def num_words(self) -> int:
         """Words of a saved slot."""
         return self._layout.size
@@ -362,19 +398,25 @@ class Device:
 
     def lower(self, run: Callable[["Device"], Any]) -> jax.stages.Lowered:
         """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
-        asked: list[tuple[Any, tuple, dict]] = []
+        asked: list[tuple[Any, Any, tuple, dict]] = []
         twin = copy.copy(self)
         twin._admitted = []
-        twin._run = lambda key, program, *args, **static: asked.append((program, args, static))  # type: ignore[method-assign]
+
+        def ask(key: Any, program: Any, *args: Any, programs: Any = None, **static: Any) -> None:
+            asked.append((program, programs or self._programs, args, static))
+
+        twin._run = ask  # type: ignore[method-assign]
         run(twin)
         twin._flush()
-        ((program, args, static),) = asked
-        return program.lower(self._programs, self.shapes(), *args, **static)
+        ((program, of, args, static),) = asked
+        return program.lower(of, self.shapes(), *args, **static)
 
     def warm_up(
         self, progress: Callable[[str, int, int], None] | None = None, calibrate: bool = False
     ) -> None:
         """Compile every bucket, make the state if there is none, run each once on empty slots.
+
+        A strategy whose step is one of several has each of them timed (`weighs_costs`).
 
         Args:
             progress: Called with what was compiled, how many are done, and of how many.
@@ -394,6 +436,8 @@ class Device:
         if self.state is None:
             self.reset()
         warming.run_each(self, work)
+        if self._weighs:
+            self.choice_costs = cost.of_choices(self)
         if calibrate:
             self.cost = cost.calibrate(self)
         self._warm = True

@@ -47,8 +47,8 @@ class DFlash(struct.PyTreeNode):
         target_layer_ids: Layers of the target, counted from 0, whose output the drafter is fed.
         width: Cells the target runs, the anchor among them: the drafts past it are not looked at,
             and at 1 none are drawn. None: chosen in each step among `widths`.
-        widths: What is chosen from, ascending. None: 1, the powers of two from 4 on, and all that
-            the drafter runs.
+        widths: What is chosen from, ascending; each is one more pass of the target to compile.
+            None: 1, half of what the drafter runs, all of it.
         costs: Of a round of each of `widths`, in any one unit; texts do not depend on them but for
             near ties of bfloat16. None: an engine measures them for each number of slots as it
             starts, and what measures nothing goes by `usual_costs`.
@@ -79,8 +79,7 @@ class DFlash(struct.PyTreeNode):
         size = self.block_size - 1
         if self.width is not None:
             return (self.width,)
-        powers = [w for w in (4, 8, 16, 32, 64, 128) if w < size]
-        return self.widths or (1, *powers, size)
+        return self.widths or tuple(sorted({1, (size + 1) // 2, size}))
 
     def usual_costs(self, num_slots: int) -> tuple[float, ...]:
         """Of a round of each width, where nobody measured: the bytes and sums of an 8B pair.

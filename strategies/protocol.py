@@ -169,6 +169,15 @@ def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
     return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})
 
 
+def weighs_costs(strategy: Any) -> bool:
+    """Whether a step is one of several, chosen by what each costs, and nobody has said what.
+
+    Such a strategy has several `choices`, the cheapest first, `usual_costs(num_slots)`, one for
+    each of them, and a field `costs` that is None.
+    """
+    return hasattr(strategy, "usual_costs") and strategy.costs is None and len(strategy.choices) > 1
+
+
 # --- what a forward takes and gives ---------------------------------------------------------
 
 

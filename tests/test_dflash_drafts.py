@@ -67,7 +67,7 @@ def test_a_missing_draft_is_asked_for(target):
         (DFlash(4, LAYERS, 5), r"width=5 must be in \[1, 4\], the anchor and drafts of a block"),
         (DFlash(4, LAYERS, 0), r"width=0 must be in \[1, 4\]"),
         (DFlash(4, LAYERS, widths=(4, 1)), r"widths=\(4, 1\) must be in \[1, 4\].* several ascend"),
-        (DFlash(4, LAYERS, costs=(1.0,)), r"costs have shape \(1,\); .* of the widths \(1, 4\)"),
+        (DFlash(4, LAYERS, costs=(1.0,)), r"costs have shape \(1,\); .* of the widths \(1, 2, 4\)"),
         (DFlash(4, LAYERS, buffer_size=2), "buffer_size=2: DFlash drafts one block at a time"),
     ],
 )

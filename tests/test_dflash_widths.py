@@ -35,7 +35,8 @@ from tests.test_dflash import (
 )
 
 WIDTHS = (1, 2, 4, 5)
-ORDER = (0, 3, 1, 0, 2, 2, 3, 0, 1)  # of the widths of `wandering`
+WANDERED = (1, 3, 5)
+ORDER = (0, 2, 1, 0, 0, 2, 2, 1, 1, 2)  # of the widths of `wandering`
 
 
 def wandering(kind: Any) -> Any:
@@ -45,7 +46,7 @@ def wandering(kind: Any) -> Any:
         def _choose(self, state: Any) -> Any:
             return jnp.asarray(ORDER, jnp.int32)[jnp.max(state.buffer.nfe) % len(ORDER)]
 
-    return Wandering(ROUND, LAYERS, widths=WIDTHS)
+    return Wandering(ROUND, LAYERS, widths=WANDERED)
 
 
 def wandering_rounds(wish: Wish, text: list[int], table: np.ndarray) -> Rounds:
@@ -53,7 +54,7 @@ def wandering_rounds(wish: Wish, text: list[int], table: np.ndarray) -> Rounds:
     steps = itertools.cycle(ORDER)
 
     def drafts(position: int, anchor: int) -> list[int]:
-        said = table[position, anchor, 1 : WIDTHS[next(steps)]]
+        said = table[position, anchor, 1 : WANDERED[next(steps)]]
         return np.where(said == TARGET.config.mask_token_id, -1, said).tolist()
 
     prompt = wish.request.prompt
@@ -81,7 +82,7 @@ def check_wandering(first: int, count: int, kind: Any = DFlash) -> set[int]:
 
 
 def test_widths_that_change_from_step_to_step_change_no_token() -> None:
-    assert check_wandering(0, 3) == {1, 2, 3, 4, 5}
+    assert check_wandering(0, 2) == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.slow
@@ -245,7 +246,7 @@ def test_right_drafts_are_all_judged_and_wrong_ones_soon_left() -> None:
     right = table_of(wishes[0], text)
     wrong = np.where(right == drafters.NO_HINT, right, (right + 1) % TARGET.config.mask_token_id)
     strategy = DFlash(ROUND, LAYERS, costs=(1.0, 1.3, 1.4))
-    assert strategy.choices == (1, 4, 5)
+    assert strategy.choices == (1, 3, 5)
     (one,) = run(strategy, wishes, drafters.hinted(TARGET, right))
     assert one.output == text
     # A last token alone is not worth a draft.
@@ -277,7 +278,7 @@ def test_drafting_is_taken_up_again_where_drafts_come_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "widths"), [(2, (1, 2)), (4, (1, 4)), (10, (1, 4, 8, 10)), (16, (1, 4, 8, 16))]
+    ("size", "widths"), [(2, (1, 2)), (3, (1, 2, 3)), (10, (1, 5, 10)), (16, (1, 8, 16))]
 )
 def test_widths_to_choose_from(size: int, widths: tuple[int, ...]) -> None:
     strategy = DFlash(size, LAYERS)
@@ -292,7 +293,7 @@ def test_a_long_batch_is_not_worth_drafting_by_the_usual_costs() -> None:
     """Fresh requests: all drafts for one, fewer for a batch, none for hundreds."""
     strategy, rows = DFlash(16, LAYERS), [draft_widths.Row(15)]
     picks = [chosen(rows * n, strategy.usual_costs(n), strategy.choices) for n in (1, 16, 64, 256)]
-    assert picks[0] == 3
+    assert picks[0] == 2
     assert picks == sorted(picks, reverse=True)
     assert picks[-1] == 0
 

@@ -49,7 +49,12 @@ MUTANTS = [
         "width",
         takes_what_it_did_not_run=("((block != truth) | (cell >= width))", "(block != truth)"),
     ),
-    *_broken("wandering", judges_what_was_not_drafted=("if width > 1:", "if width > 2:")),
+    *_broken(
+        "width",
+        "drafting.py",
+        proposes_a_draft_too_many=("(places < width) &", "(places <= width) &"),
+    ),
+    *_broken("wandering", judges_what_was_not_drafted=("if width > 1:", "if width > 3:")),
     *_broken(
         "guesses",
         drafts_in_order=("live=cell < size,", "live=cell < size, causal=True,"),
@@ -76,7 +81,6 @@ MUTANTS = [
         counts_past_the_limit=("jnp.clip(buffer.limit - buffer.start - 1, 0, first", "(first"),
         counts_past_a_stop=(", 0, first.astype(jnp.int32))", ", 0, None)"),
         counts_the_drafts_alone=("jnp.minimum(right + 1, room)", "jnp.minimum(right, room)"),
-        proposes_the_anchor=("(places < width) &", "(places <= width) &"),
         accepts_what_follows_a_wrong_one=(
             "taken = wanted & (places <= right[:, None])",
             "taken = wanted & (places <= right[:, None] + 1)",
