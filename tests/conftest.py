@@ -109,6 +109,7 @@ ONE_PYTHON = {
         "published",
         "recording",
         "requests",
+        "rope_scaling",
         "rule_mutants",
         "run_gpu",
         "sampling_rules",

@@ -201,7 +201,7 @@ def test_harmless_entries_are_accepted():
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "['sliding_attention']"),
         ({"mlp_bias": True}, "mlp_bias=true is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling type 'yarn'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling type 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling type 'linear'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters type 'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differs from layer to layer"),
@@ -224,13 +224,13 @@ def test_what_the_network_lacks_is_refused(changes, words):
 
 
 def test_every_problem_of_a_config_is_told():
-    words = ("hidden_act", "use_sliding_window", "yarn", "hidden_size", "mask_token_id=999")
+    words = ("hidden_act", "use_sliding_window", "dynamic", "hidden_size", "mask_token_id=999")
     assert len(
         refused(
             *words,
             hidden_act="relu",
             use_sliding_window=True,
-            rope_scaling={"type": "yarn"},
+            rope_scaling={"type": "dynamic"},
             hidden_size=None,
             mask_token_id=999,
         )

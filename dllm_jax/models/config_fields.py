@@ -4,11 +4,12 @@ Both spellings of rotary embedding are read: top-level `rope_theta` / `rope_scal
 `rope_parameters` of transformers 5. Nothing here knows families or special tokens.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dllm_jax.models.layers import Llama3Scaling
+from dllm_jax.models.layers import Llama3Scaling, RopeScaling, YarnScaling
 
 Json = Mapping[str, Any]
 
@@ -25,12 +26,8 @@ _KINDS: dict[str, Any] = {
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
-_LLAMA3 = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+_LENGTH = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)
 
 
 def well_formed(config: Json, problems: list[str]) -> Json:
@@ -124,7 +121,7 @@ class Rope(NamedTuple):
     """What a config says of rotary embedding; `partial` is the share of a head, None: unsaid."""
 
     theta: float
-    scaling: Llama3Scaling | None
+    scaling: RopeScaling | None
     partial: float | None
 
 
@@ -139,9 +136,11 @@ def rope(fields: Fields) -> Rope:
         kind = entry.get("rope_type", entry.get("type"))
         if kind == "llama3":
             scaling = _llama3(fields, key)
+        elif kind == "yarn":
+            scaling = _yarn(fields, key)
         elif kind not in (None, "default"):
             fields.problems.append(
-                f'{key} type {kind!r} is not supported; only null, "default" or "llama3" is'
+                f'{key} type {kind!r} is not supported; only null, "default", "llama3" or "yarn" is'
             )
         said += [entry["rope_theta"]] if "rope_theta" in entry else []
     said += [config["rope_theta"]] if config.get("rope_theta") is not None else []
@@ -202,6 +201,47 @@ def _llama3(fields: Fields, key: str) -> Llama3Scaling | None:
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_position=int(length),
+    )
+
+
+def _yarn(fields: Fields, key: str) -> YarnScaling | None:
+    """As transformers reads it: what is not said follows from the rest."""
+    entry, before = fields.object(key), len(fields.problems)
+    config = fields.config
+    unsaid = entry.get(_LENGTH, config.get("max_position_embeddings"))
+    longest = fields.number(_LENGTH, inside={_LENGTH: config.get(_LENGTH, unsaid)})
+    factor = fields.number("factor", inside=entry)
+    fast, slow = (
+        fields.number(name, usual, inside=entry)
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    above, below = (
+        None if entry.get(name) is None else fields.number(name, inside=entry)
+        for name in ("mscale", "mscale_all_dim")
+    )
+    usual = 1.0
+    if factor > 1:
+        growth = 0.1 * math.log(factor)
+        usual = 1 + growth
+        if above is not None and below is not None:
+            usual = (1 + above * growth) / (1 + below * growth)
+    attention = fields.number("attention_factor", usual, inside=entry)
+    truncate = Fields(entry, fields.problems, fields.notes).flag("truncate", True)
+    if len(fields.problems) > before:
+        return None
+    if factor < 1 or fast <= slow or longest % 1:
+        fields.problems.append(
+            f"{key}: factor={factor} must be at least 1, beta_fast={fast} above beta_slow={slow}, "
+            f"and {_LENGTH}={longest} whole; correct config.json"
+        )
+        return None
+    return YarnScaling(
+        factor=factor,
+        original_max_position=int(longest),
+        attention_factor=attention,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
     )
 
 

@@ -3,11 +3,13 @@
 Data flow: config -> dictionary. Nothing here writes a file or knows how a model is decoded.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import Family, family_named
+from dllm_jax.models.layers import YarnScaling
 
 
 def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -165,12 +167,10 @@ def _decoder(cfg: Any) -> dict[str, Any]:
 
 
 def _scaling(cfg: Any) -> dict[str, Any] | None:
-    if cfg.rope_scaling is None:
+    scaling = cfg.rope_scaling
+    if scaling is None:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": cfg.rope_scaling.factor,
-        "low_freq_factor": cfg.rope_scaling.low_freq_factor,
-        "high_freq_factor": cfg.rope_scaling.high_freq_factor,
-        "original_max_position_embeddings": cfg.rope_scaling.original_max_position,
-    }
+    entries = dataclasses.asdict(scaling)
+    longest = entries.pop("original_max_position")
+    kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"
+    return {"rope_type": kind, **entries, "original_max_position_embeddings": longest}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dllm_jax.models.layers import Llama3Scaling, rope_tables, swiglu
+from dllm_jax.models.layers import RopeScaling, rope_tables, swiglu
 from pallas_kernels.layer import LayerOps, add_rms_norm, rotate_qkv, split_matmul
 from pallas_kernels.layer.reference import as_row, matmul, rms_norm
 
@@ -62,7 +62,7 @@ class DenseConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     rotary_dim: int | None = None
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
     logit_scale: float = 1.0
     shift: bool = False
     mask_token_id: int = -1

@@ -20,7 +20,7 @@ from dllm_jax.models.draft_config import dflash
 from dllm_jax.models.family_defaults import FamilyDefaults, as_tuple, with_d2f_adapter
 from dllm_jax.models.family_settings import settings_of
 from dllm_jax.models.family_table import DRAFTS, FAMILIES, RELATIVES, UNI, Family, family_named
-from dllm_jax.models.layers import Llama3Scaling
+from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
 
@@ -140,7 +140,9 @@ def config_from_json(family: str, mapping: Mapping[str, Any]) -> DenseConfig:
     """
     entries = {key: as_tuple(value) for key, value in mapping.items()}
     if entries.get("rope_scaling") is not None:
-        entries["rope_scaling"] = Llama3Scaling(**entries["rope_scaling"])
+        scaling = entries["rope_scaling"]
+        kind = YarnScaling if "beta_fast" in scaling else Llama3Scaling
+        entries["rope_scaling"] = kind(**scaling)
     return _config_class(family_named(family))(**entries)
 
 

@@ -5,6 +5,7 @@ Pure functions of (weights, activations); norms and rotation are operations of
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,30 +30,84 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position: int
 
-    def __call__(self, frequency: Float[Array, " R2"]) -> Float[Array, " R2"]:
+    def __call__(self, frequency: Float[Array, " R2"], theta: float) -> Float[Array, " R2"]:
         """The stretched frequencies, in radians a token."""
+        del theta
         turns = self.original_max_position * frequency / (2 * jnp.pi)  # in the original length
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+    @property
+    def attention_factor(self) -> float:
+        """Of what is rotated: none."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Rotary frequencies stretched for longer texts, pair by pair from the fast to the slow ones.
+
+    Attributes:
+        original_max_position: Longest text, in tokens, before the stretching.
+        beta_fast, beta_slow: Turns within that text: a pair with more than `beta_fast` is left as
+            it is, one with fewer than `beta_slow` is stretched by `factor`, with a ramp between.
+        attention_factor: Of everything that is rotated, so that scores grow by its square.
+        truncate: The ramp's ends are whole pairs.
+
+    Source: Peng et al. 2023 (YaRN, arXiv 2309.00071), §3.2 and §3.4; `rope_type` "yarn" of
+    transformers.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __call__(self, frequency: Float[Array, " R2"], theta: float) -> Float[Array, " R2"]:
+        """The stretched frequencies, in radians a token."""
+        size = 2 * frequency.shape[0]
+
+        def pair(turns: float) -> float:  # that makes so many turns
+            ratio = self.original_max_position / (turns * 2 * math.pi)
+            return size * math.log(ratio) / (2 * math.log(theta))
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high += 0.001 if high == low else 0.0
+        number = jnp.arange(size // 2, dtype=jnp.float32)
+        stretched = jnp.clip((number - low) / (high - low), 0.0, 1.0)
+        return stretched * frequency / self.factor + (1 - stretched) * frequency
+
+
+RopeScaling = Llama3Scaling | YarnScaling
 
 
 def rope_tables(
     positions: Int[Array, "... T"],
     rotary_dim: int,
     theta: float,
-    scaling: Llama3Scaling | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "... T R2"], Float[Array, "... T R2"]]:
     """Cosine and sine of the rotary angles at absolute `positions`, in float32.
+
+    Args:
+        scaling: Stretches the frequencies; both tables hold its `attention_factor`.
 
     Source: Su et al. 2021 (RoFormer), §3.4.2; angle of pair j is `pos * theta^(-2j/R)`.
     """
     exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     frequency = jnp.power(jnp.float32(theta), -exponent)
     if scaling is not None:
-        frequency = scaling(frequency)
+        frequency = scaling(frequency, theta)
     angle = positions.astype(jnp.float32)[..., None] * _last(frequency, positions.ndim + 1)
-    return jnp.cos(angle), jnp.sin(angle)
+    if scaling is None:
+        return jnp.cos(angle), jnp.sin(angle)
+    return scaling.attention_factor * jnp.cos(angle), scaling.attention_factor * jnp.sin(angle)
 
 
 def _last(x: Array, ndim: int) -> Array:

@@ -38,6 +38,7 @@ CONFIG: dict[str, Any] = {
 }
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 # What the layers see -> entries of the config: those at the top, and those of dflash_config.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
@@ -45,6 +46,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inclusive": (SLIDING, {"causal": False, "window_inclusive": True}),
     "sliding_causal": (SLIDING, {}),
     "mixed": ({**MIXED, "attention_bias": True}, {}),
+    "yarn": ({"rope_scaling": YARN}, {}),
 }
 
 Spelling = Literal["z-lab", "automodel", "muse", "muse, prefixed"]

@@ -68,10 +68,9 @@ def attention(
         bias = layer.get(f"self_attn.{name}_proj.bias", 0)
         return (rows @ layer[f"self_attn.{name}_proj.weight"].T + bias).reshape(len(rows), -1, size)
 
-    theta = config["rope_theta"]
     q = norm(projected(x, "q"), layer["self_attn.q_norm.weight"], eps)
     k = norm(projected(keys, "k"), layer["self_attn.k_norm.weight"], eps)
-    q, k, v = turned(q, at[-len(x) :], theta), turned(k, at, theta), projected(keys, "v")
+    q, k, v = turned(q, at[-len(x) :], config), turned(k, at, config), projected(keys, "v")
     out = np.empty_like(q)
     for h in range(q.shape[1]):
         score = q[:, h] @ k[:, h // share].T / np.sqrt(size)
@@ -85,10 +84,29 @@ def norm(x: Array, scale: Array, eps: float) -> Array:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
 
 
-def turned(x: Array, positions: Array, theta: float) -> Array:
+def turned(x: Array, positions: Array, config: dict[str, Any]) -> Array:
     """Rotary embedding of [T N H], components j and j + H/2 in pairs."""
     half = x.shape[-1] // 2
-    angle = (positions[:, None] / theta ** (np.arange(half) / half))[:, None]
+    frequencies, gain = rotation(half, config["rope_theta"], config.get("rope_scaling"))
+    angle = (positions[:, None] * frequencies)[:, None]
     a, b = x[..., :half], x[..., half:]
-    turned_a = a * np.cos(angle) - b * np.sin(angle)
-    return np.concatenate([turned_a, b * np.cos(angle) + a * np.sin(angle)], axis=-1)
+    both = [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
+    return gain * np.concatenate(both, axis=-1)
+
+
+def rotation(half: int, theta: float, scaling: dict[str, Any] | None) -> tuple[Array, float]:
+    """Frequencies of the pairs, and what rotated rows are multiplied by.
+
+    Of YaRN (arXiv 2309.00071, §3.2, §3.4) as published models use it: pairs that turn more than 32
+    times in the original length stay, those that turn less than once are slowed by the factor, and
+    between the first of these and the last of those, in whole pairs, there is a ramp.
+    """
+    plain = theta ** (-np.arange(half) / half)
+    if scaling is None:
+        return plain, 1.0
+    assert scaling["rope_type"] == "yarn"
+    factor, length = scaling["factor"], scaling["original_max_position_embeddings"]
+    pair = np.log(length / (2 * np.pi * np.array([32.0, 1.0]))) * half / np.log(theta)
+    low, high = max(np.floor(pair[0]), 0), min(np.ceil(pair[1]), 2 * half - 1)
+    ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
+    return plain * (1 - ramp) + plain / factor * ramp, 1 + 0.1 * np.log(factor)
