@@ -5,8 +5,9 @@ returns a `WindowOutput`, from which predictions and the deferred store are take
 knows what any strategy does.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -16,11 +17,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.cache import page_slots, write_rows
 from dllm_jax.model import Model
+from dllm_jax.models.head import Unembed
 from dllm_jax.readout import read_soft, read_stats
 from pallas_kernels.layer import LayerOps
 from pallas_kernels.paged_attention import WindowMask, paged_attention
 from strategies import blocks
 from strategies.protocol import Inputs, Soft, Taps, TokenMix, TokenStats
+from strategies.sampling import drawn_law
 from strategies.state import ERROR, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
@@ -156,9 +159,29 @@ class ModelForward:
         )
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
-    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Float32 logits of hidden rows."""
-        return self.model.arch.unembed(self.model.params, self.model.config, hidden)
+    @property
+    def unembed(self) -> Callable[[Array], Array]:
+        """Hidden rows [... D] to float32 logits [... V]; a `Head` where the network has one."""
+        params, cfg, unembed = self.model.params, self.model.config, self.model.arch.unembed
+        if isinstance(unembed, Unembed):
+            return unembed.head(params, cfg)
+        return functools.partial(unembed, params, cfg)
+
+    def drawn_law(
+        self, hidden: Float[Array, "B *X D"], sampling: Sampling
+    ) -> Float[Array, "B *X V"]:
+        """The law that hidden rows are drawn from, as logits; see the protocol."""
+        *axes, width = hidden.shape
+        per_row = math.prod(axes[1:])
+        logits = self.unembed(hidden.reshape(-1, width))
+        never = self.forbidden(jnp.arange(logits.shape[-1], dtype=jnp.int32))
+        law = drawn_law(
+            jnp.where(never, -jnp.inf, logits),
+            temperature=jnp.repeat(sampling.temperature, per_row),
+            top_k=jnp.repeat(sampling.top_k, per_row),
+            top_p=jnp.repeat(sampling.top_p, per_row),
+        )
+        return law.reshape(*axes, law.shape[-1])
 
     def forbidden(self, ids: Int[Array, " V"]) -> Bool[Array, " V"]:
         """Ids never predicted: the mask, edits that are no text, rows that hold no token."""

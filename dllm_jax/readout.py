@@ -1,6 +1,7 @@
 """From hidden rows to token statistics, streamed: never a whole [rows, vocabulary] array.
 
-Rows are read out in chunks, so that memory is bounded whatever the batch and the window.
+Where an NVIDIA GPU is and the network says what its head is, a kernel reads tokens off the product
+while it is made (`pallas_kernels.token_readout`); anything else is read out in chunks of rows.
 Nothing here knows about windows or pages.
 """
 
@@ -11,30 +12,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dllm_jax.models.head import Head
+from pallas_kernels.token_readout import choose, token_readout
 from strategies.protocol import TokenStats
-from strategies.sampling import token_stats
+from strategies.sampling import settled, token_stats
 from strategies.state import Sampling
 
 ROWS_AT_ONCE = 1024  # float32 logits of one chunk: 620 MB at 152k ids
+FEW_ROWS = 64  # are one chunk; more are several, so that no chunk is all of a window
 
 
 def in_chunks(fn: Callable[[Any], Any], rows: Any) -> Any:
-    """`fn` over the leading axis of `rows`, `ROWS_AT_ONCE` at a time."""
+    """`fn` over the leading axis of `rows`: half of them, or `ROWS_AT_ONCE`, at a time."""
     total = jax.tree.leaves(rows)[0].shape[0]
-    if total <= ROWS_AT_ONCE:
+    if total <= FEW_ROWS:
         return fn(rows)
-    chunks = -(-total // ROWS_AT_ONCE)
-    pad = chunks * ROWS_AT_ONCE - total
+    chunks = max(2, -(-total // ROWS_AT_ONCE))
+    size = -(-total // chunks)
+    pad = chunks * size - total
 
     def split(leaf: Array) -> Array:
         # Padding repeats row 0: any valid row will do, its result is cut off.
         padded = jnp.concatenate([leaf, jnp.broadcast_to(leaf[:1], (pad, *leaf.shape[1:]))])
-        return padded.reshape(chunks, ROWS_AT_ONCE, *leaf.shape[1:])
+        return padded.reshape(chunks, size, *leaf.shape[1:])
 
     out = jax.lax.map(fn, jax.tree.map(split, rows))
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(chunks * ROWS_AT_ONCE, *leaf.shape[2:])[:total], out
-    )
+    return jax.tree.map(lambda leaf: leaf.reshape(chunks * size, *leaf.shape[2:])[:total], out)
 
 
 def read_stats(
@@ -52,7 +55,7 @@ def read_stats(
     """Statistics of each row under its sampling, leading axis R.
 
     Args:
-        unembed: Hidden rows to float32 logits.
+        unembed: Hidden rows to float32 logits; of a `Head` a kernel may read them.
         sampling: One value a row.
         keys: One a row, None where every row is greedy.
         forbidden: Ids to a mask of those never drawn.
@@ -86,7 +89,33 @@ def read_stats(
             restrict=restrict,
         )
 
-    return in_chunks(one, (hidden, sampling, keys, penalty, away))
+    rows = (hidden, sampling, keys, penalty, away)
+    head = unembed if isinstance(unembed, Head) and guide is None else None
+    if head is None or choose(hidden, head.weights, keys, num_top) == "xla":
+        return in_chunks(one, rows)
+
+    def in_kernel(tempered: bool) -> TokenStats:
+        read = token_readout(
+            hidden,
+            head.weights,
+            forbidden(jnp.arange(len(head.weights), dtype=jnp.int32)),
+            scale=head.scale,
+            cap=head.cap,
+            temperature=sampling.temperature if tempered else None,
+            keys=keys if tempered else None,
+            penalty=penalty,
+            confidence=confidence,
+            num_top=num_top,
+        )
+        return settled(TokenStats(**read._asdict()))
+
+    # Top-k and the nucleus need the whole law. A program holds all three; a step runs one.
+    tempered = jnp.any(sampling.temperature > 0)
+    cut = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1.0))
+    return jax.lax.switch(
+        jnp.where(cut, 2, tempered.astype(jnp.int32)),
+        (lambda: in_kernel(False), lambda: in_kernel(True), lambda: in_chunks(one, rows)),
+    )
 
 
 def read_soft(

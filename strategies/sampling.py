@@ -55,26 +55,44 @@ def token_stats(
 
     def drawn(logits: Array) -> TokenStats:
         logits = restrict(logits)
-        tempered = temperature > 0
-        law = logits / jnp.where(tempered, temperature, 1.0)[:, None]
-        # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
-        law = jnp.where(logits == _NEVER, _NEVER, law)
-        cut = jnp.any((top_k > 0) | (top_p < 1.0))
-        law = jax.lax.cond(cut, _cut, lambda law, *_: law, law, top_k, top_p)
-        noisy = law if keys is None else law + _gumbel(keys, tempered, law.shape[-1])
+        law = drawn_law(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+        noisy = law if keys is None else law + _gumbel(keys, temperature > 0, law.shape[-1])
         token = jnp.argmax(noisy, axis=-1)
         judged = law if confidence == "drawn" else logits
         return _judge(judged, token, _at(judged, token), jnp.max(judged, axis=-1), num_top)
 
     # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
     plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
-    stats = jax.lax.cond(plain, as_is, drawn, logits)
+    return settled(jax.lax.cond(plain, as_is, drawn, logits))
+
+
+def settled(stats: TokenStats) -> TokenStats:
+    """Rows whose confidence is no finite number take NO_TOKEN with full confidence."""
     sound = jnp.isfinite(stats.confidence)
     return stats.replace(
         token=jnp.where(sound, stats.token, NO_TOKEN),
         confidence=jnp.where(sound, stats.confidence, 1.0),
         entropy=jnp.where(sound, stats.entropy, 0.0),
     )
+
+
+def drawn_law(
+    logits: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+) -> Float[Array, "R V"]:
+    """The law that a row's token is drawn from, as logits, -inf for what is never drawn.
+
+    Args:
+        temperature: 0 counts as 1; the rest is as of `token_stats`.
+    """
+    law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
+    law = jnp.where(logits == _NEVER, _NEVER, law)
+    cut = jnp.any((top_k > 0) | (top_p < 1.0))
+    return jax.lax.cond(cut, _cut, lambda law, *_: law, law, top_k, top_p)
 
 
 def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]:

@@ -21,7 +21,8 @@ class Architecture:
         trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
             `takes_mode` it also takes `mode`, int32 [B], as a keyword, with `takes_live` `live`,
             with `takes_ops` `ops`.
-        unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`.
+        unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`; an `Unembed` says how
+            it computes, so that tokens may be read off without logits in memory.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
         layer_view: `(cfg, layer) -> (window, causal)`: what the layer sees of what a pass lets it

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import RopeScaling, rope_tables, swiglu
 from pallas_kernels.layer import LayerOps, add_rms_norm, rotate_qkv, split_matmul
 from pallas_kernels.layer.reference import as_row, matmul, rms_norm
@@ -254,13 +255,10 @@ def _attention(
     return split_matmul(out, wo, implementation=ops.split_matmul)
 
 
-def unembed(params: Any, cfg: DenseConfig, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Logits in float32 of rows that went through the final norm."""
-    head = params["embed"] if cfg.tie_embeddings else params["lm_head"]
-    logits = jax.lax.dot_general(
-        hidden,
-        head.astype(hidden.dtype),
-        (((hidden.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    return logits if cfg.logit_scale == 1.0 else logits * cfg.logit_scale
+def head(params: Any, cfg: DenseConfig) -> Head:
+    """What the logits of rows that went through the final norm are products with."""
+    weights = params["embed"] if cfg.tie_embeddings else params["lm_head"]
+    return Head(weights, scale=cfg.logit_scale)
+
+
+unembed = Unembed(head)  # (params, cfg, hidden [..., D]) -> float32 logits [..., V]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.models import dense
 from dllm_jax.models.dense import DenseConfig, leaf
+from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import rope_tables
 from pallas_kernels.layer.reference import apply_rope, matmul, rms_norm
 
@@ -90,10 +91,12 @@ def embed(params: Any, cfg: DFlashConfig, ids: Int[Array, "..."]) -> Float[Array
     return rows if cfg.embedding_scale == 1.0 else rows * cfg.embedding_scale
 
 
-def unembed(params: Any, cfg: DFlashConfig, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Logits in float32 by the target's head; row i is about the input's own position i."""
-    logits = dense.unembed(params, cfg, hidden)
-    return logits if cfg.logit_cap is None else cfg.logit_cap * jnp.tanh(logits / cfg.logit_cap)
+def head(params: Any, cfg: DFlashConfig) -> Head:
+    """The target's head, with the draft's own bend."""
+    return dataclasses.replace(dense.head(params, cfg), cap=cfg.logit_cap)
+
+
+unembed = Unembed(head)  # float32 logits; row i is about the input's own position i
 
 
 def context_kv(

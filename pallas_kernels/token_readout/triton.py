@@ -160,6 +160,7 @@ def _run(named, *, scale, cap, raw, num_top, tiling, interpret) -> TokenReadout:
         among = parts.pop("top_logits").reshape(R, -1)
         top_logits, place = jax.lax.top_k(among, num_top)
         top_ids = jnp.take_along_axis(parts.pop("top_ids").reshape(R, -1), place, axis=1)
+        top_ids = jnp.minimum(top_ids, V - 1)  # of a row that holds no numbers
     else:
         top_logits, top_ids = jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32)
     whole = joined(Part(**{"best": parts["peak"], "own": parts["peak"], **parts}))
