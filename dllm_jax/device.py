@@ -379,6 +379,11 @@ class Device:
         return self._programs.strategy
 
     @property
+    def programs(self) -> Programs:
+        """What the programs are made from: models and strategy."""
+        return self._programs
+
+    @property
     def num_words(self) -> int:
         """Words of a saved slot."""
         return self._layout.size

@@ -160,7 +160,7 @@ def _bare_loop(
     engine: Engine, rows: int, columns: int, context: int, text_len: int | None
 ) -> Iterator[Callable[[int], tuple[float, int]]]:
     """A function of a number of steps: the seconds of one dispatch of them, and those that ran."""
-    with _borrowed(engine, rows, columns, context, text_len) as (samples, table):
+    with borrowed(engine, rows, columns, context, text_len) as (samples, table):
         slots = np.arange(rows, dtype=np.int32)
         bare = engine.device
 
@@ -193,7 +193,7 @@ def prefill_pass_ms(
     room = columns * engine.facts.page_size
     first = max(0, min(first, room - size)) // engine.facts.block_size * engine.facts.block_size
     end = min(first + size, room)
-    with _borrowed(engine, 1, columns, engine.facts.block_size) as (samples, table):
+    with borrowed(engine, 1, columns, engine.facts.block_size) as (samples, table):
         pages = _stretched(engine, table[0])
         bare = engine.device
         bare.admit(0, samples[0].placement)
@@ -261,7 +261,7 @@ def first_token_is_the_models(llm: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _borrowed(
+def borrowed(
     engine: Engine, rows: int, columns: int, context: int, text_len: int | None = None
 ) -> Iterator[tuple[list[Sample], np.ndarray]]:
     """Samples that are in no queue, and a page table for them over pages of their own.

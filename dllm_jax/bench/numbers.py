@@ -17,9 +17,11 @@ import numpy as np
 from dllm_jax import __version__
 from dllm_jax.bench import measure, roofline
 from dllm_jax.bench.fixed import FixedWork
+from dllm_jax.bench.rounds import Rounds, time_rounds, told_rounds, width_shares
 from dllm_jax.bench.workload import Work
 from dllm_jax.requests import DraftMetrics, RequestOutput
 from dllm_jax.training.data import is_correct
+from strategies import DFlash
 from strategies.protocol import knob_ranges
 
 BARE_STEPS, BARE_REPEATS = 24, 3
@@ -85,8 +87,11 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
     """Wall time against the same programs in a bare loop of the same run."""
     engine = llm.engine
     context = mean_context(ran)
+    rounds = _rounds(llm, ran, context)
     step_ms = {
-        bucket: measure.decode_step_ms(engine, *bucket, int(context), BARE_STEPS, BARE_REPEATS)
+        bucket: rounds[bucket].bare_ms
+        if rounds
+        else measure.decode_step_ms(engine, *bucket, int(context), BARE_STEPS, BARE_REPEATS)
         for bucket in ran.steps
     }
     pass_ms = {
@@ -98,14 +103,22 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
     decode_s = sum(ran.walls_s) - prefill_s
     steps = max(ran.counts["num_steps"], 1)
     floors = [
-        (count, roofline.floor_ms(llm.model, rows, engine.facts.window, context, device_kind()))
-        for (rows, _), count in ran.steps.items()
+        (
+            count,
+            rounds[bucket].floor_ms(engine, context)
+            if rounds
+            else roofline.floor_ms(
+                llm.model, bucket[0], engine.facts.window, context, device_kind()
+            ),
+        )
+        for bucket, count in ran.steps.items()
     ]
     floor = None
     if floors and all(ms is not None for _, ms in floors):
         floor = sum(count * (ms or 0.0) for count, ms in floors) / steps
     shown_ms = decode_s / steps * 1e3
-    return {
+    parts = told_rounds(rounds, ran.steps, None if ran.waited else shown_ms) if rounds else {}
+    return parts | {
         "prefill_s": prefill_s,
         "decode_tok_s": None if ran.waited else tokens / decode_s,
         "step_ms": None if ran.waited else shown_ms,
@@ -123,6 +136,17 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
             for size, columns, _ in [bucket]
         ],
     }
+
+
+def _rounds(llm: Any, ran: Ran, context: float) -> dict[measure.Decode, Rounds]:
+    """Of a strategy that drafts: the rounds of each bucket, timed; else nothing."""
+    if not isinstance(llm.strategy, DFlash):
+        return {}
+    nfe = sum(output.metrics.nfe for output in ran.outputs)
+    drafted = DraftMetrics.together(output.metrics.draft for output in ran.outputs)
+    shares = width_shares(llm.strategy.choices, nfe, drafted)
+    how = (int(context), BARE_STEPS, BARE_REPEATS, shares)
+    return {bucket: time_rounds(llm.engine, *bucket, *how) for bucket in ran.steps}
 
 
 def mean_context(ran: Ran) -> float:
@@ -164,6 +188,7 @@ def setting(llm: Any) -> dict[str, Any]:
     model, strategy, facts = llm.model, llm.strategy, llm.engine.facts
     return {
         "model": model.source,
+        "draft_model": next((one.source for one in llm.engine.device.programs.aux.values()), None),
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "mode": "fixed" if isinstance(strategy, FixedWork) else "adaptive",

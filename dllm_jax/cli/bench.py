@@ -280,10 +280,12 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if mode == "fixed":
         mode += f", {facts['tokens_per_step']} tokens a step"
     accuracy = facts.get("accuracy")
+    draft = facts.get("draft_model")
+    beside = "" if draft is None else f" with the draft {draft}"
     right = "" if accuracy is None else f", {accuracy:.1%} right"
     told = [
-        f"{facts['model']} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, commit "
-        f"{facts['commit']}",
+        f"{facts['model']}{beside} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, "
+        f"commit {facts['commit']}",
         f"{facts['strategy']} ({mode}), window {facts['buffer_size']} x {facts['block_size']}, "
         f"{facts['num_slots']} slots",
         f"{facts['requests']} requests, {facts['prompt_tokens']} prompt tokens, "
@@ -309,7 +311,24 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"{'step':<12} {facts['step_ms']:.3f} ms, bare {facts['bare_step_ms']:.3f} ms, "
             f"{floor}; host overhead {facts['host_overhead']:.1%}"
         )
+    if facts.get("round_programs"):
+        told.append(_round(facts))
     return told
+
+
+def _round(facts: dict[str, Any]) -> str:
+    """Where the time of a round goes, for people."""
+    widths: dict[int, float] = {}
+    steps = sum(one["steps"] for one in facts["round_programs"])
+    for one in facts["round_programs"]:
+        for width, share in zip(one["widths"], one["shares"], strict=True):
+            widths[width] = widths.get(width, 0.0) + share * one["steps"] / max(steps, 1)
+    host = "" if facts["host_ms"] is None else f", host {facts['host_ms']:.3f} ms"
+    chosen = ", ".join(f"{width}: {share:.0%}" for width, share in widths.items())
+    return (
+        f"{'round':<12} draft {facts['draft_ms']:.3f} ms, verify {facts['verify_ms']:.3f} ms"
+        f"{host}; widths chosen {chosen}"
+    )
 
 
 def _drafts(draft: dict[str, Any]) -> str:

@@ -1,0 +1,203 @@
+"""What a round of drafts takes, by its parts: the drafter's pass, the target's, and the host.
+
+A strategy that drafts chooses the width of every round, so a step has no one time. Each width is
+timed in the bare loop, forced by costs of which all others are infinite, and weighs as often as it
+was chosen; the drafter's pass is timed alone, by a program that runs nothing else and stores
+nothing. What is left of a round is the target's: judging, and what both caches are given. Nothing
+here prints.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax.bench import measure, roofline
+from dllm_jax.cost import begin
+from dllm_jax.engine import Engine
+from dllm_jax.requests import DraftMetrics
+from strategies.dflash import DRAFT
+
+FEW_PASSES, MANY_PASSES = 4, 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """Bare times of the rounds of one compiled bucket, in milliseconds.
+
+    Attributes:
+        rows: Slots.
+        widths: Cells that the target judges, ascending.
+        shares: How many of the rounds had each width, of 1 in all.
+        width_ms: A round of each width.
+        pass_ms: The drafter's pass alone.
+    """
+
+    rows: int
+    widths: tuple[int, ...]
+    shares: Sequence[float]
+    width_ms: Sequence[float]
+    pass_ms: float
+
+    @property
+    def bare_ms(self) -> float:
+        """A round, of a width as often as it was chosen."""
+        return sum(share * ms for share, ms in zip(self.shares, self.width_ms, strict=True))
+
+    @property
+    def draft_ms(self) -> float:
+        """The drafter's part of it: none where nothing was drafted."""
+        return self.pass_ms * sum(self.shares[self.widths[0] == 1 :])
+
+    def floor_ms(self, engine: Engine, context: float) -> float | None:
+        """The least it can take; None where the device's rates are not known."""
+        of, kind = engine.device.programs, jax.devices()[0].device_kind
+        size = of.strategy.block_size - 1
+        draft = roofline.floor_ms(of.aux[DRAFT], self.rows, size, context, kind)
+        found = 0.0
+        for width, share in zip(self.widths, self.shares, strict=True):
+            judged = roofline.floor_ms(of.model, self.rows, width, context, kind)
+            if judged is None or draft is None:
+                return None
+            found += share * (judged + (draft if width > 1 else 0.0))
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "widths": list(self.widths),
+            "shares": list(self.shares),
+            "width_ms": list(self.width_ms),
+            "draft_pass_ms": self.pass_ms,
+        }
+
+
+def time_rounds(
+    engine: Engine,
+    rows: int,
+    columns: int,
+    context: int,
+    steps: int,
+    repeats: int,
+    shares: Sequence[float],
+) -> Rounds:
+    """Time the rounds of a bucket; the engine is idle, and its free pages are borrowed."""
+    return Rounds(
+        rows,
+        engine.device.strategy.choices,
+        shares,
+        _width_ms(engine, rows, columns, context, steps, repeats),
+        _pass_ms(engine, rows, columns, context, repeats),
+    )
+
+
+def told_rounds(
+    rounds: Mapping[measure.Decode, Rounds],
+    steps: Mapping[measure.Decode, int],
+    step_ms: float | None,
+) -> dict[str, Any]:
+    """Where the time of a step goes, as the report has it.
+
+    Args:
+        steps: How many there were, by bucket.
+        step_ms: Wall time of one; None where it means nothing.
+    """
+    total = max(sum(steps.values()), 1)
+    draft_ms = sum(steps[bucket] * one.draft_ms for bucket, one in rounds.items()) / total
+    bare_ms = sum(steps[bucket] * one.bare_ms for bucket, one in rounds.items()) / total
+    return {
+        "draft_ms": draft_ms,
+        "verify_ms": bare_ms - draft_ms,
+        "host_ms": None if step_ms is None else step_ms - bare_ms,
+        "round_programs": [
+            {"rows": bucket[0], "pages": bucket[1], "steps": steps[bucket], **one.figures()}
+            for bucket, one in sorted(rounds.items())
+        ],
+    }
+
+
+def width_shares(widths: Sequence[int], nfe: int, drafted: DraftMetrics | None) -> list[float]:
+    """How many of the rounds had each width, of 1 in all.
+
+    By what was judged: a round near the end of a text, which cannot use all of its width, counts
+    as a narrower one.
+
+    Args:
+        widths: Ascending; 1 drafts nothing.
+        nfe: Rounds in all.
+        drafted: What was drafted in them.
+    """
+    reached = [nfe]
+    if drafted is not None:
+        reached += [drafted.rounds] * (widths[0] == 1)
+        reached += [drafted.proposed[width - 2] for width in widths[len(reached) :]]
+    reached += [0] * (len(widths) - len(reached))
+    counts = [these - more for these, more in zip(reached, [*reached[1:], 0], strict=True)]
+    return [count / max(nfe, 1) for count in counts]
+
+
+def _width_ms(
+    engine: Engine, rows: int, columns: int, context: int, steps: int, repeats: int
+) -> list[float]:
+    """Milliseconds of a bare round of each width that the strategy may choose."""
+    device, count = engine.device, len(engine.device.strategy.choices)
+    kept = device.choice_costs
+    try:
+        found = []
+        for choice in range(count):
+            if count > 1:
+                costs = [1.0 if one == choice else float("inf") for one in range(count)]
+                device.choice_costs = {rows: costs}
+            found.append(measure.decode_step_ms(engine, rows, columns, context, steps, repeats))
+        return found
+    finally:
+        device.choice_costs = kept
+
+
+def _pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int = 5) -> float:
+    """Milliseconds of the drafter's pass over a whole block, read out; nothing is stored.
+
+    Args:
+        engine: Idle; its free pages are borrowed.
+    """
+    with measure.borrowed(engine, rows, columns, context) as (samples, table):
+        device, slots = engine.device, np.arange(rows, dtype=np.int32)
+        for slot, sample in enumerate(samples):
+            device.admit(slot, sample.placement)
+            begin(device, slot, sample.placement.prompt_len, table[slot])
+
+        def spend(count: int) -> float:
+            device.wait()
+            began = time.perf_counter()
+            passes = _passes(device.programs, device.state, slots, table, np.int32(count))
+            jax.block_until_ready(passes)
+            return time.perf_counter() - began
+
+        spend(FEW_PASSES)  # compiles
+        found = [
+            (spend(MANY_PASSES) - spend(FEW_PASSES)) / (MANY_PASSES - FEW_PASSES) * 1e3
+            for _ in range(repeats)
+        ]
+    return statistics.median(found)
+
+
+@jax.jit
+def _passes(programs, state, rows, pages, count):
+    """So many passes of the drafter over some slots, each behind what the last one said first."""
+    some = jax.tree.map(lambda leaf: leaf[rows], state.replace(pools=None))
+    some = some.replace(pools=state.pools, page_table=pages)
+    draft, size = programs.forward().aux[DRAFT], programs.strategy.block_size - 1
+    tokens = some.buffer.tokens
+    cell = jnp.broadcast_to(jnp.arange(size + 1, dtype=jnp.int32), tokens.shape)
+
+    def one(_, tokens):
+        masked = jnp.where(cell == 0, tokens, draft.mask_id)
+        out = draft(some, inputs=masked, live=cell < size, width=size)
+        return jnp.roll(out.predict(where=cell > 0, width=size - 1).token, -1, axis=2)
+
+    return jax.lax.fori_loop(0, count, one, tokens)
