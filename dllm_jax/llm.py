@@ -146,7 +146,9 @@ class LLM:
             self.model.tokenizer,
             seed=seed,
             clock=clock,
-            save_snapshot=snapshot_saver(self.model, self.strategy, config),
+            save_snapshot=snapshot_saver(
+                self.model, self.strategy, config, draft=next(iter(aux.values()), None)
+            ),
         )
 
     @property

@@ -26,7 +26,7 @@ from dllm_jax.compile_cache import cache_folder
 from dllm_jax.device import Device
 from dllm_jax.engine import Engine
 from dllm_jax.facts import EngineConfig, Placement
-from dllm_jax.generation import check_fit
+from dllm_jax.generation import bind_draft, check_fit
 from dllm_jax.model import Model
 from dllm_jax.requests import Request, SamplingParams
 from dllm_jax.scheduler import Sample
@@ -61,13 +61,14 @@ class SavedText:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a folder holds."""
+    """What a folder holds; `draft` is None where nothing drafted."""
 
     folder: Path
     model: Mapping[str, Any]
     strategy: Mapping[str, Any]
     config: EngineConfig
     texts: list[SavedText]
+    draft: Mapping[str, Any] | None = None
 
 
 class SnapshotError(ValueError):
@@ -83,12 +84,17 @@ def snapshot_folder() -> Path:
 
 
 def snapshot_saver(
-    model: Model, strategy: Any, config: EngineConfig, folder: Path | None = None
+    model: Model,
+    strategy: Any,
+    config: EngineConfig,
+    folder: Path | None = None,
+    draft: Model | None = None,
 ) -> Callable[[Sequence[Sample]], str]:
     """What the engine calls with the samples that a device failure ended.
 
     Args:
         folder: Of all snapshots; None: `snapshot_folder()`.
+        draft: What the strategy drafts with, beside its target.
 
     Returns:
         A function that writes them and returns the snapshot's folder. It raises what stands in its
@@ -100,6 +106,7 @@ def snapshot_saver(
             "version": VERSION,
             "dllm_jax": __version__,
             "model": _model_facts(model),
+            "draft": None if draft is None else _model_facts(draft),
             "strategy": _strategy_facts(strategy),
             "config": dataclasses.asdict(config),
             "texts": [_text_facts(sample) for sample in samples],
@@ -180,6 +187,8 @@ def _field(name: str, value: Any) -> Any:
         return value
     if isinstance(value, Needs):
         return {"needs": dataclasses.asdict(value)}
+    if isinstance(value, tuple):
+        return {"tuple": [_field(name, one) for one in value]}
     if callable(value):
         return {"function": _spec(value)}
     if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number):
@@ -227,7 +236,12 @@ def load_snapshot(path: str | Path) -> Snapshot:
         with np.load(folder / SLOTS, allow_pickle=False) as slots:
             texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(facts["texts"])]
         return Snapshot(
-            folder, facts["model"], facts["strategy"], _of(EngineConfig, facts["config"]), texts
+            folder,
+            facts["model"],
+            facts["strategy"],
+            _of(EngineConfig, facts["config"]),
+            texts,
+            facts["draft"],
         )
     except SnapshotError:
         raise
@@ -281,6 +295,8 @@ def _field_value(value: Any) -> Any:
         return value
     if "needs" in value:
         return _of(Needs, value["needs"])
+    if "tuple" in value:
+        return tuple(map(_field_value, value["tuple"]))
     module, _, name = value["function"].rpartition(":")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), name)
@@ -313,12 +329,16 @@ def check_model(snapshot: Snapshot, model: Model) -> None:
     Raises:
         SnapshotError: Its network or weights differ.
     """
-    said, now = snapshot.model, _model_facts(model)
+    _check_same("model", snapshot.model, model)
+
+
+def _check_same(name: str, said: Mapping[str, Any], model: Model) -> None:
+    now = _model_facts(model)
     for what in ("config", "dtype", "weights"):
         if said[what] is not None and said[what] != now[what]:
             raise SnapshotError(
-                f"model {model.source!r} is not the snapshot's, {said['source']!r}: it differs in "
-                f"its {what}; give the same one by --model"
+                f"{name} {model.source!r} is not the snapshot's, {said['source']!r}: it differs in "
+                f"its {what}; give the same one by --{name}"
             )
 
 
@@ -328,23 +348,28 @@ def resume(
     model: Model,
     strategy: Any,
     implementation: str | None = None,
+    draft: str | None = None,
 ) -> tuple[Engine, str]:
     """An engine with one text of the snapshot, where its last harvest left it.
 
     Args:
         which: Index into `snapshot.texts`.
         implementation: Attention back end, None for the best.
+        draft: Where the snapshot's draft is now; None: as then.
 
     Returns:
         The engine and the request's id.
 
     Raises:
-        SnapshotError: The slot does not fit model and strategy.
+        SnapshotError: The slot does not fit model and strategy, or it is another draft.
     """
     text = snapshot.texts[which]
+    if snapshot.draft is not None:
+        draft = draft or snapshot.draft["source"]
+    strategy, aux = bind_draft(strategy, draft, model)
+    for one in aux.values():
+        _check_same("draft", snapshot.draft or {}, one)
     check_fit(model, strategy)
-    if strategy.needs.aux:
-        raise SnapshotError(f"{type(strategy).__name__} drafts with another model; not replayable")
     placement = text.placement
     end = max(placement.limit, placement.prompt_len + len(placement.given))
     written = end + strategy.block_size
@@ -356,8 +381,8 @@ def resume(
         num_pages=-(-max(written, window) // snapshot.config.page_size) + 1,
         max_steps_per_chunk=1,
     )
-    facts = sizing.make_facts(model, strategy, {}, config)
-    device = Device(model, split_knobs(strategy)[0], {}, facts, implementation)
+    facts = sizing.make_facts(model, strategy, aux, config)
+    device = Device(model, split_knobs(strategy)[0], aux, facts, implementation)
     engine = Engine(device, model.tokenizer)
     request_id = engine.add(
         Request(

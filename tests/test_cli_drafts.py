@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import dllm_jax as dj
+from dllm_jax import snapshot
 from dllm_jax.bench.rounds import Rounds, told_rounds, width_shares
 from dllm_jax.cli import bench, main
 from dllm_jax.cli.results import figures
@@ -21,6 +22,7 @@ from dllm_jax.requests import CompletionOutput, DraftMetrics, Metrics, RequestOu
 from strategies import AR, DFlash, MultiBD
 from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft
+from tests.test_snapshot import break_device
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
 
@@ -238,3 +240,40 @@ def test_the_floor_of_a_round_is_that_of_both_passes(monkeypatch):
     monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(device_kind="some")])
     judged = 0.25 * 2 * 10 * 1 + 0.75 * 2 * 10 * 8
     assert rounds.floor_ms(engine, 0.0) == judged + 0.75 * 2 * 16
+
+
+# What a device failure leaves is run again with the draft.
+
+
+@pytest.mark.slow
+def test_replay_goes_on_with_the_draft(folder, capsys, monkeypatch, tmp_path):
+    target = dj.load(folder / "target", dtype="float32")
+    params = dj.SamplingParams(max_tokens=20, temperature=0.9, seed=7, ignore_eos=True)
+    prompt = list(range(5, 26))
+
+    def make_llm():
+        draft = folder / "draft"
+        llm = dj.LLM(target, draft=draft, warm_up=False, max_num_seqs=1, max_model_len=64)
+        aux = llm.engine.device.programs.aux["draft"]
+        llm.engine._save_snapshot = snapshot.snapshot_saver(
+            target, llm.strategy, llm.config, tmp_path, aux
+        )
+        return llm
+
+    (whole,) = make_llm().generate([prompt], params, use_tqdm=False)
+    llm = make_llm()
+    break_device(llm, 6, monkeypatch)
+    (broken,) = llm.generate([prompt], params, use_tqdm=False)
+    monkeypatch.undo()
+    monkeypatch.setattr("dllm_jax.compile_cache.enable_compile_cache", lambda: None)
+    told, ids = broken.outputs[0].token_ids, whole.outputs[0].token_ids
+    assert 0 < len(told) < len(ids)
+    assert told == ids[: len(told)]
+    (path,) = tmp_path.iterdir()
+    assert snapshot.load_snapshot(path).draft is not None
+    last = json.loads(text_of(capsys, "replay", str(path), "--json").splitlines()[-1])
+    assert last["token_ids"] == ids
+    write_draft(folder / "other", seed=9)
+    assert main(["replay", str(path), "--draft", str(folder / "other")]) == 1
+    assert "is not the snapshot's" in (said := capsys.readouterr().err)
+    assert said.endswith("it differs in its weights; give the same one by --draft\n")

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=flags.whole(1), metavar="N", help="forwards at most")
     parser.add_argument("--model", metavar="SRC", help="where the model is now (default: as then)")
+    parser.add_argument("--draft", metavar="SRC", help="where its draft is now (default: as then)")
     flags.add_source_flags(parser)
     parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
     group = parser.add_argument_group("output")
@@ -60,13 +61,15 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
             f"--sample {args.sample}: the snapshot holds {len(snapshot.texts)} texts, the first "
             "is 0"
         )
+    if args.draft is not None and snapshot.draft is None:
+        raise UsageError(f"--draft {args.draft!r}: nothing drafted in this snapshot; leave it out")
     args.model = args.model or snapshot.model["source"]
     args.dtype = snapshot.model["dtype"]
     model = load_model(args)
     snapshots.check_model(snapshot, model)
     strategy = snapshots.saved_strategy(snapshot)
     engine, request_id = snapshots.resume(
-        snapshot, args.sample, model, strategy, args.attention_implementation
+        snapshot, args.sample, model, strategy, args.attention_implementation, args.draft
     )
     steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])
     steps.begin(len(snapshot.texts))
