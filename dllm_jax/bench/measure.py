@@ -7,7 +7,6 @@ about workloads or reports.
 """
 
 import contextlib
-import re
 import statistics
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.bench import profile
+from dllm_jax.bench.head import has_head
 from dllm_jax.cost import begin
 from dllm_jax.decode import PassKind
 from dllm_jax.engine import Engine
@@ -213,17 +213,8 @@ def prefill_pass_ms(
 
 
 def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
-    """Whether the compiled decode program computes logits over the whole vocabulary.
-
-    They are the result of a matrix product; weights of that shape are no result.
-    """
+    """Whether every step of the compiled decode program computes logits of all words."""
     return has_head(decode_program(engine, rows, columns), engine.facts.vocab_size)
-
-
-def has_head(program: str, vocab_size: int) -> bool:
-    """Whether an optimised program holds a float32 product with a column per word."""
-    shape = rf"(?:\d+,{vocab_size}|{vocab_size},\d+)"
-    return bool(re.search(rf"= \(?f32\[{shape}\][^=]* (?:dot|custom-call)\(", program))
 
 
 def decode_program(engine: Engine, rows: int, columns: int) -> str:

@@ -107,7 +107,7 @@ def origins(hlo: str, vocab_size: int) -> dict[str, str]:
         vocab_size: Arrays with such an axis belong to the readout, wherever they are from.
     """
     frames = _frames(hlo)
-    bodies, fused = _computations(hlo)
+    bodies, fused = computations(hlo)
     kinds = {}
     for name, body in bodies.items():
         if name in fused:
@@ -141,7 +141,7 @@ def _kind(lines: list[tuple[str, str, str, str]], frames: Any, vocab_size: int) 
     return "copies" if work and work <= {"copy", "transpose"} else "glue"
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], set[str]]:
+def computations(hlo: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], set[str]]:
     """Instructions (name, shape, opcode, rest) of each computation; those that are called fused."""
     bodies: dict[str, list[tuple[str, str, str, str]]] = {}
     fused: set[str] = set()

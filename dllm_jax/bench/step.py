@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from dllm_jax.bench import measure, profile, roofline
+from dllm_jax.bench.head import has_head
 from dllm_jax.bench.numbers import check_outputs, device_kind, mean_context, setting
 from dllm_jax.bench.throughput import run
 from dllm_jax.bench.workload import Lengths, Work, random_work
@@ -191,7 +192,7 @@ def _generated(
         )
     readout = {
         "distinct_tokens": len(set(tokens)),
-        "head_in_program": measure.has_head(program, llm.model.config.vocab_size),
+        "head_in_program": has_head(program, llm.model.config.vocab_size),
         "first_token_matches_dense": measure.first_token_is_the_models(llm),
     }
     if readout["distinct_tokens"] < 2 or not all(readout.values()):

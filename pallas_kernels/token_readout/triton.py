@@ -153,6 +153,7 @@ def _run(named, *, scale, cap, raw, num_top, tiling, interpret) -> TokenReadout:
             num_warps=tiling.num_warps, num_stages=tiling.num_stages
         ),
         interpret=interpret,
+        name="token_readout",  # what `dllm_jax.bench.head` looks for
     )(*named.values())
     parts = dict(zip(shapes, out, strict=True))
     # Of equal logits `top_k` takes the first: tiles and what each names come by rising id.

@@ -1,0 +1,47 @@
+"""Whether a compiled program reads its tokens off the whole vocabulary, whatever branch it takes.
+
+Nothing here knows engines.
+"""
+
+import re
+
+from dllm_jax.bench.profile import computations
+
+_KERNEL = 'name = "token_readout"'
+
+
+def has_head(program: str, vocab_size: int) -> bool:
+    """Whether every run of an optimised program computes logits of all words.
+
+    They are a float32 product with a column per word, or the readout kernel's, which takes the
+    head's weights and leaves no such array. Weights of that shape are no result, and a branch that
+    has the product says nothing of a run that takes another: of a conditional all branches must.
+    """
+    bodies, _ = computations(program)
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)
+    logits = re.compile(rf"\(?f32\[(?:\d+,{vocab_size}|{vocab_size},\d+)\]")
+    weights = re.compile(rf"operand_layout_constraints=[^=]*\b(?:bf16|f16)\[{vocab_size},\d+\]")
+    known: dict[str, bool] = {}
+
+    def holds(name: str) -> bool:
+        if name not in known:
+            known[name] = any(computes(*line[1:]) for line in bodies.get(name, []))
+        return known[name]
+
+    def computes(shape: str, opcode: str, rest: str) -> bool:
+        if opcode == "custom-call" and _KERNEL in rest:
+            return weights.search(rest) is not None
+        if opcode in ("dot", "custom-call"):
+            return logits.match(shape) is not None
+        if opcode == "conditional":
+            branches = _called(rest, "branch_computations|true_computation|false_computation")
+            return bool(branches) and all(map(holds, branches))
+        return any(map(holds, _called(rest, "body|calls|to_apply|called_computations")))
+
+    return entry is not None and holds(entry[1])
+
+
+def _called(rest: str, attributes: str) -> list[str]:
+    """Computations that an instruction names in one of the attributes."""
+    found = re.findall(rf"\b(?:{attributes})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
+    return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
