@@ -350,3 +350,16 @@ def test_inspect_tells_what_a_draft_is(tmp_path):
     assert (report.family, report.defaults.strategy) == ("dflash", "dflash")
     assert "target_layer_ids=(2, 0)" in str(report)
     assert "windows=(4, None)" in str(report)
+
+
+def test_the_command_says_whose_draft_it_may_be(tmp_path, capsys):
+    folder = write_draft(tmp_path / "draft")
+    assert main(["inspect", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith(
+        "note: a drafter of blocks of 5, no model by itself: give it as --draft beside the "
+        "model that it was trained for, which has a hidden_size of 40, 3 layers or more, a "
+        "vocabulary of 50\nno problems\n"
+    )
+    assert main(["info", "--json"]) == 0
+    families = json.loads(capsys.readouterr().out)["families"]
+    assert families["dflash"].startswith("drafters (--draft), class DFlashDraftModel or Muse")

@@ -100,12 +100,17 @@ def _experts() -> str:
 def _models() -> dict[str, str]:
     from checkpoints_convert import inspect
     from dllm_jax.cli.folders import BUILTIN, builtin_names
+    from dllm_jax.models.family_table import DRAFTS
 
     found = {}
     for name in builtin_names():
         report = inspect(BUILTIN / name)
         d = report.defaults
-        how = f"{d.strategy}, block {d.block_size}, buffer {d.buffer_size}" if d else "unreadable"
+        how = "unreadable"
+        if d is not None:
+            how = f"{d.strategy}, block {d.block_size}, buffer {d.buffer_size}"
+            if d.family in {row.name for row in DRAFTS}:
+                how = f"a drafter (--draft) of blocks of {d.block_size}"
         found[f"builtin:{name}"] = f"{report.num_params / 1e6:.1f} M parameters, {how}"
     return found
 
@@ -127,7 +132,7 @@ def _random() -> dict[str, str]:
 
 def _families() -> dict[str, str]:
     """A line a family: the strategy it was made for, its numbers, its tokens, its class."""
-    from dllm_jax.models.family_table import BLOCK_ROUTED, FAMILIES
+    from dllm_jax.models.family_table import BLOCK_ROUTED, DRAFTS, FAMILIES
 
     def line(row: Any) -> str:
         return ", ".join(
@@ -148,6 +153,10 @@ def _families() -> dict[str, str]:
         )
 
     found = {row.name: line(row) for row in FAMILIES}
+    found |= {
+        row.name: f"drafters (--draft), class {' or '.join((row.architecture, *row.also))}"
+        for row in DRAFTS
+    }
     row = next(row for row in FAMILIES if row.name == "llada2")
     return found | {"llada2, 2.2": line(dataclasses.replace(row, **BLOCK_ROUTED))}
 

@@ -54,8 +54,22 @@ def run(args: argparse.Namespace) -> int:
 def _notes(report: Any) -> list[str]:
     """What to know of how it is decoded."""
     from dllm_jax.defaults import alternatives_note
+    from dllm_jax.models.dflash import DFlashConfig
 
     if report.defaults is None:
         return []
+    if isinstance(report.config, DFlashConfig):
+        return [_drafter_note(report.config)]
     note = alternatives_note(report)
     return [note] if note else []
+
+
+def _drafter_note(config: Any) -> str:
+    """Whose draft it may be: what its target must have."""
+    least = max(config.target_layer_ids) + 1
+    vocabulary = f", a vocabulary of {config.vocab_size}" if config.vocab_size else ""
+    return (
+        f"a drafter of blocks of {config.block_size}, no model by itself: give it as --draft "
+        "beside the model that it was trained for, which has a hidden_size of "
+        f"{config.hidden_size}, {least} layers or more{vocabulary}"
+    )
