@@ -13,6 +13,9 @@ What the target says is drawn with the key of the absolute position, which is ho
 draft is a guess at a draw that it cannot change: the text is that of `ar`, whatever the drafter and
 the temperature. (In bfloat16 the target's rows may round otherwise in a pass of another width.)
 
+With `acceptance="rejection"` drafts are drawn, and stay by chance (`drafting.reject`): the text has
+the law of `ar`'s, but is another one.
+
 How many drafts are judged is chosen anew in every step, by how they fared and by what a round
 takes. With none of them step 1 is left out and step 2 runs the anchor alone, as `ar` does; step 4
 stays, so that drafting may be taken up again.
@@ -22,7 +25,7 @@ keeps the drafts that match it too, but with noise that has no position.
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +34,10 @@ from jaxtyping import Array
 
 from strategies import blocks, drafting, random
 from strategies.protocol import Needs, Taps
-from strategies.state import Carry, StepInfo
+from strategies.state import NO_TOKEN, Carry, StepInfo
 
 DRAFT = "draft"
+_DRAFTS, _CHANCES = 1, 2  # further draws of a position, beside that of the text
 
 RIDGE_ROWS = 206  # an H200 reads a bfloat16 weight in the time of 206 rows: 989 TFLOP/s, 4.8 TB/s
 DRAFT_SHARE = 0.23  # bytes of Qwen3-8B's drafter and its second reading of the head, of the target
@@ -49,6 +53,10 @@ class DFlash(struct.PyTreeNode):
             and at 1 none are drawn. None: chosen in each step among `widths`.
         widths: What is chosen from, ascending; each is one more pass of the target to compile.
             None: 1, half of what the drafter runs, all of it.
+        acceptance: "match": a draft stays that is what the target draws. "rejection": drafts are
+            drawn from the drafter's law and stay as speculative sampling says; more of them do
+            where both laws are broad and alike. All logits of the pass are in memory then, and the
+            text depends on where rounds begin: so the width is fixed, by default the whole block.
         costs: Of a round of each of `widths`, in any one unit; texts do not depend on them but for
             near ties of bfloat16. None: an engine measures them for each number of slots as it
             starts, and what measures nothing goes by `usual_costs`.
@@ -58,6 +66,7 @@ class DFlash(struct.PyTreeNode):
     target_layer_ids: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
     width: int | None = struct.field(pytree_node=False, default=None)
     widths: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+    acceptance: Literal["match", "rejection"] = struct.field(pytree_node=False, default="match")
     costs: Any = None
     buffer_size: int = struct.field(pytree_node=False, default=1)
 
@@ -79,6 +88,8 @@ class DFlash(struct.PyTreeNode):
         size = self.block_size - 1
         if self.width is not None:
             return (self.width,)
+        if self.acceptance == "rejection":
+            return self.widths or (size,)
         return self.widths or tuple(sorted({1, (size + 1) // 2, size}))
 
     def usual_costs(self, num_slots: int) -> tuple[float, ...]:
@@ -134,15 +145,13 @@ class DFlash(struct.PyTreeNode):
         rounds = [functools.partial(self._round, forward, width=width) for width in widths]
         if len(widths) == 1:
             width = widths[0]
-            out, context, block, truth = rounds[0](state)
+            out, context, truth, right = rounds[0](state)
         else:
             choice = self._choose(state)
             width = jnp.asarray(widths, jnp.int32)[choice]
-            out, context, block, truth = jax.lax.switch(choice, rounds, state)
+            out, context, truth, right = jax.lax.switch(choice, rounds, state)
         buffer = state.buffer
         cell = jnp.arange(self.block_size, dtype=jnp.int32)[None, None]
-        is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
-        right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)  # the cell past the block always is
         count = jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)  # what may be emitted
         kept = cell < count[:, None, None]
         state = context.store(out.store(state, kept), kept)
@@ -153,15 +162,22 @@ class DFlash(struct.PyTreeNode):
         )
 
     def _round(self, forward, state, width):
-        """Both passes, and what they leave to the cache: a branch, so nothing is stored here."""
+        """Both passes and what is made of them: a branch, so nothing is stored here.
+
+        Returns:
+            The target's pass, the drafter's context of it, what follows the anchor by cells, and
+            how many drafts were right.
+        """
         tokens, draft = state.buffer.tokens, forward.aux[DRAFT]
         size = self.block_size - 1
         cell = jnp.broadcast_to(jnp.arange(size + 1, dtype=jnp.int32), tokens.shape)
-        live, block = cell < width, tokens
+        live, block, drafted, how = cell < width, tokens, None, {}
+        if self.acceptance == "rejection":
+            how = {"sampling": state.sampling, "keys": random.position_keys(state, _DRAFTS)}
         if width > 1:
             masked = jnp.where(cell == 0, tokens, draft.mask_id)
             drafted = draft(state, inputs=masked, live=cell < size, width=size)
-            guess = drafted.predict(where=cell > 0, width=width - 1)
+            guess = drafted.predict(where=cell > 0, width=width - 1, **how)
             block = jnp.where(cell == 0, tokens, guess.token)
         out = forward(
             state,
@@ -171,9 +187,46 @@ class DFlash(struct.PyTreeNode):
             hidden_layers=self.needs.hidden_layers,
             width=width,
         )
+        context = self._context(forward, out, state, live, width)
+        if self.acceptance == "rejection":
+            truth, right = self._reject(forward, state, out, drafted, block[:, 0, :width])
+            return out, context, truth, right
         keys = random.position_keys(state)
         truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
-        return out, self._context(forward, out, state, live, width), block, truth
+        is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
+        right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
+        return out, context, truth, right.astype(jnp.int32)
+
+    def _reject(self, forward, state, out, drafted, block):
+        """What stays of a block by speculative sampling, and the token behind it.
+
+        Rows at temperature 0 go by what is most probable, as matching does.
+        """
+        B, width = block.shape
+        sampling, row = state.sampling, jnp.arange(B)
+        law = forward.drawn_law(out.hidden[:, 0, :width], sampling)
+        guesses = jnp.zeros_like(law[:, :0])
+        if drafted is not None:
+            guesses = forward.aux[DRAFT].drawn_law(drafted.hidden[:, 0, 1:width], sampling)
+        chances = random.position_uniforms(state, _CHANCES)[:, 0, 1:width]
+        right, left = drafting.reject(
+            jax.nn.softmax(law), jax.nn.softmax(guesses), block[:, 1:], chances
+        )
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, law.shape[2:], jnp.float32))(
+            random.position_keys(state)[row, 0, right + 1]
+        )
+        own = jnp.argmax(jnp.log(left) + noise, axis=1)[:, None]
+        place = jnp.arange(width)[None]
+        kept = jnp.pad(block[:, 1:], ((0, 0), (0, 1)))
+        drawn = jnp.where(place < right[:, None], kept, own)
+        best = jnp.argmax(law, axis=2)
+        tempered = sampling.temperature > 0
+        is_wrong = (best != kept) | (place == width - 1)
+        right = jnp.where(tempered, right, jnp.argmax(is_wrong, axis=1))
+        truth = jnp.where(tempered[:, None], drawn, best).astype(jnp.int32)
+        truth = jnp.where(jnp.isfinite(jnp.max(law, axis=2)), truth, NO_TOKEN)
+        window = ((0, 0), (1, self.block_size - 1 - width))
+        return jnp.pad(truth, window)[:, None], right.astype(jnp.int32)
 
     def _context(self, forward, out, view, where, width):
         """The drafter's keys and values of the rows `where` of the target's pass `out`."""
@@ -202,6 +255,13 @@ class DFlash(struct.PyTreeNode):
             raise ValueError(f"buffer_size={num_blocks}: DFlash drafts one block at a time; use 1")
         if size < 2:
             raise ValueError(f"draft_block_size={size} leaves no cell to draft; use 2 or more")
+        if self.acceptance not in ("match", "rejection"):
+            raise ValueError(f'acceptance={self.acceptance!r}: use "match" or "rejection"')
+        if self.acceptance == "rejection" and len(widths) > 1:
+            raise ValueError(
+                f"widths={widths} by rejection: what is drawn would depend on the other requests; "
+                "use one width"
+            )
         name = "width" if self.width is not None else "widths"
         if not all(1 <= width <= size for width in widths) or list(widths) != sorted({*widths}):
             raise ValueError(

@@ -347,6 +347,16 @@ class Forward(Protocol):
         """Statistics [B *X] of hidden rows that belong to no cell of the window."""
         ...
 
+    def drawn_law(
+        self, hidden: Float[Array, "B *X D"], sampling: Sampling
+    ) -> Float[Array, "B *X V"]:
+        """The law that a token of each hidden row is drawn from, as float32 logits.
+
+        -inf for what is never drawn; temperature 0 counts as 1. All of it is in memory: for rules
+        that weigh two laws against each other. Scripts and random models have none.
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChunk:

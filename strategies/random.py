@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from strategies.state import DecodeState
 
-_POSITION_STREAM, _STEP_STREAM = 0, 1
+_POSITION_STREAM, _STEP_STREAM = 0, 1  # further ones are the further draws of a position
 
 
 def _fold(keys: PRNGKeyArray, data: Array) -> PRNGKeyArray:
@@ -23,15 +23,20 @@ def _fold(keys: PRNGKeyArray, data: Array) -> PRNGKeyArray:
     return folded.reshape(shape)
 
 
-def keys_at(keys: PRNGKeyArray, positions: Int[Array, "B ..."]) -> PRNGKeyArray:
-    """Keys of absolute positions alone: what AR and DFlash draw with."""
+def keys_at(keys: PRNGKeyArray, positions: Int[Array, "B ..."], further: int = 0) -> PRNGKeyArray:
+    """Keys of absolute positions alone: what AR and DFlash draw with.
+
+    Args:
+        further: Tells apart several draws of one position; the text itself is drawn with 0.
+    """
     rows = keys.reshape(-1, *(1,) * (positions.ndim - 1))
-    return _fold(_fold(rows, jnp.asarray(_POSITION_STREAM)), positions)
+    stream = _STEP_STREAM + further if further else _POSITION_STREAM
+    return _fold(_fold(rows, jnp.asarray(stream)), positions)
 
 
-def position_keys(state: DecodeState) -> PRNGKeyArray:
+def position_keys(state: DecodeState, further: int = 0) -> PRNGKeyArray:
     """One key a cell [B K S], a function of the request's key and the absolute position."""
-    return keys_at(state.keys, state.buffer.positions)
+    return keys_at(state.keys, state.buffer.positions, further)
 
 
 def step_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
@@ -43,6 +48,12 @@ def step_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
     step = _fold(_fold(state.keys, jnp.asarray(_STEP_STREAM)), state.buffer.nfe)
     step = _fold(step, jnp.asarray(salt))
     return _fold(step[:, None, None], state.buffer.positions)
+
+
+def position_uniforms(state: DecodeState, further: int) -> Float[Array, "B K S"]:
+    """One number in [0, 1) a cell, drawn with `position_keys`."""
+    keys = position_keys(state, further)
+    return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
 
 
 def uniforms(state: DecodeState, salt: int) -> Float[Array, "B K S"]:

