@@ -154,5 +154,4 @@ MUTANTS = [
         weighs_another_row=("drafted.hidden[:, 0, 1:width]", "drafted.hidden[:, 0, : width - 1]"),
         draws_without_noise=("jnp.log(left) + noise", "jnp.log(left)"),
     ),
-    ),
 ]
