@@ -54,10 +54,15 @@ FULL += [(128, 256, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 4, 3), (128, 
 FULL += [(64, 256, 64, 8, 3), (128, 128, 128, 8, 3)]
 MANY = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)]
 WIDE = [(256, 128, 64, 8, 3), (64, 256, 64, 8, 3)]
+# Noise is some 200 instructions a logit, all written out: few logits a thread may fit the cache.
+NOISY = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4), (128, 128, 64, 16, 3), (128, 64, 64, 16, 4)]
+NOISY += [(64, 64, 64, 4, 4), (64, 64, 64, 8, 4), (64, 128, 64, 8, 4), (32, 128, 128, 8, 3)]
 
 
-def tilings(rows):
+def tilings(rows, drawn):
     """What is tried for so many rows."""
+    if drawn:
+        return NOISY
     if rows <= 32:
         return SMALL
     return FULL if rows <= 128 else [*MANY, *WIDE] if rows <= 256 else MANY
@@ -159,7 +164,7 @@ def forms(rows, drawn, interpret):
         found[f"xla {size}"] = in_chunks(two_passes, size)
     if not drawn:
         found[f"one pass {min(rows, 1024)}"] = in_chunks(one_pass, 1024)
-    for sides in tilings(rows):
+    for sides in tilings(rows, drawn):
         R, ids, depth, warps, stages = sides
         tiling = triton.Tiling(rows=R, ids=ids, depth=depth, num_warps=warps, num_stages=stages)
         name = f"triton {R}x{ids}x{depth} w{warps} s{stages}"

@@ -1,7 +1,7 @@
 """From hidden rows to token statistics, streamed: never a whole [rows, vocabulary] array.
 
-Where an NVIDIA GPU is and the network says what its head is, a kernel reads tokens off the product
-while it is made (`pallas_kernels.token_readout`); anything else is read out in chunks of rows.
+On an NVIDIA GPU, of a network that says what its head is, a kernel reads likeliest tokens off the
+product while it is made (`pallas_kernels.token_readout`); all else is read out in chunks of rows.
 Nothing here knows about windows or pages.
 """
 
@@ -13,21 +13,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.models.head import Head
-from pallas_kernels.token_readout import choose, token_readout
+from pallas_kernels.token_readout import TRITON_ROWS, choose, token_readout
 from strategies.protocol import TokenStats
 from strategies.sampling import settled, token_stats
 from strategies.state import Sampling
 
 ROWS_AT_ONCE = 1024  # float32 logits of one chunk: 620 MB at 152k ids
-FEW_ROWS = 64  # are one chunk; more are several, so that no chunk is all of a window
+FEW_ROWS = 64  # are read at once; of more, no chunk is all of a window
 
 
-def in_chunks(fn: Callable[[Any], Any], rows: Any) -> Any:
-    """`fn` over the leading axis of `rows`: half of them, or `ROWS_AT_ONCE`, at a time."""
+def in_chunks(
+    fn: Callable[[Any], Any], rows: Any, at_once: int = ROWS_AT_ONCE, whole: int = FEW_ROWS
+) -> Any:
+    """`fn` over the leading axis of `rows`, `at_once` at a time and at most half of them.
+
+    Args:
+        whole: So many rows are one chunk.
+    """
     total = jax.tree.leaves(rows)[0].shape[0]
-    if total <= FEW_ROWS:
+    if total <= whole:
         return fn(rows)
-    chunks = max(2, -(-total // ROWS_AT_ONCE))
+    chunks = max(2, -(-total // at_once))
     size = -(-total // chunks)
     pad = chunks * size - total
 
@@ -91,30 +97,32 @@ def read_stats(
 
     rows = (hidden, sampling, keys, penalty, away)
     head = unembed if isinstance(unembed, Head) and guide is None else None
-    if head is None or choose(hidden, head.weights, keys, num_top) == "xla":
+    chunk = hidden[:TRITON_ROWS]  # the most that the kernel is given at a time
+    if head is None or choose(chunk, head.weights, None, num_top) == "xla":
         return in_chunks(one, rows)
 
-    def in_kernel(tempered: bool) -> TokenStats:
+    def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:
+        hidden, penalty = rows
         read = token_readout(
             hidden,
             head.weights,
             forbidden(jnp.arange(len(head.weights), dtype=jnp.int32)),
             scale=head.scale,
             cap=head.cap,
-            temperature=sampling.temperature if tempered else None,
-            keys=keys if tempered else None,
             penalty=penalty,
-            confidence=confidence,
             num_top=num_top,
+            implementation="triton",
         )
         return settled(TokenStats(**read._asdict()))
 
-    # Top-k and the nucleus need the whole law. A program holds all three; a step runs one.
-    tempered = jnp.any(sampling.temperature > 0)
-    cut = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1.0))
-    return jax.lax.switch(
-        jnp.where(cut, 2, tempered.astype(jnp.int32)),
-        (lambda: in_kernel(False), lambda: in_kernel(True), lambda: in_chunks(one, rows)),
+    # Top-k and the nucleus need the whole law, and noise is made sooner outside of the kernel.
+    plain = ~jnp.any(
+        (sampling.temperature > 0) | (sampling.top_k > 0) | (sampling.top_p < 1.0),
+    )
+    return jax.lax.cond(
+        plain,
+        lambda: in_chunks(in_kernel, (hidden, penalty), TRITON_ROWS, TRITON_ROWS),
+        lambda: in_chunks(one, rows),
     )
 
 

@@ -15,7 +15,11 @@ from pallas_kernels.token_readout.result import TokenReadout
 
 Implementation = Literal["xla", "triton"]
 
-TRITON_ROWS = 256  # up to which it was measured, and won
+# Rows up to which the kernel was measured, and won: on an H200, microseconds, kernel / XLA, of a
+# head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 / 240, 256 rows 284 / 375, 1024 rows
+# 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417. With noise it lost: 128 rows 777 /
+# 368 (benchmarks/results/readout_h200.json).
+TRITON_ROWS = 1024
 
 
 def token_readout(
@@ -82,7 +86,8 @@ def token_readout(
 
 def choose(hidden: Array, head: Array, keys: Array | None, num_top: int) -> Implementation:
     """What `implementation=None` takes for such arguments on this machine."""
-    if len(hidden) > TRITON_ROWS or triton.unsupported(hidden, head, keys, num_top):
+    noisy, many = keys is not None, len(hidden) > TRITON_ROWS
+    if noisy or many or triton.unsupported(hidden, head, keys, num_top):
         return "xla"
     return "triton"
 
