@@ -83,6 +83,17 @@ def test_write_rows_refuses_what_it_cannot_do():
     assert "got 24" in str(triton.unsupported_arguments((jnp.ones((2, 1, 8, 24)),)))
 
 
+def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):
+    def kernels(dtype, size=16):
+        pages, rows = case(2, dtype, dtype, size=size)
+        fresh = functools.partial(write_rows)  # JAX keeps what it traced of a function
+        return str(jax.make_jaxpr(fresh)(pages, rows, PAGE, OFFSET)).count("pallas_call[")
+
+    assert kernels("bfloat16") == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [kernels("bfloat16"), kernels("float32"), kernels("bfloat16", size=24)] == [1, 0, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("arrays", [2, 56])
 def test_rows_go_where_they_belong_on_a_gpu(arrays):

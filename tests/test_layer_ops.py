@@ -38,7 +38,7 @@ def interpreted(monkeypatch):
         run = functools.partial(getattr(triton, name), interpret=True)
         monkeypatch.setattr(triton, name, run)
     monkeypatch.setattr(triton, "unsupported_type", lambda x: None)
-    monkeypatch.setattr(api, "choose_tiling", lambda x, w: SMALL)
+    monkeypatch.setattr(api, "choose_tiling", lambda x: SMALL)
 
 
 @pytest.fixture(params=["xla", "triton"])
@@ -231,7 +231,7 @@ def test_a_layer_of_kernels_lowers_for_published_models(monkeypatch, model):
         traced = jax.jit(run).trace(dense.param_shapes(cfg), rows, positions)
         lowered = traced.lower(lowering_platforms=("cuda",))
     grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
-    norm, splits = (100, 1, 1), (D // 64, 2, 4)
+    norm, splits = (100, 1, 1), (D // 64, 1, 4)
     assert sorted(grids) == sorted([(13, G, 1), norm, norm, splits, splits])
 
 
@@ -260,6 +260,40 @@ def test_operations_refuse_what_they_cannot_do(monkeypatch):
     assert triton.unsupported_heads(qkv, angle) is None
     assert "up to 16384, got 16385" in str(triton.unsupported_row(jnp.ones((1, 16385))))
     assert "got float8_e4m3fn" in str(triton.unsupported_type(x.astype(jnp.float8_e4m3fn)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "dtype", "splits"),
+    [
+        (32, 2048, 2048, "bfloat16", True),
+        (32, 6144, 2048, "bfloat16", False),
+        (33, 6144, 2048, "bfloat16", True),
+        (128, 4096, 4096, "bfloat16", True),
+        (128, 12288, 4096, "bfloat16", False),
+        (128, 2048, 2048, "float32", False),
+        (129, 2048, 2048, "bfloat16", False),
+        (4096, 2048, 2048, "bfloat16", False),
+    ],
+)
+def test_kernels_are_chosen_where_they_were_faster(monkeypatch, rows, depth, width, dtype, splits):
+    def calls(run, *shapes):
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        fresh = functools.partial(run)  # JAX keeps what it traced of a function
+        return str(jax.make_jaxpr(fresh)(*arrays)).count("pallas_call[")
+
+    def count():
+        angle = jnp.ones((rows, 64))
+        turn = functools.partial(rotate_qkv, cos=angle, sin=angle, eps=EPS)
+        none = {"bias": None, "q_norm": None, "k_norm": None}
+        return (
+            calls(functools.partial(add_rms_norm, eps=EPS), *[(rows, width)] * 2, (width,)),
+            calls(functools.partial(turn, **none), (rows, 2, 4, 128)),
+            calls(split_matmul, (rows, depth), (depth, width)),
+        )
+
+    assert count() == (0, 0, 0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert count() == (dtype == "bfloat16", dtype == "bfloat16", splits)
 
 
 @pytest.mark.gpu

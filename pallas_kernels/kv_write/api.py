@@ -35,9 +35,11 @@ def write_rows(
     """
     if implementation not in (None, "xla", "triton"):
         raise ValueError(f'{implementation=} is not one of "xla", "triton"')
-    if implementation == "triton":
-        reason = triton.unsupported(pages)
-        if reason:
-            raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
+    reason = triton.unsupported(pages)
+    if implementation == "triton" and reason:
+        raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
+    # Faster at every size measured, 32 to 1024 rows (benchmarks/LOG.md), all of 16 bits.
+    fast = implementation is None and pages[0].dtype.itemsize == 2 and not reason
+    if implementation == "triton" or fast:
         return triton.write_rows(pages, rows, page, offset)
     return reference.write_rows(pages, rows, page, offset)

@@ -15,6 +15,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.layer import reference, triton
 
 Implementation = Literal["xla", "triton"]
+# `split_matmul` is a kernel for so many rows with matrices of so many numbers, and less; measured
+# at 32, 128 and 1024 rows (benchmarks/LOG.md, "Fewer launches per layer").
+SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ def add_rms_norm(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     reason = triton.unsupported_type(x) or triton.unsupported_row(x)
-    if _is_triton(implementation, reason, fast=False):
+    if _is_triton(implementation, reason, fast=x.dtype.itemsize == 2):
         return triton.add_rms_norm(x, y, scale, eps)
     return reference.add_rms_norm(x, y, scale, eps)
 
@@ -67,9 +70,9 @@ def split_matmul(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
-    tiling = choose_tiling(x, w)
+    tiling = choose_tiling(x)
     reason = triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling)
-    if _is_triton(implementation, reason, fast=False):
+    if _is_triton(implementation, reason, fast=_is_small(x, w)):
         return triton.split_matmul(x, w, tiling=tiling)
     return reference.matmul(x, w)
 
@@ -102,16 +105,27 @@ def rotate_qkv(
     """
     reason = triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos)
     arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
-    if _is_triton(implementation, reason, fast=False):
+    if _is_triton(implementation, reason, fast=qkv.dtype.itemsize == 2):
         return triton.rotate_qkv(*arguments)
     return reference.rotate_qkv(*arguments)
 
 
-def choose_tiling(x: Array, w: Array) -> triton.Tiling:
-    """A tile for these operands."""
-    del w
-    rows = x.size // x.shape[-1]
-    return triton.Tiling(rows=32 if rows <= 32 else 64)
+def choose_tiling(x: Array) -> triton.Tiling:
+    """The fastest tile for these rows, of those that benchmarks/layer_gpu.py tried."""
+    rows = _num_rows(x)
+    if rows <= 32:
+        return triton.Tiling(rows=32, columns=64, depth=128, splits=4, num_warps=4, num_stages=3)
+    return triton.Tiling(rows=64 if rows <= 64 else 128, num_warps=4 if rows <= 64 else 8)
+
+
+def _is_small(x: Array, w: Array) -> bool:
+    """Whether parts are faster than XLA's product and the sum that it needs."""
+    sizes = [size for rows, size in SPLIT_WEIGHTS if _num_rows(x) <= rows]
+    return bool(sizes) and w.size <= sizes[0]
+
+
+def _num_rows(x: Array) -> int:
+    return x.size // x.shape[-1]
 
 
 def _is_triton(implementation: Implementation | None, reason: str | None, fast: bool) -> bool:
