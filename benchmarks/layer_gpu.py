@@ -321,7 +321,8 @@ def chain_jobs(name, w, rows, layers, args):
         yield job("mlp half", form, body, carry, layers, L)
 
 
-STEPS = {  # each has what those before it have; the last says whether the cache write is a kernel
+# Each form has what those before it have, but the last; second, whether a kernel writes the cache.
+STEPS = {
     "xla": (PLAIN, False),
     "+ add_rms_norm": (dataclasses.replace(PLAIN, add_rms_norm="triton"), False),
     "+ rotate_qkv": (
@@ -336,14 +337,15 @@ STEPS = {  # each has what those before it have; the last says whether the cache
         LayerOps(add_rms_norm="triton", rotate_qkv="triton", split_matmul="triton"),
         True,
     ),
+    "chosen": (LayerOps(), None),
 }
 
 
 @contextlib.contextmanager
 def writing(by_kernel):
-    """Let what is traced here write its cache by the kernel, or by XLA."""
+    """Let what is traced here write its cache by the kernel, by XLA, or (None) as it would."""
     kept = cache.kv_write
-    how = "triton" if by_kernel else "xla"
+    how = None if by_kernel is None else "triton" if by_kernel else "xla"
     cache.kv_write = _Patched(functools.partial(kept.write_rows, implementation=how))
     try:
         yield
@@ -430,7 +432,7 @@ def interpret():
             setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     triton.unsupported_type = lambda x: None
     write_triton.unsupported = lambda pages: None
-    api.choose_tiling = lambda x, w: TINY_TILES[0]
+    api.choose_tiling = lambda x: TINY_TILES[0]
 
 
 def main():
@@ -445,6 +447,9 @@ def main():
     parser.add_argument("--layers", type=int, default=12, help="of a chain of half layers")
     parser.add_argument("--threads", type=int, default=12, help="that compile")
     parser.add_argument("--within", type=float, default=65.0, help="leave out what is not compiled")
+    parser.add_argument("--only-steps", action="store_true", help="whole steps, without chains")
+    parser.add_argument("--shapes", nargs="+", default=["1x4", "1x1", "8x4"], help="slots x blocks")
+    parser.add_argument("--forms", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--commit")
     parser.add_argument("--out")
     parser.add_argument("--smoke", action="store_true")
@@ -463,8 +468,10 @@ def main():
 
     widths = TINY if args.smoke else MODELS
     names = {"tiny": "builtin:tiny-sdar"} if args.smoke else {"1.7B": "random:JetLM/SDAR-1.7B-Chat"}
-    shapes = {"tiny": [(1, 2)], "1.7B": [(1, 4), (1, 1), (8, 4)], "8B": [(1, 4)]}
+    asked = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
+    shapes = {"tiny": [(1, 2)], "1.7B": asked, "8B": [(1, 4)]}
     steps, chains = [], []
+    ends = list(dict.fromkeys((args.forms[0], args.forms[-1])))
     pool = ThreadPoolExecutor(args.threads)
     checks = {pool.submit(check, w, 77): name for name, w in widths.items()}
     pending = {}
@@ -483,12 +490,13 @@ def main():
         told(f"{len(steps)} steps lowered")
 
     for name, source in names.items():
-        add_steps(name, source, STEPS)
+        add_steps(name, source, args.forms)
     if not args.smoke and time.perf_counter() - began < args.within / 2:
-        add_steps("8B", "random:JetLM/SDAR-8B-Chat", ("xla", "+ split_matmul"))
+        add_steps("8B", "random:JetLM/SDAR-8B-Chat", ends)
     rows_of = [("1.7B", 128), ("1.7B", 32), ("8B", 128), ("1.7B", 1024), ("1.7B", 4096)]
-    drawn = {name: draw_layers(jax.random.key(3), w, args.layers) for name, w in widths.items()}
-    for name, rows in [("tiny", 20)] if args.smoke else rows_of:
+    rows_of = [] if args.only_steps else [("tiny", 20)] if args.smoke else rows_of
+    drawn = {name: draw_layers(jax.random.key(3), widths[name], args.layers) for name, _ in rows_of}
+    for name, rows in rows_of:
         if time.perf_counter() - began > args.within:
             told(f"left out: chains of {name} at {rows} rows")
             continue
@@ -528,7 +536,7 @@ def main():
     live = [(job, step) for job, step in steps if job.program is not None]
     time_steps(live, args, save, began + args.within + 28)
     for job, step in live:
-        if job.row["form"] not in ("xla", "+ split_matmul"):
+        if job.row["form"] not in ends:
             continue
         if time.perf_counter() - began > args.within + 35:
             told("left out: profiles")
