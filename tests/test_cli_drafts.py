@@ -242,6 +242,23 @@ def test_the_floor_of_a_round_is_that_of_both_passes(monkeypatch):
     assert rounds.floor_ms(engine, 0.0) == judged + 0.75 * 2 * 16
 
 
+@pytest.mark.slow
+def test_bench_measures_rounds_of_given_slots_and_widths(folder, capsys):
+    argv = ["bench", "step", *drafted(folder), "--steps", "8", "--repeats", "2"]
+    argv += ["--context", "60", "--shapes", "1x1,2x1x3"]
+    facts = json.loads(text_of(capsys, *argv, "--json"))
+    assert facts["draft_model"] == str(folder / "draft")
+    assert [row["shape"] for row in facts["rows"]] == ["1x1x5", "2x1x3"]
+    for row in facts["rows"]:
+        assert row["strategy"] == "DFlash"
+        assert (row["steps"], row["nfe"]) == (8, 8 * row["slots"])
+        assert row["draft_ms"] > 0
+        parts = row["draft_ms"] + row["verify_ms"] + row["host_ms"]
+        assert parts == pytest.approx(row["step_ms"])
+    assert main([*argv[:-1], "1x2"]) == 2
+    assert "shape 1x2: drafts are judged a block at a time" in capsys.readouterr().err
+
+
 # What a device failure leaves is run again with the draft.
 
 

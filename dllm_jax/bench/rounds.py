@@ -92,7 +92,7 @@ def time_rounds(
         engine.device.strategy.choices,
         shares,
         _width_ms(engine, rows, columns, context, steps, repeats),
-        _pass_ms(engine, rows, columns, context, repeats),
+        pass_ms(engine, rows, columns, context, repeats),
     )
 
 
@@ -159,7 +159,7 @@ def _width_ms(
         device.choice_costs = kept
 
 
-def _pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int = 5) -> float:
+def pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int = 5) -> float:
     """Milliseconds of the drafter's pass over a whole block, read out; nothing is stored.
 
     Args:

@@ -16,11 +16,12 @@ import jax
 from dllm_jax.bench import measure, profile, roofline
 from dllm_jax.bench.head import has_head
 from dllm_jax.bench.numbers import check_outputs, device_kind, mean_context, setting
+from dllm_jax.bench.rounds import Rounds, pass_ms
 from dllm_jax.bench.throughput import run
 from dllm_jax.bench.workload import Lengths, Work, random_work
 from dllm_jax.facts import EngineConfig
 from dllm_jax.llm import LLM
-from strategies import AR, MultiBD
+from strategies import AR, DFlash, MultiBD
 
 NOTHING = 1.0  # no probability is above it
 PREFILL = 1024  # tokens of a pass that fills the prefix cache; no time counts it
@@ -53,12 +54,23 @@ class Shape:
         return f"{self.slots}x{self.blocks}{size}"
 
 
-def step_strategy(model: Any, shape: Shape) -> Any:
-    """What takes one token a step at this shape: `MultiBD`, or `AR` where nothing is masked.
+def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
+    """What is measured: `MultiBD`, `AR` where nothing is masked, `DFlash` with a draft.
+
+    The first two take one token a step. The last one's rounds judge as many cells as a block of the
+    shape has, by default all that the draft was trained for; how many are right costs nothing.
 
     Raises:
         ValueError: The model decodes token by token, and the shape has a window.
     """
+    if draft is not None:
+        if shape.blocks != 1:
+            raise ValueError(
+                f"shape {shape}: drafts are judged a block at a time; use {shape.slots}x1, or "
+                f"{shape.slots}x1xWIDTH"
+            )
+        width = shape.block_size or draft.config.block_size
+        return DFlash(width=width).bind(draft.config)
     if model.config.mask_token_id >= 0:
         size = shape.block_size or model.defaults.block_size
         return MultiBD(
@@ -83,6 +95,7 @@ def measure_step(
     repeats: int = 5,
     attention_implementation: str | None = None,
     with_profile: bool = False,
+    draft: Any = None,
 ) -> dict[str, Any]:
     """Everything about one step of `shape`.
 
@@ -91,6 +104,7 @@ def measure_step(
         steps: Forwards of a run; the text grows meanwhile, by about a token each.
         repeats: Runs of which the median counts, after one that fills the prefix cache.
         with_profile: Say which kernels the step consists of.
+        draft: A drafter beside its target: a step is then a round of drafts.
 
     Returns:
         The row of docs/benchmarks.md.
@@ -99,13 +113,14 @@ def measure_step(
         ValueError: The shape does not fit the model, a request failed, steps did not do the work,
             or the tokens are not the readout's own.
     """
-    strategy = step_strategy(model, shape)
+    strategy = step_strategy(model, shape, draft)
     size, window = strategy.block_size, strategy.block_size * strategy.buffer_size
     context = max(size, context // size * size)
     # Behind a block that is nearly full the next one gets a token too: at most two a step. The
     # window must not reach past the text's end: dead cells would cost nothing.
-    text = 2 * (steps + measure.FEW_STEPS) + 2 * window
-    llm = _engine(model, strategy, shape.slots, context, text, attention_implementation)
+    each = 2 if draft is None else size
+    text = each * (steps + measure.FEW_STEPS) + 2 * window
+    llm = _engine(model, strategy, shape.slots, context, text, attention_implementation, draft)
     try:
         work = [
             dataclasses.replace(one, params=dataclasses.replace(one.params, max_nfe=steps))
@@ -116,15 +131,19 @@ def measure_step(
         program = measure.decode_program(llm.engine, *_bucket(llm))
         found = _generated(llm, work, steps, repeats, program)
         found |= _bare(llm, context, steps, repeats, text)
-        found |= _floors(model, shape.slots, strategy, found)
+        if draft is None:
+            found |= _floors(model, shape.slots, strategy, found)
+        else:
+            found |= _round(llm, shape.slots, context, found)
         if with_profile:
             found["profile"] = _profile(llm, context, text, program)
     finally:
         del llm
         gc.collect()  # the pool goes before the next shape's comes
     stats = jax.devices()[0].memory_stats() or {}
+    cells = size if draft is None else strategy.width
     return {
-        "shape": f"{shape.slots}x{strategy.buffer_size}x{size}",
+        "shape": f"{shape.slots}x{strategy.buffer_size}x{cells}",
         "slots": shape.slots,
         "context": context,
         "batch": shape.slots,
@@ -134,7 +153,13 @@ def measure_step(
 
 
 def _engine(
-    model: Any, strategy: Any, slots: int, context: int, text: int, implementation: str | None
+    model: Any,
+    strategy: Any,
+    slots: int,
+    context: int,
+    text: int,
+    implementation: str | None,
+    draft: Any,
 ) -> LLM:
     """An engine that compiles one decode program and one prefill program."""
     longest = context + text
@@ -149,6 +174,7 @@ def _engine(
         model,
         strategy,
         attention_implementation=implementation,
+        draft=draft,
         progress=False,
         calibrate=False,
         config=EngineConfig(
@@ -255,6 +281,28 @@ def _floors(model: Any, slots: int, strategy: Any, found: dict[str, Any]) -> dic
         "bare_over_floor_in_turn": in_turn and bare_ms / in_turn,
         "bytes": parts and sum(moved for moved, _ in parts.values()),
         "operations": parts and sum(ops for _, ops in parts.values()),
+    }
+
+
+def _round(llm: LLM, slots: int, context: int, found: dict[str, Any]) -> dict[str, Any]:
+    """What the parts of a round take, and the floor of both passes; no work by parts is known."""
+    width = llm.strategy.width
+    draft_ms = pass_ms(llm.engine, *_bucket(llm), context)
+    rounds = Rounds(slots, (width,), (1.0,), (found["bare_step_ms"],), draft_ms)
+    floor = rounds.floor_ms(llm.engine, found["mean_context"])
+    step_ms, bare_ms = found["step_ms"], found["bare_step_ms"]
+    unknown = ("floor_parts_ms", "floor_in_turn_ms", "step_over_floor_in_turn")
+    unknown += ("bare_over_floor_in_turn", "bytes", "operations")
+    return {
+        "width": width,
+        "draft_ms": draft_ms,
+        "verify_ms": bare_ms - draft_ms,
+        "host_ms": step_ms - bare_ms,
+        "host_overhead": 1 - bare_ms / step_ms,
+        "floor_ms": floor,
+        "step_over_floor": floor and step_ms / floor,
+        "bare_over_floor": floor and bare_ms / floor,
+        **dict.fromkeys(unknown),
     }
 
 

@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench step`."""
     parser.epilog = (
         "Greedy, fixed work: each step takes the one token it is surest of, in a window of blocks "
-        "that are all being decoded. bare: the compiled step in a loop on the device. generate: "
+        "that are all being decoded. With --draft a step is a round of drafts, and S the cells "
+        "that are judged. bare: the compiled step in a loop on the device. generate: "
         "wall time of LLM.generate over its steps. docs/benchmarks.md says how each is counted."
     )
     parser.add_argument(
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the traceback of a failure",
     )
     flags.add_model_flags(parser)
+    flags.add_draft_flag(parser)
     group = parser.add_argument_group("step")
     group.add_argument(
         "--shapes",
@@ -89,8 +91,10 @@ def run(args: argparse.Namespace) -> int:
     from dllm_jax.cli.models import load_model
 
     model = load_model(args)
-    _check(args, model, step_strategy)
-    facts = heading(model) | environment() | {"rows": []}
+    draft = _draft(args, model)
+    _check(args, model, draft, step_strategy)
+    beside = {} if draft is None else {"draft_model": draft.source}
+    facts = heading(model) | beside | environment() | {"rows": []}
     if not args.json:
         print("\n".join(first_lines(facts)), flush=True)
     for shape in args.shapes:
@@ -102,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
             repeats=args.repeats,
             attention_implementation=args.attention_implementation,
             with_profile=args.profile,
+            draft=draft,
         )
         facts["rows"].append(row)
         if not args.json:
@@ -115,13 +120,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, model: Any, strategy_of: Any) -> None:
+def _draft(args: argparse.Namespace, model: Any) -> Any:
+    """The draft beside its target, None without one."""
+    from dllm_jax.generation import bind_draft
+    from strategies import DFlash
+
+    if args.draft is None:
+        return None
+    _, aux = bind_draft(DFlash(), args.draft, model)
+    return next(iter(aux.values()))
+
+
+def _check(args: argparse.Namespace, model: Any, draft: Any, strategy_of: Any) -> None:
     """Refuse shapes that do not fit before the first is measured."""
     from dllm_jax.generation import check_fit
 
     try:
         for shape in args.shapes:
-            check_fit(model, strategy_of(model, shape))
+            check_fit(model, strategy_of(model, shape, draft))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -167,13 +183,21 @@ def row_lines(row: dict[str, Any]) -> list[str]:
         return f"{row[name]:.3f} [{low:.2f} {high:.2f}]"
 
     floors, ratios = f"{'-':>8} {'-':>8}", "no floor known for this device"
-    if row["floor_ms"] is not None and row["floor_in_turn_ms"] is not None:
+    if row.get("draft_ms") is not None and row["floor_ms"] is not None:
+        floors = f"{row['floor_ms']:>8.3f} {'-':>8}"
+        ratios = f"of both passes: x{row['bare_over_floor']:.2f}, x{row['step_over_floor']:.2f}"
+    elif row["floor_ms"] is not None and row["floor_in_turn_ms"] is not None:
         floors = f"{row['floor_ms']:>8.3f} {row['floor_in_turn_ms']:>8.3f}"
         ratios = f"x{row['bare_over_floor_in_turn']:.2f}, x{row['step_over_floor_in_turn']:.2f}"
     told = [
         f"{row['shape']:>10} {row['context']:>7} {spread('bare_step_ms'):>18} "
         f"{spread('step_ms'):>20} {floors}  {ratios}"
     ]
+    if row.get("draft_ms") is not None:
+        told.append(
+            f"{'':>10} round: draft {row['draft_ms']:.3f} ms, verify {row['verify_ms']:.3f} ms, "
+            f"host {row['host_ms']:.3f} ms"
+        )
     if row["floor_parts_ms"]:
         parts = (f"{name} {ms:.3f}" for name, ms in row["floor_parts_ms"].items())
         told.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
