@@ -16,9 +16,9 @@ from pallas_kernels.token_readout.result import TokenReadout
 Implementation = Literal["xla", "triton"]
 
 # Rows up to which the kernel was measured, and won: on an H200, microseconds, kernel / XLA, of a
-# head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 / 240, 256 rows 284 / 375, 1024 rows
-# 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417. With noise it lost: 128 rows 777 /
-# 368 (benchmarks/results/readout_h200.json).
+# head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 / 240, 256 rows 284 / 375, 1,024
+# rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417. With noise it lost: SDAR-1.7B
+# 128 rows 777 / 368 (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
 
 

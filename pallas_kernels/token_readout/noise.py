@@ -28,7 +28,7 @@ def reproducible(keys: PRNGKeyArray) -> bool:
 
 
 def gumbel(key: tuple[Array, Array], index: Array) -> Float[Array, "..."]:
-    """Number `index` (int32) of the key whose two uint32 words are given; all broadcast."""
+    """Number `index` (int32) of the key whose two uint32 words are given, of its shape."""
     bits = _threefry(key, index.astype(jnp.uint32))
     mantissa = (bits >> jnp.uint32(32 - _MANTISSA)) | jnp.uint32(_ONE)
     uniform = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0

@@ -1,0 +1,303 @@
+"""Token readout against NumPy float64, every back end that runs here, and as decoding uses it.
+
+Odd sizes, ties across tiles, forbidden ids, penalties, mixed and huge temperatures with JAX's own
+noise; a row that is no number stays alone; the kernel lowers for published heads, and a decode step
+of 128 rows holds no float32 logits of all of them and computes the head on every branch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import generation, readout
+from dllm_jax.bench.head import has_head
+from dllm_jax.forward import greedy
+from dllm_jax.models.head import Head
+from pallas_kernels.token_readout import api, choose, noise, token_readout, triton
+from strategies import MultiBD
+from strategies.state import NO_TOKEN, Sampling
+from tests.contract.models import plain
+from tests.cross_lowering import H200, triton_grids
+from tests.oracles import token_readout as oracle
+
+SMALL = triton.Tiling(rows=16, ids=64, depth=32, num_warps=4, num_stages=2)
+PLAIN = {"scale": 1.0, "cap": None, "temperature": None, "keys": None, "penalty": None}
+PLAIN |= {"confidence": "drawn", "num_top": 0}
+FORM = {
+    "xla": functools.partial(token_readout, implementation="xla"),
+    "triton": functools.partial(triton.read, tiling=SMALL, interpret=True),
+}
+LENGTHS = 35, 301, 48  # rows, ids, width
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def draw(lengths, seed=0):
+    """Rows, head and forbidden ids; logits have a spread of 3."""
+    R, V, D = lengths
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.standard_normal((R, D)), jnp.bfloat16)
+    head = jnp.asarray(rng.standard_normal((V, D)) * 3 * D**-0.5, jnp.bfloat16)
+    return hidden, head, jnp.asarray(rng.random(V) < 0.1)
+
+
+def everything(lengths, seed=0):
+    """Options that all matter; temperatures of 0 and huge ones in one batch."""
+    R, V, _ = lengths
+    rng = np.random.default_rng(seed + 1)
+    temperature = rng.choice(np.float32([0, 0.6, 1.3, 1e30]), R)
+    return {
+        "scale": 0.9,
+        "cap": 8.0,
+        "temperature": jnp.asarray(temperature),
+        "keys": jax.random.split(jax.random.key(seed), R),
+        "penalty": (jnp.asarray(rng.integers(0, V, R), jnp.int32), jnp.full((R,), 2.5)),
+        "num_top": 3,
+    }
+
+
+def truth(hidden, head, forbidden, *, keys=None, **options):
+    added = None
+    if keys is not None:
+        added = [np.asarray(jax.random.gumbel(key, (len(head),), jnp.float32)) for key in keys]
+    return oracle.token_readout(hidden, head, forbidden, noise=added, **options)
+
+
+def check(got, want, atol=2e-5):
+    """Tokens and tops wherever the truth is no near tie; figures everywhere."""
+    drawn, token, sure, entropy, top_ids, top_probs = want
+    at = np.take_along_axis(drawn, np.asarray(got.token)[:, None], axis=1)[:, 0]
+    assert (at >= drawn.max(axis=1) - 1e-4).all()
+    same = np.asarray(got.token) == token
+    assert same.mean() > 0.9
+    np.testing.assert_allclose(np.asarray(got.confidence)[same], sure[same], rtol=1e-4, atol=atol)
+    np.testing.assert_allclose(got.entropy, entropy, rtol=1e-4, atol=atol)
+    np.testing.assert_allclose(got.top_probs, top_probs, rtol=1e-4, atol=atol)
+    if top_ids.shape[1]:
+        assert (np.asarray(got.top_ids) == top_ids).mean() > 0.9
+
+
+@pytest.mark.parametrize("confidence", ["drawn", slow("raw")])
+@pytest.mark.parametrize("name", FORM)
+def test_readout_matches_numpy(name, confidence):
+    arguments, options = draw(LENGTHS), everything(LENGTHS) | {"confidence": confidence}
+    check(FORM[name](*arguments, **PLAIN | options), truth(*arguments, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1, 17, 16), (16, 64, 64), (130, 500, 80), (5, 333, 4096)])
+@pytest.mark.parametrize("options", [{}, {"num_top": 4}, {"temperature": 0.7}, {"cap": 3.0}])
+@pytest.mark.parametrize("name", FORM)
+def test_readout_of_odd_sizes_matches_numpy(name, lengths, options):
+    arguments = draw(lengths, seed=lengths[0])
+    if "temperature" in options:
+        options = {"temperature": jnp.full((lengths[0],), 0.7), "confidence": "raw"}
+    check(FORM[name](*arguments, **PLAIN | options), truth(*arguments, **options))
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_ties_go_to_the_lowest_id_and_rows_without_a_number_stay_alone(name):
+    """Products of small whole numbers are exact, and full of ties within and across tiles."""
+    R, V, D = LENGTHS
+    rng = np.random.default_rng(3)
+    hidden = rng.integers(-1, 2, (R, D)).astype(np.float32)
+    head = rng.integers(-1, 2, (V, D)).astype(np.float32)
+    head[200:300] = head[100:200]
+    forbidden = jnp.asarray(np.isin(np.arange(V), [4, 100, 101, 102]))
+    rows = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, head)]
+    run = jax.jit(functools.partial(FORM[name], **PLAIN | {"num_top": 4}))
+    got = run(*rows, forbidden)
+    drawn, token, _, _, top_ids, _ = truth(*rows, forbidden, num_top=4)
+    assert (np.sum(drawn == drawn.max(1, keepdims=True), axis=1) > 1).sum() > 5
+    assert got.token.tolist() == token.tolist()
+    assert got.top_ids.tolist() == top_ids.tolist()
+    check(got, truth(*rows, forbidden, num_top=4))
+    spoilt = rows[0].at[7].set(jnp.nan).at[20, 3].set(jnp.inf)
+    after, sound = run(spoilt, rows[1], forbidden), ~np.isin(np.arange(R), [7, 20])
+    for a, b in zip(got, after, strict=True):
+        assert (np.asarray(a)[sound] == np.asarray(b)[sound]).all()
+    assert not np.isfinite(np.asarray(after.confidence)[~sound]).any()
+    assert not np.isfinite(run(*rows, jnp.ones((V,), bool)).confidence).any()
+
+
+def test_noise_is_that_of_jax():
+    keys = jax.random.split(jax.random.key(11), 3)
+    ids = jnp.broadcast_to(jnp.arange(4099, dtype=jnp.int32), (3, 4099))
+    first, second = (
+        jnp.broadcast_to(word[:, None], ids.shape) for word in jax.random.key_data(keys).T
+    )
+    got = noise.gumbel((first, second), ids)
+    want = jax.vmap(lambda key: jax.random.gumbel(key, (4099,), jnp.float32))(keys)
+    assert noise.reproducible(keys)
+    assert (np.asarray(got) == np.asarray(want)).all()
+    assert not noise.reproducible(jax.random.split(jax.random.key(0, impl="rbg"), 3))
+
+
+def test_readout_chooses_what_was_measured_to_be_fastest(monkeypatch):
+    def chosen(R, dtype="bfloat16", num_top=0, keys=None):
+        hidden, head = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (R, 500))
+        hidden = jnp.zeros(hidden.shape, hidden.dtype)
+        return choose(hidden, jnp.zeros(head.shape, head.dtype), keys, num_top)
+
+    assert chosen(128) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [chosen(R) for R in (1, 128, api.TRITON_ROWS)] == ["triton"] * 3
+    assert chosen(api.TRITON_ROWS + 1) == "xla"
+    assert chosen(128, dtype="float32") == "xla"
+    assert [chosen(128, num_top=n) for n in (4, 5)] == ["triton", "xla"]
+    assert chosen(8, keys=jax.random.split(jax.random.key(0), 8)) == "xla"
+
+
+def test_readout_refuses_what_it_cannot_do():
+    hidden, head, forbidden = draw(LENGTHS)
+    with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "xla"'):
+        token_readout(hidden, head, forbidden, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
+        token_readout(hidden, head, forbidden, implementation="cudnn")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"must be \[R D\], \[V D\] and \[V\]"):
+        token_readout(hidden, head[:, :32], forbidden)
+    why = triton.unsupported_arguments
+    assert "got float32 and bfloat16" in str(why(hidden.astype("float32"), head, None, 0))
+    assert "got D=40, V=301" in str(why(hidden[:, :40], head[:, :40], None, 0))
+    assert why(hidden, head, None, 5) == "names at most 4 likeliest ids, got num_top=5"
+    rbg = jax.random.split(jax.random.key(0, impl="rbg"), len(hidden))
+    assert "typed threefry keys" in str(why(hidden, head, rbg, 0))
+    assert why(hidden, head, None, 4) is None
+
+
+HEADS = {  # ids, width
+    "SDAR-1.7B": (151936, 2048),
+    "SDAR-8B": (151936, 4096),
+    "LLaDA-8B": (126464, 4096),
+    "Dream-7B": (152064, 3584),
+    "LLaDA2-mini": (157184, 2048),
+    "Llama-3.1-8B": (128256, 4096),
+}
+
+
+@pytest.mark.parametrize(
+    "model", ["SDAR-8B", *(slow(model) for model in HEADS if model != "SDAR-8B")]
+)
+def test_triton_lowers_for_published_heads(model):
+    V, D = HEADS[model]
+    shape = jax.ShapeDtypeStruct
+    for R in (16, 32, 128, 256):
+        given = shape((R, D), jnp.bfloat16), shape((V, D), jnp.bfloat16), shape((V,), bool)
+        with jax.sharding.use_abstract_mesh(H200):
+            traced = jax.jit(functools.partial(triton.read, **PLAIN | {"num_top": 2})).trace(*given)
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        tiling = triton.choose_tiling(R)
+        grid = (-(-R // tiling.rows), -(-V // tiling.ids), 1)
+        assert triton_grids(lowered.compiler_ir("stablehlo").operation) == [grid]
+
+
+# --- as decoding uses it ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The kernel is chosen here, and runs as plain XLA."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(triton, "read", functools.partial(triton.read, interpret=True))
+
+
+@pytest.mark.parametrize("rows_at_once", [1024, slow(16)])
+def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, rows_at_once):
+    R = LENGTHS[0]
+    hidden, weights, _ = draw(LENGTHS)
+    hidden = hidden.at[5].set(jnp.nan)
+    keys = jax.random.split(jax.random.key(2), R)
+    penalty = jnp.arange(R, dtype=jnp.int32), jnp.full((R,), 2.0)
+
+    def read(hidden, sampling):
+        return readout.read_stats(
+            Head(weights, scale=0.9, cap=8.0),
+            hidden,
+            sampling,
+            keys,
+            forbidden=lambda ids: (ids == 2) | (ids > 290),
+            penalty=penalty,
+            num_top=3,
+        )
+
+    def all_cases():
+        run = jax.jit(lambda *given: read(*given))
+        for temperature, top_k in [(0.0, 0), (1.3, 0), (1.3, 4)]:
+            values = np.float32(temperature), np.int32(top_k), np.float32(1)
+            yield run(hidden, Sampling(*(jnp.full((R,), value) for value in values)))
+
+    want = list(all_cases())
+    request.getfixturevalue("on_a_gpu")
+    monkeypatch.setattr(readout, "TRITON_ROWS", rows_at_once)
+    for got, told in zip(all_cases(), want, strict=True):
+        assert (told.token[5], got.token[5], got.confidence[5]) == (NO_TOKEN, NO_TOKEN, 1.0)
+        assert got.token.tolist() == told.token.tolist()
+        assert np.delete(got.top_ids, 5, 0).tolist() == np.delete(told.top_ids, 5, 0).tolist()
+        for name in ("confidence", "entropy"):
+            np.testing.assert_allclose(getattr(got, name), getattr(told, name), atol=2e-6)
+    assert str(jax.make_jaxpr(read)(hidden, greedy(R))).count("pallas_call") == 1
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Arguments of a step of 1 x 4 x 32 in bfloat16 with 304 ids."""
+    model = plain(
+        dtype=jnp.bfloat16,
+        vocab_size=304,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+    )
+    strategy = MultiBD(block_size=32, buffer_size=4)
+    session = generation.start(model, [[1, 2]], strategy, max_tokens=99)
+    return model, session.strategy, session.aux, session.state, jnp.int32(3), "xla"
+
+
+def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step, monkeypatch):
+    def lowered():
+        generation._advance.clear_cache()
+        with jax.sharding.use_abstract_mesh(H200):
+            return generation._advance.trace(*step).lower(lowering_platforms=("cuda",))
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    text, program = lowered().as_text(), lowered().compiler_ir("hlo").as_hlo_text()
+    assert "tensor<64x304xf32>" in text  # of a draw
+    assert not {shape for shape in ("128x304", "1x128x304", "4x32x304") if f"<{shape}xf32>" in text}
+    assert has_head(program, 304)
+    assert not has_head(program, 303)
+    # Without the kernel a greedy step has no head, though a drawn one still does.
+    monkeypatch.setattr(readout, "token_readout", lambda hidden, *_, **__: made_up(len(hidden)))
+    program = lowered().compiler_ir("hlo").as_hlo_text()
+    generation._advance.clear_cache()
+    assert "f32[64,304]" in program
+    assert not has_head(program, 304)
+
+
+def made_up(R):
+    row, none = jnp.zeros((R,)), jnp.zeros((R, 0))
+    return api.TokenReadout(row.astype(jnp.int32), row + 0.5, row, none.astype(jnp.int32), none)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("R", [1, 32, 128, 200])
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_readout_matches_numpy_on_a_gpu(R, options):
+    lengths = R, 5003, 256
+    options = everything(lengths) if options == "everything" else {"num_top": 4}
+    arguments = draw(lengths)
+    got = jax.jit(functools.partial(triton.read, **PLAIN | options))(*arguments)
+    check(got, truth(*arguments, **options), atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_holds_no_logits_of_its_window_on_a_gpu(step):
+    program = generation._advance.lower(*step).compile().as_text() or ""
+    assert has_head(program, 304)
+    assert "f32[128,304]" not in program
