@@ -20,6 +20,7 @@ import pytest
 
 from dllm_jax import decode, generation, warming
 from dllm_jax.forward import ModelForward
+from strategies import DFlash
 from strategies.state import RUNNING
 from tests.contract import engine as toy
 from tests.contract import harness
@@ -41,7 +42,7 @@ def pool_sized(program: str, shape: str = rf"(\d+,)*{NUM_PAGES}(,\d+)*") -> list
 QUICK = {"xla_backend_optimization_level": 0}
 
 
-def compiled(name: str, dtype=jnp.float32, options=QUICK):
+def compiled(name: str, dtype=jnp.float32, options=QUICK, strategy=None):
     """The whole loop of a case, ready to run, and the arguments for it."""
     c = case(name)
 
@@ -52,7 +53,7 @@ def compiled(name: str, dtype=jnp.float32, options=QUICK):
     aux = {name: other.replace(params=cast(other.params)) for name, other in c.aux}
     requests = [*c.requests, *[None] * (harness.SLOTS - len(c.requests))]
     bare, state, prompt = harness.fresh_state(
-        c.strategy, model, aux, requests, PAGE_SIZE, seed=3, num_pages=NUM_PAGES
+        strategy or c.strategy, model, aux, requests, PAGE_SIZE, seed=3, num_pages=NUM_PAGES
     )
 
     def loop(strategy, model, aux, state, prompt):
@@ -99,6 +100,14 @@ def test_the_loop_works_in_place_and_equals_the_steps(name):
 @pytest.mark.parametrize("name", ["multi_bd", "speculate"])
 def test_the_loop_works_in_place_in_bfloat16(name):
     check(*compiled(name, jnp.bfloat16))
+
+
+@pytest.mark.slow
+def test_a_choice_among_widths_works_in_place():
+    """Three passes of the target in the branches of a switch, one of them with no draft."""
+    strategy = DFlash(4, (0, 1))
+    assert strategy.choices == (1, 2, 4)
+    check(*compiled("dflash", strategy=strategy))
 
 
 def test_the_loop_of_generate_works_in_place():
