@@ -2,7 +2,8 @@
 
 It runs through `generate(strategy=my_step)` and `--strategy path/to/file.py:my_step` with the same
 tokens; its schedule (half of the holes in each forward) is checked against arithmetic done here,
-on a script instead of a model, where text and forwards are known beforehand.
+on a script instead of a model, where text and forwards are known beforehand. The example of
+drafting shows what it says, with the built-in pair.
 """
 
 import importlib.util
@@ -21,12 +22,16 @@ from strategies.testing import run_script
 FILE = Path(__file__).resolve().parent.parent / "examples" / "my_strategy.py"
 
 
-@pytest.fixture(scope="module")
-def my_step():
-    spec = importlib.util.spec_from_file_location("my_strategy", FILE)
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, FILE.with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.my_step
+    return module
+
+
+@pytest.fixture(scope="module")
+def my_step():
+    return example("my_strategy").my_step
 
 
 def test_example_is_short():
@@ -71,3 +76,15 @@ def test_step_function_runs_from_the_library_and_the_command_line(
     assert main([*argv, "--strategy", f"{FILE}:my_step", "--block-size", "4"]) == 0
     smaller = json.loads(capsys.readouterr().out)
     assert smaller["metrics"]["nfe"] != line["metrics"]["nfe"]
+
+
+@pytest.mark.slow
+def test_drafting_writes_the_text_of_ar_in_a_few_rounds(capsys, monkeypatch):
+    monkeypatch.setattr("dllm_jax.llm.enable_compile_cache", lambda: None)
+    pair = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")
+    example("drafting").main(*pair)  # which compares the tokens
+    text, forwards, length = capsys.readouterr().out.splitlines()
+    assert text.endswith("The answer is 310.")
+    few, many = (int(word) for word in forwards.split() if word.isdecimal())
+    assert 5 * few <= many
+    assert float(length.split()[0]) >= 5
