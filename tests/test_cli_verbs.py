@@ -59,7 +59,7 @@ def test_info_tells_what_runs_here(capsys):
     if jax.default_backend() == "cpu":
         assert (
             facts["kernels"]["paged_attention"]
-            == "xla here (cudnn and triton: needs an NVIDIA GPU)"
+            == "xla here (cudnn, triton and mosaic: needs an NVIDIA GPU)"
         )
         assert facts["kernels"]["expert_ffn"].endswith("else grouped (triton needs an NVIDIA GPU)")
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")

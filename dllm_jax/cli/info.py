@@ -74,10 +74,11 @@ def _attention() -> str:
 
     missing = cudnn.unsupported(jnp.zeros((1, 1, 1, 128), jnp.bfloat16))
     if missing:
-        return f"xla here (cudnn and triton: {missing})"
+        return f"xla here (cudnn, triton and mosaic: {missing})"
     return (
-        f"triton, cudnn or xla here: for 16-bit models triton up to {api.TRITON_ROWS} rows "
-        "a sequence (pages and heads of a power of two), then cudnn from "
+        "mosaic, triton, cudnn or xla here: on Hopper in bfloat16 mosaic up to "
+        f"{api.MOSAIC_ROWS} rows a sequence, a multiple of 16; for other 16-bit models triton up "
+        f"to {api.TRITON_ROWS} (pages and heads of a power of two), then cudnn from "
         f"{api.XLA_SCORES:,} scores (sequences x rows x heads x keys) on, else xla"
     )
 

@@ -17,10 +17,11 @@ from pallas_kernels.paged_attention.mask import WindowMask
 
 Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 
-# Rows of a sequence up to which the kernel was measured, and won: on an H200, microseconds a call,
-# kernel / better of the others, SDAR-1.7B at context 512: 32 rows 12.3 / 13.5, 128 rows 15.2 /
-# 20.4, 32 x 128 rows 106 / 153; 32 rows at 8k 25.6 / 67.5; SDAR-8B, 128 rows 16.8 / 27.6
-# (benchmarks/results/paged_attention_h200.json).
+# Rows of a sequence up to which each kernel was measured, and won. On an H200, microseconds a
+# call, Mosaic / Triton / cuDNN over gathered pages: SDAR-8B, 8 x 32 rows at context 1k 17.6 / 27.1
+# / 85; 8 x 128 at 8k 281 / 427 / 617; LLaDA-8B, 8 x 256 at 1k 99 / 156 / 257; 32 x 128 at 1k 201 /
+# 298 / 655 (benchmarks/results/paged_attention_h200.json). Mosaic takes multiples of 16 rows.
+MOSAIC_ROWS = 256
 TRITON_ROWS = 128
 
 # Scores up to which XLA beats cuDNN, whose kernel has one block of threads a head and sequence.
@@ -58,7 +59,7 @@ def paged_attention(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     if implementation is None:
-        implementation = choose(q, k_pages, page_table)
+        implementation = choose(q, k_pages, page_table, mask)
     if implementation == "xla":
         return reference.attention(q, k, v, k_pages, v_pages, page_table, mask)
     if implementation == "cudnn":
@@ -79,9 +80,11 @@ def paged_attention(
     raise ValueError(f'{implementation=} is not one of "xla", "cudnn", "triton", "mosaic"')
 
 
-def choose(q: Array, k_pages: Array, page_table: Array) -> Implementation:
+def choose(q: Array, k_pages: Array, page_table: Array, mask: WindowMask) -> Implementation:
     """What `implementation=None` takes for such arguments on this machine."""
     B, T, N, _ = q.shape
+    if T <= MOSAIC_ROWS and not mosaic.unsupported(q, k_pages, mask):
+        return "mosaic"
     if T <= TRITON_ROWS and not triton.unsupported(q, k_pages):
         return "triton"
     scores = B * T * N * (page_table.shape[1] * k_pages.shape[2] + T)

@@ -30,6 +30,14 @@ _ROWS = 64  # of a warpgroup's product
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 _MULTIPROCESSORS = 132
+# What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json):
+# a tile of 64 keys of head size 128 by one and by two warpgroups, what each block of threads costs
+# beside, and each way to merge. The clusters that run at once: a GPC has 14 to 18 multiprocessors,
+# so that 16 clusters of 8 blocks, or 32 of 4, took two turns.
+_TILE_US = {1: 0.75, 2: 1.08}
+_BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 2.0, 5.0, 4.3e6
+_CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
+_BY_XLA = ((4, False), (8, False), (16, False), (32, False))
 _RING_BYTES = 128 * 1024  # of 227 KiB shared memory; the rest is the rows' and the parts'
 _MOST_BLOCKS = 32  # of a window whose visibility is a bit each
 _HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
@@ -61,7 +69,8 @@ class Tiling:
 
 def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
-    if jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0":
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability != "9.0":
         return "needs an NVIDIA GPU of the Hopper kind"
     return unsupported_arguments(q, k_pages, mask)
 
@@ -86,19 +95,40 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
 
 
 def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
-    """A tile for these shapes: enough blocks of threads to fill the chip, in few parts."""
+    """The tile that a model of the time, fitted to an H200, finds fastest for these shapes.
+
+    Of contexts it knows the most that the page table holds. With several sequences it takes the
+    mean of two cases: all as long as that, and a quarter of it on average.
+    """
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
-    tiles = -(-T * (N // G) // _ROWS)
-    consumers = 2 if tiles > 1 and B * G * tiles > _MULTIPROCESSORS else 1
+    chunk = math.gcd(T, _ROWS)
+    warpgroups = -(-(N // G) * (T // chunk) // (_ROWS // chunk))
     keys = 64
-    programs = B * G * -(-tiles // consumers)
-    most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
-    splits = 1
-    while splits < _MAX_CLUSTER and 2 * splits <= most and 2 * splits * programs <= 132:
-        splits *= 2
-    stages = _RING_BYTES // (keys * H * 4)
-    return Tiling(consumers=consumers, keys=keys, stages=min(stages, 6), splits=splits)
+    tiles = -(-page_table.shape[1] * Z // keys) + -(-T // keys)  # of keys, for one row
+
+    def microseconds(tiling):
+        programs = B * G * -(-warpgroups // tiling.consumers)
+        splits = tiling.splits
+        at_once = _CLUSTERS[splits] if tiling.is_cluster else _MULTIPROCESSORS / splits
+        tile_us = _TILE_US[tiling.consumers] * H / 128
+        longest = -(-tiles // splits) * tile_us + _BLOCK_US
+        merge = _CLUSTER_US if tiling.is_cluster else _XLA_US
+        merge = 0.0 if splits == 1 else merge + 8 * splits * q.size / _BYTES_PER_US
+        even = -(-programs // at_once) * longest
+        if B == 1:
+            return even + merge
+        mean = tiles / splits / 4 * tile_us + _BLOCK_US
+        return (even + max(longest, programs / at_once * mean)) / 2 + merge
+
+    stages = min(_RING_BYTES // (keys * H * 4), 6)
+    found = [
+        Tiling(consumers=consumers, keys=keys, stages=stages, splits=splits, is_cluster=is_cluster)
+        for consumers in range(1, min(warpgroups, 2) + 1)
+        for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA)
+        if splits <= tiles
+    ]
+    return min(found, key=microseconds)
 
 
 def attention(
@@ -124,16 +154,11 @@ def attention(
     if mask.visible is not None:  # the blocks that each block of rows sees, a bit each
         place = jnp.arange(mask.visible.shape[-1], dtype=jnp.int32)
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
-    return _run(
-        (q, k, v),
-        (k_pages, v_pages),
-        page_table,
-        facts(mask, page_table, k_pages.shape[2]),
-        bits,
-        block_size=mask.block_size,
-        window=mask.window,
-        tiling=tiling,
-        interpret=interpret,
+    settings = {"block_size": mask.block_size, "window": mask.window, "tiling": tiling}
+    run = functools.partial(_run, **settings, interpret=interpret)
+    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    return jax.custom_batching.sequential_vmap(run)(
+        (q, k, v), (k_pages, v_pages), page_table, facts(mask, page_table, k_pages.shape[2]), bits
     )
 
 
