@@ -38,7 +38,7 @@ def interpreted(monkeypatch):
         run = functools.partial(getattr(triton, name), interpret=True)
         monkeypatch.setattr(triton, name, run)
     monkeypatch.setattr(triton, "unsupported_type", lambda x: None)
-    monkeypatch.setattr(api, "choose_tiling", lambda x: SMALL)
+    monkeypatch.setattr(api, "choose_tiling", lambda x, w: SMALL)
 
 
 @pytest.fixture(params=["xla", "triton"])
@@ -95,6 +95,17 @@ def test_rotate_qkv_matches_numpy(name, dtype, rotary, normed, biased):
     if rotary < 16 and not normed:  # and so is what no angle turns
         kept = (qkv + bias)[..., :3, rotary:].reshape(2, 5, 9, -1)
         assert np.array_equal(got[0][..., rotary:], kept)
+
+
+def test_rotate_qkv_takes_parts(name):
+    (parts,), (angle,) = draw(9, (3, 2, 5, 3, 4, 16)), draw(3, (2, 5, 8))
+    norms = draw(2, (16,), (16,), dtype="bfloat16")
+    more = jax.tree.map(jnp.asarray, (None, *norms, np.cos(angle), np.sin(angle)))
+    run = functools.partial(rotate_qkv, eps=EPS, dtype=jnp.bfloat16, implementation=name)
+    whole = (parts[0] + parts[1] + parts[2]).astype(jnp.bfloat16)
+    for a, b in zip(run(jnp.asarray(parts), *more), run(jnp.asarray(whole), *more), strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert np.array_equal(a, b)
 
 
 def test_split_matmul_parts_add_up(name):

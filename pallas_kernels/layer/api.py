@@ -10,6 +10,8 @@ one, H head size, R2 rotated pairs of a head.
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.layer import reference, triton
@@ -70,7 +72,7 @@ def split_matmul(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
-    tiling = choose_tiling(x)
+    tiling = choose_tiling(x, w)
     reason = triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling)
     if _is_triton(implementation, reason, fast=_is_small(x, w)):
         return triton.split_matmul(x, w, tiling=tiling)
@@ -78,7 +80,7 @@ def split_matmul(
 
 
 def rotate_qkv(
-    qkv: Float[Array, "*M G n+2 H"],
+    qkv: Float[Array, "*M G n+2 H"] | Float[Array, "X *M G n+2 H"],
     bias: Float[Array, "G n+2 H"] | None,
     q_norm: Float[Array, " H"] | None,
     k_norm: Float[Array, " H"] | None,
@@ -86,36 +88,42 @@ def rotate_qkv(
     sin: Float[Array, "*M R2"],
     eps: float,
     *,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*M N H"], Float[Array, "*M G H"], Float[Array, "*M G H"]]:
     """Queries, keys and values of one product: biased, normed head by head, rotated, split.
 
     Args:
-        qkv: Per KV head its n query heads, its key, its value.
+        qkv: Per KV head its n query heads, its key, its value; or float32 parts of it.
         bias: Of the product, None for none.
         q_norm, k_norm: Scales of the norms, None for none; values have no norm.
         cos, sin: Rotary angles' in float32; components past 2 R2 are left as they are.
+        dtype: Of the results and of what is rounded on the way; None: that of `qkv`.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
 
     Returns:
-        In the dtype of `qkv`; N is G n, the query heads of a KV head side by side.
+        N is G n, the query heads of a KV head side by side.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     reason = triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos)
     arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
-    if _is_triton(implementation, reason, fast=qkv.dtype.itemsize == 2):
-        return triton.rotate_qkv(*arguments)
-    return reference.rotate_qkv(*arguments)
+    dtype = jnp.dtype(dtype or qkv.dtype)
+    if _is_triton(implementation, reason, fast=dtype.itemsize == 2):
+        return triton.rotate_qkv(*arguments, dtype=dtype)
+    return reference.rotate_qkv(*arguments, dtype=dtype)
 
 
-def choose_tiling(x: Array) -> triton.Tiling:
-    """The fastest tile for these rows, of those that benchmarks/layer_gpu.py tried."""
+def choose_tiling(x: Array, w: Array) -> triton.Tiling:
+    """The fastest tile for these operands, of those that benchmarks/layer_gpu.py tried."""
     rows = _num_rows(x)
     if rows <= 32:
-        return triton.Tiling(rows=32, columns=64, depth=128, splits=4, num_warps=4, num_stages=3)
-    return triton.Tiling(rows=64 if rows <= 64 else 128, num_warps=4 if rows <= 64 else 8)
+        return triton.Tiling(rows=32, depth=128, num_stages=3)
+    # Tiles of a narrow matrix are one to a processor; of others two share one.
+    return triton.Tiling(
+        rows=64 if rows <= 64 else 128, num_warps=8 if rows > 64 and w.shape[1] <= 2048 else 4
+    )
 
 
 def _is_small(x: Array, w: Array) -> bool:

@@ -163,7 +163,7 @@ def _split_matmul(x, w, out, *, tiling: Tiling):
     pltriton.store(out.at[where], total, mask=_across(there, tiling.columns))
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
 def rotate_qkv(
     qkv: Array,
     bias: Array | None,
@@ -173,31 +173,34 @@ def rotate_qkv(
     sin: Array,
     eps: float,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See `api.rotate_qkv`."""
-    *rows, G, both, H = qkv.shape
-    n = both - 2
-    flat = qkv.reshape(-1, G, both, H)
-    M, R2 = len(flat), cos.shape[-1]
+    G, both, H = qkv.shape[-3:]
+    n, R2 = both - 2, cos.shape[-1]
+    rows, M = cos.shape[:-1], cos.size // R2
+    parts = qkv.reshape(-1, M, G, both, H)
+    dtype = dtype or qkv.dtype
     norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
     extra = (*norms, *(() if bias is None else (bias,)))
     q, k, v = pl.pallas_call(
         functools.partial(_rotate_qkv, has_norms=bool(norms), has_bias=bias is not None, eps=eps),
-        out_shape=[jax.ShapeDtypeStruct((M, heads, H), qkv.dtype) for heads in (G * n, G, G)],
+        out_shape=[jax.ShapeDtypeStruct((M, heads, H), dtype) for heads in (G * n, G, G)],
         grid=(-(-M // _TOKENS), G),
         compiler_params=pltriton.CompilerParams(num_warps=4),
         interpret=interpret,
-    )(flat, cos.reshape(-1, R2), sin.reshape(-1, R2), *extra)
+    )(parts, cos.reshape(-1, R2), sin.reshape(-1, R2), *extra)
     return q.reshape(*rows, G * n, H), k.reshape(*rows, G, H), v.reshape(*rows, G, H)
 
 
 def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: float):
-    """Some tokens of one group of heads, head by head in the parts that rotation makes of it."""
+    """Some tokens of one group of heads, head by head in the spans that rotation makes of it."""
     *extra, q, k, v = refs
-    M, _, both, H = qkv.shape
+    num_parts, M, _, both, H = qkv.shape
+    dtype = q.dtype
     n, half = both - 2, cos.shape[1]
-    parts = [(0, half), (half, half), *([(2 * half, H - 2 * half)] if 2 * half < H else [])]
+    spans = [(0, half), (half, half), *([(2 * half, H - 2 * half)] if 2 * half < H else [])]
     group = pl.program_id(1)
     token = pl.program_id(0) * _TOKENS + jnp.arange(_TOKENS, dtype=jnp.int32)
 
@@ -215,29 +218,33 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
     def load(head, start, width):
         row, column, there = cells(start, width)
         at = (row, whole(group, row), whole(head, row), column)
-        x = pltriton.load(qkv.at[at], mask=there, other=0).astype(jnp.float32)
+        x, *more = (
+            pltriton.load(qkv.at[whole(i, row), *at], mask=there, other=0).astype(jnp.float32)
+            for i in range(num_parts)
+        )
+        for part in more:
+            x += part
+        x = _rounded(x, dtype)
         if has_bias:
-            x = _rounded(x + pltriton.load(extra[-1].at[at[1:]]).astype(jnp.float32), qkv.dtype)
+            x = _rounded(x + pltriton.load(extra[-1].at[at[1:]]).astype(jnp.float32), dtype)
         return x
 
     def scaled(pieces, scale):
         mass = sum(jnp.sum(piece * piece, axis=1) for piece in pieces)
         factor = jax.lax.rsqrt(mass / H + eps)[:, None]
-        for piece, (start, width) in zip(pieces, parts, strict=True):
+        for piece, (start, width) in zip(pieces, spans, strict=True):
             mine = pltriton.load(scale.at[_along(start, width, _TOKENS)]).astype(jnp.float32)
-            yield _rounded(
-                _rounded(piece * factor, qkv.dtype) * _rounded(mine, qkv.dtype), qkv.dtype
-            )
+            yield _rounded(_rounded(piece * factor, dtype) * _rounded(mine, dtype), dtype)
 
     def keep(ref, head, pieces):
-        for piece, (start, width) in zip(pieces, parts, strict=True):
+        for piece, (start, width) in zip(pieces, spans, strict=True):
             row, column, there = cells(start, width)
             pltriton.store(
                 ref.at[row, whole(head, row), column], piece.astype(ref.dtype), mask=there
             )
 
     for i in range(both):
-        pieces = [load(i, *part) for part in parts]
+        pieces = [load(i, *span) for span in spans]
         if i == n + 1:
             keep(v, group, pieces)
             continue
