@@ -4,8 +4,9 @@ Proves that the drafter's mask is a token to the target, even one that ends a te
 the head which belong to no token are neither drafted nor written; that a state goes to the host and
 back between any two rounds; that memory is planned for both caches; that what a folder asks of
 other libraries' loops changes neither side of a comparison; and, where there is time, that in
-bfloat16 drafts do not change a text of one width, that pages of any size hold both caches, and that
-a text is streamed, sampled and preempted with a draft as without.
+bfloat16 drafts do not change a text of one width, that pages of any size hold both caches, that
+a text is streamed, sampled and preempted with a draft as without, and that no used slot, prefix hit
+or preemption costs a trained draft any acceptance.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.defaults import default_params, resolve_strategy
+from dllm_jax.evaluate import encode, held_out
 from dllm_jax.models.families import ConfigError, parse_config
 from strategies import AR, DFlash
 from strategies.state import RUNNING
@@ -260,3 +262,35 @@ def test_a_text_is_streamed_as_it_settles(folder):
         joined[event.index] += event.text
     assert joined == [one.text for one in whole.outputs]
     assert joined[0] != joined[1]
+
+
+@pytest.mark.slow
+def test_what_befalls_a_request_costs_a_trained_draft_nothing():
+    """Traps 8 and 11 where acceptance shows them: a used slot, a hit, prompts in pieces, preemption.
+
+    The counts of each request are those of the first time.
+    """
+    target, draft = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")
+    prompts = encode(target, held_out("plain", 4, seed=5))
+    params = dj.SamplingParams(max_tokens=120)
+    sizes = {"max_num_seqs": 2, "max_model_len": 256, "page_size": 16, "prefill_buckets": (32,)}
+
+    def told(llm):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [(one.outputs[0].token_ids, one.metrics.draft) for one in outputs], outputs
+
+    def make(**more):
+        config = dj.EngineConfig(**(sizes | {"slot_buckets": (2,)} | more))
+        strategy = DFlash(width=16)  # a chosen one would follow the neighbours
+        return dj.LLM(target, strategy, draft=draft, config=config, warm_up=False)
+
+    llm = make()
+    once, _ = told(llm)
+    assert min(draft.mean_accepted_length for _, draft in once) >= 5
+    again, outputs = told(llm)
+    assert again == once
+    assert min(one.metrics.cached_tokens for one in outputs) > 0
+    assert max(map(len, prompts)) > 32, "no prompt came in pieces"
+    short = make(num_pages=17, enable_prefix_caching=False)
+    assert told(short)[0] == once
+    assert short.engine.stats().num_preemptions > 0
