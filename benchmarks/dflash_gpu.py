@@ -641,7 +641,7 @@ def main(argv=None):
 
 
 def _ints(text):
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 if __name__ == "__main__":

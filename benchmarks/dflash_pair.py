@@ -5,13 +5,13 @@ At T = 0 and T = 1, plain decoding (`ar`) and `dflash` at its whole block and wi
 - Accepted: rounds one by one over all problems. The mean accepted length counts the bonus token of
   a round; `emitted_per_round` is what of it reached the text, past whose end mark nothing counts.
 - Entropy of the target's law (T = 1, nats a token) along the texts of `ar`, beside it.
-- Equal tokens: float32 with exact products, which must all be equal, and the type that is timed.
+- Texts unlike those of `ar`: in the type that is timed, and with exact products in float32, where
+  there must be none.
 - Wall clock of `dj.generate`'s loop and of `LLM.generate` by batch, all settings in each turn;
   speed-ups are to `ar` in the same turn, of which the median is reported. The loop's are of
   decoding alone, prompts prefilled before; `LLM` finds prompts in its prefix cache.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -33,7 +33,7 @@ from strategies.state import RUNNING, STOP
 
 BAR_LENGTH, BAR_SPEEDUP, BAR_SLOWEST = 5.0, 2.5, 0.97
 TO_THE_END = 1 << 20
-COMPILE_SHARE = 0.6  # of the time there is
+WATCHED = 32  # the batch whose rounds are looked at
 HALVES = ("plain", "hard")
 SMOKE = "made:tiny"  # random models with the built-in tokenizer
 
@@ -42,16 +42,18 @@ def add_arguments(parser):
     parser.add_argument("--target", default="builtin:tiny-qwen3")
     parser.add_argument("--with-draft", default="builtin:tiny-qwen3-dflash")
     parser.add_argument("--problems", type=int, default=64)
-    parser.add_argument("--batches", type=_ints, default=(1, 8, 32, 256))
-    parser.add_argument("--llm-batches", type=_ints, default=(1, 8, 32))
+    parser.add_argument("--batches", type=_ints, default=(1, 8, 32))
+    parser.add_argument("--last-batches", type=_ints, default=(256,), help="if time is left")
+    parser.add_argument("--llm-batches", type=_ints, default=(1, 32))
     parser.add_argument("--text", type=int, default=evaluate.MAX_TOKENS, help="most tokens")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pair-within", type=float, default=80.0)
+    parser.add_argument("--pair-within", type=float, default=150.0)
 
 
 def make_small(args):
     """Sizes for a CPU."""
-    args.problems, args.batches, args.llm_batches, args.text = 2, (2,), (), 8
+    args.problems, args.batches, args.text = 2, (2,), 8
+    args.llm_batches = args.last_batches = ()
     args.repeats = 2
 
 
@@ -219,23 +221,17 @@ def entropy(model, work, texts):
     return total / max(count, 1)
 
 
-def acceptance(decoders, exact, work, batch, report):
-    """Lengths, entropy and equal tokens of every setting and temperature."""
-    (target, own), model = exact["pair"], report.told["pair"]["target"]
+def acceptance(decoders, pair, work, batch, report):
+    """Lengths, entropy and texts unlike those of `ar` of every setting and temperature."""
+    (target, own), model = pair, report.told["pair"]["target"]
     for temperature in (0.0, 1.0):
         of = {"section": "pair", "model": model, "temperature": temperature}
-        with jax.default_matmul_precision("highest"):
-            said = {n: run_all(d, work, batch, temperature) for n, d in exact["by_name"].items()}
-        wrong = {
-            n: sum(a != b for a, b in zip(said["ar"], t, strict=True)) for n, t in said.items()
-        }
         plain = run_all(decoders["ar"], work, batch, temperature)
         for name, decoder in decoders.items():
             rounds, texts = [], plain
             if name != "ar":
                 rounds, texts, stopped = watch(decoder, work, batch, temperature)
-            told = {"rows_unlike_ar_float32": wrong[name], "problems": len(texts)}
-            told["rows_unlike_ar"] = sum(a != b for a, b in zip(plain, texts, strict=True))
+            told = {"problems": len(texts), "rows_unlike_ar": _unlike(plain, texts)}
             told["solved"] = solved(target, work, texts)
             if name == "ar":
                 told["entropy_nats"] = float(entropy(target, work, texts))
@@ -284,10 +280,7 @@ def accepted_line(name, temperature, told):
             f"{told['mean_accepted_length_by_half']}, emitted {told['emitted_per_round']:.2f} a "
             f"round, by position {[round(x, 2) for x in told['accepted_per_position']]}"
         )
-        parts.append(
-            f"unlike ar: {told['rows_unlike_ar_float32']} of {told['problems']} in float32, "
-            f"{told['rows_unlike_ar']} as timed"
-        )
+        parts.append(f"unlike ar: {told['rows_unlike_ar']} of {told['problems']}")
     return ", ".join(parts)
 
 
@@ -380,7 +373,11 @@ def make_llm(target, setting, work, args):
 
 
 def measure(args, report):
-    """The section; whatever is not done by its end is named in `late`."""
+    """The section, in stages by value; whatever is not done by its end is named in `late`.
+
+    Programs of a stage are compiled together and then timed, before those of the next are begun:
+    tuning runs on the device too, so nothing is compiled while anything is timed.
+    """
     began = time.perf_counter()
     until = began + args.pair_within
     target, draft = load_pair(args, "auto")
@@ -388,73 +385,120 @@ def measure(args, report):
     kinds = {"target": target.source, "draft": draft.source}
     kinds |= {"dtype": str(target.params["embed"].dtype), "problems": len(work.problems)}
     report.put(pair=kinds)
-    exact_pair = load_pair(args, "float32")
-    both = zip(settings, settings_of(exact_pair[1]).values(), strict=True)
-    exact = {name: Decoder(exact_pair[0], setting, args.text) for name, setting in both}
     decoders = {name: Decoder(target, one, args.text) for name, one in settings.items()}
-    watched = min(32, args.problems)
-    ready, llms = get_ready(target, settings, decoders, exact, work, watched, args, report, began)
-    report.put(pair=kinds | {"ready_s": time.perf_counter() - began})
-    if watched in ready and "exact" in ready:
-        acceptance(decoders, {"pair": exact_pair, "by_name": exact}, work, watched, report)
-    for temperature in (0.0, 1.0):
-        for through, batches in (("loop", args.batches), ("LLM", args.llm_batches)):
-            for batch in batches:
-                of = {"section": "pair", "model": target.source, "through": through}
-                of |= {"slots": batch, "temperature": temperature}
-                by_name = llms if through == "LLM" else decoders if batch in ready else {}
-                if time.perf_counter() > until or "ar" not in by_name:
-                    report.late(f"pair, {through}, {batch} slots, T={temperature:g}: not timed")
-                    continue
-                once = llm_once if through == "LLM" else loop_once
-                calls = max(1, min(4, args.problems // batch))
-                runners = {
-                    name: functools.partial(once, one, work, batch, temperature, calls)
-                    for name, one in by_name.items()
-                }
-                for run in runners.values():
-                    run()  # prompts into prefix caches, programs to the device
-                race(runners, of, args, report, until)
+    ready = {}
+    watched = WATCHED if WATCHED in args.batches else args.batches[0]
+    for stage in stages(args.batches, list(settings)):
+        jobs = {
+            (batch, name): functools.partial(decoders[name].warm, work, batch)
+            for batch, names in stage.items()
+            for name in names
+        }
+        for batch, name in together(jobs, "loop", args, report, until):
+            ready.setdefault(batch, {})[name] = decoders[name]
+        for batch in stage:
+            mine = {name: ready.get(batch, {}).get(name) for name in settings}
+            mine = {name: one for name, one in mine.items() if one}
+            time_all(mine, loop_once, "loop", batch, work, args, report, until)
+            if batch == watched and mine.keys() == settings.keys():
+                acceptance(mine, (target, draft), work, watched, report)
+    if args.llm_batches:
+        llms = make_llms(target, settings, work, args, report, until)
+        for batch in args.llm_batches:
+            time_all(llms, llm_once, "LLM", batch, work, args, report, until)
+    compare_exact(args, work, min(watched, args.problems), report, until)
+    for batch in args.last_batches:
+        jobs = {name: functools.partial(one.warm, work, batch) for name, one in decoders.items()}
+        done = together(jobs, f"loop, {batch}", args, report, until)
+        mine = {name: one for name, one in decoders.items() if name in done}
+        time_all(mine, loop_once, "loop", batch, work, args, report, until)
     verdict(report)
 
 
-def get_ready(target, settings, decoders, exact, work, watched, args, report, began):
-    """Compile everything, by several threads.
+def stages(batches, names):
+    """What is compiled together, by batch: the least that tells of one request, then the rest."""
+    first, *rest = batches
+    *plain, adaptive = names
+    rest.sort(key=lambda batch: batch != WATCHED)
+    return [{first: plain}, {first: [adaptive], **dict.fromkeys(rest, names)}]
 
-    Returns:
-        Batches whose loops are there, and "exact" if those in float32 are; the engines by setting.
-    """
-    limit = began + COMPILE_SHARE * args.pair_within
-    pool, jobs, engines = ThreadPoolExecutor(args.threads), {}, {}
-    for batch in dict.fromkeys((watched, *args.batches)):
-        jobs[batch] = [pool.submit(one.warm, work, batch) for one in decoders.values()]
-        if batch == watched:
-            jobs["exact"] = [pool.submit(_warm_exact, one, work, batch) for one in exact.values()]
-            # The adaptive one measures what its widths cost: it is made alone on the device.
-            for name in list(settings)[: 2 if args.llm_batches else 0]:
-                engines[name] = pool.submit(make_llm, target, settings[name], work, args)
 
-    def result(job, name):
+def together(jobs, kind, args, report, until):
+    """Run jobs that compile, by several threads: what those done in time returned, by name."""
+    began, done = time.perf_counter(), {}
+    pool = ThreadPoolExecutor(args.threads)
+    running = {name: pool.submit(_timed, job) for name, job in jobs.items()}
+    for name, job in running.items():
         try:
-            return job.result(timeout=max(0.0, limit - time.perf_counter()))
+            done[name], spent = job.result(timeout=max(0.0, until - time.perf_counter()))
+            print(f"pair, {kind}, {name}: ready after {spent:.1f} s", flush=True)
         except Exception as error:  # the others still count
-            report.late(f"pair, {name}: {type(error).__name__}: {error}"[:500])
-            raise
+            report.late(f"pair, {kind}, {name}: {type(error).__name__}: {error}"[:500])
+    pool.shutdown(wait=False, cancel_futures=True)
+    told = {"kind": kind, "programs": len(jobs), "seconds": time.perf_counter() - began}
+    report.put(ready=[*report.told.get("ready", []), told])
+    return done
 
-    ready, llms = set(), {}
-    for batch, parts in jobs.items():
-        with contextlib.suppress(Exception):
-            for part in parts:
-                result(part, f"loop, {batch}")
-            ready.add(batch)
-    for name, job in engines.items():
-        with contextlib.suppress(Exception):
-            llms[name] = result(job, f"LLM, {name}")
-    pool.shutdown(cancel_futures=True)
-    if "ar" in llms:
-        name = list(settings)[-1]
-        llms[name] = make_llm(target, settings[name], work, args)
-    return ready, llms
+
+def _timed(job):
+    began = time.perf_counter()
+    return job(), time.perf_counter() - began
+
+
+def time_all(runners, once, through, batch, work, args, report, until):
+    """Race so many requests at both temperatures."""
+    for temperature in (0.0, 1.0):
+        of = {"section": "pair", "model": report.told["pair"]["target"], "through": through}
+        of |= {"slots": batch, "temperature": temperature}
+        if time.perf_counter() > until or not {"ar"} < runners.keys():
+            report.late(f"pair, {through}, {batch} slots, T={temperature:g}: not timed")
+            continue
+        calls = max(1, min(4, args.problems // batch))
+        mine = {
+            name: functools.partial(once, one, work, batch, temperature, calls)
+            for name, one in runners.items()
+        }
+        for run in mine.values():
+            run()  # prompts into prefix caches, programs to the device
+        race(mine, of, args, report, until)
+
+
+def make_llms(target, settings, work, args, report, until):
+    """The engines by setting."""
+    *plain, adaptive = settings
+    make = functools.partial(make_llm, target, work=work, args=args)
+    jobs = {name: functools.partial(make, settings[name]) for name in plain}
+    llms = together(jobs, "LLM", args, report, until)
+    # The adaptive one measures what its widths cost: it is made alone on the device.
+    if {"ar"} < llms.keys():
+        jobs = {adaptive: functools.partial(make, settings[adaptive])}
+        llms |= together(jobs, "LLM", args, report, until)
+    return llms
+
+
+def compare_exact(args, work, batch, report, until):
+    """Tokens of every setting in float32 with exact products: all must be those of `ar`."""
+    if time.perf_counter() > until:
+        return report.late("pair, float32: not begun")
+    target, draft = load_pair(args, "float32")
+    exact = {name: Decoder(target, one, args.text) for name, one in settings_of(draft).items()}
+    jobs = {name: functools.partial(_warm_exact, one, work, batch) for name, one in exact.items()}
+    done = together(jobs, "float32", args, report, until)
+    if not {"ar"} < done.keys():
+        return report.late("pair, float32: not compared")
+    told = {}
+    for temperature in (0.0, 1.0):
+        with jax.default_matmul_precision("highest"):
+            said = {name: run_all(exact[name], work, batch, temperature) for name in done}
+        told[f"T={temperature:g}"] = {
+            name: _unlike(said["ar"], texts) for name, texts in said.items() if name != "ar"
+        }
+    report.put(pair=report.told["pair"] | {"rows_unlike_ar_float32": told})
+    print(f"pair, texts unlike those of ar in float32, of {args.problems}: {told}", flush=True)
+
+
+def _unlike(texts, others):
+    return sum(a != b for a, b in zip(texts, others, strict=True))
 
 
 def _warm_exact(decoder, work, batch):
@@ -476,11 +520,10 @@ def verdict(report):
         "speedup_bar": BAR_SPEEDUP,
         "least_speedup_of_adaptive": min((r["speedup"] for r in least), default=None),
         "least_speedup_bar": BAR_SLOWEST,
-        "unlike_ar_in_float32": sum(r.get("rows_unlike_ar_float32", 0) for r in drafts),
     }
     report.put(pair=report.told["pair"] | told)
     print(f"pair: {told}", flush=True)
 
 
 def _ints(text):
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(part) for part in text.split(",") if part)

@@ -93,7 +93,7 @@ SECTIONS = {
         limit_s=300,
     ),
     "dflash_8b": _dflash("qwen3_8b,ar", 150),
-    "dflash_pair": _dflash("pair", 150),
+    "dflash_pair": _dflash("pair", 240),
     "experts": _script("expert_ffn_gpu.py", smoke="--tiny", limit_s=420),
     "experts_families": _families("inclusionAI/LLaDA2.0-mini,random:JetLM/SDAR-30B-A3B-Chat"),
     "dense_families": _families(

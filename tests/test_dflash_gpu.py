@@ -6,6 +6,8 @@ writes what `ar` writes and that the script runs whole, small, on a CPU.
 import argparse
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -79,6 +81,29 @@ def test_accepted_lengths_count_the_bonus_and_no_token_behind_the_end():
     assert told["rounds_of_length"] == [2, 0, 1, 1]
 
 
+def test_what_tells_of_one_request_is_compiled_and_timed_first():
+    names = ["ar", "dflash, width 16", "dflash, adaptive"]
+    first, second = dflash_pair.stages((1, 8, 32), names)
+    assert first == {1: names[:2]}
+    assert list(second.items()) == [(1, names[2:]), (32, names), (8, names)]
+
+
+def test_what_is_not_compiled_in_time_is_named_and_the_rest_returned(capsys):
+    def fails():
+        raise RuntimeError("no memory")
+
+    report, gate = dflash_gpu.Report(None), threading.Event()
+    jobs = {"a": lambda: 3, "b": fails, "c": lambda: gate.wait(30)}
+    args = argparse.Namespace(threads=3)
+    done = dflash_pair.together(jobs, "loop", args, report, time.perf_counter() + 0.3)
+    gate.set()
+    assert done == {"a": 3}
+    late = ["b: RuntimeError: no memory", "c: TimeoutError: "]
+    assert report.told["late"] == [f"pair, loop, {one}" for one in late]
+    assert report.told["ready"][0]["programs"] == 3
+    assert "pair, loop, a: ready" in capsys.readouterr().out
+
+
 def test_launches_of_a_program_are_those_of_its_loop():
     def loop(x, count):
         def one(_, x):
@@ -144,5 +169,7 @@ def test_the_script_runs_whole_and_small(tmp_path):
     assert steps == {"ar step", "bare step", "round", "draft pass", "verify pass"}
     rounds = [row for row in told["rows"] if row.get("through") == "rounds"]
     assert {row["temperature"] for row in rounds} == {0.0, 1.0}
-    assert all(row["rows_unlike_ar_float32"] == 0 for row in rounds)
+    unlike = told["pair"]["rows_unlike_ar_float32"]
+    assert unlike.keys() == {"T=0", "T=1"}
+    assert all(set(found.values()) == {0} and len(found) == 2 for found in unlike.values())
     assert jax.tree.leaves([row["samples_s"] for row in told["rows"] if "samples_s" in row])
