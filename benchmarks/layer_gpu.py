@@ -418,9 +418,13 @@ class Step:
                 self.model, self.bare, self.aux, self.state, jnp.int32(1), None
             )
 
-    def advance(self, steps):
-        """A copy of the request, so many steps on; seconds and what came out."""
-        state = jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
+    def fresh(self):
+        """A copy of the request, which a run takes for itself."""
+        return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
+
+    def advance(self, steps, state=None):
+        """The request so many steps on; seconds and what came out."""
+        state = self.fresh() if state is None else state
         began = time.perf_counter()
         state = self.program(self.model, self.bare, self.aux, state, jnp.int32(steps))
         jax.block_until_ready(state)
@@ -449,7 +453,8 @@ def step_jobs(name, model, shapes, forms, args):
 
 def kernels(step, steps=4, top=24):
     """Microseconds and launches a step of the kernels of a profiled run, the longest first."""
-    trace = profile.traced(lambda: step.advance(steps)[1])
+    state = step.fresh()  # its copies are none of the step's
+    trace = profile.traced(lambda: step.advance(steps, state)[1])
     spent, count = collections.Counter(), collections.Counter()
     for event in trace.events:
         spent[event.name] += event.duration_ns / 1e3 / steps

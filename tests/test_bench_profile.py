@@ -68,6 +68,9 @@ StackFrames
   %custom-call.9 = (f32[8,97], s8[4]) custom-call(%p.4), metadata={stack_frame_id=2}
   %input_reduce_fusion.1 = f32[8] reduce(%p.4), to_apply=%max.1, metadata={stack_frame_id=4}
   %input_scatter_fusion.9 = bf16[8,4] scatter(%p.4), to_apply=%max.1, metadata={stack_frame_id=5}
+  %_split_matmul.3 = f32[2,8,4] custom-call(%p.4), custom_call_target="t"
+  %cublas-gemm.4 = f32[8,4] custom-call(%p.4), custom_call_target="__cublas$gemm"
+  %_add_rms_norm.6 = bf16[8,4] custom-call(%_split_matmul.3, %p.4), custom_call_target="t"
   ROOT %copy.4 = bf16[8,4] copy(%p.4)
 }
 
@@ -87,6 +90,9 @@ def test_the_kinds_of_a_gpu_program_are_read_from_where_it_was_traced():
         "custom-call.9": "readout",  # a column a word of the vocabulary
         "input_reduce_fusion.1": "readout",
         "input_scatter_fusion.9": "cache",
+        "_split_matmul.3": "gemm",
+        "cublas-gemm.4": "gemm",
+        "_add_rms_norm.6": "glue",  # which takes products and is none
         "copy.4": "copies",
     }
 

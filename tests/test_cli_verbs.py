@@ -62,7 +62,11 @@ def test_info_tells_what_runs_here(capsys):
             == "xla here (cudnn, triton and mosaic: needs an NVIDIA GPU)"
         )
         assert facts["kernels"]["expert_ffn"].endswith("else grouped (triton needs an NVIDIA GPU)")
+        assert facts["kernels"]["layer"] == "xla here (triton: needs an NVIDIA GPU)"
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
+    assert facts["models"]["builtin:tiny-qwen3"].endswith("ar, block 1, buffer 1")
+    drafter = facts["models"]["builtin:tiny-qwen3-dflash"]
+    assert drafter.endswith("a drafter (--draft) of blocks of 16")
     assert {"ar", "block_diffusion", "multi_bd"} <= set(facts["strategies"])
     assert main(["info"]) == 0
     assert "versions    python" in capsys.readouterr().out

@@ -26,7 +26,9 @@ SOURCES = (
     ("pallas_kernels/kv_write/", "cache"),
     ("dllm_jax/cache.py", "cache"),
 )
-LIBRARY_GEMM = re.compile(r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv", re.IGNORECASE)
+LIBRARY_GEMM = re.compile(
+    r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|_split_matmul", re.IGNORECASE
+)
 LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|_attend", re.IGNORECASE)
 COPY = re.compile(r"mem(cpy|set)|^copy|wrapped_copy|copy_fusion", re.IGNORECASE)
 _HOLDERS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
@@ -126,7 +128,7 @@ def origins(hlo: str, vocab_size: int) -> dict[str, str]:
 
 
 def _kind(lines: list[tuple[str, str, str, str]], frames: Any, vocab_size: int) -> str:
-    _, _, opcode, rest = lines[0]
+    name, _, opcode, rest = lines[0]
     if opcode.startswith("copy"):
         return "copies"
     sources = frames(rest) or next((s for s in map(frames, (x[3] for x in lines)) if s), "")
@@ -136,7 +138,9 @@ def _kind(lines: list[tuple[str, str, str, str]], frames: Any, vocab_size: int) 
     if any(re.search(rf"[\[,]{vocab_size}[\],]", line[1]) for line in lines):
         return "readout"
     work = {line[2] for line in lines} - set(_NO_WORK) - {"fusion"}
-    if "dot" in work or (opcode == "custom-call" and LIBRARY_GEMM.search(rest)):
+    # Not among its operands: what takes a product is none.
+    called = name + next(iter(re.findall(r'custom_call_target="([^"]*)"', rest)), "")
+    if "dot" in work or (opcode == "custom-call" and LIBRARY_GEMM.search(called)):
         return "gemm"
     return "copies" if work and work <= {"copy", "transpose"} else "glue"
 

@@ -64,7 +64,7 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    return {"paged_attention": _attention(), "expert_ffn": _experts()}
+    return {"paged_attention": _attention(), "expert_ffn": _experts(), "layer": _layer()}
 
 
 def _attention() -> str:
@@ -96,6 +96,18 @@ def _experts() -> str:
             f"grouped (triton {missing})"
         )
     return "triton here, grouped for widths that are no multiple of 16"
+
+
+def _layer() -> str:
+    import jax.numpy as jnp
+
+    from pallas_kernels.layer import api, triton
+
+    missing = triton.unsupported_type(jnp.zeros((1, 16), jnp.bfloat16))
+    if missing:
+        return f"xla here (triton: {missing})"
+    sizes = " or ".join(f"{rows} rows with {size:,} weights" for rows, size in api.SPLIT_WEIGHTS)
+    return f"triton here for 16-bit models; their products in parts up to {sizes}"
 
 
 def _models() -> dict[str, str]:
