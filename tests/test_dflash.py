@@ -202,8 +202,8 @@ def check_batches(strategy: Any, first: int, count: int) -> list[Ended]:
 
 
 def test_random_requests_have_the_tokens_of_ar() -> None:
-    done = check_batches(BLOCK, 0, 34)
-    assert len(done) >= 100
+    done = check_batches(BLOCK, 0, 14)
+    assert len(done) >= 40
     assert {one.finish_reason for one in done} == {"stop", "length"}
     assert {n for one in done for n in one.counts} == {1, 2, 3, 4, 5}
     # The drafter's mask is an id like any other to the target.
@@ -212,12 +212,12 @@ def test_random_requests_have_the_tokens_of_ar() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "width"), [(2, None), (3, None), (5, 3), (8, None), (16, None), (16, 8)]
+    ("size", "width"), [(2, 2), (3, 3), (5, 5), (5, 3), (8, 8), (8, 1), (16, 16), (16, 8)]
 )
-def test_random_requests_over_a_long_sweep(size: int, width: int | None) -> None:
+def test_random_requests_over_a_long_sweep(size: int, width: int) -> None:
     done = check_batches(DFlash(size, LAYERS, width), 1000, 62)
     assert len(done) >= 170
-    assert max(n for one in done for n in one.counts) == (width or size)
+    assert max(n for one in done for n in one.counts) == width
 
 
 # --- drafters of one kind -------------------------------------------------------------------------

@@ -111,3 +111,7 @@ def test_an_engine_measures_as_it_starts_and_writes_what_ar_writes():
         rounds.append(drafting.engine.stats().draft_rounds - before)
     assert rounds[0] == 0 < rounds[1]
     assert drafting.engine.stats().num_late_compiles == 0
+    told = made(DFlash(4, LAYERS, costs=(1.0, 9.0, 9.0)), draft=models.drafter(target))
+    assert told.engine.device.choice_costs == {}
+    assert texts(told) == wanted
+    assert told.engine.stats().draft_rounds == 0
