@@ -54,19 +54,26 @@ _GRID = {
     "LLaDA2-mini": _ODD,
     "wide": _EVEN,
 }
+_FEW = "1 x1, 1 x2, 1 x4, 1 x8, 2 x2, 2 x4, 2 x8, 1 x2 k128, 1 x4 k128, 2 x2 pp"
+_MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp"
+_LONG = "1 x4, 1 x8, 1 x8 xla, 1 x16 xla, 1 x32 xla, 1 x8 k128 xla, 1 x16 k128 xla"
+_RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2"
+TUNED = {  # cell -> tilings of the Mosaic form: consumers, splits, keys, ping-pong
+    ("SDAR-1.7B", 1, 512, 128): _FEW,
+    ("SDAR-1.7B", 1, 512, 32): "1 x1, 1 x2, 1 x4, 1 x8, 1 x2 k128, 1 x4 k128, 1 x4 xla",
+    ("SDAR-1.7B", 32, 512, 128): _MANY,
+    ("SDAR-1.7B", 8, 512, 128): _MANY,
+    ("SDAR-1.7B", 1, 8192, 32): _LONG,
+    ("SDAR-8B", 1, 512, 128): _FEW,
+    ("SDAR-8B", 1, 3584, 512): _MANY,
+    ("SDAR-8B", 1, 3072, 1024): _MANY,
+    ("SDAR-8B", 1, 8192, 32): "2 x8, 2 x8 xla, 2 x16 xla, 2 x16 k128 xla, 1 x8 xla",
+    ("SDAR-8B", 32, "ragged", 32): _RAGGED,
+    ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
+    ("LLaDA-8B", 8, "ragged", 4): "",
+}
 PARTS = {
-    "tune": [
-        ("SDAR-1.7B", 1, 512, 128),
-        ("SDAR-1.7B", 32, 512, 128),
-        ("SDAR-1.7B", 1, 512, 32),
-        ("SDAR-1.7B", 1, 8192, 32),
-        ("SDAR-1.7B", 8, 512, 128),
-        ("SDAR-8B", 1, 512, 128),
-        ("SDAR-8B", 1, 3584, 512),
-        ("SDAR-8B", 1, 64, 4096),
-        ("SDAR-8B", 8, 1024, 32),
-        ("SDAR-1.7B", 1, 512, 256),
-    ],
+    "tune": list(TUNED),
     "cells": [(model, *one) for model, grid in _GRID.items() for one in grid],
 }
 TINY = [("SDAR-1.7B", 1, 128, 32)]
@@ -222,27 +229,13 @@ def forms(drawn, part, only):
     usual = triton.choose_tiling(q, pool, table)
     tilings = {"triton": usual}
     if part == "tune":
-        tilings |= {
-            "triton x1": dataclasses.replace(usual, splits=1),
-            "triton half": dataclasses.replace(usual, splits=max(1, usual.splits // 2)),
-        }
+        for splits in (1, 4) if T > 4 else (2, 4, 8):
+            tilings[f"triton x{splits}"] = dataclasses.replace(usual, splits=splits)
     if not mosaic.unsupported_arguments(q, pool, drawn.mask):
-        usual = mosaic.choose_tiling(q, pool, table)
-        tilings["mosaic"] = usual
-        if part == "tune":
-            two = dataclasses.replace(usual, consumers=2)
-            tilings |= {
-                "mosaic x1": dataclasses.replace(usual, splits=1),
-                "mosaic half": dataclasses.replace(usual, splits=max(1, usual.splits // 2)),
-                "mosaic xla": dataclasses.replace(usual, is_cluster=False),
-                "mosaic 1": dataclasses.replace(usual, consumers=1),
-                "mosaic 1 stages 2": dataclasses.replace(usual, consumers=1, stages=2),
-                "mosaic 2": two,
-                "mosaic 2 ping-pong": dataclasses.replace(two, ping_pong=True),
-                "mosaic 2 k128 ping-pong": dataclasses.replace(
-                    two, keys=128, stages=2, ping_pong=True
-                ),
-            }
+        tilings["mosaic"] = mosaic.choose_tiling(q, pool, table)
+        if part == "tune" and not is_tiny:
+            for name in TUNED[drawn.cell].split(", "):
+                tilings[f"mosaic {name}"] = tiling_of(name, H)
     told = set()
     for name, tiling in tilings.items():
         if tiling in told or (is_tiny and name not in ("triton", "mosaic")):
@@ -252,16 +245,32 @@ def forms(drawn, part, only):
         interpret = is_tiny and (plgpu.InterpretGPUParams() if module is mosaic else True)
         found[name] = (_facts, _kernel(module, tiling, interpret or None), str(tiling))
     if not is_tiny:
-        if part == "tune":
+        if part == "tune" and T >= 512:
             found["xla"] = (lambda *_: (), _whole(reference.attention, drawn.mask), "")
-        if H <= 128:
+        if H <= 128 and (part == "cells" or T >= 512):
             found["cudnn"] = (_seen, _gathered, "gather, then attention")
-        found["cudnn paged"] = (_seen, _paged, "pages, then the fresh keys, merged")
+        if part == "cells" or T >= 512:
+            found["cudnn paged"] = (_seen, _paged, "pages, then the fresh keys, merged")
     return {
         name: form
         for name, form in found.items()
         if only is None or name == "glue" or any(name.startswith(one) for one in only)
     }
+
+
+def tiling_of(name, head):
+    """The tiling of a name: consumers, then splits, keys, who merges, ping-pong."""
+    consumers, *rest = name.split()
+    sizes = {one[0]: int(one[1:]) for one in rest if one[1:].isdigit()}
+    keys = sizes.get("k", 64)
+    return mosaic.Tiling(
+        consumers=int(consumers),
+        keys=keys,
+        stages=min(6, mosaic._RING_BYTES // (keys * head * 4)),
+        splits=sizes.get("x", 1),
+        is_cluster="xla" not in rest,
+        ping_pong="pp" in rest,
+    )
 
 
 def _facts(table, mask):
@@ -298,7 +307,11 @@ def _gathered(q, k, v, k_pages, v_pages, table, prepared):
 
 
 def _paged(q, k, v, k_pages, v_pages, table, prepared):
-    """Attention of cuDNN over pages, of XLA over the fresh keys, merged by their masses."""
+    """Attention of cuDNN over pages, of XLA over the fresh keys, merged by their masses.
+
+    The table is as wide as jax wants it: all pages of the pool, of which the lengths say how many
+    are a sequence's.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     _, lengths, fresh = prepared
@@ -339,6 +352,9 @@ def loop_of(prepare, call, layers):
 
     def loop(rounds, q, k, v, k_pages, v_pages, tables, mask):
         prepared = prepare(tables[0], mask)
+        if call is _paged:
+            spare = len(k_pages) // len(q) - tables.shape[2]
+            tables = jnp.pad(tables, ((0, 0), (0, 0), (0, spare)))
 
         def one(i, last):
             table = jax.lax.optimization_barrier(tables[jax.lax.rem(i, layers)])

@@ -12,16 +12,19 @@ A call is timed in a loop on the device. Every turn takes other pages, of pools 
 key is in the cache when it comes again; its rows depend on the last result. What depends on the
 mask alone is computed before the loop, as it is once a step. `glue`, the loop alone, is taken off.
 
-    python benchmarks/paged_attention_gpu.py --out attention.json --parts check,tune --seconds 95
-    python benchmarks/paged_attention_gpu.py --out attention.json --seconds 165
+    python benchmarks/paged_attention_gpu.py --out attention.json --parts check,tune --seconds 120
+    python benchmarks/paged_attention_gpu.py --out attention.json --parts cells --seconds 165
     python benchmarks/paged_attention_gpu.py --tiny     # every line of it on a CPU, in a minute
 
-A child process does the work; one that says nothing for `--patience` seconds is ended, what it was
-at is told as hung, and another goes on behind it. Times are medians in microseconds a call; the
-floor is bytes at 4.3 TB/s, or the useful products at 790 TFLOP/s.
+Child processes do the work, `--workers` of them: tracing and compiling take longest, and one of
+them times at once. One that is silent for `--patience` seconds while it runs a form is ended, what
+it was at is told as hung, and another goes on behind it. Times are medians in microseconds a call;
+the floor is bytes at 4.3 TB/s, or the useful products at 790 TFLOP/s.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -29,6 +32,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,12 +40,36 @@ from concurrent.futures import ThreadPoolExecutor
 MEMORY_SHARE, COMPUTE_SHARE, FIXED_US = 0.60, 0.45, 6.0  # issue 6's bar for a cell
 CELL = ("model", "sequences", "context", "rows")
 GROUP = 4  # cells that are compiled together
+WAITS = "waiting"  # what a child is at that may last: it compiles, or another has the device
+SLOW = 6  # times the patience with one that waits
 TOLERANCE = 2e-2  # of a result and the root mean square of all
 
 
 def keep(line):
     """Hand a line to the process that writes."""
     print(json.dumps(line), flush=True)
+
+
+@contextlib.contextmanager
+def alone(path):
+    """Hold the device among the children, and say that one waits for it."""
+    with open(path, "a") as file:
+        told = 0.0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() - told > 2:
+                    keep({"began": WAITS})
+                    told = time.monotonic()
+                time.sleep(0.01)
+        yield  # closing the file, or the end of the process, gives it back
+
+
+def share(args, items):
+    """What of a list this child does."""
+    return items[args.worker :: args.workers]
 
 
 def passes_bar(us, memory_us, compute_us):
@@ -65,9 +93,8 @@ def check(args, skip):
         for case in cells.FEATURES
         if args.tiny or cells.is_checked(form, case)
     ]
+    named = share(args, named[:2] if args.tiny else named)
     named = [one for one in named if one[0] not in skip]
-    if args.tiny:
-        named = named[:2]
 
     def prepare(one):
         _, form, case = one
@@ -78,9 +105,10 @@ def check(args, skip):
         except Exception as error:  # the table says so and goes on
             return arguments, None, f"{type(error).__name__}: {error}"[:1500]
 
-    with ThreadPoolExecutor(14) as pool:
+    with ThreadPoolExecutor(-(-14 // args.workers)) as pool:
         prepared = [pool.submit(prepare, one) for one in named]
         for (name, _, _), future in zip(named, prepared, strict=True):
+            keep({"began": WAITS})
             arguments, program, failure = future.result()
             if failure:
                 keep({"name": name, "failed": failure})
@@ -99,17 +127,20 @@ def check(args, skip):
 
 def timed(args, skip, part):
     """Lines of the cells of a part."""
+    import jax
     import paged_attention_cells as cells
 
     chosen = cells.TINY if args.tiny else cells.PARTS[part]
     if args.cells:
         chosen = [chosen[int(i)] for i in args.cells.split(",")]
+    chosen = share(args, chosen)
     pools = cells.Pools(args.tiny)
     only = args.only.split(",") if args.only else None
     for at in range(0, len(chosen), GROUP):
         work = []
+        keep({"began": WAITS})
         # Nothing is timed while Python traces: both want the interpreter's lock.
-        with ThreadPoolExecutor(14) as threads:
+        with ThreadPoolExecutor(-(-14 // args.workers)) as threads:
             for cell in chosen[at : at + GROUP]:
                 drawn = cells.draw(cell, args.tiny)
                 told = {}
@@ -121,29 +152,33 @@ def timed(args, skip, part):
                         told[form] = (name, what, program)
                 work.append((drawn, told, threads.submit(cells.compiled, drawn, cells.truth)))
         for drawn, told, truth in work:
-            time_cell(args, part, pools, drawn, told, truth)
+            programs = {
+                form: (name, what, one.result()) for form, (name, what, one) in told.items()
+            }
+            true_program = truth.result()[0]
+            with alone(args.lock):
+                operands = pools.operands(drawn)
+                wanted = jax.block_until_ready(true_program(*operands))
+                time_cell(args, part, drawn, programs, operands, wanted)
 
 
-def time_cell(args, part, pools, drawn, told, truth):
+def time_cell(args, part, drawn, told, operands, wanted):
     """Lines of the compiled forms of a cell."""
     import jax
     import paged_attention_cells as cells
 
     memory_us, compute_us, kv_bytes = cells.floors_us(drawn)
-    glue_us, wanted = 0.0, None
-    for form, (name, what, future) in told.items():
+    glue_us = 0.0
+    for form, (name, what, (program, failure)) in told.items():
         line = {"name": name, "part": part, "form": form, "tiling": what}
         line |= dict(zip(CELL, drawn.cell, strict=True))
         line |= {"memory_us": memory_us, "compute_us": compute_us, "kv_bytes": kv_bytes}
-        program, failure = future.result()
         if failure:
             keep(line | {"failed": failure})
             continue
         keep({"began": name})
-        operands = pools.operands(drawn)
         out = jax.block_until_ready(program(1, *operands))
         if form != "glue":
-            wanted = truth.result()[0](*operands) if wanted is None else wanted
             line["error"] = cells.error(out, wanted)
             line["right"] = line["error"] <= TOLERANCE
             if not line["right"]:
@@ -232,13 +267,16 @@ def main():
     parser.add_argument("--only", help="forms by the beginning of their names, comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=400, help="then stop, whatever is left")
-    parser.add_argument("--patience", type=float, default=45, help="seconds until a child is hung")
+    parser.add_argument("--patience", type=float, default=20, help="seconds until a form is hung")
+    parser.add_argument("--workers", type=int, help="processes; 6, or 1 with --tiny")
     parser.add_argument("--tiny", action="store_true", help="small shapes, kernels interpreted")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
     parser.add_argument("--commit")
     parser.add_argument("--out")
     args = parser.parse_args()
-    if args.child:
+    args.workers = args.workers or (1 if args.tiny else 6)
+    if args.worker is not None:
         return child(args)
     began = time.monotonic()
     git = ["git", "rev-parse", "--short", "HEAD"]
@@ -251,21 +289,41 @@ def main():
         "repeats": args.repeats,
         "lines": [],
     }
-    skip, finished = [], False
-    while not finished and time.monotonic() - began < args.seconds:
-        finished = watch(args, report, skip, began)
+    said = threading.Lock()
+
+    def work(worker):
+        skip, finished = [], False
+        while not finished and time.monotonic() - began < args.seconds:
+            finished = watch(args, report, skip, began, worker, said)
+        return finished
+
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(args.workers) as pool:
+        args.lock = lock.name
+        finished = all(list(pool.map(work, range(args.workers))))
     report["summary"] = summary(report["lines"])
     report["seconds"], report["finished"] = time.monotonic() - began, finished
     write(args, report)
     print(report["summary"])
 
 
-def watch(args, report, skip, began):
+def watch(args, report, skip, began, worker, said):
     """Run one child; whether it finished. What it did, and hung at, joins `skip`."""
-    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+    command = [sys.executable, __file__, *sys.argv[1:]]
+    command += ["--worker", str(worker), "--workers", str(args.workers), "--lock", args.lock]
     pipe = subprocess.PIPE
-    # The interpreter of Mosaic kernels needs a thread for each warpgroup of a cluster.
-    environment = os.environ | ({"NPROC": "32"} if args.tiny else {})
+    # They share a device, and none may use it while another times.
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
+    if args.tiny:  # the interpreter of Mosaic kernels needs a thread for each warpgroup
+        environment["NPROC"] = "32"
+
+    def tell(line):
+        skip.append(line["name"])
+        with said:
+            report["lines"].append(line)
+            print(show(line), flush=True)
+            write(args, report)
+
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         heard = queue.Queue()
 
@@ -277,27 +335,22 @@ def watch(args, report, skip, began):
         threading.Thread(target=listen, daemon=True).start()
         process.stdin.write(json.dumps(skip) + "\n")
         process.stdin.flush()
-        at = "its start"
+        at = WAITS
         while True:
             left = args.seconds - (time.monotonic() - began)
+            patience = args.patience * (SLOW if args.tiny or at == WAITS else 1)
             try:
-                text = heard.get(timeout=max(0.1, min(args.patience, left)))
+                text = heard.get(timeout=max(0.1, min(patience, left)))
             except queue.Empty:
                 process.kill()
-                if left > args.patience:
-                    line = {"name": at, "failed": f"hung: nothing for {args.patience} s"}
-                    report["lines"].append(line)
-                    print(show(line), flush=True)
-                    skip.append(at)
-                return at == "its start"
+                if left > patience:
+                    tell({"name": at, "failed": f"hung: nothing for {patience} s"})
+                return at == WAITS
             if text is None:
                 code = process.wait()
                 if code:
-                    line = {"name": at, "failed": f"the process ended with {code}"}
-                    report["lines"].append(line)
-                    print(show(line), flush=True)
-                    skip.append(at)
-                return code == 0 or at == "its start"
+                    tell({"name": at, "failed": f"the process ended with {code}"})
+                return code == 0 or at == WAITS
             if not text.startswith("{"):
                 print(text, end="")
                 continue
@@ -309,10 +362,7 @@ def watch(args, report, skip, began):
             elif "done" in line:
                 skip.append(line["done"])
             else:
-                report["lines"].append(line)
-                skip.append(line["name"])
-                print(show(line), flush=True)
-                write(args, report)
+                tell(line)
 
 
 def write(args, report):
