@@ -261,7 +261,11 @@ def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
     [
         ("no-such-model", {}, "model 'no-such-model' does not exist; give a folder with config"),
         ("/no/such/folder", {}, "model '/no/such/folder' does not exist; give a folder"),
-        ("builtin:nothing", {}, "'builtin:nothing' is no built-in model; known are "),
+        (
+            "builtin:nothing",
+            {},
+            "no built-in model; known are tiny-qwen3, tiny-qwen3-dflash, tiny-sd",
+        ),
         ("random:nothing", {}, "'random:nothing' is no published config; known are ByteDance"),
         ("x", {"dtype": "int4"}, "dtype='int4' is not supported; use one of auto, bfloat16"),
         ("x", {"lora": "adapter"}, "lora='adapter' is no folder; give the folder"),

@@ -58,7 +58,8 @@ def test_wheel_holds_every_source_and_data_file(wheel):
         for path in (ROOT / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert path.relative_to(ROOT).as_posix() in names
-    assert "dllm_jax/builtin/tiny-sdar/model.safetensors" in names
+    for name in ("tiny-sdar", "tiny-qwen3", "tiny-qwen3-dflash"):
+        assert f"dllm_jax/builtin/{name}/model.safetensors" in names
 
 
 def test_wheel_names_the_command_and_the_licence(wheel):
