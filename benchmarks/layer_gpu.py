@@ -9,7 +9,7 @@ sum stands for attention; the cache write of all layers. Barriers between the op
 XLA from joining what in a step the attention kernel would part. Last the decode loop of
 `dj.generate` at several shapes, with each kernel switched on after the last: the time of `--many`
 steps less that of `--few`, by rounds that each time all forms, and the kernels of one profiled step
-of the first form and of the last.
+of the first form and of those that are chosen.
 
 All programs are lowered first and compiled by several threads; what is not compiled after
 `--within` seconds is left out, by name. One JSON file, rewritten as rows come. `--smoke` runs all
@@ -521,7 +521,7 @@ def main():
     asked = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     shapes = {"tiny": [(1, 2)], "1.7B": asked, "8B": [(1, 4)]}
     steps, chains = [], []
-    ends = list(dict.fromkeys((args.forms[0], args.forms[-1])))
+    ends = [form for form in args.forms if not form.startswith("+")]
     pool = ThreadPoolExecutor(args.threads)
     checks = {pool.submit(check, w, 77): name for name, w in widths.items()}
     pending = {}
