@@ -10,6 +10,7 @@ or preemption costs a trained draft any acceptance.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -266,27 +267,28 @@ def test_a_text_is_streamed_as_it_settles(folder):
 
 @pytest.mark.slow
 def test_what_befalls_a_request_costs_a_trained_draft_nothing():
-    """Traps 8 and 11 where acceptance shows them: a used slot, a hit, prompts in pieces, preemption.
+    """Traps 8 and 11, where acceptance shows them: used slots, hits, pieces, preemption.
 
     The counts of each request are those of the first time.
     """
     target, draft = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")
     prompts = encode(target, held_out("plain", 4, seed=5))
     params = dj.SamplingParams(max_tokens=120)
-    sizes = {"max_num_seqs": 2, "max_model_len": 256, "page_size": 16, "prefill_buckets": (32,)}
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 256, "page_size": 16}
+    sizes |= {"slot_buckets": (2,), "prefill_buckets": (32,)}
 
     def told(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [(one.outputs[0].token_ids, one.metrics.draft) for one in outputs], outputs
 
     def make(**more):
-        config = dj.EngineConfig(**(sizes | {"slot_buckets": (2,)} | more))
+        config = dj.EngineConfig(**sizes, **more)
         strategy = DFlash(width=16)  # a chosen one would follow the neighbours
         return dj.LLM(target, strategy, draft=draft, config=config, warm_up=False)
 
     llm = make()
     once, _ = told(llm)
-    assert min(draft.mean_accepted_length for _, draft in once) >= 5
+    assert all(drafted and drafted.mean_accepted_length >= 5 for _, drafted in once)
     again, outputs = told(llm)
     assert again == once
     assert min(one.metrics.cached_tokens for one in outputs) > 0
