@@ -143,6 +143,10 @@ def check(widths, rows):
         more = (None if norms[0] is not None else bias, *norms, jnp.cos(angle), jnp.sin(angle))
         got = triton.rotate_qkv(qkv, *more, EPS)
         found[name] = error(got, plain[1](exact(qkv), *exact(more), eps=EPS))
+    parts = draw(3, rows, w.G, w.n + 2, w.H, dtype="float32")
+    more = (None, q_norm, k_norm, jnp.cos(angle), jnp.sin(angle))
+    got = triton.rotate_qkv(parts, *more, EPS, dtype=jnp.bfloat16)
+    found["rotate_qkv of parts"] = error(got, plain[1](parts, *exact(more), eps=EPS))
     tiles = TINY_TILES if w.D < 1024 else FEW_ROWS[:1] + MANY_ROWS[:2]
     inner, weight = draw(rows, w.F, scale=w.F**-0.5), draw(w.F, w.D)
     for one in tiles:

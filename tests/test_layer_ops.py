@@ -318,8 +318,12 @@ def test_kernels_match_numpy_on_a_gpu(rows):
     qkv, q_norm, k_norm = draw(2, (rows, 8, 4, 128), (128,), (128,), dtype="bfloat16")
     (angle,) = draw(3, (rows, 64))
     arguments = (qkv, None, q_norm, k_norm, np.cos(angle), np.sin(angle))
-    got = rotate_qkv(*jax.tree.map(jnp.asarray, arguments), EPS, implementation="triton")
+    run = functools.partial(rotate_qkv, eps=EPS, dtype=jnp.bfloat16, implementation="triton")
+    got = run(*jax.tree.map(jnp.asarray, arguments))
     close(got, oracle.rotate_qkv(*arguments, EPS), "bfloat16")
+    wide = jnp.float32(jnp.asarray(qkv))
+    again = run(jnp.stack([wide / 4, wide * 3 / 4]), *jax.tree.map(jnp.asarray, arguments[1:]))
+    assert all(jax.tree.map(np.array_equal, again, got))  # parts that add up without rounding
     x, w = draw(4, (rows, 6144), (6144, 2048), dtype="bfloat16")
     got = split_matmul(jnp.asarray(x), jnp.asarray(w), implementation="triton")
     want = np.float32(x) @ np.float32(w)
