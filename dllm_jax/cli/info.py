@@ -110,6 +110,21 @@ def _layer() -> str:
     return f"triton here for 16-bit models; their products in parts up to {sizes}"
 
 
+def _readout() -> str:
+    import jax.numpy as jnp
+
+    from pallas_kernels.token_readout import TRITON_ROWS, triton
+
+    rows = jnp.zeros((16, 16), jnp.bfloat16)
+    missing = triton.unsupported(rows, rows, None, 0)
+    if missing:
+        return f"xla here, rows in chunks (triton: {missing})"
+    return (
+        f"triton here for 16-bit models where nothing is sampled, {TRITON_ROWS:,} rows at a time; "
+        "else xla, rows in chunks"
+    )
+
+
 def _models() -> dict[str, str]:
     from checkpoints_convert import inspect
     from dllm_jax.cli.folders import BUILTIN, builtin_names
