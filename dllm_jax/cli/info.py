@@ -64,7 +64,12 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    return {"paged_attention": _attention(), "expert_ffn": _experts(), "layer": _layer()}
+    return {
+        "paged_attention": _attention(),
+        "expert_ffn": _experts(),
+        "layer": _layer(),
+        "token_readout": _readout(),
+    }
 
 
 def _attention() -> str:
