@@ -99,8 +99,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="builtin:tiny-sdar",
         metavar="SRC",
-        help="a folder (Hugging Face or converted), a hub id, builtin:NAME, or random:HUB_ID for "
-        "random weights of a published shape (default: %(default)s)",
+        help="a folder (Hugging Face or converted), a hub id, builtin:NAME (listed by `info`), or "
+        "random:HUB_ID for random weights of a published shape (default: %(default)s)",
     )
     add_source_flags(group)
     group.add_argument(
