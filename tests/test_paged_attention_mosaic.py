@@ -1,0 +1,276 @@
+"""The Mosaic form of paged attention against NumPy float64, and the rule that chooses it.
+
+Interpreted on a CPU with races looked for, lowered for the published models, and on a Hopper GPU
+with every kind of mask. Blocks of a cluster run at once, and the interpreter gives each of their
+warpgroups a thread of JAX's CPU client, which has one a core: more cores are named to a process of
+its own.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import WindowMask, api, mosaic, paged_attention
+from tests.cross_lowering import H200
+from tests.oracles import paged_attention as oracle
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic form needs jax 0.11"
+)
+TOLERANCE = 2e-2  # absolute, unit-normal data in bfloat16
+
+
+def case(T, S, *, heads=(4, 2, 64), Z=64, C=3, by_blocks=False, window=None, seed=0, rows=5):
+    """Random data for every kind of row: none cached, dead, stale, token order, a missing page."""
+    rng = np.random.default_rng(seed)
+    N, G, H = heads
+    K = T // S
+    live = np.asarray([[2, min(T, S + 3)], [1, T], [0, T], [0, S], [0, 0]], np.int32)[:rows]
+    start = np.asarray([Z * C // 2 + 5, Z * C - T - 6, 0, Z * 2, 60], np.int32)[:rows]
+    mask = WindowMask(
+        cell=np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T)),
+        start=start,
+        live=live,
+        context_len=start + np.asarray([9, 3, 0, 0, 0], np.int32)[:rows],
+        visible=None if by_blocks else (rng.random((rows, K, K)) < 0.5) | np.eye(K, dtype=bool),
+        causal=np.asarray([False, True, False, True, False])[:rows],
+        block_size=S,
+        window=window,
+    )
+    draw = lambda *shape: np.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    data = [draw(rows, T, N, H), *(draw(rows, T, G, H) for _ in range(2))]
+    data += [draw(rows * C + 2, G, Z, H) for _ in range(2)]
+    table = rng.permutation(rows * C + 2)[: rows * C].reshape(rows, C).astype(np.int32)
+    table[1, 1] = -1
+    return data, table, mask
+
+
+def assert_right(call, data, table, mask):
+    """The call's live rows are the oracle's, the others zeros."""
+    out = call(*map(jnp.asarray, data), jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
+    got = np.asarray(out.astype(jnp.float32), np.float64)
+    want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
+    live = ~np.isnan(want)
+    assert live.any()
+    assert not live.all()
+    np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE)
+    assert (got[~live] == 0).all()
+
+
+def assert_right_interpreted(tiling, *arguments):
+    """The same in the interpreter, without a race."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    assert_right(
+        functools.partial(mosaic.attention, tiling=tiling, interpret=interpret), *arguments
+    )
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_the_interpreted_kernel_matches_numpy_without_a_race():
+    arguments = case(16, 4, heads=(2, 1, 64), C=2, rows=2)
+    assert_right_interpreted(mosaic.Tiling(stages=2), *arguments)
+
+
+INTERPRETED = {
+    "merged by XLA": (
+        mosaic.Tiling(splits=3, stages=2, is_cluster=False),
+        {"T": 32, "S": 8, "by_blocks": True},
+    ),
+    "two consumers": (
+        mosaic.Tiling(consumers=2, stages=2),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
+    ),
+    "wide tiles of small pages": (
+        mosaic.Tiling(keys=128, stages=2),
+        {"T": 32, "S": 8, "Z": 16, "C": 9},
+    ),
+    "a cluster": (mosaic.Tiling(splits=2, stages=2), {"T": 16, "S": 4, "by_blocks": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_tilings_match_numpy_without_a_race(name):
+    """In a process of its own, to which more cores are named."""
+    code = f"from tests.test_paged_attention_mosaic import *; interpreted({name!r})"
+    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
+
+
+def interpreted(name):
+    """What the process of the test above does."""
+    tiling, settings = INTERPRETED[name]
+    assert_right_interpreted(tiling, *case(**settings))
+
+
+FEATURES = {
+    "blocks": {"T": 32, "S": 8, "heads": (4, 2, 128), "by_blocks": True},
+    "visible": {"T": 128, "S": 32, "heads": (4, 2, 128), "C": 7},
+    "group of 7": {"T": 48, "S": 16, "heads": (14, 2, 128), "by_blocks": True},
+    "window": {"T": 64, "S": 16, "heads": (8, 2, 128), "by_blocks": True, "window": 70, "C": 5},
+    "small pages": {"T": 16, "S": 4, "heads": (8, 2, 128), "Z": 16, "C": 5},
+    "large pages": {"T": 320, "S": 32, "heads": (4, 2, 64), "Z": 128, "C": 5, "by_blocks": True},
+    "wide heads": {"T": 64, "S": 32, "heads": (4, 2, 256), "C": 5},
+}
+TILINGS = {
+    "one": mosaic.Tiling(stages=2),
+    "two": mosaic.Tiling(consumers=2, stages=2),
+    "a cluster of eight": mosaic.Tiling(splits=8, stages=2),
+    "two, a cluster of four": mosaic.Tiling(consumers=2, splits=4, stages=2),
+    "merged by XLA": mosaic.Tiling(consumers=2, splits=16, stages=2, is_cluster=False),
+    "chosen": None,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature, seed):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+    call = functools.partial(mosaic.attention, tiling=TILINGS[tiling])
+    assert_right(call, *case(**FEATURES[feature], seed=seed))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Tracing and lowering as on a Hopper GPU."""
+
+    class Device:
+        compute_capability = "9.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
+
+
+def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()):
+    """Arguments of attention as shapes."""
+    N, G, H = heads
+    number = lambda *shape: jax.ShapeDtypeStruct((*lead, *shape), jnp.int32)  # noqa: E731
+    flag = lambda *shape: jax.ShapeDtypeStruct((*lead, *shape), jnp.bool_)  # noqa: E731
+    real = lambda *shape: jax.ShapeDtypeStruct((*lead, *shape), jnp.bfloat16)  # noqa: E731
+    mask = WindowMask(
+        cell=number(B, T),
+        start=number(B),
+        live=number(B, 2),
+        context_len=number(B),
+        visible=None if by_blocks else flag(1, num_blocks, num_blocks),
+        causal=flag(B),
+        block_size=32,
+        window=window,
+    )
+    pool = real(100, G, 64, H)
+    return *(real(B, T, n, H) for n in (N, G, G)), pool, pool, number(B, C), mask
+
+
+def kernels(function, arguments):
+    """How many kernels of the Mosaic kind a function is lowered to."""
+    with jax.sharding.use_abstract_mesh(H200):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("@mosaic_gpu")
+
+
+MODELS = {  # N G H
+    "SDAR-1.7B": (16, 8, 128),
+    "SDAR-8B": (32, 8, 128),
+    "LLaDA-8B": (32, 32, 128),
+    "Dream-7B": (28, 4, 128),
+    "LLaDA2-mini": (16, 4, 128),
+    "wide heads": (16, 8, 256),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_mosaic_lowers_for_published_models(on_hopper, model):
+    for B, T, C, by_blocks in ((1, 32, 8, True), (1, 32, 128, False), (8, 128, 8, False)):
+        assert kernels(paged_attention, shapes(B, T, MODELS[model], C, by_blocks)) == 1
+
+
+@pytest.mark.slow
+def test_mosaic_lowers_with_a_window_and_under_vmap(on_hopper):
+    window = shapes(1, 32, (32, 8, 128), window=2048)
+    assert kernels(paged_attention, window) == 1
+    assert kernels(jax.vmap(paged_attention), shapes(1, 32, (16, 8, 128), lead=(2,))) == 1
+
+
+def test_mosaic_is_chosen_on_hopper_for_rows_of_sixteens(on_hopper):
+    def chosen(arguments):
+        return api.choose(arguments[0], arguments[3], arguments[5], arguments[6])
+
+    heads = MODELS["SDAR-1.7B"]
+    of_rows = {T: chosen(shapes(1, T, heads)) for T in (4, 16, 32, 40, api.MOSAIC_ROWS)}
+    assert of_rows == {
+        4: "triton",
+        16: "mosaic",
+        32: "mosaic",
+        40: "triton",
+        api.MOSAIC_ROWS: "mosaic",
+    }
+    assert chosen(shapes(1, 32, (16, 8, 32))) == "triton"
+    many = shapes(1, 64, heads, by_blocks=False, num_blocks=33)
+    assert chosen(many) == "triton"
+
+
+@pytest.mark.parametrize("T", [16, 32, 128, 512])
+@pytest.mark.parametrize("B", [1, 8, 32])
+def test_tilings_are_what_a_gpu_can_run(B, T):
+    for C in (1, 8, 512):
+        for heads in MODELS.values():
+            q, _, _, pool, _, table, _ = shapes(B, T, heads, C)
+            tiling = mosaic.choose_tiling(q, pool, table)
+            tiles = C * 64 // tiling.keys + -(-T // tiling.keys)
+            assert 1 <= tiling.splits <= tiles
+            assert not tiling.is_cluster or tiling.splits in (1, 2, 4, 8)
+            assert 2 <= tiling.stages <= 6
+            # Rings, rows and the columns of a cluster fit into shared memory.
+            rows = tiling.consumers * 64 * heads[2] * 2
+            rows += rows // tiling.splits if tiling.splits > 1 and tiling.is_cluster else 0
+            assert 4 * tiling.stages * tiling.keys * heads[2] + rows <= 226 * 1024
+            if B == 32 and T == 128 and C == 8:
+                assert tiling.splits == 1  # there is work enough
+
+
+def test_mosaic_refuses_what_it_cannot_do(on_hopper):
+    def refused(*args, **settings):
+        arguments = shapes(*args, **settings)
+        return mosaic.unsupported(arguments[0], arguments[3], arguments[6])
+
+    heads = MODELS["SDAR-1.7B"]
+    assert refused(1, 32, heads) is None
+    assert "head size of 64, 128 or 256, got 96" in refused(1, 32, (4, 2, 96))
+    assert "rows that is a multiple of 16, got 20" in refused(1, 20, heads)
+    assert "at most 32 blocks, got 33" in refused(1, 64, heads, by_blocks=False, num_blocks=33)
+    arguments = shapes(1, 20, heads)
+    with pytest.raises(NotImplementedError, match='"mosaic": needs a number of rows'):
+        paged_attention(*arguments, implementation="mosaic")
+    q, pool, mask = arguments[0], arguments[3], arguments[6]
+    q = jax.ShapeDtypeStruct((1, 32, 16, 128), jnp.float16)
+    assert mosaic.unsupported(q, pool, mask) == "needs bfloat16, got float16"
+    pool = jax.ShapeDtypeStruct((100, 8, 48, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 32, 16, 128), jnp.bfloat16)
+    assert "a power of two from 16 up, got 48" in mosaic.unsupported(q, pool, mask)
+
+
+def test_mosaic_needs_a_hopper_gpu():
+    q, _, _, pool, _, table, mask = shapes(1, 32, MODELS["SDAR-1.7B"])
+    if jax.default_backend() == "cpu":
+        assert mosaic.unsupported(q, pool, mask) == "needs an NVIDIA GPU of the Hopper kind"
+        assert api.choose(q, pool, table, mask) == "xla"
+    arguments = shapes(1, 32, MODELS["SDAR-1.7B"])
+    run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(splits=3))
+    with pytest.raises(ValueError, match="splits=3 is no cluster; use a power of two up to 8"):
+        jax.eval_shape(run, *arguments)
+    run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(keys=96))
+    with pytest.raises(ValueError, match="keys=96 and a page of 64 must divide one another"):
+        jax.eval_shape(run, *arguments)
