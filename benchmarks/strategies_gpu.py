@@ -15,9 +15,9 @@ not a prefill's: no time depends on them, and no prefill need be compiled. `ar` 
 need a shifted model: the same weights, declared to be shifted.
 
 From the compiled programs: how often a step copies a pool, and for how many rows it holds float32
-logits at once. The readout takes `readout.ROWS_AT_ONCE` rows a time, so the programs of
-`--wide-slots` requests, whose windows have more, must hold fewer than slots x window of them; that
-compiles all of it once more, last, and only where it is asked for.
+logits at once: fewer than slots x window, where that is more than `readout.FEW_ROWS`. So must the
+programs of `--wide-slots` requests; that compiles all of it once more, last, and only where it is
+asked for.
 
 Programs are compiled by several threads, each strategy's row is written once its program is there,
 and the times after every round: whatever ends the script, what was measured is in the file. Nothing
@@ -46,6 +46,7 @@ from dllm_jax import decode, generation
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.forward import TARGET, ModelForward
+from dllm_jax.readout import FEW_ROWS
 from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, FullSequence, MultiBD
 from strategies.state import DUMMY, RUNNING
 
@@ -341,8 +342,12 @@ def compile_all(model, chosen, args, report, until):
             print(f"{name}: {rows[name]['faults'][0]}", flush=True)
             return
         bench, setting = future.result(), chosen[name]
-        seen = watch(bench, args.few, args.many)
+        seen, read = watch(bench, args.few, args.many), read_program(bench)
         wrong = faults(setting, seen, args.many)
+        cells = slots * bench.bare.buffer_size * bench.bare.block_size
+        half = model.params["embed"].dtype.itemsize == 2  # float32 weights look like logits
+        if setting.bar and half and read["logit_rows_in_hlo"] >= cells > FEW_ROWS:
+            wrong.append(f"{read['logit_rows_in_hlo']} rows of logits at once")
         if args.model.startswith("random:") and seen["different_tokens"] <= 4:
             wrong.append("the tokens are not a readout's")
         rows[name] |= {
@@ -351,7 +356,7 @@ def compile_all(model, chosen, args, report, until):
             "compile_s": bench.compile_s,
             "faults": wrong,
             **seen,
-            **read_program(bench),
+            **read,
         }
         benches[name] = bench
         print(f"{name}: compiled in {bench.compile_s:.1f} s, {seen} {wrong or ''}", flush=True)
