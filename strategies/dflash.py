@@ -39,8 +39,10 @@ from strategies.state import NO_TOKEN, Carry, StepInfo
 DRAFT = "draft"
 _DRAFTS, _CHANCES = 1, 2  # further draws of a position, beside that of the text
 
-RIDGE_ROWS = 206  # an H200 reads a bfloat16 weight in the time of 206 rows: 989 TFLOP/s, 4.8 TB/s
-DRAFT_SHARE = 0.23  # bytes of Qwen3-8B's drafter and its second reading of the head, of the target
+# Qwen3-8B and its draft on an H200, 1, 8 and 32 slots (benchmarks/dflash_gpu.py): what a pass takes
+# in passes of one row; the drafter's share of the target's; and what else a round of drafts has.
+RIDGE_ROWS, SLOPE_ROWS = 160, 512
+DRAFT_SHARE, ROUND_SHARE = 0.21, 0.08
 
 
 class DFlash(struct.PyTreeNode):
@@ -93,17 +95,18 @@ class DFlash(struct.PyTreeNode):
         return self.widths or tuple(sorted({1, (size + 1) // 2, size}))
 
     def usual_costs(self, num_slots: int) -> tuple[float, ...]:
-        """Of a round of each width, where nobody measured: the bytes and sums of an 8B pair.
+        """Of a round of each width, where nobody measured: as an 8B pair has them on an H200.
 
-        A pass costs reading its weights, or its sums from so many rows on; the drafter runs all of
-        its block whatever is judged of it. A step without drafts is 1.
+        A pass costs reading its weights and a little a row, or its sums from so many rows on; the
+        drafter runs all of its block whatever is judged of it. A step without drafts is 1.
         """
         size = self.block_size - 1
 
         def passed(cells: int) -> float:
-            return max(1.0, num_slots * cells / RIDGE_ROWS)
+            rows = num_slots * cells
+            return max(1.0 + rows / SLOPE_ROWS, rows / RIDGE_ROWS)
 
-        draft = DRAFT_SHARE * passed(size)
+        draft = DRAFT_SHARE * passed(size) + ROUND_SHARE
         return tuple((passed(w) + (draft if w > 1 else 0.0)) / passed(1) for w in self.choices)
 
     def bind(self, draft_config):

@@ -7,7 +7,7 @@ for. Written from the note, not from the code.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-FIRST, GAIN, PROBE = 0.8, 0.25, 64
+FIRST, GAIN, PROBE = 0.7, 0.25, 64
 
 
 @dataclass
