@@ -43,7 +43,10 @@ MUTANTS = [
             "chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)",
             "chunk.forward.predict(state.boundary)",
         ),
-        writes_the_drafts=("blocks.write(state, truth,", "blocks.write(state, block,"),
+        writes_the_drafts=(
+            "return out, context, truth, right.astype(",
+            "return out, context, block, right.astype(",
+        ),
         settles_the_drafts_only=("settled_len=count + 1", "settled_len=count"),
     ),
     *_broken(
