@@ -362,10 +362,9 @@ def floors_ms(model, draft, slots, context, device_kind):
     the columns of `wqkv` that make keys and values.
     """
     width = draft.config.block_size
-    joined = with_target(model, draft)
-    layers = joined.replace(
-        params={k: v for k, v in joined.params.items() if k not in ("fc", "context_norm")}
-    )
+    joined = jax.eval_shape(with_target, model, draft)
+    fed = ("fc", "context_norm", "context_wkv")
+    layers = joined.replace(params={k: v for k, v in joined.params.items() if k not in fed})
     plain = floor_ms(model, slots, 1, context, device_kind)
     if plain is None:
         return {}
@@ -526,8 +525,12 @@ def time_group(loops, source, slots, draft, args, report, until):
         derived.setdefault("launches", {})[name] = launches(loop.program.as_text())
     if "round" in loops:
         cfg = draft.config
-        cut = 2 * cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim
-        derived["context_weights_copied"] = written_slices(loops["round"].program.as_text(), cut)
+        cut, text = 2 * cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim, loops["round"].program
+        found = [written_slices(text.as_text(), n * cut) for n in (1, cfg.num_layers)]
+        derived["context_weights_copied"] = {
+            "count": sum(one["count"] for one in found),
+            "first": [line for one in found for line in one["first"]],
+        }
     derived["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     report.put(derived=[*report.told.get("derived", []), {**of, **derived}])
     print(lines_of(of, report, derived), flush=True)

@@ -273,7 +273,7 @@ def by_half(rounds, work):
 def accepted_line(name, temperature, told):
     parts = [f"pair T={temperature:g} {name}: solved {told['solved']}"]
     if "entropy_nats" in told:
-        parts.append(f"entropy {told['entropy_nats']:.3f} nats a token")
+        parts.append(f"entropy {told['entropy_nats']:.2g} nats a token")
     else:
         parts.append(
             f"accepted length {told['mean_accepted_length']:.2f} (bonus counted), by half "

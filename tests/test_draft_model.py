@@ -345,7 +345,28 @@ def test_what_a_draft_shares_is_counted_once(folder, target):
     strategy = DFlash().bind(draft.config)
     llm = dj.LLM(target, strategy, draft=draft, max_num_seqs=1, max_model_len=64, warm_up=False)
     leaves = jax.tree.leaves((target.params, draft.params))
-    assert llm.memory.weights_bytes == sum(leaf.nbytes for leaf in leaves)
+    again = with_target(target, draft).params["context_wkv"].nbytes
+    assert llm.memory.weights_bytes == sum(leaf.nbytes for leaf in leaves) + again
+
+
+def test_one_product_makes_the_keys_and_values_of_all_layers(folder, target):
+    """With the weights that stand ready; nothing is cut out of `wqkv` in a pass."""
+    draft = with_target(target, dj.load(folder / "full", dtype="float32"))
+    features, positions = GOLDEN["features"][None], jnp.arange(len(GOLDEN["features"]))[None]
+    cfg, args = draft.config, (jnp.asarray(features, jnp.float32), positions)
+    made = jax.jit(dflash.context_kv, static_argnums=1)
+    bare = {k: v for k, v in draft.params.items() if k != "context_wkv"}
+    cut = f"(tensor<{cfg.hidden_size}x{cfg.num_kv_heads}x"
+    for params, cuts in ((draft.params, 0), (bare, cfg.num_layers)):
+        lines = made.lower(params, cfg, *args).as_text().splitlines()
+        assert sum("stablehlo.dot_general" in line for line in lines) == 2
+        assert sum("stablehlo.slice" in line and cut in line for line in lines) == cuts
+    for got, want in zip(
+        jax.tree.leaves(made(draft.params, cfg, *args)),
+        jax.tree.leaves(made(bare, cfg, *args)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_scales_and_cap_are_applied(folder, target, tmp_path):

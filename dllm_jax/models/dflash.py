@@ -114,22 +114,36 @@ def context_kv(
 
     Returns:
         Rotated keys and values of each layer. The states go through one projection and one norm
-        for all layers, and through no layer's own norm of its input.
+        for all layers, and through no layer's own norm of its input. `params` may hold
+        `context_wkv`, the `context_weights`; without, they are made here.
     """
+    weights = params.get("context_wkv")
+    if weights is None:
+        weights = context_weights(params)
     context = matmul(vectors.astype(params["fc"].dtype), params["fc"])
     context = rms_norm(context, params["context_norm"], cfg.norm_eps)
+    kv = matmul(context, weights)  # [B T L G 2 H]
+    layers = params["layers"]
+    if cfg.qkv_bias:
+        bias = jnp.stack([layer["bqkv"][:, -2:] for layer in layers])
+        kv = kv + bias[None, None].astype(kv.dtype)
+    k, v = kv[..., 0, :], kv[..., 1, :]
+    if cfg.qk_norm:
+        scale = jnp.stack([layer["k_norm"] for layer in layers])[:, None]
+        k = rms_norm(k, scale, cfg.norm_eps)
     cos, sin = rope_tables(positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    flat = k.reshape(*k.shape[:2], -1, cfg.head_dim)
+    k = apply_rope(flat, cos, sin).reshape(k.shape)
+    return tuple((k[:, :, i], v[:, :, i]) for i in range(cfg.num_layers))
 
-    def one(layer: Any) -> tuple[Array, Array]:
-        kv = matmul(context, layer["wqkv"][:, :, -2:])
-        if cfg.qkv_bias:
-            kv = kv + layer["bqkv"][None, None, :, -2:].astype(kv.dtype)
-        k = kv[..., 0, :]
-        if cfg.qk_norm:
-            k = rms_norm(k, layer["k_norm"], cfg.norm_eps)
-        return apply_rope(k, cos, sin), kv[..., 1, :]
 
-    return tuple(one(layer) for layer in params["layers"])
+def context_weights(params: Any) -> Float[Array, "D L G 2 H"]:
+    """What makes keys and values of all layers of one row: one product instead of one a layer.
+
+    They stand within each layer's `wqkv`, of which XLA would cut and write them anew in every pass
+    on a GPU; so they are kept beside it while decoding (`dllm_jax.drafts.with_target`).
+    """
+    return jnp.stack([layer["wqkv"][:, :, -2:] for layer in params["layers"]], axis=1)
 
 
 def layer_view(cfg: DFlashConfig, layer: int) -> tuple[int | None, bool]:
