@@ -232,7 +232,8 @@ def bind_draft(
         drafts = f"needs {len(names)} auxiliary models" if names else "drafts with no other model"
         remedy = "give a draft (draft=, --draft)"
         if draft is not None:
-            remedy = "leave the draft out, or use the strategy 'dflash'"
+            other = ", or use the strategy 'dflash'" if target.config.shift else ""
+            remedy = f"leave the draft out{other}"
         raise ValueError(
             f"draft={'given' if draft is not None else None} does not fit "
             f"{type(strategy).__name__}, which {drafts}; {remedy}"
