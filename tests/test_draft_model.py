@@ -24,7 +24,7 @@ import dllm_jax as dj
 from dllm_jax import decode
 from dllm_jax.drafts import with_target
 from dllm_jax.forward import ModelForward
-from dllm_jax.models import dense, reference
+from dllm_jax.models import dense, dflash, reference
 from strategies.dflash import DFlash
 from strategies.protocol import Needs, Taps
 from strategies.state import ACTIVE, DecodeState, Limits, Sampling
