@@ -136,6 +136,8 @@ def test_noise_is_that_of_jax():
     assert noise.reproducible(keys)
     assert (np.asarray(got) == np.asarray(want)).all()
     assert not noise.reproducible(jax.random.split(jax.random.key(0, impl="rbg"), 3))
+    with jax.threefry_partitionable(False):
+        assert not noise.reproducible(keys)
 
 
 def test_readout_chooses_what_was_measured_to_be_fastest(monkeypatch):

@@ -5,6 +5,8 @@ partitionable counters, JAX's default); here it is written in operations that a 
 Source: Salmon et al. 2011 (Threefry-2x32, 20 rounds); jax.random.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -18,12 +20,13 @@ _TINY = 1.1754943508222875e-38  # the smallest normal number: what 0 becomes
 
 def reproducible(keys: PRNGKeyArray) -> bool:
     """Whether `gumbel` gives what `jax.random.gumbel` does for such keys, as JAX is set."""
+    config: Any = jax.config  # its type names no such attributes
     typed = jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     return (
         typed
         and str(jax.random.key_impl(keys)) == "threefry2x32"
-        and bool(jax.config.jax_threefry_partitionable)
-        and not jax.config.jax_high_dynamic_range_gumbel
+        and bool(config.jax_threefry_partitionable)
+        and not config.jax_high_dynamic_range_gumbel
     )
 
 
