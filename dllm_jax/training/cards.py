@@ -73,9 +73,10 @@ def write_draft(
     scores = f"""
 ## Results
 
-Held-out problems, {_count(results)} a half, drafter and target in bf16 where trained on an
-accelerator. Accepted length: visible tokens of the answers over rounds of the real strategy
-(block {m.block_size}, all drafts judged), the target's own token of each round counted.
+Held-out problems, {_count(results)} a half, drafter and target in
+{run["target"].params["embed"].dtype}. Accepted length: visible tokens of the answers over rounds of
+the real strategy (block {m.block_size}, all drafts judged), the target's own token of each round
+counted.
 
 | half | temperature | accepted length | exact % | tokens an answer |
 |---|---|---|---|---|
