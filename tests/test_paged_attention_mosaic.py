@@ -10,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from tests.cross_lowering import H200
 from tests.oracles import paged_attention as oracle
 
 pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic form needs jax 0.11"
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
 )
 TOLERANCE = 2e-2  # absolute, unit-normal data in bfloat16
 
@@ -153,7 +154,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
 
 
-def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()):
+def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()) -> Any:
     """Arguments of attention as shapes."""
     N, G, H = heads
     number = lambda *shape: jax.ShapeDtypeStruct((*lead, *shape), jnp.int32)  # noqa: E731
@@ -255,9 +256,9 @@ def test_mosaic_refuses_what_it_cannot_do(on_hopper):
     with pytest.raises(NotImplementedError, match='"mosaic": needs a number of rows'):
         paged_attention(*arguments, implementation="mosaic")
     q, pool, mask = arguments[0], arguments[3], arguments[6]
-    q = jax.ShapeDtypeStruct((1, 32, 16, 128), jnp.float16)
+    q: Any = jax.ShapeDtypeStruct((1, 32, 16, 128), jnp.float16)
     assert mosaic.unsupported(q, pool, mask) == "needs bfloat16, got float16"
-    pool = jax.ShapeDtypeStruct((100, 8, 48, 128), jnp.bfloat16)
+    pool: Any = jax.ShapeDtypeStruct((100, 8, 48, 128), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((1, 32, 16, 128), jnp.bfloat16)
     assert "a power of two from 16 up, got 48" in mosaic.unsupported(q, pool, mask)
 

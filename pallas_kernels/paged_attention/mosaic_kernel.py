@@ -1,0 +1,294 @@
+"""The kernel of the Mosaic form: what the warpgroups that compute do, and who loads.
+
+`mosaic.py` launches it; `mosaic_tiles.py` says which keys a block of threads looks at.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.mosaic_tiles import ROWS, load, page_of, slot_of, work_of
+
+HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
+_FLOOR = -1e28  # below every score, and far above a hidden one: exp2 of the distance is 0
+_FAR = 1 << 29  # beyond every position
+_LOG2_E = 1.4426950408889634
+
+
+def attend(*refs, num_operands, names, block_size, window, tiling, chunk):
+    """One block of threads: a tile of rows of a KV head, over its share of the keys."""
+    q, k, v, k_pages, v_pages, table, numbers, *bits = refs[:num_operands]
+    results = refs[num_operands : len(refs) - len(names)]
+    scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
+    work = work_of(
+        q.shape,
+        k_pages.shape,
+        numbers,
+        has_bits=bool(bits),
+        block_size=block_size,
+        window=window,
+        tiling=tiling,
+        chunk=chunk,
+    )
+    warpgroup = jax.lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == tiling.consumers)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
+
+    @pl.when(warpgroup < tiling.consumers)
+    def _():
+        compute = functools.partial(
+            _compute, block_size=block_size, window=window, tiling=tiling, chunk=chunk
+        )
+        compute(work, warpgroup, q, k_pages.shape, table, bits, results, scratch)
+
+
+def _compute(
+    work, warpgroup, q, pool, table, bits, results, scratch, *, block_size, window, tiling, chunk
+):
+    """A warpgroup's rows: attention over its tiles, the merge of a cluster's parts, the result."""
+    consumers, keys, splits = tiling.consumers, tiling.keys, tiling.splits
+    _, T, N, H = q.shape
+    G, Z = pool[1:3]
+    n = N // G
+    parts = max(1, keys // Z)
+    rows_of_part = keys // parts
+    per_warpgroup = ROWS // chunk
+    unit_0, units, cell_0 = work.unit_0, work.units, work.cell_0
+    start, first, end, causal = work.start, work.first, work.end, work.causal
+    plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
+    layout = plgpu.Layout.WGMMA
+    per_row = layout.reduce(1)
+    mine = scratch["rows"].at[warpgroup]
+    unit = unit_0 + warpgroup * per_warpgroup
+
+    def box_of(array, i, columns=None):
+        """Unit i of this warpgroup in an array like the queries."""
+        one = jnp.minimum(unit + i, units - 1)
+        token = jax.lax.div(one, _whole(n)) * chunk
+        box = (
+            work.b,
+            pl.ds(pl.multiple_of(token, chunk), chunk),
+            work.g * n + jax.lax.rem(one, _whole(n)),
+        )
+        return array.at[*box, columns] if columns is not None else array.at[*box]
+
+    def unit_rows(ref, i):
+        return ref.at[pl.ds(i * chunk, chunk)] if per_warpgroup > 1 else ref
+
+    @pl.when(work.is_used)
+    def _():
+        arrived = scratch["rows_in"].at[warpgroup]
+        for i in range(per_warpgroup):
+            plgpu.copy_gmem_to_smem(box_of(q, i), unit_rows(mine, i), arrived)
+        plgpu.barrier_wait(arrived)
+
+    # Of each row: its cell, and the last keys that it sees.
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
+    unit_of_row = jax.lax.div(row, _whole(chunk)) + unit
+    token = jax.lax.div(unit_of_row, _whole(n)) * chunk + jax.lax.rem(row, _whole(chunk))
+    cell = cell_0 + token
+    anywhere = (1 - causal) * _FAR
+    last_cached = start + cell + anywhere
+    last_fresh = cell + anywhere
+    row_bits = None
+    if bits:
+        K = bits[0].shape[1]
+        mine_in = jax.lax.div(cell, _whole(block_size))
+        mine_in = jnp.minimum(mine_in, K - 1)
+        of_mask = jnp.minimum(work.b, bits[0].shape[0] - 1)
+        row_bits = jnp.zeros_like(mine_in)
+        for block_row in range(K):
+            row_bits = jnp.where(mine_in == block_row, bits[0][of_mask, block_row], row_bits)
+    else:
+        ends = (jax.lax.div(cell, _whole(block_size)) + 1) * block_size - 1
+        last_fresh = jnp.minimum(last_fresh, ends)
+    if window is not None:
+        last_cached = jnp.minimum(last_cached, start + cell + (window - 1))
+        last_fresh = jnp.minimum(last_fresh, cell + (window - 1))
+
+    def across(values, shape):
+        return jax.lax.broadcast_in_dim(values, shape, [0])
+
+    def columns_from(zero, shape):
+        return zero + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+    def sees_cached(i, shape):
+        j_0 = (i + work.skipped) * keys
+        j = columns_from(j_0, shape)
+        seen = (j < work.context_len) & (j <= across(last_cached, shape))
+        seen &= (j < start + first) | (j >= start + end)
+        for part in range(parts):
+            page, _ = page_of(work, table, keys, Z, i, part)
+            hole = j_0 + part * rows_of_part
+            seen &= (j < hole) | (j >= jnp.where(page >= 0, hole, hole + rows_of_part))
+        if window is not None:
+            seen &= j > across(start + cell - window, shape)
+        return seen
+
+    def sees_fresh(i, shape):
+        theirs = columns_from(cell_0 + (i - work.cached_tiles + work.fresh_first) * keys, shape)
+        seen = (theirs >= first) & (theirs < jnp.minimum(end, cell_0 + T))
+        seen &= theirs <= across(last_fresh, shape)
+        if row_bits is not None:
+            theirs_in = jax.lax.div(theirs, _whole(block_size))
+            theirs_in = jnp.minimum(theirs_in, bits[0].shape[1] - 1)
+            bit = jax.lax.shift_right_logical(across(row_bits, shape), theirs_in) & 1
+            seen &= bit != 0
+        if window is not None:
+            seen &= theirs > across(cell - window, shape)
+        return seen
+
+    def pass_turn():
+        plgpu.barrier_arrive(scratch["turn"].at[0])
+        plgpu.barrier_wait(scratch["turn"].at[0])
+
+    takes_turns = "turn" in scratch
+    scale = _LOG2_E * H**-0.5
+
+    def look(i, carry, sees):
+        """Take in a tile of keys; `sees` None: every row sees all of them."""
+        total, peak, mass = carry
+        slot = slot_of(work, tiling, i)
+        shape = (ROWS, keys)
+        key, value = scratch["k_ring"].at[slot], scratch["v_ring"].at[slot]
+        plgpu.barrier_wait(scratch["k_in"].at[slot])
+
+        def product(sums):
+            plgpu.wgmma(sums, mine, key.T)
+            if takes_turns:
+                pass_turn()
+            return sums[...]
+
+        score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if sees is not None:
+            score = jnp.where(sees(i, shape), score, HIDDEN)
+        higher = jnp.maximum(peak, score.max(axis=1) * scale)
+        shrink = jnp.exp2(peak - higher)
+        weight = jnp.exp2(score * scale - across(higher, shape))
+        mass = mass * shrink + weight.sum(axis=1)
+        total = total * across(shrink, total.shape)
+        narrow = weight.astype(q.dtype)
+        if takes_turns:
+            total, mass, higher, narrow = jax.lax.optimization_barrier(
+                (total, mass, higher, narrow)
+            )
+            plgpu.barrier_arrive(scratch["turn"].at[0])  # the softmax is done
+            plgpu.barrier_wait(scratch["v_in"].at[slot])
+            plgpu.barrier_wait(scratch["turn"].at[0])  # the tensor cores are free
+        else:
+            plgpu.barrier_wait(scratch["v_in"].at[slot])
+        if "weights" in scratch:
+            total += _interpreted_product(scratch["weights"].at[warpgroup], narrow, value, H)
+        else:
+            add = lambda sums: plgpu.wgmma(sums, narrow, value)  # noqa: E731
+            total = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
+        plgpu.barrier_arrive(scratch["used"].at[slot])
+        return total, higher, mass
+
+    if takes_turns:
+        pl.when(warpgroup == 1)(pass_turn)
+    carry = (
+        plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), layout),
+        plgpu.layout_cast(jnp.full((ROWS,), _FLOOR, jnp.float32), per_row),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
+    )
+    for from_, to, sees in (
+        (work.cached[0], work.cached[1], None),
+        (work.cached[1], work.cached[2], sees_cached),
+        (work.fresh[0], work.fresh[1], None),
+        (work.fresh[1], work.fresh[2], sees_fresh),
+    ):
+        if from_ is to:
+            continue
+        step = functools.partial(look, sees=sees)
+        carry = jax.lax.fori_loop(from_, to, step, carry)
+    if takes_turns:
+        pl.when(warpgroup == 0)(pass_turn)
+    total, peak, mass = carry
+
+    live = (cell >= first) & (cell < end) & (mass > 0)
+    share_of_row = jnp.where(live, 1.0 / jnp.where(live, mass, 1.0), 0.0)
+    mean = total * across(share_of_row, total.shape)
+
+    def store(staged, columns=None):
+        """Bring this warpgroup's rows from shared memory to the result."""
+        plgpu.commit_smem()
+        for i in range(per_warpgroup):
+
+            @pl.when(unit + i < units)
+            def _(i=i):
+                plgpu.copy_smem_to_gmem(unit_rows(staged, i), box_of(results[0], i, columns))
+
+        plgpu.wait_smem_to_gmem(0)
+
+    if splits == 1:
+        mine[...] = mean.astype(q.dtype)
+        store(mine)
+        return
+    out, log_mass = results[-2:]
+    place = (work.sequence, jax.lax.axis_index("block") * consumers + warpgroup)
+    told = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), HIDDEN)
+    out[work.split, *place] = mean
+    log_mass[work.split, *place] = told
+    if not tiling.is_cluster:
+        return
+    _fence(interpreted="weights" in scratch)
+    plgpu.commit_smem()  # a barrier of the warpgroup: every thread of it has stored
+    plgpu.barrier_arrive(scratch["parts_in"].at[0])
+    plgpu.barrier_wait(scratch["parts_in"].at[0])
+    _fence(interpreted="weights" in scratch)
+    columns = pl.ds(pl.multiple_of(work.split * (H // splits), H // splits), H // splits)
+    told = [
+        plgpu.load(log_mass.at[i, *place], (), layout=per_row, optimized=False)
+        for i in range(splits)
+    ]
+    peak = functools.reduce(jnp.maximum, told)
+    weights = [jnp.exp2(one - peak) for one in told]
+    merged = []
+    for i, weight in enumerate(weights):
+        part = plgpu.load(out.at[i, *place, :, columns], (), layout=layout, optimized=False)
+        merged.append(part * across(weight, part.shape))
+    merged = functools.reduce(jnp.add, merged)
+    merged = merged / across(functools.reduce(jnp.add, weights), merged.shape)
+    staged = scratch["columns"].at[warpgroup]
+    staged[...] = merged.astype(q.dtype)
+    store(staged, columns)
+
+
+def _interpreted_product(staged, weight, value, width):
+    """`weight @ value` as the interpreter can: from shared memory into sums of its own."""
+    staged[...] = weight
+    plgpu.commit_smem()
+
+    def product(sums):
+        plgpu.wgmma(sums, staged, value)
+        return sums[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
+
+
+def _fence(interpreted: bool):
+    """Order what this thread stored to and loads from global memory with the cluster's barrier."""
+    if interpreted:
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        # Not there in jax 0.10.
+        from jax.experimental.mosaic.gpu.utils import (
+            inline_ptx,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+        inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+
+    fence()  # pyright: ignore[reportCallIssue]
+
+
+def _whole(x):
+    return jnp.asarray(x, jnp.int32)

@@ -1,0 +1,206 @@
+"""Which tiles of keys a block of threads of the Mosaic form looks at, and how they are loaded."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+ROWS = 64  # of a warpgroup's product
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a block of threads does, numbers of int32 all.
+
+    Attributes:
+        sequence: Sequence and KV head, and `b` and `g`, what they are alone.
+        split: Which share of the keys.
+        unit_0, units: Its first unit of rows, and how many the sequence has.
+        start, first, end, context_len, causal, cell_0: See `mask.facts`.
+        is_used: A row is live.
+        cached_tiles, skipped: Tiles of the context from `skipped` on, then come the window's own.
+        fresh_first: First of the window's own.
+        low, high: Its share of them all.
+        cached: Where the cached ones begin, where rows begin to differ, where they end.
+        fresh: The same of the window's own, those that every row sees first.
+    """
+
+    sequence: Array
+    b: Array
+    g: Array
+    split: Array
+    unit_0: Array
+    units: int
+    start: Array
+    first: Array
+    end: Array
+    context_len: Array
+    causal: Array
+    cell_0: Array
+    is_used: Array
+    cached_tiles: Array
+    skipped: Array
+    fresh_first: Array
+    low: Array
+    high: Array
+    cached: tuple[Array, Array, Array]
+    fresh: tuple[Array, Array, Array]
+
+
+def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk) -> Work:
+    """The work of this block of threads; `shape` of the queries and `pool` of the keys."""
+    consumers, keys, splits = tiling.consumers, tiling.keys, tiling.splits
+    _, T, N, _ = shape
+    G = pool[1]
+    n = N // G
+    block = jax.lax.axis_index("block")
+    split = jax.lax.axis_index("split") if splits > 1 else _whole(0)
+    sequence = jax.lax.axis_index("sequence")
+    b, g = jax.lax.div(sequence, _whole(G)), jax.lax.rem(sequence, _whole(G))
+    start, first, end, context_len, unmasked, causal, cell_0 = (numbers[b, i] for i in range(7))
+
+    # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
+    per_warpgroup = ROWS // chunk
+    units = n * (T // chunk)
+    unit_0 = block * (consumers * per_warpgroup)
+    unit_1 = jnp.minimum(unit_0 + consumers * per_warpgroup, units) - 1
+    least_cell = cell_0 + jax.lax.div(unit_0, _whole(n)) * chunk
+    most_cell = cell_0 + jax.lax.div(unit_1, _whole(n)) * chunk + (chunk - 1)
+
+    # The list of tiles of keys, as the Triton form has it: the context's, then the window's.
+    first_live, last_live = jnp.maximum(least_cell, first), jnp.minimum(most_cell, end - 1)
+    is_used = first_live <= last_live
+    cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), 0)
+    skipped = _whole(0)  # tiles of the context that end before any row's window
+    if window is not None:
+        nearest = jnp.maximum(start + first_live - (window - 1), 0)
+        skipped = jnp.minimum(jax.lax.div(nearest, _whole(keys)), cached_tiles)
+        cached_tiles -= skipped
+    in_block = (jax.lax.div(last_live, _whole(block_size)) + 1) * block_size
+    reach = jnp.minimum(jnp.where(causal != 0, last_live + 1, in_block), end)
+    reach = jnp.minimum(end if has_bits else reach, cell_0 + T) - cell_0
+    fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), _whole(keys))
+    fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0), 0)
+    tiles = cached_tiles + fresh_tiles
+    share = _ceil_div(tiles, splits)
+    low = jnp.minimum(split * share, tiles)
+    high = jnp.minimum(low + share, tiles)
+    cached_high = jnp.minimum(high, cached_tiles)
+    cached_low = jnp.minimum(low, cached_high)
+    fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
+    if window is None and not has_bits:  # fresh keys that every row sees, before those that some do
+        in_block = (jax.lax.div(first_live, _whole(block_size)) + 1) * block_size
+        plain = jnp.minimum(jnp.where(causal != 0, first_live + 1, in_block), end)
+        plain = jnp.minimum(plain, cell_0 + T) - cell_0
+        plain = jax.lax.div(plain, _whole(keys)) - fresh_first
+        plain = jnp.where(first <= cell_0 + fresh_first * keys, plain, 0)
+        fresh_middle = jnp.clip(cached_tiles + plain, fresh_low, fresh_high)
+    else:
+        fresh_middle = fresh_low
+    middle = cached_low
+    if window is None:
+        middle = jnp.clip(jax.lax.div(unmasked, _whole(keys)), cached_low, cached_high)
+    return Work(
+        sequence=sequence,
+        b=b,
+        g=g,
+        split=split,
+        unit_0=unit_0,
+        units=units,
+        start=start,
+        first=first,
+        end=end,
+        context_len=context_len,
+        causal=causal,
+        cell_0=cell_0,
+        is_used=is_used,
+        cached_tiles=cached_tiles,
+        skipped=skipped,
+        fresh_first=fresh_first,
+        low=low,
+        high=high,
+        cached=(cached_low, middle, cached_high),
+        fresh=(fresh_low, fresh_middle, fresh_high),
+    )
+
+
+def page_of(work, table, keys, page_size, i, part):
+    """Page of a part of a tile, and where in the page the tile begins."""
+    C = table.shape[1]
+    j = (i + work.skipped) * keys + part * page_size
+    column = jax.lax.div(j, _whole(page_size))
+    page = jnp.where(column < C, table[work.b, jnp.minimum(column, C - 1)], -1)
+    return page, jax.lax.rem(j, _whole(page_size))
+
+
+def slot_of(work, tiling, i):
+    """Buffer of the ring that tile i is in."""
+    return jax.lax.rem(i - work.low, _whole(tiling.stages))
+
+
+def load(work, fresh_keys, pools, table, scratch, tiling):
+    """What the warpgroup that loads does: the tiles of this block's work, in order."""
+    keys, stages = tiling.keys, tiling.stages
+    T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
+    piece = math.gcd(T, keys)  # fresh keys of a box
+    parts = max(1, keys // Z)
+    loads = keys // min(keys // parts, piece)
+    rings = (scratch["k_ring"], scratch["v_ring"])
+    arrivals = (scratch["k_in"], scratch["v_in"])
+
+    def fill(i, arrays, boxes_of):
+        """Load a tile of keys and one of values, box by box, when their buffers are free."""
+        slot = slot_of(work, tiling, i)
+
+        @pl.when(i - work.low >= stages)
+        def _():
+            plgpu.barrier_wait(scratch["used"].at[slot])
+
+        for array, ring, arrived in zip(arrays, rings, arrivals, strict=True):
+            sources = boxes_of(array)
+            size = keys // len(sources)
+            for place, source in enumerate(sources):
+                target = ring.at[slot]
+                target = target if size == keys else target.at[pl.ds(place * size, size)]
+                plgpu.copy_gmem_to_smem(source, target, arrived.at[slot])
+            for _spare in range(loads - len(sources)):  # the barrier counts loads
+                plgpu.barrier_arrive(arrived.at[slot])
+
+    def cached(i, _):
+        found = [page_of(work, table, keys, Z, i, part) for part in range(parts)]
+
+        def boxes_of(pool):
+            sources = [pool.at[jnp.maximum(page, 0), work.g] for page, _ in found]
+            if keys >= Z:
+                return sources
+            return [sources[0].at[pl.ds(pl.multiple_of(found[0][1], keys), keys)]]
+
+        fill(i, pools, boxes_of)
+
+    def fresh(i, _):
+        token = (i - work.cached_tiles + work.fresh_first) * keys
+        # Behind the last key come copies of the last box: the product wants whole tiles of
+        # finite values, and nobody sees them.
+        tokens = [jnp.minimum(token + at, T - piece) for at in range(0, keys, piece)]
+        tokens = [pl.ds(pl.multiple_of(one, piece), piece) for one in tokens]
+        fill(i, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
+
+    jax.lax.fori_loop(work.cached[0], work.cached[2], cached, None)
+    jax.lax.fori_loop(work.fresh[0], work.fresh[2], fresh, None)
+
+    def drain(i, _):
+        plgpu.barrier_wait(scratch["used"].at[slot_of(work, tiling, i)])
+
+    jax.lax.fori_loop(jnp.maximum(work.high - stages, work.low), work.high, drain, None)
+
+
+def _whole(x) -> Array:
+    return jnp.asarray(x, jnp.int32)
+
+
+def _ceil_div(a: Array, b: int) -> Array:
+    return jax.lax.div(a + jnp.asarray(b - 1, jnp.int32), jnp.asarray(b, jnp.int32))
