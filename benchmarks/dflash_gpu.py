@@ -11,7 +11,8 @@ Sections:
             `dflash` at its whole block, the draft pass alone (with the target's head) and the
             verify pass alone (neither writes to a cache), each beside its floor; from them
             tau * t_AR / t_round, the speed-up that a mean accepted length of tau would give. And
-            `dflash` where drafts are never right: at width 1, and choosing it by itself.
+            `dflash` where drafts are never right: at width 1, and choosing it by itself (steps
+            after it has found out, one look again among them).
 `pair`      The built-in pair on held-out word problems: `dflash_pair.py`.
 
 A step is timed in a loop on the device: a run of `--many` less one of `--few`, over the steps
@@ -54,12 +55,15 @@ from dllm_jax.models.dense import random_params
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from pallas_kernels.paged_attention import WindowMask, paged_attention
-from strategies import AR, DFlash, random
+from strategies import AR, DFlash, drafting, random
 from strategies.dflash import DRAFT
 
 QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
 AR_BAR, DRAFT_BAR, ROUND_BAR, OFF_BAR = 1.05, 1.4, 1.4, 0.97
 TAUS = range(2, 9)
+# Steps between which drafts of random weights are switched off, one look at whether they pay
+# by now included; before, some ten rounds are lost in finding out.
+SWITCHED_OFF = (24, 24 + drafting.PROBE_EVERY + 1)
 COMPILE_SHARE = 0.7  # of the time there is
 ACCEPTANCE = "how many drafts are accepted needs real weights: with random ones nearly none is"
 SMALL = {
@@ -321,8 +325,20 @@ def launches(text):
     """
     named = computations(text)
     bodies = [named[name] for name in re.findall(r"body=%([\w.\-]+)", text) if name in named]
-    found = collections.Counter()
-    left = [max(bodies, key=len, default=[])]
+    return _operations(named, max(bodies, key=len, default=[]))
+
+
+def branch_launches(text):
+    """The same, all kinds together, of each branch of the conditional with the longest one."""
+    named, found = computations(text), []
+    for told in re.findall(r"branch_computations=\{([^}]*)\}", text):
+        branches = [named.get(name.strip().lstrip("%"), []) for name in told.split(",")]
+        found.append([sum(_operations(named, branch).values()) for branch in branches])
+    return max(found, key=max, default=[])
+
+
+def _operations(named, lines):
+    found, left = collections.Counter(), [lines]
     while left:
         for line in left.pop():
             if called := re.search(r" call\(.*to_apply=%([\w.\-]+)", line):
@@ -487,6 +503,7 @@ def time_group(loops, source, slots, draft, args, report, until):
     names, samples = list(loops), {name: [] for name in loops}
     # The pair's steps are short; its text has room for more of them.
     many = args.many if draft is not None else 8 * args.many
+    windows = dict.fromkeys(names, (args.few, many)) | {"round, adaptive": SWITCHED_OFF}
     floors = {}
     if draft is not None:
         model, kind = loops[names[0]].model, jax.devices()[0].device_kind
@@ -499,7 +516,7 @@ def time_group(loops, source, slots, draft, args, report, until):
             break
         at = turn % len(names)
         for name in names[at:] + names[:at]:
-            samples[name].append(loops[name].step_ms(args.few, many))
+            samples[name].append(loops[name].step_ms(*windows[name]))
         for name in names:
             mine, floor = samples[name], floors.get(name)
             report.row(
@@ -522,7 +539,10 @@ def time_group(loops, source, slots, draft, args, report, until):
     if "round" in loops:
         derived["round_program"] = read_program(_as_bench(loops["round"]))
     for name, loop in loops.items():
-        derived.setdefault("launches", {})[name] = launches(loop.program.as_text())
+        text = loop.program.as_text()
+        derived.setdefault("launches", {})[name] = launches(text)
+        if of_branches := branch_launches(text):
+            derived.setdefault("launches_of_branches", {})[name] = of_branches
     if "round" in loops:
         cfg = draft.config
         cut, text = 2 * cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim, loops["round"].program
@@ -589,6 +609,8 @@ def lines_of(of, report, derived):
             )
     counts = {name: sum(found.values()) for name, found in derived["launches"].items()}
     lines.append(f"  launches a step, about: {counts}")
+    if branches := derived.get("launches_of_branches"):
+        lines.append(f"  and in each branch: {branches}")
     for name, bar in (("ar_over_bare", "ar_bar"), ("draft_over_floor", "draft_bar")):
         if name in derived:
             lines.append(f"  {name} {derived[name]:.3f} (bar {derived[bar]})")

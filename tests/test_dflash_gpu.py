@@ -19,6 +19,7 @@ from dllm_jax.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
+from strategies import drafting
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -119,6 +120,20 @@ def test_launches_of_a_program_are_those_of_its_loop():
     assert dflash_gpu.launches("HloModule m") == {}
 
 
+def test_launches_of_each_branch_are_told_by_themselves():
+    def loop(x, count):
+        def one(i, x):
+            ways = (lambda x: jnp.sort(x, axis=0), lambda x: jnp.sort(jnp.sort(x, 0) @ x, axis=1))
+            return jax.lax.switch(i % 2, ways, x)
+
+        return jax.lax.fori_loop(0, count, one, x)
+
+    text = jax.jit(loop).lower(jnp.ones((8, 8)), 3).compile().as_text() or ""
+    narrow, wide = dflash_gpu.branch_launches(text)
+    assert 1 <= narrow < wide
+    assert dflash_gpu.branch_launches("HloModule m") == []
+
+
 def test_a_weight_that_is_cut_out_is_seen():
     def cut(x, w):
         return x @ w[:, 3:8]
@@ -160,13 +175,29 @@ def test_a_loop_without_strategy_code_writes_the_tokens_of_ar():
 
 
 @pytest.mark.slow
+def test_drafts_of_random_weights_are_off_where_their_steps_are_timed():
+    target, draft = dflash_gpu.load_pair(smoke=True)
+    name = "round, adaptive"
+    loop = dflash_gpu.loops_of(target, draft, 1, 64, 128, [name])[name]()
+    drafted = []
+    for steps in dflash_gpu.SWITCHED_OFF:
+        counts = loop.run(steps)[1].carry.slot
+        drafted.append(int(counts[drafting.ROUNDS].sum()))
+    assert 4 < drafted[0] < dflash_gpu.SWITCHED_OFF[0] / 2  # all of them in the first steps
+    assert drafted[1] == drafted[0] + 1
+
+
+@pytest.mark.slow
 def test_the_script_runs_whole_and_small(tmp_path):
     out = tmp_path / "dflash.json"
     words = ["--smoke", "--target", dflash_pair.SMOKE, "--threads", "2", "--out", str(out)]
     assert dflash_gpu.main([*words, "--within", "900", "--pair-within", "900"]) == 0
     told = json.loads(out.read_text())
     steps = {row["name"] for row in told["rows"] if row.get("section") in ("ar", "steps")}
-    assert steps == {"ar step", "bare step", "round", "draft pass", "verify pass"}
+    assert steps == {
+        *("ar step", "bare step", "bare step of 2 rows", "round", "draft pass", "verify pass"),
+        *("round of width 1", "round, adaptive"),
+    }
     rounds = [row for row in told["rows"] if row.get("through") == "rounds"]
     assert {row["temperature"] for row in rounds} == {0.0, 1.0}
     unlike = told["pair"]["rows_unlike_ar_float32"]
