@@ -29,7 +29,7 @@ SOURCES = (
 LIBRARY_GEMM = re.compile(
     r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|_split_matmul", re.IGNORECASE
 )
-LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|_attend", re.IGNORECASE)
+LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|_attend|mosaic_gpu", re.IGNORECASE)
 COPY = re.compile(r"mem(cpy|set)|^copy|wrapped_copy|copy_fusion", re.IGNORECASE)
 _HOLDERS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
 _NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", *_HOLDERS)
