@@ -30,12 +30,14 @@ from pallas_kernels.paged_attention.mosaic_tiles import ROWS
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 _MULTIPROCESSORS = 132
-# What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json):
-# a tile of 64 keys of head size 128 by one and by two warpgroups, what each block of threads costs
-# beside, and each way to merge. The clusters that run at once: a GPC has 14 to 18 multiprocessors,
-# so that 16 clusters of 8 blocks, or 32 of 4, took two turns.
-_TILE_US = {1: 0.75, 2: 1.08}
-_BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 2.0, 5.0, 4.3e6
+# What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
+# of head size 128 in tiles of 64 or 128, by one and by two warpgroups; what each block of threads
+# costs beside, and each way to merge. The clusters that run at once: a GPC has 14 to 18
+# multiprocessors, so that 16 clusters of 8 blocks, or 32 of 4, took two turns. Wide tiles won from
+# so many tiles of 64 on, with ping-pong where two warpgroups compute.
+_TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
+_WIDE = 32
+_BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
 _RING_BYTES = 128 * 1024  # of 227 KiB shared memory; the rest is the rows' and the parts'
@@ -100,14 +102,13 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     G, Z = k_pages.shape[1:3]
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))
-    keys = 64
-    tiles = -(-page_table.shape[1] * Z // keys) + -(-T // keys)  # of keys, for one row
+    tiles = -(-page_table.shape[1] * Z // 64) + -(-T // 64)  # of 64 keys, for one row
 
     def microseconds(tiling):
         programs = B * G * -(-warpgroups // tiling.consumers)
         splits = tiling.splits
         at_once = _CLUSTERS[splits] if tiling.is_cluster else _MULTIPROCESSORS / splits
-        tile_us = _TILE_US[tiling.consumers] * H / 128
+        tile_us = _TILE_US[tiling.consumers, tiling.keys] * H / 128
         longest = -(-tiles // splits) * tile_us + _BLOCK_US
         merge = _CLUSTER_US if tiling.is_cluster else _XLA_US
         merge = 0.0 if splits == 1 else merge + 8 * splits * q.size / _BYTES_PER_US
@@ -117,13 +118,20 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         mean = tiles / splits / 4 * tile_us + _BLOCK_US
         return (even + max(longest, programs / at_once * mean)) / 2 + merge
 
-    stages = min(_RING_BYTES // (keys * H * 4), 6)
-    found = [
-        Tiling(consumers=consumers, keys=keys, stages=stages, splits=splits, is_cluster=is_cluster)
-        for consumers in range(1, min(warpgroups, 2) + 1)
-        for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA)
-        if splits <= tiles
-    ]
+    found = []
+    for consumers in range(1, min(warpgroups, 2) + 1):
+        for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
+            # Wide tiles want many of them, and two of theirs in flight.
+            keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
+            tiling = Tiling(
+                consumers=consumers,
+                keys=keys,
+                stages=min(_RING_BYTES // (keys * H * 4), 6),
+                splits=splits,
+                is_cluster=is_cluster,
+                ping_pong=keys == 128 and consumers == 2,
+            )
+            found += [tiling] if splits <= tiles else []
     return min(found, key=microseconds)
 
 
@@ -221,6 +229,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         grid_names=tuple(grid),
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
+        kernel_name="paged_attention",
         num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),

@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention.mask import WindowMask, facts
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 _ROWS, _KEYS = 64, 64  # of a tile
 _PROGRAMS, _SPLITS = 264, 16  # two on each of an H200's multiprocessors; parts to merge
+_SHARE = 32  # tiles of keys that a program is given where sequences differ in length
 _NEVER = -1e30  # below every score; finite, so that differences are
 _LOG2_E = 1.4426950408889634
 
@@ -103,7 +104,10 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     keys = min(_KEYS, Z)
     programs = B * G * -(-rows // tile)
     most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
-    splits = max(1, min(_PROGRAMS // programs, _SPLITS, most))
+    splits = _PROGRAMS // programs
+    if B > 1:  # contexts differ, and the longest should not be what all wait for
+        splits = max(splits, most // _SHARE)
+    splits = max(1, min(splits, _SPLITS, most))
     return Tiling(rows=tile, keys=keys, splits=splits)
 
 
