@@ -115,15 +115,26 @@ def read_stats(
         )
         return settled(TokenStats(**read._asdict()))
 
-    # Top-k and the nucleus need the whole law, and noise is made sooner outside of the kernel.
-    plain = ~jnp.any(
-        (sampling.temperature > 0) | (sampling.top_k > 0) | (sampling.top_p < 1.0),
-    )
-    return jax.lax.cond(
-        plain,
-        lambda: in_chunks(in_kernel, (hidden, penalty), TRITON_ROWS, TRITON_ROWS),
-        lambda: in_chunks(one, rows),
-    )
+    # Top-k and the nucleus need the whole law, and noise is made sooner outside of the kernel. Who
+    # reads a row is the row's own affair: neighbours that are drawn must not change its rounding.
+    plain = (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
+
+    def all_plain() -> TokenStats:
+        return in_chunks(in_kernel, (hidden, penalty), TRITON_ROWS, TRITON_ROWS)
+
+    def some_drawn() -> TokenStats:
+        drawn = in_chunks(one, rows)
+        return jax.lax.cond(
+            jnp.any(plain),
+            lambda: jax.tree.map(lambda a, b: _by_row(plain, a, b), all_plain(), drawn),
+            lambda: drawn,
+        )
+
+    return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
+
+
+def _by_row(which: Array, a: Array, b: Array) -> Array:
+    return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
 
 def read_soft(
