@@ -10,7 +10,8 @@ Three parts, each with its lines in one JSON file, written as they come:
 
 A call is timed in a loop on the device. Every turn takes other pages, of pools of 2 GB, so that no
 key is in the cache when it comes again; its rows depend on the last result. What depends on the
-mask alone is computed before the loop, as it is once a step. `glue`, the loop alone, is taken off.
+mask alone is computed before the loop, as it is once a step. `glue`, the loop alone, is taken off:
+the host's turn of it takes some 25 us, behind which a call of few microseconds hides in part.
 
     python benchmarks/paged_attention_gpu.py --out attention.json --parts check,tune --seconds 120
     python benchmarks/paged_attention_gpu.py --out attention.json --parts cells --seconds 165
@@ -227,19 +228,23 @@ def summary(lines):
     rows = {}
     for cell, forms in found.items():
         ours = [x for form, x in forms.items() if not form.startswith("cudnn")]
-        theirs = [x["net_us"] for form, x in forms.items() if form.startswith("cudnn")]
+        theirs = [x for form, x in forms.items() if form.startswith("cudnn")]
         if not ours:
             continue
-        best = min(ours, key=lambda x: x["net_us"])
-        gain = min(theirs) / best["net_us"] if theirs else None
-        rows[cell] = {"best": best["form"], "passes": best["passes"], "gain": gain}
-    gains = [row["gain"] for row in rows.values() if row["gain"]]
+        best = min(ours, key=lambda x: x["us"])
+        row = {"best": best["form"], "passes": best["passes"], "gain": None, "faster": None}
+        if theirs:
+            other = min(theirs, key=lambda x: x["us"])
+            row["faster"] = best["us"] < other["us"]
+            row["gain"] = other["net_us"] / best["net_us"] if best["net_us"] > 0 else None
+        rows[cell] = row
+    compared = [row["faster"] for row in rows.values() if row["faster"] is not None]
     of_32 = [row["gain"] for cell, row in rows.items() if cell[3] == 32 and row["gain"]]
     return {
         "cells": len(rows),
         "meet_the_bar": sum(row["passes"] for row in rows.values()),
-        "compared_with_cudnn": len(gains),
-        "faster_than_cudnn": sum(gain > 1 for gain in gains),
+        "compared_with_cudnn": len(compared),
+        "faster_than_cudnn": sum(compared),
         "gain_at_32_rows_median": statistics.median(of_32) if of_32 else None,
         "gain_at_32_rows_least": min(of_32) if of_32 else None,
     }

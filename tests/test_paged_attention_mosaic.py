@@ -6,6 +6,7 @@ warpgroups a thread of JAX's CPU client, which has one a core: more cores are na
 its own.
 """
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -123,24 +124,25 @@ FEATURES = {
     "wide heads": {"T": 64, "S": 32, "heads": (4, 2, 256), "C": 5},
 }
 TILINGS = {
-    "one": mosaic.Tiling(stages=2),
-    "two": mosaic.Tiling(consumers=2, stages=2),
+    "two consumers": mosaic.Tiling(consumers=2, stages=2),
     "a cluster of eight": mosaic.Tiling(splits=8, stages=2),
-    "two, a cluster of four": mosaic.Tiling(consumers=2, splits=4, stages=2),
-    "merged by XLA": mosaic.Tiling(consumers=2, splits=16, stages=2, is_cluster=False),
+    "wide tiles in turns, merged by XLA": mosaic.Tiling(
+        consumers=2, keys=128, stages=2, splits=16, is_cluster=False, ping_pong=True
+    ),
     "chosen": None,
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature, seed):
+def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs a Hopper GPU")
-    call = functools.partial(mosaic.attention, tiling=TILINGS[tiling])
-    assert_right(call, *case(**FEATURES[feature], seed=seed))
+    chosen = TILINGS[tiling]
+    if feature == "wide heads" and chosen is not None:
+        chosen = dataclasses.replace(chosen, keys=64)  # what shared memory holds
+    assert_right(functools.partial(mosaic.attention, tiling=chosen), *case(**FEATURES[feature]))
 
 
 @pytest.fixture
