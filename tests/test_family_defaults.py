@@ -234,7 +234,7 @@ def test_inspect_tells_how_a_checkpoint_is_decoded(family, tmp_path, capsys):
 
 def test_info_has_a_line_for_every_family():
     lines = info._families()
-    assert lines.keys() == {*(row.name for row in FAMILIES), "llada2, 2.2"}
+    assert lines.keys() == {*(row.name for row in FAMILIES), "llada2, 2.2", "dflash"}
     assert lines["dream"] == (
         "full_sequence, block 32, buffer 16, accept 1, remasking entropy, temperature 0.2, "
         "top-p 0.95, trained full, shifted, mask 151666, stops 151643 151645, class DreamModel"

@@ -486,8 +486,10 @@ ROUNDS = [
             "harvest.saved(row), [])",
         ),
         begins_without_what_was_saved=(
-            "        if sample.saved is not None:\n",
-            "        if False:\n",
+            "        if sample.saved is not None:\n            harvest, row = sample.saved\n"
+            "            self.device.restore(",
+            "        if False:\n            harvest, row = sample.saved\n"
+            "            self.device.restore(",
         ),
         stream_takes_tokens_back=("sample.tokens[before:length] =", "sample.tokens[before:] ="),
         start_is_not_read=("                sample.start = start\n", ""),

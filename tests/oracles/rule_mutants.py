@@ -253,16 +253,16 @@ RANDOM = _broken(
         "_fold(step[:, None, None], state.buffer.positions - state.buffer.start[:, None, None])",
     ),
     draws_by_the_window=(
-        "keys_at(state.keys, state.buffer.positions)",
-        "keys_at(state.keys, state.buffer.positions - state.buffer.start[:, None, None])",
+        "keys_at(state.keys, state.buffer.positions, further)",
+        "keys_at(state.keys, state.buffer.positions - state.buffer.start[:, None, None], further)",
     ),
     position_keys_know_the_step=(
-        "keys_at(state.keys, state.buffer.positions)",
-        "keys_at(_fold(state.keys, state.buffer.nfe), state.buffer.positions)",
+        "keys_at(state.keys, state.buffer.positions, further)",
+        "keys_at(_fold(state.keys, state.buffer.nfe), state.buffer.positions, further)",
     ),
     slots_have_a_say=(
-        "keys_at(state.keys, state.buffer.positions)",
-        "keys_at(_fold(state.keys, jnp.arange(len(state.keys))), state.buffer.positions)",
+        "keys_at(state.keys, state.buffer.positions, further)",
+        "keys_at(_fold(state.keys, jnp.arange(len(state.keys))), state.buffer.positions, further)",
     ),
     steps_of_slots_have_a_say=(
         "_fold(state.keys, jnp.asarray(_STEP_STREAM))",
