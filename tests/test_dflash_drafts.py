@@ -106,9 +106,10 @@ def test_an_engine_gives_the_tokens_of_ar(folder, target):
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         return [[one.token_ids for one in output.outputs] for output in outputs]
 
-    with pytest.warns(UserWarning, match="hardly ever right"):  # a random one
-        drafted = texts(DFlash(), draft=str(folder / "full"))
-    assert drafted == texts(AR())
+    # A random one; left to itself the strategy gives it up before the engine has seen enough.
+    with pytest.warns(UserWarning, match="hardly ever right"):
+        drafted = texts(DFlash(width=2), draft=str(folder / "full"))
+    assert drafted == texts(DFlash(), draft=str(folder / "full")) == texts(AR())
 
 
 def test_the_command_asks_for_a_draft_that_fits(folder, capsys):

@@ -245,14 +245,13 @@ def _compute(
     _fence(interpreted="weights" in scratch)
     columns = pl.ds(pl.multiple_of(work.split * (H // splits), H // splits), H // splits)
     told = [
-        plgpu.load(log_mass.at[i, *place], (), layout=per_row, optimized=False)
-        for i in range(splits)
+        plgpu.load(log_mass.at[i, *place], layout=per_row, optimized=False) for i in range(splits)
     ]
     peak = functools.reduce(jnp.maximum, told)
     weights = [jnp.exp2(one - peak) for one in told]
     merged = []
     for i, weight in enumerate(weights):
-        part = plgpu.load(out.at[i, *place, :, columns], (), layout=layout, optimized=False)
+        part = plgpu.load(out.at[i, *place, :, columns], layout=layout, optimized=False)
         merged.append(part * across(weight, part.shape))
     merged = functools.reduce(jnp.add, merged)
     merged = merged / across(functools.reduce(jnp.add, weights), merged.shape)
