@@ -17,7 +17,7 @@ from flax import struct
 
 from strategies import AR, DFlash, drafting
 from strategies.state import EMPTY, RUNNING, Carry
-from tests.contract import drafters
+from tests.contract import drafters, models
 from tests.oracles import draft_widths
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds
 from tests.test_dflash import (
@@ -55,7 +55,7 @@ def wandering_rounds(wish: Wish, text: list[int], table: np.ndarray) -> Rounds:
 
     def drafts(position: int, anchor: int) -> list[int]:
         said = table[position, anchor, 1 : WANDERED[next(steps)]]
-        return np.where(said == TARGET.config.mask_token_id, -1, said).tolist()
+        return np.where(said == models.MASK, -1, said).tolist()  # never its mask
 
     prompt = wish.request.prompt
     return dflash_rounds([*prompt, *text], len(prompt), wish.request.stops, drafts)
@@ -244,7 +244,7 @@ def long_wish(count: int) -> tuple[list[Wish], list[int]]:
 def test_right_drafts_are_all_judged_and_wrong_ones_soon_left() -> None:
     wishes, text = long_wish(32)
     right = table_of(wishes[0], text)
-    wrong = np.where(right == drafters.NO_HINT, right, (right + 1) % TARGET.config.mask_token_id)
+    wrong = np.where(right == drafters.NO_HINT, right, (right + 1) % models.MASK)
     strategy = DFlash(ROUND, LAYERS, costs=(1.0, 1.3, 1.4))
     assert strategy.choices == (1, 3, 5)
     (one,) = run(strategy, wishes, drafters.hinted(TARGET, right))
