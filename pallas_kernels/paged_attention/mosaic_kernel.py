@@ -244,14 +244,12 @@ def _compute(
     plgpu.barrier_wait(scratch["parts_in"].at[0])
     _fence(interpreted="weights" in scratch)
     columns = pl.ds(pl.multiple_of(work.split * (H // splits), H // splits), H // splits)
-    told = [
-        plgpu.load(log_mass.at[i, *place], layout=per_row, optimized=False) for i in range(splits)
-    ]
+    told = [_loaded(log_mass.at[i, *place], per_row) for i in range(splits)]
     peak = functools.reduce(jnp.maximum, told)
     weights = [jnp.exp2(one - peak) for one in told]
     merged = []
     for i, weight in enumerate(weights):
-        part = plgpu.load(out.at[i, *place, :, columns], layout=layout, optimized=False)
+        part = _loaded(out.at[i, *place, :, columns], layout)
         merged.append(part * across(weight, part.shape))
     merged = functools.reduce(jnp.add, merged)
     merged = merged / across(functools.reduce(jnp.add, weights), merged.shape)
@@ -270,6 +268,12 @@ def _interpreted_product(staged, weight, value, width):
         return sums[...]
 
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
+
+
+def _loaded(part, layout):
+    """What lies in global memory, thread by thread where the layout leaves no better way."""
+    # jax 0.10 wants an index beside it.
+    return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def _fence(interpreted: bool):
