@@ -1,8 +1,9 @@
 """How much goes into a round: decode steps, groups of rows, prefill within what the steps take.
 
 What runs beside the decode steps of most rows may cost nearly as much as they do, so that a step
-takes at most twice its time beside a long prompt. Costs are predictions of `device.cost`; without
-them rounds are sized by tokens. Nothing here dispatches.
+takes at most twice its time beside a long prompt. Where nobody watches a text grow, that is for
+each prompt that waits: the sooner all of them decode, the fewer rounds run half empty. Costs are
+predictions of `device.cost`; without them rounds are sized by tokens. Nothing here dispatches.
 """
 
 import functools
@@ -148,13 +149,18 @@ class Budget:
     def __init__(self, scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost | None):
         facts = scheduler.facts
         self._scheduler, self._cost = scheduler, cost
+        shares = 1
+        if not any(sample.watched for sample in scheduler.live):
+            shares = len(scheduler.live) - len(decoding)
         largest = facts.prefill_buckets[-1]
-        self._tokens = facts.max_num_batched_tokens or PREFILL_ALONE * largest
+        self._tokens = max(PREFILL_ALONE, shares) * largest
         self._seconds = None
         if decoding and cost is None:
-            self._tokens = min(self._tokens, largest)
+            self._tokens = shares * largest
         elif decoding and cost is not None:
-            self._seconds = _seconds_beside(scheduler, decoding, steps, cost)
+            self._seconds = shares * _seconds_beside(scheduler, decoding, steps, cost)
+        if facts.max_num_batched_tokens is not None:
+            self._tokens = min(self._tokens, facts.max_num_batched_tokens)
 
     def take(self, sample: Sample, forced: bool) -> Pass | None:
         """The sample's next pass, paid for; None where nothing is left to compute or to spend.

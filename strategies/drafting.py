@@ -23,7 +23,7 @@ CHANCE, IDLE = "draft_chance", "draft_idle"
 # What a fresh request is believed to have. Drafts of published pairs are right, where all before
 # them were, about nine times in ten (27B target, block 16: z-lab/dflash#52); the more is believed,
 # the longer a draft that is never right is kept: so some six rounds, at costs of an 8B pair.
-FIRST_CHANCE = 0.7
+FIRST_CHANCE = 0.85
 GAIN = 0.25  # weight of the last round
 PROBE_EVERY = 64  # rounds without drafts, after which a round looks whether they would be right now
 

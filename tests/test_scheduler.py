@@ -399,6 +399,27 @@ def test_a_budget_beside_decoding_is_what_its_steps_take(host: SimpleNamespace) 
     assert spent.take(sample, forced=False) is None
 
 
+def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNamespace) -> None:
+    def tokens(cost: Any, watched: bool, **facts: Any) -> int:
+        """What three prompts get beside a decoding row and two of its steps."""
+        sizes = {"num_slots": 4, "slot_buckets": (1, 4), "num_pages": 60}
+        books = Books(host, prefill_buckets=(4,), **sizes, **facts)
+        decoding = [books.run([5] * 4, max_tokens=8)]
+        for first in (2, 3, 4):
+            books.add(range(first, first + 36))
+        waiting = books.scheduler.admit()
+        waiting[-1].watched = watched
+        budget = host.planning.Budget(books.scheduler, decoding, 2, cost)
+        pieces = [budget.take(sample, forced=False) for sample in waiting]
+        return sum(piece.size for piece in pieces if piece)
+
+    # One budget is a little more than what 4 tokens over 2 columns take.
+    for cost in (Cost(12.1 / (4 + 1) / (4 + 2) / host.planning.BESIDE, 1.0), None):
+        assert tokens(cost, watched=False) == 12
+        assert tokens(cost, watched=True) == 4
+        assert tokens(cost, watched=False, max_num_batched_tokens=8) == 8
+
+
 # --- growing and giving way -----------------------------------------------------------------------
 
 
