@@ -140,7 +140,7 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
 
 @functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
 def admit(programs, state, slots, ints, floats, knobs):
-    """Fresh requests in their slots.
+    """Fresh requests in their slots, which keep what lasts.
 
     Args:
         slots: [A 2]: a slot (past the last: nobody's), and whether it decodes at once or waits for
@@ -151,7 +151,11 @@ def admit(programs, state, slots, ints, floats, knobs):
         return jax.tree.map(lambda leaf: leaf[0], _fresh(programs, ints, floats, knobs))
 
     fresh = jax.vmap(one)(ints, floats)
-    fresh = fresh.replace(finish=jnp.where(slots[:, 1] > 0, RUNNING, EMPTY).astype(jnp.int32))
+    lasting = {name: leaf[slots[:, 0]] for name, leaf in state.carry.lasting.items()}
+    fresh = fresh.replace(
+        finish=jnp.where(slots[:, 1] > 0, RUNNING, EMPTY).astype(jnp.int32),
+        carry=fresh.carry.replace(lasting=lasting),
+    )
     return _put_rows(state, slots[:, 0], fresh.replace(pools=state.pools)), None
 
 

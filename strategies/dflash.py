@@ -128,10 +128,10 @@ class DFlash(struct.PyTreeNode):
         return self.replace(draft_block_size=size, target_layer_ids=layers)
 
     def init(self, spec):
-        """How the drafts of a request fared, and what is expected of them."""
+        """How the drafts of a request fared, and what is expected of those in its slot."""
         size = spec.block_size - 1
         estimates = drafting.no_estimates(size) if len(self.choices) > 1 else {}
-        return Carry(slot=drafting.no_counts(size) | estimates)
+        return Carry(slot=drafting.no_counts(size), lasting=estimates)
 
     def absorb(self, chunk, state):
         """Give the drafter its context of the prompt; draw the first token, the first anchor."""

@@ -1,9 +1,10 @@
 """What the strategies that draft share: how drafts fared, and how many of them to judge next.
 
-Both are leaves of `Carry.slot`, by the names below. They stay on the device and go where the slot
-goes: to the host with each harvest, through a preemption, and back to their first values with the
-next request. The counts are there to be told (`dllm_jax.requests.DraftMetrics`), the running
-estimates to choose a width by. Places are counted behind the anchor: the first draft has place 1.
+Both are leaves of `Carry`, by the names below. They stay on the device and go where the slot goes:
+to the host with each harvest, and through a preemption. The counts (`slot`) are a request's, to be
+told (`dllm_jax.requests.DraftMetrics`); the running estimates, to choose a width by, are `lasting`:
+most texts are too short to learn from themselves what the one before has shown. Places are counted
+behind the anchor: the first draft has place 1.
 A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.
 
 Source: the cost model of design/dflash.md §2.5, argmax_w E[n(w)] / time(w), summed over a batch.
@@ -20,12 +21,14 @@ from strategies.state import RUNNING, DecodeState
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
 CHANCE, IDLE = "draft_chance", "draft_idle"
 
-# What a fresh request is believed to have. Drafts of published pairs are right, where all before
+# What is believed before anything was seen. Drafts of published pairs are right, where all before
 # them were, about nine times in ten (27B target, block 16: z-lab/dflash#52); the more is believed,
-# the longer a draft that is never right is kept: so some six rounds, at costs of an 8B pair.
+# the longer a draft that is never right is kept: so some ten rounds, at costs of an 8B pair.
 FIRST_CHANCE = 0.85
 GAIN = 0.25  # weight of the last round
-PROBE_EVERY = 64  # rounds without drafts, after which a round looks whether they would be right now
+# Rounds without drafts, after which a round looks whether they would be right now; and the share of
+# those rounds' cost that it may take, so that looking never costs what can be noticed.
+PROBE_EVERY, PROBE_SHARE = 64, 0.005
 
 
 def no_counts(size: int) -> dict[str, Array]:
@@ -44,7 +47,7 @@ def no_counts(size: int) -> dict[str, Array]:
 
 
 def no_estimates(size: int) -> dict[str, Array]:
-    """What `choose_width` goes by, of a fresh request, for the `slot` leaves of a carry.
+    """What `choose_width` goes by before anything was seen, for the `lasting` leaves of a carry.
 
     Returns:
         `draft_chance` [1 size-1]: of a draft to be right where all before it were, by place less
@@ -64,7 +67,7 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
         right: Drafts that were right, up to the first that was not.
         width: Cells that were judged.
     """
-    slot, room = state.carry.slot, _room(state)
+    slot, lasting, room = state.carry.slot, state.carry.lasting, _room(state)
     is_round = jnp.asarray(width) > 1
     places = jnp.arange(1, slot[PROPOSED].shape[1] + 1, dtype=jnp.int32)[None]
     wanted = (places < width) & (places <= room[:, None])
@@ -76,14 +79,14 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
         PROPOSED: slot[PROPOSED] + wanted.astype(jnp.int32),
         ACCEPTED: slot[ACCEPTED] + taken.astype(jnp.int32),
     }
-    if CHANCE in slot:
+    if lasting:
         seen = wanted & (places <= right[:, None] + 1)
-        moved = slot[CHANCE] + GAIN * (taken.astype(jnp.float32) - slot[CHANCE])
-        slot |= {
-            CHANCE: jnp.where(seen, moved, slot[CHANCE]),
-            IDLE: jnp.where(is_round, 0, slot[IDLE] + 1),
+        moved = lasting[CHANCE] + GAIN * (taken.astype(jnp.float32) - lasting[CHANCE])
+        lasting = {
+            CHANCE: jnp.where(seen, moved, lasting[CHANCE]),
+            IDLE: jnp.where(is_round, 0, lasting[IDLE] + 1),
         }
-    return state.replace(carry=state.carry.replace(slot=slot))
+    return state.replace(carry=state.carry.replace(slot=slot, lasting=lasting))
 
 
 def choose_width(
@@ -102,11 +105,11 @@ def choose_width(
     Returns:
         The index of the width.
     """
-    slot, buffer = state.carry.slot, state.buffer
+    lasting, buffer = state.carry.lasting, state.buffer
     running = state.finish == RUNNING
-    size = slot[CHANCE].shape[1]
+    size = lasting[CHANCE].shape[1]
     before = jnp.tril(jnp.ones((size, size), bool))  # no scan: so few places are one reduction
-    reached = jnp.prod(jnp.where(before[None], slot[CHANCE][:, None, :], 1.0), axis=2)
+    reached = jnp.prod(jnp.where(before[None], lasting[CHANCE][:, None, :], 1.0), axis=2)
     places = jnp.arange(1, size + 1, dtype=jnp.int32)
     useful = running[:, None] & (places[None] < (buffer.limit - buffer.start - 1)[:, None])
     gained = jnp.sum(jnp.where(useful, reached, 0.0), axis=0)  # [places] drafts taken, all rows
@@ -116,7 +119,8 @@ def choose_width(
     if widths[0] > 1:
         return best
     could_pay = jnp.any(sizes[1:].astype(jnp.float32) / costs[1:] > 1.0 / costs[0])
-    is_due = jnp.any(running & (slot[IDLE] >= PROBE_EVERY))
+    rounds = jnp.maximum(PROBE_EVERY, (costs[1] / costs[0] - 1.0) / PROBE_SHARE)
+    is_due = jnp.any(running & (lasting[IDLE].astype(jnp.float32) >= rounds))
     return jnp.where((best == 0) & is_due & could_pay, 1, best)
 
 

@@ -117,6 +117,7 @@ def broadcast_carry(carry: Carry, num_slots: int, num_blocks: int, block_size: i
         tokens=grow(carry.tokens, (num_slots, num_blocks * block_size)),
         blocks=grow(carry.blocks, (num_slots, num_blocks)),
         slot=grow(carry.slot, (num_slots,)),
+        lasting=grow(carry.lasting, (num_slots,)),
     )
 
 

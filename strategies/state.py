@@ -91,12 +91,14 @@ class Carry(struct.PyTreeNode):
     """A strategy's own leaves, by axis: `tokens` [B W ...], `blocks` [B K ...], `slot` [B ...].
 
     The engine slides `tokens` and `blocks` with the window and fills new cells with the values
-    that `Strategy.init` gave.
+    that `Strategy.init` gave. Those of `lasting` [B ...] are a slot's, whosever it is: the next
+    request there finds what the last one left, so no text may depend on them.
     """
 
     tokens: dict[str, Array] = struct.field(default_factory=dict)
     blocks: dict[str, Array] = struct.field(default_factory=dict)
     slot: dict[str, Array] = struct.field(default_factory=dict)
+    lasting: dict[str, Array] = struct.field(default_factory=dict)
 
 
 class DecodeState(struct.PyTreeNode):

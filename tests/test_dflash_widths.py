@@ -131,7 +131,7 @@ def state_of(rows: list[draft_widths.Row], finish: list[int] | None = None) -> A
     """Requests at the start of a round, nothing counted."""
     size, B = rows[0].places + 1, len(rows)
     zeros = {k: jnp.repeat(v, B, axis=0) for k, v in drafting.no_counts(size).items()}
-    slot = zeros | {
+    lasting = {
         drafting.CHANCE: jnp.asarray([r.chance for r in rows], jnp.float32),
         drafting.IDLE: jnp.asarray([r.idle for r in rows], jnp.int32),
     }
@@ -140,7 +140,7 @@ def state_of(rows: list[draft_widths.Row], finish: list[int] | None = None) -> A
     cells = jnp.zeros((B, 1, size + 1), jnp.int32)
     return _State(
         finish=jnp.asarray(finish or [RUNNING] * B, jnp.int32),
-        carry=Carry(slot=slot),
+        carry=Carry(slot=zeros, lasting=lasting),
         buffer=_Buffer(start, limit, cells, cells > 0),
         limits=_Limits(jnp.full((B, 1), -1, jnp.int32)),
     )
@@ -164,14 +164,14 @@ _chosen = jax.jit(lambda choose, *args: choose(*args), static_argnums=(0, 2))
 def check_choice(of: Any = drafting) -> None:
     rng = np.random.default_rng(0)
     seen: set[tuple[bool, int]] = set()
-    for _ in range(150):
+    for _ in range(300):
         widths = WIDTHS[int(rng.random() < 0.3) :]
         costs = np.cumsum(rng.uniform(0.05, 1.5, len(widths))) + (0 if rng.random() < 0.3 else 3)
         rows = [
             draft_widths.Row(
                 4,
                 int(rng.integers(1, 7)),
-                int(rng.integers(0, 70)),
+                int(rng.choice([rng.integers(0, 70), rng.integers(60, 700)])),
                 (rng.random(4) ** rng.choice([0.2, 1, 5])).tolist(),
             )
             for _ in range(3)
@@ -200,10 +200,10 @@ def check_learning(of: Any = drafting) -> None:
         after = _counted(of.count, state_of(rows), jnp.asarray(right, jnp.int32), width)
         for row, count in zip(rows, right, strict=True):
             row.see(int(count), width)
-        slot = after.carry.slot
-        assert slot[drafting.IDLE].tolist() == [row.idle for row in rows]
+        lasting = after.carry.lasting
+        assert lasting[drafting.IDLE].tolist() == [row.idle for row in rows]
         wanted = [row.chance for row in rows]
-        np.testing.assert_allclose(slot[drafting.CHANCE], wanted, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(lasting[drafting.CHANCE], wanted, rtol=0, atol=1e-6)
 
 
 _counted = jax.jit(lambda count, *args: count(*args), static_argnums=0)

@@ -23,8 +23,9 @@ from dllm_jax import sizing
 from dllm_jax.device import Device
 from dllm_jax.requests import SamplingParams
 from dllm_jax.scheduler import DECODE, PREFILL
+from strategies import AR
 from strategies.protocol import split_knobs
-from strategies.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE
+from strategies.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE, Carry
 from tests.contract import engine as toy
 from tests.contract import harness, models
 from tests.contract.cases import EXTRA, NAMES, case
@@ -290,6 +291,34 @@ def test_samples_of_one_request_are_those_of_their_keys(name, caching):
     assert got.metrics.nfe == sum(nfe for _, _, nfe in want)
     count = reusable(engine.facts, len(request.prompt), len(request.prompt))
     assert got.metrics.cached_tokens == 2 * count
+
+
+class _Counts(AR):
+    """`ar`, which counts the steps of each request and those of its slot."""
+
+    def init(self, spec):
+        none = jnp.zeros((1,), jnp.int32)
+        return Carry(slot={"own": none}, lasting={"ever": none})
+
+    def step(self, forward, state):
+        state, info = AR.step(self, forward, state)
+        own, ever = state.carry.slot["own"] + 1, state.carry.lasting["ever"] + 1
+        return state.replace(carry=Carry(slot={"own": own}, lasting={"ever": ever})), info
+
+
+@pytest.mark.one_python
+def test_what_lasts_outlives_requests_and_the_rest_does_not():
+    plain = toy.device("ar")
+    device = Device(plain.programs.model, _Counts(), {}, plain.facts)
+    requests = case("ar").requests[:3]
+    engine = make_engine("ar", on=device, num_slots=1, slot_buckets=(1,))
+    got = run(engine, [wish(request) for request in requests])
+    assert_same("ar", ends(got), [wanted("ar", request) for request in requests], requests)
+    device.wait()
+    steps, carry = [one.metrics.nfe for one in got], device.state.carry
+    assert min(steps) > 1
+    assert int(carry.slot["own"][0]) == steps[-1]
+    assert int(carry.lasting["ever"][0]) == sum(steps)
 
 
 # --- chunkings and buckets ------------------------------------------------------------------------

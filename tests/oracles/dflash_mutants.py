@@ -103,14 +103,14 @@ MUTANTS = [
             "wanted & (places <= right[:, None] + 1)",
             "wanted & (places <= right[:, None])",
         ),
-        idles_while_it_drafts=("jnp.where(is_round, 0, slot[IDLE] + 1)", "slot[IDLE] + 1"),
+        idles_while_it_drafts=("jnp.where(is_round, 0, lasting[IDLE] + 1)", "lasting[IDLE] + 1"),
     ),
     *_broken(
         "choice",
         "drafting.py",
         takes_each_place_by_itself=(
-            "jnp.where(before[None], slot[CHANCE][:, None, :], 1.0)",
-            "jnp.where(jnp.eye(size, dtype=bool)[None], slot[CHANCE][:, None, :], 1.0)",
+            "jnp.where(before[None], lasting[CHANCE][:, None, :], 1.0)",
+            "jnp.where(jnp.eye(size, dtype=bool)[None], lasting[CHANCE][:, None, :], 1.0)",
         ),
         counts_the_anchor_as_a_draft=(
             "places[None] < sizes[:, None]",
@@ -127,6 +127,11 @@ MUTANTS = [
         asks_not_what_it_costs=(" + drafts) / costs)", " + drafts))"),
         looks_in_vain=("(best == 0) & is_due & could_pay", "(best == 0) & is_due"),
         never_looks_again=("(best == 0) & is_due & could_pay", "(best == 0) & False"),
+        looks_whatever_it_costs=(
+            "jnp.maximum(PROBE_EVERY, (costs[1] / costs[0] - 1.0) / PROBE_SHARE)",
+            "PROBE_EVERY",
+        ),
+        looks_wherever_it_is_cheap=("jnp.maximum(PROBE_EVERY, (", "jnp.maximum(1, ("),
         looks_while_it_drafts=("(best == 0) & is_due & could_pay", "is_due & could_pay"),
     ),
     *_broken(

@@ -7,7 +7,7 @@ for. Written from the note, not from the code.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-FIRST, GAIN, PROBE = 0.7, 0.25, 64
+FIRST, GAIN, PROBE, SHARE = 0.85, 0.25, 64, 0.005
 
 
 @dataclass
@@ -50,6 +50,9 @@ def choice(rows: Sequence[Row], widths: Sequence[int], costs: Sequence[float]) -
     told = scores(rows, widths, costs)
     best = told.index(max(told))
     can_pay = any(w / c > 1 / costs[0] for w, c in zip(widths[1:], costs[1:], strict=True))
-    if best == 0 and widths[0] == 1 and can_pay and any(row.idle >= PROBE for row in rows):
-        return 1
+    if best == 0 and widths[0] == 1 and can_pay:
+        spared = max(row.idle for row in rows)
+        # One look in so many rounds, and of what they cost a share.
+        if spared >= PROBE and costs[1] - costs[0] <= SHARE * spared * costs[0]:
+            return 1
     return best
