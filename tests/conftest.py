@@ -124,6 +124,7 @@ ONE_PYTHON = {
         "trace",
         "traces",
         "traps",
+        "training_answers",
         "training_decode",
         "training_draft",
         "training_kinds",

@@ -155,14 +155,9 @@ def test_prompts_come_from_a_file(target, tmp_path) -> None:
     model = dj.load(target / "model")
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "id": 3}\n')
-    plain = next(responses.file_prompts(model, tmp_path / "p.txt", 3, 0, 50))
-    assert plain == next(responses.file_prompts(model, tmp_path / "p.jsonl", 3, 0, 50))
-    assert plain[0] == plain[2] != plain[1]
+    plain = responses.read_prompts(model, tmp_path / "p.txt", 50)
+    assert plain == responses.read_prompts(model, tmp_path / "p.jsonl", 50)
+    assert plain[0] != plain[1]
     assert model.tokenizer.decode(plain[0]) == "<|user|>one<|assistant|>"
-    feed = responses.file_prompts(model, tmp_path / "p.txt", 3, 1, 50)
-    assert next(feed) == [plain[1], plain[0], plain[1]]
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
-    with pytest.raises(ValueError, match='line 2 has no text "prompt"; add it'):
-        next(responses.file_prompts(model, tmp_path / "bad.jsonl", 3, 0, 50))
-    with pytest.raises(ValueError, match="holds no prompt of at most 2 tokens; write one a line"):
-        next(responses.file_prompts(model, tmp_path / "p.txt", 3, 0, 2))
+    assert next(responses.in_turn(plain, 3, 0)) == [plain[0], plain[1], plain[0]]
+    assert next(responses.in_turn(plain, 3, 1)) == [plain[1], plain[0], plain[1]]

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -42,10 +43,10 @@ class TrainConfig(loop.RunConfig):
         gamma: Decay of the loss weights along a block; None: the published one of its size.
         ffn_size: Width of the feed-forward part; None: the target's.
         row_tokens: Texts are cut to this many tokens.
-        num_responses: Answers of the target to learn from.
+        num_responses: Answers of the target to learn from, rounded up to whole batches.
         response_batch: Prompts it answers at a time.
         response_tokens: Tokens of its longest answer.
-        response_seconds: Stop answering after so long, with what there is.
+        response_seconds: Stop answering after so long in one call, with what there is.
         greedy_share: Share of the answers at temperature 0; the rest are drawn at 1.
     """
 
@@ -81,9 +82,14 @@ def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
     """The drafter that a run trains: the target's heads and width, layers of its own.
 
     Raises:
-        ValueError: The target has no row for the mask, or lacks a layer that is to be read.
+        ValueError: The target is no causal model, has no row for the mask, or lacks a layer that is
+            to be read; or a layer is to be read twice.
     """
     of = target.config
+    if not of.shift:
+        raise ValueError(
+            f"target {config.target!r} is no autoregressive model; DFlash drafts for those"
+        )
     mask = config.mask_token_id
     if mask is None and target.tokenizer is not None:
         mask = target.tokenizer.mask_token_id
@@ -99,6 +105,8 @@ def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
         raise ValueError(
             f"target_layer_ids={list(layers)} must be below the target's {of.num_layers} layers"
         )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"target_layer_ids={list(layers)} must differ; name each layer once")
     return dflash.DFlashConfig(
         vocab_size=of.vocab_size,
         hidden_size=of.hidden_size,
@@ -123,25 +131,31 @@ def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
 def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
     """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
 
+    The folder is taken once everything that the config names was found to go together.
+
     Returns:
         What `loop.run` does, and `target`, its `answers`, `model_config` (of the drafter) and the
-        `tokenizer` of a target that reads the built-in problems, else None.
+        `tokenizer` of a target that reads the built-in problems, else None. Where `max_seconds`
+        ended the answers: `done` False and `step` 0, nothing else.
 
     Raises:
         FloatingPointError: If the loss is no number any more.
         ValueError: If `out_dir` holds something else or a run of another config (`run_folder`), or
-            no draft can be made for this target.
+            no draft can be made for this target, or its prompts cannot be read.
     """
-    folder = run_folder.claim(out_dir, config)
+    folder = run_folder.check(out_dir, config)
     target = load(config.target)
-    if not target.config.shift:
-        raise ValueError(
-            f"target {config.target!r} is no autoregressive model; DFlash drafts for those"
-        )
     cfg = draft_config(config, target)
+    if target.tokenizer is None:
+        raise ValueError(
+            f"target {config.target!r} has no tokenizer to read prompts with; give a folder that "
+            "holds its tokenizer.json"
+        )
+    prompts = _prompts(config, target, folder, how.get("num_workers", 2))
+    run_folder.claim(out_dir, config)
     # without its name and files: models under training share its compiled programs
     bare = target.replace(source="", tokenizer_source=None)
-    prompts = _prompts(config, target, folder, how.get("num_workers", 2))
+    began, limit = time.monotonic(), how.pop("max_seconds", None)
     with contextlib.closing(prompts):
         answers = responses.regenerate(
             bare,
@@ -153,9 +167,14 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
             row_len=config.row_tokens,
             greedy_share=config.greedy_share,
             seed=config.seed,
-            max_seconds=config.response_seconds,
+            response_seconds=config.response_seconds,
+            max_seconds=limit,
             say=how.get("say", print),
         )
+    if answers is None:
+        return {"done": False, "step": 0}
+    if limit is not None:
+        how["max_seconds"] = limit - (time.monotonic() - began)
     tokenizer = None if config.prompts else responses.problem_tokenizer(target)
     run = loop.run(config, make_task(config, cfg, bare, answers, tokenizer), folder, **how)
     return run | {
@@ -230,7 +249,9 @@ def _prompts(
     config: TrainConfig, target: Model, folder: pathlib.Path, num_workers: int
 ) -> Generator[list[list[int]], None, None]:
     first = len(list(folder.glob("responses-*.npz")))
-    if config.prompts is not None:
+    is_stored = (folder / responses.STORED).exists()  # then no prompt is asked for
+    if config.prompts is not None and not is_stored:
         most = config.row_tokens - 2
-        return responses.file_prompts(target, config.prompts, config.response_batch, first, most)
+        given = responses.read_prompts(target, config.prompts, most)
+        return responses.in_turn(given, config.response_batch, first)
     return responses.problem_prompts(target, config.response_batch, config.seed, first, num_workers)

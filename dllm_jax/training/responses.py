@@ -35,20 +35,22 @@ def regenerate(
     row_len: int,
     greedy_share: float,
     seed: int,
+    response_seconds: float | None = None,
     max_seconds: float | None = None,
     say: Callable[[str], None] = print,
-) -> dict[str, np.ndarray]:
+) -> dict[str, np.ndarray] | None:
     """The target's answers, stored under `folder`; those already there are not made again.
 
     Args:
         prompts: Batches of `batch_size` prompts, from the first not yet stored on.
         row_len: Texts are cut to this many tokens.
         greedy_share: Share of the rows of a batch that are greedy, the first ones.
-        max_seconds: Stop after so long with what there is.
+        response_seconds: Stop after so long with what there is.
+        max_seconds: Stop after so long; the next call goes on with the next batch.
 
     Returns:
         `tokens` [N row_len] i32 (0 past the end), `prompt_len` and `length` i32, the end of
-        sequence counted.
+        sequence counted. None where `max_seconds` were over before all was there.
 
     Raises:
         ValueError: No prompt leaves room for an answer.
@@ -80,8 +82,12 @@ def regenerate(
         if waiting is not None:  # while the device is at the next batch
             keep(*waiting)
         waiting = (index, padded, lengths, out)
-        if max_seconds is not None and time.monotonic() - began > max_seconds:
+        spent = time.monotonic() - began
+        if response_seconds is not None and spent > response_seconds:
             break
+        if max_seconds is not None and spent > max_seconds and index + 1 < num_batches:
+            keep(*waiting)
+            return None
     if waiting is not None:
         keep(*waiting)
     parts = sorted(folder.glob("responses-*.npz"))
@@ -158,37 +164,63 @@ def problem_prompts(
         index += batch_size
 
 
-def file_prompts(
-    target: Model, path: str | pathlib.Path, batch_size: int, first: int, most: int
-) -> Generator[list[list[int]], None, None]:
-    """Prompts of a file, one a line or as JSON lines with "prompt", again from the top at its end.
+def read_prompts(target: Model, path: str | pathlib.Path, most: int) -> list[list[int]]:
+    """Prompts of a file, one a line or as JSON lines with "prompt", as this target is asked.
 
     Args:
         most: Tokens of the longest prompt that is used.
 
     Raises:
-        ValueError: It holds none, or a line of JSON has no "prompt".
+        ValueError: It cannot be read, holds no prompt, or a line of JSON has no "prompt".
     """
-    texts = []
-    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    name, texts = str(path), []
+    for number, line in enumerate(_text(name).split("\n"), 1):
         if not line.strip():
             continue
-        if str(path).endswith(".jsonl"):
-            entry = json.loads(line)
+        if name.endswith(".jsonl"):
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{name!r} line {number} is no JSON ({error.msg} at column {error.colno}); "
+                    'write {"prompt": "..."}, one a line'
+                ) from error
             if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-                raise ValueError(f'{str(path)!r} line {number} has no text "prompt"; add it')
+                raise ValueError(f'{name!r} line {number} has no text "prompt"; add it')
             line = entry["prompt"]
         texts.append(line)
     encoded = [ids for ids in (_encode(target, text) for text in texts) if 0 < len(ids) <= most]
     if not encoded:
         raise ValueError(
-            f"{str(path)!r} holds no prompt of at most {most} tokens; write one a line, or raise "
+            f"{name!r} holds no prompt of at most {most} tokens; write one a line, or raise "
             "--row-tokens"
         )
+    return encoded
+
+
+def in_turn(
+    prompts: list[list[int]], batch_size: int, first: int
+) -> Generator[list[list[int]], None, None]:
+    """Batches of prompts without end, from batch `first` on; from the top again at their end."""
     at = first * batch_size
     while True:
-        yield [encoded[i % len(encoded)] for i in range(at, at + batch_size)]
+        yield [prompts[i % len(prompts)] for i in range(at, at + batch_size)]
         at += batch_size
+
+
+def _text(name: str) -> str:
+    """What a file of prompts holds."""
+    try:
+        return pathlib.Path(name).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(
+            f"file of prompts {name!r} cannot be read: {reason}; check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"file of prompts {name!r} is not UTF-8 at byte {error.start}; save it as UTF-8"
+        ) from error
 
 
 def _ask(target: Model, text: str) -> str:

@@ -3,11 +3,13 @@
 `config.json` says which run a folder belongs to. Nothing here knows what a run does with it.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 CONFIG = "config.json"
@@ -30,23 +32,44 @@ def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
     Raises:
         ValueError: If it cannot be made, holds something else, or a run of another config.
     """
+    path = check(folder, config)
+    with _told(os.fspath(folder), path):
+        path.mkdir(parents=True, exist_ok=True)
+        partial = path / f".{CONFIG}.partial"
+        partial.write_text(_text(config), encoding="utf-8")
+        partial.replace(path / CONFIG)
+    return path
+
+
+def check(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
+    """Refuse what `claim` would refuse for what is in it; writes nothing, returns it resolved.
+
+    Raises:
+        ValueError: If it holds something else, or a run of another config.
+    """
     shown = os.fspath(folder)
     path = pathlib.Path(shown).resolve()
+    with _told(shown, path):
+        if path.exists() and (names := sorted(os.listdir(path))):
+            _check(shown, names[0], _stored(path / CONFIG), json.loads(_text(config)))
+    return path
+
+
+def _text(config: Any) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+@contextlib.contextmanager
+def _told(shown: str, path: pathlib.Path) -> Iterator[None]:
+    """What the system refuses, as one line."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-        if names := sorted(os.listdir(path)):
-            _check(shown, names[0], _stored(path / CONFIG), json.loads(text))
-        partial = path / f".{CONFIG}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path / CONFIG)
+        yield
     except OSError as error:
         reason = "it is a file" if path.is_file() else error.strerror
         raise ValueError(
             f"{shown!r} cannot be the folder of a run ({reason}); "
             "give a folder that is new, empty or this run's"
         ) from error
-    return path
 
 
 def _check(shown: str, found: str, stored: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
