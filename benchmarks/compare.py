@@ -3,8 +3,8 @@
     python benchmarks/compare.py run.json benchmarks/results/strategies_h200.json
 
 Reads every JSON file that a script here writes. A figure is told from others by what it was
-measured of (script, model, shape, context, form), so that files of different scripts may be given
-together; what only one side has is not compared. Differences below 7 % or so are ties.
+measured of (script, model, shape, context, form, ...), so that files of different scripts may be
+given together; what only one side has is not compared. Differences below 7 % or so are ties.
 """
 
 import argparse
@@ -16,24 +16,38 @@ MOST = 1.10  # of the stored time
 # What a row was measured of, and its times.
 OF = ("command", "device", "dtype", "model", "shape", "slots", "blocks", "block_size", "context")
 OF = (*OF, "sequences", "rows", "implementation", "form", "name", "buffer_size", "steps")
+OF = (*OF, "temperature", "through")
 TIMES = ("bare_step_ms", "step_ms", "net_us", "prefill_s")
 
 
 def figures(results, of=()):
-    """Times by what they were measured of, from any depth of a file of results."""
+    """Times by what they were measured of, from any depth of a file of results.
+
+    Raises:
+        ValueError: Two are told apart by nothing that `OF` names.
+    """
     found = {}
+    for key, value in times(results, of):
+        if key in found:
+            work = ", ".join(f"{name} {what}" for name, what in key)
+            raise ValueError(f"two figures of the same work: {work}; name in OF what differs")
+        found[key] = value
+    return found
+
+
+def times(results, of=()):
+    """Each (what it was measured of, time)."""
     if isinstance(results, list):
         for one in results:
-            found |= figures(one, of)
+            yield from times(one, of)
     elif isinstance(results, dict):
         mine = {name: value for name in OF if is_plain(value := results.get(name))}
         of = tuple(({**dict(of), **mine}).items())
         for name, value in results.items():
             if name in TIMES and isinstance(value, int | float):
-                found[(*sorted((key, str(what)) for key, what in of), ("time", name))] = value
+                yield (*sorted((key, str(what)) for key, what in of), ("time", name)), value
             elif name != "profile":
-                found |= figures(value, of)
-    return found
+                yield from times(value, of)
 
 
 def is_plain(value):

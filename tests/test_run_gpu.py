@@ -16,6 +16,7 @@ import compare  # noqa: E402  a script, found through the path
 import run_gpu  # noqa: E402
 from run_gpu import Section  # noqa: E402
 
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ROW = {"command": "a.py", "rows": [{"shape": "1x1", "step_ms": 2.0}]}
 
 
@@ -128,8 +129,8 @@ def test_every_section_ends_within_eight_minutes_and_its_script_exists():
             assert all(Path(word).exists() for word in words if word.endswith(".py"))
 
 
-def stored(tmp_path, result):
-    path = tmp_path / "stored.json"
+def stored(tmp_path, result, name="stored"):
+    path = tmp_path / f"{name}.json"
     path.write_text(json.dumps(result))
     return str(path)
 
@@ -168,9 +169,40 @@ def test_results_without_a_figure_in_common_are_no_success(tmp_path, capsys):
     assert "nothing to compare" in capsys.readouterr().out
 
 
-def test_the_stored_results_are_read():
-    results = ROOT / "benchmarks" / "results"
-    for name in ("step_time_h200", "families_h200", "paged_attention_h200", "expert_ffn_h200"):
-        found = compare.figures(json.loads((results / f"{name}.json").read_text()))
-        assert found
+@pytest.mark.parametrize("name", ["temperature", "through"])
+def test_a_slower_figure_is_found_at_each_temperature_and_through_each_loop(name, tmp_path):
+    def rows(slow=1.0):
+        times = {0.0: slow, 1.0: 1.0}
+        return {"command": "c", "rows": [{name: at, "step_ms": ms} for at, ms in times.items()]}
+
+    assert len(compare.figures(rows())) == 2
+    assert compare.main([stored(tmp_path, rows(3.0), "new"), stored(tmp_path, rows())]) == 1
+
+
+def test_two_figures_of_the_same_work_are_refused():
+    row = {"shape": "1x1", "step_ms": 1.0}
+    with pytest.raises(ValueError, match=r"two figures of the same work: .*shape 1x1.*; name"):
+        compare.figures({"rows": [row, {**row, "step_ms": 2.0}]})
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=[path.stem for path in RESULTS])
+def test_every_figure_of_the_stored_results_is_read(path):
+    def count(node):
+        if isinstance(node, list):
+            return sum(map(count, node))
+        if not isinstance(node, dict):
+            return 0
+        own = sum(isinstance(node.get(name), int | float) for name in compare.TIMES)
+        return own + sum(count(value) for name, value in node.items() if name != "profile")
+
+    results = json.loads(path.read_text())
+    found = compare.figures(results)
+    assert len(found) == count(results)
+    if found:
         assert compare.compared(found, found)[0][3] == 1
+
+
+def test_results_with_times_are_stored():
+    found = {path.stem: len(compare.figures(json.loads(path.read_text()))) for path in RESULTS}
+    assert found["paged_attention_h200"] > 300
+    assert sum(count > 0 for count in found.values()) >= 10
