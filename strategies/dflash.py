@@ -25,7 +25,7 @@ keeps the drafts that match it too, but with noise that has no position.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class DFlash(struct.PyTreeNode):
     width: int | None = struct.field(pytree_node=False, default=None)
     widths: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
     acceptance: Literal["match", "rejection"] = struct.field(pytree_node=False, default="match")
-    costs: Any = None
+    costs: tuple[float, ...] | Array | None = None
     buffer_size: int = struct.field(pytree_node=False, default=1)
 
     @property

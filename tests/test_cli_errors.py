@@ -143,6 +143,47 @@ def test_bad_field_of_block_diffusion_is_named(fails, pair, told):
     assert told in fails(2, "generate", "--strategy", "block_diffusion", "--set", pair)
 
 
+NUMBERS = "is not a list of whole numbers (e.g. 1,8) or none; give one"
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        ("widths=wide", f"widths='wide' {NUMBERS}"),
+        ("widths=1,8.5", f"widths='1,8.5' {NUMBERS}"),
+        ("widths=[1,true]", f"widths='[1,true]' {NUMBERS}"),
+        ("widths=1,,8", f"widths='1,,8' {NUMBERS}"),
+        ("target_layer_ids=[]", f"target_layer_ids='[]' {NUMBERS}"),
+        ("widths=1,99999999999", f"widths='1,99999999999' {NUMBERS}"),
+        ("costs=cheap", "costs='cheap' is not a list of numbers (e.g. 1,8) or none; give one"),
+        ("width=1,8", "width='1,8' is not a whole number or none; give one"),
+    ],
+)
+def test_bad_list_field_of_dflash_is_named(fails, pair, told):
+    assert told in fails(2, "generate", PROMPT, "--strategy", "dflash", "--set", pair)
+
+
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ("widths=[1,8,16]", (1, 8, 16)),
+        ("widths=1, 8,16", (1, 8, 16)),
+        ("widths=8", (8,)),
+        ("widths=none", None),
+        ("target_layer_ids=(1,2)", (1, 2)),
+        ("costs=[1,2.5,inf]", (1.0, 2.5, float("inf"))),
+    ],
+)
+def test_list_field_is_read(pair, value):
+    from dllm_jax.cli import flags, strategy
+
+    name, given = flags.key_value(pair)
+    read = strategy.check_fields(strategy.load("dflash"), {name: given})
+    assert read == {name: value}
+    if value is not None:
+        assert {type(one) for one in read[name]} == {float if name == "costs" else int}
+
+
 def test_field_set_to_none_is_set(random_folder):
     from dllm_jax.cli import strategy
 

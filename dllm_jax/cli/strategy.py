@@ -11,7 +11,7 @@ import typing
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError, one_line
-from dllm_jax.cli.flags import INT_MAX, THRESHOLDS
+from dllm_jax.cli.flags import INT_MAX, THRESHOLDS, literal
 
 SIZES = ("block_size", "buffer_size")
 _UNSETTABLE = ("needs", "fn", "init_fn")
@@ -83,7 +83,7 @@ def resolve(
     refuse_draft(model)
     name = spec or usual_strategy(model, draft)
     value = load(name) if value is None else value
-    check_fields(value, fields)
+    fields = check_fields(value, fields)
     cleared = {key: None for key, field in fields.items() if field is None}
     try:
         if ":" in name:
@@ -115,12 +115,17 @@ def settable(strategy: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in _UNSETTABLE)
 
 
-def check_fields(strategy: Any, fields: dict[str, Any]) -> None:
-    """Refuse what would fail on the device, or be ignored: `needs=3`, `accept_threshold=high`."""
+def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields by their types: `1,8` is a tuple where the field is one.
+
+    Raises:
+        UsageError: One would fail on the device, or be ignored: `needs=3`, `accept_threshold=high`.
+    """
     from strategies.protocol import knob_ranges
 
     knobs = knob_ranges(strategy)
     kinds = _kinds(strategy)
+    read = {name: _read(value, kinds.get(name, Any)) for name, value in fields.items()}
     for name, value in fields.items():
         told = f"{name}={shown(value)}"
         if name not in settable(strategy):
@@ -132,9 +137,10 @@ def check_fields(strategy: Any, fields: dict[str, Any]) -> None:
                 f"its fields are {', '.join(settable(strategy))}"
             )
         rule = "a number" if name in knobs and not _is(value, float) else None
-        rule = rule or _broken_rule(name, value, kinds.get(name, Any))
+        rule = rule or _broken_rule(name, read[name], kinds.get(name, Any))
         if rule:
             raise UsageError(f"{told} is not {rule}; give one")
+    return read
 
 
 def shown(value: Any) -> str:
@@ -149,12 +155,34 @@ def _kinds(strategy: Any) -> dict[str, Any]:
         return {}
 
 
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if is_union else (kind,)
+
+
+def _read(value: Any, kind: Any) -> Any:
+    """`value` as a tuple of numbers where it reads as one and the field is one, else as it is.
+
+    `1,8` and `[1, 8]` are two numbers, 8 is one.
+    """
+    of = next((_LISTS[option] for option in _options(kind) if option in _LISTS), None)
+    if of is None or not (isinstance(value, str) or _is(value, float)):
+        return value
+    text = str(value)
+    if text[:1] + text[-1:] in ("[]", "()"):
+        text = text[1:-1]
+    found = tuple(literal(part.strip()) for part in text.split(","))
+    fit = (_is(one, of) and (isinstance(one, float) or abs(one) <= INT_MAX) for one in found)
+    return tuple(map(of, found)) if all(fit) else value
+
+
 def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
     """What `value` should have been, or None if it is that."""
-    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    options = typing.get_args(kind) if union else (kind,)
+    from jax import Array
+
     told = []
-    for option in options:
+    for option in _options(kind):
         if typing.get_origin(option) is typing.Literal:
             choices = typing.get_args(option)
             if value in choices:
@@ -174,12 +202,18 @@ def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
             if _is(value, option):
                 return None
             told.append(_WORDS[option])
-        else:
+        elif option in _LISTS:
+            if isinstance(value, tuple):
+                return None
+            told.append(f"a list of {_NUMBERS[_LISTS[option]]} (e.g. 1,8)")
+        elif option is not Array:  # no command line writes one
             return None  # a type of the strategy's own: its constructor checks it
     return " or ".join(told)
 
 
 _WORDS = {float: "a number", bool: "true or false", str: "a word"}
+_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
+_NUMBERS = {int: "whole numbers", float: "numbers"}
 
 
 def _is(value: Any, kind: type) -> bool:
