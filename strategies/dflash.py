@@ -155,7 +155,9 @@ class DFlash(struct.PyTreeNode):
             out, context, truth, right = jax.lax.switch(choice, rounds, state)
         buffer = state.buffer
         cell = jnp.arange(self.block_size, dtype=jnp.int32)[None, None]
-        count = jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)  # what may be emitted
+        ends = drafting.run_end(state, jnp.where(cell == 0, buffer.tokens, truth)[:, 0])
+        room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
+        count = jnp.clip(room, 1, 1 + right)  # what may be emitted
         kept = cell < count[:, None, None]
         state = context.store(out.store(state, kept), kept)
         state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))

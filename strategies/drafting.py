@@ -20,6 +20,7 @@ from strategies.state import RUNNING, DecodeState
 
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
 CHANCE, IDLE = "draft_chance", "draft_idle"
+RUN = "text_run"
 
 # What is believed before anything was seen. Drafts of published pairs are right, where all before
 # them were, about nine times in ten (27B target, block 16: z-lab/dflash#52); the more is believed,
@@ -40,10 +41,12 @@ def no_counts(size: int) -> dict[str, Array]:
     Returns:
         `draft_rounds` [1 size]: rounds in which drafts were judged, by the tokens they emitted less
         one. `drafts_proposed`, `drafts_accepted` [1 size-1]: drafts that were judged, and those
-        that were right as were all before them, by place less one.
+        that were right as were all before them, by place less one. `text_run` [1]: equal tokens
+        that the text ends in; the first token is drawn.
     """
     nothing = jnp.zeros((1, size - 1), jnp.int32)
-    return {ROUNDS: jnp.zeros((1, size), jnp.int32), PROPOSED: nothing, ACCEPTED: nothing}
+    counts = {ROUNDS: jnp.zeros((1, size), jnp.int32), PROPOSED: nothing, ACCEPTED: nothing}
+    return counts | {RUN: jnp.ones((1,), jnp.int32)}
 
 
 def no_estimates(size: int) -> dict[str, Array]:
@@ -60,14 +63,18 @@ def no_estimates(size: int) -> dict[str, Array]:
 def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
     """The carry after a round, whose tokens are written and whose window has not moved.
 
-    Drafts for places that could not be emitted are not looked at: past the limit, or behind a stop
-    id. Those behind a wrong one say nothing of their chance.
+    Drafts for places that could not be emitted are not looked at: past the limit, behind a stop id
+    or the end of a run. Those behind a wrong one say nothing of their chance.
 
     Args:
         right: Drafts that were right, up to the first that was not.
         width: Cells that were judged.
     """
-    slot, lasting, room = state.carry.slot, state.carry.lasting, _room(state)
+    slot, lasting = state.carry.slot, state.carry.lasting
+    tokens, filled = state.buffer.tokens[:, 0], state.buffer.filled[:, 0]
+    last = jnp.sum(filled, axis=1, dtype=jnp.int32) - 1
+    ends = run_end(state, tokens)
+    room = jnp.where(ends <= last, jnp.minimum(_room(state), ends), _room(state))
     is_round = jnp.asarray(width) > 1
     places = jnp.arange(1, slot[PROPOSED].shape[1] + 1, dtype=jnp.int32)[None]
     wanted = (places < width) & (places <= room[:, None])
@@ -78,6 +85,7 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
         ROUNDS: slot[ROUNDS] + ((sizes == emitted) & is_round).astype(jnp.int32),
         PROPOSED: slot[PROPOSED] + wanted.astype(jnp.int32),
         ACCEPTED: slot[ACCEPTED] + taken.astype(jnp.int32),
+        RUN: jnp.take_along_axis(_runs(state, tokens), last[:, None], axis=1)[:, 0],
     }
     if lasting:
         seen = wanted & (places <= right[:, None] + 1)
@@ -87,6 +95,32 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
             IDLE: jnp.where(is_round, 0, lasting[IDLE] + 1),
         }
     return state.replace(carry=state.carry.replace(slot=slot, lasting=lasting))
+
+
+def run_end(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, " B"]:
+    """The place at which the text has a run of `max_run` equal tokens: it ends there.
+
+    As where tokens come one by one: what a round emits may hold a whole run, or go on behind one.
+
+    Args:
+        tokens: The anchor and what follows it.
+
+    Returns:
+        A place behind the anchor, S where there is none.
+    """
+    ends = _runs(state, tokens)[:, 1:] >= state.limits.max_run[:, None]
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
+    return jnp.where(jnp.any(ends, axis=1), first, tokens.shape[1])
+
+
+def _runs(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """How many equal tokens end in each cell; the text behind the anchor and before is counted."""
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    anchors = 1 - state.carry.slot[RUN][:, None]  # where its run begins
+    begins = jnp.where(tokens[:, 1:] != tokens[:, :-1], place[:, 1:], anchors)
+    begins = jnp.concatenate([anchors, begins], axis=1)[:, None]
+    before = place <= place.T  # no scan: so few places are one reduction
+    return place - jnp.max(jnp.where(before[None], begins, anchors[:, None]), axis=2) + 1
 
 
 def choose_width(

@@ -23,7 +23,7 @@ from dllm_jax.forward import ModelForward
 from dllm_jax.requests import DraftMetrics
 from strategies import AR, DFlash, drafting, driver
 from strategies.protocol import Taps
-from strategies.state import FINISH_REASONS, Sampling
+from strategies.state import FINISH_REASONS, NO_LIMIT, Sampling
 from tests.contract import dense, drafters, harness, models
 from tests.contract.harness import ROOM, SLOTS, Request
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds
@@ -40,6 +40,7 @@ class Wish:
     request: Request
     top_k: int = 0
     top_p: float = 1.0
+    max_run: int = NO_LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,8 @@ def run(strategy: Any, wishes: list[Wish], draft: Any = None, seed: int = 0) -> 
             state.sampling.temperature,
             jnp.asarray([w.top_k for w in padded], jnp.int32),
             jnp.asarray([w.top_p for w in padded], jnp.float32),
-        )
+        ),
+        limits=state.limits.replace(max_run=jnp.asarray([w.max_run for w in padded], jnp.int32)),
     )
     state, history = _run(bare, TARGET, aux, state, prompt)
     state, (counts, guesses) = jax.device_get((state.replace(keys=None, pools=None), history))
@@ -132,6 +134,11 @@ def draw_wish(rng: np.random.Generator) -> Wish:
         seed=int(rng.integers(0, 2**31)),
     )
     return Wish(request, int(rng.choice([0, 0, 3])), float(rng.choice([1.0, 1.0, 0.8])))
+
+
+def with_runs(rng: np.random.Generator, wish: Wish) -> Wish:
+    """Half of them end with a run of equal tokens."""
+    return dataclasses.replace(wish, max_run=int(rng.choice([NO_LIMIT, NO_LIMIT, 2, 3])))
 
 
 def with_stops(rng: np.random.Generator, wish: Wish, text: list[int]) -> Wish:
@@ -163,7 +170,8 @@ def rounds_of(strategy: DFlash, wish: Wish, text: list[int], table: np.ndarray) 
         return np.where(said == models.MASK, -1, said).tolist()  # a drafter never says its mask
 
     prompt = wish.request.prompt
-    return dflash_rounds([*prompt, *text], len(prompt), wish.request.stops, drafts)
+    how = (wish.request.stops, drafts, wish.request.max_tokens)
+    return dflash_rounds([*prompt, *text], len(prompt), *how)
 
 
 def told_of(strategy: DFlash, truth: Rounds) -> DraftMetrics:
@@ -194,8 +202,11 @@ def check_batches(strategy: Any, first: int, count: int) -> list[Ended]:
         seed = (7, strategy.draft_block_size, strategy.width or 0, number)
         rng = np.random.default_rng(seed)
         wishes = [draw_wish(rng) for _ in range(int(rng.integers(2, SLOTS + 1)))]
+        # Drafts go on behind a run.
         texts = [one.output for one in run(AR(), wishes)]
         table = hints_of(rng, strategy.draft_block_size, wishes, texts)
+        wishes = [with_runs(rng, wish) for wish in wishes]
+        texts = [one.output for one in run(AR(), wishes)]
         wishes = [with_stops(rng, w, text) for w, text in zip(wishes, texts, strict=True)]
         done += compare(strategy, wishes, texts, table, seed)
     return done
@@ -204,7 +215,7 @@ def check_batches(strategy: Any, first: int, count: int) -> list[Ended]:
 def test_random_requests_have_the_tokens_of_ar() -> None:
     done = check_batches(BLOCK, 0, 14)
     assert len(done) >= 40
-    assert {one.finish_reason for one in done} == {"stop", "length"}
+    assert {one.finish_reason for one in done} == {"stop", "length", "repetition"}
     assert {n for one in done for n in one.counts} == {1, 2, 3, 4, 5}
     # The drafter's mask is an id like any other to the target.
     assert any(models.MASK in one.output for one in done)

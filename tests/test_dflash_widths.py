@@ -16,7 +16,7 @@ import pytest
 from flax import struct
 
 from strategies import AR, DFlash, drafting
-from strategies.state import EMPTY, RUNNING, Carry
+from strategies.state import EMPTY, NO_LIMIT, RUNNING, Carry
 from tests.contract import drafters, models
 from tests.oracles import draft_widths
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds
@@ -58,7 +58,8 @@ def wandering_rounds(wish: Wish, text: list[int], table: np.ndarray) -> Rounds:
         return np.where(said == models.MASK, -1, said).tolist()  # never its mask
 
     prompt = wish.request.prompt
-    return dflash_rounds([*prompt, *text], len(prompt), wish.request.stops, drafts)
+    how = (wish.request.stops, drafts, wish.request.max_tokens)
+    return dflash_rounds([*prompt, *text], len(prompt), *how)
 
 
 def check_wandering(first: int, count: int, kind: Any = DFlash) -> set[int]:
@@ -116,6 +117,7 @@ class _Buffer(struct.PyTreeNode):
 
 class _Limits(struct.PyTreeNode):
     stop_ids: Any
+    max_run: Any
 
 
 class _State(struct.PyTreeNode):
@@ -142,7 +144,7 @@ def state_of(rows: list[draft_widths.Row], finish: list[int] | None = None) -> A
         finish=jnp.asarray(finish or [RUNNING] * B, jnp.int32),
         carry=Carry(slot=zeros, lasting=lasting),
         buffer=_Buffer(start, limit, cells, cells > 0),
-        limits=_Limits(jnp.full((B, 1), -1, jnp.int32)),
+        limits=_Limits(jnp.full((B, 1), -1, jnp.int32), jnp.full((B,), NO_LIMIT, jnp.int32)),
     )
 
 
@@ -211,6 +213,34 @@ _counted = jax.jit(lambda count, *args: count(*args), static_argnums=0)
 
 def test_what_is_learned_of_a_round_is_that_of_lists() -> None:
     check_learning()
+
+
+def check_runs(of: Any = drafting) -> None:
+    """A round that emits all of its tokens at once ends where single tokens would."""
+    rng = np.random.default_rng(2)
+    places = set()
+    for _ in range(60):
+        rows = [draft_widths.Row(4) for _ in range(4)]
+        tokens = rng.integers(1, 3, (4, 6))
+        before, most = rng.integers(1, 4, 4), rng.integers(3, 6, 4)
+        state = state_of(rows)
+        carry = state.carry.replace(slot=state.carry.slot | {of.RUN: jnp.asarray(before)})
+        limits = state.limits.replace(max_run=jnp.asarray(most))
+        found = of.run_end(state.replace(carry=carry, limits=limits), jnp.asarray(tokens))
+        for row, had, longest, end in zip(tokens, before, most, found, strict=True):
+            text, place = [row[0]] * had, 0
+            while place < 6 and (
+                place == 0 or len(set(text[-longest:])) > 1 or len(text) < longest
+            ):
+                place += 1
+                text += row[place : place + 1].tolist()
+            assert end == place
+            places.add(place)
+    assert places == set(range(1, 7))
+
+
+def test_a_run_ends_a_round_where_single_tokens_end_there() -> None:
+    check_runs()
 
 
 def test_rows_that_have_ended_do_not_count() -> None:
@@ -304,4 +334,5 @@ def test_a_request_of_one_width_has_no_estimates() -> None:
         drafting.ROUNDS,
         drafting.PROPOSED,
         drafting.ACCEPTED,
+        drafting.RUN,
     }

@@ -31,11 +31,13 @@ def dflash_rounds(
     prompt_len: int,
     stops: Sequence[int],
     drafts: Callable[[int, int], Sequence[int]],
+    max_tokens: int,
 ) -> Rounds:
     """The rounds of one request.
 
     Args:
-        text: Prompt and what the target alone writes, up to the request's limit.
+        text: Prompt and what the target alone writes, up to the request's limit; before it where
+            a run of equal tokens is as long as it may be.
         drafts: Position of an anchor and the anchor, to the drafts that are judged.
     """
     result, anchor = Rounds(), prompt_len
@@ -52,7 +54,9 @@ def dflash_rounds(
         count = max(min(right + 1, left), 1)
         result.counts.append(count)
         ahead = list(text[anchor : anchor + 1 + count])
-        wanted = next((i for i, token in enumerate(ahead) if token in stops), left)
+        # A run is seen where it ends: before, all that the limit leaves is judged.
+        room = left if count == left else prompt_len + max_tokens - anchor - 1
+        wanted = next((i for i, token in enumerate(ahead) if token in stops), room)
         if told and wanted:
             result.sizes[min(right + 1, wanted)] += 1
         for place in range(1, min(len(told), wanted) + 1):
@@ -64,5 +68,6 @@ def dflash_rounds(
         if end is not None:
             result.output, result.finish_reason = known[:end], "stop"
         elif anchor + 1 >= len(text):
-            result.output, result.finish_reason = known, "length"
+            is_cut = len(known) < max_tokens
+            result.output, result.finish_reason = known, "repetition" if is_cut else "length"
     return result

@@ -30,9 +30,10 @@ MUTANTS = [
             "kept = cell < count[:, None, None]",
             "kept = cell < count[:, None, None] - 1",
         ),
-        goes_past_the_limit=(
-            "jnp.clip(buffer.limit - buffer.start - 1, 1, 1 + right)",
-            "1 + right",
+        goes_past_the_limit=("jnp.minimum(buffer.limit - buffer.start - 1, ends)", "ends"),
+        goes_on_behind_a_run=(
+            "jnp.minimum(buffer.limit - buffer.start - 1, ends)",
+            "buffer.limit - buffer.start - 1",
         ),
         draws_by_forward=(
             "keys = random.position_keys(state)\n        truth",
@@ -82,6 +83,8 @@ MUTANTS = [
     *_broken(
         "rounds",
         "drafting.py",
+        run_is_one_longer=(">= state.limits.max_run", "> state.limits.max_run"),
+        counts_past_a_run=("jnp.where(ends <= last, ", "jnp.where(ends < 0, "),
         counts_past_the_limit=("jnp.clip(buffer.limit - buffer.start - 1, 0, first", "(first"),
         counts_past_a_stop=(", 0, first.astype(jnp.int32))", ", 0, None)"),
         counts_the_drafts_alone=("jnp.minimum(right + 1, room)", "jnp.minimum(right, room)"),
@@ -104,6 +107,18 @@ MUTANTS = [
             "wanted & (places <= right[:, None])",
         ),
         idles_while_it_drafts=("jnp.where(is_round, 0, lasting[IDLE] + 1)", "lasting[IDLE] + 1"),
+    ),
+    *_broken(
+        "runs",
+        "drafting.py",
+        run_begins_with_the_round=(
+            "anchors = 1 - state.carry.slot[RUN][:, None]",
+            "anchors = 0 * state.carry.slot[RUN][:, None]",
+        ),
+        runs_are_those_of_the_anchor=(
+            "jnp.where(before[None], begins,",
+            "jnp.where(False, begins,",
+        ),
     ),
     *_broken(
         "choice",
