@@ -39,7 +39,7 @@ class Outcome:
         tokens: Visible tokens.
         forwards: Forwards after prefill, commit passes included.
         denoise: Those of them in which a block was open: all but mere commits.
-        blocks: Blocks that hold a visible token or the end mark.
+        blocks: Blocks that hold a visible token or the end mark; None where text comes by tokens.
         seconds: Wall time of all batches, compilation apart.
         drafted: How drafts fared in all of them; None where nothing drafts.
     """
@@ -48,7 +48,7 @@ class Outcome:
     tokens: np.ndarray
     forwards: np.ndarray
     denoise: np.ndarray
-    blocks: np.ndarray
+    blocks: np.ndarray | None
     texts: tuple[str, ...]
     finish: tuple[str | None, ...]
     seconds: float
@@ -153,9 +153,14 @@ def sweep(
         return model.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     return [
-        _outcome(text_of, strategy.block_size, problems, lengths, *part)
+        _outcome(text_of, block_of(strategy), problems, lengths, *part)
         for part in zip(*(np.split(leaf, len(settings)) for leaf in leaves), strict=True)
     ]
+
+
+def block_of(strategy: Any) -> int | None:
+    """Tokens of a block; None for strategies that commit by tokens, whose window is no block."""
+    return None if strategy.needs.prompt == "whole_causal" else strategy.block_size
 
 
 def _finish(model: Model, session: generation.Session) -> Any:
@@ -169,7 +174,7 @@ def _finish(model: Model, session: generation.Session) -> Any:
 
 def _outcome(
     text_of: Callable[[tuple[int, ...]], str],
-    block_size: int,
+    block_size: int | None,
     problems: Sequence[Problem],
     prompt_len: np.ndarray,
     output: np.ndarray,
@@ -184,13 +189,16 @@ def _outcome(
     has_end = np.array([reason == "stop" for reason in reasons])
     *drafts, seconds = drafts_and_seconds
     counts = [tuple(of_rows.sum(axis=0).tolist()) for of_rows in drafts]
-    last = prompt_len + length + has_end - 1
+    blocks = None
+    if block_size is not None:
+        last = prompt_len + length + has_end - 1
+        blocks = np.maximum(last // block_size - prompt_len // block_size + 1, 1)
     return Outcome(
         right=np.array([is_correct(t, one) for t, one in zip(texts, problems, strict=True)]),
         tokens=length,
         forwards=forwards,
         denoise=denoise,
-        blocks=np.maximum(last // block_size - prompt_len // block_size + 1, 1),
+        blocks=blocks,
         texts=texts,
         finish=reasons,
         seconds=float(seconds.sum()),
@@ -228,7 +236,7 @@ def _run(
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
-    """Figures of one strategy; intervals are 95 %.
+    """Figures of one strategy; intervals are 95 %; None for what it does not have.
 
     Tokens per forward are over all problems (visible tokens / forwards); `per_request` is the mean
     of the same quotient of each problem.
@@ -249,7 +257,9 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
             "value": float(each.mean()),
             "ci95": _percentiles(weights @ each / len(each)),
         },
-        "denoise_forwards_per_block": ratio(outcome.denoise, outcome.blocks),
+        "denoise_forwards_per_block": None
+        if outcome.blocks is None
+        else ratio(outcome.denoise, outcome.blocks),
         "mean_tokens": float(outcome.tokens.mean()),
         "mean_forwards": float(outcome.forwards.mean()),
         "mean_commit_forwards": float((outcome.forwards - outcome.denoise).mean()),

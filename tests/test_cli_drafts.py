@@ -155,6 +155,7 @@ def test_eval_compares_it_with_ar_on_the_same_problems(folder, capsys):
     assert plain["mean_tokens"] == rounds["mean_tokens"]
     assert plain["tokens_per_forward"]["value"] <= rounds["tokens_per_forward"]["value"]
     assert plain["draft"] is None
+    assert plain["denoise_forwards_per_block"] is rounds["denoise_forwards_per_block"] is None
     assert check_drafts(rounds["draft"]) <= rounds["mean_forwards"] * 3
 
 

@@ -38,6 +38,7 @@ def test_counts_are_those_of_the_library(solved):
         touched = {position // 8 for position in range(len(ids), end)}
         if outcome.finish[i] == "stop":
             touched |= {end // 8}
+        assert outcome.blocks is not None
         assert outcome.blocks[i] == len(touched)
         assert outcome.forwards[i] - outcome.denoise[i] == len(touched) - 1
 
@@ -59,8 +60,10 @@ def test_a_sweep_is_the_solves_of_its_settings(solved):
         for name in ("right", "tokens", "forwards", "denoise", "blocks"):
             assert getattr(outcome, name).tolist() == getattr(alone, name).tolist(), name
         assert (outcome.texts, outcome.finish) == (alone.texts, alone.finish)
+        assert outcome.blocks is not None
         assert (outcome.forwards - outcome.denoise).tolist() == (outcome.blocks - 1).tolist()
     slow, fast = swept
+    assert fast.blocks is not None
     assert fast.denoise.tolist() == (2 * fast.blocks).tolist()  # filled at once, and looked at
     assert (slow.denoise > fast.denoise).all()
 
@@ -93,6 +96,21 @@ def test_summary_by_hand():
     assert figures["mean_commit_forwards"] == 3
     assert (figures["unfinished"], figures["tok_s"]) == (1, 20)
     assert figures["tokens_per_forward"]["ci95"] == [1.0, 5.0]  # two problems: either one alone
+
+
+def test_a_strategy_that_commits_by_tokens_has_no_forwards_a_block():
+    from dllm_jax.cli.eval import table
+
+    by_tokens = [dj.strategies.AR(), dj.strategies.DFlash()]
+    by_blocks = [dj.strategies.BlockDiffusion(block_size=8), dj.strategies.Edit(block_size=16)]
+    assert [evaluate.block_of(one) for one in (*by_tokens, *by_blocks)] == [None, None, 8, 16]
+    facts = {"model": "m", "dtype": "d", "device": "x", "seed": 0}
+    without = evaluate.summarise(dataclasses.replace(many(0), blocks=None))
+    assert without["denoise_forwards_per_block"] is None
+    results = {"ar": without, "multi_bd": evaluate.summarise(many(0))}
+    content = {"results": results, "against": "ar", "comparisons": {}}
+    rows = table({**facts, "halves": {"plain": content}}).splitlines()[-2:]
+    assert [row.split()[-2] for row in rows] == ["-", "3.14"]
 
 
 @pytest.mark.parametrize(

@@ -211,12 +211,14 @@ def table(facts: dict[str, Any]) -> str:
             f"{'denoise/block':>15}{'tok/s':>9}"
         )
         for label, row in results.items():
+            of_block = row["denoise_forwards_per_block"]  # None: text comes by tokens
             lines.append(
                 f"{label[:31]:<32}"
                 f"{_figure(row['exact'], 1, 100):>21}"
                 f"{_figure(row['tokens_per_forward'], 2):>22}"
                 f"{row['tokens_per_forward_without_commits']['value']:>17.2f}"
-                f"{row['denoise_forwards_per_block']['value']:>15.2f}{row['tok_s']:>9.0f}"
+                f"{'-' if of_block is None else format(of_block['value'], '.2f'):>15}"
+                f"{row['tok_s']:>9.0f}"
             )
         for label, row in results.items():
             if row["draft"] is not None and row["draft"]["rounds"]:
