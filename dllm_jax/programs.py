@@ -235,9 +235,16 @@ def _decode(programs, state, rows, numbers, pages):
     bucket = _rows(state, rows)
     active = jnp.arange(R) < num_active
     idle_finish = bucket.finish
+    wished = bucket.sampling
     bucket = bucket.replace(
         # Rows that fill the bucket up are other requests in their prefill, or nobody.
         finish=jnp.where(active, bucket.finish, EMPTY),
+        # What they ask for is nobody's wish now: where all rows are greedy, readouts are cheap.
+        sampling=Sampling(
+            temperature=jnp.where(active, wished.temperature, 0.0),
+            top_k=jnp.where(active, wished.top_k, 0),
+            top_p=jnp.where(active, wished.top_p, 1.0),
+        ),
         page_table=pages,
         rows=jnp.zeros((R, W, programs.kept), spec.dtype),
     )

@@ -294,22 +294,42 @@ def test_samples_of_one_request_are_those_of_their_keys(name, caching):
 
 
 class _Counts(AR):
-    """`ar`, which counts the steps of each request and those of its slot."""
+    """`ar`, which counts the steps of each request and of its slot, and sees who else is there."""
 
     def init(self, spec):
         none = jnp.zeros((1,), jnp.int32)
-        return Carry(slot={"own": none}, lasting={"ever": none})
+        return Carry(
+            slot={"own": none, "hottest": jnp.zeros((1,), jnp.float32)}, lasting={"ever": none}
+        )
 
     def step(self, forward, state):
         state, info = AR.step(self, forward, state)
         own, ever = state.carry.slot["own"] + 1, state.carry.lasting["ever"] + 1
-        return state.replace(carry=Carry(slot={"own": own}, lasting={"ever": ever})), info
+        hottest = jnp.full(own.shape, jnp.max(state.sampling.temperature))
+        slot = {"own": own, "hottest": hottest}
+        return state.replace(carry=Carry(slot=slot, lasting={"ever": ever})), info
+
+
+def _counting_device():
+    plain = toy.device("ar")
+    return Device(plain.programs.model, _Counts(), {}, plain.facts)
+
+
+@pytest.mark.one_python
+def test_slots_that_fill_a_bucket_up_ask_for_no_draws():
+    """Else greedy requests would pay for what sampled ones asked that have left."""
+    device, request = _counting_device(), case("ar").requests[0]
+    run(make_engine("ar", on=device), [wish(request, temperature=0.7)] * harness.SLOTS)
+    (got,) = run(make_engine("ar", on=device), [wish(request)])
+    assert_same("ar", ends([got]), [wanted("ar", request)], [request])
+    device.wait()
+    (seen,) = device.state.carry.slot["hottest"][device.state.sampling.temperature == 0]
+    assert seen == 0
 
 
 @pytest.mark.one_python
 def test_what_lasts_outlives_requests_and_the_rest_does_not():
-    plain = toy.device("ar")
-    device = Device(plain.programs.model, _Counts(), {}, plain.facts)
+    device = _counting_device()
     requests = case("ar").requests[:3]
     engine = make_engine("ar", on=device, num_slots=1, slot_buckets=(1,))
     got = run(engine, [wish(request) for request in requests])
