@@ -1,7 +1,7 @@
 """Head and token statistics alone on the device JAX finds: first right, then how fast.
 
-Per cell (model, rows, drawn or greedy) every form is held to a float32 truth computed on the device
-with the same noise; one that is wrong is not timed. Then a loop on the device runs it over two
+Per cell (model, rows; all greedy) every form is held to a float32 truth computed on the device; one
+that is wrong is not timed. Then a loop on the device runs it over two
 heads in turn, each larger than the cache. The rows of a call depend on the last result; `glue` is
 the loop alone, and is taken off. The forms are the kernel in several tilings and XLA's readout in
 chunks of so many rows, as `token_stats` reads logits and with all statistics from one pass.
@@ -25,25 +25,22 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.token_readout import noise, reference, triton
+from pallas_kernels.token_readout import reference, triton
 from pallas_kernels.token_readout.result import Part, joined, told
 from strategies.sampling import token_stats
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 NUM_HEADS = 2
 HEADS = {"SDAR-1.7B": (151936, 2048), "SDAR-8B": (151936, 4096)}  # ids, width
-CELLS = [  # model, rows, temperature
-    ("SDAR-1.7B", 128, 0.0),
-    ("SDAR-1.7B", 32, 0.0),
-    ("SDAR-8B", 128, 0.0),
-    ("SDAR-8B", 32, 0.0),
-    ("SDAR-1.7B", 128, 1.0),
-    ("SDAR-1.7B", 256, 0.0),
-    ("SDAR-1.7B", 1024, 0.0),
-    ("SDAR-1.7B", 4096, 0.0),
+CELLS = [  # model, rows
+    ("SDAR-1.7B", 128),
+    ("SDAR-1.7B", 32),
+    ("SDAR-8B", 128),
+    ("SDAR-8B", 32),
+    ("SDAR-1.7B", 256),
+    ("SDAR-1.7B", 1024),
+    ("SDAR-1.7B", 4096),
 ]
 CLOSE = 2e-3  # logits of a token that may be taken for the likeliest
 TOLERANCE = 2e-3  # of confidence, relative, and entropy, in nats
@@ -54,15 +51,10 @@ FULL += [(128, 256, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 4, 3), (128, 
 FULL += [(64, 256, 64, 8, 3), (128, 128, 128, 8, 3)]
 MANY = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)]
 WIDE = [(256, 128, 64, 8, 3), (64, 256, 64, 8, 3)]
-# Noise is some 200 instructions a logit, all written out: few logits a thread may fit the cache.
-NOISY = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4), (128, 128, 64, 16, 3), (128, 64, 64, 16, 4)]
-NOISY += [(64, 64, 64, 4, 4), (64, 64, 64, 8, 4), (64, 128, 64, 8, 4), (32, 128, 128, 8, 3)]
 
 
-def tilings(rows, drawn):
+def tilings(rows):
     """What is tried for so many rows."""
-    if drawn:
-        return NOISY
     if rows <= 32:
         return SMALL
     return FULL if rows <= 128 else [*MANY, *WIDE] if rows <= 256 else MANY
@@ -78,13 +70,10 @@ def chunk_sizes(rows):
 def in_chunks(read, size):
     """`read` over so many rows at a time."""
 
-    def chunked(hidden, head, temperature, keys):
+    def chunked(hidden, head):
         if len(hidden) <= size:
-            return read(hidden, head, temperature, keys)
-        parts = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), (hidden, temperature, keys)
-        )
-        out = jax.lax.map(lambda part: read(part[0], head, *part[1:]), parts)
+            return read(hidden, head)
+        out = jax.lax.map(lambda part: read(part, head), hidden.reshape(-1, size, hidden.shape[1]))
         return tuple(leaf.reshape(-1) for leaf in out)
 
     return chunked
@@ -104,67 +93,61 @@ def logits_of(hidden, head):
     return jnp.where(forbidden_ids(len(head))[None], -jnp.inf, logits)
 
 
-def two_passes(hidden, head, temperature, keys):
+def two_passes(hidden, head):
     """As the engine reads out: the largest and its id, then the sums."""
     R = len(hidden)
     stats = token_stats(
         jax.lax.dot_general(
             hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         ),
-        temperature=temperature,
+        temperature=jnp.zeros((R,), jnp.float32),
         top_k=jnp.zeros((R,), jnp.int32),
         top_p=jnp.ones((R,), jnp.float32),
-        keys=keys,
+        keys=None,
         restrict=lambda x: jnp.where(forbidden_ids(len(head))[None], -jnp.inf, x),
     )
     return stats.token, stats.confidence, stats.entropy
 
 
-def one_pass(hidden, head, temperature, keys):
-    """All statistics from one reduction; greedy."""
-    del temperature, keys
+def one_pass(hidden, head):
+    """All statistics from one reduction."""
     logits = logits_of(hidden, head)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     one, zero = jnp.ones_like(logits), jnp.zeros_like(logits)
     never = logits == -jnp.inf
-    whole = joined(Part(logits, ids, logits, logits, jnp.where(never, 0.0, one), zero))
+    whole = joined(Part(ids, logits, jnp.where(never, 0.0, one), zero))
     return told(whole, zero[:, :0], ids[:, :0])[:3]
 
 
-def in_kernel(hidden, head, temperature, keys, *, tiling, interpret):
+def in_kernel(hidden, head, *, tiling, interpret):
     """The kernel."""
-    drawn = keys is not None
     return triton.read(
         hidden,
         head,
         forbidden_ids(len(head)),
         scale=1.0,
         cap=None,
-        temperature=temperature if drawn else None,
-        keys=keys,
         penalty=None,
-        confidence="drawn",
         num_top=0,
         tiling=tiling,
         interpret=interpret,
     )[:3]
 
 
-def nothing(hidden, head, temperature, keys):
+def nothing(hidden, head):
     """What stands around a readout in the loop."""
-    del head, temperature, keys
+    del head
     row = hidden[:, 0].astype(jnp.float32)
     return jnp.zeros(row.shape, jnp.int32), row, row
 
 
-def forms(rows, drawn, interpret):
-    """Name -> function of (hidden, head, temperature, keys) to token, confidence, entropy."""
+def forms(rows, interpret):
+    """Name -> function of (hidden, head) to token, confidence, entropy."""
     found = {"glue": nothing}
     for size in chunk_sizes(rows):
         found[f"xla {size}"] = in_chunks(two_passes, size)
-    if not drawn:
-        found[f"one pass {min(rows, 1024)}"] = in_chunks(one_pass, 1024)
-    for sides in tilings(rows, drawn):
+    found[f"one pass {min(rows, 1024)}"] = in_chunks(one_pass, 1024)
+    for sides in tilings(rows):
         R, ids, depth, warps, stages = sides
         tiling = triton.Tiling(rows=R, ids=ids, depth=depth, num_warps=warps, num_stages=stages)
         name = f"triton {R}x{ids}x{depth} w{warps} s{stages}"
@@ -175,11 +158,11 @@ def forms(rows, drawn, interpret):
 def loop_of(read):
     """A loop over the heads; rows depend on every statistic of the last readout, times `change`."""
 
-    def loop(hidden, heads, temperature, keys, rounds, change):
+    def loop(hidden, heads, rounds, change):
         def one_round(_, carry):
             hidden, _ = carry
             for head in heads:
-                stats = read(hidden, head, temperature, keys)
+                stats = read(hidden, head)
                 token, sure, entropy = stats
                 moved = change * (sure + 1e-3 * entropy + 1e-9 * token.astype(jnp.float32))
                 hidden = hidden + moved.astype(hidden.dtype)[:, None]
@@ -192,24 +175,20 @@ def loop_of(read):
     return jax.jit(loop)
 
 
-@functools.partial(jax.jit, static_argnames="drawn")
-def truth(hidden, head, temperature, keys, *, drawn):
-    """Logits that are drawn by, and confidence and entropy of a token; all in float32."""
+@jax.jit
+def truth(hidden, head):
+    """Logits, log-probabilities and entropy; all in float32."""
     logits = logits_of(hidden.astype(jnp.float32), head.astype(jnp.float32))
-    law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    by = law
-    if drawn:
-        by = law + jax.vmap(lambda k: jax.random.gumbel(k, law.shape[1:], jnp.float32))(keys)
-    log_p = jax.nn.log_softmax(law, axis=1)
+    log_p = jax.nn.log_softmax(logits, axis=1)
     entropy = -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=1)
-    return by, log_p, entropy
+    return logits, log_p, entropy
 
 
 @jax.jit
-def faults(token, sure, entropy, by, log_p, true_entropy):
+def faults(token, sure, entropy, logits, log_p, true_entropy):
     """By how much the worst row is off: logit of its token, confidence, entropy."""
     at = lambda x: jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]  # noqa: E731
-    short = jnp.max(jnp.max(by, axis=1) - at(by))
+    short = jnp.max(jnp.max(logits, axis=1) - at(logits))
     p = jnp.exp(at(log_p))
     return short, jnp.max(jnp.abs(sure - p) / p), jnp.max(jnp.abs(entropy - true_entropy))
 
@@ -225,19 +204,16 @@ def draw(V, D):
 
 def measure(cell, sizes, args):
     """Lines of the table for one cell."""
-    model, R, degrees = cell
+    model, R = cell
     V, D = sizes
     interpret = jax.default_backend() != "gpu"
-    drawn = degrees > 0
     heads = draw(V, D)
     hidden = jax.random.normal(jax.random.key(R), (R, D), jnp.bfloat16)
-    temperature = jnp.full((R,), degrees, jnp.float32)
-    keys = jax.random.split(jax.random.key(7), R) if drawn else None
     least = max(2 * V * D / BYTES_PER_S, 2 * R * V * D / FLOPS_PER_S) * 1e6
     rounds = 1 if args.smoke else max(1, int(4e3 / (NUM_HEADS * least)))
-    inputs = (hidden, heads, temperature, keys)
+    inputs = (hidden, heads)
     one, many = (jnp.int32(1), jnp.float32(0)), (jnp.int32(rounds), jnp.float32(1e-3))
-    found = forms(R, drawn, interpret)
+    found = forms(R, interpret)
     if args.smoke:
         found = {name: found[name] for i, name in enumerate(found) if i < 5}
 
@@ -250,12 +226,12 @@ def measure(cell, sizes, args):
             return None, 0.0, f"{type(error).__name__}: {error}"[:400]
 
     with jax.default_matmul_precision("highest"):
-        wanted = truth(hidden, heads[-1], temperature, keys, drawn=drawn)
+        wanted = truth(hidden, heads[-1])
     with ThreadPoolExecutor(12) as pool:
         programs = dict(zip(found, pool.map(compiled, found.values()), strict=True))
     glue_us = 0.0
     for name, (program, compile_s, failure) in programs.items():
-        line = {"model": model, "rows": R, "temperature": degrees, "form": name, "floor_us": least}
+        line = {"model": model, "rows": R, "form": name, "floor_us": least}
         if failure is not None:
             yield line | {"failed": failure}
             continue
@@ -282,28 +258,6 @@ def measure(cell, sizes, args):
         yield line
 
 
-def noise_differs(interpret):
-    """Of 8 x 4096 numbers made in a kernel, how many are not `jax.random.gumbel`'s."""
-    keys = jax.random.split(jax.random.key(5), 8)
-
-    def body(words, out):
-        key = [
-            jnp.broadcast_to(pltriton.load(words.at[pl.program_id(0), jnp.int32(i)]), (4096,))
-            for i in range(2)
-        ]
-        made = noise.gumbel(tuple(key), jnp.arange(4096, dtype=jnp.int32))
-        pltriton.store(out.at[pl.program_id(0), :], made)
-
-    shape = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
-    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
-    call = pl.pallas_call(
-        body, out_shape=shape, grid=(8,), interpret=interpret, compiler_params=params
-    )
-    mine = jax.jit(call)(jax.random.key_data(keys))
-    theirs = jax.jit(jax.vmap(lambda key: jax.random.gumbel(key, (4096,), jnp.float32)))(keys)
-    return int(jnp.sum(mine != theirs)), float(jnp.max(jnp.abs(mine - theirs)))
-
-
 def odd_case(interpret):
     """Everything at once on odd sizes, kernel against reference: how far apart, in words."""
     R, V, D, n = (130, 151665, 256, 3) if not interpret else (35, 301, 48, 3)
@@ -314,35 +268,29 @@ def odd_case(interpret):
     options = {
         "scale": 0.9,
         "cap": 8.0,
-        "temperature": jnp.asarray(np.where(rng.random(R) < 0.5, 0, 1.3), jnp.float32),
-        "keys": jax.random.split(jax.random.key(2), R),
         "penalty": (jnp.asarray(rng.integers(0, V, R), jnp.int32), jnp.ones((R,), jnp.float32)),
         "num_top": n,
     }
     forbidden = jnp.asarray(rng.random(V) < 0.01)
-    apart = {}
-    for confidence in ("drawn", "raw"):
-        read = functools.partial(triton.read, interpret=interpret)
-        both = [
-            jax.jit(functools.partial(f, confidence=confidence, **options))(hidden, head, forbidden)
-            for f in (read, reference.read)
-        ]
-        mine, theirs = ([np.delete(np.asarray(x), 5, axis=0) for x in one] for one in both)
-        apart[confidence] = {
-            "tokens": int((mine[0] != theirs[0]).sum()),
-            "confidence": float(np.abs(mine[1] / theirs[1] - 1).max()),
-            "entropy": float(np.abs(mine[2] - theirs[2]).max()),
-            "top_ids": int((mine[3] != theirs[3]).sum()),
-            "top_probs": float(np.abs(mine[4] - theirs[4]).max()),
-            "nan_row": bool(np.isnan(both[0].confidence[5])),
-        }
-    return apart
+    read = functools.partial(triton.read, interpret=interpret)
+    both = [
+        jax.jit(functools.partial(f, **options))(hidden, head, forbidden)
+        for f in (read, reference.read)
+    ]
+    mine, theirs = ([np.delete(np.asarray(x), 5, axis=0) for x in one] for one in both)
+    return {
+        "tokens": int((mine[0] != theirs[0]).sum()),
+        "confidence": float(np.abs(mine[1] / theirs[1] - 1).max()),
+        "entropy": float(np.abs(mine[2] - theirs[2]).max()),
+        "top_ids": int((mine[3] != theirs[3]).sum()),
+        "top_probs": float(np.abs(mine[4] - theirs[4]).max()),
+        "nan_row": bool(np.isnan(both[0].confidence[5])),
+    }
 
 
 def show(line):
     """One printed line."""
-    drawn = "drawn" if line["temperature"] else "greedy"
-    told = f"{line['model']:>9} {line['rows']:>4} {drawn:<6} {line['form']:<26}"
+    told = f"{line['model']:>9} {line['rows']:>4} {line['form']:<26}"
     if "failed" in line:
         return f"{told} FAILED {line['failed'][:120]}"
     if not line.get("right", True):
@@ -378,14 +326,13 @@ def main():
         "python": platform.python_version(),
         "commit": args.commit or head,
         "repeats": args.repeats,
-        "noise_differs": noise_differs(interpret),
         "odd_case": odd_case(interpret),
         "lines": [],
     }
     print({key: value for key, value in report.items() if key != "lines"}, flush=True)
     cells = CELLS if not args.cells else [CELLS[int(i)] for i in args.cells.split(",")]
     if args.smoke:
-        cells, args.repeats = [("SDAR-1.7B", 32, 0.0), ("SDAR-1.7B", 32, 1.0)], 1
+        cells, args.repeats = [("SDAR-1.7B", 32)], 1
     for cell in cells:
         sizes = (700, 64) if args.smoke else HEADS[cell[0]]
         if time.perf_counter() - began > args.budget_s:

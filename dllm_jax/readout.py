@@ -98,7 +98,7 @@ def read_stats(
     rows = (hidden, sampling, keys, penalty, away)
     head = unembed if isinstance(unembed, Head) and guide is None else None
     chunk = hidden[:TRITON_ROWS]  # the most that the kernel is given at a time
-    if head is None or choose(chunk, head.weights, None, num_top) == "xla":
+    if head is None or choose(chunk, head.weights, num_top) == "xla":
         return in_chunks(one, rows)
 
     def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:

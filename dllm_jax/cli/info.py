@@ -121,7 +121,7 @@ def _readout() -> str:
     from pallas_kernels.token_readout import TRITON_ROWS, triton
 
     rows = jnp.zeros((16, 16), jnp.bfloat16)
-    missing = triton.unsupported(rows, rows, None, 0)
+    missing = triton.unsupported(rows, rows, 0)
     if missing:
         return f"xla here, rows in chunks (triton: {missing})"
     return (

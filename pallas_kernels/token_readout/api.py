@@ -1,14 +1,15 @@
 """Token readout: the interface, what it means, and the choice of back end.
 
-Every back end computes the same function: logits of hidden rows over a vocabulary, one token drawn
-of each row, and how sure the law is of it. Nothing here knows about models, windows or strategies.
+Every back end computes the same function: logits of hidden rows over a vocabulary, the likeliest
+token of each row, and how sure the law is of it. Nothing here knows about models, windows or
+strategies, nor draws: a kernel that did lost to XLA on an H200 (benchmarks/LOG.md, 45bb582).
 
 Letters: R rows, D model width, V ids.
 """
 
 from typing import Literal
 
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.token_readout import reference, triton
 from pallas_kernels.token_readout.result import TokenReadout
@@ -17,8 +18,8 @@ Implementation = Literal["xla", "triton"]
 
 # Rows up to which the kernel was measured, and won: on an H200, microseconds, kernel / XLA, of a
 # head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 / 240, 256 rows 284 / 375, 1,024
-# rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417. With noise it lost: SDAR-1.7B
-# 128 rows 777 / 368 (benchmarks/results/readout_h200.json).
+# rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
+# (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
 
 
@@ -29,26 +30,19 @@ def token_readout(
     *,
     scale: float = 1.0,
     cap: float | None = None,
-    temperature: Float[Array, " R"] | None = None,
-    keys: PRNGKeyArray | None = None,
     penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
-    confidence: Literal["drawn", "raw"] = "drawn",
     num_top: int = 0,
     implementation: Implementation | None = None,
 ) -> TokenReadout:
-    """Draw one token a row from `softmax(logits / temperature)` and say how sure the law is.
+    """Name each row's likeliest id, ties to the lowest, and say how sure `softmax(logits)` is.
 
     Logits are `hidden @ head.T`, accumulated in float32, times `scale`, bent by `cap` and then
     restricted.
 
     Args:
-        forbidden: Ids never drawn.
+        forbidden: Ids never named.
         cap: Logits become `cap * tanh(logits / cap)`; None leaves them.
-        temperature: 0 takes the likeliest id, ties to the lowest; None: 0 for all.
-        keys: One a row, of the noise `jax.random.gumbel(key, (V,), float32)` that is added to the
-            tempered logits; None: the likeliest id whatever the temperature.
         penalty: An id a row and what its logit loses.
-        confidence: Law of confidence, entropy and top: "drawn" after the temperature, "raw" before.
         num_top: Likeliest ids to name.
         implementation: "xla" (any device, the truth; writes the logits), "triton" (NVIDIA GPU,
             16-bit), or None: the one measured to be fastest that takes the arguments.
@@ -62,9 +56,9 @@ def token_readout(
     """
     _check(hidden, head, forbidden)
     if implementation is None:
-        implementation = choose(hidden, head, keys, num_top)
+        implementation = choose(hidden, head, num_top)
     if implementation == "triton":
-        reason = triton.unsupported(hidden, head, keys, num_top)
+        reason = triton.unsupported(hidden, head, num_top)
         if reason:
             raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
     elif implementation != "xla":
@@ -76,18 +70,14 @@ def token_readout(
         forbidden,
         scale=scale,
         cap=cap,
-        temperature=temperature,
-        keys=keys,
         penalty=penalty,
-        confidence=confidence,
         num_top=num_top,
     )
 
 
-def choose(hidden: Array, head: Array, keys: Array | None, num_top: int) -> Implementation:
+def choose(hidden: Array, head: Array, num_top: int) -> Implementation:
     """What `implementation=None` takes for such arguments on this machine."""
-    noisy, many = keys is not None, len(hidden) > TRITON_ROWS
-    if noisy or many or triton.unsupported(hidden, head, keys, num_top):
+    if len(hidden) > TRITON_ROWS or triton.unsupported(hidden, head, num_top):
         return "xla"
     return "triton"
 

@@ -11,7 +11,7 @@ class TokenReadout(NamedTuple):
     """One row of each a hidden row; what no number is left of has a confidence that is none.
 
     Attributes:
-        token: The id drawn.
+        token: The likeliest id.
         confidence: Its probability.
         entropy: Of the law, in nats.
         top_ids, top_probs: The likeliest ids and their probabilities, the likeliest first.
@@ -28,17 +28,13 @@ class Part(NamedTuple):
     """What a part of the vocabulary adds, a value a row or a row and tile.
 
     Attributes:
-        best: Largest logit of the draw, noise and all, in this part.
-        token: Lowest id that has it.
-        own: Logit of `token` under the law that is judged.
-        peak: Largest logit of that law.
+        token: Lowest id that has the largest logit of this part.
+        peak: That logit.
         mass: Sum of `w = exp(logit - peak)`; 0 where the peak is -inf.
         spread: Sum of `w * (logit - peak)`.
     """
 
-    best: Array
     token: Array
-    own: Array
     peak: Array
     mass: Array
     spread: Array
@@ -49,7 +45,7 @@ def join(a: Part, b: Part) -> Part:
 
     Source: Milakov and Gimelshein (arXiv 1805.02867), algorithm 3, with the entropy's sum beside.
     """
-    first = (a.best > b.best) | ((a.best == b.best) & (a.token < b.token))
+    first = (a.peak > b.peak) | ((a.peak == b.peak) & (a.token < b.token))
     peak = jnp.maximum(a.peak, b.peak)
 
     def brought(part: Part) -> tuple[Array, Array]:
@@ -60,9 +56,7 @@ def join(a: Part, b: Part) -> Part:
 
     (mass_a, spread_a), (mass_b, spread_b) = brought(a), brought(b)
     return Part(
-        best=jnp.where(first, a.best, b.best),
         token=jnp.where(first, a.token, b.token),
-        own=jnp.where(first, a.own, b.own),
         peak=peak,
         mass=mass_a + mass_b,
         spread=spread_a + spread_b,
@@ -71,9 +65,9 @@ def join(a: Part, b: Part) -> Part:
 
 def joined(parts: Part) -> Part:
     """The parts along the last axis as one, in a single pass."""
-    least = jnp.float32(-jnp.inf)
-    none = Part(least, jnp.int32(jnp.iinfo(jnp.int32).max), least, least, *[jnp.float32(0)] * 2)
-    axis = parts.best.ndim - 1
+    zero, no_id = jnp.float32(0), jnp.int32(jnp.iinfo(jnp.int32).max)
+    none = Part(token=no_id, peak=jnp.float32(-jnp.inf), mass=zero, spread=zero)
+    axis = parts.peak.ndim - 1
 
     def combine(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(join(Part(*a), Part(*b)))
@@ -86,7 +80,8 @@ def told(whole: Part, top_logits: Float[Array, "R n"], top_ids: Int[Array, "R n"
     peak, mass = whole.peak, whole.mass
     return TokenReadout(
         token=whole.token,
-        confidence=jnp.exp(whole.own - peak) / mass,
+        # The token's own logit is the peak. Where there is no number, the mass is none or 0.
+        confidence=1.0 / mass,
         entropy=jnp.log(mass) - whole.spread / mass,
         top_ids=top_ids,
         top_probs=jnp.exp(top_logits - peak[:, None]) / mass[:, None],

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from pallas_kernels.token_readout import noise
 from pallas_kernels.token_readout.result import Part, TokenReadout, joined, told
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
@@ -50,16 +49,14 @@ class Tiling:
         return dataclasses.replace(self, ids=ids, depth=depth)
 
 
-def unsupported(hidden: Array, head: Array, keys: Array | None, num_top: int) -> str | None:
+def unsupported(hidden: Array, head: Array, num_top: int) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
-    return unsupported_arguments(hidden, head, keys, num_top)
+    return unsupported_arguments(hidden, head, num_top)
 
 
-def unsupported_arguments(
-    hidden: Array, head: Array, keys: Array | None, num_top: int
-) -> str | None:
+def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | None:
     """Why no device can take these arguments, or None."""
     V, D = head.shape
     if hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
@@ -71,8 +68,6 @@ def unsupported_arguments(
         return f"needs a width that is a multiple of {_LEAST_SIDE} and as many ids, got {D=}, {V=}"
     if num_top > MAX_TOP:
         return f"names at most {MAX_TOP} likeliest ids, got {num_top=}"
-    if keys is not None and not noise.reproducible(keys):
-        return "draws with typed threefry keys, jax_threefry_partitionable and plain gumbel only"
     return None
 
 
@@ -93,10 +88,7 @@ def read(
     *,
     scale: float,
     cap: float | None,
-    temperature: Array | None,
-    keys: Array | None,
     penalty: tuple[Array, Array] | None,
-    confidence: str,
     num_top: int,
     tiling: Tiling | None = None,
     interpret: bool = False,
@@ -104,35 +96,26 @@ def read(
     """See `api.token_readout`; `interpret` runs the kernel as plain XLA, for tests."""
     tiling = choose_tiling(len(hidden)) if tiling is None else tiling
     named = {"hidden": hidden, "head": head, "forbidden": forbidden.astype(jnp.int8)}
-    if temperature is not None:
-        named["temperature"] = temperature
-        if keys is not None:
-            named["keys"] = jax.random.key_data(keys)
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = penalty
     return _run(
         named,
         scale=scale,
         cap=cap,
-        raw=confidence == "raw" and temperature is not None,
         num_top=num_top,
         tiling=tiling.fit(*head.shape),
         interpret=interpret,
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "cap", "raw", "num_top", "tiling", "interpret")
-)
-def _run(named, *, scale, cap, raw, num_top, tiling, interpret) -> TokenReadout:
+@functools.partial(jax.jit, static_argnames=("scale", "cap", "num_top", "tiling", "interpret"))
+def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
     """One launch, and the join."""
     R, V = len(named["hidden"]), len(named["head"])
     tiles = -(-V // tiling.ids)
     shapes = {
         name: jax.ShapeDtypeStruct((R, tiles), jnp.int32 if name == "token" else jnp.float32)
         for name in Part._fields
-        # What is not tempered is judged by the logits it is drawn by.
-        if "temperature" in named or name not in ("best", "own")
     }
     if num_top:
         shapes["top_logits"] = jax.ShapeDtypeStruct((R, tiles, num_top), jnp.float32)
@@ -143,7 +126,6 @@ def _run(named, *, scale, cap, raw, num_top, tiling, interpret) -> TokenReadout:
             dict(zip(named, refs, strict=False)),
             dict(zip(shapes, refs[len(named) :], strict=True)),
             logit_of=functools.partial(_logit, scale=scale, cap=cap),
-            raw=raw,
             num_top=num_top,
             tiling=tiling,
         )
@@ -167,8 +149,7 @@ def _run(named, *, scale, cap, raw, num_top, tiling, interpret) -> TokenReadout:
         top_ids = jnp.minimum(top_ids, V - 1)  # of a row that holds no numbers
     else:
         top_logits, top_ids = jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32)
-    whole = joined(Part(**{"best": parts["peak"], "own": parts["peak"], **parts}))
-    return told(whole, top_logits, top_ids)
+    return told(joined(Part(**parts)), top_logits, top_ids)
 
 
 def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
@@ -176,7 +157,7 @@ def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
     return logit if cap is None else cap * jnp.tanh(logit / cap)
 
 
-def _read(given, out, *, logit_of, raw, num_top, tiling):
+def _read(given, out, *, logit_of, num_top, tiling):
     """One program: a tile of rows, a tile of ids."""
     hidden, head = given["hidden"], given["head"]
     R, D = hidden.shape
@@ -206,20 +187,6 @@ def _read(given, out, *, logit_of, raw, num_top, tiling):
     if "penalties" in given:
         which, amount = (pltriton.load(given[n].at[row]) for n in ("penalty_ids", "penalties"))
         logit -= jnp.where(token[None, :] == which[:, None], wide(amount[:, None]), 0.0)
-    law = drawn = logit
-    if "temperature" in given:
-        temperature = pltriton.load(given["temperature"].at[row])
-        tempered = temperature > 0
-        law = logit / jnp.where(tempered, temperature, 1.0)[:, None]
-        # Of a huge temperature, -inf times its reciprocal would be no number.
-        law = drawn = jnp.where(logit == -jnp.inf, -jnp.inf, law)
-        if "keys" in given:
-            word, other = (
-                wide(pltriton.load(given["keys"].at[row, _all(i, rows)])[:, None]) for i in range(2)
-            )
-            more = noise.gumbel((word, other), wide(token[None, :]))
-            drawn = law + jnp.where(wide(tempered[:, None]), more, 0.0)
-    judged = logit if raw else law
 
     def lowest(where):
         """The lowest id of each row that is `where`."""
@@ -229,25 +196,18 @@ def _read(given, out, *, logit_of, raw, num_top, tiling):
         where = (place, *(_all(i, rows) for i in column))
         pltriton.store(out[name].at[where], values, mask=place < R)
 
-    best = jnp.max(drawn, axis=1)
-    chosen = lowest(drawn == best[:, None])
-    peak = best
-    if "temperature" in given:
-        put("best", best, tile)
-        own = jnp.where(token[None, :] == chosen[:, None], judged, -jnp.inf)
-        put("own", jnp.max(own, axis=1), tile)
-        peak = jnp.max(judged, axis=1)
-    put("token", chosen, tile)
+    peak = jnp.max(logit, axis=1)
+    put("token", lowest(logit == peak[:, None]), tile)
     put("peak", peak, tile)
     # Where all is -inf there is no mass; what is no number stays, for the join to see.
-    down = (judged - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]) * _LOG2_E
+    down = (logit - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]) * _LOG2_E
     weight = jnp.exp2(down)
     put("mass", jnp.sum(weight, axis=1), tile)
     spread = jnp.sum(weight * jnp.maximum(down, _LEAST_DOWN), axis=1)
     put("spread", spread * (1.0 / _LOG2_E), tile)
     free = wide(~shared[None, :])
     for i in range(num_top):
-        among = jnp.where(free, judged, -jnp.inf)
+        among = jnp.where(free, logit, -jnp.inf)
         best = jnp.max(among, axis=1)
         one = lowest(free & (among == best[:, None]))
         put("top_logits", best, tile, i)
