@@ -25,10 +25,13 @@ keeps the drafts that match it too, but with noise that has no position.
 """
 
 import functools
+import math
+import numbers
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array
 
@@ -53,15 +56,16 @@ class DFlash(struct.PyTreeNode):
         target_layer_ids: Layers of the target, counted from 0, whose output the drafter is fed.
         width: Cells the target runs, the anchor among them: the drafts past it are not looked at,
             and at 1 none are drawn. None: chosen in each step among `widths`.
-        widths: What is chosen from, ascending; each is one more pass of the target to compile.
-            None: 1, half of what the drafter runs, all of it.
+        widths: What is chosen from where `width` is None, ascending; each is one more pass of the
+            target to compile. None: 1, half of what the drafter runs, all of it.
         acceptance: "match": a draft stays that is what the target draws. "rejection": drafts are
             drawn from the drafter's law and stay as speculative sampling says; more of them do
             where both laws are broad and alike. All logits of the pass are in memory then, and the
             text depends on where rounds begin: so the width is fixed, by default the whole block.
-        costs: Of a round of each of `widths`, in any one unit; texts do not depend on them but for
-            near ties of bfloat16. None: an engine measures them for each number of slots as it
-            starts, and what measures nothing goes by `usual_costs`.
+        costs: Of a round of each of `widths`, above 0 in any one unit, infinite for one that is
+            never to be; texts do not depend on them but for near ties of bfloat16. None: an engine
+            measures them for each number of slots as it starts, and what measures nothing goes by
+            `usual_costs`. An array is data: it may be traced, and only its shape is checked.
     """
 
     draft_block_size: int | None = struct.field(pytree_node=False, default=None)
@@ -75,7 +79,8 @@ class DFlash(struct.PyTreeNode):
     @property
     def block_size(self) -> int:
         """Cells of the window: the drafter's, and one for the token behind drafts all right."""
-        return (self.draft_block_size or 16) + 1  # before a draft is bound: the published size
+        size = self.draft_block_size
+        return 17 if size is None else size + 1  # before a draft is bound: the published size
 
     @property
     def needs(self) -> Needs:
@@ -90,9 +95,11 @@ class DFlash(struct.PyTreeNode):
         size = self.block_size - 1
         if self.width is not None:
             return (self.width,)
+        if self.widths is not None:
+            return self.widths
         if self.acceptance == "rejection":
-            return self.widths or (size,)
-        return self.widths or tuple(sorted({1, (size + 1) // 2, size}))
+            return (size,)
+        return tuple(sorted({1, (size + 1) // 2, size}))
 
     def usual_costs(self, num_slots: int) -> tuple[float, ...]:
         """Of a round of each width, where nobody measured: as an 8B pair has them on an H200.
@@ -116,16 +123,22 @@ class DFlash(struct.PyTreeNode):
             draft_config: Has `block_size` and `target_layer_ids`.
 
         Raises:
-            ValueError: The strategy has layers of its own that are not those.
+            ValueError: The strategy has layers of its own that are not those, or sizes, widths or
+                costs that cannot be.
         """
         layers = tuple(draft_config.target_layer_ids)
-        if self.target_layer_ids not in (None, layers):
+        if self.target_layer_ids is not None and tuple(self.target_layer_ids) != layers:
             raise ValueError(
                 f"target_layer_ids={self.target_layer_ids} are not {layers}, which the draft was "
                 "trained with; leave target_layer_ids out"
             )
-        size = self.draft_block_size or draft_config.block_size
-        return self.replace(draft_block_size=size, target_layer_ids=layers)
+        size, widths = self.draft_block_size, self.widths
+        bound = self.replace(
+            draft_block_size=draft_config.block_size if size is None else size,
+            target_layer_ids=layers,
+            widths=tuple(widths) if isinstance(widths, list) else widths,
+        )
+        return bound.replace(costs=bound._checked_costs(bound._checked_widths(self.buffer_size)))
 
     def init(self, spec):
         """How the drafts of a request fared, and what is expected of those in its slot."""
@@ -253,8 +266,38 @@ class DFlash(struct.PyTreeNode):
             )
         return drafting.choose_width(state, self.choices, costs)
 
+    def _checked_costs(self, widths):
+        """`costs`, if they can be those of `widths`; arrays as they are."""
+        costs = self.costs.tolist() if isinstance(self.costs, np.ndarray) else self.costs
+        several = costs if isinstance(costs, tuple | list) else (costs,)
+        if costs is None or any(isinstance(cost, Array) for cost in several):
+            return self.costs
+        are_costs = len(several) == len(widths) and all(
+            isinstance(cost, numbers.Real) and not isinstance(cost, bool) and cost > 0
+            for cost in several
+        )
+        if several is not costs or not are_costs or math.isinf(min(costs)):
+            raise ValueError(
+                f"costs={costs!r} must be numbers above 0, one for each of the widths "
+                f"{widths}, not all infinite; give {len(widths)}"
+            )
+        return tuple(map(float, costs))
+
     def _checked_widths(self, num_blocks):
         """`choices`, if a drafter of this size can have them."""
+        for name in ("draft_block_size", "width"):
+            value = getattr(self, name)
+            if value is not None and not _is_whole(value):
+                raise ValueError(f"{name}={value!r} must be a whole number; give one")
+        if self.widths is not None:
+            if self.width is not None:
+                raise ValueError(
+                    f"width={self.width} and widths={self.widths} say it twice; give one of them"
+                )
+            if not isinstance(self.widths, tuple) or not all(map(_is_whole, self.widths)):
+                raise ValueError(
+                    f"widths={self.widths!r} must be several whole numbers; give a tuple"
+                )
         size, widths = self.block_size - 1, self.choices
         if num_blocks != 1:
             raise ValueError(f"buffer_size={num_blocks}: DFlash drafts one block at a time; use 1")
@@ -267,13 +310,17 @@ class DFlash(struct.PyTreeNode):
                 f"widths={widths} by rejection: what is drawn would depend on the other requests; "
                 "use one width"
             )
-        name = "width" if self.width is not None else "widths"
-        if not all(1 <= width <= size for width in widths) or list(widths) != sorted({*widths}):
-            raise ValueError(
-                f"{name}={getattr(self, name)} must be in [1, {size}], the anchor and drafts of a "
-                "block; several ascend"
-            )
+        inside = f"[1, {size}], the anchor and drafts of a block"
+        if self.width is not None and not 1 <= self.width <= size:
+            raise ValueError(f"width={self.width} must be in {inside}; choose it there")
+        ascend = widths and list(widths) == sorted({*widths})
+        if not ascend or not 1 <= widths[0] <= widths[-1] <= size:
+            raise ValueError(f"widths={widths} must ascend within {inside}; choose one or more")
         return widths
+
+
+def _is_whole(value):
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 STRATEGY = DFlash

@@ -4,6 +4,9 @@ A random draft is hardly ever right, so the figures of a trained one are not her
 """
 
 import json
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,14 +69,82 @@ def test_a_missing_draft_is_asked_for(target):
         (DFlash(1, LAYERS), "draft_block_size=1 leaves no cell to draft; use 2 or more"),
         (DFlash(4, LAYERS, 5), r"width=5 must be in \[1, 4\], the anchor and drafts of a block"),
         (DFlash(4, LAYERS, 0), r"width=0 must be in \[1, 4\]"),
-        (DFlash(4, LAYERS, widths=(4, 1)), r"widths=\(4, 1\) must be in \[1, 4\].* several ascend"),
-        (DFlash(4, LAYERS, costs=(1.0,)), r"costs have shape \(1,\); .* of the widths \(1, 2, 4\)"),
         (DFlash(4, LAYERS, buffer_size=2), "buffer_size=2: DFlash drafts one block at a time"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(folder, target, strategy, message):
     with pytest.raises(ValueError, match=message):
         dj.generate(target, PROMPTS, strategy, draft=str(folder / "full"))
+
+
+def bound(**fields):
+    config: Any = SimpleNamespace(block_size=16, target_layer_ids=(2, 0))
+    return DFlash(**fields).bind(config)
+
+
+NAN, INF = float("nan"), float("inf")
+IN_BLOCK = "must be in [1, 16], the anchor and drafts of a block; choose it there"
+NO_WHOLE = "must be a whole number; give one"
+COSTS = "must be numbers above 0, one for each of the widths (1, 8, 16), not all infinite; give 3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"draft_block_size": 0}, "draft_block_size=0 leaves no cell to draft; use 2 or more"),
+        ({"draft_block_size": 4.0}, f"draft_block_size=4.0 {NO_WHOLE}"),
+        ({"width": 99}, f"width=99 {IN_BLOCK}"),
+        ({"width": "8"}, f"width='8' {NO_WHOLE}"),
+        ({"width": 2.0}, f"width=2.0 {NO_WHOLE}"),
+        ({"width": True}, f"width=True {NO_WHOLE}"),
+        (
+            {"width": 4, "widths": (1, 8)},
+            "width=4 and widths=(1, 8) say it twice; give one of them",
+        ),
+        ({"widths": ()}, "widths=() must ascend within [1, 16], the anchor and drafts of a block"),
+        ({"widths": (8, 1)}, "widths=(8, 1) must ascend within [1, 16]"),
+        ({"widths": (1, 1)}, "widths=(1, 1) must ascend within [1, 16]"),
+        ({"widths": (0, 8)}, "widths=(0, 8) must ascend within [1, 16]"),
+        ({"widths": (1, 17)}, "widths=(1, 17) must ascend within [1, 16]"),
+        ({"widths": (1, 8.0)}, "widths=(1, 8.0) must be several whole numbers; give a tuple"),
+        ({"widths": 8}, "widths=8 must be several whole numbers; give a tuple"),
+        ({"widths": "18"}, "widths='18' must be several whole numbers; give a tuple"),
+        ({"costs": (1.0,)}, f"costs=(1.0,) {COSTS}"),
+        ({"costs": (0.0, 0.0, 0.0)}, f"costs=(0.0, 0.0, 0.0) {COSTS}"),
+        ({"costs": (-1.0, 1.0, 1.0)}, f"costs=(-1.0, 1.0, 1.0) {COSTS}"),
+        ({"costs": (NAN, 1.0, 1.0)}, f"costs=(nan, 1.0, 1.0) {COSTS}"),
+        ({"costs": (INF, INF, INF)}, f"costs=(inf, inf, inf) {COSTS}"),
+        ({"costs": "123"}, f"costs='123' {COSTS}"),
+        ({"costs": ("1", "2", "3")}, f"costs=('1', '2', '3') {COSTS}"),
+        ({"costs": 1.0}, f"costs=1.0 {COSTS}"),
+        ({"costs": np.zeros(3, np.float32)}, COSTS),
+        (
+            {"width": 8, "costs": (1.0, 2.0)},
+            "one for each of the widths (8,), not all infinite; give 1",
+        ),
+        ({"target_layer_ids": [2, 1]}, "target_layer_ids=[2, 1] are not (2, 0), which the draft"),
+    ],
+)
+def test_what_no_draft_can_have_is_refused_before_anything_is_compiled(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as told:
+        bound(**fields)
+    assert "\n" not in str(told.value)
+
+
+def test_lists_are_as_good_as_tuples():
+    strategy = bound(target_layer_ids=[2, 0], widths=[1, 8], costs=[1, np.float32(1.5)])
+    assert strategy == DFlash(16, (2, 0), widths=(1, 8), costs=(1.0, 1.5))
+    assert bound(costs=(1.0, INF, 2.0)).costs == (1.0, INF, 2.0), "infinite: never chosen"
+    array = jax.numpy.zeros(3)
+    assert bound(costs=array).costs is array, "arrays are data, and may be traced"
+    jax.vmap(lambda one: bound(costs=one).costs)(array[None])
+    jax.vmap(lambda one: bound(costs=(one[0], 1.0, 1.0)).costs)(array[None])
+
+
+def test_costs_that_are_arrays_are_one_for_each_width(folder, target):
+    costs = jax.numpy.ones(1)
+    with pytest.raises(ValueError, match=r"costs have shape \(1,\); .* of the widths \(1, 3, 5\)"):
+        dj.generate(target, PROMPTS, DFlash(costs=costs), draft=folder / "full")
 
 
 def test_a_strategy_without_layers_says_so():
