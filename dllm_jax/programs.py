@@ -164,11 +164,12 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
     """A harvested slot (`words`) and what it had emitted, back in a slot."""
     old = _rows(state, slot[None])
     slot_leaves = words.unpack(saved, layout)
+    carry = slot_leaves["carry"].replace(lasting=old.carry.lasting)
     # Recomputing its prefix may have met a value that is not finite.
     finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
     asked = _asked(programs, ints, floats, knobs)
     new = old.replace(
-        **{**slot_leaves, "finish": finish},
+        **{**slot_leaves, "finish": finish, "carry": carry},
         sampling=asked.sampling,
         limits=asked.limits,
         knobs=asked.knobs,

@@ -29,7 +29,7 @@ def kept_part(state: DecodeState) -> dict[str, Any]:
     return {
         "buffer": state.buffer,
         "finish": state.finish,
-        "carry": state.carry,
+        "carry": state.carry.replace(lasting={}),  # the slot's: it stays there
         "boundary": state.boundary,
         "output_len": state.output_len,
     }

@@ -1,10 +1,10 @@
 """What the strategies that draft share: how drafts fared, and how many of them to judge next.
 
-Both are leaves of `Carry`, by the names below. They stay on the device and go where the slot goes:
-to the host with each harvest, and through a preemption. The counts (`slot`) are a request's, to be
-told (`dllm_jax.requests.DraftMetrics`); the running estimates, to choose a width by, are `lasting`:
-most texts are too short to learn from themselves what the one before has shown. Places are counted
-behind the anchor: the first draft has place 1.
+Both are leaves of `Carry`, by the names below. The counts (`slot`) go where the request goes: to the
+host with each harvest, to be told (`dllm_jax.requests.DraftMetrics`), and through a preemption. The
+running estimates, to choose a width by, are `lasting`: most texts are too short to learn from
+themselves what the one before has shown. Places are counted behind the anchor: the first draft has
+place 1.
 A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.
 
 Source: the cost model of design/dflash.md §2.5, argmax_w E[n(w)] / time(w), summed over a batch.

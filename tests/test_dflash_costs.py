@@ -115,3 +115,11 @@ def test_an_engine_measures_as_it_starts_and_writes_what_ar_writes():
     assert told.engine.device.choice_costs == {}
     assert texts(told) == wanted
     assert told.engine.stats().draft_rounds == 0
+    # What the first texts have shown of drafts that are never right, the next ones know.
+    dear = made(DFlash(4, LAYERS, costs=(1.0, 1.6, 2.2)), draft=models.drafter(target))
+    seen = []
+    for _ in range(3):
+        assert texts(dear) == wanted
+        seen.append(dear.engine.stats().draft_rounds)
+    assert 0 < seen[0], seen
+    assert seen[2] - seen[1] <= seen[0] / 3, seen
