@@ -70,7 +70,7 @@ def main() -> None:
     """Train both, pack both, write the figures as they come."""
     import jax
 
-    from dllm_jax.training import command
+    from dllm_jax.cli import main as dllm_jax
 
     args, began = parse(), time.monotonic()
     for folder in (args.out, args.work):
@@ -85,15 +85,19 @@ def main() -> None:
         (args.out / "train_tiny_pair.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(json.dumps(more), f"{figures['seconds']} s", flush=True)
 
+    def train(*words: str) -> None:
+        if status := dllm_jax(["train", *words]):
+            raise SystemExit(status)
+
     target = args.target
     if target is None:
         run = args.work / "ar"
-        command.main(["ar", "--out", str(run), *args.target_args.split()])
+        train("ar", "--out", str(run), *args.target_args.split())
         pack(run, "ar", args.out)
         note(target=json.loads((run / "results.json").read_text()))
         target = run / "model"
     run = args.work / "dflash"
-    command.main(["dflash", "--target", str(target), "--out", str(run), *args.draft_args.split()])
+    train("dflash", "--target", str(target), "--out", str(run), *args.draft_args.split())
     pack(run, "dflash", args.out)
     note(draft=json.loads((run / "results.json").read_text()))
     note(entropy_per_token=entropies(target, run))

@@ -443,6 +443,9 @@ def test_train_checks_flags(fails):
     said = fails(2, "train", "ar", "--out", "x", "--anchors", "4")
     assert "--anchors is not of `train ar`; leave it out, or train dflash" in said
     assert "needs a --target" in fails(2, "train", "dflash", "--out", "x")
+    for ids in ("1,x", "", "1,,2", "-1"):
+        said = fails(2, "train", "dflash", "--out", "x", "--target-layer-ids", ids)
+        assert f"--target-layer-ids: {ids!r} is no list of layers, counted from 0; write" in said
     assert "'sdrr'" in fails(2, "train", "sdrr", "--out", "x")
 
 

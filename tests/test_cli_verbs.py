@@ -1,5 +1,6 @@
 """Proves the quiet verbs: `inspect`, `convert`, `info`, `train` do what they say and report it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -75,25 +76,47 @@ def test_info_tells_what_runs_here(capsys):
 
 def test_train_hands_on_only_what_was_given(monkeypatch):
     seen = []
-    monkeypatch.setattr("dllm_jax.training.command.main", lambda argv: seen.append(argv) or 0)
+    monkeypatch.setattr("dllm_jax.training.command.main", lambda *call: seen.append(call))
     assert main(["train", "--out", "run", "--steps", "50", "--muon-lr", "0.01"]) == 0
-    assert main(["train", "dflash", "--out", "run", "--target", "t", "--anchors", "4"]) == 0
+    argv = ["train", "dflash", "--out", "run", "--target", "t", "--target-layer-ids", "1,4"]
+    assert main(argv) == 0
     assert seen == [
-        ["--out", "run", "--steps", "50", "--muon-lr", "0.01"],
-        ["dflash", "--out", "run", "--target", "t", "--anchors", "4"],
+        ("sdar", "run", {"steps": 50, "muon_lr": 0.01}),
+        ("dflash", "run", {"target": "t", "target_layer_ids": (1, 4)}),
     ]
 
 
-def test_every_option_of_the_trainer_is_a_flag_of_the_verb():
+def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
+    """Its config, or what is done with it: none is ignored, and none is of no kind."""
     from dllm_jax.cli.train import KINDS, OPTIONS
     from dllm_jax.training import command
 
+    seen = []
+
+    def train(config, folder, **how):
+        seen.append((config, how))
+        return {"done": True}
+
+    def asked(kind, *words):
+        target = ["--target", "t"] if kind == "dflash" and "--target" not in words else []
+        seen.clear()
+        assert main(["train", kind, "--out", str(tmp_path), *target, *words]) == 0
+        return tuple(seen)
+
+    for kind in KINDS:
+        monkeypatch.setattr(getattr(command, kind), "train", train)
+        finish = lambda run, config, out, count: seen.append(count)  # noqa: E731
+        monkeypatch.setattr(command, f"_finish_{kind}", finish)
     assert tuple(command.KINDS) == KINDS
     for kind in KINDS:
-        parser = command.parser(kind)
-        known = {flag for action in parser._actions for flag in action.option_strings}
-        flags = {flag for flag, _, kinds, _ in OPTIONS if kind in kinds}
-        assert flags | {"--out", "-h", "--help"} == known
+        usual = asked(kind)
+        for flag, _, kinds, _ in OPTIONS:
+            if kind in kinds:
+                value = "0.25" if flag == "--greedy-share" else "7"
+                assert asked(kind, flag, value) != usual, flag
+    assert command.make_config("ar", {}) == command.KINDS["ar"]
+    config, data = command.make_config("ar", {"seed": 7, "batch_size": 8}), command.KINDS["ar"].data
+    assert (config.seed, config.data) == (7, dataclasses.replace(data, seed=7, batch_size=8))
 
 
 def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):

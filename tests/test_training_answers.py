@@ -57,6 +57,7 @@ def train(target, tmp_path, monkeypatch):
 def test_what_cannot_be_is_refused_before_the_folder_is_taken(train, target, tmp_path) -> None:
     mute = write_tiny("qwen3", tmp_path / "mute", seed=40)
     masked = write_tiny("sdar", tmp_path / "masked")
+    write_words(masked, 50, "<mask>")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "w1"}\nw2\n')
     (tmp_path / "other.jsonl").write_text('{"prompt": "w1"}\n{"text": "w2"}\n')
     (tmp_path / "latin.txt").write_bytes(b"w1 \xff")
@@ -65,7 +66,7 @@ def test_what_cannot_be_is_refused_before_the_folder_is_taken(train, target, tmp
         ({"target": str(tmp_path / "nothere")}, "nothere"),
         ({"target": str(masked)}, "masked' is no autoregressive model; DFlash drafts for those"),
         ({"target": str(mute)}, "mute' has no tokenizer to read prompts with; give a folder that"),
-        ({"target": str(mute), "prompts": None}, "mute' has no tokenizer"),
+        ({"target": str(mute), "prompts": None, "mask_token_id": None}, "mute' has no tokenizer"),
         ({"target_layer_ids": (1, 1)}, r"target_layer_ids=\[1, 1\] must differ; name each layer"),
         ({"prompts": str(tmp_path / "none")}, "none' cannot be read: No such file .*; check the"),
         ({"prompts": str(tmp_path)}, "cannot be read: Is a directory; check the path"),

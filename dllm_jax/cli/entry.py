@@ -35,7 +35,6 @@ VERBS = {
 PLANNED_VERBS = ("serve", "tune")
 PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
-    "--draft": "`dllm-jax generate` takes it",
     "--tasks": "the built-in task is the only one",
 }
 

@@ -5,13 +5,28 @@ import argparse
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import Interrupted, UsageError
 
+
+def layer_ids(text: str) -> tuple[int, ...]:
+    """An argparse type: layers of a model, counted from 0 and separated by commas."""
+    try:
+        ids = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ids = ()
+    if not ids or min(ids) < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of layers, counted from 0; write e.g. 1,9,17"
+        )
+    return ids
+
+
 KINDS = ("sdar", "ar", "dflash")
 _ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar"), ("dflash",)
+_METAVARS = {"--target": "SRC", "--prompts": "FILE", "--target-layer-ids": "ID,..."}
 # flag, type, kinds, help; what is not given is left to dllm_jax.training, which knows the recipes
 OPTIONS = (
     ("--steps", flags.whole(1), _ALL, "length of the run"),
     ("--budget-seconds", flags.number(0, 1e9, True), _ALL, "length in seconds, instead of --steps"),
-    ("--max-seconds", flags.number(0, 1e9, True), _ALL, "stop this call, with a checkpoint"),
+    ("--max-seconds", flags.number(0, 1e9, True), _ALL, "stop this call, to be continued"),
     ("--batch-size", flags.whole(1), _ALL, "sequences a step"),
     ("--seed", flags.whole(0, 2**31 - 1), _ALL, "of data, noise and weights"),
     ("--muon-lr", flags.number(0, 10, True), _ALL, "peak learning rate of the layers' matrices"),
@@ -19,7 +34,7 @@ OPTIONS = (
     ("--layers", flags.whole(1), _ALL, "layers of the model"),
     ("--hidden-size", flags.whole(1), _OWN, "width of the model"),
     ("--ffn-size", flags.whole(1), _ALL, "width of its feed-forward part"),
-    ("--workers", flags.whole(0), _ALL, "processes that make data"),
+    ("--workers", flags.whole(0), _ALL, "processes that make data; 0: none"),
     ("--head-temperature", flags.number(0, 100, True), ("sdar",), "what divides the head at last"),
     ("--evals", flags.whole(0), _ALL, "evaluations during the run"),
     ("--eval-problems", flags.whole(1), _ALL, "held-out problems a half, each of those"),
@@ -27,16 +42,16 @@ OPTIONS = (
     ("--log-every", flags.whole(1), _ALL, "steps between lines of the log"),
     ("--target", str, _DRAFT, "what is drafted for: all that --model takes"),
     ("--prompts", str, _DRAFT, 'file of prompts, one a line or .jsonl with "prompt"'),
-    ("--target-layer-ids", str, _DRAFT, "layers of the target that are read, from 0: 1,9,17"),
+    ("--target-layer-ids", layer_ids, _DRAFT, "layers of the target that are read, from 0: 1,9,17"),
     ("--mask-token-id", flags.whole(0), _DRAFT, "a token that no text uses"),
     ("--block-size", flags.whole(2), _DRAFT, "tokens of a block, the anchor counted"),
     ("--anchors", flags.whole(1), _DRAFT, "blocks of each text and step"),
     ("--gamma", flags.number(0, 1e6, True), _DRAFT, "decay of the loss along a block"),
     ("--row-tokens", flags.whole(3), _DRAFT, "texts are cut to so many tokens"),
-    ("--num-responses", flags.whole(1), _DRAFT, "answers of the target to learn from"),
+    ("--num-responses", flags.whole(1), _DRAFT, "answers to learn from, in whole batches"),
     ("--response-batch", flags.whole(1), _DRAFT, "prompts it answers at a time"),
     ("--response-tokens", flags.whole(2), _DRAFT, "tokens of its longest answer"),
-    ("--response-seconds", flags.number(0, 1e9, True), _DRAFT, "answer no longer than this"),
+    ("--response-seconds", flags.number(0, 1e9, True), _DRAFT, "answer no longer, in one call"),
     ("--greedy-share", flags.number(0, 1), _DRAFT, "share of answers at temperature 0"),
 )
 
@@ -52,29 +67,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the run")
     for flag, kind, kinds, told in OPTIONS:
         only = "" if kinds == _ALL else f" ({', '.join(kinds)})"
-        parser.add_argument(flag, type=kind, help=told + only, metavar="N")
+        parser.add_argument(flag, type=kind, help=told + only, metavar=_METAVARS.get(flag, "N"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or continue, or say how to continue."""
     kind = args.kind or "sdar"
-    argv = ([args.kind] if args.kind else []) + ["--out", args.out]
+    given = {}
     for flag, _, kinds, _ in OPTIONS:
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if value is None:
+        name = flag.removeprefix("--").replace("-", "_")
+        if (value := getattr(args, name)) is None:
             continue
         if kind not in kinds:
             raise UsageError(
                 f"{flag} is not of `train {kind}`; leave it out, or train {' or '.join(kinds)}"
             )
-        argv += [flag, str(value)]
+        given[name] = value
     if kind == "dflash" and args.target is None:
         raise UsageError("train dflash needs a --target: give what --model takes")
     from dllm_jax.training.command import main
 
     try:
-        return main(argv)
+        main(kind, args.out, given)
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted; the same command continues from the last checkpoint in {args.out}"
         ) from None
+    return 0

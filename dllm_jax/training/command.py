@@ -1,14 +1,12 @@
-"""The `train` command: options of a kind, a run, then scores, curves and a Hugging Face folder.
+"""A run from what was asked of it to scores, curves and a Hugging Face folder.
 
-Nothing here knows how a step is computed.
+Which flags there are, and what they may say, is the command line's (`dllm_jax.cli.train`). Nothing
+here knows how a step is computed.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.training import (
@@ -24,10 +22,10 @@ from dllm_jax.training import (
     solving,
 )
 
-KINDS = {
-    "sdar": "a block-diffusion model, on arithmetic word problems",
-    "ar": "a causal model on the same problems, a target for drafters",
-    "dflash": "a drafter for a target, on the target's own answers",
+KINDS: dict[str, Any] = {
+    "sdar": sdar.TrainConfig(),
+    "ar": ar.TrainConfig(),
+    "dflash": dflash.TrainConfig(),
 }
 # buffer, threshold, block size: the settings of the final table
 FINAL_SETTINGS = (
@@ -36,88 +34,45 @@ FINAL_SETTINGS = (
     (4, 0.9, 32),
     (1, 1.0, 32),  # one token a forward
 )
-_DEFAULTS = {"sdar": sdar.TrainConfig(), "ar": ar.TrainConfig(), "dflash": dflash.TrainConfig()}
+FINAL_PROBLEMS = 2048  # a half, when the run is complete
+_FIELDS = {"steps": "num_steps", "layers": "num_layers"}  # options that fields call otherwise
+_SHAPE = ("num_layers", "hidden_size", "ffn_size")
 
 
-def parser(kind: str = "sdar") -> argparse.ArgumentParser:
-    """Options of `dllm-jax train KIND`; names are those of the config's fields."""
-    options = argparse.ArgumentParser(
-        prog=f"dllm-jax train {kind}", description=f"Train {KINDS[kind]}, or continue."
-    )
-    default: Any = _DEFAULTS[kind]
-    add = options.add_argument
-    add("--out", required=True, help="folder of the run; a run found there is continued")
-    add("--steps", dest="num_steps", type=int, default=default.num_steps, help="length of the run")
-    add("--budget-seconds", type=float, help="length of the run in seconds, instead of --steps")
-    add("--max-seconds", type=float, help="stop this call, with a checkpoint, after so long")
-    size = default.batch_size if kind == "dflash" else default.data.batch_size
-    add("--batch-size", type=int, default=size)
-    add("--seed", type=int, default=0)
-    add("--muon-lr", type=float, default=default.muon_lr)
-    add("--adam-lr", type=float, default=default.adam_lr)
-    layers = default.num_layers if kind == "dflash" else default.model.num_layers
-    add("--layers", type=int, default=layers)
-    add("--ffn-size", type=int, default=None if kind == "dflash" else default.model.ffn_size)
-    add("--workers", type=int, default=2, help="processes that make data; 0: none of their own")
-    add("--eval-problems", type=int, default=default.eval_problems, help="per half and evaluation")
-    add("--evals", type=int, default=default.evals, help="evaluations in the run, evenly spaced")
-    add("--final-problems", type=int, default=2048, help="per half, when the run is complete")
-    add("--log-every", type=int, default=default.log_every)
-    if kind != "dflash":
-        add("--hidden-size", type=int, default=default.model.hidden_size)
-    if kind == "sdar":
-        add("--head-temperature", type=float, default=default.head_temperature)
-    if kind == "dflash":
-        ids = lambda text: tuple(int(i) for i in text.split(","))  # noqa: E731
-        add("--target", required=True, help="what is drafted for: all that --model takes")
-        add("--prompts", help='file, one a line or .jsonl with "prompt"; else word problems')
-        add("--target-layer-ids", type=ids, help="layers it reads, from 0, as 1,9,17")
-        add("--mask-token-id", type=int, help="a token that no text uses")
-        for name in _NUMBERS:
-            flag, value = f"--{name.replace('_', '-')}", getattr(default, name)
-            add(flag, type=float if name in _REAL else int, default=value)
-    return options
+def main(kind: str, out: str, given: dict[str, Any]) -> None:
+    """Train, or continue, and once the run is complete, score it and write its model.
 
-
-_REAL = ("gamma", "greedy_share", "response_seconds")
-_NUMBERS = (
-    "block_size", "anchors", "row_tokens", "num_responses", "response_batch", "response_tokens",
-    *_REAL,
-)  # fmt: skip
-_CALL = ("out", "max_seconds", "workers", "final_problems")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 also when a time limit ended this call before the run was complete."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    kind = words.pop(0) if words and words[0] in KINDS else "sdar"
-    args = vars(parser(kind).parse_args(words))
-    call = {name: args.pop(name) for name in _CALL}
-    out = pathlib.Path(call["out"])
-    config = make_config(kind, args)
+    Args:
+        kind: One of `KINDS`.
+        out: The run's folder.
+        given: Options by their flags' names without dashes; what is not given is the recipe's.
+    """
+    given = dict(given)
+    num_problems = given.pop("final_problems", FINAL_PROBLEMS)
+    how = {"max_seconds": given.pop("max_seconds", None), "num_workers": given.pop("workers", 2)}
+    folder, config = pathlib.Path(out), make_config(kind, given)
     train = {"sdar": sdar.train, "ar": ar.train, "dflash": dflash.train}[kind]
-    run = train(config, out, max_seconds=call["max_seconds"], num_workers=call["workers"])
-    report.draw_curves(out / "metrics.jsonl", out / "curves.png")
+    run = train(config, folder, **how)
+    if (folder / "metrics.jsonl").exists():
+        report.draw_curves(folder / "metrics.jsonl", folder / "curves.png")
     if not run["done"]:
         print(f"stopped at step {run['step']}; the same command continues")
-        return 0
+        return
     finish = {"sdar": _finish_sdar, "ar": _finish_ar, "dflash": _finish_dflash}[kind]
-    finish(run, config, out, call["final_problems"])
-    return 0
+    finish(run, config, folder, num_problems)
 
 
-def make_config(kind: str, args: dict[str, Any]) -> loop.RunConfig:
-    """The config of a kind from its options."""
-    default: Any = _DEFAULTS[kind]
-    args = dict(args)
-    if kind == "dflash":
-        return dataclasses.replace(default, num_layers=args.pop("layers"), **args)
-    shape = {"num_layers": args.pop("layers")}
-    shape |= {name: args.pop(name) for name in ("hidden_size", "ffn_size")}
-    data = dataclasses.replace(default.data, seed=args["seed"], batch_size=args.pop("batch_size"))
-    return dataclasses.replace(
-        default, model=dataclasses.replace(default.model, **shape), data=data, **args
-    )
+def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
+    """The config of a kind, with what was given in the place of its own."""
+    recipe = KINDS[kind]
+    fields = {_FIELDS.get(name, name): value for name, value in given.items()}
+    if kind != "dflash":
+        shape = {name: fields.pop(name) for name in _SHAPE if name in fields}
+        rows = {name: fields[name] for name in ("seed", "batch_size") if name in fields}
+        fields.pop("batch_size", None)
+        fields["model"] = dataclasses.replace(recipe.model, **shape)
+        fields["data"] = dataclasses.replace(recipe.data, **rows)
+    return dataclasses.replace(recipe, **fields)
 
 
 def _finish_ar(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int) -> None:

@@ -145,12 +145,12 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
     """
     folder = run_folder.check(out_dir, config)
     target = load(config.target)
-    cfg = draft_config(config, target)
     if target.tokenizer is None:
         raise ValueError(
             f"target {config.target!r} has no tokenizer to read prompts with; give a folder that "
             "holds its tokenizer.json"
         )
+    cfg = draft_config(config, target)
     prompts = _prompts(config, target, folder, how.get("num_workers", 2))
     run_folder.claim(out_dir, config)
     # without its name and files: models under training share its compiled programs
