@@ -5,6 +5,7 @@ row is printed, written, and drawn under the roof; what cannot be meant is refus
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -164,18 +165,75 @@ REFUSED = {
     "--steps 4": "4 is too small",
     "--plot /no/such/file.png": "'/no/such/file.png' cannot be written",
     "--context 100000": "context=100000 and the text behind it need",
+    "--context 200 --steps 64": "context=200 and the text behind it need 352 positions, the model",
+    "--steps 1000": "lower --context, --steps or the blocks",
     "--strategy ar": "unknown argument '--strategy'",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_meant_is_refused_in_one_line(words, random_folder, capsys):
-    argv = ["bench", "step", "--json", "--model", str(random_folder), *words.split()]
-    assert main(argv) in (1, 2)
+    argv = ["bench", "step", "--model", str(random_folder), *words.split()]
+    assert main(argv) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert REFUSED[words] in told.err
+
+
+def measured(monkeypatch, *argv):
+    """What `bench step` would measure: shape, context, steps of each row."""
+    asked = []
+
+    def note(model, shape, context, *, steps, draft, **_):
+        strategy = step.step_strategy(model, shape, draft)
+        asked.append((str(shape), step.context_len(model, strategy, context, steps, draft), steps))
+        return {"bytes": None}
+
+    monkeypatch.setattr(step, "measure_step", note)
+    assert main(["bench", "step", "--json", *argv]) == 0
+    return asked
+
+
+def test_defaults_fit_the_model(random_folder, tmp_path, monkeypatch):
+    """256 positions; blocks of 8. A text of 64 steps takes 2 (64 + 4) cells and two windows."""
+    argv = ["--model", str(random_folder)]
+    left = (256 - 2 * (64 + 4) - 2 * 32) // 8 * 8
+    assert measured(monkeypatch, *argv) == [("1x1", left, 64), ("1x4", left, 64)]
+    assert measured(monkeypatch, *argv, "--shapes", "2x1x4", "--steps", "9") == [
+        ("2x1x4", (256 - 2 * 13 - 8) // 4 * 4, 9)
+    ]
+    assert measured(monkeypatch, *argv, "--context", "160", "--shapes", "1x2") == [
+        ("1x2", 160, (256 - 160 - 2 * 16) // 2 - 4)
+    ], "what the user said stays, the rest gives way"
+    write_tiny("qwen3", tmp_path / "causal")
+    assert [shape for shape, *_ in measured(monkeypatch, "--model", str(tmp_path / "causal"))] == [
+        "1x1"
+    ]
+
+
+def test_defaults_of_a_round_fit_the_built_in_pair(monkeypatch, tmp_path, capsys):
+    """512 positions; a round may write its window of 17 cells."""
+    argv = ["--model", "builtin:tiny-qwen3", "--draft", "builtin:tiny-qwen3-dflash"]
+    steps = (512 - 512 // 8 - 2 * 17) // 17 - 4
+    context = (512 - 17 * (steps + 4) - 2 * 17) // 17 * 17
+    assert measured(monkeypatch, *argv) == [("1x1", context, steps)]
+    assert (context, steps) == (68, 20)
+    capsys.readouterr()
+    for more, told in (
+        (["--plot", str(tmp_path / "roof.png")], "--plot: the work of a round of drafts is not kn"),
+        (["--shapes", "1x1x99"], "width=99 must be in [1, 16]"),
+        (["--steps", "64"], "need 1207 positions, the model has 512; lower --context, --steps or"),
+    ):
+        assert main(["bench", "step", *argv, *more]) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        assert told in said.err
+
+
+def test_a_large_model_is_measured_as_ever():
+    model: Any = SimpleNamespace(config=SimpleNamespace(max_position=32768))
+    assert step.usual_sizes(model, [MultiBD(block_size=32, buffer_size=4)]) == (512, 64)
 
 
 def test_steps_that_are_not_the_models_do_not_count(random_folder, monkeypatch):

@@ -9,6 +9,7 @@ window; the tokens are the readout's own. Nothing here prints.
 import dataclasses
 import gc
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from strategies import AR, DFlash, MultiBD
 NOTHING = 1.0  # no probability is above it
 PREFILL = 1024  # tokens of a pass that fills the prefix cache; no time counts it
 PROFILE_STEPS = 16
+USUAL_CONTEXT, USUAL_STEPS, MIN_STEPS = 512, 64, 8
 PAGE = 64
 
 
@@ -86,12 +88,64 @@ def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
     return AR()
 
 
+def text_len(strategy: Any, steps: int, draft: Any = None) -> int:
+    """Tokens that a text must have room for, so that `steps` forwards are all alike.
+
+    The window must not reach past the text's end: dead cells would cost nothing.
+    """
+    # Behind a block that is nearly full the next one gets a token too: at most two a step.
+    each = 2 if draft is None else strategy.block_size
+    window = strategy.block_size * strategy.buffer_size
+    return each * (steps + measure.FEW_STEPS) + 2 * window
+
+
+def context_len(model: Any, strategy: Any, context: int, steps: int, draft: Any = None) -> int:
+    """Tokens of the prompt: `context` in whole blocks.
+
+    Raises:
+        ValueError: With the text behind it, it is more than the model has positions for.
+    """
+    size = strategy.block_size
+    context = max(size, context // size * size)
+    longest = context + text_len(strategy, steps, draft)
+    if longest > model.config.max_position:
+        raise ValueError(
+            f"{context=} and the text behind it need {longest} positions, the model has "
+            f"{model.config.max_position}; lower --context, --steps or the blocks"
+        )
+    return context
+
+
+def usual_sizes(
+    model: Any,
+    strategies: Sequence[Any],
+    context: int | None = None,
+    steps: int | None = None,
+    draft: Any = None,
+) -> tuple[int, int]:
+    """Context and steps, where None as many as are usual and as all of `strategies` have room for.
+
+    The usual steps are fewer only where less than an eighth of the positions was left for context.
+    """
+    most = model.config.max_position
+
+    def room(steps: int) -> int:
+        """Tokens of context that they leave."""
+        return most - max(text_len(strategy, steps, draft) for strategy in strategies)
+
+    if steps is None:
+        left = most // 8 if context is None else context
+        tried = range(USUAL_STEPS, MIN_STEPS, -1)
+        steps = next((count for count in tried if room(count) >= left), MIN_STEPS)
+    return (min(USUAL_CONTEXT, room(steps)) if context is None else context), steps
+
+
 def measure_step(
     model: Any,
     shape: Shape,
-    context: int = 512,
+    context: int = USUAL_CONTEXT,
     *,
-    steps: int = 64,
+    steps: int = USUAL_STEPS,
     repeats: int = 5,
     attention_implementation: str | None = None,
     with_profile: bool = False,
@@ -114,12 +168,8 @@ def measure_step(
             or the tokens are not the readout's own.
     """
     strategy = step_strategy(model, shape, draft)
-    size, window = strategy.block_size, strategy.block_size * strategy.buffer_size
-    context = max(size, context // size * size)
-    # Behind a block that is nearly full the next one gets a token too: at most two a step. The
-    # window must not reach past the text's end: dead cells would cost nothing.
-    each = 2 if draft is None else size
-    text = each * (steps + measure.FEW_STEPS) + 2 * window
+    context = context_len(model, strategy, context, steps, draft)
+    text = text_len(strategy, steps, draft)
     llm = _engine(model, strategy, shape.slots, context, text, attention_implementation, draft)
     try:
         work = [
@@ -141,7 +191,7 @@ def measure_step(
         del llm
         gc.collect()  # the pool goes before the next shape's comes
     stats = jax.devices()[0].memory_stats() or {}
-    cells = size if draft is None else strategy.width
+    cells = strategy.block_size if draft is None else strategy.width
     return {
         "shape": f"{shape.slots}x{strategy.buffer_size}x{cells}",
         "slots": shape.slots,
@@ -163,11 +213,6 @@ def _engine(
 ) -> LLM:
     """An engine that compiles one decode program and one prefill program."""
     longest = context + text
-    if longest > model.config.max_position:
-        raise ValueError(
-            f"{context=} and the text behind it need {longest} positions, the model has "
-            f"{model.config.max_position}; lower --context, --steps or the blocks"
-        )
     window = strategy.block_size * strategy.buffer_size
     columns = -(-max(longest + strategy.block_size, window) // PAGE)
     return LLM(

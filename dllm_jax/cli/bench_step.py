@@ -36,15 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shapes",
         type=shapes,
-        default="1x1,1x4",
         metavar="BxK[xS],...",
-        help="slots x blocks x tokens of a block (default: %(default)s, the model's blocks)",
+        help="slots x blocks x tokens of a block (default: 1x1,1x4, the model's blocks; 1x1 where "
+        "nothing is masked)",
     )
     group.add_argument(
-        "--context", type=flags.whole(1), default=512, metavar="N", help="tokens of each prompt"
+        "--context",
+        type=flags.whole(1),
+        metavar="N",
+        help="tokens of each prompt (default: 512, or what the model has positions for)",
     )
     group.add_argument(
-        "--steps", type=flags.whole(8), default=64, metavar="N", help="forwards of a run"
+        "--steps",
+        type=flags.whole(8),
+        metavar="N",
+        help="forwards of a run (default: 64, or what the model has positions for)",
     )
     group.add_argument(
         "--repeats", type=flags.whole(1), default=5, metavar="N", help="runs; the median counts"
@@ -87,22 +93,22 @@ def run(args: argparse.Namespace) -> int:
             check_output(path)
 
     from dllm_jax.bench.numbers import environment
-    from dllm_jax.bench.step import measure_step, step_strategy
+    from dllm_jax.bench.step import measure_step
     from dllm_jax.cli.models import load_model
 
     model = load_model(args)
     draft = _draft(args, model)
-    _check(args, model, draft, step_strategy)
+    every, context, steps = _work(args, model, draft)
     beside = {} if draft is None else {"draft_model": draft.source}
-    facts = heading(model) | beside | environment() | {"rows": []}
+    facts: dict[str, Any] = heading(model) | beside | environment() | {"rows": []}
     if not args.json:
         print("\n".join(first_lines(facts)), flush=True)
-    for shape in args.shapes:
+    for shape in every:
         row = measure_step(
             model,
             shape,
-            args.context,
-            steps=args.steps,
+            context,
+            steps=steps,
             repeats=args.repeats,
             attention_implementation=args.attention_implementation,
             with_profile=args.profile,
@@ -114,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         if args.output is not None:
             Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
-        _plot(facts, args.plot)
+        from dllm_jax.bench.plot import draw_roofline
+
+        draw_roofline(facts["rows"], facts["device"], args.plot)
     if args.json:
         print(json.dumps(facts), flush=True)
     return 0
@@ -131,15 +139,31 @@ def _draft(args: argparse.Namespace, model: Any) -> Any:
     return next(iter(aux.values()))
 
 
-def _check(args: argparse.Namespace, model: Any, draft: Any, strategy_of: Any) -> None:
-    """Refuse shapes that do not fit before the first is measured."""
+def _work(args: argparse.Namespace, model: Any, draft: Any) -> tuple[tuple[Any, ...], int, int]:
+    """Shapes, tokens of each prompt, and forwards of a run.
+
+    Raises:
+        UsageError: Some shape does not fit; nothing is measured or printed before.
+    """
+    from dllm_jax.bench.roofline import step_parts
+    from dllm_jax.bench.step import context_len, step_strategy, usual_sizes
     from dllm_jax.generation import check_fit
 
+    has_window = draft is None and model.config.mask_token_id >= 0
+    every = args.shapes or shapes("1x1,1x4" if has_window else "1x1")
     try:
-        for shape in args.shapes:
-            check_fit(model, strategy_of(model, shape, draft))
+        strategies = [step_strategy(model, shape, draft) for shape in every]
+        for strategy in strategies:
+            check_fit(model, strategy)
+        context, steps = usual_sizes(model, strategies, args.context, args.steps, draft)
+        for strategy in strategies:
+            context_len(model, strategy, context, steps, draft)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if args.plot is not None and (draft is not None or step_parts(model, 1, 1, 1, 0) is None):
+        what = "a round of drafts" if draft is not None else model.source
+        raise UsageError(f"--plot: the work of {what} is not known by parts; leave --plot out")
+    return every, context, steps
 
 
 def heading(model: Any) -> dict[str, Any]:
@@ -155,14 +179,6 @@ def heading(model: Any) -> dict[str, Any]:
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "mode": "fixed",
     }
-
-
-def _plot(facts: dict[str, Any], path: str) -> None:
-    from dllm_jax.bench.plot import draw_roofline
-
-    if any(row["bytes"] is None for row in facts["rows"]):
-        raise UsageError(f"--plot: the work of {facts['model']} is not known; leave --plot out")
-    draw_roofline(facts["rows"], facts["device"], path)
 
 
 def first_lines(facts: dict[str, Any]) -> list[str]:
