@@ -37,7 +37,6 @@ import dllm_jax as dj
 from dllm_jax import cache, generation
 from dllm_jax.bench import profile
 from dllm_jax.bench.numbers import environment
-from dllm_jax.models import dense
 from pallas_kernels.kv_write import reference as write_xla
 from pallas_kernels.kv_write import triton as write_triton
 from pallas_kernels.layer import LayerOps, api, reference, triton
@@ -92,19 +91,6 @@ MANY_ROWS = [
     tiling(128, 32, 64, 2, 4, 5),
     tiling(128, 64, 64, 2, 8, 4),
 ]
-# For the product into queries, keys and values, whose parts `rotate_qkv` adds up.
-FEW_ROWS_WIDE = [
-    tiling(32, 64, 128, 2, 4, 3),
-    tiling(32, 64, 128, 4, 4, 3),
-    tiling(32, 32, 128, 2, 4, 4),
-]
-MANY_ROWS_WIDE = [
-    tiling(128, 64, 64, 2, 8, 4),
-    tiling(128, 64, 64, 2, 4, 4),
-    tiling(128, 64, 64, 4, 4, 4),
-    tiling(128, 128, 64, 4, 8, 4),
-    tiling(64, 64, 64, 2, 4, 4),
-]
 TINY_TILES = [tiling(32, 32, 32, 2, 4, 2)]
 
 
@@ -143,10 +129,6 @@ def check(widths, rows):
         more = (None if norms[0] is not None else bias, *norms, jnp.cos(angle), jnp.sin(angle))
         got = triton.rotate_qkv(qkv, *more, EPS)
         found[name] = error(got, plain[1](exact(qkv), *exact(more), eps=EPS))
-    parts = draw(3, rows, w.G, w.n + 2, w.H, dtype="float32")
-    more = (None, q_norm, k_norm, jnp.cos(angle), jnp.sin(angle))
-    got = triton.rotate_qkv(parts, *more, EPS, dtype=jnp.bfloat16)
-    found["rotate_qkv of parts"] = error(got, plain[1](parts, *exact(more), eps=EPS))
     tiles = TINY_TILES if w.D < 1024 else FEW_ROWS[:1] + MANY_ROWS[:2]
     inner, weight = draw(rows, w.F, scale=w.F**-0.5), draw(w.F, w.D)
     for one in tiles:
@@ -246,12 +228,6 @@ def product(x, w, how):
     return triton.split_matmul(x, w, tiling=how) if isinstance(how, Tiling) else x @ w
 
 
-def product_of_heads(x, w, how):
-    """The same for a matrix of heads."""
-    out = product(x, w.reshape(len(w), -1), how)
-    return out.reshape(*out.shape[:-1], *w.shape[1:])
-
-
 def add(x, y, layer, how):
     return fence(api.add_rms_norm(x, y, layer["norm"], EPS, implementation=how))
 
@@ -268,16 +244,16 @@ def norm_chain(i, carry, layers, how):
     return carry
 
 
-def attention_half(i, carry, constants, norm, rotate, first, last):
+def attention_half(i, carry, constants, norm, rotate, last):
     """Product, rotation, a stand-in for attention, product, sum and norm."""
     del i
     layers, cos, sin = constants
     x, normed = carry
     for layer in layers:
-        qkv = product_of_heads(normed, layer["wqkv"], first)
+        qkv = reference.matmul(normed, layer["wqkv"])
         scale = layer["head_norm"]
         more = (None, scale, scale, cos, sin, EPS)
-        q, k, v = fence(api.rotate_qkv(qkv, *more, dtype=x.dtype, implementation=rotate))
+        q, k, v = fence(api.rotate_qkv(qkv, *more, implementation=rotate))
         grouped = q.reshape(len(q), k.shape[1], -1, k.shape[2])
         out = fence((grouped + k[:, :, None] + v[:, :, None]).reshape(len(q), -1))
         x, normed = add(x, product(out, layer["wo"], last), layer, norm)
@@ -333,16 +309,11 @@ def chain_jobs(name, w, rows, layers, args):
     constants = (layers, jnp.cos(angle), jnp.sin(angle))
     tiles = FEW_ROWS if rows <= 32 else MANY_ROWS
     tiles = TINY_TILES if w.D < 1024 else tiles if rows <= 128 else tiles[3:4]
-    wide = FEW_ROWS_WIDE if rows <= 32 else MANY_ROWS_WIDE
-    wide = TINY_TILES if w.D < 1024 else wide if rows <= 128 else []
-    best = api.choose_tiling(carry[0], layers[0]["wo"])
-    forms = [("xla", "xla", None, None), ("triton", "xla", None, None)]
-    forms += [("triton", "triton", None, last) for last in (None, *tiles)]
-    forms += [("triton", "triton", first, best) for first in wide]
-    for norm, rotate, first, last in forms:
-        spelt = ", ".join(spell(one) if one else "xla" for one in (first, last))
-        form = f"norm {norm}, rotate {rotate}, products {spelt}"
-        body = functools.partial(attention_half, norm=norm, rotate=rotate, first=first, last=last)
+    forms = [("xla", "xla", None), ("triton", "xla", None)]
+    forms += [("triton", "triton", last) for last in (None, *tiles)]
+    for norm, rotate, last in forms:
+        form = f"norm {norm}, rotate {rotate}, product {spell(last) if last else 'xla'}"
+        body = functools.partial(attention_half, norm=norm, rotate=rotate, last=last)
         yield job("attention half", form, body, carry, constants, L)
     forms = [("xla", None), ("triton", None), *(("triton", one) for one in tiles)]
     for norm, last in forms:
@@ -368,7 +339,6 @@ STEPS = {
         True,
     ),
     "chosen": (LayerOps(), None),
-    "chosen, qkv in parts": (LayerOps(), None),
 }
 
 
@@ -382,24 +352,6 @@ def writing(by_kernel):
         yield
     finally:
         cache.kv_write = kept
-
-
-@contextlib.contextmanager
-def parting(wanted):
-    """Let what is traced here leave the product into queries, keys and values in parts."""
-
-    def matmul(x, w):
-        rows = x.size // x.shape[-1]
-        tiles = TINY_TILES if len(w) < 1024 else FEW_ROWS_WIDE if rows <= 32 else MANY_ROWS_WIDE
-        if w.ndim < 4 or rows > 128:
-            return reference.matmul(x, w)
-        return product_of_heads(x, w, tiles[0])
-
-    dense.matmul = matmul if wanted else reference.matmul
-    try:
-        yield
-    finally:
-        dense.matmul = reference.matmul
 
 
 @dataclasses.dataclass
@@ -417,7 +369,7 @@ class Step:
         self.model = model.replace(arch=arch)
         self.bare, self.aux, self.state = request
         self.program = None
-        with writing(by_kernel), parting(name.endswith("qkv in parts")):
+        with writing(by_kernel):
             self.lowered = generation._advance.lower(
                 self.model, self.bare, self.aux, self.state, jnp.int32(1), None
             )

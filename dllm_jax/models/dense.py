@@ -245,7 +245,6 @@ def _attention(
         cos,
         sin,
         cfg.norm_eps,
-        dtype=x.dtype,
         implementation=ops.rotate_qkv,
     )
     out, wo = attend(q, k, v), layer["wo"].reshape(-1, cfg.hidden_size)

@@ -10,8 +10,6 @@ one, H head size, R2 rotated pairs of a head.
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.layer import reference, triton
@@ -80,7 +78,7 @@ def split_matmul(
 
 
 def rotate_qkv(
-    qkv: Float[Array, "*M G n+2 H"] | Float[Array, "X *M G n+2 H"],
+    qkv: Float[Array, "*M G n+2 H"],
     bias: Float[Array, "G n+2 H"] | None,
     q_norm: Float[Array, " H"] | None,
     k_norm: Float[Array, " H"] | None,
@@ -88,31 +86,32 @@ def rotate_qkv(
     sin: Float[Array, "*M R2"],
     eps: float,
     *,
-    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*M N H"], Float[Array, "*M G H"], Float[Array, "*M G H"]]:
     """Queries, keys and values of one product: biased, normed head by head, rotated, split.
 
     Args:
-        qkv: Per KV head its n query heads, its key, its value; or float32 parts of it.
+        qkv: Per KV head its n query heads, its key, its value.
         bias: Of the product, None for none.
-        q_norm, k_norm: Scales of the norms, None for none; values have no norm.
+        q_norm, k_norm: Scales of the norms, None for neither; values have no norm.
         cos, sin: Rotary angles' in float32; components past 2 R2 are left as they are.
-        dtype: Of the results and of what is rounded on the way; None: that of `qkv`.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
 
     Returns:
-        N is G n, the query heads of a KV head side by side.
+        All in the dtype of `qkv`; N is G n, the query heads of a KV head side by side.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
+        ValueError: One norm without the other.
     """
+    if (q_norm is None) != (k_norm is None):
+        given, missing = ("k_norm", "q_norm") if q_norm is None else ("q_norm", "k_norm")
+        raise ValueError(f"{given} without {missing}; give both or neither")
     reason = triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos)
     arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
-    dtype = jnp.dtype(dtype or qkv.dtype)
-    if _is_triton(implementation, reason, fast=dtype.itemsize == 2):
-        return triton.rotate_qkv(*arguments, dtype=dtype)
-    return reference.rotate_qkv(*arguments, dtype=dtype)
+    if _is_triton(implementation, reason, fast=qkv.dtype.itemsize == 2):
+        return triton.rotate_qkv(*arguments)
+    return reference.rotate_qkv(*arguments)
 
 
 def choose_tiling(x: Array, w: Array) -> triton.Tiling:

@@ -62,13 +62,8 @@ def rotate_qkv(
     cos: Array,
     sin: Array,
     eps: float,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[Array, Array, Array]:
     """See `api.rotate_qkv`."""
-    if qkv.ndim > cos.ndim + 2:
-        qkv = jnp.sum(qkv, axis=0)
-    qkv = qkv.astype(dtype or qkv.dtype)
     *rows, G, both, H = qkv.shape
     n = both - 2
     if bias is not None:

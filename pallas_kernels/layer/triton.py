@@ -163,7 +163,7 @@ def _split_matmul(x, w, out, *, tiling: Tiling):
     pltriton.store(out.at[where], total, mask=_across(there, tiling.columns))
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def rotate_qkv(
     qkv: Array,
     bias: Array | None,
@@ -173,31 +173,28 @@ def rotate_qkv(
     sin: Array,
     eps: float,
     *,
-    dtype: jax.typing.DTypeLike | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See `api.rotate_qkv`."""
     G, both, H = qkv.shape[-3:]
     n, R2 = both - 2, cos.shape[-1]
     rows, M = cos.shape[:-1], cos.size // R2
-    parts = qkv.reshape(-1, M, G, both, H)
-    dtype = dtype or qkv.dtype
     norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
     extra = (*norms, *(() if bias is None else (bias,)))
     q, k, v = pl.pallas_call(
         functools.partial(_rotate_qkv, has_norms=bool(norms), has_bias=bias is not None, eps=eps),
-        out_shape=[jax.ShapeDtypeStruct((M, heads, H), dtype) for heads in (G * n, G, G)],
+        out_shape=[jax.ShapeDtypeStruct((M, heads, H), qkv.dtype) for heads in (G * n, G, G)],
         grid=(-(-M // _TOKENS), G),
         compiler_params=pltriton.CompilerParams(num_warps=4),
         interpret=interpret,
-    )(parts, cos.reshape(-1, R2), sin.reshape(-1, R2), *extra)
+    )(qkv.reshape(M, G, both, H), cos.reshape(-1, R2), sin.reshape(-1, R2), *extra)
     return q.reshape(*rows, G * n, H), k.reshape(*rows, G, H), v.reshape(*rows, G, H)
 
 
 def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: float):
     """Some tokens of one group of heads, head by head in the spans that rotation makes of it."""
     *extra, q, k, v = refs
-    num_parts, M, _, both, H = qkv.shape
+    M, _, both, H = qkv.shape
     dtype = q.dtype
     n, half = both - 2, cos.shape[1]
     spans = [(0, half), (half, half), *([(2 * half, H - 2 * half)] if 2 * half < H else [])]
@@ -218,13 +215,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
     def load(head, start, width):
         row, column, there = cells(start, width)
         at = (row, whole(group, row), whole(head, row), column)
-        x, *more = (
-            pltriton.load(qkv.at[whole(i, row), *at], mask=there, other=0).astype(jnp.float32)
-            for i in range(num_parts)
-        )
-        for part in more:
-            x += part
-        x = _rounded(x, dtype)
+        x = pltriton.load(qkv.at[at], mask=there, other=0).astype(jnp.float32)
         if has_bias:
             x = _rounded(x + pltriton.load(extra[-1].at[at[1:]]).astype(jnp.float32), dtype)
         return x
