@@ -28,14 +28,14 @@ def draft_warning(drafted: DraftMetrics | None) -> str | None:
     length = 1.0 + sum(shares)
     if length >= WARN_LENGTH:
         return None
-    # The causes by how often they are met: design/dflash.md, traps 2, 6, 14, 18 and 19.
+    # The causes by how often they are met: docs/dflash.md, "When few drafts are right".
     return (
         f"the draft is hardly ever right: {length:.2f} tokens a round over {judged} rounds, where "
         "1 is no draft accepted. The text is not changed, only slower. Likely causes: the draft "
         "was trained for another target, or another version or quantization of it; its "
         "target_layer_ids are off by one; the prompts are not as in its training (chat template, "
-        "thinking mode, language); target and draft differ in dtype. Without the draft, use the "
-        "strategy 'ar'"
+        "thinking mode, language); the temperature is high. Without the draft, use the strategy "
+        "'ar'"
     )
 
 

@@ -5,6 +5,8 @@ them gets all requests on; an `Inbox` holds the outputs of its own ones until th
 Nothing here schedules or makes texts.
 """
 
+import inspect
+import os
 import signal
 import threading
 import warnings
@@ -15,6 +17,8 @@ from typing import Any
 from dllm_jax.engine import Engine
 from dllm_jax.reporting import draft_warning
 from dllm_jax.requests import Request, RequestOutput, StreamEvent
+
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 class SharedEngine(Engine):
@@ -60,7 +64,7 @@ class SharedEngine(Engine):
                 self.abort(self._dropped.popleft())
         if not self._has_warned and (told := draft_warning(self.drafted)):
             self._has_warned = True  # once: the draft stays as it is
-            warnings.warn(told, stacklevel=2)
+            warnings.warn(told, stacklevel=1 + _depth())
 
     def claim(self, request_id: str, box: deque[RequestOutput]) -> None:
         """From now on the request's outputs go to `box`."""
@@ -223,3 +227,11 @@ class InterruptsHeld:
         if self.waits is not None:
             self._before(number, frame)
         self.waits = number, frame
+
+
+def _depth() -> int:
+    """Frames of this package between the caller's line and here: a warning is about that line."""
+    frame, depth = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, depth = frame.f_back, depth + 1
+    return depth - 1

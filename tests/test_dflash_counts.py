@@ -96,6 +96,8 @@ def test_a_draft_that_is_hardly_ever_right_is_told_of():
     told = draft_warning(rounds(WARN_ROUNDS, 1))
     assert told is not None
     assert "1.02 tokens a round over 64 rounds" in told
+    assert "language); the temperature is high. " in told
+    assert "dtype" not in told, "a draft of another is refused where it is loaded"
     assert draft_warning(rounds(WARN_ROUNDS - 1, 0)) is None
     assert draft_warning(rounds(100, 15)) is None
     assert draft_warning(rounds(100, 14)) is not None
@@ -109,8 +111,9 @@ def test_the_warning_comes_once():
     engine = SharedEngine(toy.make_device("ar", allocate=False))
     engine.advance()
     engine._drafted = rounds(WARN_ROUNDS, 0)
-    with pytest.warns(UserWarning, match=r"hardly ever right: 1\.00 .*\(chat template"):
-        engine.advance()
+    with pytest.warns(UserWarning, match=r"hardly ever right: 1\.00 .*\(chat template") as told:
+        engine.step()
+    assert [one.filename for one in told] == [__file__], "the caller's line, none of the package"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.advance()

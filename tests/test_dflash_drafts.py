@@ -178,8 +178,9 @@ def test_an_engine_gives_the_tokens_of_ar(folder, target):
         return [[one.token_ids for one in output.outputs] for output in outputs]
 
     # A random one; left to itself the strategy gives it up before the engine has seen enough.
-    with pytest.warns(UserWarning, match="hardly ever right"):
+    with pytest.warns(UserWarning, match="hardly ever right") as told:
         drafted = texts(DFlash(width=2), draft=str(folder / "full"))
+    assert [one.filename for one in told] == [__file__]
     assert drafted == texts(DFlash(), draft=str(folder / "full")) == texts(AR())
 
 
