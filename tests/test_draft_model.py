@@ -385,3 +385,13 @@ def test_scales_and_cap_are_applied(folder, target, tmp_path):
     logits = draft.arch.unembed(draft.params, draft.config, rows)
     plain = np.asarray(rows, np.float64) @ np.asarray(target.params["lm_head"], np.float64).T
     np.testing.assert_allclose(logits, 1.5 * np.tanh(0.5 * plain / 1.5), rtol=0, atol=TOLERANCE)
+
+
+def test_a_draft_rotates_whole_heads(folder):
+    """Or the context's keys would be turned otherwise than the block's."""
+    cfg = dj.load(folder / "full", dtype="float32").config
+    assert dataclasses.replace(cfg, rotary_dim=cfg.head_dim).rotary_dim == cfg.head_dim
+    with pytest.raises(ValueError, match="rotary_dim=8 must be head_dim=.* leave it None"):
+        dataclasses.replace(cfg, rotary_dim=8)
+    with pytest.raises(ValueError, match="causal=.* must have an entry for each of the"):
+        dataclasses.replace(cfg, causal=(True,) * (cfg.num_layers + 1))

@@ -52,6 +52,11 @@ class DFlashConfig(DenseConfig):
                     f"{name}={getattr(self, name)} must have an entry for each of the "
                     f"{self.num_layers} layers"
                 )
+        if self.rotary_dim not in (None, self.head_dim):
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} must be head_dim={self.head_dim}: a drafter rotates "
+                "whole heads, whatever its target does; leave it None"
+            )
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
