@@ -228,15 +228,21 @@ def bind_draft(
     names = strategy.needs.aux
     if not names and draft is None:
         return strategy, {}
-    if len(names) != 1 or draft is None:
-        drafts = f"needs {len(names)} auxiliary models" if names else "drafts with no other model"
-        remedy = "give a draft (draft=, --draft)"
-        if draft is not None:
-            other = ", or use the strategy 'dflash'" if target.config.shift else ""
-            remedy = f"leave the draft out{other}"
+    name = type(strategy).__name__
+    told = f"draft={_source(draft)!r}"
+    if not names:
+        other = ", or use the strategy 'dflash'" if target.config.shift else ""
         raise ValueError(
-            f"draft={'given' if draft is not None else None} does not fit "
-            f"{type(strategy).__name__}, which {drafts}; {remedy}"
+            f"{told} does not fit {name}, which uses no draft; leave the draft out{other}"
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"{told}: {name} needs {len(names)} models beside its own ({', '.join(names)}), one "
+            "can be given; use a strategy that needs one"
+        )
+    if draft is None:
+        raise ValueError(
+            f"{told}: {name} drafts with a model of its own; give one (draft=, --draft)"
         )
     if not isinstance(draft, Model):
         try:
@@ -247,6 +253,13 @@ def bind_draft(
     if hasattr(strategy, "bind") and isinstance(draft.config, DFlashConfig):
         strategy = strategy.bind(draft.config)
     return strategy, {names[0]: bound}
+
+
+def _source(model: Model | str | os.PathLike[str] | None) -> str | None:
+    """Where a model comes from, as its user would say it."""
+    if isinstance(model, Model):
+        return model.source
+    return None if model is None else os.fspath(model)
 
 
 def _check_number(

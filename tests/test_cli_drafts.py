@@ -72,10 +72,13 @@ def test_llm_and_generate_imply_it_too(folder):
     target = dj.load(folder / "target", dtype="float32")
     llm = dj.LLM(target, draft=folder / "draft", max_num_seqs=1, max_model_len=64, warm_up=False)
     assert llm.strategy == DFlash(5, (2, 0))
-    with pytest.raises(ValueError, match=r"does not fit MultiBD.*leave the draft out$"):
+    with pytest.raises(
+        ValueError, match=r"draft='.*/draft' does not fit MultiBD.*leave the dr.* out$"
+    ):
         dj.generate("builtin:tiny-sdar", [[1, 2]], draft=folder / "draft")
     with pytest.raises(
-        ValueError, match=r"not fit AR.*leave the draft out, or use the strategy 'df"
+        ValueError,
+        match=r"not fit AR, which uses no draft; leave the draft out, or use the strategy 'df",
     ):
         dj.generate(target, [[1, 2]], "ar", draft=folder / "draft")
 
@@ -110,7 +113,8 @@ def test_what_cannot_be_meant_is_refused_in_one_line(verb, folder, tmp_path, cap
 def test_dflash_asks_for_its_draft(verb, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*verb.split(), *words(folder), "--strategy", "dflash"]) == 1
-    assert "needs 1 auxiliary models; give a draft (draft=, --draft)" in capsys.readouterr().err
+    told = "error: draft=None: DFlash drafts with a model of its own; give one (draft=, --draft)\n"
+    assert capsys.readouterr().err == told
 
 
 # Every verb decodes with it.

@@ -334,7 +334,7 @@ def test_a_draft_by_name_is_loaded_in_its_targets_type(target, tmp_path):
         assert {leaf.dtype for leaf in jax.tree.leaves(bound.params)} == {of.params["embed"].dtype}
         assert bound.config.vocab_size == 50
         assert bound.defaults.vocab_limit == of.defaults.vocab_limit
-    with pytest.raises(ValueError, match="does not fit _Drafts"):
+    with pytest.raises(ValueError, match="draft=None: _Drafts drafts with"):
         bind_draft(_Drafts(), None, target)
 
 

@@ -16,6 +16,7 @@ import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.generation import bind_draft
 from strategies import AR, DFlash
+from strategies.protocol import Needs
 from tests.contract import models
 from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft
@@ -58,8 +59,21 @@ def test_other_layers_than_the_drafts_are_refused(folder, target):
         bind_draft(DFlash(target_layer_ids=(0, 2)), str(folder / "full"), target)
 
 
+def test_a_draft_that_nobody_asked_for_is_named(folder, target):
+    draft = dj.load(folder / "full", dtype="float32")
+    for given in (draft, folder / "full", str(folder / "full")):
+        with pytest.raises(ValueError, match=f"draft='{folder / 'full'}' does not fit AR, which"):
+            bind_draft(AR(), given, target)
+    two: Any = SimpleNamespace(needs=Needs("whole_causal", aux=("draft", "judge")))
+    for given in (draft, None):
+        with pytest.raises(
+            ValueError, match=r"needs 2 models beside its own \(draft, judge\), one"
+        ):
+            bind_draft(two, given, target)
+
+
 def test_a_missing_draft_is_asked_for(target):
-    with pytest.raises(ValueError, match="draft=None does not fit DFlash, which needs 1 aux"):
+    with pytest.raises(ValueError, match="draft=None: DFlash drafts with a model of its own"):
         dj.generate(target, PROMPTS, DFlash())
 
 
@@ -187,9 +201,12 @@ def test_an_engine_gives_the_tokens_of_ar(folder, target):
 def test_the_command_asks_for_a_draft_that_fits(folder, capsys):
     words = ["generate", "w1 w2", "--raw", "--model", str(folder / "target"), "--dtype", "float32"]
     assert main([*words, "--strategy", "dflash"]) == 1
-    assert "draft=None does not fit DFlash" in capsys.readouterr().err
+    assert (
+        "draft=None: DFlash drafts with a model of its own; give one (draft="
+        in capsys.readouterr().err
+    )
     assert main([*words, "--strategy", "ar", "--draft", str(folder / "full")]) == 1
-    assert "draft=given does not fit AR" in capsys.readouterr().err
+    assert f"draft='{folder / 'full'}' does not fit AR, which uses no" in capsys.readouterr().err
     assert main([*words, "--strategy", "dflash", "--draft", str(folder / "target")]) == 1
     assert "give a drafter, such as a DFlash draft" in capsys.readouterr().err
 

@@ -220,7 +220,7 @@ BAD = {
     "to_come": ({"strategy": "diffusion_gemma"}, "strategy='diffusion_gemma' is not there yet"),
     "step": ({"strategy": returns_nothing}, "the step of returns_nothing returned NoneType, not"),
     "knob": ({"strategy": MultiBD(accept_threshold=-0.5)}, r"accept_threshold=-0.5 is outside"),
-    "draft": ({"draft": "builtin:tiny-sdar"}, "draft=given does not fit MultiBD"),
+    "draft": ({"draft": "builtin:tiny-sdar"}, "draft='builtin:tiny-sdar' does not fit MultiBD"),
     "key": ({"key": jax.random.split(jax.random.key(0), 3)}, r"key has shape \(3,\)"),
     "no key": ({"key": 3}, r"key=3 is no random key; give jax.random.key\(seed\)"),
     "window": (

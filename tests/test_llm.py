@@ -627,7 +627,7 @@ def test_outputs_have_the_promised_fields():
         ({"strategy": "nothing"}, "nothing"),
         ({"strategy": STRATEGY, "block_size": 16}, "go with a strategy given by name"),
         ({"strategy": "multi_bd", "block_size": 0}, "block_size"),
-        ({"draft": "builtin:tiny-sdar"}, "draft=given does not fit MultiBD"),
+        ({"draft": "builtin:tiny-sdar"}, "draft='builtin:tiny-sdar' does not fit MultiBD"),
     ],
 )
 def test_wrong_argument_is_one_line(model, arguments, said):
