@@ -437,7 +437,7 @@ def interpret():
         for name in names:
             setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     triton.unsupported_type = lambda x: None
-    write_triton.unsupported = lambda pages: None
+    write_triton.unsupported = lambda pages, page: None
     api.choose_tiling = lambda x, w: TINY_TILES[0]
 
 

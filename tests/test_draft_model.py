@@ -391,7 +391,7 @@ def test_a_draft_rotates_whole_heads(folder):
     """Or the context's keys would be turned otherwise than the block's."""
     cfg = dj.load(folder / "full", dtype="float32").config
     assert dataclasses.replace(cfg, rotary_dim=cfg.head_dim).rotary_dim == cfg.head_dim
-    with pytest.raises(ValueError, match="rotary_dim=8 must be head_dim=.* leave it None"):
+    with pytest.raises(ValueError, match=r"rotary_dim=8 must be head_dim=.* leave it None"):
         dataclasses.replace(cfg, rotary_dim=8)
-    with pytest.raises(ValueError, match="causal=.* must have an entry for each of the"):
+    with pytest.raises(ValueError, match=r"causal=.* must have an entry for each of the"):
         dataclasses.replace(cfg, causal=(True,) * (cfg.num_layers + 1))

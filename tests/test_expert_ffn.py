@@ -292,6 +292,19 @@ def test_expert_ffn_chooses_what_was_measured_to_be_fastest(monkeypatch):
     assert chosen(4, 8, 256, 2048, 500) == "grouped"
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_expert_ffn_of_no_rows_gives_none(monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    x, ids, weights, *experts = map(jnp.asarray, case(BATCH, "bfloat16"))
+    arguments = (x[:0], ids[:0], weights[:0], *experts)
+    for name in (None, "dense", "grouped"):
+        out = expert_ffn(*arguments, implementation=name)
+        assert (out.shape, out.dtype) == ((0, 32), jnp.bfloat16)
+    if platform == "gpu":
+        with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
+            expert_ffn(*arguments, implementation="triton")
+
+
 def test_expert_ffn_refuses_what_it_cannot_do():
     arguments = list(map(jnp.asarray, case(BATCH)))
     with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "grouped"'):

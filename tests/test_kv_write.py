@@ -71,16 +71,23 @@ def test_pages_are_their_own_results_on_a_gpu(layers):
     assert lowered.as_text().count("output_operand_alias<") == 2 * layers
 
 
-def test_write_rows_refuses_what_it_cannot_do():
+def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
     pages, rows = (tuple(map(jnp.asarray, x)) for x in case(2, "float32", "float32"))
     arguments = (pages, rows, jnp.asarray(PAGE), jnp.asarray(OFFSET))
     with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "xla"'):
         write_rows(*arguments, implementation="triton")
     with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
         write_rows(*arguments, implementation="cudnn")  # pyright: ignore[reportArgumentType]
-    assert triton.unsupported_arguments(pages) is None
-    assert "pages of one shape" in str(triton.unsupported_arguments((pages[0], pages[1][:4])))
-    assert "got 24" in str(triton.unsupported_arguments((jnp.ones((2, 1, 8, 24)),)))
+    why = triton.unsupported_arguments
+    assert why(pages, PAGE) is None
+    assert "pages of one shape" in str(why((pages[0], pages[1][:4]), PAGE))
+    none = jnp.zeros((0,), jnp.int32)
+    given = (pages, tuple(mine[:0, 0] for mine in rows), none, none)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert all(map(np.array_equal, write_rows(*given), pages))
+    with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
+        write_rows(*given, implementation="triton")
+    assert "got 24" in str(why((jnp.ones((2, 1, 8, 24)),), PAGE))
 
 
 def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):

@@ -72,6 +72,32 @@ def test_add_rms_norm_matches_numpy(name, dtype, parts):
     close(got, oracle.add_rms_norm(x, y, scale, EPS), dtype)
 
 
+@pytest.mark.parametrize("types", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_add_rms_norm_gives_the_type_of_x(name, types):
+    """Of a sum that was rounded once, whatever the type of the rows that are added."""
+    (x, scale), (y,) = draw(0, (5, 52), (52,), dtype=types[0]), draw(1, (5, 52), dtype=types[1])
+    got = add_rms_norm(*map(jnp.asarray, (x, y, scale)), EPS, implementation=name)
+    close(got, oracle.add_rms_norm(x, y, scale, EPS), types[0])
+    assert np.array_equal(got[0], (np.float32(x) + np.float32(y)).astype(x.dtype))
+
+
+def test_no_rows_give_no_rows(monkeypatch):
+    """On a GPU too, where the kernels have nothing to launch and say so."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    none = lambda *shape: jnp.zeros((2, 0, *shape), jnp.bfloat16)  # noqa: E731
+    angle, scale = jnp.zeros((2, 0, 8)), jnp.ones(64, jnp.bfloat16)
+    norm = functools.partial(add_rms_norm, none(64), none(64), scale, EPS)
+    turn = functools.partial(
+        rotate_qkv, none(3, 4, 16), None, None, None, cos=angle, sin=angle, eps=EPS
+    )
+    product = functools.partial(split_matmul, none(64), jnp.ones((64, 64), jnp.bfloat16))
+    assert [leaf.shape for leaf in (*norm(), product())] == [(2, 0, 64)] * 3
+    assert [leaf.shape for leaf in turn()] == [(2, 0, 6, 16), (2, 0, 3, 16), (2, 0, 3, 16)]
+    for call in (norm, turn, product):
+        with pytest.raises(NotImplementedError, match='"triton": needs at least one row; use'):
+            call(implementation="triton")
+
+
 @pytest.mark.parametrize(
     ("dtype", "rotary", "normed", "biased"),
     [

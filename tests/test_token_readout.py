@@ -141,6 +141,8 @@ def test_readout_refuses_what_it_cannot_do():
     assert "got D=40, V=301" in str(why(hidden[:, :40], head[:, :40], 0))
     assert why(hidden, head, 5) == "names at most 4 likeliest ids, got num_top=5"
     assert why(hidden, head, 4) is None
+    assert why(hidden[:0], head, 0) == "needs at least one row"
+    assert token_readout(hidden[:0], head, forbidden).token.shape == (0,)
 
 
 HEADS = {  # ids, width

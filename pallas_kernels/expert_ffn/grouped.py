@@ -27,6 +27,8 @@ def expert_ffn(
     tile_rows: int = TILE_ROWS,
 ) -> Array:
     """See `api.expert_ffn`."""
+    if not len(x):
+        return x
     table = tile_table(expert_ids, len(w_down), tile_rows)
     results = _run_tiles(x, expert_weights, table, w_gate_up, w_down, tile_rows)
     return combine(results, table.place).astype(x.dtype)

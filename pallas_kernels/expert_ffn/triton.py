@@ -68,6 +68,8 @@ def unsupported(x: Array, w_down: Array) -> str | None:
 def unsupported_arguments(x: Array, w_down: Array) -> str | None:
     """Why no device can take these arguments, or None."""
     _, F, D = w_down.shape
+    if not len(x):
+        return "needs at least one row"
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"needs bfloat16, float16 or float32, got {x.dtype}"
     if D % _LEAST_SIDE or F % _LEAST_SIDE:

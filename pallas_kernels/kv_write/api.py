@@ -26,8 +26,9 @@ def write_rows(
 
     Args:
         pages, rows: Of every layer its keys' and its values'.
-        page, offset: Where each row goes, the same in all arrays; no two rows to one place. A row
-            on a page from P on is dropped.
+        page, offset: Where each row goes, the same in all arrays; no two rows to one place, and
+            none to a negative page, which back ends take differently. A row on a page from P on is
+            dropped.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
 
     Raises:
@@ -35,10 +36,11 @@ def write_rows(
     """
     if implementation not in (None, "xla", "triton"):
         raise ValueError(f'{implementation=} is not one of "xla", "triton"')
-    reason = triton.unsupported(pages)
+    reason = triton.unsupported(pages, page)
     if implementation == "triton" and reason:
         raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
-    # Faster at every size measured, 32 to 1024 rows (benchmarks/LOG.md), all of 16 bits.
+    # Faster at every size measured, 32 to 1024 rows, all of 16 bits
+    # (benchmarks/results/layer_h200.json).
     fast = implementation is None and pages[0].dtype.itemsize == 2 and not reason
     if implementation == "triton" or fast:
         return triton.write_rows(pages, rows, page, offset)

@@ -19,16 +19,18 @@ _ARRAYS = 8  # of a program: loads in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
 
-def unsupported(pages: tuple[Array, ...]) -> str | None:
+def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
     """Why this back end cannot write to these pages here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
-    return unsupported_arguments(pages)
+    return unsupported_arguments(pages, page)
 
 
-def unsupported_arguments(pages: tuple[Array, ...]) -> str | None:
+def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
     """Why no device can, or None."""
     H = pages[0].shape[-1]
+    if not len(page):
+        return "needs at least one row"
     if H & (H - 1):
         return f"needs a head size that is a power of two, got {H}"
     if any(mine.shape != pages[0].shape or mine.dtype != pages[0].dtype for mine in pages):

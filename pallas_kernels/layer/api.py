@@ -43,7 +43,8 @@ def add_rms_norm(
     """The sum `x + y` and its root-mean-square norm, times `scale`; both in the dtype of `x`.
 
     Args:
-        y: Rows, or the float32 parts of rows that `split_matmul` leaves: they are added first.
+        y: Rows of any float type, or the float32 parts of rows that `split_matmul` leaves: they are
+            added first. The sum is rounded once.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
 
     Raises:

@@ -36,10 +36,11 @@ def as_row(row: Array, x: Array) -> Array:
 
 def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, Array]:
     """See `api.add_rms_norm`."""
-    if y.ndim == x.ndim:
+    if y.ndim == x.ndim and y.dtype == x.dtype:
         total = x + y
     else:
-        total = (x.astype(jnp.float32) + jnp.sum(y, axis=0)).astype(x.dtype)
+        parts = (y if y.ndim > x.ndim else y[None]).astype(jnp.float32)
+        total = (x.astype(jnp.float32) + jnp.sum(parts, axis=0)).astype(x.dtype)
     return total, rms_norm(total, scale, eps)
 
 

@@ -38,12 +38,12 @@ class Tiling:
 
 
 def unsupported_type(x: Array) -> str | None:
-    """Why the kernels cannot take arrays of this type here, or None."""
+    """Why the kernels cannot take rows of this type here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"needs bfloat16, float16 or float32, got {x.dtype}"
-    return None
+    return None if x.size else "needs at least one row"
 
 
 def unsupported_row(x: Array) -> str | None:

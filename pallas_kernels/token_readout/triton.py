@@ -59,6 +59,8 @@ def unsupported(hidden: Array, head: Array, num_top: int) -> str | None:
 def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | None:
     """Why no device can take these arguments, or None."""
     V, D = head.shape
+    if not len(hidden):
+        return "needs at least one row"
     if hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
         return (
             f"needs rows and head in bfloat16 or float16, both alike, got {hidden.dtype} and "
