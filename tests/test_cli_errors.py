@@ -68,6 +68,7 @@ def test_unknown_flag_is_named(fails):
     message = fails(2, "generate", "x", "--max-token", "3")
     assert "unknown argument '--max-token'" in message
     assert "dllm-jax generate --help" in message
+    assert fails(2, "info", "--draft", "x").startswith("unknown argument '--draft'; see")
 
 
 @pytest.mark.parametrize(
