@@ -150,7 +150,8 @@ class Budget:
         facts = scheduler.facts
         self._scheduler, self._cost = scheduler, cost
         shares = 1
-        if not any(sample.watched for sample in scheduler.live):
+        asked = [sample.owner.request for sample in scheduler.live]
+        if not any(request.stream or request.denoise for request in asked):
             shares = len(scheduler.live) - len(decoding)
         largest = facts.prefill_buckets[-1]
         self._tokens = max(PREFILL_ALONE, shares) * largest

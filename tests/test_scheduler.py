@@ -406,9 +406,9 @@ def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNames
         books = Books(host, prefill_buckets=(4,), **sizes, **facts)
         decoding = [books.run([5] * 4, max_tokens=8)]
         for first in (2, 3, 4):
-            books.add(range(first, first + 36))
+            books.add(range(first, first + 36), denoise=watched and first == 4)
         waiting = books.scheduler.admit()
-        waiting[-1].watched = watched
+        waiting[0].watched = True  # for a stop string, say, which no delay is noticed by
         budget = host.planning.Budget(books.scheduler, decoding, 2, cost)
         pieces = [budget.take(sample, forced=False) for sample in waiting]
         return sum(piece.size for piece in pieces if piece)

@@ -455,7 +455,7 @@ ROUNDS = [
         "test_scheduler.test_each_waiting_prompt_has_a_budget_where_nobody_watches",
         prompts_share_one_budget=("len(scheduler.live) - len(decoding)", "1"),
         watchers_wait_for_every_prompt=(
-            "if not any(sample.watched for sample in scheduler.live):",
+            "if not any(request.stream or request.denoise for request in asked):",
             "if True:",
         ),
         tokens_a_round_are_not_bounded=(
