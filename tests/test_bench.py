@@ -266,14 +266,15 @@ def test_numbers_are_those_worked_out_by_hand(llm, monkeypatch):
     ran = numbers.Ran(
         work=[workload.Work([1], None, problem=of)] * 2,
         outputs=[
-            # First block: 8 - 5 % 8 = 3 tokens; 20 behind it in 2 s.
+            # 3 tokens came with the first commit; 20 behind it in 2 s.
             output(5, 23, 1.0, 3.0, text=of.response),
-            output(16, 8, 0.5, 0.5, text="The answer is none."),
+            dataclasses.replace(output(16, 8, 0.5, 0.5, text="None."), request_id="1"),
         ],
         walls_s=[1.25, 2.75],
         steps=Counter({(1, 7): 100, (3, 7): 500}),
         passes=Counter({(16, 7, "blocks"): 10}),
         counts=dict.fromkeys(throughput.COUNTED, 0) | {"num_steps": 400},
+        firsts={"0": 3, "1": 8},
     )
     told = numbers.numbers(llm, ran)
     assert told["wall_s"] == 4.0

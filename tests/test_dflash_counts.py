@@ -2,8 +2,9 @@
 
 Proves that `metrics.draft` and the engine's counts are those of the rounds that a request took,
 among others, taken up again after a preemption, with its prompt's pages found or computed, over its
-samples, and aborted; and that a draft that is hardly ever right is told of, once, unless limits cut
-its rounds short. What a round counts is proved in test_dflash.py.
+samples, and aborted; that a draft that is hardly ever right is told of, once, unless limits cut its
+rounds short; and how many tokens are there with the first. What a round counts is proved in
+test_dflash.py.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import warnings
 import numpy as np
 import pytest
 
+from dllm_jax.bench import measure
 from dllm_jax.reporting import WARN_ROUNDS, draft_warning
 from dllm_jax.requests import DraftMetrics, RequestOutput
 from dllm_jax.sharing import SharedEngine
@@ -117,3 +119,27 @@ def test_the_warning_comes_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.advance()
+
+
+@pytest.mark.parametrize("name", ["ar", NAME])
+def test_tokens_of_the_first_commit_are_those_that_are_there_then(name):
+    """What runs tells when `ttfb_s` is known; a dispatch of several steps brings more at once."""
+    wishes = [wish(dataclasses.replace(one, stops=())) for one in case(name).requests]
+    seen = []
+    for steps in (1, 3):
+        engine, firsts = make_engine(name), {}
+        with measure.recording(engine) as ran, steps_a_chunk(steps):
+            for one in wishes:
+                engine.add(one)
+            while engine.has_work:
+                for output in [*engine.step(), *engine.outputs()]:
+                    if output.metrics.ttfb_s is not None:
+                        firsts.setdefault(output.request_id, len(output.outputs[0].token_ids))
+        assert ran.firsts == firsts
+        seen.append(list(firsts.values()))
+    # In one step the token of the prompt and one more; or a round, of one token to all its cells.
+    if name == "ar":
+        assert seen == [[2] * len(wishes), [4] * len(wishes)]
+    else:
+        size = engine.facts.block_size - 1
+        assert 2 <= min(seen[0]) < max(seen[0]) <= size + 1 < max(seen[1])

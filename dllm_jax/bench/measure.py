@@ -24,7 +24,7 @@ from dllm_jax.engine import Engine
 from dllm_jax.intake import accept
 from dllm_jax.models import reference
 from dllm_jax.requests import Request, SamplingParams
-from dllm_jax.scheduler import Sample
+from dllm_jax.scheduler import Sample, Scheduler
 
 FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
 LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order
@@ -40,11 +40,14 @@ class Recording:
         steps: Decode steps that ran, by bucket.
         tokens: Tokens those steps settled, by bucket.
         passes: Prefill passes, by bucket.
+        firsts: Tokens of a request that were there when its `ttfb_s` was, by its id: a dispatch of
+            several steps brings several blocks at once.
     """
 
-    def __init__(self, inner: Any):
-        self._inner = inner
-        self._flying: dict[int, tuple[Any, Decode, int]] = {}
+    def __init__(self, inner: Any, scheduler: Scheduler):
+        self._inner, self._scheduler = inner, scheduler
+        self._flying: dict[int, tuple[Any, Decode, list[Sample | None]]] = {}
+        self.firsts: dict[str, int] = {}
         self.steps: Counter[Decode] = Counter()
         self.tokens: Counter[Decode] = Counter()
         self.passes: Counter[Prefill] = Counter()
@@ -56,17 +59,20 @@ class Recording:
         """As `Device.decode`."""
         handle = self._inner.decode(rows, num_active, pages, num_steps, early)
         # The handle is kept: its id is another's once it is gone.
-        self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), num_active
+        samples = [self._scheduler.slots[row] for row in rows[:num_active]]
+        self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), samples
         return handle
 
     def harvest(self, handle: Any) -> Any:
         """As `Device.harvest`."""
         got = self._inner.harvest(handle)
-        _, bucket, active = self._flying.pop(id(handle), (None, None, 0))
+        _, bucket, samples = self._flying.pop(id(handle), (None, None, []))
         if bucket is not None:
             self.steps[bucket] += got.steps
-            settled = zip(got.length[:active], got.before[:active], strict=True)
-            self.tokens[bucket] += sum(length - before for length, before in settled)
+            for sample, length, before in zip(samples, got.length, got.before, strict=False):
+                self.tokens[bucket] += length - before
+                if sample is not None and sample.first_s is None:  # it is set when this is read
+                    self.firsts[sample.owner.id] = length
         return got
 
     def prefill(
@@ -87,7 +93,7 @@ class Recording:
 
     def clear(self) -> None:
         """Count from zero."""
-        for counter in (self.steps, self.tokens, self.passes):
+        for counter in (self.steps, self.tokens, self.passes, self.firsts):
             counter.clear()
 
 
@@ -95,7 +101,7 @@ class Recording:
 def recording(engine: Engine) -> Iterator[Recording]:
     """Count what an engine runs inside the block."""
     inner = engine.device
-    engine.device = Recording(inner)
+    engine.device = Recording(inner, engine.scheduler)
     try:
         yield engine.device
     finally:

@@ -7,7 +7,7 @@ import dataclasses
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Ran:
         walls_s: Wall time of each batch, from the first request added to the last one ended.
         counts: Differences of `Engine.stats` over all of it.
         waited: Whether the engine had to wait for arrivals: then idle time is nobody's overhead.
+        firsts: Tokens of each request, by its id, that were there when its `ttfb_s` was.
     """
 
     work: list[Work]
@@ -44,6 +45,7 @@ class Ran:
     passes: Counter[measure.Prefill]
     counts: dict[str, int]
     waited: bool = False
+    firsts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
         "batch_s": percentiles(ran.walls_s) if len(ran.walls_s) > 1 else None,
         "decode_steps": counts["num_steps"],
         "ttfb_s": percentiles([o.metrics.ttfb_s for o in ran.outputs]),
-        "tpot_s": percentiles([_tpot_s(o, llm.engine.facts) for o in ran.outputs]),
+        "tpot_s": percentiles([_tpot_s(o, ran.firsts) for o in ran.outputs]),
         "e2e_s": percentiles([o.metrics.e2e_s for o in ran.outputs]),
         "preemptions": counts["num_preemptions"],
         "late_compiles": counts["num_late_compiles"],
@@ -168,13 +170,10 @@ def _visible(output: RequestOutput) -> int:
     return sum(len(one.token_ids) for one in output.outputs)
 
 
-def _tpot_s(output: RequestOutput, facts: Any) -> float | None:
-    """Seconds a token behind the first block; None for a text that ends in it."""
+def _tpot_s(output: RequestOutput, firsts: Mapping[str, int]) -> float | None:
+    """Seconds a token that came after `ttfb_s`; None for a text that was all there by then."""
     metrics = output.metrics
-    first = facts.block_size
-    if facts.is_grid:
-        first -= len(output.prompt_token_ids) % facts.block_size
-    behind = _visible(output) - first
+    behind = _visible(output) - firsts.get(output.request_id, 0)
     if behind <= 0 or metrics.ttfb_s is None:
         return None
     return (metrics.e2e_s - metrics.ttfb_s) / behind

@@ -66,6 +66,7 @@ def run(llm: Any, batches: Sequence[Sequence[Work]], use_tqdm: bool = True) -> R
         passes=ran.passes,
         counts={name: getattr(after, name) - getattr(before, name) for name in COUNTED},
         waited=any(one.arrival_s for batch in batches for one in batch),
+        firsts=ran.firsts,
     )
 
 
