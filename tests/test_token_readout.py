@@ -2,10 +2,11 @@
 
 Odd sizes, ties across tiles, forbidden ids and penalties; a row that is no number stays alone; the
 kernel lowers for published heads, and a decode step of 128 rows holds no float32 logits of all of
-them and computes the head on every branch.
+them, computes the head on every branch and runs the kernels of its layers and of its cache.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -258,6 +259,13 @@ def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step,
     assert not {shape for shape in ("128x304", "1x128x304", "4x32x304") if f"<{shape}xf32>" in text}
     assert has_head(program, 304)
     assert not has_head(program, 303)
+    # What else of the step is a kernel, where nobody names back ends.
+    assert set(re.findall('name = "(_?[a-z_]+)"', text)) == {
+        "_add_rms_norm",
+        "_rotate_qkv",
+        "_write_rows",
+        "token_readout",
+    }
     # Without the kernel a greedy step has no head, though a drawn one still does.
     monkeypatch.setattr(readout, "token_readout", lambda hidden, *_, **__: made_up(len(hidden)))
     program = lowered().compiler_ir("hlo").as_hlo_text()
