@@ -273,7 +273,7 @@ class DFlash(struct.PyTreeNode):
         if costs is None or any(isinstance(cost, Array) for cost in several):
             return self.costs
         are_costs = len(several) == len(widths) and all(
-            isinstance(cost, numbers.Real) and not isinstance(cost, bool) and cost > 0
+            isinstance(cost, numbers.Real) and not isinstance(cost, bool) and float(cost) > 0
             for cost in several
         )
         if several is not costs or not are_costs or math.isinf(min(costs)):
@@ -313,8 +313,8 @@ class DFlash(struct.PyTreeNode):
         inside = f"[1, {size}], the anchor and drafts of a block"
         if self.width is not None and not 1 <= self.width <= size:
             raise ValueError(f"width={self.width} must be in {inside}; choose it there")
-        ascend = widths and list(widths) == sorted({*widths})
-        if not ascend or not 1 <= widths[0] <= widths[-1] <= size:
+        ascend = len(widths) > 0 and list(widths) == sorted({*widths})
+        if not ascend or not all(1 <= width <= size for width in widths):
             raise ValueError(f"widths={widths} must ascend within {inside}; choose one or more")
         return widths
 
