@@ -326,6 +326,21 @@ def test_kernels_are_chosen_where_they_were_faster(monkeypatch, rows, depth, wid
     assert count() == (dtype == "bfloat16", dtype == "bfloat16", splits)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "sides"),  # us of half a layer in benchmarks/results/layer_h200.json
+    [
+        (32, 2048, (32, 64, 128, 4, 4, 3)),  # 21.7
+        (128, 2048, (128, 64, 64, 4, 8, 4)),  # 28.0 and 37.6
+        (128, 4096, (128, 64, 64, 4, 4, 4)),  # 47.2
+        (64, 2048, (64, 64, 64, 4, 4, 4)),  # not timed
+    ],
+)
+def test_tilings_are_those_that_were_measured(rows, width, sides):
+    names = ("rows", "columns", "depth", "splits", "num_warps", "num_stages")
+    got = api.choose_tiling(jnp.ones((1, rows, 16)), jnp.ones((16, width)))
+    assert got == Tiling(**dict(zip(names, sides, strict=True)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [32, 77, 128])
 def test_kernels_match_numpy_on_a_gpu(rows):

@@ -225,6 +225,41 @@ def test_mosaic_is_chosen_on_hopper_for_rows_of_sixteens(on_hopper):
     assert chosen(many) == "triton"
 
 
+def tiling_of(consumers, keys, stages, splits, is_cluster):
+    return mosaic.Tiling(
+        consumers=consumers,
+        keys=keys,
+        stages=stages,
+        splits=splits,
+        is_cluster=is_cluster,
+        ping_pong=keys == 128 and consumers == 2,
+    )
+
+
+# Shapes whose tiling was timed, and what it took (benchmarks/results/paged_attention_h200.json).
+MEASURED = {  # sequences, rows, pages of each; us
+    ("SDAR-1.7B", 1, 32, 8): tiling_of(1, 64, 4, 8, True),  # less than the loop around it
+    ("SDAR-1.7B", 1, 128, 8): tiling_of(1, 64, 4, 2, True),  # 1.2
+    ("SDAR-1.7B", 1, 32, 128): tiling_of(1, 64, 4, 16, False),  # 6.4
+    ("SDAR-1.7B", 32, 128, 8): tiling_of(2, 64, 4, 1, True),  # 52.5
+    ("SDAR-8B", 1, 32, 128): tiling_of(2, 64, 4, 16, False),  # 8.2
+    ("SDAR-8B", 8, 32, 16): tiling_of(1, 64, 4, 1, True),  # 6.6
+    ("SDAR-8B", 1, 256, 512): tiling_of(2, 128, 2, 2, True),  # 228.7
+    ("SDAR-8B", 1, 512, 56): tiling_of(2, 128, 2, 1, True),  # 52.1
+    ("SDAR-8B", 1, 1024, 48): tiling_of(2, 128, 2, 1, True),  # 113.0
+    ("LLaDA2-mini", 1, 32, 512): tiling_of(2, 64, 4, 32, False),  # 24.6
+    ("wide heads", 8, 32, 16): tiling_of(1, 64, 2, 2, True),  # 18.5
+    ("wide heads", 8, 128, 128): tiling_of(2, 64, 2, 4, False),  # 278.9
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_tilings_are_those_that_were_measured(case):
+    model, B, T, C = case
+    q, _, _, pool, _, table, _ = shapes(B, T, MODELS[model], C)
+    assert mosaic.choose_tiling(q, pool, table) == MEASURED[case]
+
+
 @pytest.mark.parametrize("T", [16, 32, 128, 512])
 @pytest.mark.parametrize("B", [1, 8, 32])
 def test_tilings_are_what_a_gpu_can_run(B, T):

@@ -129,6 +129,22 @@ def test_readout_chooses_what_was_measured_to_be_fastest(monkeypatch):
     assert [chosen(128, num_top=n) for n in (4, 5)] == ["triton", "xla"]
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "sides"),  # us of a head of SDAR-1.7B in benchmarks/results/readout_h200.json
+    [
+        (32, (32, 128, 128, 4, 3)),  # 156
+        (128, (128, 256, 64, 8, 4)),  # 190
+        (256, (128, 256, 64, 8, 4)),  # 284
+        (1024, (128, 256, 64, 8, 3)),  # 1,098
+        (1, (16, 128, 128, 4, 3)),  # not timed, as the next: the least side, and a power of two
+        (33, (64, 256, 64, 8, 4)),
+    ],
+)
+def test_tilings_are_those_that_were_measured(num_rows, sides):
+    names = ("rows", "ids", "depth", "num_warps", "num_stages")
+    assert triton.choose_tiling(num_rows) == triton.Tiling(**dict(zip(names, sides, strict=True)))
+
+
 def test_readout_refuses_what_it_cannot_do():
     hidden, head, forbidden = draw(LENGTHS)
     with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "xla"'):
