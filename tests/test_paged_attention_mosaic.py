@@ -28,15 +28,25 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = 2e-2  # absolute, unit-normal data in bfloat16
 
 
-def case(T, S, *, heads=(4, 2, 64), Z=64, C=3, by_blocks=False, window=None, seed=0, rows=5):
-    """Random data for every kind of row: none cached, dead, stale, token order, a missing page."""
+def case(
+    T, S, *, heads=(4, 2, 64), Z=64, C=3, by_blocks=False, window=None, seed=0, rows=5, left_out=0
+):
+    """Random data for every kind of row: none cached, dead, stale, token order, a missing page.
+
+    Of a window of `T + left_out` cells the T from the first live one on are computed.
+    """
     rng = np.random.default_rng(seed)
     N, G, H = heads
-    K = T // S
-    live = np.asarray([[2, min(T, S + 3)], [1, T], [0, T], [0, S], [0, 0]], np.int32)[:rows]
-    start = np.asarray([Z * C // 2 + 5, Z * C - T - 6, 0, Z * 2, 60], np.int32)[:rows]
+    W = T + left_out
+    K = W // S
+    live = np.asarray([[2, min(W, S + 3)], [1, W], [0, W], [0, S], [0, 0]], np.int32)[:rows]
+    start = np.asarray([Z * C // 2 + 5, Z * C - W - 6, 0, Z * 2, 60], np.int32)[:rows]
+    cell = np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T))
+    if left_out:
+        live[:, 1] = np.minimum(live[:, 1], live[:, 0] + T)
+        cell = live[:, :1] + np.arange(T, dtype=np.int32)
     mask = WindowMask(
-        cell=np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T)),
+        cell=cell,
         start=start,
         live=live,
         context_len=start + np.asarray([9, 3, 0, 0, 0], np.int32)[:rows],
@@ -77,8 +87,9 @@ def assert_right_interpreted(tiling, *arguments):
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_the_interpreted_kernel_matches_numpy_without_a_race():
-    arguments = case(16, 4, heads=(2, 1, 64), C=2, rows=2)
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_interpreted_kernel_matches_numpy_without_a_race(window):
+    arguments = case(16, 4, heads=(2, 1, 64), C=2, rows=2, window=window)
     assert_right_interpreted(mosaic.Tiling(stages=2), *arguments)
 
 
@@ -96,6 +107,14 @@ INTERPRETED = {
         {"T": 32, "S": 8, "Z": 16, "C": 9},
     ),
     "a cluster": (mosaic.Tiling(splits=2, stages=2), {"T": 16, "S": 4, "by_blocks": True}),
+    "a window, narrowed": (
+        mosaic.Tiling(consumers=2, stages=2),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
+    ),
+    "a window by blocks, large pages": (
+        mosaic.Tiling(splits=3, stages=2, is_cluster=False),
+        {"T": 32, "S": 8, "Z": 128, "C": 3, "window": 20, "by_blocks": True, "left_out": 16},
+    ),
 }
 
 
