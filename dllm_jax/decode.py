@@ -258,13 +258,8 @@ def run(
 ) -> DecodeState:
     """Decode until every row is done, or for `num_steps` steps."""
 
-    def go_on(carry: tuple[Array, DecodeState]) -> Array:
-        step, state = carry
+    def go_on(step: Array, state: DecodeState) -> Array:
         more = driver.any_running(state)
         return more if num_steps is None else more & (step < num_steps)
 
-    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        step, state = carry
-        return step + 1, driver.decode_step(strategy, forward, state, spec)[0]
-
-    return jax.lax.while_loop(go_on, one, (jnp.int32(0), state))[1]
+    return driver.decode_while(go_on, strategy, forward, state, spec)[1]

@@ -252,8 +252,7 @@ def _decode(programs, state, rows, numbers, pages):
     began = bucket.finish == RUNNING
     before = bucket.output_len
 
-    def go_on(carry: tuple[Array, DecodeState]) -> Array:
-        step, now = carry
+    def go_on(step: Array, now: DecodeState) -> Array:
         ended = jnp.any(began & (now.finish != RUNNING))
         more = (step < num_steps) & driver.any_running(now) & ~(early & ended)
         if programs.most_new == programs.max_output:
@@ -261,11 +260,7 @@ def _decode(programs, state, rows, numbers, pages):
         # What a row emits must fit behind `HEAD`; the first step's always does.
         return more & ~jnp.any(now.output_len - before + W > programs.most_new)
 
-    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        step, now = carry
-        return step + 1, driver.decode_step(programs.strategy, forward, now, spec)[0]
-
-    steps, bucket = jax.lax.while_loop(go_on, one, (jnp.int32(0), bucket))
+    steps, bucket = driver.decode_while(go_on, programs.strategy, forward, bucket, spec)
     bucket = bucket.replace(finish=jnp.where(active, bucket.finish, idle_finish))
     index = before[:, None] + jnp.arange(programs.most_new)[None]
     index = jnp.minimum(index, bucket.output.shape[1] - 1)

@@ -163,7 +163,7 @@ class DFlash(struct.PyTreeNode):
             width = widths[0]
             out, context, truth, right = rounds[0](state)
         else:
-            choice = self._choose(state)
+            choice = self.choice(state)
             width = jnp.asarray(widths, jnp.int32)[choice]
             out, context, truth, right = jax.lax.switch(choice, rounds, state)
         buffer = state.buffer
@@ -256,8 +256,12 @@ class DFlash(struct.PyTreeNode):
         taps = Taps(jnp.concatenate(out.taps, axis=-1))
         return forward.aux[DRAFT](view, inputs=taps, live=where, width=width)
 
-    def _choose(self, state) -> Array:
-        """Which of `choices` this step has."""
+    def chosen(self, index):
+        """This strategy, whose every step has that choice."""
+        return self.replace(width=self.choices[index], widths=None, costs=None)
+
+    def choice(self, state) -> Array:
+        """Which of `choices` the next step has."""
         usual = self.usual_costs(state.finish.shape[0])
         costs = jnp.asarray(usual if self.costs is None else self.costs, jnp.float32)
         if costs.shape != (len(usual),):

@@ -1,8 +1,8 @@
 """What the strategies that draft share: how drafts fared, and how many of them to judge next.
 
-Both are leaves of `Carry`, by the names below. The counts (`slot`) go where the request goes: to the
-host with each harvest, to be told (`dllm_jax.requests.DraftMetrics`), and through a preemption. The
-running estimates, to choose a width by, are `lasting`: most texts are too short to learn from
+Both are leaves of `Carry`, by the names below. The counts (`slot`) go where the request goes: to
+the host with each harvest, to be told (`dllm_jax.requests.DraftMetrics`), and through a preemption.
+The running estimates, to choose a width by, are `lasting`: most texts are too short to learn from
 themselves what the one before has shown. Places are counted behind the anchor: the first draft has
 place 1.
 A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.

@@ -6,6 +6,7 @@ behaves the same under all of them. Nothing here knows about the model or about 
 One step is `propose`, which calls `strategy.step`, then `advance`; contract §1 states the order.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from strategies.protocol import (
     SlotSpec,
     bind_knobs,
     initial_carry,
+    makes_choices,
 )
 from strategies.state import (
     ACTIVE,
@@ -36,6 +38,10 @@ from strategies.state import (
     StepInfo,
     select_rows,
 )
+
+# Steps so far, the choice of the next one, the state. Asked for twice, a choice might be rounded
+# otherwise, and its loop end before its first step.
+_Stretch = tuple[Array, Array, DecodeState]
 
 
 def prefill_len(needs: Needs, prompt_len: Array, block_size: int) -> Array:
@@ -130,6 +136,52 @@ def decode_step(
     that is not finite ends with ERROR and what it had before the step.
     """
     return advance(strategy, state, *propose(strategy, forward, state), spec)
+
+
+def decode_while(
+    go_on: Callable[[Int[Array, ""], DecodeState], Bool[Array, ""]],
+    strategy: Any,
+    forward: Forward,
+    state: DecodeState,
+    spec: SlotSpec,
+) -> tuple[Int[Array, ""], DecodeState]:
+    """Steps while `go_on(steps, state)`, and how many they were.
+
+    Where a strategy chooses between passes (`protocol.makes_choices`), a loop of its own runs each
+    for as long as it is chosen: the same steps as by `decode_step`, but a branch is entered once a
+    stretch and not in every step, and need not leave what the others leave.
+    """
+    if not makes_choices(strategy):
+
+        def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+            steps, now = carry
+            return steps + 1, decode_step(strategy, forward, now, spec)[0]
+
+        return jax.lax.while_loop(lambda carry: go_on(*carry), one, (jnp.int32(0), state))
+
+    def chosen(now: DecodeState) -> Int[Array, ""]:
+        return bind_knobs(strategy, now.knobs).choice(now)
+
+    def stretch(index: int) -> Callable[[_Stretch], _Stretch]:
+        fixed = strategy.chosen(index)
+
+        def one(carry: _Stretch) -> _Stretch:
+            steps, _, now = carry
+            now = decode_step(fixed, forward, now, spec)[0]
+            return steps + 1, chosen(now), now
+
+        def same(carry: _Stretch) -> Array:
+            return go_on(carry[0], carry[2]) & (carry[1] == index)
+
+        return lambda carry: jax.lax.while_loop(same, one, carry)
+
+    stretches = [stretch(index) for index in range(len(strategy.choices))]
+    steps, _, state = jax.lax.while_loop(
+        lambda carry: go_on(carry[0], carry[2]),
+        lambda carry: jax.lax.switch(carry[1], stretches, carry),
+        (jnp.int32(0), chosen(state), state),
+    )
+    return steps, state
 
 
 def propose(strategy: Any, forward: Forward, state: DecodeState) -> tuple[DecodeState, StepInfo]:

@@ -169,13 +169,22 @@ def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
     return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})
 
 
+def makes_choices(strategy: Any) -> bool:
+    """Whether a step is one of several.
+
+    Such a strategy has several `choices`, `choice(state)`, the index of the one that its next step
+    is, and `chosen(index)`, the strategy that makes no other.
+    """
+    return hasattr(strategy, "choices") and len(strategy.choices) > 1
+
+
 def weighs_costs(strategy: Any) -> bool:
     """Whether a step is one of several, chosen by what each costs, and nobody has said what.
 
-    Such a strategy has several `choices`, the cheapest first, `usual_costs(num_slots)`, one for
+    Such a strategy `makes_choices`, the cheapest first; it has `usual_costs(num_slots)`, one for
     each of them, and a field `costs` that is None.
     """
-    return hasattr(strategy, "usual_costs") and strategy.costs is None and len(strategy.choices) > 1
+    return makes_choices(strategy) and hasattr(strategy, "usual_costs") and strategy.costs is None
 
 
 # --- what a forward takes and gives ---------------------------------------------------------

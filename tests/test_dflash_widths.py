@@ -6,6 +6,7 @@ step to step, 1 among them, however it is chosen; that the choice is the one of 
 wrong, looks again every so often, and comes back; and that rows that have ended do not count.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -15,9 +16,12 @@ import numpy as np
 import pytest
 from flax import struct
 
-from strategies import AR, DFlash, drafting
+from dllm_jax import decode
+from dllm_jax.forward import ModelForward
+from strategies import AR, DFlash, drafting, driver
 from strategies.state import EMPTY, NO_LIMIT, RUNNING, Carry
-from tests.contract import drafters, models
+from tests.contract import drafters, harness, models
+from tests.contract.harness import SLOTS, Request
 from tests.oracles import draft_widths
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds
 from tests.test_dflash import (
@@ -43,7 +47,7 @@ def wandering(kind: Any) -> Any:
     """A width for each step that has nothing to do with what pays."""
 
     class Wandering(kind):
-        def _choose(self, state: Any) -> Any:
+        def choice(self, state: Any) -> Any:
             return jnp.asarray(ORDER, jnp.int32)[jnp.max(state.buffer.nfe) % len(ORDER)]
 
     return Wandering(ROUND, LAYERS, widths=WANDERED)
@@ -84,6 +88,47 @@ def check_wandering(first: int, count: int, kind: Any = DFlash) -> set[int]:
 
 def test_widths_that_change_from_step_to_step_change_no_token() -> None:
     assert check_wandering(0, 3) >= {1, 3, 5}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        wandering(DFlash),
+        pytest.param(
+            DFlash(ROUND, LAYERS, widths=WIDTHS, costs=(1, 1.5, 2.2, 2.6)), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_stretches_of_one_width_are_the_steps_one_by_one(strategy: Any) -> None:
+    """A loop a width, entered once a stretch, leaves what a branch in every step leaves."""
+    rng = np.random.default_rng(4)
+    wishes = [draw_wish(rng) for _ in range(SLOTS)]
+    table = hints_of(rng, ROUND, wishes, [one.output for one in run(AR(), wishes)])
+    aux = {"draft": drafters.hinted(TARGET, table)}
+    requests: list[Request | None] = [wish.request for wish in wishes]
+    bare, state, prompt = harness.fresh_state(strategy, TARGET, aux, requests, 8, 4)
+
+    @functools.partial(jax.jit, compiler_options=harness._QUICK)
+    def both(model: Any, aux: Any, state: Any, prompt: Any) -> Any:
+        forward = ModelForward(model, aux=aux)
+        state = decode.prefill(bare, forward, state, prompt, 16)
+        spec = decode.slot_spec(bare, model, SLOTS)
+
+        def one(carry: Any) -> Any:
+            return carry[0] + 1, driver.decode_step(bare, forward, carry[1], spec)[0]
+
+        until = (lambda carry: driver.any_running(carry[1])), one, (jnp.int32(0), state)
+        stretches = driver.decode_while(
+            lambda _, now: driver.any_running(now), bare, forward, state, spec
+        )
+        single = jax.lax.while_loop(*until)
+        return [(n, now.replace(keys=None)) for n, now in (stretches, single)]
+
+    stretches, single = both(TARGET, aux, state, prompt)
+    assert int(stretches[0]) > len(WIDTHS)
+    leaves = map(jax.tree.leaves, (stretches, single))
+    for got, wanted in zip(*leaves, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -102,12 +102,16 @@ def test_the_loop_works_in_place_in_bfloat16(name):
     check(*compiled(name, jnp.bfloat16))
 
 
-@pytest.mark.slow
+CHOOSES = DFlash(4, (0, 1))
+
+
+@pytest.mark.one_python
 def test_a_choice_among_widths_works_in_place():
-    """Three passes of the target in the branches of a switch, one of them with no draft."""
-    strategy = DFlash(4, (0, 1))
-    assert strategy.choices == (1, 2, 4)
-    check(*compiled("dflash", strategy=strategy))
+    """Three loops over passes of the target in the branches of a switch, one without a draft."""
+    assert CHOOSES.choices == (1, 2, 4)
+    program, arguments = compiled("dflash", strategy=CHOOSES)
+    assert len(re.findall(r" while\(", program.as_text())) >= 1 + 3
+    check(program, arguments)
 
 
 def test_the_loop_of_generate_works_in_place():
@@ -156,10 +160,11 @@ def test_the_programs_of_the_engine_work_in_place(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["multi_bd", "block_diffusion", "ar", "speculate"])
+@pytest.mark.parametrize("name", ["multi_bd", "block_diffusion", "ar", "speculate", "dflash"])
 def test_the_loop_works_in_place_on_a_gpu(name):
     """As above but for scratch memory, which on a GPU holds the libraries' workspaces too."""
-    program, arguments = compiled(name, jnp.bfloat16, options=None)
+    strategy = CHOOSES if name == "dflash" else None
+    program, arguments = compiled(name, jnp.bfloat16, options=None, strategy=strategy)
     cache = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[3].pools))
     assert not pool_sized(program.as_text())
     assert program.memory_analysis().alias_size_in_bytes >= cache
