@@ -46,7 +46,6 @@ def block(columns, depth=64, num_warps=4, num_stages=4):
 
 TILINGS = {
     "triton": Tiling(),
-    "triton tiles first": Tiling(tiles_first=True),
     "triton 16 rows": Tiling(rows=16),
     "triton 16 rows, deep": Tiling(rows=16, gate_up=block(64, 128), down=block(128, 128, 4, 3)),
     "triton 32 rows": Tiling(rows=32),
@@ -225,7 +224,7 @@ def parse():
     if args.tiny:
         args.models, args.rows, args.dtypes = "tiny", "2,20", "bfloat16,float32"
         args.layers, args.rounds, args.repeats = 2, 2, 1
-        args.only = args.only or "tile table,grouped 16,dense,triton,triton tiles first"
+        args.only = args.only or "tile table,grouped 16,dense,triton"
     return args
 
 

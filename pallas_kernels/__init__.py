@@ -1,1 +1,1 @@
-"""Attention kernels behind functional interfaces: what is computed here, fast ways beside it."""
+"""Kernels behind functional interfaces: what is computed here, fast ways beside it."""

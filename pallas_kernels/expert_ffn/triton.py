@@ -44,16 +44,12 @@ class Block:
 class Tiling:
     """Sizes of both kernels.
 
-    The defaults are within 6 % of the best of eight on an H200 at 32 and 128 rows of three models'
-    shapes, and at 1,024 rows of two (benchmarks/results/expert_ffn_h200.json).
-
-    Attributes:
-        tiles_first: Neighbouring programs are tiles at the same columns, which of one expert read
-            the same weights; otherwise neighbours are columns of a tile, which read along its rows.
+    The defaults are within 6 % of the best that was tried on an H200: eight tilings of
+    LLaDA2-mini's shapes at 32 and 128 rows, and 16, 64 or 128 rows of a tile of two more models' at
+    32, 128 and 1,024 rows (benchmarks/results/expert_ffn_h200.json).
     """
 
     rows: int = 64
-    tiles_first: bool = False
     gate_up: Block = Block(columns=64, depth=64, num_warps=4, num_stages=4)
     down: Block = Block(columns=128, depth=64, num_warps=4, num_stages=4)
 
@@ -111,14 +107,15 @@ def _call(
     width: int,
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "P F"]:
-    """Run `body` over tiles x columns. Places of no expert's pair are not written."""
-    grid = (width // block.columns, len(table.first))
+    """Run `body` over columns x tiles. Places of no expert's pair are not written.
+
+    Neighbouring programs are columns of one tile; neighbours that are tiles at the same columns
+    took 2 % longer at 32 rows and 4 % at 128 (`Tiling`'s source, "triton tiles first").
+    """
     return pl.pallas_call(
-        functools.partial(
-            body, rows=tiling.rows, block=block, tile_axis=0 if tiling.tiles_first else 1
-        ),
+        functools.partial(body, rows=tiling.rows, block=block),
         out_shape=jax.ShapeDtypeStruct((len(table.pair), width), dtype),
-        grid=grid[::-1] if tiling.tiles_first else grid,
+        grid=(width // block.columns, len(table.first)),
         compiler_params=pltriton.CompilerParams(
             num_warps=block.num_warps, num_stages=block.num_stages
         ),
@@ -126,11 +123,9 @@ def _call(
     )(table.pair, table.expert, table.first, table.length, *operands)
 
 
-def _gate_up(
-    pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, block: Block, tile_axis: int
-):
+def _gate_up(pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, block: Block):
     """`silu(x Wg) * (x Wu)` of a tile's rows, some columns."""
-    tile, column = pl.program_id(tile_axis), pl.program_id(1 - tile_axis) * block.columns
+    tile, column = pl.program_id(1), pl.program_id(0) * block.columns
     length = pltriton.load(lengths.at[tile])
 
     @pl.when(length > 0)
@@ -152,11 +147,9 @@ def _gate_up(
         _store_rows(out, place, column, jax.nn.silu(gate) * up, live)
 
 
-def _down(
-    pairs, experts, firsts, lengths, x, weights, w, out, *, rows: int, block: Block, tile_axis: int
-):
+def _down(pairs, experts, firsts, lengths, x, weights, w, out, *, rows: int, block: Block):
     """`weight * (x Wd)` of a tile's rows, some columns; `x` is by place already."""
-    tile, column = pl.program_id(tile_axis), pl.program_id(1 - tile_axis) * block.columns
+    tile, column = pl.program_id(1), pl.program_id(0) * block.columns
     length = pltriton.load(lengths.at[tile])
 
     @pl.when(length > 0)

@@ -8,7 +8,7 @@ each takes some columns of the result, so there is no second launch.
 
 Rows come in units: `chunk` neighbouring tokens of one query head, one TMA box each. A unit's rows
 are whole swizzle tiles, and so are the fresh keys of a tile: hence a number of rows that is a
-multiple of 16. Others go to the Triton form.
+multiple of 16. `api.choose` sends others elsewhere.
 
 Source: FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608), Flash-Decoding for the split.
 """

@@ -10,9 +10,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_tiles import ROWS, load, page_of, slot_of, work_of
+from pallas_kernels.paged_attention.mosaic_tiles import (
+    ROWS,
+    load,
+    page_of,
+    slot_of,
+    whole,
+    work_of,
+)
 
-HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
+_HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
 _FLOOR = -1e28  # below every score, and far above a hidden one: exp2 of the distance is 0
 _FAR = 1 << 29  # beyond every position
 _LOG2_E = 1.4426950408889634
@@ -42,10 +49,8 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk):
 
     @pl.when(warpgroup < tiling.consumers)
     def _():
-        compute = functools.partial(
-            _compute, block_size=block_size, window=window, tiling=tiling, chunk=chunk
-        )
-        compute(work, warpgroup, q, k_pages.shape, table, bits, results, scratch)
+        settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
+        _compute(work, warpgroup, q, k_pages.shape, table, bits, results, scratch, **settings)
 
 
 def _compute(
@@ -70,11 +75,11 @@ def _compute(
     def box_of(array, i, columns=None):
         """Unit i of this warpgroup in an array like the queries."""
         one = jnp.minimum(unit + i, units - 1)
-        token = jax.lax.div(one, _whole(n)) * chunk
+        token = jax.lax.div(one, whole(n)) * chunk
         box = (
             work.b,
             pl.ds(pl.multiple_of(token, chunk), chunk),
-            work.g * n + jax.lax.rem(one, _whole(n)),
+            work.g * n + jax.lax.rem(one, whole(n)),
         )
         return array.at[*box, columns] if columns is not None else array.at[*box]
 
@@ -90,8 +95,8 @@ def _compute(
 
     # Of each row: its cell, and the last keys that it sees.
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
-    unit_of_row = jax.lax.div(row, _whole(chunk)) + unit
-    token = jax.lax.div(unit_of_row, _whole(n)) * chunk + jax.lax.rem(row, _whole(chunk))
+    unit_of_row = jax.lax.div(row, whole(chunk)) + unit
+    token = jax.lax.div(unit_of_row, whole(n)) * chunk + jax.lax.rem(row, whole(chunk))
     cell = cell_0 + token
     anywhere = (1 - causal) * _FAR
     last_cached = start + cell + anywhere
@@ -99,14 +104,14 @@ def _compute(
     row_bits = None
     if bits:
         K = bits[0].shape[1]
-        mine_in = jax.lax.div(cell, _whole(block_size))
+        mine_in = jax.lax.div(cell, whole(block_size))
         mine_in = jnp.minimum(mine_in, K - 1)
         of_mask = jnp.minimum(work.b, bits[0].shape[0] - 1)
         row_bits = jnp.zeros_like(mine_in)
         for block_row in range(K):
             row_bits = jnp.where(mine_in == block_row, bits[0][of_mask, block_row], row_bits)
     else:
-        ends = (jax.lax.div(cell, _whole(block_size)) + 1) * block_size - 1
+        ends = (jax.lax.div(cell, whole(block_size)) + 1) * block_size - 1
         last_fresh = jnp.minimum(last_fresh, ends)
     if window is not None:
         last_cached = jnp.minimum(last_cached, start + cell + (window - 1))
@@ -136,7 +141,7 @@ def _compute(
         seen = (theirs >= first) & (theirs < jnp.minimum(end, cell_0 + T))
         seen &= theirs <= across(last_fresh, shape)
         if row_bits is not None:
-            theirs_in = jax.lax.div(theirs, _whole(block_size))
+            theirs_in = jax.lax.div(theirs, whole(block_size))
             theirs_in = jnp.minimum(theirs_in, bits[0].shape[1] - 1)
             bit = jax.lax.shift_right_logical(across(row_bits, shape), theirs_in) & 1
             seen &= bit != 0
@@ -167,7 +172,7 @@ def _compute(
 
         score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if sees is not None:
-            score = jnp.where(sees(i, shape), score, HIDDEN)
+            score = jnp.where(sees(i, shape), score, _HIDDEN)
         higher = jnp.maximum(peak, score.max(axis=1) * scale)
         shrink = jnp.exp2(peak - higher)
         weight = jnp.exp2(score * scale - across(higher, shape))
@@ -233,7 +238,7 @@ def _compute(
         return
     out, log_mass = results[-2:]
     place = (work.sequence, jax.lax.axis_index("block") * consumers + warpgroup)
-    told = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), HIDDEN)
+    told = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
     out[work.split, *place] = mean
     log_mass[work.split, *place] = told
     if not tiling.is_cluster:
@@ -291,7 +296,3 @@ def _fence(interpreted: bool):
         inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
 
     fence()  # pyright: ignore[reportCallIssue]
-
-
-def _whole(x):
-    return jnp.asarray(x, jnp.int32)

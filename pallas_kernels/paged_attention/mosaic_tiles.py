@@ -58,9 +58,9 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     G = pool[1]
     n = N // G
     block = jax.lax.axis_index("block")
-    split = jax.lax.axis_index("split") if splits > 1 else _whole(0)
+    split = jax.lax.axis_index("split") if splits > 1 else whole(0)
     sequence = jax.lax.axis_index("sequence")
-    b, g = jax.lax.div(sequence, _whole(G)), jax.lax.rem(sequence, _whole(G))
+    b, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
     start, first, end, context_len, unmasked, causal, cell_0 = (numbers[b, i] for i in range(7))
 
     # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
@@ -68,22 +68,22 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     units = n * (T // chunk)
     unit_0 = block * (consumers * per_warpgroup)
     unit_1 = jnp.minimum(unit_0 + consumers * per_warpgroup, units) - 1
-    least_cell = cell_0 + jax.lax.div(unit_0, _whole(n)) * chunk
-    most_cell = cell_0 + jax.lax.div(unit_1, _whole(n)) * chunk + (chunk - 1)
+    least_cell = cell_0 + jax.lax.div(unit_0, whole(n)) * chunk
+    most_cell = cell_0 + jax.lax.div(unit_1, whole(n)) * chunk + (chunk - 1)
 
     # The list of tiles of keys, as the Triton form has it: the context's, then the window's.
     first_live, last_live = jnp.maximum(least_cell, first), jnp.minimum(most_cell, end - 1)
     is_used = first_live <= last_live
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), 0)
-    skipped = _whole(0)  # tiles of the context that end before any row's window
+    skipped = whole(0)  # tiles of the context that end before any row's window
     if window is not None:
         nearest = jnp.maximum(start + first_live - (window - 1), 0)
-        skipped = jnp.minimum(jax.lax.div(nearest, _whole(keys)), cached_tiles)
+        skipped = jnp.minimum(jax.lax.div(nearest, whole(keys)), cached_tiles)
         cached_tiles -= skipped
-    in_block = (jax.lax.div(last_live, _whole(block_size)) + 1) * block_size
+    in_block = (jax.lax.div(last_live, whole(block_size)) + 1) * block_size
     reach = jnp.minimum(jnp.where(causal != 0, last_live + 1, in_block), end)
     reach = jnp.minimum(end if has_bits else reach, cell_0 + T) - cell_0
-    fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), _whole(keys))
+    fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), whole(keys))
     fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0), 0)
     tiles = cached_tiles + fresh_tiles
     share = _ceil_div(tiles, splits)
@@ -93,17 +93,17 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     cached_low = jnp.minimum(low, cached_high)
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
     if window is None and not has_bits:  # fresh keys that every row sees, before those that some do
-        in_block = (jax.lax.div(first_live, _whole(block_size)) + 1) * block_size
+        in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
         plain = jnp.minimum(jnp.where(causal != 0, first_live + 1, in_block), end)
         plain = jnp.minimum(plain, cell_0 + T) - cell_0
-        plain = jax.lax.div(plain, _whole(keys)) - fresh_first
+        plain = jax.lax.div(plain, whole(keys)) - fresh_first
         plain = jnp.where(first <= cell_0 + fresh_first * keys, plain, 0)
         fresh_middle = jnp.clip(cached_tiles + plain, fresh_low, fresh_high)
     else:
         fresh_middle = fresh_low
     middle = cached_low
     if window is None:
-        middle = jnp.clip(jax.lax.div(unmasked, _whole(keys)), cached_low, cached_high)
+        middle = jnp.clip(jax.lax.div(unmasked, whole(keys)), cached_low, cached_high)
     return Work(
         sequence=sequence,
         b=b,
@@ -132,14 +132,14 @@ def page_of(work, table, keys, page_size, i, part):
     """Page of a part of a tile, and where in the page the tile begins."""
     C = table.shape[1]
     j = (i + work.skipped) * keys + part * page_size
-    column = jax.lax.div(j, _whole(page_size))
+    column = jax.lax.div(j, whole(page_size))
     page = jnp.where(column < C, table[work.b, jnp.minimum(column, C - 1)], -1)
-    return page, jax.lax.rem(j, _whole(page_size))
+    return page, jax.lax.rem(j, whole(page_size))
 
 
 def slot_of(work, tiling, i):
     """Buffer of the ring that tile i is in."""
-    return jax.lax.rem(i - work.low, _whole(tiling.stages))
+    return jax.lax.rem(i - work.low, whole(tiling.stages))
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
@@ -198,7 +198,8 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
     jax.lax.fori_loop(jnp.maximum(work.high - stages, work.low), work.high, drain, None)
 
 
-def _whole(x) -> Array:
+def whole(x) -> Array:
+    """A number as int32, which all numbers of the kernel are."""
     return jnp.asarray(x, jnp.int32)
 
 
