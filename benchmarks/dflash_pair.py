@@ -9,7 +9,7 @@ At T = 0 and T = 1, plain decoding (`ar`) and `dflash` at its whole block and wi
   there must be none.
 - Wall clock of `dj.generate`'s loop and of `LLM.generate` by batch, all settings in each turn;
   speed-ups are to `ar` in the same turn, of which the median is reported. The loop's are of
-  decoding alone, prompts prefilled before; `LLM` finds prompts in its prefix cache.
+  decoding alone, prompts prefilled before; `LLM` computes its prompts anew in every call.
 """
 
 import dataclasses
@@ -362,6 +362,7 @@ def make_llm(target, setting, work, args):
     config = dj.EngineConfig(
         max_num_seqs=slots,
         max_model_len=longest,
+        enable_prefix_caching=False,
         num_pages=2 * (slots + 1) * (columns + 1),
         slot_buckets=tuple(sorted(args.llm_batches)),
         page_buckets=(columns,),
