@@ -148,8 +148,9 @@ def decode_while(
     """Steps while `go_on(steps, state)`, and how many they were.
 
     Where a strategy chooses between passes (`protocol.makes_choices`), a loop of its own runs each
-    for as long as it is chosen: the same steps as by `decode_step`, but a branch is entered once a
-    stretch and not in every step, and need not leave what the others leave.
+    for as long as it is chosen: the same steps as by `decode_step`, but none of them holds a branch
+    whose passes must all leave the same. The loops stand one behind another, and one whose choice
+    is not made ends at once: within a `switch`, jaxlib 0.10 would copy the pools.
     """
     if not makes_choices(strategy):
 
@@ -162,7 +163,7 @@ def decode_while(
     def chosen(now: DecodeState) -> Int[Array, ""]:
         return bind_knobs(strategy, now.knobs).choice(now)
 
-    def stretch(index: int) -> Callable[[_Stretch], _Stretch]:
+    def stretch(index: int, carry: _Stretch) -> _Stretch:
         fixed = strategy.chosen(index)
 
         def one(carry: _Stretch) -> _Stretch:
@@ -173,14 +174,15 @@ def decode_while(
         def same(carry: _Stretch) -> Array:
             return go_on(carry[0], carry[2]) & (carry[1] == index)
 
-        return lambda carry: jax.lax.while_loop(same, one, carry)
+        return jax.lax.while_loop(same, one, carry)
 
-    stretches = [stretch(index) for index in range(len(strategy.choices))]
-    steps, _, state = jax.lax.while_loop(
-        lambda carry: go_on(carry[0], carry[2]),
-        lambda carry: jax.lax.switch(carry[1], stretches, carry),
-        (jnp.int32(0), chosen(state), state),
-    )
+    def every(carry: _Stretch) -> _Stretch:
+        for index in range(len(strategy.choices)):
+            carry = stretch(index, carry)
+        return carry
+
+    start = (jnp.int32(0), chosen(state), state)
+    steps, _, state = jax.lax.while_loop(lambda carry: go_on(carry[0], carry[2]), every, start)
     return steps, state
 
 
