@@ -402,7 +402,7 @@ def floors_ms(model, draft, slots, context, device_kind):
 
 
 def draft_cache(draft):
-    """Bytes a token of the drafter's cache: of the formula of dflash.md §1.1, and of its arrays."""
+    """Bytes a token of the drafter's cache: by its sizes, and of its arrays."""
     cfg = draft.config
     pool = dj.cache.new_pool(cfg, 3, dj.cache.PAGE_SIZE, draft.params["fc"].dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) / (3 * dj.cache.PAGE_SIZE)

@@ -7,7 +7,7 @@ themselves what the one before has shown. Places are counted behind the anchor: 
 place 1.
 A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.
 
-Source: the cost model of design/dflash.md §2.5, argmax_w E[n(w)] / time(w), summed over a batch.
+Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are-data.md).
 """
 
 from collections.abc import Sequence
