@@ -262,6 +262,7 @@ class DFlash(struct.PyTreeNode):
 
     def choice(self, state) -> Array:
         """Which of `choices` the next step has."""
+        self._checked_widths(state.buffer.tokens.shape[1])  # a loop runs single ones of them
         usual = self.usual_costs(state.finish.shape[0])
         costs = jnp.asarray(usual if self.costs is None else self.costs, jnp.float32)
         if costs.shape != (len(usual),):
