@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.facts import Facts, Placement
+from dllm_jax.pass_time import USUAL_TEXT
 from dllm_jax.warming import pass_kinds
 
 SLOW_S = 0.1  # programs slower than this are timed once: one run in ten does not matter to them
 REPEATS = 3
 BUDGET_S = 10.0  # of all timing; what is left by then is taken from the next larger size
-CHOICE_STEP = 4  # numbers of slots whose choices are timed are so far apart
-USUAL_TEXT = 1024  # tokens of context with which they are
+CHOICE_STEP = 4  # numbers of slots whose choices are timed, over USUAL_TEXT, are so far apart
 SHORT, LONG = 2, 4  # decode steps, and prefill passes, of the two runs
 FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
 _NO_LIMIT = 2**31 - 1
@@ -102,7 +102,6 @@ def of_choices(
     columns = facts.page_buckets[-1] if columns is None else columns
     taken = {}
     for rows in _some(facts.slot_buckets):
-        device.choice_costs = {}
         count = len(device.strategy.choices)
         steps = _Steps(device, rows, columns, count)
         each = [steps.each_s(choice, clock) for choice in range(count)]

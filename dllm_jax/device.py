@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax import cost, memory, programs, warming, words
+from dllm_jax import cost, memory, pass_time, programs, warming, words
 from dllm_jax import decode as decoding
 from dllm_jax.facts import DeviceFailure, Facts, Placement
 from dllm_jax.intake import STOP_WIDTH
@@ -130,7 +130,15 @@ class Device:
         )
         self.cost: Any = None  # predicted seconds of programs, once they were timed
         self._weighs = weighs_costs(strategy)
-        self.choice_costs: dict[int, Sequence[float]] = {}  # by slots, in any unit
+        # By slots, in any unit; by arithmetic until `warm_up` has timed them.
+        self.choice_costs: dict[int, Sequence[float]] = {}
+        if self._weighs:
+            context = min(facts.max_model_len, pass_time.USUAL_TEXT)
+            of = (context, jax.default_backend())
+            self.choice_costs = {
+                rows: pass_time.choice_costs(strategy, model, aux, rows, *of)
+                for rows in facts.slot_buckets
+            }
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
@@ -346,9 +354,8 @@ class Device:
         strategy = self._programs.strategy
         if not self._weighs:
             return self._programs
-        measured = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
-        found = self.choice_costs[min(measured)] if measured else strategy.usual_costs(num_slots)
-        costs = np.asarray(found, np.float32)
+        known = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
+        costs = np.asarray(self.choice_costs[min(known)], np.float32)
         return self._programs.replace(strategy=strategy.replace(costs=costs))
 
     def harvest(self, chunk: Chunk) -> Harvest:

@@ -18,7 +18,7 @@ from flax import struct
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from dllm_jax import decode
+from dllm_jax import decode, pass_time
 from dllm_jax.cache import PAGE_SIZE
 from dllm_jax.defaults import resolve_strategy
 from dllm_jax.drafts import with_target
@@ -28,7 +28,7 @@ from dllm_jax.model import Model
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.requests import token_ids
 from dllm_jax.sources import LoadError
-from strategies.protocol import split_knobs
+from strategies.protocol import split_knobs, weighs_costs
 from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
 MIN_PROMPT_BUCKET = 64
@@ -211,6 +211,10 @@ def _prepare(
         knobs={name: a_row(name, value, jnp.float32) for name, value in knobs.items()},
         keys=_row_keys(key, B),
     )
+    if weighs_costs(bare):  # nothing is timed here
+        context = min(ids.shape[1] + min(max_tokens, pass_time.USUAL_TEXT), last)
+        of = (bare, model, aux, B, context, jax.default_backend())
+        bare = bare.replace(costs=np.asarray(pass_time.choice_costs(*of), np.float32))
     return model, (bare, aux, batch), max_tokens
 
 

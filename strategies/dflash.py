@@ -42,11 +42,6 @@ from strategies.state import NO_TOKEN, Carry, StepInfo
 DRAFT = "draft"
 _DRAFTS, _CHANCES = 1, 2  # further draws of a position, beside that of the text
 
-# Qwen3-8B and its draft on an H200, 1, 8 and 32 slots (benchmarks/dflash_gpu.py): what a pass takes
-# in passes of one row; the drafter's share of the target's; and what else a round of drafts has.
-RIDGE_ROWS, SLOPE_ROWS = 160, 512
-DRAFT_SHARE, ROUND_SHARE = 0.21, 0.08
-
 
 class DFlash(struct.PyTreeNode):
     """A block of drafts, judged in one pass. What is None is the draft model's (`bind`).
@@ -63,9 +58,10 @@ class DFlash(struct.PyTreeNode):
             where both laws are broad and alike. All logits of the pass are in memory then, and the
             text depends on where rounds begin: so the width is fixed, by default the whole block.
         costs: Of a round of each of `widths`, above 0 in any one unit, infinite for one that is
-            never to be; texts do not depend on them but for near ties of bfloat16. None: an engine
-            measures them for each number of slots as it starts, and what measures nothing goes by
-            `usual_costs`. An array is data: it may be traced, and only its shape is checked.
+            never to be; texts do not depend on them but for near ties of bfloat16. None: what
+            decodes says them, an engine by measuring, other loops by arithmetic over `cells`; where
+            nobody does, each costs the same. An array is data: it may be traced, and only its
+            shape is checked.
     """
 
     draft_block_size: int | None = struct.field(pytree_node=False, default=None)
@@ -101,20 +97,11 @@ class DFlash(struct.PyTreeNode):
             return (size,)
         return tuple(sorted({1, (size + 1) // 2, size}))
 
-    def usual_costs(self, num_slots: int) -> tuple[float, ...]:
-        """Of a round of each width, where nobody measured: as an 8B pair has them on an H200.
-
-        A pass costs reading its weights and a little a row, or its sums from so many rows on; the
-        drafter runs all of its block whatever is judged of it. A step without drafts is 1.
-        """
-        size = self.block_size - 1
-
-        def passed(cells: int) -> float:
-            rows = num_slots * cells
-            return max(1.0 + rows / SLOPE_ROWS, rows / RIDGE_ROWS)
-
-        draft = DRAFT_SHARE * passed(size) + ROUND_SHARE
-        return tuple((passed(w) + (draft if w > 1 else 0.0)) / passed(1) for w in self.choices)
+    @property
+    def cells(self) -> tuple[tuple[int, int], ...]:
+        """Cells that target and drafter run in a round of each of `choices`."""
+        size = self.block_size - 1  # the drafter runs its block, whatever is judged of it
+        return tuple((width, size if width > 1 else 0) for width in self.choices)
 
     def bind(self, draft_config):
         """This strategy with what the draft model was trained for.
@@ -263,9 +250,9 @@ class DFlash(struct.PyTreeNode):
     def choice(self, state) -> Array:
         """Which of `choices` the next step has."""
         self._checked_widths(state.buffer.tokens.shape[1])  # a loop runs single ones of them
-        usual = self.usual_costs(state.finish.shape[0])
-        costs = jnp.asarray(usual if self.costs is None else self.costs, jnp.float32)
-        if costs.shape != (len(usual),):
+        same = (1.0,) * len(self.choices)
+        costs = jnp.asarray(same if self.costs is None else self.costs, jnp.float32)
+        if costs.shape != (len(same),):
             raise ValueError(
                 f"costs have shape {costs.shape}; give one for each of the widths {self.choices}"
             )

@@ -181,10 +181,11 @@ def makes_choices(strategy: Any) -> bool:
 def weighs_costs(strategy: Any) -> bool:
     """Whether a step is one of several, chosen by what each costs, and nobody has said what.
 
-    Such a strategy `makes_choices`, the cheapest first; it has `usual_costs(num_slots)`, one for
-    each of them, and a field `costs` that is None.
+    Such a strategy `makes_choices`, the cheapest first; it has `cells`, for each of them how many
+    cells of a slot the model runs and how many the models beside it do (0: no pass), and a field
+    `costs` that is None.
     """
-    return makes_choices(strategy) and hasattr(strategy, "usual_costs") and strategy.costs is None
+    return makes_choices(strategy) and hasattr(strategy, "cells") and strategy.costs is None
 
 
 # --- what a forward takes and gives ---------------------------------------------------------

@@ -107,6 +107,7 @@ ONE_PYTHON = {
         "mutants",
         "packaging",
         "pages",
+        "pass_time",
         "published",
         "recording",
         "requests",

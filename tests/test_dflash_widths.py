@@ -137,7 +137,9 @@ def test_widths_that_change_over_a_long_sweep() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("costs", [None, (1.0, 1.3, 1.4, 1.5), (1.0, 3.0, 4.0, 5.0)])
+@pytest.mark.parametrize(
+    "costs", [None, (1.0, 1.3, 1.4, 1.5), (1.0, 1.5, 2.2, 2.6), (1.0, 3.0, 4.0, 5.0)]
+)
 def test_the_own_choice_changes_no_token(costs: Any) -> None:
     strategy = DFlash(ROUND, LAYERS, widths=WIDTHS, costs=costs)
     for number in range(20):
@@ -358,19 +360,7 @@ def test_drafting_is_taken_up_again_where_drafts_come_right() -> None:
 def test_widths_to_choose_from(size: int, widths: tuple[int, ...]) -> None:
     strategy = DFlash(size, LAYERS)
     assert strategy.choices == widths
-    for slots in (1, 8, 64, 512):
-        costs = strategy.usual_costs(slots)
-        assert costs[0] == 1
-        assert sorted(costs) == list(costs)
-
-
-def test_a_long_batch_is_not_worth_drafting_by_the_usual_costs() -> None:
-    """Fresh requests: all drafts for one, fewer for a batch, none for hundreds."""
-    strategy, rows = DFlash(16, LAYERS), [draft_widths.Row(15)]
-    picks = [chosen(rows * n, strategy.usual_costs(n), strategy.choices) for n in (1, 16, 64, 256)]
-    assert picks[0] == 2
-    assert picks == sorted(picks, reverse=True)
-    assert picks[-1] == 0
+    assert strategy.cells == tuple((w, size if w > 1 else 0) for w in widths)
 
 
 def test_a_request_of_one_width_has_no_estimates() -> None:

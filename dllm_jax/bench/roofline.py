@@ -6,13 +6,9 @@ hits them: so many different ones are read, and each cell goes through a few.
 
 from typing import Any
 
-import jax
-
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
-
-# Bytes a second (copy) and bfloat16 operations a second, measured on the device.
-RATES = {"NVIDIA H200": (4.3e12, 790e12)}
+from dllm_jax.pass_time import RATES, weights
 
 
 def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:
@@ -26,7 +22,7 @@ def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: st
         return None
     bandwidth, rate = RATES[device_kind]
     cells = rows * window
-    read, used = _weights(model.params, cfg, cells)
+    read, used = weights(model.params, cfg, cells)
     cached = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * context * rows
     attention = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim * (context + window) * cells
     size = model.params["embed"].dtype.itemsize
@@ -55,13 +51,13 @@ def step_parts(
     window = blocks * block_size
     cells = rows * window
     size = model.params["embed"].dtype.itemsize
-    read, used = _weights(model.params, cfg, cells)
+    read, used = weights(model.params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
     experts_read = experts_used = 0.0
     widths = [cfg.ffn_size] * cfg.num_layers
     if isinstance(cfg, MoEConfig):
         experts = [layer for layer in model.params["layers"] if "router" in layer]
-        experts_read, experts_used = _weights([_experts(layer) for layer in experts], cfg, cells)
+        experts_read, experts_used = weights([_experts(layer) for layer in experts], cfg, cells)
         moe_width = cfg.experts_per_token * cfg.expert_size + cfg.shared_size
         widths = [moe_width if moe else cfg.ffn_size for moe in cfg.moe_layers]
     heads = cfg.num_layers * cfg.head_dim
@@ -91,20 +87,3 @@ def parts_ms(parts: dict[str, tuple[float, float]], device_kind: str) -> dict[st
         return None
     bandwidth, rate = RATES[device_kind]
     return {name: 1e3 * max(b / bandwidth, ops / rate) for name, (b, ops) in parts.items()}
-
-
-def _weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
-    """Weights that a step of so many cells reads, and those that one cell is multiplied with."""
-    read = used = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path[-1].key
-        if name == "embed" and not cfg.tie_embeddings:
-            continue
-        if isinstance(cfg, MoEConfig) and name.startswith("experts"):
-            share = cfg.experts_per_token / cfg.num_experts
-            read += leaf.size * (1 - (1 - share) ** cells)
-            used += leaf.size * share
-        else:
-            read += leaf.size
-            used += leaf.size
-    return read, used
