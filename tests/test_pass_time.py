@@ -61,7 +61,8 @@ def pairs() -> dict[str, Any]:
         "small on a cpu": (built_in("float32"), 352, "cpu"),
     }
 
-    def costs_of(target: Model, draft: Model, context: int, platform: str) -> Any:
+    def costs_of(pair: tuple[Model, Model], context: int, platform: str) -> Any:
+        target, draft = pair
         joined = jax.eval_shape(with_target, target, draft)
         strategy = DFlash().bind(draft.config)
         assert strategy.choices == WIDTHS
@@ -69,7 +70,7 @@ def pairs() -> dict[str, Any]:
             strategy, target, {"draft": joined}, slots, context, platform
         )
 
-    return {name: costs_of(*pair, context, kind) for name, (pair, context, kind) in told.items()}
+    return {name: costs_of(*one) for name, one in told.items()}
 
 
 def measured(name: str, slots: int) -> float:
