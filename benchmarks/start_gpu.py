@@ -5,13 +5,16 @@
 `first_token`: a process loads the model (random weights made on the device), compiles an engine of
 one bucket each for decoding and prefill, and takes one forward behind a prompt of 64 tokens; the
 seconds are those from before the process was started to the end of that forward. `cold` begins with
-an empty folder of compiled programs, `warm` is the same command again. `prefill`: the passes of a
+an empty folder of compiled programs, `warm` is the same command again. Each says where they went:
+`stages`, one behind another, and for every program the seconds of its tracing, lowering, and
+compiling or reading from the folder, which threads do at the same time. `prefill`: the passes of a
 prompt of `--prompt` tokens through the engine's compiled program, back to back, at their positions;
 its share of the peak counts two operations a weight of the layers and token, and attention's. Each
 in its own process.
 """
 
 import argparse
+import collections
 import json
 import os
 import subprocess
@@ -20,27 +23,96 @@ import tempfile
 import time
 from pathlib import Path
 
+BEGAN = time.time()  # of this process, as far as a script can know
 FIRST_MODEL, PREFILL_MODEL = "random:JetLM/SDAR-1.7B-Chat", "random:JetLM/SDAR-8B-Chat"
 BARS = {"cold_s": 60.0, "warm_s": 10.0, "share_of_peak": 0.5}
 SHORT = 64
 
 
-def first_token(name):
+# What JAX tells of a program, in seconds; "load" is compiling where the folder does not hold it.
+EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace_s",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
+    "/jax/core/compile/backend_compile_duration": "load_s",
+}
+FROM_FOLDER = "/jax/compilation_cache/cache_hits"
+
+
+class Clock:
+    """Stages of this process, and what each program took.
+
+    Args:
+        began: When the process was started, by the clock on the wall; None: as this module was.
+    """
+
+    def __init__(self, began=None):
+        self.last = BEGAN if began is None else began
+        self.stages = {}
+        self.programs = collections.defaultdict(
+            lambda: dict.fromkeys(("count", *EVENTS.values()), 0)
+        )
+        self.num_from_folder = 0
+        self.end("interpreter_s")
+
+    def end(self, stage):
+        """What was done since the last stage ended."""
+        now = time.time()
+        self.stages[stage], self.last = now - self.last, now
+
+    def listen(self):
+        """Hear of programs; JAX has no way to stop it but to clear all listeners."""
+        import jax.monitoring
+
+        jax.monitoring.register_event_duration_secs_listener(self._took)
+        jax.monitoring.register_event_listener(self._happened)
+
+    def _took(self, event, seconds, **facts):
+        if event in EVENTS:
+            name = str(facts.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
+            self.programs[name][EVENTS[event]] += seconds
+            self.programs[name]["count"] += EVENTS[event] == "load_s"
+
+    def _happened(self, event, **_):
+        self.num_from_folder += event == FROM_FOLDER
+
+    def told(self):
+        """All of it, the programs that took longest first."""
+        rows = [{"program": name, **row} for name, row in self.programs.items() if row["count"]]
+        return {
+            "stages": self.stages,
+            "num_programs": sum(row["count"] for row in rows),
+            "num_from_folder": self.num_from_folder,
+            "programs": sorted(rows, key=lambda row: -sum(row[key] for key in EVENTS.values())),
+        }
+
+
+def first_token(name, began=None):
     """Everything up to the first token, in this process; when it came, by the clock on the wall."""
+    clock = Clock(began)
+    import jax
+
     import dllm_jax as dj
     from dllm_jax.compile_cache import enable_compile_cache
 
+    load, make_llm = dj.load, dj.LLM  # found, and with them all that they need
+    clock.listen()
+    clock.end("imports_s")
     enable_compile_cache()
-    model = dj.load(name)
+    jax.devices()
+    clock.end("device_s")
+    model = jax.block_until_ready(load(name))
+    clock.end("weights_s")
     sizes = {"max_num_seqs": 1, "max_model_len": 4 * SHORT, "slot_buckets": (1,)}
     sizes |= {"page_buckets": (5,), "prefill_buckets": (SHORT,), "num_pages": 10}
-    llm = dj.LLM(model, calibrate=False, progress=False, config=dj.EngineConfig(**sizes))
+    llm = make_llm(model, calibrate=False, progress=False, config=dj.EngineConfig(**sizes))
+    clock.end("engine_s")
+    clock.stages["engine_programs_s"] = llm.engine.device.compile_s  # of it, until they were there
     params = dj.SamplingParams(max_tokens=SHORT, max_nfe=1, ignore_eos=True)
     (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
-    came = time.time()
+    clock.end("first_forward_s")
     if output.error is not None or output.metrics.nfe != 1:
         raise ValueError(f"no first forward: {output}")
-    return {"came": came, "settled": len(output.outputs[0].token_ids)}
+    return {"came": clock.last, "settled": len(output.outputs[0].token_ids), **clock.told()}
 
 
 def prefill(name, prompt, size):
@@ -92,7 +164,7 @@ def in_own_process(words, cache):
     """What this script prints as JSON with other words, and when it was started."""
     began = time.time()
     done = subprocess.run(
-        [sys.executable, __file__, *words],
+        [sys.executable, __file__, *words, "--began", repr(began)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -101,32 +173,67 @@ def in_own_process(words, cache):
     return json.loads(done.stdout.splitlines()[-1]), began
 
 
+def table(told):
+    """Seconds of the stages, one column a start, and of the programs that took longest."""
+    starts = {name: told[name] for name in ("cold", "warm") if name in told}
+    lines = [f"{'seconds':28s}" + "".join(f"{name:>8s}" for name in starts)]
+
+    def line(name, values):
+        lines.append(f"{name:28s}" + "".join(f"{value:8.2f}" for value in values))
+
+    for stage in next(iter(starts.values()))["stages"]:
+        shown = "  of it programs" if stage == "engine_programs_s" else stage.removesuffix("_s")
+        line(shown, (one["stages"][stage] for one in starts.values()))
+    line("first token", (told[f"{name}_s"] for name in starts))
+    for key in EVENTS.values():
+        line(
+            f"all threads: {key.removesuffix('_s')}",
+            (sum(row[key] for row in one["programs"]) for one in starts.values()),
+        )
+    for name, one in starts.items():
+        few = "; ".join(
+            f"{row['program']} {row['trace_s']:.2f} + {row['lower_s']:.2f} + {row['load_s']:.2f}"
+            for row in one["programs"][:6]
+        )
+        lines.append(
+            f"{name}: {one['num_programs']} programs, {one['num_from_folder']} of them from the "
+            f"folder; trace + lower + load: {few}"
+        )
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="of both (default: SDAR-1.7B's and SDAR-8B's shapes)")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--pass-tokens", type=int, default=1024)
+    parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--out")
     parser.add_argument("--one", choices=("first_token", "prefill"), help="in this process")
+    parser.add_argument("--began", type=float, help="when it was started (time.time())")
     args = parser.parse_args()
     if args.prompt % args.pass_tokens:
         parser.error(f"--prompt {args.prompt} must be whole passes of {args.pass_tokens} tokens")
     if args.one == "first_token":
-        print(json.dumps(first_token(args.model or FIRST_MODEL)))
+        told = first_token(args.model or FIRST_MODEL, args.began)
+        print(json.dumps({"commit": args.commit} | told))
         return
     if args.one == "prefill":
         print(json.dumps(prefill(args.model or PREFILL_MODEL, args.prompt, args.pass_tokens)))
         return
-    report = {"command": "benchmarks/start_gpu.py", "bars": BARS}
+    report = {"command": "benchmarks/start_gpu.py", "commit": args.commit, "bars": BARS}
     same = ["--prompt", str(args.prompt), "--pass-tokens", str(args.pass_tokens)]
     same += ["--model", args.model] if args.model else []
     with tempfile.TemporaryDirectory() as cache:
-        report["first_token"] = {"model": args.model or FIRST_MODEL}
-        for name in ("cold_s", "warm_s"):
+        first = report["first_token"] = {"model": args.model or FIRST_MODEL}
+        for name in ("cold", "warm"):
             told, began = in_own_process(["--one", "first_token", *same], cache)
-            report["first_token"] |= {name: told["came"] - began, "settled": told["settled"]}
-            print(f"first token, {name} {told['came'] - began:.1f} (bar {BARS[name]})", flush=True)
+            seconds = told.pop("came") - began
+            first |= {f"{name}_s": seconds, "settled": told.pop("settled"), name: told}
+            bar = BARS[f"{name}_s"]
+            print(f"first token, {name}: {seconds:.1f} s (bar {bar:.0f})", flush=True)
             save(args.out, report)
+        print(table(first), flush=True)
         report["prefill"], _ = in_own_process(["--one", "prefill", *same], cache)
     print(report["prefill"], flush=True)
     save(args.out, report)

@@ -118,6 +118,7 @@ ONE_PYTHON = {
         "scheduler",
         "sizing",
         "snapshot",
+        "start_gpu",
         "strategy_fuzz",
         "strategy_results",
         "text",
