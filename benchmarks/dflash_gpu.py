@@ -14,6 +14,9 @@ Sections:
             `dflash` where drafts are never right: at width 1, and choosing it by itself (steps
             after it has found out, one look again among them).
 `pair`      The built-in pair on held-out word problems: `dflash_pair.py`.
+`bars`      What the bars on time need and no more, in about two minutes: of `ar` and `qwen3_8b` one
+            request's loops but for two, and of `pair` the loop of `dj.generate` by batch. All of it
+            is compiled before any is timed.
 
 A step is timed in a loop on the device: a run of `--many` less one of `--few`, over the steps
 between. Each turn times all loops of a batch, beginning with another one; ratios are those of one
@@ -61,6 +64,9 @@ from strategies.dflash import DRAFT
 QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
 AR_BAR, DRAFT_BAR, ROUND_BAR, OFF_BAR = 1.05, 1.4, 1.4, 0.97
 TAUS = range(2, 9)
+SECTIONS = ("ar", "bars", "pair", "qwen3_8b")
+PLAIN = ("bare step", "bare step of 2 rows")
+BARS = ("ar step", "bare step", "round", "draft pass", "round of width 1", "round, adaptive")
 # Steps between which drafts of random weights are switched off, one look at whether they pay
 # by now included; before, some ten rounds are lost in finding out.
 SWITCHED_OFF = (24, 24 + drafting.PROBE_EVERY + 1)
@@ -258,6 +264,11 @@ class Loop:
         self.program = program.lower(*before, state, jnp.int32(1), *after).compile()
         self.compile_s = time.perf_counter() - began
 
+    @property
+    def costs(self):
+        """What its strategy chooses widths by."""
+        return self._before[1].costs.tolist()
+
     def run(self, steps):
         """Seconds of so many steps, and what they leave."""
         state = self.state
@@ -448,32 +459,58 @@ class Report:
             Path(self.path).write_text(text, encoding="utf-8")
 
 
-def steps(sections, args, report, until):
-    """The sections `ar` and `qwen3_8b`, which share models and programs."""
+def steps(sections, args, report, until, settle=lambda: None):
+    """The sections `ar`, `bars` and `qwen3_8b`, which share models and programs.
+
+    Args:
+        settle: Called before anything is timed: waits for what compiles elsewhere.
+    """
     began = time.perf_counter()
     model, draft = load_pair(args.smoke)
     report.put(model=model.source, draft=draft.source, load_s=time.perf_counter() - began)
     report.put(draft_cache=draft_cache(draft), acceptance=ACCEPTANCE)
-    plain = ["bare step", "bare step of 2 rows"]
-    groups = {}
-    for slots in args.slots:
-        mine = ["ar step"]
-        if "qwen3_8b" in sections:
-            mine += ["round", "draft pass", "verify pass"]
-        if "ar" in sections and slots in args.some_slots:
-            mine += plain
-        if "qwen3_8b" in sections and slots in args.some_slots:
-            mine += ["round of width 1", "round, adaptive"]
-        groups[model.source, slots] = model, draft, mine
+    groups = groups_of(sections, model, draft, args)
     if "ar" in sections and (tiny := dflash_pair.target_or_none(args)) is not None:
-        groups[tiny.source, 1] = tiny, None, ["ar step", *plain]
+        groups[tiny.source, 1] = tiny, None, ["ar step", *PLAIN]
     ready = compile_groups(groups, args, report, began, until)
+    settle()
     for (source, slots), loops in ready.items():
-        if time.perf_counter() > until:
+        if not loops or time.perf_counter() > until:
             report.late(f"{source}, {slots} slots: not timed")
             continue
         beside = groups[source, slots][1]
         time_group(loops, source, slots, beside, args, report, until)
+
+
+def groups_of(sections, model, draft, args):
+    """The models and the names of the loops of each model and number of slots."""
+    groups = {}
+    if sections & {"ar", "qwen3_8b"}:
+        for slots in args.slots:
+            mine = ["ar step"]
+            if "qwen3_8b" in sections:
+                mine += ["round", "draft pass", "verify pass"]
+            if "ar" in sections and slots in args.some_slots:
+                mine += PLAIN
+            if "qwen3_8b" in sections and slots in args.some_slots:
+                mine += ["round of width 1", "round, adaptive"]
+            groups[model.source, slots] = model, draft, mine
+    if "bars" in sections:
+        *_, mine = groups.get((model.source, 1), [()])
+        groups[model.source, 1] = model, draft, [*dict.fromkeys([*mine, *BARS])]
+    return groups
+
+
+def context_of(model, draft, args):
+    """Tokens in the cache: as many as are wanted, or leave room for the longest run."""
+    room = max(_steps_of(draft, args)[1], SWITCHED_OFF[1]) + 2
+    return min(args.context, model.config.max_position - room)
+
+
+def _steps_of(draft, args):
+    """Steps of a shorter and a longer run."""
+    # The pair's steps are short; its text has room for more of them.
+    return args.few, args.many if draft is not None else 8 * args.many
 
 
 def compile_groups(groups, args, report, began, until):
@@ -483,9 +520,8 @@ def compile_groups(groups, args, report, began, until):
     pool = ThreadPoolExecutor(args.threads)
     jobs = {}
     for group, (model, draft, names) in groups.items():
-        for name, make in loops_of(
-            model, draft, group[1], args.context, args.max_tokens, names
-        ).items():
+        context = context_of(model, draft, args)
+        for name, make in loops_of(model, draft, group[1], context, args.max_tokens, names).items():
             jobs[group, name] = pool.submit(make)
     for (group, name), job in jobs.items():
         try:
@@ -501,14 +537,12 @@ def compile_groups(groups, args, report, began, until):
 def time_group(loops, source, slots, draft, args, report, until):
     """Turns over the loops of one batch; rows, and what follows from them."""
     names, samples = list(loops), {name: [] for name in loops}
-    # The pair's steps are short; its text has room for more of them.
-    many = args.many if draft is not None else 8 * args.many
-    windows = dict.fromkeys(names, (args.few, many)) | {"round, adaptive": SWITCHED_OFF}
-    floors = {}
+    run, model = _steps_of(draft, args), loops[names[0]].model
+    windows = dict.fromkeys(names, run) | {"round, adaptive": SWITCHED_OFF}
+    context, floors = context_of(model, draft, args), {}
     if draft is not None:
-        model, kind = loops[names[0]].model, jax.devices()[0].device_kind
-        floors = floors_ms(model, draft, slots, args.context, kind)
-    of = {"model": source, "slots": slots, "context": args.context}
+        floors = floors_ms(model, draft, slots, context, jax.devices()[0].device_kind)
+    of = {"model": source, "slots": slots, "context": context}
     for loop in loops.values():
         loop.run(args.few)
     for turn in range(args.turns):
@@ -535,7 +569,7 @@ def time_group(loops, source, slots, draft, args, report, until):
     if "ar step" in loops:
         derived["ar_program"] = read_program(_as_bench(loops["ar step"]))
     if "bare step" in loops and "ar step" in loops:
-        derived["tokens_of_ar_as_bare"] = same_tokens(loops, many)
+        derived["tokens_of_ar_as_bare"] = same_tokens(loops, run[1])
     if "round" in loops:
         derived["round_program"] = read_program(_as_bench(loops["round"]))
     for name, loop in loops.items():
@@ -641,23 +675,27 @@ def main(argv=None):
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=512, help="more than any run writes")
     parser.add_argument("--threads", type=int, default=12, help="that compile")
-    parser.add_argument("--within", type=float, default=100.0, help="begin nothing after so many s")
+    parser.add_argument("--within", type=float, default=120.0, help="begin nothing after so many s")
     dflash_pair.add_arguments(parser)
     parser.add_argument("--commit")
     parser.add_argument("--out")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args(argv)
     sections = set(args.sections.split(","))
-    if unknown := sections - {"ar", "qwen3_8b", "pair"}:
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are ar, qwen3_8b, pair")
+    if unknown := sections - {*SECTIONS}:
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if args.smoke:
         args.context, args.turns, args.slots = 64, 2, args.slots[:1]
         dflash_pair.make_small(args)
     began = time.perf_counter()
     report = Report(args.out, command="benchmarks/dflash_gpu.py", **environment())
     report.put(commit=args.commit or report.told["commit"], context=args.context)
-    if sections & {"ar", "qwen3_8b"}:
-        steps(sections, args, report, began + args.within)
+    until = began + args.within
+    loops = dflash_pair.Loops(args, report, until) if "bars" in sections else None
+    if sections & {"ar", "bars", "qwen3_8b"}:
+        steps(sections, args, report, until, loops.settle if loops else lambda: None)
+    if loops:
+        loops.time()
     if "pair" in sections:
         dflash_pair.measure(args, report)
     report.put(wall_s=time.perf_counter() - began)

@@ -424,11 +424,56 @@ def stages(batches, names):
     return [{first: plain}, {first: [adaptive], **dict.fromkeys(rest, names)}]
 
 
+class Loops:
+    """Wall clock of the loop alone, of every setting and batch: compiled beside other work.
+
+    Compiling begins at once; `settle` waits for it, and nothing is timed before.
+    """
+
+    def __init__(self, args, report, until):
+        self._args, self._report, self._until = args, report, until
+        target, draft = load_pair(args, "auto")
+        self._work, settings = make_work(target, args.problems), settings_of(draft)
+        self._decoders = {name: Decoder(target, one, args.text) for name, one in settings.items()}
+        self._batches = (*args.batches, *args.last_batches)
+        kinds = {"target": target.source, "draft": draft.source}
+        report.put(pair=kinds | {"dtype": str(target.params["embed"].dtype)})
+        jobs = {
+            (batch, name): functools.partial(one.warm, self._work, batch)
+            for batch in self._batches
+            for name, one in self._decoders.items()
+        }
+        self._running, self._done = begun(jobs, args), None
+
+    def settle(self):
+        """Wait until all is compiled, or time is up."""
+        if self._done is None:
+            self._done = {*gathered(self._running, "loop", self._report, self._until)}
+
+    def time(self):
+        """Rows of what was compiled, and the least speed-up of the width chosen by itself."""
+        self.settle()
+        for batch in self._batches:
+            mine = {n: one for n, one in self._decoders.items() if (batch, n) in self._done}
+            how = self._args, self._report, self._until
+            time_all(mine, loop_once, "loop", batch, self._work, *how)
+        verdict(self._report)
+
+
 def together(jobs, kind, args, report, until):
     """Run jobs that compile, by several threads: what those done in time returned, by name."""
-    began, done = time.perf_counter(), {}
+    return gathered(begun(jobs, args), kind, report, until)
+
+
+def begun(jobs, args):
+    """Jobs by several threads: those threads, when they began, and the jobs by name."""
     pool = ThreadPoolExecutor(args.threads)
-    running = {name: pool.submit(_timed, job) for name, job in jobs.items()}
+    return pool, time.perf_counter(), {name: pool.submit(_timed, j) for name, j in jobs.items()}
+
+
+def gathered(started, kind, report, until):
+    """What those of the jobs returned that are done in time, by name."""
+    (pool, began, running), done = started, {}
     for name, job in running.items():
         try:
             done[name], spent = job.result(timeout=max(0.0, until - time.perf_counter()))
@@ -436,7 +481,7 @@ def together(jobs, kind, args, report, until):
         except Exception as error:  # the others still count
             report.late(f"pair, {kind}, {name}: {type(error).__name__}: {error}"[:500])
     pool.shutdown(wait=False, cancel_futures=True)
-    told = {"kind": kind, "programs": len(jobs), "seconds": time.perf_counter() - began}
+    told = {"kind": kind, "programs": len(running), "seconds": time.perf_counter() - began}
     report.put(ready=[*report.told.get("ready", []), told])
     return done
 
