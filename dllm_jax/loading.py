@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
 
 import checkpoints_convert
 from checkpoints_convert import tokenizer_files
@@ -83,8 +84,11 @@ def _from_folder(
         warnings.warn(f"{source}: {note}", stacklevel=3)
     leaves, tree = jax.tree.flatten(params)
     del params  # so that each host leaf goes as soon as its copy is made
+    # A CPU would keep what it is given, a part of a file, as its own. `jnp.array` copies as well,
+    # by a program for every shape.
+    keeps = jax.default_backend() == "cpu"
     for i, leaf in enumerate(leaves):
-        leaves[i] = jax.block_until_ready(jnp.array(leaf))
+        leaves[i] = jax.block_until_ready(jax.device_put(np.array(leaf) if keeps else leaf))
     tokenizer = None
     if tokenizer_files.has_tokenizer(folder):
         tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
@@ -107,10 +111,9 @@ def _random(source: str, dtype: str) -> Model:
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
     leaves, tree = jax.tree.flatten_with_path(shapes)
-    key = jax.random.key(0, impl="rbg")  # compiles and draws many times faster than threefry
     return Model(
         params=jax.tree.unflatten(
-            tree, [_random_leaf(key, i, path, leaf) for i, (path, leaf) in enumerate(leaves)]
+            tree, [_random_leaf(i, path, leaf) for i, (path, leaf) in enumerate(leaves)]
         ),
         config=parsed.config,
         arch=arch,
@@ -119,17 +122,21 @@ def _random(source: str, dtype: str) -> Model:
     )
 
 
-def _random_leaf(key: jax.Array, index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    """One leaf, whole before the next is begun: memory for no more than that; norms are ones."""
+def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
+    """One leaf, whole before the next is begun: memory for no more than that; norms are ones.
+
+    A program for every shape that is drawn, and no other: each takes its time as a process starts.
+    """
     if is_norm(path):
-        return jnp.ones(leaf.shape, leaf.dtype)
-    return jax.block_until_ready(_draw(key, index, leaf.shape, leaf.dtype))
+        return jax.device_put(np.ones(leaf.shape, leaf.dtype))
+    return jax.block_until_ready(_draw(np.int32(index), leaf.shape, leaf.dtype))
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(key: jax.Array, index: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _draw(index: Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Normal numbers, in parts of the first axis: their bits and float32 form take memory too."""
-    key = jax.random.fold_in(key, index)
+    # This kind of key compiles and draws many times faster than threefry.
+    key = jax.random.fold_in(jax.random.key(0, impl="rbg"), index)
     parts = next(n for n in range(1, shape[0] + 1) if _is_enough(n, shape))
 
     def part(key: jax.Array) -> jax.Array:

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import monitoring
 
+import checkpoints_convert
 import dllm_jax as dj
 from checkpoints_convert import ConversionError, convert, export_hf
 from dllm_jax.loading import LoadError, _draw, load
@@ -218,6 +220,53 @@ def test_random_weights_are_random(small_published):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the programs that are compiled, or read from the folder of them."""
+    names = []
+    monkeypatch.setattr(monitoring, "_event_duration_secs_listeners", [])
+    monitoring.register_event_duration_secs_listener(
+        lambda event, _, **facts: names.extend(
+            [facts.get("fun_name")] if event.endswith("/backend_compile_duration") else []
+        )
+    )
+    return names
+
+
+def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compiled, small_published):
+    _draw.clear_cache()
+    params = load(small_published).params
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
+    assert len(compiled) == len(shapes)
+    assert all("_draw" in name for name in compiled)
+
+
+def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_read_into(
+    compiled, monkeypatch, folder
+):
+    given, read = [], checkpoints_convert.load_params
+
+    def aligned(leaf):
+        """As a CPU of JAX takes it without a copy."""
+        memory = np.zeros(leaf.nbytes + 64, np.uint8)
+        first = -memory.ctypes.data % 64
+        given.append(memory[first : first + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
+        given[-1][...] = leaf
+        return given[-1]
+
+    def load_params(*args, **kwargs):
+        params, report = read(*args, **kwargs)
+        return jax.tree.map(aligned, params), report
+
+    monkeypatch.setattr(checkpoints_convert, "load_params", load_params)
+    leaves = jax.tree.leaves(load(folder).params)
+    assert compiled == []
+    for leaf, was_given in zip(leaves, given, strict=True):
+        kept = was_given.copy()
+        was_given[...] = 7
+        np.testing.assert_array_equal(leaf, kept)
+
+
 def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):
     config = MoEConfig(
         **dataclasses.asdict(TINY) | {"num_layers": 1, "qkv_bias": True, "o_bias": True},
@@ -242,13 +291,12 @@ def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):
 
 def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
     monkeypatch.setattr("dllm_jax.loading._DRAW", 1000)
-    key = jax.random.key(0, impl="rbg")
     for shape in ((30, 20, 10), (7, 3000), (1, 5000)):  # 6 parts, a row each, no way to cut
-        leaf = _draw(key, 3, shape, jnp.dtype("bfloat16"))
+        leaf = _draw(np.int32(3), shape, jnp.dtype("bfloat16"))
         assert (leaf.shape, leaf.dtype) == (shape, jnp.bfloat16)
         assert len(np.unique(np.asarray(leaf, np.float32), axis=0)) == shape[0]
         assert 0.019 < float(jnp.std(leaf.astype(jnp.float32))) < 0.021
-    lowered = _draw.lower(key, 3, (30, 20, 10), jnp.dtype("bfloat16")).as_text()
+    lowered = _draw.lower(np.int32(3), (30, 20, 10), jnp.dtype("bfloat16")).as_text()
     assert "tensor<5x20x10xf32>" in lowered
     assert "tensor<30x20x10xf32>" not in lowered
 
