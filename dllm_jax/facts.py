@@ -22,7 +22,10 @@ PASS_KINDS: dict[str, PassKind] = {
 }
 
 HOLE = -1  # in the place of an id: a cell to be written
-WINDOWS_PER_CHUNK = 4  # bounds what a chunk brings to the host, and the pages it may need
+# What a chunk may bring to the host, which also bounds the pages it may need: so many windows, or,
+# where windows are narrow, so many tokens for each of its steps.
+WINDOWS_PER_CHUNK = 4
+TOKENS_PER_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,8 @@ class Facts:
     @functools.cached_property
     def most_new(self) -> int:
         """Tokens a chunk of several steps may emit a row: it ends before it could emit more."""
-        return min(WINDOWS_PER_CHUNK * self.window, self.max_model_len)
+        most = max(WINDOWS_PER_CHUNK * self.window, TOKENS_PER_STEP * self.max_steps_per_chunk)
+        return min(most, self.max_model_len)
 
     def prefill_len(self, prompt_len: int) -> int:
         """Tokens of a prompt that go to the cache before decoding."""

@@ -374,8 +374,8 @@ class Scheduler:
             samples: In order of rank.
 
         Returns:
-            The steps covered: 1 where the pool is short for more. Samples that lost their slot
-            are WAITING.
+            The steps covered: fewer, by halves, where the pool is short for more. Samples that
+            lost their slot are WAITING.
         """
         facts, pool = self.facts, self.pool
         ahead = {n: self._ahead(n, steps) for n in {s.in_flight for s in samples}}
@@ -386,7 +386,7 @@ class Scheduler:
         ]
         wanted = [(s, facts.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
         if sum(max(count, 0) for _, count in wanted) > pool.num_available and steps > 1:
-            return self.grow(samples, 1)
+            return self.grow(samples, steps // 2)
         for sample, count in wanted:
             while count > 0 and sample.stage == DECODE:
                 try:

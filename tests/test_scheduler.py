@@ -448,6 +448,14 @@ def test_growth_is_bounded_by_what_chunks_may_emit(host: SimpleNamespace) -> Non
         assert books.scheduler.reach(sample, steps) == 4 + ahead, (in_flight, steps)
 
 
+def test_a_narrow_window_ends_no_chunk_before_its_steps(host: SimpleNamespace) -> None:
+    """A token a step of plain decoding; drafts may bring two."""
+    facts = make_facts(host, window=2, block_size=2, max_steps_per_chunk=64, max_model_len=390)
+    assert facts.most_new == 128
+    assert make_facts(host, max_model_len=390).most_new == 4 * 8
+    assert make_facts(host, window=2, block_size=2, max_steps_per_chunk=64).most_new == 40
+
+
 def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=12)
     first, second = books.run([5] * 4), books.run([6] * 4)
@@ -455,6 +463,14 @@ def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
     assert books.scheduler.grow([first, second], 4) == 1
     assert [sample.num_preemptions for sample in (first, second)] == [0, 0]
     assert [len(sample.pages) for sample in (first, second)] == [3, 3]
+
+
+def test_half_the_steps_come_before_one(host: SimpleNamespace) -> None:
+    books = Books(host, num_pages=12)
+    first, second = books.run([5] * 4), books.run([6] * 4)
+    books.pool.take(books.pool.num_available - 9)  # two steps need 8 pages
+    assert books.scheduler.grow([first, second], 4) == 2
+    assert [len(sample.pages) for sample in (first, second)] == [5, 5]
 
 
 def test_the_worst_ranked_gives_way_and_only_it(host: SimpleNamespace) -> None:
