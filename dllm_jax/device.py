@@ -241,11 +241,11 @@ class Device:
 
         Dispatched with what follows: several at once are one program.
         """
-        if any(slot == pending for pending, _, _ in self._admitted):
-            self._flush()  # its first one left again: two rows of one program would be unordered
-        self._admitted.append((slot, placement, False))
-        if len(self._admitted) == self._admit_rows:
+        is_full = len(self._admitted) == self._admit_rows  # no sooner: `begin` may join the last
+        # Where a slot's first one left again, two rows of one program would be unordered.
+        if is_full or any(slot == pending for pending, _, _ in self._admitted):
             self._flush()
+        self._admitted.append((slot, placement, False))
 
     def _flush(self) -> None:
         if not self._admitted:

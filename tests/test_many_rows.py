@@ -65,6 +65,26 @@ def test_many_slots_have_the_tokens_of_few() -> None:
     assert {programs.decode, programs.decode_many} <= set(ran)  # one slot is not many
 
 
+def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
+    """Also where they fill a program that admits up: each dispatch costs milliseconds on a GPU."""
+    model, size = models.plain(), CONFIG.max_num_seqs
+    facts = sizing.make_facts(model, STRATEGY, {}, CONFIG)
+    made = Engine(Device(model, split_knobs(STRATEGY)[0], {}, facts))
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, models.MASK, 16).tolist() for _ in range(size)]
+    ran, call = [], made.device._call
+    made.device._call = lambda program, *rest: ran.append(program) or call(program, *rest)
+    for _ in range(2):
+        ran.clear()
+        for prompt in prompts:
+            made.add(Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=8)))
+        while made.has_work:
+            made.step()
+        made.device.wait()
+    assert ran[0] is programs.admit
+    assert set(ran[1:]) == {programs.decode}
+
+
 class Plan:
     """A scheduler as planning sees it: rows are numbers, each the columns it needs."""
 
