@@ -60,7 +60,7 @@ class Clock:
         self.stages[stage], self.last = now - self.last, now
 
     def listen(self):
-        """Hear of programs; JAX has no way to stop it but to clear all listeners."""
+        """Hear of programs, until all of it is told."""
         import jax.monitoring
 
         jax.monitoring.register_event_duration_secs_listener(self._took)
@@ -77,6 +77,10 @@ class Clock:
 
     def told(self):
         """All of it, the programs that took longest first."""
+        import jax.monitoring
+
+        jax.monitoring.unregister_event_duration_listener(self._took)
+        jax.monitoring.unregister_event_listener(self._happened)
         rows = [{"program": name, **row} for name, row in self.programs.items() if row["count"]]
         return {
             "stages": self.stages,

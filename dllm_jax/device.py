@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import copy
 import dataclasses
-import functools
 import operator
 import queue
 import threading
@@ -163,12 +162,12 @@ class Device:
 
     def shapes(self, num_pages: int | None = None) -> DecodeState:
         """Shapes of the state, with so many pages or as many as there are."""
-        sizes = {
-            "num_pages": num_pages or self.facts.num_pages,
-            "page_size": self.facts.page_size,
-            "knobs": self._knobs,
-        }
-        return jax.eval_shape(functools.partial(programs.new_state, **sizes), self._programs)
+        sizes = self._state_sizes() | ({"num_pages": num_pages} if num_pages else {})
+        return programs.make_state.eval_shape(self._programs, **sizes)
+
+    def _state_sizes(self) -> dict[str, Any]:
+        num_pages, page_size = self.facts.num_pages, self.facts.page_size
+        return {"num_pages": num_pages, "page_size": page_size, "knobs": self._knobs}
 
     def reset(self) -> None:
         """A state with every slot empty and a new pool, once what was dispatched is over."""
@@ -177,12 +176,10 @@ class Device:
 
     def _reset(self) -> None:
         self.state = self._lost = None  # the old pools go before new ones come
-        self.state = programs.make_state(
-            self._programs,
-            num_pages=self.facts.num_pages,
-            page_size=self.facts.page_size,
-            knobs=self._knobs,
-        )
+        self.state = programs.make_state(self._programs, **self._state_sizes())
+
+    def _compile_reset(self) -> None:
+        programs.make_state.lower(self._programs, **self._state_sizes()).compile()
 
     def _submit(self, task: Callable[..., Any], *args: Any) -> Future:
         future: Future = Future()
@@ -440,6 +437,8 @@ class Device:
         """
         work = warming.every_program(self.facts, self._layout.size)
         began = time.perf_counter()
+        if self.state is None:  # by the worker, which has nothing else to do
+            self._submit(self._compile_reset)
         temp_bytes = self.compile_ahead(work, progress)
         self.compile_s += time.perf_counter() - began
         if self.memory is not None:

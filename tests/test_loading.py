@@ -12,10 +12,10 @@ import sys
 import types
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import monitoring
 
 import checkpoints_convert
 import dllm_jax as dj
@@ -221,16 +221,17 @@ def test_random_weights_are_random(small_published):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """Names of the programs that are compiled, or read from the folder of them."""
     names = []
-    monkeypatch.setattr(monitoring, "_event_duration_secs_listeners", [])
-    monitoring.register_event_duration_secs_listener(
-        lambda event, _, **facts: names.extend(
-            [facts.get("fun_name")] if event.endswith("/backend_compile_duration") else []
-        )
-    )
-    return names
+
+    def listen(event, duration, **facts):
+        if event.endswith("/backend_compile_duration"):
+            names.append(facts.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compiled, small_published):

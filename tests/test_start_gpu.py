@@ -7,21 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from jax._src import monitoring
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import start_gpu
 
 
-@pytest.fixture
-def _unheard(monkeypatch):
-    """JAX has the listeners it had before."""
-    for name in ("_event_duration_secs_listeners", "_event_listeners"):
-        monkeypatch.setattr(monitoring, name, [*getattr(monitoring, name)])
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_unheard")
 def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     began = time.time() - 1.0
     told = start_gpu.first_token("builtin:tiny-sdar", began)

@@ -8,8 +8,10 @@ the budget ends it), and on the real one (positive, and neither slots, pool nor 
 """
 
 import dataclasses
+import gc
 import io
 import time
+import types
 
 import jax
 import jax.monitoring
@@ -112,6 +114,56 @@ def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     assert compiled, "the listener hears"
 
 
+def test_the_states_program_is_there_before_its_memory_is_taken(compiled, monkeypatch):
+    made = device(max_model_len=44, slot_buckets=(3,))  # sizes no other test has
+    seen, take = [], made._reset
+    monkeypatch.setattr(made, "_reset", lambda: (seen.extend(compiled), take()))
+    compiled.clear()
+    made.warm_up()
+    assert sum("new_state" in name for name in seen) == 1
+    assert compiled[len(seen) :] == [], "compiled beside the others, not behind them"
+
+
+class Python:
+    """A device whose programs are lowered and compiled in no time, and who is at it."""
+
+    def __init__(self):
+        self.lowering, self.compiling, self.log = 0, 0, []
+
+    def lower(self, run):
+        self.lowering += 1
+        self.log.append((self.lowering, self.compiling))
+        time.sleep(0.01)
+        self.lowering -= 1
+        return self
+
+    def compile(self):
+        self.compiling += 1
+        time.sleep(0.1)
+        self.compiling -= 1
+        return self
+
+    def memory_analysis(self):
+        return None
+
+
+def test_programs_are_lowered_one_by_one_while_those_before_are_compiled(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    python = Python()
+    work = [warming.Work(str(i), lambda device: None) for i in range(4)]
+    warming.compile_ahead(python, work)
+    assert [lowering for lowering, _ in python.log] == [1] * 4
+    assert max(compiling for _, compiling in python.log) >= 2
+
+
+def test_the_collector_leaves_what_was_there_alone_while_programs_are_lowered():
+    counts = []
+    made = types.SimpleNamespace(lower=lambda run: counts.append(gc.get_freeze_count()))
+    warming.compile_ahead(made, [warming.Work("one", lambda device: None)])
+    assert counts[0] > 10_000
+    assert gc.get_freeze_count() == 0
+
+
 def test_every_size_of_every_program_is_listed_once_largest_first():
     work = warming.every_program(facts(), 5)
     names = [one.name for one in work]
@@ -163,7 +215,7 @@ def test_temporaries_do_not_depend_on_the_pool():
 def test_a_progress_that_is_interrupted_ends_the_compiling(monkeypatch):
     began = []
 
-    def compiled_bytes(device, one):
+    def compiled_bytes(device, one, in_python):
         began.append(one)
         time.sleep(0.02)
         return 1
