@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -63,7 +64,7 @@ class ModelForward:
         state: DecodeState,
         *,
         inputs: Inputs | None = None,
-        live: Bool[Array, "B K S"] | None = None,
+        live: Bool[Array, "B K S"] | np.ndarray | None = None,
         visible: Bool[Array, "B K K"] | None = None,
         causal: bool | Bool[Array, " B"] = False,
         context_len: Int[Array, " B"] | None = None,
@@ -81,18 +82,18 @@ class ModelForward:
         buffer, arch = state.buffer, self.model.arch
         B, K, S = buffer.tokens.shape
         live = blocks.live_cells(state) if live is None else live
-        edges = _live_edges(live.reshape(B, K * S))
+        edges = _live_edges(jnp.asarray(live).reshape(B, K * S))
         cell = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32), (B, K * S))
+        first: Array | int = 0
         if width is not None:
             # Past the narrowed rows nothing is fresh, what is cached there stays visible; rows
             # past the window's end belong to no cell.
+            first, live = _narrowed_cells(live, width)
             edges = edges.at[:, 1].min(edges[:, 0] + width)
-            live = live & _between(cell, edges).reshape(B, K, S)
             cell = edges[:, :1] + jnp.arange(width, dtype=jnp.int32)[None]
-        narrow = None if width is None else cell
         positions = buffer.start[:, None] + cell
         if isinstance(inputs, Taps):
-            return self._tapped(state, inputs, positions, live, narrow)
+            return self._tapped(state, inputs, positions, live, first)
         mask = WindowMask(
             cell=cell,
             start=buffer.start,
@@ -122,7 +123,7 @@ class ModelForward:
                 implementation=self._implementation,
             )
 
-        x = _narrowed(self._embed_inputs(state, inputs), narrow)
+        x = _narrowed(self._embed_inputs(state, inputs), first, cell.shape[1])
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
         mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
@@ -134,7 +135,7 @@ class ModelForward:
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )
-        return _window_output(self, state, tuple(fresh), live, rows, taps, narrow)
+        return _window_output(self, state, tuple(fresh), live, rows, taps, first)
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Embedding rows of ids."""
@@ -226,29 +227,56 @@ class ModelForward:
         state: DecodeState,
         taps: Taps,
         positions: Int[Array, "B T"],
-        live: Bool[Array, "B K S"],
-        narrow: Int[Array, "B T"] | None,
+        live: Bool[Array, "B K S"] | np.ndarray,
+        first: Int[Array, " B"] | int,
     ) -> "WindowOutput":
         arch, B = self.model.arch, positions.shape[0]
         if arch.context_kv is None:
             raise ValueError(f"model {self.pool!r} takes no tapped features; give it token inputs")
-        vectors = _narrowed(taps.vectors.reshape(B, -1, taps.vectors.shape[-1]), narrow)
+        vectors = taps.vectors.reshape(B, -1, taps.vectors.shape[-1])
+        vectors = _narrowed(vectors, first, positions.shape[1])
         fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
-        return _window_output(self, state, tuple(fresh), live, vectors, (), narrow)
+        return _window_output(self, state, tuple(fresh), live, vectors, (), first)
 
 
-def _narrowed(rows: Float[Array, "B W D"], cell: Int[Array, "B T"] | None) -> Array:
-    """The rows of the cells of a narrow pass; any row for those past the window."""
-    if cell is None:
-        return rows
-    return jnp.take_along_axis(rows, jnp.minimum(cell, rows.shape[1] - 1)[:, :, None], axis=1)
+def _narrowed_cells(
+    where: Bool[Array, "B K S"] | np.ndarray, width: int
+) -> tuple[Int[Array, " B"] | int, Bool[Array, "B K S"] | np.ndarray]:
+    """The first of the cells `where`, and those of them that are less than `width` behind it.
+
+    Where it is known while tracing, and alike in all rows, both are NumPy's: what is narrow is then
+    a slice, and what is made window-shaped of it a pad, which cost nothing one behind the other.
+    """
+    flat = where.reshape(len(where), -1)
+    cell = np.arange(flat.shape[1], dtype=np.int32)[None]
+    if isinstance(flat, np.ndarray) and (flat == flat[:1]).all() and flat[0].sum() >= width:
+        start = int(flat[0].argmax())
+        return start, (flat & (cell < start + width)).reshape(where.shape)
+    first = jnp.argmax(flat, axis=1).astype(jnp.int32)
+    return first, (flat & (cell < first[:, None] + width)).reshape(where.shape)
 
 
-def _widened(rows: Array, first: Int[Array, " B"], size: int) -> Array:
+def _narrowed(rows: Float[Array, "B W ..."], first: Int[Array, " B"] | int, width: int) -> Array:
+    """The rows of so many cells from `first` on; any row for those past the window."""
+    if isinstance(first, int):
+        return rows if width == rows.shape[1] else rows[:, first : first + width]
+    cell = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    cell = jnp.minimum(cell, rows.shape[1] - 1)
+    if rows.ndim == 2:  # keys, say
+        return rows[jnp.arange(len(rows))[:, None], cell]
+    return jnp.take_along_axis(rows, cell[:, :, None], axis=1)
+
+
+def _widened(rows: Array, first: Int[Array, " B"] | int, size: int) -> Array:
     """Rows [B T ...] of the cells from `first` on as [B size ...], zero elsewhere.
 
     A gather, which XLA computes with what it reads; a scatter is a kernel and a fill of its own.
     """
+    if isinstance(first, int):
+        behind = size - first - rows.shape[1]
+        if size == rows.shape[1]:
+            return rows
+        return jnp.pad(rows, ((0, 0), (first, behind), *((0, 0),) * (rows.ndim - 2)))
     place = jnp.arange(size, dtype=jnp.int32)[None] - first[:, None]
     place = place.reshape(*place.shape, *(1,) * (rows.ndim - 2))
     held = (place >= 0) & (place < rows.shape[1])
@@ -260,18 +288,14 @@ def _window_output(
     forward: ModelForward,
     state: DecodeState,
     fresh: tuple[tuple[Array, Array], ...],
-    live: Bool[Array, "B K S"],
+    live: Bool[Array, "B K S"] | np.ndarray,
     rows: Float[Array, "B T D"],
     taps: tuple[Float[Array, "B T D"], ...],
-    cell: Int[Array, "B T"] | None,
+    first: Int[Array, " B"] | int,
 ) -> "WindowOutput":
-    """Computed rows as rows of the window: those of a narrow pass go to their `cell`."""
+    """Computed rows as rows of the window: those of a narrow pass go to the cells from `first`."""
     B, K, S = live.shape
-
-    if cell is not None:
-        rows, taps, fresh = jax.tree.map(
-            lambda leaf: _widened(leaf, cell[:, 0], K * S), (rows, taps, fresh)
-        )
+    rows, taps, fresh = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), (rows, taps, fresh))
 
     def as_cells(leaf: Array) -> Array:
         return leaf.reshape(B, K, S, -1)
@@ -297,14 +321,14 @@ class WindowOutput(struct.PyTreeNode):
     hidden: Float[Array, "B K S D"]
     taps: tuple[Float[Array, "B K S D"], ...]
     fresh: tuple[tuple[Float[Array, "B W G H"], Float[Array, "B W G H"]], ...]
-    live: Bool[Array, "B K S"]
+    live: Bool[Array, "B K S"] | np.ndarray
     positions: Int[Array, "B K S"]
     boundary: Float[Array, "B D"]
     forward: ModelForward = struct.field(pytree_node=False)
 
     def predict(
         self,
-        where: Bool[Array, "B K S"] | None = None,
+        where: Bool[Array, "B K S"] | np.ndarray | None = None,
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
         confidence: Literal["drawn", "raw"] = "drawn",
@@ -317,17 +341,16 @@ class WindowOutput(struct.PyTreeNode):
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
         where = self._predicted() if where is None else where & self._predicted()
-        first = jnp.argmax(where.reshape(B, K * S), axis=1).astype(jnp.int32)
+        first: Array | int = 0
+        if width is not None:
+            first, where = _narrowed_cells(where, width)
         T = K * S if width is None else width
         sampling = greedy(B) if sampling is None else sampling
 
         def read(leaf: Array) -> Array:
             """Of a value a cell, those of the cells that are read out, one behind another."""
             flat = leaf.reshape(B, K * S, *leaf.shape[3:])
-            if width is not None:
-                cell = first[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-                flat = flat[jnp.arange(B)[:, None], jnp.minimum(cell, K * S - 1)]
-            return flat.reshape(B * T, *flat.shape[2:])
+            return _narrowed(flat, first, T).reshape(B * T, *flat.shape[2:])
 
         stats = read_stats(
             self.forward.unembed,
@@ -343,12 +366,8 @@ class WindowOutput(struct.PyTreeNode):
 
         def as_cells(leaf: Array) -> Array:
             rows = leaf.reshape(B, T, *leaf.shape[1:])
-            rows = rows if width is None else _widened(rows, first, K * S)
-            return rows.reshape(B, K, S, *leaf.shape[1:])
+            return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
 
-        if width is not None:
-            cell = jnp.arange(K * S, dtype=jnp.int32)[None] - first[:, None]
-            where &= (cell < width).reshape(B, K, S)
         stats = jax.tree.map(as_cells, stats)
         return stats.replace(
             token=jnp.where(where, stats.token, 0),
@@ -382,23 +401,32 @@ class WindowOutput(struct.PyTreeNode):
         XLA then has no reason to copy a pool to protect a reader. The same test keeps rows that
         are not finite out of the cache.
         """
-        sound = jnp.all(jnp.isfinite(self.hidden.astype(jnp.float32)), axis=-1)
-        running = (state.finish == RUNNING)[:, None, None]
-        wanted = where & self.live & running & sound
+        B, K, S = self.live.shape
+        span = slice(0, K * S)
+        if isinstance(self.live, np.ndarray) and self.live.any():  # known: no others are written
+            held = np.flatnonzero(self.live.reshape(B, -1).any(axis=0))
+            span = slice(int(held[0]), int(held[-1]) + 1)
+
+        def cells(leaf: Any) -> Array:
+            return leaf.reshape(B, K * S, *leaf.shape[3:])[:, span]
+
+        sound = jnp.all(jnp.isfinite(cells(self.hidden).astype(jnp.float32)), axis=-1)
+        running = state.finish == RUNNING
+        asked = cells(where & self.live)
         name = self.forward.pool
         pool = state.pools[name]
         num_pages, _, page_size, _ = pool[0][0].shape
-        B, K, S = wanted.shape
         slots = page_slots(
             state.page_table,
-            self.positions.reshape(B, -1),
-            wanted.reshape(B, -1),
+            cells(self.positions),
+            asked & running[:, None] & sound,
             num_pages,
             page_size,
         )
-        lost = jnp.any(where & self.live & ~sound, axis=(1, 2)) & (state.finish == RUNNING)
+        lost = jnp.any(asked & ~sound, axis=1) & running
+        fresh = jax.tree.map(lambda leaf: leaf[:, span], self.fresh)
         state = state.replace(
-            pools={**state.pools, name: write_rows(pool, self.fresh, slots)},
+            pools={**state.pools, name: write_rows(pool, fresh, slots)},
             finish=jnp.where(lost, ERROR, state.finish),
         )
         if name == TARGET and state.boundary.shape[-1]:
@@ -419,13 +447,14 @@ class WindowOutput(struct.PyTreeNode):
         joined = jnp.concatenate([boundary[:, None].astype(rows.dtype), rows[:, :-1]], axis=1)
         return joined.reshape(B, K, S, -1)
 
-    def _predicted(self) -> Bool[Array, "B K S"]:
+    def _predicted(self) -> Bool[Array, "B K S"] | np.ndarray:
         """Cells some row speaks about."""
         if not self.forward.model.config.shift:
             return self.live
         B, K, S = self.live.shape
         flat = self.live.reshape(B, K * S)
-        left = jnp.concatenate([jnp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
+        xp = np if isinstance(flat, np.ndarray) else jnp
+        left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
 
     def _forbidden(self, ids: Array, more: Array | None) -> Array:

@@ -155,9 +155,11 @@ class DFlash(struct.PyTreeNode):
             out, context, truth, right = jax.lax.switch(choice, rounds, state)
         buffer = state.buffer
         cell = jnp.arange(self.block_size, dtype=jnp.int32)[None, None]
-        ends = drafting.run_end(state, jnp.where(cell == 0, buffer.tokens, truth)[:, 0])
-        room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
-        count = jnp.clip(room, 1, 1 + right)  # what may be emitted
+        count = jnp.ones_like(right)  # what may be emitted
+        if widths != (1,):
+            ends = drafting.run_end(state, jnp.where(cell == 0, buffer.tokens, truth)[:, 0])
+            room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
+            count = jnp.clip(room, 1, 1 + right)
         kept = cell < count[:, None, None]
         state = context.store(out.store(state, kept), kept)
         state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
@@ -175,7 +177,8 @@ class DFlash(struct.PyTreeNode):
         """
         tokens, draft = state.buffer.tokens, forward.aux[DRAFT]
         size = self.block_size - 1
-        cell = jnp.broadcast_to(jnp.arange(size + 1, dtype=jnp.int32), tokens.shape)
+        # Known while tracing, so that what is narrow is cut out and not gathered.
+        cell = np.broadcast_to(np.arange(size + 1, dtype=np.int32), tokens.shape)
         live, block, drafted, how = cell < width, tokens, None, {}
         if self.acceptance == "rejection":
             how = {"sampling": state.sampling, "keys": random.position_keys(state, _DRAFTS)}
@@ -198,6 +201,8 @@ class DFlash(struct.PyTreeNode):
             return out, context, truth, right
         keys = random.position_keys(state)
         truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
+        if width == 1:
+            return out, context, truth, jnp.zeros_like(state.finish)
         is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
         right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
         return out, context, truth, right.astype(jnp.int32)

@@ -29,7 +29,7 @@ FIRST_CHANCE = 0.85
 GAIN = 0.25  # weight of the last round
 # Rounds without drafts, after which a round looks whether they would be right now; and the share of
 # those rounds' cost that it may take, so that looking never costs what can be noticed.
-PROBE_EVERY, PROBE_SHARE = 64, 0.005
+PROBE_EVERY, PROBE_SHARE = 128, 0.005
 
 
 def no_counts(size: int) -> dict[str, Array]:
@@ -72,6 +72,12 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
     """
     slot, lasting = state.carry.slot, state.carry.lasting
     tokens, filled = state.buffer.tokens[:, 0], state.buffer.filled[:, 0]
+    if isinstance(width, int) and width == 1:  # what is left of all below
+        run = jnp.where(tokens[:, 1] == tokens[:, 0], slot[RUN] + 1, 1)
+        if lasting:
+            lasting = lasting | {IDLE: lasting[IDLE] + 1}
+        slot = slot | {RUN: run}
+        return state.replace(carry=state.carry.replace(slot=slot, lasting=lasting))
     last = jnp.sum(filled, axis=1, dtype=jnp.int32) - 1
     ends = run_end(state, tokens)
     room = jnp.where(ends <= last, jnp.minimum(_room(state), ends), _room(state))
@@ -141,18 +147,24 @@ def choose_width(
     """
     lasting, buffer = state.carry.lasting, state.buffer
     running = state.finish == RUNNING
-    size = lasting[CHANCE].shape[1]
-    before = jnp.tril(jnp.ones((size, size), bool))  # no scan: so few places are one reduction
-    reached = jnp.prod(jnp.where(before[None], lasting[CHANCE][:, None, :], 1.0), axis=2)
-    places = jnp.arange(1, size + 1, dtype=jnp.int32)
-    useful = running[:, None] & (places[None] < (buffer.limit - buffer.start - 1)[:, None])
-    gained = jnp.sum(jnp.where(useful, reached, 0.0), axis=0)  # [places] drafts taken, all rows
-    sizes = jnp.asarray(widths, jnp.int32)
-    drafts = jnp.sum(jnp.where(places[None] < sizes[:, None], gained[None], 0.0), axis=1)
-    best = jnp.argmax((jnp.sum(running, dtype=jnp.float32) + drafts) / costs).astype(jnp.int32)
+    room = buffer.limit - buffer.start - 1
+    reached = running.astype(jnp.float32)
+    tokens, sums = reached, {1: jnp.sum(reached)}  # of each row, of all rows by width
+    # Place by place: on a GPU products and sums along so short an axis are a launch each, and this
+    # is in every step.
+    for place in range(1, widths[-1]):
+        reached = jnp.where(place < room, reached * lasting[CHANCE][:, place - 1], 0.0)
+        tokens = tokens + reached
+        sums[place + 1] = jnp.sum(tokens)
+    best, most = jnp.int32(0), sums[widths[0]] / costs[0]
+    for i, width in enumerate(widths[1:], 1):
+        is_better = sums[width] / costs[i] > most
+        best = jnp.where(is_better, i, best)
+        most = jnp.where(is_better, sums[width] / costs[i], most)
     if widths[0] > 1:
         return best
-    could_pay = jnp.any(sizes[1:].astype(jnp.float32) / costs[1:] > 1.0 / costs[0])
+    sizes = jnp.asarray(widths[1:], jnp.float32)
+    could_pay = jnp.any(sizes / costs[1:] > 1.0 / costs[0])
     rounds = jnp.maximum(PROBE_EVERY, (costs[1] / costs[0] - 1.0) / PROBE_SHARE)
     is_due = jnp.any(running & (lasting[IDLE].astype(jnp.float32) >= rounds))
     return jnp.where((best == 0) & is_due & could_pay, 1, best)

@@ -256,7 +256,7 @@ class ForwardOutput(Protocol):
 
     def predict(
         self,
-        where: Bool[Array, "B K S"] | None = None,
+        where: Bool[Array, "B K S"] | np.ndarray | None = None,
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
         confidence: Literal["drawn", "raw"] = "drawn",
@@ -317,7 +317,7 @@ class Forward(Protocol):
         state: DecodeState,
         *,
         inputs: Inputs | None = None,
-        live: Bool[Array, "B K S"] | None = None,
+        live: Bool[Array, "B K S"] | np.ndarray | None = None,
         visible: Bool[Array, "B K K"] | None = None,
         causal: bool | Bool[Array, " B"] = False,
         context_len: Int[Array, " B"] | None = None,
@@ -330,7 +330,8 @@ class Forward(Protocol):
         Args:
             inputs: Default: the tokens of the window, holes shown as the mask.
             live: Cells that are queries and fresh keys, one contiguous range a row (default:
-                cells of blocks that are not DUMMY).
+                cells of blocks that are not DUMMY). Of a NumPy array, alike in all rows, it is
+                known while tracing which rows a narrow pass computes and stores: fewer operations.
             visible: Which block sees which (default: itself and those before it).
             causal: Token order as well.
             context_len: Cached prefix seen (default `start`); where a position is both cached

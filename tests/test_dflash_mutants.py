@@ -15,7 +15,13 @@ from tests.oracles.dflash_mutants import MUTANTS
 from tests.oracles.mutants import Mutant
 from tests.test_dflash import LAYERS, check_batches, check_guesses
 from tests.test_dflash_rejection import FAR, check_drawn, check_enumeration, check_texts
-from tests.test_dflash_widths import check_choice, check_learning, check_runs, check_wandering
+from tests.test_dflash_widths import (
+    check_choice,
+    check_learning,
+    check_runs,
+    check_single,
+    check_wandering,
+)
 
 pytestmark = pytest.mark.slow  # it tests tests, which change seldom, and compiles each mutant
 
@@ -50,6 +56,7 @@ CORPORA: dict[str, Callable[[Any, Any], Any]] = {
     "network": lambda dflash, _: check_chance(check_texts(dflash.DFlash)),
     "learning": lambda _, drafting: check_learning(drafting),
     "runs": lambda _, drafting: check_runs(drafting),
+    "single": lambda _, drafting: check_single(drafting),
     "choice": lambda _, drafting: check_choice(drafting),
 }
 

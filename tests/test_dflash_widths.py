@@ -220,7 +220,7 @@ def check_choice(of: Any = drafting) -> None:
             draft_widths.Row(
                 4,
                 int(rng.integers(1, 7)),
-                int(rng.choice([rng.integers(0, 70), rng.integers(60, 700)])),
+                int(rng.choice([rng.integers(0, 140), rng.integers(120, 700)])),
                 (rng.random(4) ** rng.choice([0.2, 1, 5])).tolist(),
             )
             for _ in range(3)
@@ -290,12 +290,35 @@ def test_a_run_ends_a_round_where_single_tokens_end_there() -> None:
     check_runs()
 
 
+def check_single(of: Any = drafting) -> None:
+    """A step that is known to have no drafts counts as one of width 1 does."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        state = state_of([draft_widths.Row(4, idle=int(rng.integers(0, 9))) for _ in range(6)])
+        tokens = jnp.asarray(rng.integers(1, 3, state.buffer.tokens.shape), jnp.int32)
+        filled = jnp.broadcast_to(jnp.arange(6) < 2, tokens.shape)
+        runs = {drafting.RUN: jnp.asarray(rng.integers(1, 4, 6), jnp.int32)}
+        carry = state.carry.replace(slot=state.carry.slot | runs)
+        state = state.replace(
+            carry=carry, buffer=state.buffer.replace(tokens=tokens, filled=filled)
+        )
+        right = jnp.zeros(6, jnp.int32)
+        general = _counted(drafting.count, state, right, 1)
+        single = of.count(state, right, 1)
+        for got, wanted in zip(*map(jax.tree.leaves, (single, general)), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_step_without_drafts_counts_as_one_of_width_1() -> None:
+    check_single()
+
+
 def test_rows_that_have_ended_do_not_count() -> None:
     good, bad = draft_widths.Row(4, chance=[0.9] * 4), draft_widths.Row(4, chance=[0.01] * 4)
     costs = (1.0, 1.2, 1.3, 1.4)
     assert chosen([good, bad], costs, finish=[EMPTY, RUNNING]) == 0
     assert chosen([good, bad], costs, finish=[RUNNING, EMPTY]) == 3
-    waits = draft_widths.Row(4, idle=64, chance=[0.01] * 4)
+    waits = draft_widths.Row(4, idle=128, chance=[0.01] * 4)
     assert chosen([waits, bad], costs, finish=[EMPTY, RUNNING]) == 0
     assert chosen([waits, bad], costs, finish=[RUNNING, EMPTY]) == 1
 
@@ -340,17 +363,17 @@ def test_right_drafts_are_all_judged_and_wrong_ones_soon_left() -> None:
 def test_drafting_is_taken_up_again_where_drafts_come_right() -> None:
     """By the lists: wrong for long, then right; the choice by lists is proved above."""
     row, costs, drafted = draft_widths.Row(4), (1.0, 1.2, 1.3, 1.4), []
-    for step in range(300):
+    for step in range(500):
         width = WIDTHS[draft_widths.choice([row], WIDTHS, costs)]
-        row.see(width - 1 if step >= 100 else 0, width)
+        row.see(width - 1 if step >= 200 else 0, width)
         drafted.append(width)
     off = drafted.index(1)
     assert 2 <= off <= 12
-    assert drafted[off : off + 64] == [1] * 64
-    assert drafted[off + 64] == 2, "a look"
-    assert drafted[off + 65 : off + 128] == [1] * 63
-    back = next(i for i in range(101, 300) if drafted[i] > 1)
-    assert back <= 165
+    assert drafted[off : off + 128] == [1] * 128
+    assert drafted[off + 128] == 2, "a look"
+    assert drafted[off + 129 : off + 256] == [1] * 127
+    back = next(i for i in range(201, 500) if drafted[i] > 1)
+    assert back <= 329
     assert drafted[-50:] == [5] * 50
 
 

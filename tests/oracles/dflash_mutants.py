@@ -3,8 +3,9 @@
 `corpus` says who notices: "rounds", random batches against the lists; "width", the same with fewer
 drafts judged than drawn; "wandering", the same with another width in each step; "guesses", a dense
 pass of the drafter; "cache", what the pools hold, and "cache_off" without drafts; "choice" and
-"learning", the lists' choice of a width. Of rejection: "enumerated", rounds of 3 ids; "drawn",
-rounds of 5 by chi-squared; "network", the law of texts likewise.
+"learning", the lists' choice of a width; "single", a step without drafts beside the general one.
+Of rejection: "enumerated", rounds of 3 ids; "drawn", rounds of 5 by chi-squared; "network", the law
+of texts likewise.
 """
 
 from tests.oracles.mutants import Mutant
@@ -121,25 +122,29 @@ MUTANTS = [
         ),
     ),
     *_broken(
+        "single",
+        "drafting.py",
+        counts_no_step_without_drafts=(
+            "lasting[IDLE] + 1}\n        slot",
+            "lasting[IDLE]}\n        slot",
+        ),
+        breaks_every_run=("slot[RUN] + 1, 1)", "1, 1)"),
+        goes_on_with_any_run=("slot[RUN] + 1, 1)", "slot[RUN] + 1, slot[RUN])"),
+    ),
+    *_broken(
         "choice",
         "drafting.py",
         takes_each_place_by_itself=(
-            "jnp.where(before[None], lasting[CHANCE][:, None, :], 1.0)",
-            "jnp.where(jnp.eye(size, dtype=bool)[None], lasting[CHANCE][:, None, :], 1.0)",
+            "reached * lasting[CHANCE][:, place - 1], 0.0)",
+            "lasting[CHANCE][:, place - 1], 0.0)",
         ),
-        counts_the_anchor_as_a_draft=(
-            "places[None] < sizes[:, None]",
-            "places[None] <= sizes[:, None]",
-        ),
-        overlooks_the_limit=(
-            "places[None] < (buffer.limit - buffer.start - 1)[:, None]",
-            "places[None] > 0",
-        ),
+        counts_the_anchor_as_a_draft=("sums[place + 1] = ", "sums[place] = sums[place + 1] = "),
+        overlooks_the_limit=("jnp.where(place < room, ", "jnp.where(0 < room, "),
         forgets_the_token_of_each_row=(
-            "(jnp.sum(running, dtype=jnp.float32) + drafts)",
-            "(drafts)",
+            "sums[place + 1] = jnp.sum(tokens)",
+            "sums[place + 1] = jnp.sum(tokens) - jnp.sum(running, dtype=jnp.float32)",
         ),
-        asks_not_what_it_costs=(" + drafts) / costs)", " + drafts))"),
+        asks_not_what_it_costs=("sums[width] / costs[i] > most", "sums[width] > most"),
         looks_in_vain=("(best == 0) & is_due & could_pay", "(best == 0) & is_due"),
         never_looks_again=("(best == 0) & is_due & could_pay", "(best == 0) & False"),
         looks_whatever_it_costs=(

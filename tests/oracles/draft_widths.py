@@ -7,7 +7,7 @@ for. Written from the note, not from the code.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-FIRST, GAIN, PROBE, SHARE = 0.85, 0.25, 64, 0.005
+FIRST, GAIN, PROBE, SHARE = 0.85, 0.25, 128, 0.005
 
 
 @dataclass
