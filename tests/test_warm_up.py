@@ -10,8 +10,11 @@ the budget ends it), and on the real one (positive, and neither slots, pool nor 
 import dataclasses
 import gc
 import io
+import subprocess
+import sys
 import time
 import types
+from pathlib import Path
 
 import jax
 import jax.monitoring
@@ -29,6 +32,8 @@ from dllm_jax.requests import Request, SamplingParams
 from strategies import AR, MultiBD, Needs
 from strategies.protocol import split_knobs
 from tests.contract import models, toys
+
+ROOT = Path(__file__).resolve().parent.parent
 
 STRATEGY = MultiBD(0.35, 0.25, 0.5, block_size=4, buffer_size=2)
 CONFIG = EngineConfig(
@@ -162,6 +167,33 @@ def test_the_collector_leaves_what_was_there_alone_while_programs_are_lowered():
     warming.compile_ahead(made, [warming.Work("one", lambda device: None)])
     assert counts[0] > 10_000
     assert gc.get_freeze_count() == 0
+
+
+SEARCHES = """
+import sys, types
+import jax, jax.numpy as jnp
+from dllm_jax import warming
+from pallas_kernels.layer import triton
+from tests.cross_lowering import H200
+
+searched, texts = [], []
+finder = types.SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
+sys.meta_path.insert(0, finder)
+row, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 64), (64,)))
+for prepare in (lambda: None, warming._name_triton):  # what MLIR has found it keeps
+    prepare()
+    searched.clear()
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(lambda *given: triton.add_rms_norm(*given, 1e-6)).trace(row, row, scale)
+        texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
+    print(searched.count("jaxlib.mlir.dialects.tt") > 10)
+print(texts[0] == texts[1], "__gpu$xla.gpu.triton" in texts[0])
+"""
+
+
+def test_what_kernels_are_made_of_is_not_searched_for_in_vain():
+    found = subprocess.check_output([sys.executable, "-c", SEARCHES], cwd=ROOT, text=True)
+    assert found.split() == ["True", "False", "True", "True"]
 
 
 def test_every_size_of_every_program_is_listed_once_largest_first():
