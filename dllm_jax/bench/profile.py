@@ -27,9 +27,10 @@ SOURCES = (
     ("dllm_jax/cache.py", "cache"),
 )
 LIBRARY_GEMM = re.compile(
-    r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|_split_matmul", re.IGNORECASE
+    r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|(split|gated)_matmul", re.IGNORECASE
 )
-LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|_attend|mosaic_gpu", re.IGNORECASE)
+LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|attend|attention", re.IGNORECASE)
+_OF_MOSAIC = "_mosaic_gpu"  # behind the name of a kernel, whose call has another
 COPY = re.compile(r"mem(cpy|set)|^copy|wrapped_copy|copy_fusion", re.IGNORECASE)
 _HOLDERS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
 _NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", *_HOLDERS)
@@ -232,6 +233,8 @@ def shares(
         # The name first: in a captured graph the operation may be that of the whole graph.
         name, operation = _plain(event.name), _plain(event.operation or "")
         kind = by_name.get(name) or by_name.get(operation) or by_stem.get(name)
+        if _OF_MOSAIC in name:
+            kind = _kind_by_name(name, num_layers, num_layers)
         if kind is None and not trace.on_gpu:
             continue  # what holds other operations, or is not the program's
         kind_of.setdefault(event.name, kind or "")

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import RopeScaling, rope_tables, swiglu
-from pallas_kernels.layer import LayerOps, add_rms_norm, rotate_qkv, split_matmul
+from pallas_kernels.layer import LayerOps, add_rms_norm, qkv_matmul, rotate_qkv, split_matmul
 from pallas_kernels.layer.reference import as_row, matmul, rms_norm
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
@@ -27,7 +27,13 @@ Attend = Callable[[int, Array, Array, Array], Array]
 FeedForward = Callable[[Any, Array], Array]
 
 # Every operation in plain XLA: for training, and for the truth.
-PLAIN = LayerOps(add_rms_norm="xla", split_matmul="xla", rotate_qkv="xla")
+PLAIN = LayerOps(
+    add_rms_norm="xla",
+    qkv_matmul="xla",
+    rotate_qkv="xla",
+    split_matmul="xla",
+    gated_matmul="xla",
+)
 
 INIT_STD = 0.02  # Qwen3's initializer_range
 
@@ -238,13 +244,14 @@ def _attention(
 ) -> Array:
     """The first half of a layer on normed rows; it may leave parts, as `split_matmul` does."""
     q, k, v = rotate_qkv(
-        matmul(x, layer["wqkv"]),
+        qkv_matmul(x, layer["wqkv"], implementation=ops.qkv_matmul),
         layer.get("bqkv"),
         layer.get("q_norm"),
         layer.get("k_norm"),
         cos,
         sin,
         cfg.norm_eps,
+        dtype=x.dtype,
         implementation=ops.rotate_qkv,
     )
     out, wo = attend(q, k, v), layer["wo"].reshape(-1, cfg.hidden_size)

@@ -7,12 +7,10 @@ Pure functions of (weights, activations); norms and rotation are operations of
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layer import LayerOps, split_matmul
-from pallas_kernels.layer.reference import matmul
+from pallas_kernels.layer import LayerOps, gated_matmul, reference, split_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,10 +122,10 @@ def swiglu(
     """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6).
 
     Args:
-        ops: How the last product may be left, in parts (see `split_matmul`); None: as rows.
+        ops: Back ends of the products, which may leave the last one in parts (see
+            `split_matmul`); None: rows, in plain XLA.
     """
-    both = matmul(x, w_gate_up)
-    inner = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
     if ops is None:
-        return matmul(inner, w_down)
+        return reference.matmul(reference.gated_matmul(x, w_gate_up), w_down)
+    inner = gated_matmul(x, w_gate_up, implementation=ops.gated_matmul)
     return split_matmul(inner, w_down, implementation=ops.split_matmul)

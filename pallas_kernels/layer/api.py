@@ -10,14 +10,25 @@ one, H head size, R2 rotated pairs of a head.
 import dataclasses
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.layer import reference, triton
+from pallas_kernels.layer import mosaic, reference, triton
 
-Implementation = Literal["xla", "triton"]
-# `split_matmul` is a kernel for so many rows with matrices of so many numbers, and less; measured
-# at 32, 128 and 1024 rows (benchmarks/LOG.md, "Fewer launches per layer").
+Implementation = Literal["xla", "triton", "mosaic"]
+# `split_matmul` in Triton's form is for so many rows with matrices of so many numbers, and less;
+# measured at 32, 128 and 1024 rows (benchmarks/LOG.md, "Fewer launches per layer").
 SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
+# The same of the products in Mosaic's form, from so many numbers on; measured at 32 and 128 rows
+# with the matrices of SDAR-1.7B and -8B (benchmarks/LOG.md, "Products of few rows").
+MOSAIC_WEIGHTS = ((64, 2**26), (128, 2**25))
+MOSAIC_GATED_WEIGHTS = ((128, 2**27),)
+MOSAIC_LEAST = 2**21
+# Rows of `add_rms_norm` in Mosaic's form; more were not measured.
+MOSAIC_ROWS = 128
+# Columns of a block of threads of `gated_matmul`, in the order of preference.
+GATED_COLUMNS = (64, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +39,10 @@ class LayerOps:
     """
 
     add_rms_norm: Implementation | None = None
-    split_matmul: Implementation | None = None
+    qkv_matmul: Implementation | None = None
     rotate_qkv: Implementation | None = None
+    split_matmul: Implementation | None = None
+    gated_matmul: Implementation | None = None
 
 
 def add_rms_norm(
@@ -45,15 +58,48 @@ def add_rms_norm(
     Args:
         y: Rows of any float type, or the float32 parts of rows that `split_matmul` leaves: they are
             added first. The sum is rounded once.
-        implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
+        implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, 16-bit, jax
+            0.11), or None: the fastest one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
-    reason = triton.unsupported_type(x) or triton.unsupported_row(x)
-    if _is_triton(implementation, reason, fast=x.dtype.itemsize == 2):
+    is_short = x.dtype.itemsize == 2
+    back_ends = {
+        "mosaic": (mosaic.unsupported(x) or mosaic.unsupported_row(x), _num_rows(x) <= MOSAIC_ROWS),
+        "triton": (triton.unsupported_type(x) or triton.unsupported_row(x), is_short),
+    }
+    chosen = _chosen(implementation, back_ends)
+    if chosen == "mosaic":
+        return mosaic.add_rms_norm(x, y, scale, eps)
+    if chosen == "triton":
         return triton.add_rms_norm(x, y, scale, eps)
     return reference.add_rms_norm(x, y, scale, eps)
+
+
+def qkv_matmul(
+    x: Float[Array, "*M D"],
+    w: Float[Array, "D G n+2 H"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*M G n+2 H"] | Float[Array, "X *M G n+2 H"]:
+    """`x @ w` for `rotate_qkv`: in the dtype of `x`, or float32 parts that add up to it.
+
+    Args:
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; at most 128 rows),
+            or None: the faster one.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    flat = w.reshape(w.shape[0], -1)
+    tiling = mosaic.choose_tiling(x, flat)
+    reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, flat, tiling)
+    chosen = _chosen(implementation, {"mosaic": (reason, _is_measured(x, w, MOSAIC_WEIGHTS))})
+    if chosen == "mosaic" and tiling is not None:
+        out = mosaic.split_matmul(x, flat, tiling=tiling)
+        return out.reshape(*out.shape[:-1], *w.shape[1:])
+    return reference.matmul(x, w)
 
 
 def split_matmul(
@@ -65,21 +111,58 @@ def split_matmul(
     """`x @ w` for `add_rms_norm`: rows in the dtype of `x`, or float32 parts that add up to them.
 
     Args:
-        implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), or None:
-            the faster one, with the addition.
+        implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
+            (Hopper, 16-bit, jax 0.11; at most 128 rows), or None: the fastest one, with the
+            addition.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
-    tiling = choose_tiling(x, w)
-    reason = triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling)
-    if _is_triton(implementation, reason, fast=_is_small(x, w)):
+    tiling, of_mosaic = choose_tiling(x, w), mosaic.choose_tiling(x, w)
+    back_ends = {
+        "mosaic": (
+            mosaic.unsupported(x) or mosaic.unsupported_product(x, w, of_mosaic),
+            _is_measured(x, w, MOSAIC_WEIGHTS),
+        ),
+        "triton": (
+            triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling),
+            _is_small(x, w, SPLIT_WEIGHTS),
+        ),
+    }
+    chosen = _chosen(implementation, back_ends)
+    if chosen == "mosaic" and of_mosaic is not None:
+        return mosaic.split_matmul(x, w, tiling=of_mosaic)
+    if chosen == "triton":
         return triton.split_matmul(x, w, tiling=tiling)
     return reference.matmul(x, w)
 
 
+def gated_matmul(
+    x: Float[Array, "*M D"],
+    w: Float[Array, "D 2 F"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*M F"]:
+    """`silu(x Wg) * (x Wu)` of gate and up side by side in `w` (Shazeer 2020, eq. 6).
+
+    Args:
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; at most 128 rows),
+            or None: the faster one.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    tiling = mosaic.choose_tiling(x, w, GATED_COLUMNS)
+    reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, w, tiling)
+    fast = _is_measured(x, w, MOSAIC_GATED_WEIGHTS)
+    chosen = _chosen(implementation, {"mosaic": (reason, fast)})
+    if chosen == "mosaic" and tiling is not None:
+        return mosaic.gated_matmul(x, w, tiling=tiling)
+    return reference.gated_matmul(x, w)
+
+
 def rotate_qkv(
-    qkv: Float[Array, "*M G n+2 H"],
+    qkv: Float[Array, "*M G n+2 H"] | Float[Array, "X *M G n+2 H"],
     bias: Float[Array, "G n+2 H"] | None,
     q_norm: Float[Array, " H"] | None,
     k_norm: Float[Array, " H"] | None,
@@ -87,19 +170,22 @@ def rotate_qkv(
     sin: Float[Array, "*M R2"],
     eps: float,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*M N H"], Float[Array, "*M G H"], Float[Array, "*M G H"]]:
     """Queries, keys and values of one product: biased, normed head by head, rotated, split.
 
     Args:
-        qkv: Per KV head its n query heads, its key, its value.
+        qkv: Per KV head its n query heads, its key, its value; or the parts of it that
+            `qkv_matmul` leaves, whose sum is rounded to `dtype`.
         bias: Of the product, None for none.
         q_norm, k_norm: Scales of the norms, None for neither; values have no norm.
         cos, sin: Rotary angles' in float32; components past 2 R2 are left as they are.
+        dtype: Of the results; None: of `qkv`.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
 
     Returns:
-        All in the dtype of `qkv`; N is G n, the query heads of a KV head side by side.
+        N is G n, the query heads of a KV head side by side.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -108,11 +194,13 @@ def rotate_qkv(
     if (q_norm is None) != (k_norm is None):
         given, missing = ("k_norm", "q_norm") if q_norm is None else ("q_norm", "k_norm")
         raise ValueError(f"{given} without {missing}; give both or neither")
+    dtype = qkv.dtype if dtype is None else jnp.dtype(dtype)
     reason = triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos)
     arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
-    if _is_triton(implementation, reason, fast=qkv.dtype.itemsize == 2):
-        return triton.rotate_qkv(*arguments)
-    return reference.rotate_qkv(*arguments)
+    chosen = _chosen(implementation, {"triton": (reason, dtype.itemsize == 2)})
+    if chosen == "triton":
+        return triton.rotate_qkv(*arguments, dtype=dtype)
+    return reference.rotate_qkv(*arguments, dtype=dtype)
 
 
 def choose_tiling(x: Array, w: Array) -> triton.Tiling:
@@ -130,20 +218,36 @@ def choose_tiling(x: Array, w: Array) -> triton.Tiling:
     )
 
 
-def _is_small(x: Array, w: Array) -> bool:
-    """Whether parts are faster than XLA's product and the sum that it needs."""
-    sizes = [size for rows, size in SPLIT_WEIGHTS if _num_rows(x) <= rows]
+def _is_small(x: Array, w: Array, most: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a matrix has no more numbers than `most` says of so many rows."""
+    sizes = [size for rows, size in most if _num_rows(x) <= rows]
     return bool(sizes) and w.size <= sizes[0]
+
+
+def _is_measured(x: Array, w: Array, most: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a product is one of those that are faster in Mosaic's form."""
+    return w.size >= MOSAIC_LEAST and _is_small(x, w, most)
 
 
 def _num_rows(x: Array) -> int:
     return x.size // x.shape[-1]
 
 
-def _is_triton(implementation: Implementation | None, reason: str | None, fast: bool) -> bool:
-    """Whether the kernel runs: where it is named, or fast, and can."""
-    if implementation == "triton" and reason:
-        raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
-    if implementation not in (None, "xla", "triton"):
-        raise ValueError(f'{implementation=} is not one of "xla", "triton"')
-    return implementation == "triton" or (implementation is None and fast and not reason)
+def _chosen(
+    implementation: Implementation | None, back_ends: dict[str, tuple[str | None, bool]]
+) -> str:
+    """The back end to run: the one that is named, or the first that can and is fast.
+
+    Args:
+        back_ends: Those beside "xla", best first: why one cannot, and whether it is fast here.
+    """
+    if implementation in back_ends:
+        reason, _ = back_ends[implementation]
+        if reason:
+            raise NotImplementedError(f'implementation="{implementation}": {reason}; use "xla"')
+        return implementation
+    if implementation not in (None, "xla"):
+        there = ", ".join(f'"{name}"' for name in ("xla", *back_ends))
+        raise ValueError(f"{implementation=} is not one of {there}")
+    fitting = [name for name, (reason, fast) in back_ends.items() if fast and not reason]
+    return fitting[0] if implementation is None and fitting else "xla"

@@ -44,6 +44,12 @@ def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, A
     return total, rms_norm(total, scale, eps)
 
 
+def gated_matmul(x: Float[Array, "... K"], w: Float[Array, "K 2 F"]) -> Array:
+    """See `api.gated_matmul`."""
+    both = matmul(x, w)
+    return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+
+
 def matmul(x: Array, w: Array) -> Array:
     """`x @ w` over the last axis of `x` and the first of `w`; output in the dtype of `x`.
 
@@ -63,8 +69,11 @@ def rotate_qkv(
     cos: Array,
     sin: Array,
     eps: float,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[Array, Array, Array]:
-    """See `api.rotate_qkv`."""
+    """See `api.rotate_qkv`; the sum of parts is rounded to `dtype`."""
+    if qkv.ndim > cos.ndim + 2:
+        qkv = jnp.sum(qkv, axis=0).astype(dtype)
     *rows, G, both, H = qkv.shape
     n = both - 2
     if bias is not None:

@@ -1,0 +1,340 @@
+"""Pallas kernels of the Mosaic kind, NVIDIA Hopper, for short windows: products, sum and norm.
+
+A product of few rows is the reading of its weights. A block of threads has a warpgroup that loads,
+by TMA through a ring of buffers, and one that computes for each 64 rows; all rows meet a tile of
+the weights in the block that loads it, and there are no more blocks than run at once. Roundings to
+16 bits are those of the reference, each where it has one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+_ROWS = 64  # of a warpgroup's product
+_MOST_ROWS = 2 * _ROWS  # the sums of two warpgroups are what the registers hold
+_ROW_MULTIPLE = 8  # of a swizzled tile
+_MULTIPROCESSORS = 132
+_SHARED_BYTES = 222 * 1024  # of 227 KiB: barriers need some
+_STEP = 64  # columns, and depth, that a swizzled line holds
+_MOST_STAGES = 8
+_FEW_STAGES = 4  # up to so many, `Tiling.is_eager` paid where two warpgroups compute
+_MOST_SPLITS = 4
+_THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """What a block of threads computes.
+
+    Attributes:
+        columns: Of each matrix it multiplies with.
+        depth: Of both operands, a step.
+        stages: Steps in flight.
+        splits: Blocks that share the depth of a tile; the parts they leave are added later.
+        is_eager: A buffer is free as soon as its own products are done, not a step later. Worth
+            the wait for them where there are few buffers.
+    """
+
+    columns: int = 64
+    depth: int = 64
+    stages: int = 4
+    splits: int = 1
+    is_eager: bool = False
+
+
+def unsupported(x: Array) -> str | None:
+    """Why the kernels cannot take such rows here, or None."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability != "9.0":
+        return "needs an NVIDIA GPU of the Hopper kind"
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs jax 0.11.2, got {jax.__version__}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs a 16-bit type, got {x.dtype}"
+    return None if x.size else "needs at least one row"
+
+
+def unsupported_row(x: Array) -> str | None:
+    """Why `add_rms_norm` cannot take such rows, or None."""
+    width = x.shape[-1]
+    step = _THREADS * _VECTOR
+    return f"needs rows of a multiple of {step}, got {width}" if width % step else None
+
+
+def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None:
+    """Why the products cannot take such operands, or None; `w` as [K ... N]."""
+    rows = _num_rows(x)
+    if w.dtype != x.dtype:
+        return f"needs operands of one type, got {x.dtype} and {w.dtype}"
+    if rows > _MOST_ROWS or rows % _ROW_MULTIPLE:
+        return f"needs a multiple of {_ROW_MULTIPLE} rows, at most {_MOST_ROWS}, got {rows}"
+    if tiling is None:
+        return f"finds no tiling of a matrix of {w.shape}"
+    return None
+
+
+def choose_tiling(x: Array, w: Array, columns: tuple[int, ...] = (_STEP,)) -> Tiling | None:
+    """A tile for `x @ w`, of `w` as [K N], or [K X N] where X matrices are multiplied with at once.
+
+    As many blocks of threads as run at once, and one of `columns`: of those tried on an H200 with
+    the shapes of SDAR-1.7B and -8B the fastest, or within 2 % of it (benchmarks/LOG.md, "Products
+    of few rows"). None: there is none with whole tiles.
+    """
+    K, N, num_matrices = w.shape[0], w.shape[-1], math.prod(w.shape[1:-1])
+    consumers, last = divmod(_num_rows(x) + _ROWS - 1, _ROWS)
+    rows, itemsize = consumers * _ROWS, x.dtype.itemsize
+    is_deep = consumers == 1 and num_matrices == 1
+    for width in columns:
+        blocks = N // width
+        if N % width or not 0 < blocks <= _MULTIPROCESSORS:
+            continue
+        most_splits = 1 if num_matrices > 1 else min(_MULTIPROCESSORS // blocks, _MOST_SPLITS)
+        staged = 0 if last == _ROWS - 1 else rows * width * (4 if most_splits > 1 else itemsize)
+        for depth in (2 * _STEP, _STEP) if is_deep else (_STEP,):
+            room = (_SHARED_BYTES - staged) // ((rows + num_matrices * width) * depth * itemsize)
+            splits = [n for n in range(most_splits, 0, -1) if K % (n * depth) == 0]
+            if splits:
+                return Tiling(
+                    columns=width,
+                    depth=depth,
+                    stages=min(room, _MOST_STAGES * _STEP // depth),
+                    splits=splits[0],
+                    is_eager=consumers == 2 and room <= _FEW_STAGES,
+                )
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers lower once
+def split_matmul(
+    x: Float[Array, "*M K"], w: Float[Array, "K N"], *, tiling: Tiling, interpret: Any = None
+) -> Float[Array, "*M N"] | Float[Array, "X *M N"]:
+    """`x @ w` as rows, or its `tiling.splits` parts in float32.
+
+    `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests.
+    """
+
+    def run(x, w):
+        K, N = w.shape
+        rows = x.reshape(-1, K)
+        dtype = x.dtype if tiling.splits == 1 else jnp.float32
+        out = jax.ShapeDtypeStruct((tiling.splits, len(rows), N), dtype)
+        out = _launch("split_matmul", rows, w, out, lambda sums: sums[0], tiling, interpret)
+        out = out.reshape(-1, *x.shape[:-1], N)
+        return out if tiling.splits > 1 else out[0]
+
+    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    return jax.custom_batching.sequential_vmap(run)(x, w)
+
+
+@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
+def gated_matmul(
+    x: Float[Array, "*M K"], w: Float[Array, "K 2 F"], *, tiling: Tiling, interpret: Any = None
+) -> Float[Array, "*M F"]:
+    """See `api.gated_matmul`."""
+
+    def gated(sums):
+        gate, up = (total.astype(x.dtype).astype(jnp.float32) for total in sums)
+        return gate / (1 + jnp.exp(-gate)) * up
+
+    def run(x, w):
+        K, _, F = w.shape
+        rows = x.reshape(-1, K)
+        out = jax.ShapeDtypeStruct((1, len(rows), F), x.dtype)
+        out = _launch("gated_matmul", rows, w.reshape(K, -1), out, gated, tiling, interpret)
+        return out.reshape(*x.shape[:-1], F)
+
+    return jax.custom_batching.sequential_vmap(run)(x, w)
+
+
+def _launch(
+    name: str,
+    x: Array,
+    w: Array,
+    out: jax.ShapeDtypeStruct,
+    finish: Callable[[list[Array]], Array],
+    tiling: Tiling,
+    interpret: Any,
+) -> Array:
+    """`finish` of the products of `x` [M K] with the matrices that lie side by side in `w`."""
+    M, K = x.shape
+    num_matrices = w.shape[1] // out.shape[2]
+    consumers = -(-M // _ROWS)
+    depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
+    swizzled = _swizzled(min(columns, depth), x.dtype)
+    scratch = {
+        "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), x.dtype, transforms=swizzled),
+        "weights": plgpu.SMEM((stages, num_matrices, depth, columns), x.dtype, transforms=swizzled),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + num_matrices),
+        "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
+    }
+    if M % _ROWS:  # rows past the last one may not be written
+        shape = (consumers, _ROWS, columns)
+        scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=_swizzled(columns, out.dtype))
+    body = functools.partial(
+        _multiply,
+        names=tuple(scratch),
+        tiling=tiling,
+        steps=K // (tiling.splits * depth),
+        consumers=consumers,
+        finish=finish,
+    )
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(out.shape[2] // columns, tiling.splits),
+        grid_names=("column", "split"),
+        kernel_name=name,
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(x, w)
+
+
+def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
+    """One block of threads: all rows, some columns of each matrix, a share of the depth."""
+    scratch = dict(zip(names, scratch, strict=True))
+    M, depth, stages, columns = x.shape[0], tiling.depth, tiling.stages, tiling.columns
+    split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
+    column = pl.multiple_of(jax.lax.axis_index("column") * columns, columns)
+    there = [min(_ROWS, M - i * _ROWS) for i in range(consumers)]  # rows of each warpgroup
+    num_matrices = scratch["weights"].shape[1]
+
+    def slot_of(i):
+        return jax.lax.rem(i, jnp.asarray(stages, jnp.int32))
+
+    def leading(ref, rows):
+        return ref if rows == _ROWS else ref.at[pl.ds(0, rows)]
+
+    def load(i, _):
+        slot = slot_of(i)
+
+        @pl.when(i >= stages)
+        def _():
+            plgpu.barrier_wait(scratch["used"].at[slot])
+
+        loaded = scratch["loaded"].at[slot]
+        deep = pl.ds(pl.multiple_of((split * steps + i) * depth, depth), depth)
+        for m in range(num_matrices):
+            source = w.at[deep, pl.ds(column + m * out.shape[2], columns)]
+            plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot, m], loaded)
+        for group, rows in enumerate(there):
+            target = leading(scratch["rows"].at[slot, group], rows)
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(group * _ROWS, rows), deep], target, loaded)
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        jax.lax.fori_loop(0, steps, load, None)
+        for i in range(max(0, steps - stages), steps):
+            plgpu.barrier_wait(scratch["used"].at[i % stages])
+
+    def products(*sums):
+        def step(i, _):
+            slot = slot_of(i)
+            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            mine = scratch["rows"].at[slot, warpgroup]
+            for m, total in enumerate(sums):
+                plgpu.wgmma(total, mine, scratch["weights"].at[slot, m])
+            if tiling.is_eager:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(scratch["used"].at[slot])
+                return
+            plgpu.wgmma_wait(len(sums))  # what the step before began is done
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(scratch["used"].at[slot_of(i - 1)])
+
+        jax.lax.fori_loop(0, steps, step, None)
+        if not tiling.is_eager:
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["used"].at[(steps - 1) % stages])
+        return [total[...] for total in sums]
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
+        sums = [
+            plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32) for _ in range(num_matrices)
+        ]
+        result = finish(pl.run_scoped(products, *sums)).astype(out.dtype)
+        across = pl.ds(column, columns)
+        if "out" not in scratch:
+            down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
+            out[split, down, across] = result
+            return
+        staged = scratch["out"].at[warpgroup]
+        staged[...] = result
+        plgpu.commit_smem()
+        for group, rows in enumerate(there):
+
+            @pl.when(warpgroup == group)
+            def _(group=group, rows=rows):
+                target = out.at[split, pl.ds(group * _ROWS, rows), across]
+                plgpu.copy_smem_to_gmem(leading(staged, rows), target)
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def add_rms_norm(
+    x: Array, y: Array, scale: Array, eps: float, *, interpret: Any = None
+) -> tuple[Array, Array]:
+    """See `api.add_rms_norm`."""
+
+    def run(x, y, scale):
+        D = x.shape[-1]
+        rows = x.reshape(-1, D)
+        kind = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+        total, normed = plgpu.kernel(
+            functools.partial(_add_rms_norm, eps=eps),
+            out_type=[kind, kind],
+            grid=(len(rows),),
+            grid_names=("row",),
+            kernel_name="add_rms_norm",
+            interpret=interpret,
+        )(rows, y.reshape(-1, *rows.shape), scale)
+        return total.reshape(x.shape), normed.reshape(x.shape)
+
+    return jax.custom_batching.sequential_vmap(run)(x, y, scale)
+
+
+def _add_rms_norm(x, parts, scale, total, normed, *, eps):
+    """One row, by one warpgroup."""
+    row, (_, D) = jax.lax.axis_index("row"), x.shape
+    layout = plgpu.Layout.WG_STRIDED((D,), vec_size=_VECTOR)
+
+    def load(ref):
+        # jax 0.10 wants an index beside it.
+        found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+        return found.astype(jnp.float32)
+
+    added = functools.reduce(jnp.add, [load(parts.at[i, row]) for i in range(parts.shape[0])])
+    kept = (load(x.at[row]) + added).astype(x.dtype)
+    total[row] = kept
+    kept = kept.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
+    scaled = (kept * factor).astype(x.dtype).astype(jnp.float32)
+    normed[row] = (scaled * load(scale)).astype(x.dtype)
+
+
+def _swizzled(width: int, dtype: jax.typing.DTypeLike):
+    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled."""
+    itemsize = jnp.dtype(dtype).itemsize
+    line = math.gcd(width, 128 // itemsize)
+    tiled = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
+    return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
+
+
+def _num_rows(x: Array) -> int:
+    return x.size // x.shape[-1]
