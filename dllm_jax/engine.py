@@ -19,7 +19,7 @@ import numpy as np
 
 from dllm_jax.facts import DeviceFailure, Facts
 from dllm_jax.intake import Live, accept
-from dllm_jax.planning import Budget, groups, num_steps
+from dllm_jax.planning import Budget, all_end, groups, num_steps
 from dllm_jax.reporting import output
 from dllm_jax.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.scheduler import DECODE, DONE, PREFILL, Pass, Sample, Scheduler
@@ -234,7 +234,9 @@ class Engine:
         if len(decoding) < len(scheduler.live):
             last_pass = self._prefill(decoding, steps)
             decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
-        if not decoding:
+            steps = num_steps(self._step_s, scheduler, decoding, self.device.cost)
+        in_flight = [chunk for one in self._rounds for chunk in one.chunks]
+        if not decoding or all_end(self.facts, in_flight, decoding):
             if last_pass is not None:
                 self._rounds.append(_Round([], last_pass))
             return last_pass is not None

@@ -11,8 +11,11 @@ the tokens, reason and forwards it has alone on a device of its own, and the eng
 import random
 import runpy
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -168,6 +171,35 @@ def test_one_chunk_is_on_its_way_while_another_is_read(host: SimpleNamespace) ->
         world.engine.step()
     assert calls["decode"] == 2
     assert world.engine.stats().num_chunks_in_flight == 1
+
+
+def test_nothing_is_dispatched_behind_a_chunk_that_ends_all(host: SimpleNamespace) -> None:
+    counted_out = 0
+    for number in range(12):
+        world = make_world(host, number)
+        if world.facts.prompt_mode == "in_window":  # whose window may be too short for the text
+            continue
+        requests, ran = world.host.requests, []
+        params = requests.SamplingParams(max_tokens=26, max_nfe=5, ignore_eos=True)
+        with mock.patch.object(world.device, "harvest", noted(world.device.harvest, ran)):
+            world.engine.add(requests.Request(prompt_token_ids=[5, 4], params=params))
+            while world.engine.has_work:
+                outputs = world.engine.step()
+        if outputs[0].outputs[0].finish_reason == "nfe":
+            counted_out += 1
+            assert world.device.calls["decode"] == len(ran)
+            assert all(chunk.steps for chunk in ran)
+    assert counted_out > 4
+
+
+def noted(function: Callable[..., Any], returned: list) -> Callable[..., Any]:
+    """The function, whose results are kept."""
+
+    def call(*args: Any) -> Any:
+        returned.append(function(*args))
+        return returned[-1]
+
+    return call
 
 
 def test_idle_time_is_no_steps_time(host: SimpleNamespace) -> None:

@@ -568,6 +568,28 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: SimpleNamespace
     assert steps(0.001) == int(planning.CHUNK_S_WAITING / 0.001)
 
 
+def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: SimpleNamespace) -> None:
+    def ends(steps: int, wishes: tuple[dict, ...], in_flight: int = 9, **rules: Any) -> bool:
+        books = Books(host, num_pages=40, **rules)
+        rows = [books.run([5] * 4, **{"ignore_eos": True, **wish}) for wish in wishes]
+        for sample in rows:
+            sample.in_flight, sample.nfe, sample.tokens = in_flight, 3, [7, 7]
+        chunk = SimpleNamespace(samples=rows, steps=steps)
+        return host.planning.all_end(books.scheduler.facts, [chunk], rows)
+
+    nine = {"max_nfe": 9}
+    for steps, is_last in ((5, False), (6, True), (9, True)):
+        assert ends(steps, (nine,)) == is_last
+        assert ends(steps, (nine, nine)) == is_last
+        assert ends(steps, ({"max_tokens": 8},), prompt_mode="whole_causal") == is_last
+    assert not ends(9, (nine,), in_flight=0)
+    assert not ends(9, ({"max_tokens": 8},)), "how many steps a block takes is not known"
+    for other in ({}, {"max_nfe": 8}, {**nine, "ignore_eos": False}):
+        assert not ends(9, (nine, other)), "a chunk ends with the first of its texts"
+    assert not ends(9, (nine, {**nine, "max_repetition_run": 2}))
+    assert ends(9, ({**nine, "ignore_eos": False},)), "alone it may end sooner"
+
+
 # --- intake ---------------------------------------------------------------------------------------
 
 

@@ -471,6 +471,18 @@ ROUNDS = [
     ),
     *_broken(
         "planning.py",
+        "test_scheduler.test_texts_that_must_end_in_flight_are_not_dispatched_again",
+        steps_left_forget_those_made=("asked.max_nfe - sample.nfe", "asked.max_nfe"),
+        a_stop_id_ends_all=("_may_stop(sample) or _steps_left", "_steps_left"),
+        the_first_text_ends_all=("len(chunk.samples) == 1 or not", "True or not"),
+    ),
+    *_broken(
+        "engine.py",
+        "test_engine_machine.test_nothing_is_dispatched_behind_a_chunk_that_ends_all",
+        dispatched_behind_the_end=("or all_end(self.facts, in_flight, decoding):", "or False:"),
+    ),
+    *_broken(
+        "planning.py",
         "test_scheduler.test_rows_are_grouped_by_the_width_of_their_page_tables",
         merged_rows_in_the_narrow_table=(
             "merged[-1] = (before + rows, columns)",
