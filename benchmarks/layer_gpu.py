@@ -5,11 +5,11 @@
 First every kernel is held to its XLA form in float32; a wrong one ends the run with an error, after
 the times. Then loops on the device: sums and norms in a chain; half a layer each, products
 included, over the weights of several layers (more bytes than the cache holds), where an elementwise
-sum stands for attention; the cache write of all layers. Barriers between the operations keep
-XLA from joining what in a step the attention kernel would part. Last the decode loop of
-`dj.generate` at several shapes, with each kernel switched on after the last: the time of `--many`
-steps less that of `--few`, by rounds that each time all forms, and the kernels of one profiled step
-of the first form and of those that are chosen.
+sum stands for attention; the cache write of all layers. Barriers between the operations keep XLA
+from joining what in a step the attention kernel would part. Last the decode loop of `dj.generate`
+at several shapes, with each kernel switched on after the last, Triton's and then Mosaic's: the time
+of `--many` steps less that of `--few`, by rounds that each time all forms, and the kernels of one
+profiled step of the first form and of those that are chosen.
 
 All programs are lowered first and compiled by several threads; what is not compiled after
 `--within` seconds is left out, by name. One JSON file, rewritten as rows come. `--smoke` runs all
@@ -37,15 +37,15 @@ import dllm_jax as dj
 from dllm_jax import cache, generation
 from dllm_jax.bench import profile
 from dllm_jax.bench.numbers import environment
+from dllm_jax.models.dense import PLAIN
 from pallas_kernels.kv_write import reference as write_xla
 from pallas_kernels.kv_write import triton as write_triton
-from pallas_kernels.layer import LayerOps, api, reference, triton
+from pallas_kernels.layer import LayerOps, api, mosaic, reference, triton
 from pallas_kernels.layer.triton import Tiling
 from strategies import MultiBD
 
 EPS = 1e-6
 LOOSEST = 8.0  # bfloat16 spacings that a kernel may differ from float32 by
-PLAIN = LayerOps(add_rms_norm="xla", split_matmul="xla", rotate_qkv="xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,19 @@ def check(widths, rows):
         more = (None if norms[0] is not None else bias, *norms, jnp.cos(angle), jnp.sin(angle))
         got = triton.rotate_qkv(qkv, *more, EPS)
         found[name] = error(got, plain[1](exact(qkv), *exact(more), eps=EPS))
+    if w.D >= 1024:
+        for name, other in (("mosaic norm", y), ("mosaic norm of parts", parts)):
+            got = mosaic.add_rms_norm(x, other, scale, EPS)
+            found[name] = error(got, plain[0](*exact((x, other, scale)), eps=EPS))
+        few, both = draw(rows - rows % 8, w.D, scale=w.D**-0.5), draw(w.D, 2, w.F)
+        got = api.gated_matmul(few, both, implementation="mosaic")
+        want = jnp.einsum("md,dxf->xmf", *exact((few, both)), precision="highest")
+        found["gated_matmul"] = error(got, jax.nn.silu(want[0]) * want[1])
+        wqkv = both.reshape(w.D, -1)[:, : w.G * (w.n + 2) * w.H].reshape(w.D, w.G, w.n + 2, w.H)
+        got = api.qkv_matmul(few, wqkv, implementation="mosaic")
+        got = got if got.ndim == 4 else got.sum(axis=0)
+        want = jnp.einsum("md,dgnh->mgnh", *exact((few, wqkv)), precision="highest")
+        found["qkv_matmul"] = error(got, want)
     tiles = TINY_TILES if w.D < 1024 else FEW_ROWS[:1] + MANY_ROWS[:2]
     inner, weight = draw(rows, w.F, scale=w.F**-0.5), draw(w.F, w.D)
     for one in tiles:
@@ -224,7 +237,9 @@ def draw_layers(key, w, layers):
 
 
 def product(x, w, how):
-    """A product: XLA's, or the parts of a tile's programs."""
+    """A product: XLA's, or the parts of a tile's programs, or as Mosaic's kernel leaves it."""
+    if how == "mosaic":
+        return api.split_matmul(x, w, implementation="mosaic")
     return triton.split_matmul(x, w, tiling=how) if isinstance(how, Tiling) else x @ w
 
 
@@ -244,29 +259,28 @@ def norm_chain(i, carry, layers, how):
     return carry
 
 
-def attention_half(i, carry, constants, norm, rotate, last):
+def attention_half(i, carry, constants, norm, rotate, last, first="xla"):
     """Product, rotation, a stand-in for attention, product, sum and norm."""
     del i
     layers, cos, sin = constants
     x, normed = carry
     for layer in layers:
-        qkv = reference.matmul(normed, layer["wqkv"])
+        qkv = api.qkv_matmul(normed, layer["wqkv"], implementation=first)
         scale = layer["head_norm"]
         more = (None, scale, scale, cos, sin, EPS)
-        q, k, v = fence(api.rotate_qkv(qkv, *more, implementation=rotate))
+        q, k, v = fence(api.rotate_qkv(qkv, *more, dtype=x.dtype, implementation=rotate))
         grouped = q.reshape(len(q), k.shape[1], -1, k.shape[2])
         out = fence((grouped + k[:, :, None] + v[:, :, None]).reshape(len(q), -1))
         x, normed = add(x, product(out, layer["wo"], last), layer, norm)
     return x, normed
 
 
-def mlp_half(i, carry, layers, norm, last):
+def mlp_half(i, carry, layers, norm, last, first="xla"):
     """Product, SiLU, product, sum and norm."""
     del i
     x, normed = carry
     for layer in layers:
-        both = reference.matmul(normed, layer["w_gate_up"])
-        inner = jax.nn.silu(both[:, 0]) * both[:, 1]
+        inner = api.gated_matmul(normed, layer["w_gate_up"], implementation=first)
         x, normed = add(x, product(inner, layer["w_down"], last), layer, norm)
     return x, normed
 
@@ -315,29 +329,36 @@ def chain_jobs(name, w, rows, layers, args):
         form = f"norm {norm}, rotate {rotate}, product {spell(last) if last else 'xla'}"
         body = functools.partial(attention_half, norm=norm, rotate=rotate, last=last)
         yield job("attention half", form, body, carry, constants, L)
+    # By Mosaic's kernels: the norm, the product behind, the one before, all of them.
+    behind = [("mosaic", "xla", None), ("mosaic", "xla", "mosaic"), ("mosaic", "mosaic", None)]
+    behind = [*behind, ("mosaic",) * 3] if w.D >= 1024 and rows <= 128 else []
+    for norm, first, last in behind:
+        form = f"norm {norm}, product {first}, rotate triton, product {last or 'xla'}"
+        body = functools.partial(attention_half, norm=norm, rotate="triton", last=last, first=first)
+        yield job("attention half", form, body, carry, constants, L)
     forms = [("xla", None), ("triton", None), *(("triton", one) for one in tiles)]
     for norm, last in forms:
         form = f"norm {norm}, product {spell(last) if last else 'xla'}"
         body = functools.partial(mlp_half, norm=norm, last=last)
         yield job("mlp half", form, body, carry, layers, L)
+    for norm, first, last in behind:
+        form = f"norm {norm}, gated product {first}, product {last or 'xla'}"
+        body = functools.partial(mlp_half, norm=norm, last=last, first=first)
+        yield job("mlp half", form, body, carry, layers, L)
 
 
-# Each form has what those before it have, but the last; second, whether a kernel writes the cache.
+TRITON = dataclasses.replace(PLAIN, add_rms_norm="triton", rotate_qkv="triton")
+# Each form has what those before it have, but "+ split_matmul" and "chosen"; second, whether a
+# kernel writes the cache. Of `mosaic` what cannot take a shape is left to XLA.
 STEPS = {
     "xla": (PLAIN, False),
     "+ add_rms_norm": (dataclasses.replace(PLAIN, add_rms_norm="triton"), False),
-    "+ rotate_qkv": (
-        dataclasses.replace(PLAIN, add_rms_norm="triton", rotate_qkv="triton"),
-        False,
-    ),
-    "+ write_rows": (
-        dataclasses.replace(PLAIN, add_rms_norm="triton", rotate_qkv="triton"),
-        True,
-    ),
-    "+ split_matmul": (
-        LayerOps(add_rms_norm="triton", rotate_qkv="triton", split_matmul="triton"),
-        True,
-    ),
+    "+ rotate_qkv": (TRITON, False),
+    "+ write_rows": (TRITON, True),
+    "+ split_matmul": (dataclasses.replace(TRITON, split_matmul="triton"), True),
+    "+ mosaic norm": (dataclasses.replace(TRITON, add_rms_norm=None), None),
+    "+ mosaic qkv_matmul": (dataclasses.replace(TRITON, add_rms_norm=None, qkv_matmul=None), None),
+    "+ mosaic split_matmul": (LayerOps(gated_matmul="xla"), None),
     "chosen": (LayerOps(), None),
 }
 

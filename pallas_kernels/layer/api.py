@@ -22,7 +22,7 @@ Implementation = Literal["xla", "triton", "mosaic"]
 SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
 # The same of the products in Mosaic's form, from so many numbers on; measured at 32 and 128 rows
 # with the matrices of SDAR-1.7B and -8B (benchmarks/LOG.md, "Products of few rows").
-MOSAIC_WEIGHTS = ((64, 2**26), (128, 2**25))
+MOSAIC_WEIGHTS = ((128, 2**26),)
 MOSAIC_GATED_WEIGHTS = ((128, 2**27),)
 MOSAIC_LEAST = 2**21
 # Rows of `add_rms_norm` in Mosaic's form; more were not measured.
