@@ -15,6 +15,7 @@ in its own process.
 
 import argparse
 import collections
+import importlib.util
 import json
 import os
 import subprocess
@@ -93,6 +94,8 @@ class Clock:
 def first_token(name, began=None):
     """Everything up to the first token, in this process; when it came, by the clock on the wall."""
     clock = Clock(began)
+    # Modules without bytecode take several times as long to import.
+    bytecode = {name: has_bytecode(name) for name in ("jax", "dllm_jax")}
     import jax
 
     import dllm_jax as dj
@@ -116,7 +119,14 @@ def first_token(name, began=None):
     clock.end("first_forward_s")
     if output.error is not None or output.metrics.nfe != 1:
         raise ValueError(f"no first forward: {output}")
-    return {"came": clock.last, "settled": len(output.outputs[0].token_ids), **clock.told()}
+    settled = len(output.outputs[0].token_ids)
+    return {"came": clock.last, "settled": settled, "has_bytecode": bytecode, **clock.told()}
+
+
+def has_bytecode(package):
+    """Whether Python need not compile a package, or its first module, when it is imported."""
+    found = importlib.util.find_spec(package)
+    return found is not None and bool(found.cached) and Path(found.cached).exists()
 
 
 def prefill(name, prompt, size):
@@ -164,15 +174,21 @@ def prefill(name, prompt, size):
     }
 
 
+# Settings under which a start is not the one users have: another folder of compiled programs, which
+# holds none that compiled in less than a second, and modules that Python compiles at every start.
+UNUSUAL = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE", "PYTHONDONTWRITEBYTECODE")
+
+
 def in_own_process(words, cache):
     """What this script prints as JSON with other words, and when it was started."""
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(UNUSUAL)}
     began = time.time()
     done = subprocess.run(
         [sys.executable, __file__, *words, "--began", repr(began)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        env={**os.environ, "XDG_CACHE_HOME": cache},
+        env=usual | {"XDG_CACHE_HOME": cache},
     )
     return json.loads(done.stdout.splitlines()[-1]), began
 
@@ -199,6 +215,9 @@ def table(told):
             f"{row['program']} {row['trace_s']:.2f} + {row['lower_s']:.2f} + {row['load_s']:.2f}"
             for row in one["programs"][:6]
         )
+        bare = [package for package, has in one["has_bytecode"].items() if not has]
+        if bare:
+            lines.append(f"{name}: {' and '.join(bare)} had no bytecode: slow imports")
         lines.append(
             f"{name}: {one['num_programs']} programs, {one['num_from_folder']} of them from the "
             f"folder; trace + lower + load: {few}"

@@ -12,6 +12,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import start_gpu
 
 
+def test_a_start_is_measured_as_users_have_it(monkeypatch, tmp_path):
+    """With the folder of compiled programs that the library turns on, and bytecode."""
+    code = "import json, os, sys; print('noise'); print(json.dumps([sys.argv[1:3], *os.environ]))"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    monkeypatch.setattr(start_gpu, "__file__", str(script))
+    for name in ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "DLLM_OTHER"):
+        monkeypatch.setenv(name, "1")
+    (words, *names), began = start_gpu.in_own_process(["a", "b"], str(tmp_path))
+    assert words == ["a", "b"]
+    assert {"XDG_CACHE_HOME", "DLLM_OTHER"} <= {*names}
+    assert not {"JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"} & {*names}
+    assert time.time() - 60 < began < time.time()
+
+
 @pytest.mark.slow
 def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     began = time.time() - 1.0
@@ -32,5 +47,7 @@ def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     for row, name in zip(told["programs"], rows, strict=True):
         row["program"] = name
     shown = start_gpu.table(first)
+    told["has_bytecode"] = {"jax": True, "dllm_jax": False}
+    assert "warm: dllm_jax had no bytecode" in start_gpu.table(first)
     assert "first token                    12.00    3.00" in shown
     assert "warm: 6 programs" in shown
