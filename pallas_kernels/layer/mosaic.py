@@ -77,7 +77,8 @@ def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None
     if rows > _MOST_ROWS or rows % _ROW_MULTIPLE:
         return f"needs a multiple of {_ROW_MULTIPLE} rows, at most {_MOST_ROWS}, got {rows}"
     if tiling is None:
-        return f"finds no tiling of a matrix of {w.shape}"
+        tiles = f"tiles of {_STEP} columns or more, at most {_MULTIPROCESSORS} side by side"
+        return f"needs whole {tiles}, got {w.shape}"
     return None
 
 
@@ -324,8 +325,8 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps):
     total[row] = kept
     kept = kept.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
-    scaled = (kept * factor).astype(x.dtype).astype(jnp.float32)
-    normed[row] = (scaled * load(scale)).astype(x.dtype)
+    scaled, by = (each.astype(x.dtype).astype(jnp.float32) for each in (kept * factor, load(scale)))
+    normed[row] = (scaled * by).astype(x.dtype)
 
 
 def _swizzled(width: int, dtype: jax.typing.DTypeLike):

@@ -13,6 +13,12 @@ def add_rms_norm(x, y, scale, eps):
     return total, rms_norm(total, scale, eps)
 
 
+def gated_matmul(x, w, dtype=np.float64):
+    """Gate and up rounded to a type before they meet."""
+    gate, up = (np.float64((np.float64(x) @ np.float64(w[:, i])).astype(dtype)) for i in range(2))
+    return gate * np.exp(-np.logaddexp(0, -gate)) * up
+
+
 def rotate(x, cos, sin):
     """Pairs (j, j + R/2) as complex numbers, times that of their angle."""
     half = cos.shape[-1]

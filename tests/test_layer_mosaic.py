@@ -1,0 +1,482 @@
+"""The Mosaic kernels of a layer against NumPy, and the rules that choose them.
+
+Interpreted on a CPU with races looked for, lowered for published models, and on a Hopper GPU.
+Products of small integers are exact in whatever order they are added, so most results are compared
+bit for bit.
+"""
+
+import functools
+import math
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+from pallas_kernels.layer import (
+    add_rms_norm,
+    gated_matmul,
+    mosaic,
+    qkv_matmul,
+    reference,
+    split_matmul,
+)
+from pallas_kernels.layer.mosaic import Tiling
+from tests.cross_lowering import H200
+from tests.oracles import layer as oracle
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
+TOLERANCE = 2e-2  # of a value plus one, in a type of 16 bits
+EPS = 1e-5
+PATIENCE_S = 60  # what takes a second where nothing hangs
+SHARED_BYTES = 227 * 1024  # of a block of threads on Hopper
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def integers(seed, *shapes, dtype="bfloat16") -> Any:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-3, 4, shape).astype(jnp.dtype(dtype)) for shape in shapes]
+
+
+def normal(seed, *shapes, dtype="bfloat16") -> Any:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
+
+
+def close(got, want):
+    apart = np.abs(np.float64(got) - want) / (np.abs(want) + 1)
+    assert apart.max() < TOLERANCE
+    assert np.abs(want).max() > 1  # nothing passes for being small
+
+
+def interpreted(call, *arrays, **how):
+    """What a kernel gives in the interpreter: without a race, and not waiting for ever."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def give_up():
+        late = TimeoutError(f"the kernel did not end in {PATIENCE_S} s")
+        gpu_callbacks._get_shared_memory().set_failed(late, top_level=False)
+
+    alarm = threading.Timer(PATIENCE_S, give_up)
+    alarm.start()
+    try:
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        out = call(*map(jnp.asarray, arrays), **how, interpret=interpret)
+        out = jax.tree.map(np.asarray, out)
+    finally:
+        alarm.cancel()
+    assert not gpu_callbacks.get_races().races_found
+    return out
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "dtype", "tiling"),
+    [
+        # Two warpgroups, the second with 8 rows; buffers are used again.
+        ((2, 36), 384, 64, "bfloat16", Tiling(stages=2, splits=2)),
+        ((128,), 192, 64, "bfloat16", Tiling(stages=2, is_eager=True)),
+        # One: fewer rows than it has, two tiles of columns.
+        ((32,), 256, 128, "bfloat16", Tiling(stages=3)),
+        ((8,), 128, 64, "float16", Tiling(stages=4, splits=2)),  # buffers that are not used
+        slow((64,), 512, 64, "bfloat16", Tiling(depth=128, stages=2, splits=2)),
+        slow((72,), 256, 128, "float16", Tiling(stages=3, is_eager=True)),
+        slow((128,), 512, 128, "bfloat16", Tiling(stages=8, splits=4)),
+        slow((128,), 64, 64, "bfloat16", Tiling(stages=2)),
+    ],
+)
+def test_split_matmul_is_exact(rows, depth, width, dtype, tiling):
+    x, w = integers(0, (*rows, depth), (depth, width), dtype=dtype)
+    got = interpreted(mosaic.split_matmul, x, w, tiling=tiling)
+    if tiling.splits == 1:
+        assert got.dtype == x.dtype
+        assert np.array_equal(got, (np.float32(x) @ np.float32(w)).astype(x.dtype))
+        return
+    shares = np.split(np.arange(depth), tiling.splits)
+    assert got.dtype == np.float32
+    assert np.array_equal(got, [np.float32(x[..., i]) @ np.float32(w[i]) for i in shares])
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "tiling"),
+    [
+        ((3, 24), 192, 64, Tiling(stages=2)),
+        ((8,), 192, 128, Tiling(stages=4, is_eager=True)),
+        slow((64,), 256, 128, Tiling(stages=3)),
+        slow((128,), 256, 128, Tiling(columns=128, stages=2, is_eager=True)),
+        slow((40,), 64, 256, Tiling(columns=128, stages=5)),
+    ],
+)
+def test_gated_matmul_rounds_both_products_and_no_more(rows, depth, width, tiling):
+    x, w = integers(1, (*rows, depth), (depth, 2, width))
+    w[..., ::2] *= 21  # sums that 16 bits do not hold
+    got = interpreted(mosaic.gated_matmul, x, w, tiling=tiling)
+    want = oracle.gated_matmul(x, w, x.dtype)
+    assert got.shape == want.shape
+    assert got.dtype == x.dtype
+    close(got, want)
+
+    def same(want):
+        seen = np.abs(want) > 1e-20  # of the others the exponential is no float32
+        assert seen.mean() > 0.4
+        return (got == want.astype(x.dtype))[seen].mean()
+
+    # All but those between two numbers, to which an exponential in float32 may decide.
+    assert same(want) > 0.99
+    assert same(oracle.gated_matmul(x, w)) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("parts", "dtype", "width"),
+    [(0, "bfloat16", 512), (2, "float32", 1024), slow(4, "float32", 2048)],
+)
+def test_add_rms_norm_matches_numpy(parts, dtype, width):
+    x, scale = normal(2, (2, 3, width), (width,))
+    (y,) = normal(3, (*([parts] if parts else []), 2, 3, width), dtype=dtype)
+    total, normed = interpreted(mosaic.add_rms_norm, x, y, scale, eps=EPS)
+    want = oracle.add_rms_norm(x, y, scale, EPS)
+    close(total, want[0])
+    close(normed, want[1])
+    assert total.dtype == normed.dtype == x.dtype
+    added = functools.reduce(np.add, y) if parts else np.float32(y)
+    assert np.array_equal(total, (np.float32(x) + added).astype(x.dtype))  # rounded once
+
+
+def test_add_rms_norm_rounds_its_scale():
+    """A scale in float32 counts as what it is in the type of the rows, as in the other forms."""
+    x, y = normal(4, (4, 512), (4, 512))
+    (scale,) = normal(5, (512,), dtype="float32")
+    got = interpreted(mosaic.add_rms_norm, x, y, scale, eps=EPS)
+    for a, b in zip(
+        got, reference.add_rms_norm(*map(jnp.asarray, (x, y, scale)), EPS), strict=True
+    ):
+        assert np.array_equal(a, b)
+
+
+def test_rows_do_not_depend_on_each_other():
+    """All others are NaN, and come out as NaN."""
+    x, w, y = integers(6, (72, 128), (128, 2, 64), (6, 512))
+    split = functools.partial(mosaic.split_matmul, w=jnp.asarray(w[:, 0]), tiling=Tiling(stages=2))
+    gated = functools.partial(mosaic.gated_matmul, w=jnp.asarray(w), tiling=Tiling(stages=2))
+    normed = functools.partial(mosaic.add_rms_norm, y=y, scale=jnp.asarray(y[0]), eps=EPS)
+    for call, rows, want in (
+        (split, x, [np.float64(x) @ np.float64(w[:, 0])]),
+        (gated, x, [oracle.gated_matmul(x, w, x.dtype)]),
+        (normed, y, oracle.add_rms_norm(y, y, y[0], EPS)),
+    ):
+        last = len(rows) - 2
+        alone = np.where(np.arange(len(rows))[:, None] == last, rows, np.nan).astype(rows.dtype)
+        for a, b in zip(jax.tree.leaves(interpreted(call, alone)), want, strict=True):
+            close(a[last], b[last])
+            assert np.isnan(np.float32(np.delete(a, last, axis=0))).all()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Tracing and lowering as on a Hopper GPU."""
+
+    class Device:
+        compute_capability = "9.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
+
+
+def real(*shape, dtype=jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+MODELS = {  # D F G n H
+    "SDAR-1.7B": (2048, 6144, 8, 2, 128),
+    "SDAR-8B": (4096, 12288, 8, 4, 128),
+    "LLaDA-8B": (4096, 12288, 32, 1, 128),
+    "Dream-7B": (3584, 18944, 4, 7, 128),
+}
+
+
+def products(rows, D, F, G, n, H, dtype=jnp.bfloat16) -> Any:
+    """Operation and operands, as shapes, of each product of a layer."""
+    one = functools.partial(real, dtype=dtype)
+    return {
+        "qkv": (qkv_matmul, one(1, rows, D), one(D, G, n + 2, H)),
+        "o": (split_matmul, one(1, rows, G * n * H), one(G * n * H, D)),
+        "gate": (gated_matmul, one(1, rows, D), one(D, 2, F)),
+        "down": (split_matmul, one(1, rows, F), one(F, D)),
+    }
+
+
+def chosen(monkeypatch, call, x, w):
+    """The tiling with which an operation runs its kernel; None: it takes another form."""
+    found = []
+
+    def spy(x, w, *, tiling):
+        found.append(tiling)
+        return jnp.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mosaic, "split_matmul", spy)
+        patch.setattr(mosaic, "gated_matmul", spy)
+        jax.eval_shape(lambda x, w: call(x, w), x, w)
+    return found[0] if found else None
+
+
+def whole(stages, splits, columns=64, depth=64, is_eager=False):
+    return Tiling(columns=columns, depth=depth, stages=stages, splits=splits, is_eager=is_eager)
+
+
+MEASURED = {  # on an H200; None: XLA or Triton was faster, or no tiling is whole
+    ("SDAR-1.7B", 32): {
+        "qkv": whole(4, 2, depth=128),
+        "o": whole(4, 4, depth=128),
+        "gate": whole(8, 1),
+        "down": whole(4, 4, depth=128),
+    },
+    ("SDAR-1.7B", 128): {
+        "qkv": whole(8, 2),
+        "o": whole(8, 4),
+        "gate": whole(6, 1),
+        "down": whole(8, 4),
+    },
+    ("SDAR-8B", 32): {
+        "qkv": whole(4, 1, depth=128),
+        "o": whole(4, 2, depth=128),
+        "gate": whole(5, 1, columns=128),
+        "down": whole(4, 2, depth=128),
+    },
+    ("SDAR-8B", 128): {
+        "qkv": whole(8, 1),
+        "o": whole(8, 2),
+        "gate": whole(4, 1, columns=128, is_eager=True),
+        "down": whole(8, 2),
+    },
+    ("LLaDA-8B", 32): {
+        "qkv": None,
+        "o": whole(4, 2, depth=128),
+        "gate": whole(5, 1, columns=128),
+        "down": whole(4, 2, depth=128),
+    },
+    ("Dream-7B", 32): {
+        "qkv": whole(4, 1, depth=128),
+        "o": whole(4, 2, depth=128),
+        "gate": None,
+        "down": None,
+    },
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_kernels_and_tilings_are_those_that_were_measured(monkeypatch, on_hopper, case):
+    model, rows = case
+    of_model = products(rows, *MODELS[model])
+    got = {name: chosen(monkeypatch, *product) for name, product in of_model.items()}
+    assert got == MEASURED[case]
+
+
+def test_kernels_are_for_few_whole_rows_of_short_types_on_hopper(monkeypatch, on_hopper):
+    def names(rows, model="SDAR-1.7B", **how):
+        of_model = products(rows, *MODELS[model], **how)
+        return {name for name, product in of_model.items() if chosen(monkeypatch, *product)}
+
+    every = {"qkv", "o", "gate", "down"}
+    assert names(8) == names(72) == names(120) == names(128) == every
+    assert names(36) == names(129) == names(136) == set()
+    assert names(32, dtype=jnp.float32) == set()
+    small = products(32, 512, 1024, 4, 2, 64)  # no matrix of 2**21 numbers
+    assert not any(chosen(monkeypatch, *product) for product in small.values())
+    monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
+    assert names(32) == set()
+
+
+def dense_models():
+    """Layers of the published dense models, by sizes."""
+    parsed = [parse_config(config, name=name).config for name, config in PUBLISHED.items()]
+    return {
+        (c.hidden_size, c.ffn_size, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+        for c in parsed
+        if type(c) is DenseConfig
+    }
+
+
+def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
+    """Counted from what the kernel allocates, for every published dense model."""
+    bytes_of = []
+
+    def launch(body, *, out_type, scratch_types, **_):
+        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
+        assert len(scratch_types) - len(arrays) == 2  # barriers
+        bytes_of.append(sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays))
+        return lambda *_: jnp.zeros(out_type.shape, out_type.dtype)
+
+    monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
+    count = 0
+    for rows in (8, 64, 72, 128):
+        for sizes in sorted(dense_models()):
+            for call, x, w in products(rows, *sizes).values():
+                tiling = chosen(monkeypatch, call, x, w)
+                if tiling is None:
+                    continue
+                count += 1
+                assert tiling.stages >= 2
+                # Not what a jit has traced, nor for it to keep.
+                run = mosaic.gated_matmul if call is gated_matmul else mosaic.split_matmul
+                flat = w if call is gated_matmul else real(len(w), w.size // len(w))
+                jax.eval_shape(functools.partial(run.__wrapped__, tiling=tiling), x, flat)
+                assert len(bytes_of) == count
+                assert tiling.splits * flat.shape[-1] // tiling.columns <= 132  # at once
+                assert len(w) % (tiling.splits * tiling.depth) == 0
+    assert count > 100
+    assert 128 * 1024 <= min(bytes_of) <= max(bytes_of) <= SHARED_BYTES - 1024  # for barriers
+
+
+def lowered(call, *arguments):
+    """How many kernels of the Mosaic kind and of the Triton kind a function is lowered to."""
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(lambda *arrays: call(*arrays)).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@mosaic_gpu"), text.count("gpu$xla.gpu.triton")
+
+
+def norm(x, y, scale):
+    return add_rms_norm(x, y, scale, EPS)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("SDAR-1.7B", 72),
+        *(slow("SDAR-1.7B", rows) for rows in (32, 128)),
+        *(slow("SDAR-8B", rows) for rows in (32, 72, 128)),
+    ],
+)
+def test_a_layer_lowers_to_one_kernel_an_operation(on_hopper, model, rows):
+    D = MODELS[model][0]
+    x = real(1, rows, D)
+    cases = [*products(rows, *MODELS[model]).values(), (norm, x, x, real(D))]
+    cases += [(norm, x, real(4, 1, rows, D, dtype=jnp.float32), real(D))]
+    assert [lowered(*case) for case in cases] == [(1, 0)] * 6
+
+
+@pytest.mark.parametrize("name", ["gate", slow("qkv"), slow("o"), slow("norm")])
+def test_many_at_once_are_one_kernel_many_times(on_hopper, name):
+    """`jax.vmap`, over rows with one matrix and with one each."""
+    row = real(2048)
+    of_model = products(8, *MODELS["SDAR-1.7B"])
+    call, x, w = {**of_model, "norm": (lambda x, scale: norm(x, x, scale), real(8, 2048), row)}[
+        name
+    ]
+    many = real(3, *x.shape)
+    for axis, operand in ((None, w), (0, real(3, *w.shape))):
+        assert lowered(jax.vmap(call, in_axes=(0, axis)), many, operand) == (1, 0)
+
+
+def test_operations_refuse_what_mosaic_cannot_do(monkeypatch):
+    calls = products(32, *MODELS["SDAR-1.7B"])
+
+    def refused(product, x=None, w=None):
+        call, own_x, own_w = calls[product]
+        run = functools.partial(call, implementation="mosaic")
+        with pytest.raises(NotImplementedError) as error:
+            jax.eval_shape(run, x or own_x, w or own_w)
+        text = str(error.value)
+        assert text.startswith('implementation="mosaic": ')
+        assert text.endswith('; use "xla"')
+        return text[25:-11]
+
+    if jax.default_backend() == "cpu":
+        for product in calls:
+            assert refused(product) == "needs an NVIDIA GPU of the Hopper kind"
+    for product, (call, x, w) in calls.items():
+        with pytest.raises(ValueError, match="implementation='cudnn' is not one of \"xla\""):
+            jax.eval_shape(functools.partial(call, implementation="cudnn"), x, w)
+        if product in ("qkv", "gate"):
+            with pytest.raises(ValueError, match='not one of "xla", "mosaic"'):
+                jax.eval_shape(functools.partial(call, implementation="triton"), x, w)
+
+    class Device:
+        compute_capability = "9.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
+    for product, (_, x, w) in calls.items():
+        K = x.shape[-1]
+        few, many, none = real(1, 20, K), real(1, 136, K), real(1, 0, K)
+        assert refused(product, few) == "needs a multiple of 8 rows, at most 128, got 20"
+        assert refused(product, many) == "needs a multiple of 8 rows, at most 128, got 136"
+        assert refused(product, none) == "needs at least one row"
+        long = real(*x.shape, dtype=jnp.float32)
+        assert refused(product, long) == "needs a 16-bit type, got float32"
+        half = real(*w.shape, dtype=jnp.float16)
+        assert refused(product, w=half) == "needs operands of one type, got bfloat16 and float16"
+    wide = products(32, *MODELS["LLaDA-8B"])["qkv"]
+    assert "at most 132 side by side, got (4096, 12288)" in refused("qkv", *wide[1:])
+    wide = products(32, *MODELS["Dream-7B"])["gate"]
+    assert "at most 132 side by side, got (3584, 2, 18944)" in refused("gate", *wide[1:])
+    rows = real(1, 8, 52)
+    with pytest.raises(NotImplementedError, match="needs rows of a multiple of 512, got 52; use"):
+        jax.eval_shape(lambda x: add_rms_norm(x, x, x[0, 0], EPS, implementation="mosaic"), rows)
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    assert refused("o") == "needs jax 0.11.2, got 0.10.2"
+
+
+@pytest.fixture
+def hopper():
+    """The GPU that the tests below need."""
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["SDAR-1.7B", "SDAR-8B"])
+def test_products_match_float32_on_a_gpu(hopper, model):
+    for i, (call, x, w) in enumerate(products(128, *MODELS[model]).values()):
+        keys = jax.random.split(jax.random.key(i))
+        x, w = (
+            jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, (x, w), strict=True)
+        )
+        w = w * jnp.asarray(x.shape[-1] ** -0.5, w.dtype)
+
+        @jax.jit
+        def truth(x, w, call=call):
+            if call is gated_matmul:
+                gate, up = (dot(x, w[:, i]).astype(x.dtype).astype(jnp.float32) for i in range(2))
+                return jax.nn.silu(gate) * up
+            return dot(x, w.reshape(len(w), -1))
+
+        want = np.asarray(truth(x, w))
+        for rows in (8, 32, 72, 128):
+            got = jax.jit(functools.partial(call, implementation="mosaic"))(x[:, :rows], w)
+            assert got.shape[-len(w.shape[1:]) :] == w.shape[1:] or call is gated_matmul
+            got = got.reshape(-1, *want[:, :rows].shape)
+            if len(got) > 1:
+                assert got.dtype == jnp.float32
+                assert np.abs(got.sum(axis=0) - want[:, :rows]).max() < 1e-4
+            else:
+                assert got.dtype == x.dtype
+                close(got[0], want[:, :rows])
+
+
+def dot(x, w):
+    return jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2048, 4096])
+@pytest.mark.parametrize("rows", [8, 72, 128])
+def test_add_rms_norm_matches_numpy_on_a_gpu(hopper, rows, width):
+    x, y, scale = normal(2, (rows, width), (rows, width), (width,))
+    (parts,) = normal(3, (4, rows, width), dtype="float32")
+    for other in (y, parts):
+        got = add_rms_norm(*map(jnp.asarray, (x, other, scale)), EPS, implementation="mosaic")
+        for a, b in zip(got, oracle.add_rms_norm(x, other, scale, EPS), strict=True):
+            close(a, b)
