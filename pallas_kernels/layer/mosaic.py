@@ -284,7 +284,7 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
                 target = out.at[split, pl.ds(group * _ROWS, rows), across]
                 plgpu.copy_smem_to_gmem(leading(staged, rows), target)
 
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
