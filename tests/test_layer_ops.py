@@ -16,7 +16,15 @@ import pytest
 from dllm_jax.models import dense, moe
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
-from pallas_kernels.layer import LayerOps, add_rms_norm, api, rotate_qkv, split_matmul, triton
+from pallas_kernels.layer import (
+    LayerOps,
+    add_rms_norm,
+    api,
+    mosaic,
+    rotate_qkv,
+    split_matmul,
+    triton,
+)
 from pallas_kernels.layer.triton import Tiling
 from tests.cross_lowering import H200, triton_grids
 from tests.oracles import layer as oracle
@@ -25,6 +33,13 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}  # of a value plus one
 EPS = 1e-5
 SMALL = Tiling(rows=16, columns=16, depth=32, splits=2, num_stages=2)
 KERNELS = LayerOps(add_rms_norm="triton", split_matmul="triton", rotate_qkv="triton")
+ALL_MOSAIC = LayerOps(
+    add_rms_norm="mosaic",
+    qkv_matmul="mosaic",
+    rotate_qkv="triton",
+    split_matmul="mosaic",
+    gated_matmul="mosaic",
+)
 
 
 def slow(*case):
@@ -123,6 +138,39 @@ def test_rotate_qkv_matches_numpy(name, dtype, rotary, normed, biased):
         assert np.array_equal(got[0][..., rotary:], kept)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "biased"),
+    [("bfloat16", True), slow("bfloat16", False), slow(None, False), slow(None, True)],
+)
+def test_rotate_qkv_rounds_the_sum_of_parts_first(name, dtype, biased):
+    """To the type that is asked for, or to that of the parts."""
+    (parts,) = draw(2, (2, 2, 5, 3, 5, 16))
+    bias, *norms = draw(3, (3, 5, 16), (16,), (16,), dtype="bfloat16")
+    (angle,) = draw(4, (2, 5, 8))
+    cos, sin = np.cos(3 * angle), np.sin(3 * angle)
+    arguments = (bias if biased else None, *norms, cos, sin)
+    given = jax.tree.map(jnp.asarray, (parts, *arguments))
+    got = rotate_qkv(*given, EPS, dtype=dtype, implementation=name)
+    summed = parts.sum(axis=0).astype(jnp.dtype(dtype or "float32"))
+    close(got, oracle.rotate_qkv(summed, *arguments, EPS), dtype or "float32")
+    values = summed[..., -1, :]
+    if biased:  # of values nothing but the roundings is left to see
+        values = (np.float32(values) + np.float32(bias[:, -1])).astype(values.dtype)
+        unrounded = (parts.sum(axis=0)[..., -1, :] + np.float32(bias[:, -1])).astype(values.dtype)
+        assert dtype is None or not np.array_equal(values, unrounded)
+    assert np.array_equal(got[2], values)
+
+
+def test_rotate_qkv_gives_the_type_that_is_asked_for(name):
+    """Of rows in another one too."""
+    (qkv,), (angle,) = draw(2, (5, 2, 4, 16)), draw(3, (5, 8))
+    cos, sin = np.cos(angle), np.sin(angle)
+    arguments = (None, None, None, cos, sin)
+    given = jax.tree.map(jnp.asarray, (qkv, *arguments))
+    got = rotate_qkv(*given, EPS, dtype="bfloat16", implementation=name)
+    close(got, oracle.rotate_qkv(qkv.astype(jnp.bfloat16), *arguments, EPS), "bfloat16")
+
+
 def test_split_matmul_parts_add_up(name):
     x, w = draw(4, (3, 7, 128), (128, 32), dtype="bfloat16")
     got = split_matmul(jnp.asarray(x), jnp.asarray(w), implementation=name)
@@ -192,8 +240,7 @@ FAMILIES = {
 
 
 @functools.cache
-def weights(family):
-    module, cfg = FAMILIES[family]
+def weights(module, cfg):
     drawn = dense.random_params(jax.random.key(1), module.param_shapes(cfg, "bfloat16"))
     return jax.tree.map(lambda leaf: leaf * (1 if leaf.ndim < 2 else 5), drawn)
 
@@ -201,9 +248,40 @@ def weights(family):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["qwen3", *(slow(f) for f in FAMILIES if f != "qwen3")])
 def test_trunk_of_kernels_is_the_trunk(family):
-    module, cfg = FAMILIES[family]
-    (x,) = draw(8, (2, 5, 64), dtype="bfloat16")
-    positions = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+    same_trunk(*FAMILIES[family], 5, KERNELS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2")
+def test_trunk_of_mosaic_kernels_is_the_trunk(monkeypatch):
+    """Queries, keys and values in parts too, and those of the last product."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    ran = []
+    for name in ("add_rms_norm", "split_matmul", "gated_matmul"):
+
+        def run(call, *args, **how):
+            ran.append((call.__name__, how["tiling"].splits if how else None))
+            return call(*args, **how, interpret=plgpu.InterpretGPUParams())
+
+        monkeypatch.setattr(mosaic, name, functools.partial(run, getattr(mosaic, name)))
+    monkeypatch.setattr(mosaic, "unsupported", lambda x: None)
+    cfg = dataclasses.replace(CFG, hidden_size=512, ffn_size=256)
+    same_trunk(dense, cfg, 4, ALL_MOSAIC)
+    of_a_layer = {
+        ("split_matmul", 4),
+        ("split_matmul", 1),
+        ("gated_matmul", 1),
+        ("split_matmul", 2),
+    }
+    assert set(ran) == {*of_a_layer, ("add_rms_norm", None)}
+
+
+def same_trunk(module, cfg, rows, ops):
+    """A trunk of such operations gives what one in plain XLA does, on twice so many rows."""
+    (x,) = draw(8, (2, rows, cfg.hidden_size), dtype="bfloat16")
+    positions = jnp.arange(2 * rows, dtype=jnp.int32).reshape(2, rows)
 
     def attend(layer, q, k, v):
         return q * (1 + layer) + jnp.repeat(k - v, cfg.num_heads // cfg.num_kv_heads, axis=2)
@@ -212,7 +290,7 @@ def test_trunk_of_kernels_is_the_trunk(family):
     def run(params, ops):
         return module.trunk(params, cfg, jnp.asarray(x), positions, attend, (2, 0), ops=ops)
 
-    got, want = (jax.tree.leaves(run(weights(family), ops)) for ops in (KERNELS, dense.PLAIN))
+    got, want = (jax.tree.leaves(run(weights(module, cfg), ops)) for ops in (ops, dense.PLAIN))
     assert np.array_equal(got[2], x)
     for a, b in zip(got, want, strict=True):
         a, b = np.float64(a), np.float64(b)
@@ -362,8 +440,9 @@ def test_kernels_match_numpy_on_a_gpu(rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ops", [KERNELS, LayerOps()], ids=["Triton's", "chosen"])
 @pytest.mark.parametrize("rows", [32, 128])
-def test_a_trunk_of_kernels_is_the_trunk_on_a_gpu(rows):
+def test_a_trunk_of_kernels_is_the_trunk_on_a_gpu(rows, ops):
     cfg = dataclasses.replace(
         CFG,
         hidden_size=2048,
@@ -393,8 +472,7 @@ def test_a_trunk_of_kernels_is_the_trunk_on_a_gpu(rows):
     with jax.default_matmul_precision("highest"):
         truth = np.asarray(logits(params, dense.PLAIN, "float32"))
     kernels, plain = (
-        np.abs(np.asarray(logits(params, ops, "bfloat16")) - truth)
-        for ops in (KERNELS, dense.PLAIN)
+        np.abs(np.asarray(logits(params, ops, "bfloat16")) - truth) for ops in (ops, dense.PLAIN)
     )
     assert np.abs(truth).max() > 1
     assert kernels.max() < 1.5 * plain.max() < 0.1 * np.abs(truth).max()

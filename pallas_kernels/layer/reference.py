@@ -71,9 +71,10 @@ def rotate_qkv(
     eps: float,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[Array, Array, Array]:
-    """See `api.rotate_qkv`; the sum of parts is rounded to `dtype`."""
+    """See `api.rotate_qkv`; rows and the sum of parts are rounded to `dtype` first."""
     if qkv.ndim > cos.ndim + 2:
-        qkv = jnp.sum(qkv, axis=0).astype(dtype)
+        qkv = jnp.sum(qkv, axis=0)
+    qkv = qkv.astype(dtype or qkv.dtype)
     *rows, G, both, H = qkv.shape
     n = both - 2
     if bias is not None:
