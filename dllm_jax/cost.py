@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.facts import Facts, Placement
+from dllm_jax.facts import NO_LIMIT, Facts, Placement
 from dllm_jax.pass_time import USUAL_TEXT
 from dllm_jax.warming import pass_kinds
 
@@ -25,7 +25,6 @@ BUDGET_S = 10.0  # of all timing; what is left by then is taken from the next la
 CHOICE_STEP = 4  # numbers of slots whose choices are timed, over USUAL_TEXT, are so far apart
 SHORT, LONG = 2, 4  # decode steps, and prefill passes, of the two runs
 FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
-_NO_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,8 +253,8 @@ def made_up(facts: Facts, columns: int, steps: int = SHORT + LONG) -> Placement:
         top_k=0,
         top_p=1.0,
         stop_ids=(),
-        max_nfe=_NO_LIMIT,
-        max_run=_NO_LIMIT,
+        max_nfe=NO_LIMIT,
+        max_run=NO_LIMIT,
         knobs=facts.knob_values,
         seed=0,
         fold=0,

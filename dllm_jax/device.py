@@ -26,7 +26,7 @@ from dllm_jax import decode as decoding
 from dllm_jax.facts import DeviceFailure, Facts, Placement
 from dllm_jax.intake import STOP_WIDTH
 from dllm_jax.model import Model
-from dllm_jax.programs import HEAD, NUMBERS, Programs
+from dllm_jax.programs import ASKED, HEAD, NUMBERS, PIECE, Programs
 from dllm_jax.requests import DraftMetrics
 from strategies import drafting
 from strategies.protocol import weighs_costs
@@ -41,6 +41,17 @@ class Chunk:
     """A dispatched decode: what it returns is still being computed."""
 
     packed: Future
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A piece of a prefix: what `programs.prefill` reads of it, and what it returns."""
+
+    slot: int
+    words: np.ndarray
+    size: int
+    kind: decoding.PassKind
+    boundary: Future
 
 
 class Harvest:
@@ -147,6 +158,7 @@ class Device:
         self._lost: BaseException | None = None  # what took the state, until `reset`
         self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, facts.num_slots)
+        self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._absorbs = hasattr(strategy, "absorb")
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         worker = threading.Thread(
@@ -172,6 +184,9 @@ class Device:
     def reset(self) -> None:
         """A state with every slot empty and a new pool, once what was dispatched is over."""
         self._admitted.clear()
+        for piece in self._pieces:
+            piece.boundary.cancel()
+        self._pieces.clear()
         self._submit(self._reset).result()
 
     def _reset(self) -> None:
@@ -240,21 +255,31 @@ class Device:
         """
         is_full = len(self._admitted) == self._admit_rows  # no sooner: `begin` may join the last
         # Where a slot's first one left again, two rows of one program would be unordered.
-        if is_full or any(slot == pending for pending, _, _ in self._admitted):
+        waiting = [one[0] for one in self._admitted] + [one.slot for one in self._pieces]
+        if is_full or slot in waiting:
             self._flush()
         self._admitted.append((slot, placement, False))
 
     def _flush(self) -> None:
-        if not self._admitted:
-            return
-        admitted = self._admitted[:]
-        self._admitted.clear()
-        rows = [self._numbers(placement) for _, placement, _ in admitted]
-        rows += rows[:1] * (self._admit_rows - len(rows))
-        slots = np.full((self._admit_rows, 2), self.facts.num_slots, np.int32)
-        slots[: len(admitted)] = [(slot, begins) for slot, _, begins in admitted]
-        ints, floats = (np.stack(part) for part in zip(*rows, strict=True))
-        self._run(("admit",), programs.admit, slots, ints, floats, knobs=self._knobs)
+        """Dispatch what waits for more of its kind: requests, then pieces of prompts."""
+        admitted, self._admitted = self._admitted, []
+        pieces, self._pieces = self._pieces, []
+        if admitted:
+            self._run_admit(admitted)
+        # As many as one pass takes, or each by itself: nothing is computed for nobody.
+        count = self.facts.prompts_a_pass if len(pieces) == self.facts.prompts_a_pass else 1
+        for i in range(0, len(pieces), count):
+            self._run_prefill(pieces[i : i + count])
+
+    def _run_admit(self, admitted: list[tuple[int, Placement, bool]]) -> None:
+        rows = []
+        for slot, placement, begins in admitted:
+            ints, floats = self._numbers(placement)
+            rows.append(np.concatenate([(slot, begins), ints, floats.view(np.int32)]))
+        rows += [rows[0].copy() for _ in range(self._admit_rows - len(rows))]
+        requests = np.stack(rows).astype(np.int32)
+        requests[len(admitted) :, 0] = self.facts.num_slots
+        self._run(("admit",), programs.admit, requests, knobs=self._knobs)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -289,6 +314,8 @@ class Device:
     ) -> Future:
         """Compute and store one piece of a prefix.
 
+        Small pieces of short prefixes are dispatched with what follows: several are one program.
+
         Args:
             tokens: Ids from position `first` on, at most `size`.
             end: First position not stored; `live_end`: first not computed.
@@ -296,15 +323,31 @@ class Device:
             pages: The slot's row of the page table, one of the page buckets wide.
 
         Returns:
-            The boundary row after the pass [D], on the device, once it has run.
+            The boundary row after the pass [D], on the device, once it has run; of several
+            pieces the first one's, as nobody reads it where a prefix is taken in by pieces.
         """
-        ids = np.zeros((1, size), np.int32)
-        ids[0, : len(tokens)] = tokens
-        numbers = np.array([slot, first, end, live_end, last], np.int32)
-        key = ("prefill", size, len(pages), kind)
-        # The host's page table changes while this waits its turn: the row is copied.
-        table = np.array(pages, np.int32)[None]
-        return self._run(key, programs.prefill, ids, numbers, table, kind=kind)
+        piece = np.zeros((PIECE + size + len(pages),), np.int32)
+        piece[:PIECE] = slot, first, end, live_end, last
+        piece[PIECE : PIECE + len(tokens)] = tokens
+        piece[PIECE + size :] = pages  # a copy: the host's page table changes before its turn
+        asked, facts = _Piece(slot, piece, size, kind, Future()), self.facts
+        is_small = (size, len(pages)) == (facts.prefill_buckets[0], facts.page_buckets[0])
+        if facts.prompts_a_pass == 1 or not is_small:
+            self._run_prefill([asked])
+            return asked.boundary
+        if any(slot == one.slot for one in self._pieces):
+            self._flush()
+        self._pieces.append(asked)
+        if len(self._pieces) == facts.prompts_a_pass:
+            self._flush()
+        return asked.boundary
+
+    def _run_prefill(self, pieces: list["_Piece"]) -> None:
+        words = np.stack([one.words for one in pieces])
+        size, kind = pieces[0].size, pieces[0].kind
+        key = ("prefill", *words.shape, size, kind)
+        done = self._run(key, programs.prefill, words, size=size, kind=kind)
+        done.add_done_callback(lambda done: _pass_on(done, [one.boundary for one in pieces]))
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -337,11 +380,13 @@ class Device:
             num_steps: Steps at most.
             early: Stop as soon as one of them ends.
         """
-        numbers = np.array([num_active, num_steps, early], np.int32)
+        asked = np.empty((len(rows), ASKED + pages.shape[1]), np.int32)
+        asked[:, 0], asked[:, 1:ASKED] = rows, (num_active, num_steps, early)
+        asked[:, ASKED:] = pages
         many = self.facts.many_rows
         program = programs.decode if many is None or len(rows) < many else programs.decode_many
         key, of = ("decode", *pages.shape), self._priced(len(rows))
-        return Chunk(self._run(key, program, rows, numbers, pages, programs=of))
+        return Chunk(self._run(key, program, asked, programs=of))
 
     def _priced(self, num_slots: int) -> Programs:
         """The programs, whose strategy knows what its choices cost with so many slots.
@@ -361,6 +406,7 @@ class Device:
         Raises:
             DeviceFailure: It failed, or one before it did: the state is gone.
         """
+        self._flush()  # the device need not wait
         try:
             return Harvest(np.asarray(chunk.packed.result()), self)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
@@ -372,6 +418,7 @@ class Device:
         Raises:
             DeviceFailure: As `harvest`.
         """
+        self._flush()
         try:
             jax.block_until_ready(last_pass.result())
         except jax.errors.JaxRuntimeError as error:
@@ -409,10 +456,11 @@ class Device:
         """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
         asked: list[tuple[Any, Any, tuple, dict]] = []
         twin = copy.copy(self)
-        twin._admitted = []
+        twin._admitted, twin._pieces = [], []
 
-        def ask(key: Any, program: Any, *args: Any, programs: Any = None, **static: Any) -> None:
+        def ask(key: Any, program: Any, *args: Any, programs: Any = None, **static: Any) -> Future:
             asked.append((program, programs or self._programs, args, static))
+            return Future()
 
         twin._run = ask  # type: ignore[method-assign]
         run(twin)
@@ -500,6 +548,16 @@ class Device:
             [p.temperature, p.top_p, *(p.knobs[name] for name in self._knobs)], np.float32
         )
         return ints, floats
+
+
+def _pass_on(done: Future, others: Sequence[Future]) -> None:
+    """Give what a future holds to others."""
+    error = done.exception()
+    for other in others:
+        if error is not None:
+            other.set_exception(error)
+        else:
+            other.set_result(done.result())
 
 
 _workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = (

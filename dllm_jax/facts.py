@@ -21,6 +21,7 @@ PASS_KINDS: dict[str, PassKind] = {
     "whole_full": "full",
 }
 
+NO_LIMIT = 2**31 - 1
 HOLE = -1  # in the place of an id: a cell to be written
 # What a chunk may bring to the host, which also bounds the pages it may need: so many windows, or,
 # where windows are narrow, so many tokens for each of its steps.
@@ -93,6 +94,7 @@ class Facts:
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
         many_rows: Slot buckets from here on run without command buffers; None: none does.
+        prompts_a_pass: Prompts whose pieces of the smallest size one pass takes in; 1: none does.
     """
 
     num_slots: int
@@ -118,6 +120,7 @@ class Facts:
     prefill_buckets: tuple[int, ...]
     max_num_batched_tokens: int | None = None
     many_rows: int | None = None
+    prompts_a_pass: int = 1
 
     @functools.cached_property
     def is_grid(self) -> bool:

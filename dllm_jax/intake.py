@@ -6,13 +6,12 @@ Nothing here has a slot, a page or a device.
 import dataclasses
 from typing import Any
 
-from dllm_jax.facts import HOLE, Facts, Placement
+from dllm_jax.facts import HOLE, NO_LIMIT, Facts, Placement
 from dllm_jax.requests import MAX_SEED, Request, SamplingParams
 from dllm_jax.scheduler import Sample, Scheduler
 from dllm_jax.text import TextStream
 
 STOP_WIDTH = 32  # stop ids of a request, the model's own included
-NO_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(eq=False, slots=True)

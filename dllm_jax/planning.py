@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from dllm_jax.facts import Facts
-from dllm_jax.intake import NO_LIMIT
+from dllm_jax.facts import NO_LIMIT, Facts
 from dllm_jax.scheduler import DECODE, Pass, Sample, Scheduler
 
 # How long a dispatch should last. Beside its steps each takes 1.6 ms on an H200 (SDAR-1.7B; a model

@@ -28,6 +28,9 @@ from strategies.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Samplin
 # before the chunk, steps.
 HEAD = 6
 NUMBERS = 7  # words of a request before its stop ids
+# What a call brings comes as one array: each takes 50 us to get to an H200.
+PIECE = 5  # words of a piece of a prompt before its ids
+ASKED = 4  # words of a row to decode before its pages
 
 
 class Programs(struct.PyTreeNode):
@@ -139,13 +142,16 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
 
 
 @functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
-def admit(programs, state, slots, ints, floats, knobs):
+def admit(programs, state, requests, knobs):
     """Fresh requests in their slots, which keep what lasts.
 
     Args:
-        slots: [A 2]: a slot (past the last: nobody's), and whether it decodes at once or waits for
-            its prefill.
+        requests: [A X]: a slot (past the last: nobody's), whether it decodes at once or waits for
+            its prefill, and the numbers of a placement, those that are no whole ones by their bits.
     """
+    split = requests.shape[1] - 2 - len(knobs)
+    slots, ints = requests[:, :2], requests[:, 2:split]
+    floats = jax.lax.bitcast_convert_type(requests[:, split:], jnp.float32)
 
     def one(ints: Array, floats: Array) -> DecodeState:
         return jax.tree.map(lambda leaf: leaf[0], _fresh(programs, ints, floats, knobs))
@@ -179,18 +185,26 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
     return _put_rows(state, slot[None], new), None
 
 
-@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("state",))
-def prefill(programs, state, tokens, numbers, pages, kind):
-    """One prefill pass of one slot; `numbers` are slot, first, end, live_end, last."""
-    slot, first, end, live_end, last = (numbers[i : i + 1] for i in range(5))
-    row = _rows(state, slot)
+@functools.partial(jax.jit, static_argnames=("size", "kind"), donate_argnames=("state",))
+def prefill(programs, state, pieces, size, kind):
+    """One prefill pass of distinct slots.
+
+    Args:
+        pieces: [A 5+size+C]: slot, first, end, live_end, last; ids; its row of the page table.
+
+    Returns:
+        The state, and the boundary row of the first one.
+    """
+    slots, first, end, live_end, last = (pieces[:, i] for i in range(PIECE))
+    row = _rows(state, slots)
     broken = row.finish == ERROR
+    pages = pieces[:, PIECE + size :]
     row = row.replace(finish=jnp.full_like(row.finish, RUNNING), page_table=pages)
     done = decoding.prefill_pass(
         programs.strategy,
         programs.forward(),
         row,
-        tokens,
+        pieces[:, PIECE : PIECE + size],
         first,
         end,
         live_end,
@@ -199,7 +213,7 @@ def prefill(programs, state, tokens, numbers, pages, kind):
     )
     broken |= done.finish == ERROR
     finish = jnp.where(broken, ERROR, jnp.where(last > 0, RUNNING, EMPTY)).astype(jnp.int32)
-    return _put_rows(state, slot, done.replace(finish=finish)), done.boundary[0]
+    return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -222,13 +236,18 @@ def copy_page(programs, state, source, target):
     return state.replace(pools=pools), None
 
 
-def _decode(programs, state, rows, numbers, pages):
-    """Steps of some slots; `numbers` are how many of `rows` decode, steps, whether to stop early.
+def _decode(programs, state, asked):
+    """Steps of some slots.
+
+    Args:
+        asked: [R 4+C]: distinct slots and their rows of the page table; between them, the same in
+            every row, how many of them decode, steps, whether to stop early.
 
     Returns:
         The state, and a row of words a slot: the columns of `HEAD`, new tokens, the slot.
     """
-    num_active, num_steps, early = numbers[0], numbers[1], numbers[2] > 0
+    rows, pages = asked[:, 0], asked[:, ASKED:]
+    num_active, num_steps, early = asked[0, 1], asked[0, 2], asked[0, 3] > 0
     R = rows.shape[0]
     spec = dataclasses.replace(programs.spec, num_slots=R)
     W = spec.num_blocks * spec.block_size
@@ -279,8 +298,8 @@ def _decode(programs, state, rows, numbers, pages):
     # What a request asked for does not change: it need not be written back.
     same = state.replace(pools=None, sampling=None, limits=None, knobs=None, keys=None)
     put = _put_rows(same, rows, bucket.replace(sampling=None, limits=None, knobs=None, keys=None))
-    asked = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}
-    return put.replace(**asked), packed
+    kept = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}
+    return put.replace(**kept), packed
 
 
 decode = jax.jit(_decode, donate_argnames=("state",))

@@ -19,6 +19,7 @@ CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
 PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
 FIRST_PAGE_BUCKET = 16
 MANY_ROWS = 8  # `programs.decode_many`: a step takes longer than launching it
+PROMPTS_A_PASS, TOKENS_A_PASS = 8, 512  # of passes that take several short prompts in
 # Fewer than 128 tokens cost an accelerator what 128 do: reading the weights.
 PREFILL_BUCKETS = (128, 256, 512, 1024)
 CPU_PREFILL_BUCKETS = (64,)
@@ -59,6 +60,9 @@ def make_facts(
     prefill = config.prefill_buckets or (CPU_PREFILL_BUCKETS if on_cpu else PREFILL_BUCKETS)
     if config.prefill_buckets is None:
         prefill = tuple(size for size in prefill if size < 2 * max_len) or prefill[:1]
+    prefill = _prefill_buckets(prefill, needs.prompt, max_len, S)
+    most = min(PROMPTS_A_PASS, TOKENS_A_PASS // prefill[0], config.max_num_seqs)
+    has_pieces = needs.prompt in ("grid_causal", "whole_causal")
     return Facts(
         num_slots=config.max_num_seqs,
         num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
@@ -80,9 +84,11 @@ def make_facts(
         knob_values={name: float(value) for name, value in knobs.items()},
         slot_buckets=_buckets(slots, config.max_num_seqs),
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
-        prefill_buckets=_prefill_buckets(prefill, needs.prompt, max_len, S),
+        prefill_buckets=prefill,
         max_num_batched_tokens=config.max_num_batched_tokens,
         many_rows=None if on_cpu else MANY_ROWS,
+        # A dispatch of a CPU costs little, and its prompts take as long together.
+        prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
     )
 
 

@@ -55,6 +55,8 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
         work += [_decode(rows, columns) for rows in reversed(facts.slot_buckets)]
         for kind in pass_kinds(facts):
             work += [_prefill(size, columns, kind) for size in reversed(facts.prefill_buckets)]
+    if facts.prompts_a_pass > 1:
+        work.append(_short_prompts(facts))
     empty = Placement(
         tail=(),
         prompt_len=1,
@@ -84,11 +86,12 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
 def largest_programs(facts: Facts) -> list[Work]:
     """Those that need the most memory."""
     columns = facts.page_buckets[-1]
-    most = _decode(facts.slot_buckets[-1], columns)
-    return [
-        most,
-        *(_prefill(facts.prefill_buckets[-1], columns, kind) for kind in pass_kinds(facts)),
-    ]
+    largest = facts.prefill_buckets[-1]
+    work = [_decode(facts.slot_buckets[-1], columns)]
+    work += [_prefill(largest, columns, kind) for kind in pass_kinds(facts)]
+    if facts.prompts_a_pass * facts.prefill_buckets[0] > largest:
+        work.append(_short_prompts(facts))
+    return work
 
 
 def _decode(rows: int, columns: int) -> Work:
@@ -100,11 +103,22 @@ def _decode(rows: int, columns: int) -> Work:
     )
 
 
-def _prefill(size: int, columns: int, kind: str) -> Work:
+def _prefill(size: int, columns: int, kind: str, slot: int = 0) -> Work:
     pages = np.full((columns,), -1, np.int32)
     return Work(
         f"prefill {size} tokens, {columns} pages, {kind}",
-        lambda device: device.prefill(0, (), 0, 0, 0, False, pages, size, kind),
+        lambda device: device.prefill(slot, (), 0, 0, 0, False, pages, size, kind),
+    )
+
+
+def _short_prompts(facts: Facts) -> Work:
+    """The pass that takes several prompts in."""
+    count, size, columns = facts.prompts_a_pass, facts.prefill_buckets[0], facts.page_buckets[0]
+    (kind,) = pass_kinds(facts)
+    each = [_prefill(size, columns, kind, slot) for slot in range(count)]
+    return Work(
+        f"prefill {count} prompts of {size} tokens, {columns} pages, {kind}",
+        lambda device: [one.run(device) for one in each],
     )
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dllm_jax import engine, intake, planning, programs, sizing
+from dllm_jax import engine, planning, programs, sizing
 from dllm_jax.device import Device
 from dllm_jax.engine import Engine
-from dllm_jax.facts import EngineConfig
+from dllm_jax.facts import NO_LIMIT, EngineConfig
 from dllm_jax.requests import Request, SamplingParams
 from strategies import MultiBD, state
 from strategies.protocol import split_knobs
@@ -128,4 +128,4 @@ def test_the_host_loop_reads_the_devices_codes() -> None:
     assert (engine.RUNNING_CODE, engine.ERROR_CODE) == (state.RUNNING, state.ERROR)
     ended = {code: word for code, word in state.FINISH_REASONS.items() if word is not None}
     assert ended == engine.REASONS
-    assert intake.NO_LIMIT == state.NO_LIMIT
+    assert NO_LIMIT == state.NO_LIMIT
