@@ -388,15 +388,24 @@ def test_a_layer_lowers_to_one_kernel_an_operation(on_hopper, model, rows):
 
 @pytest.mark.parametrize("name", ["gate", slow("qkv"), slow("o"), slow("norm")])
 def test_many_at_once_are_one_kernel_many_times(on_hopper, name):
-    """`jax.vmap`, over rows with one matrix and with one each."""
-    row = real(2048)
+    """`jax.vmap` over rows, of one matrix; `test_many_at_once_are_exact` has one each too."""
     of_model = products(8, *MODELS["SDAR-1.7B"])
-    call, x, w = {**of_model, "norm": (lambda x, scale: norm(x, x, scale), real(8, 2048), row)}[
-        name
-    ]
-    many = real(3, *x.shape)
-    for axis, operand in ((None, w), (0, real(3, *w.shape))):
-        assert lowered(jax.vmap(call, in_axes=(0, axis)), many, operand) == (1, 0)
+    of_model["norm"] = (lambda x, scale: norm(x, x, scale), real(8, 2048), real(2048))
+    call, x, w = of_model[name]
+    assert lowered(jax.vmap(call, in_axes=(0, None)), real(3, *x.shape), w) == (1, 0)
+
+
+@pytest.mark.slow
+def test_many_at_once_are_exact():
+    x, w, other = integers(7, (2, 8, 64), (2, 64, 64), (64, 64))
+    call = functools.partial(mosaic.split_matmul, tiling=Tiling(stages=2))
+    for axis, matrix in ((0, w), (None, other)):
+
+        def many(x, w, interpret, axis=axis):
+            return jax.vmap(functools.partial(call, interpret=interpret), (0, axis))(x, w)
+
+        want = np.matmul(np.float32(x), np.float32(matrix))
+        assert np.array_equal(interpreted(many, x, matrix), want.astype(x.dtype))
 
 
 def test_operations_refuse_what_mosaic_cannot_do(monkeypatch):
