@@ -489,7 +489,7 @@ def test_products_match_float32_on_a_gpu(hopper, model):
             got = got.reshape(-1, *want[:, :rows].shape)
             if len(got) > 1:
                 assert got.dtype == jnp.float32
-                assert np.abs(got.sum(axis=0) - want[:, :rows]).max() < 1e-4
+                assert np.abs(got.sum(axis=0) - want[:, :rows]).max() < 1e-3  # of a normal product
             else:
                 assert got.dtype == x.dtype
                 close(got[0], want[:, :rows])
