@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -159,6 +160,8 @@ class Device:
         self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, facts.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
+        # Prefill passes so far, by tokens and pages of a prompt, kind, prompts.
+        self.passes: Counter[tuple[int, int, decoding.PassKind, int]] = Counter()
         self._absorbs = hasattr(strategy, "absorb")
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         worker = threading.Thread(
@@ -345,6 +348,7 @@ class Device:
     def _run_prefill(self, pieces: list["_Piece"]) -> None:
         words = np.stack([one.words for one in pieces])
         size, kind = pieces[0].size, pieces[0].kind
+        self.passes[size, words.shape[1] - PIECE - size, kind, len(pieces)] += 1
         key = ("prefill", *words.shape, size, kind)
         done = self._run(key, programs.prefill, words, size=size, kind=kind)
         done.add_done_callback(lambda done: _pass_on(done, [one.boundary for one in pieces]))
@@ -456,7 +460,7 @@ class Device:
         """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
         asked: list[tuple[Any, Any, tuple, dict]] = []
         twin = copy.copy(self)
-        twin._admitted, twin._pieces = [], []
+        twin._admitted, twin._pieces, twin.passes = [], [], Counter()
 
         def ask(key: Any, program: Any, *args: Any, programs: Any = None, **static: Any) -> Future:
             asked.append((program, programs or self._programs, args, static))

@@ -116,6 +116,7 @@ ONE_PYTHON = {
         "run_gpu",
         "sampling_rules",
         "scheduler",
+        "short_prompts",
         "sizing",
         "snapshot",
         "start_gpu",

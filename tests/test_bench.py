@@ -272,7 +272,7 @@ def test_numbers_are_those_worked_out_by_hand(llm, monkeypatch):
         ],
         walls_s=[1.25, 2.75],
         steps=Counter({(1, 7): 100, (3, 7): 500}),
-        passes=Counter({(16, 7, "blocks"): 10}),
+        passes=Counter({(16, 7, "blocks", 1): 10}),
         counts=dict.fromkeys(throughput.COUNTED, 0) | {"num_steps": 400},
         firsts={"0": 3, "1": 8},
     )

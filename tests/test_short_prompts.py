@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import programs, sizing, warming
+from dllm_jax.bench import measure
 from dllm_jax.device import Device
 from dllm_jax.facts import EngineConfig, Placement
 from strategies import AR, MultiBD
@@ -150,9 +151,17 @@ def test_tokens_are_those_of_each_alone(name):
     truths = [wanted(name, request) for request in requests]
     for between in (None, toy.preempting()):
         engine = toy.make_engine(name, on=made, prefix_caching=False)
-        assert ends(run(engine, [wish(request) for request in requests], between)) == truths
-        passes = {key[1] for key in made.compiled if key[0] == "prefill"}  # by their prompts
-        assert passes == {COUNT, 1}
+        with measure.recording(engine) as ran:
+            got = run(engine, [wish(request) for request in requests], between)
+        assert ends(got) == truths
+        passes = [(prompts, count) for (*_, prompts), count in ran.passes.items()]
+        taken = sum(prompts * count for prompts, count in passes)
+        assert taken == sum(one.metrics.prefill_nfe for one in got)
+        assert between or {COUNT, 1} == {prompts for prompts, _ in passes}
+    several = next(bucket for bucket in made.passes if bucket[-1] == COUNT)
+    with measure.recording(engine) as ran:
+        assert measure.prefill_pass_ms(engine, *several, passes=2, repeats=1) != 0.0
+    assert ran.passes == {several: 1 + 3 + 1}
 
     # A pass that fails takes all of its prompts along, and they start over.
     prefill, failed = programs.prefill, []

@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
 LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order
 
 Decode = tuple[int, int]  # rows, columns of the page table
-Prefill = tuple[int, int, PassKind]  # tokens, columns, kind
+Prefill = tuple[int, int, PassKind, int]  # tokens and columns of a prompt, kind, prompts
 
 
 class Recording:
@@ -39,7 +39,6 @@ class Recording:
     Attributes:
         steps: Decode steps that ran, by bucket.
         tokens: Tokens those steps settled, by bucket.
-        passes: Prefill passes, by bucket.
         firsts: Tokens of a request that were there when its `ttfb_s` was, by its id: a dispatch of
             several steps brings several blocks at once.
     """
@@ -50,7 +49,7 @@ class Recording:
         self.firsts: dict[str, int] = {}
         self.steps: Counter[Decode] = Counter()
         self.tokens: Counter[Decode] = Counter()
-        self.passes: Counter[Prefill] = Counter()
+        self._passes_before = Counter(inner.passes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -75,26 +74,16 @@ class Recording:
                     self.firsts[sample.owner.id] = length
         return got
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        first: int,
-        end: int,
-        live_end: int,
-        last: bool,
-        pages: Any,
-        size: int,
-        kind: PassKind,
-    ) -> Any:
-        """As `Device.prefill`."""
-        self.passes[size, len(pages), kind] += 1
-        return self._inner.prefill(slot, tokens, first, end, live_end, last, pages, size, kind)
+    @property
+    def passes(self) -> Counter[Prefill]:
+        """Prefill passes, by bucket."""
+        return Counter(self._inner.passes) - self._passes_before
 
     def clear(self) -> None:
         """Count from zero."""
-        for counter in (self.steps, self.tokens, self.passes, self.firsts):
+        for counter in (self.steps, self.tokens, self.firsts):
             counter.clear()
+        self._passes_before = Counter(self._inner.passes)
 
 
 @contextlib.contextmanager
@@ -187,6 +176,7 @@ def prefill_pass_ms(
     size: int,
     columns: int,
     kind: PassKind,
+    prompts: int = 1,
     first: int = 0,
     passes: int = 6,
     repeats: int = 5,
@@ -194,22 +184,25 @@ def prefill_pass_ms(
     """Milliseconds of one prefill pass of a compiled bucket, one after another, the median.
 
     Args:
+        prompts: How many the pass takes in: 1, or `Facts.prompts_a_pass` of the smallest sizes.
         first: Position at which the pass begins, moved down to where the bucket holds it whole.
     """
     room = columns * engine.facts.page_size
     first = max(0, min(first, room - size)) // engine.facts.block_size * engine.facts.block_size
     end = min(first + size, room)
-    with borrowed(engine, 1, columns, engine.facts.block_size) as (samples, table):
-        pages = _stretched(engine, table[0])
+    with borrowed(engine, prompts, columns, engine.facts.block_size) as (samples, table):
+        pages = [_stretched(engine, row) for row in table]
         bare = engine.device
-        bare.admit(0, samples[0].placement)
+        for slot, sample in enumerate(samples):
+            bare.admit(slot, sample.placement)
         tokens = [0] * (end - first)
 
         def spend(count: int) -> float:
             bare.wait()
             began = time.perf_counter()
             for _ in range(count):
-                bare.prefill(0, tokens, first, end, end, False, pages, size, kind)
+                for slot, row in enumerate(pages):
+                    bare.prefill(slot, tokens, first, end, end, False, row, size, kind)
             bare.wait()
             return time.perf_counter() - began
 

@@ -133,9 +133,15 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
             for (rows, columns), count in sorted(ran.steps.items())
         ],
         "prefill_programs": [
-            {"tokens": size, "pages": columns, "passes": count, "bare_ms": pass_ms[bucket]}
+            {
+                "tokens": size,
+                "prompts": prompts,
+                "pages": columns,
+                "passes": count,
+                "bare_ms": pass_ms[bucket],
+            }
             for bucket, count in sorted(ran.passes.items())
-            for size, columns, _ in [bucket]
+            for size, columns, _, prompts in [bucket]
         ],
     }
 
