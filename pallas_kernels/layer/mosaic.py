@@ -3,7 +3,7 @@
 A product of few rows is the reading of its weights. A block of threads has a warpgroup that loads,
 by TMA through a ring of buffers, and one that computes for each 64 rows; all rows meet a tile of
 the weights in the block that loads it, and there are no more blocks than run at once. Roundings to
-16 bits are those of the reference, each where it has one.
+16 bits are those of the reference, each where it has one, but for SiLU's own.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ _MOST_STAGES = 8
 _FEW_STAGES = 4  # up to so many, `Tiling.is_eager` paid where two warpgroups compute
 _MOST_SPLITS = 4
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
+_WIDEST = 4096  # row that was measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,9 @@ def unsupported_row(x: Array) -> str | None:
     """Why `add_rms_norm` cannot take such rows, or None."""
     width = x.shape[-1]
     step = _THREADS * _VECTOR
-    return f"needs rows of a multiple of {step}, got {width}" if width % step else None
+    if width % step or width > _WIDEST:
+        return f"needs rows of a multiple of {step} up to {_WIDEST}, got {width}"
+    return None
 
 
 def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None:
