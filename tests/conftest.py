@@ -200,3 +200,15 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = init_params(jax.random.key(0), cfg, "float32")
     extra = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "dllm_jax": settings}
     return export_hf(params, cfg, folder, "float32", extra_config=extra)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Tracing and lowering as on a Hopper GPU."""
+    import jax
+
+    class Device:
+        compute_capability = "9.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])

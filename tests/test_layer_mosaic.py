@@ -201,17 +201,6 @@ def test_rows_do_not_depend_on_each_other():
             assert np.isnan(np.float32(np.delete(a, last, axis=0))).all()
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Tracing and lowering as on a Hopper GPU."""
-
-    class Device:
-        compute_capability = "9.0"
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
-
-
 def real(*shape, dtype=jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 

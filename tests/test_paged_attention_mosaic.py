@@ -164,17 +164,6 @@ def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
     assert_right(functools.partial(mosaic.attention, tiling=chosen), *case(**FEATURES[feature]))
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Tracing and lowering as on a Hopper GPU."""
-
-    class Device:
-        compute_capability = "9.0"
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
-
-
 def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()) -> Any:
     """Arguments of attention as shapes."""
     N, G, H = heads

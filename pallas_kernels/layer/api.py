@@ -20,11 +20,10 @@ Implementation = Literal["xla", "triton", "mosaic"]
 # `split_matmul` in Triton's form is for so many rows with matrices of so many numbers, and less;
 # measured at 32, 128 and 1024 rows (benchmarks/LOG.md, "Fewer launches per layer").
 SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
-# The same of the products in Mosaic's form, from so many numbers on; measured at 32 and 128 rows
-# with the matrices of SDAR-1.7B and -8B (benchmarks/LOG.md, "Products of few rows").
-MOSAIC_WEIGHTS = ((128, 2**26),)
-MOSAIC_GATED_WEIGHTS = ((128, 2**27),)
-MOSAIC_LEAST = 2**21
+# Least and most numbers of a matrix whose product is faster in Mosaic's form; measured at 32 and
+# 128 rows with the matrices of SDAR-1.7B and -8B (benchmarks/LOG.md, "Products of few rows").
+MOSAIC_WEIGHTS = (2**21, 2**26)
+MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # Rows of `add_rms_norm` in Mosaic's form: 1 % of a step at 128 and at 1024; more were not measured.
 MOSAIC_ROWS = 1024
 # Columns of a block of threads of `gated_matmul`, in the order of preference.
@@ -95,7 +94,7 @@ def qkv_matmul(
     flat = w.reshape(w.shape[0], -1)
     tiling = mosaic.choose_tiling(x, flat)
     reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, flat, tiling)
-    chosen = _chosen(implementation, {"mosaic": (reason, _is_measured(x, w, MOSAIC_WEIGHTS))})
+    chosen = _chosen(implementation, {"mosaic": (reason, _is_within(w, MOSAIC_WEIGHTS))})
     if chosen == "mosaic" and tiling is not None:
         out = mosaic.split_matmul(x, flat, tiling=tiling)
         return out.reshape(*out.shape[:-1], *w.shape[1:])
@@ -122,11 +121,11 @@ def split_matmul(
     back_ends = {
         "mosaic": (
             mosaic.unsupported(x) or mosaic.unsupported_product(x, w, of_mosaic),
-            _is_measured(x, w, MOSAIC_WEIGHTS),
+            _is_within(w, MOSAIC_WEIGHTS),
         ),
         "triton": (
             triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling),
-            _is_small(x, w, SPLIT_WEIGHTS),
+            _is_small(x, w),
         ),
     }
     chosen = _chosen(implementation, back_ends)
@@ -154,7 +153,7 @@ def gated_matmul(
     """
     tiling = mosaic.choose_tiling(x, w, GATED_COLUMNS)
     reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, w, tiling)
-    fast = _is_measured(x, w, MOSAIC_GATED_WEIGHTS)
+    fast = _is_within(w, MOSAIC_GATED_WEIGHTS)
     chosen = _chosen(implementation, {"mosaic": (reason, fast)})
     if chosen == "mosaic" and tiling is not None:
         return mosaic.gated_matmul(x, w, tiling=tiling)
@@ -218,15 +217,16 @@ def choose_tiling(x: Array, w: Array) -> triton.Tiling:
     )
 
 
-def _is_small(x: Array, w: Array, most: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a matrix has no more numbers than `most` says of so many rows."""
-    sizes = [size for rows, size in most if _num_rows(x) <= rows]
+def _is_small(x: Array, w: Array) -> bool:
+    """Whether parts of Triton's are faster than XLA's product and the sum that it needs."""
+    sizes = [size for rows, size in SPLIT_WEIGHTS if _num_rows(x) <= rows]
     return bool(sizes) and w.size <= sizes[0]
 
 
-def _is_measured(x: Array, w: Array, most: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a product is one of those that are faster in Mosaic's form."""
-    return w.size >= MOSAIC_LEAST and _is_small(x, w, most)
+def _is_within(w: Array, sizes: tuple[int, int]) -> bool:
+    """Whether a matrix has so many numbers."""
+    least, most = sizes
+    return least <= w.size <= most
 
 
 def _num_rows(x: Array) -> int:
