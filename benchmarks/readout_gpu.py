@@ -3,13 +3,15 @@
 Per cell (model, rows; all greedy) every form is held to a float32 truth computed on the device; one
 that is wrong is not timed. Then a loop on the device runs it over two
 heads in turn, each larger than the cache. The rows of a call depend on the last result; `glue` is
-the loop alone, and is taken off. The forms are the kernel in several tilings and XLA's readout in
-chunks of so many rows, as `token_stats` reads logits and with all statistics from one pass.
+the loop alone, and is taken off. Forms take turns, so that the clocks are the same for all: the
+kernels in several tilings and XLA's readout in chunks of so many rows, as `token_stats` reads
+logits and with all statistics from one pass.
 
     python benchmarks/readout_gpu.py --out /tmp/readout.json
+    python benchmarks/readout_gpu.py --cells 5,6 --only "triton 128x256|mosaic"
     python benchmarks/readout_gpu.py --smoke     # every line of it on a CPU
 
-Prints a table and writes JSON after each line: microseconds of one readout (median of the runs),
+Prints a table and writes JSON after each cell: microseconds of one readout (median of the runs),
 the floor (bytes of the head at 4.3 TB/s, or products at 790 TFLOP/s) and scratch memory.
 """
 
@@ -17,6 +19,7 @@ import argparse
 import functools
 import json
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -25,8 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.token_readout import reference, triton
+from pallas_kernels.token_readout import mosaic, reference, triton
 from pallas_kernels.token_readout.result import Part, joined, told
 from strategies.sampling import token_stats
 
@@ -41,16 +45,28 @@ CELLS = [  # model, rows
     ("SDAR-1.7B", 256),
     ("SDAR-1.7B", 1024),
     ("SDAR-1.7B", 4096),
+    ("SDAR-1.7B", 512),
+    ("SDAR-1.7B", 64),
+    ("SDAR-8B", 1024),
 ]
+SAMPLE_US = 12e3  # of a run, about
+SMOKE = r"^(xla 32|one pass 32|triton 32x128x64 w4|mosaic 256.*rows)"
 CLOSE = 2e-3  # logits of a token that may be taken for the likeliest
 TOLERANCE = 2e-3  # of confidence, relative, and entropy, in nats
 SMALL = [(32, 128, 64, 4, 4), (32, 128, 128, 4, 3), (32, 256, 64, 4, 4), (32, 64, 128, 4, 4)]
 SMALL += [(32, 64, 64, 4, 5), (32, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4)]
 FULL = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3)]
 FULL += [(128, 256, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 4, 3), (128, 128, 32, 4, 4)]
-FULL += [(64, 256, 64, 8, 3), (128, 128, 128, 8, 3)]
+FULL += [(64, 256, 64, 8, 3), (64, 256, 64, 8, 4), (128, 128, 128, 8, 3)]
 MANY = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)]
 WIDE = [(256, 128, 64, 8, 3), (64, 256, 64, 8, 3)]
+
+
+def mosaic_tilings(rows):
+    """What is tried of the other kernel: ids, stages, steps ahead, what is shared."""
+    if rows <= 128:
+        return [(256, 4, 1, "rows"), (192, 5, 1, "rows"), (192, 5, 2, "rows"), (192, 5, 1, None)]
+    return [*((256, 4, lead, "head") for lead in (0, 1, 2)), (192, 5, 1, "head")]
 
 
 def tilings(rows):
@@ -134,6 +150,21 @@ def in_kernel(hidden, head, *, tiling, interpret):
     )[:3]
 
 
+def in_mosaic(hidden, head, *, tiling, interpret):
+    """The kernel for Hopper."""
+    return mosaic.read(
+        hidden,
+        head,
+        forbidden_ids(len(head)),
+        scale=1.0,
+        cap=None,
+        penalty=None,
+        num_top=0,
+        tiling=tiling,
+        interpret=interpret,
+    )[:3]
+
+
 def nothing(hidden, head):
     """What stands around a readout in the loop."""
     del head
@@ -151,7 +182,13 @@ def forms(rows, interpret):
         R, ids, depth, warps, stages = sides
         tiling = triton.Tiling(rows=R, ids=ids, depth=depth, num_warps=warps, num_stages=stages)
         name = f"triton {R}x{ids}x{depth} w{warps} s{stages}"
-        found[name] = functools.partial(in_kernel, tiling=tiling, interpret=interpret)
+        by_triton = functools.partial(in_kernel, tiling=tiling, interpret=interpret)
+        found[name] = in_chunks(by_triton, 1024)
+    for ids, stages, lead, shared in mosaic_tilings(rows):
+        tiling = mosaic.Tiling(ids=ids, stages=stages, lead=lead, shared=shared)
+        how = plgpu.InterpretGPUParams() if interpret else None
+        name = f"mosaic {ids} s{stages} lead {lead} shared {shared}"
+        found[name] = functools.partial(in_mosaic, tiling=tiling, interpret=how)
     return found
 
 
@@ -210,12 +247,12 @@ def measure(cell, sizes, args):
     heads = draw(V, D)
     hidden = jax.random.normal(jax.random.key(R), (R, D), jnp.bfloat16)
     least = max(2 * V * D / BYTES_PER_S, 2 * R * V * D / FLOPS_PER_S) * 1e6
-    rounds = 1 if args.smoke else max(1, int(4e3 / (NUM_HEADS * least)))
+    rounds = 1 if args.smoke else max(1, int(SAMPLE_US / (NUM_HEADS * least)))
     inputs = (hidden, heads)
     one, many = (jnp.int32(1), jnp.float32(0)), (jnp.int32(rounds), jnp.float32(1e-3))
     found = forms(R, interpret)
-    if args.smoke:
-        found = {name: found[name] for i, name in enumerate(found) if i < 5}
+    kept = re.compile(SMOKE if args.smoke else args.only)
+    found = {name: form for name, form in found.items() if name == "glue" or kept.search(name)}
 
     def compiled(read):
         began = time.perf_counter()
@@ -229,13 +266,15 @@ def measure(cell, sizes, args):
         wanted = truth(hidden, heads[-1])
     with ThreadPoolExecutor(12) as pool:
         programs = dict(zip(found, pool.map(compiled, found.values()), strict=True))
-    glue_us = 0.0
+    lines, samples = [], {}
     for name, (program, compile_s, failure) in programs.items():
         line = {"model": model, "rows": R, "form": name, "floor_us": least}
+        lines.append(line)
         if failure is not None:
-            yield line | {"failed": failure}
+            line["failed"] = failure
             continue
         text = program.as_text()
+        line["compile_s"] = compile_s
         line["holds_logits"] = f"f32[{R},{V}]" in text or f"f32[{V},{R}]" in text
         memory = program.memory_analysis()
         line["scratch_bytes"] = None if memory is None else memory.temp_size_in_bytes
@@ -244,23 +283,24 @@ def measure(cell, sizes, args):
             line["off"] = [float(x) for x in off]
             line["right"] = bool(np.all(np.asarray(line["off"]) <= [CLOSE, TOLERANCE, TOLERANCE]))
         if line.get("right", True):
-            samples = []
-            for _ in range(args.repeats + 2):
-                began = time.perf_counter()
-                out, _ = jax.block_until_ready(program(*inputs, *many))
-                samples.append((time.perf_counter() - began) / (rounds * NUM_HEADS) * 1e6)
+            samples[name] = []
+    for _ in range(args.repeats + 2):
+        for name, taken in samples.items():
+            began = time.perf_counter()
+            out, _ = jax.block_until_ready(programs[name][0](*inputs, *many))
+            taken.append((time.perf_counter() - began) / (rounds * NUM_HEADS) * 1e6)
             assert bool(jnp.isfinite(out).all()), "the loop's rows are not finite"
-            line["us"] = statistics.median(samples[2:])
-            line["min_us"], line["max_us"] = min(samples[2:]), max(samples[2:])
-            line["compile_s"] = compile_s
-            glue_us = line["us"] if name == "glue" else glue_us
-            line["net_us"] = line["us"] - glue_us
-        yield line
+    for line in lines:
+        if taken := samples.get(line["form"], [])[2:]:
+            line["us"] = statistics.median(taken)
+            line["min_us"], line["max_us"] = min(taken), max(taken)
+            line["net_us"] = line["us"] - statistics.median(samples["glue"][2:])
+    return lines
 
 
-def odd_case(interpret):
+def odd_case(kernel, sizes, interpret):
     """Everything at once on odd sizes, kernel against reference: how far apart, in words."""
-    R, V, D, n = (130, 151665, 256, 3) if not interpret else (35, 301, 48, 3)
+    R, V, D, n = sizes
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.standard_normal((R, D)), jnp.bfloat16).at[5].set(jnp.nan)
     head = jnp.asarray(rng.standard_normal((V, D)) * 3 * D**-0.5, jnp.bfloat16)
@@ -272,7 +312,7 @@ def odd_case(interpret):
         "num_top": n,
     }
     forbidden = jnp.asarray(rng.random(V) < 0.01)
-    read = functools.partial(triton.read, interpret=interpret)
+    read = functools.partial(kernel.read, interpret=interpret)
     both = [
         jax.jit(functools.partial(f, **options))(hidden, head, forbidden)
         for f in (read, reference.read)
@@ -283,7 +323,7 @@ def odd_case(interpret):
         "confidence": float(np.abs(mine[1] / theirs[1] - 1).max()),
         "entropy": float(np.abs(mine[2] - theirs[2]).max()),
         "top_ids": int((mine[3] != theirs[3]).sum()),
-        "top_probs": float(np.abs(mine[4] - theirs[4]).max()),
+        "top_probs": float(np.abs(mine[4] - theirs[4]).max(initial=0.0)),
         "nan_row": bool(np.isnan(both[0].confidence[5])),
     }
 
@@ -295,7 +335,7 @@ def show(line):
         return f"{told} FAILED {line['failed'][:120]}"
     if not line.get("right", True):
         return f"{told} WRONG by {line['off']}"
-    if "off" not in line:
+    if line["form"] == "glue":
         return f"{told} {line['us']:8.1f} us"
     return (
         f"{told} net {line['net_us']:8.1f} us [{line['min_us']:.1f} {line['max_us']:.1f}] "
@@ -309,6 +349,7 @@ def main():
     """Check, time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", help="numbers of the list of cells, comma-separated")
+    parser.add_argument("--only", default="", help="forms whose name has this pattern")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=75, help="no cell begins after this")
     parser.add_argument("--smoke", action="store_true", help="small shapes, kernels interpreted")
@@ -319,6 +360,9 @@ def main():
     git = ["git", "rev-parse", "--short", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     interpret = jax.default_backend() != "gpu"
+    # Rows, ids, width and how many likeliest ids are named.
+    odd = [(130, 151665, 256, 3), (300, 151664, 256, 0)]
+    odd = [(35, 301, 48, 3), (35, 304, 64, 0)] if interpret else odd
     report = {
         "command": "benchmarks/readout_gpu.py",
         "device": jax.devices()[0].device_kind,
@@ -326,7 +370,10 @@ def main():
         "python": platform.python_version(),
         "commit": args.commit or head,
         "repeats": args.repeats,
-        "odd_case": odd_case(interpret),
+        "odd_case": {
+            "triton": odd_case(triton, odd[0], interpret),
+            "mosaic": odd_case(mosaic, odd[1], plgpu.InterpretGPUParams() if interpret else None),
+        },
         "lines": [],
     }
     print({key: value for key, value in report.items() if key != "lines"}, flush=True)
@@ -334,17 +381,17 @@ def main():
     if args.smoke:
         cells, args.repeats = [("SDAR-1.7B", 32)], 1
     for cell in cells:
-        sizes = (700, 64) if args.smoke else HEADS[cell[0]]
+        sizes = (704, 64) if args.smoke else HEADS[cell[0]]
         if time.perf_counter() - began > args.budget_s:
             print("out of time before", cell, flush=True)
             report.setdefault("left_out", []).append(cell)
             continue
-        for line in measure(cell, sizes, args):
-            report["lines"].append(line)
-            print(show(line), flush=True)
-            if args.out:
-                with open(args.out, "w") as file:
-                    json.dump(report, file, indent=1)
+        lines = measure(cell, sizes, args)
+        report["lines"] += lines
+        print(*map(show, lines), sep="\n", flush=True)
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump(report, file, indent=1)
     print(f"{time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.models.head import Head
-from pallas_kernels.token_readout import TRITON_ROWS, choose, token_readout
+from pallas_kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
 from strategies.protocol import TokenStats
 from strategies.sampling import settled, token_stats
 from strategies.state import Sampling
@@ -97,8 +97,14 @@ def read_stats(
 
     rows = (hidden, sampling, keys, penalty, away)
     head = unembed if isinstance(unembed, Head) and guide is None else None
-    chunk = hidden[:TRITON_ROWS]  # the most that the kernel is given at a time
-    if head is None or choose(chunk, head.weights, num_top) == "xla":
+    if head is None:
+        return in_chunks(one, rows)
+    at_once = MOSAIC_ROWS  # the most that a kernel is given at a time
+    implementation = choose(hidden[:at_once], head.weights, num_top)
+    if implementation == "xla":
+        at_once = TRITON_ROWS
+        implementation = choose(hidden[:at_once], head.weights, num_top)
+    if implementation == "xla":
         return in_chunks(one, rows)
 
     def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:
@@ -111,7 +117,7 @@ def read_stats(
             cap=head.cap,
             penalty=penalty,
             num_top=num_top,
-            implementation="triton",
+            implementation=implementation,
         )
         return settled(TokenStats(**read._asdict()))
 
@@ -120,7 +126,7 @@ def read_stats(
     plain = (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
 
     def all_plain() -> TokenStats:
-        return in_chunks(in_kernel, (hidden, penalty), TRITON_ROWS, TRITON_ROWS)
+        return in_chunks(in_kernel, (hidden, penalty), at_once, at_once)
 
     def some_drawn() -> TokenStats:
         drawn = in_chunks(one, rows)

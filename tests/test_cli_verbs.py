@@ -63,7 +63,9 @@ def test_info_tells_what_runs_here(capsys):
             == "xla here (cudnn, triton and mosaic: needs an NVIDIA GPU)"
         )
         assert facts["kernels"]["expert_ffn"].endswith("else grouped (triton needs an NVIDIA GPU)")
-        assert facts["kernels"]["token_readout"].endswith("(triton: needs an NVIDIA GPU)")
+        assert facts["kernels"]["token_readout"].endswith(
+            "(triton and mosaic: needs an NVIDIA GPU)"
+        )
         assert facts["kernels"]["layer"] == "xla here (triton: needs an NVIDIA GPU)"
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
     assert facts["models"]["builtin:tiny-qwen3"].endswith("ar, block 1, buffer 1")

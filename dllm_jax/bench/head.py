@@ -7,7 +7,7 @@ import re
 
 from dllm_jax.bench.profile import computations
 
-_KERNEL = 'name = "token_readout"'
+_KERNEL = re.compile('name = "token_readout"|token_readout_mosaic_gpu')  # Triton's, Mosaic's
 
 
 def has_head(program: str, vocab_size: int) -> bool:
@@ -29,7 +29,7 @@ def has_head(program: str, vocab_size: int) -> bool:
         return known[name]
 
     def computes(shape: str, opcode: str, rest: str) -> bool:
-        if opcode == "custom-call" and _KERNEL in rest:
+        if opcode == "custom-call" and _KERNEL.search(rest):
             return weights.search(rest) is not None
         if opcode in ("dot", "custom-call"):
             return logits.match(shape) is not None

@@ -30,6 +30,7 @@ LIBRARY_GEMM = re.compile(
     r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|(split|gated)_matmul", re.IGNORECASE
 )
 LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|attend|attention", re.IGNORECASE)
+READOUT = re.compile("token_readout")
 _OF_MOSAIC = "_mosaic_gpu"  # behind the name of a kernel, whose call has another
 COPY = re.compile(r"mem(cpy|set)|^copy|wrapped_copy|copy_fusion", re.IGNORECASE)
 _HOLDERS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
@@ -278,6 +279,8 @@ def _kind_by_name(name: str, launches: float, num_layers: int) -> str:
         return "copies"
     if LIBRARY_ATTENTION.search(name):
         return "attention"
+    if READOUT.search(name):
+        return "readout"
     if LIBRARY_GEMM.search(name):
         return "gemm" if launches >= num_layers else "readout"
     return "glue"

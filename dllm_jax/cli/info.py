@@ -118,15 +118,16 @@ def _layer() -> str:
 def _readout() -> str:
     import jax.numpy as jnp
 
-    from pallas_kernels.token_readout import TRITON_ROWS, triton
+    from pallas_kernels.token_readout import TRITON_ROWS, api, triton
 
     rows = jnp.zeros((16, 16), jnp.bfloat16)
     missing = triton.unsupported(rows, rows, 0)
     if missing:
-        return f"xla here, rows in chunks (triton: {missing})"
+        return f"xla here, rows in chunks (triton and mosaic: {missing})"
     return (
-        f"triton here for 16-bit models where nothing is sampled, {TRITON_ROWS:,} rows at a time; "
-        "else xla, rows in chunks"
+        "mosaic, triton or xla here: for 16-bit models where nothing is sampled on Hopper mosaic "
+        f"from {api.FEWEST_MOSAIC_ROWS:,} rows on, {api.MOSAIC_ROWS:,} at a time, else triton, "
+        f"{TRITON_ROWS:,} at a time; else xla, rows in chunks"
     )
 
 

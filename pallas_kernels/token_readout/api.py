@@ -11,16 +11,20 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.token_readout import reference, triton
+from pallas_kernels.token_readout import mosaic, reference, triton
 from pallas_kernels.token_readout.result import TokenReadout
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "triton", "mosaic"]
 
 # Rows up to which the kernel was measured, and won: on an H200, microseconds, kernel / XLA, of a
 # head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 / 240, 256 rows 284 / 375, 1,024
 # rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
 # (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
+# Rows between which the kernel for Hopper was measured, and won: us, Triton / Mosaic, SDAR-1.7B 128
+# rows 170 / 154, 256 rows 266 / 224, 512 rows 509 / 438, 1,024 rows 986 / 905, 4,096 rows 3,945, by
+# quarters, / 3,427.
+FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
 
 
 def token_readout(
@@ -45,7 +49,8 @@ def token_readout(
         penalty: An id a row and what its logit loses.
         num_top: Likeliest ids to name.
         implementation: "xla" (any device, the truth; writes the logits), "triton" (NVIDIA GPU,
-            16-bit), or None: the one measured to be fastest that takes the arguments.
+            16-bit), "mosaic" (the same for Hopper, no `num_top`), or None: the one measured to be
+            fastest that takes the arguments.
 
     Returns:
         A row with logits that are no numbers, infinite, or all forbidden has a confidence that is
@@ -57,14 +62,14 @@ def token_readout(
     _check(hidden, head, forbidden)
     if implementation is None:
         implementation = choose(hidden, head, num_top)
-    if implementation == "triton":
-        reason = triton.unsupported(hidden, head, num_top)
+    if implementation not in ("xla", "triton", "mosaic"):
+        raise ValueError(f'{implementation=} is not one of "xla", "triton", "mosaic"')
+    back_end = {"triton": triton, "mosaic": mosaic}.get(implementation, reference)
+    if back_end is not reference:
+        reason = back_end.unsupported(hidden, head, num_top)
         if reason:
-            raise NotImplementedError(f'implementation="triton": {reason}; use "xla"')
-    elif implementation != "xla":
-        raise ValueError(f'{implementation=} is not one of "xla", "triton"')
-    read = triton.read if implementation == "triton" else reference.read
-    return read(
+            raise NotImplementedError(f'implementation="{implementation}": {reason}; use "xla"')
+    return back_end.read(
         hidden,
         head,
         forbidden,
@@ -77,6 +82,9 @@ def token_readout(
 
 def choose(hidden: Array, head: Array, num_top: int) -> Implementation:
     """What `implementation=None` takes for such arguments on this machine."""
+    in_range = FEWEST_MOSAIC_ROWS <= len(hidden) <= MOSAIC_ROWS
+    if in_range and not mosaic.unsupported(hidden, head, num_top):
+        return "mosaic"
     if len(hidden) > TRITON_ROWS or triton.unsupported(hidden, head, num_top):
         return "xla"
     return "triton"

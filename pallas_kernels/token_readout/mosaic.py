@@ -1,0 +1,385 @@
+"""A Pallas kernel of the Mosaic kind, NVIDIA Hopper: the head's product of many rows, read as made.
+
+A tile is 128 rows times some ids. As many blocks of threads as run at once take tiles in turn, the
+tiles of the same ids side by side, so that the head comes from memory once. A block has a warpgroup
+that loads, by TMA through a ring of buffers and ahead of the tile at hand, and two that compute 64
+rows each. One of them keeps some steps ahead of the other, so that the tensor cores have work while
+either reads its logits off: what is written is a `Part` a row and tile, which XLA joins.
+
+Two blocks of a cluster load what their tiles share once for both: of even tiles of rows the head,
+else the rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.token_readout.result import Part, TokenReadout, joined, told
+
+_CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
+_TILE_ROWS = _CONSUMERS * _ROWS
+_STEP = 64  # components of a row in a swizzled line
+_ID_MULTIPLE = 8  # of a swizzled tile
+_CHUNK = 16  # ids that a warpgroup reads off at a time: 8 logits a thread
+_MULTIPROCESSORS = 132
+_STAGES = {256: 4, 192: 5}  # ids of a tile: buffers that there is room for
+_TILE_IDS = 48  # ids in whose time a tile begins and ends, about
+_NEVER = -1e38  # logit of what is not named; finite, so that differences are
+_LOG2_E = 1.4426950408889634
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """What one block of threads computes at a time.
+
+    Attributes:
+        ids: Words of the vocabulary.
+        stages: Steps of the depth in flight.
+        lead: Steps that the first warpgroup is ahead.
+        shared: What the two blocks of a cluster load for both; None: no clusters.
+        blocks: Of threads, at most.
+    """
+
+    ids: int = 256
+    stages: int = 4
+    lead: int = 1
+    shared: Literal["head", "rows"] | None = "head"
+    blocks: int = _MULTIPROCESSORS
+
+
+def unsupported(hidden: Array, head: Array, num_top: int) -> str | None:
+    """Why this back end cannot take these arguments here, or None."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability != "9.0":
+        return "needs an NVIDIA GPU of the Hopper kind"
+    return unsupported_arguments(hidden, head, num_top)
+
+
+def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | None:
+    """Why no device can take these arguments, or None."""
+    V, D = head.shape
+    fewest = min(_STAGES)
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs jax 0.11.2, got {jax.__version__}"
+    if not len(hidden):
+        return "needs at least one row"
+    if hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
+        return (
+            f"needs rows and head in bfloat16 or float16, both alike, got {hidden.dtype} and "
+            f"{head.dtype}"
+        )
+    if D % _STEP or V % _ID_MULTIPLE or fewest > V:
+        return (
+            f"needs a width that is a multiple of {_STEP} and ids that are one of {_ID_MULTIPLE}, "
+            f"{fewest} or more, got {D=}, {V=}"
+        )
+    return None if not num_top else f"names no likeliest ids but the first, got {num_top=}"
+
+
+def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
+    """Of the tiles that were measured to be fastest, that which leaves fewer blocks waiting.
+
+    On an H200 with SDAR's ids, us with 256 and 192 of them: 128 rows 160 and 154, 256 rows 224 and
+    239, 1,024 rows 904 and 914 (benchmarks/LOG.md).
+    """
+    row_tiles = -(-num_rows // _TILE_ROWS)
+    shared: Literal["head", "rows"] = "rows" if row_tiles % 2 else "head"
+
+    def time(ids):
+        return -(-row_tiles * -(-num_ids // ids) // _MULTIPROCESSORS) * (ids + _TILE_IDS)
+
+    ids = min((ids for ids in _STAGES if ids <= num_ids), key=time)
+    return Tiling(ids=ids, stages=_STAGES[ids], shared=shared)
+
+
+def read(
+    hidden: Array,
+    head: Array,
+    forbidden: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    penalty: tuple[Array, Array] | None,
+    num_top: int,
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> TokenReadout:
+    """See `api.token_readout`; `interpret`, an `InterpretGPUParams`, is for tests on a CPU."""
+    if num_top:
+        raise ValueError(f"{num_top=} must be 0")
+    tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
+    run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
+    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    return jax.custom_batching.sequential_vmap(run)(hidden, head, forbidden, penalty)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "cap", "tiling", "interpret"))
+def _run(hidden, head, forbidden, penalty, *, scale, cap, tiling, interpret) -> TokenReadout:
+    """One launch, and the join."""
+    (R, D), V, ids = hidden.shape, len(head), tiling.ids
+    of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
+    row_tiles, id_tiles = (
+        -(-tiles // many) * many
+        for tiles, many in ((-(-R // _TILE_ROWS), of_rows), (-(-V // ids), of_ids))
+    )
+    steps = D // _STEP
+    tiling = dataclasses.replace(
+        tiling, stages=min(tiling.stages, steps), lead=min(tiling.lead, steps - 1)
+    )
+
+    def padded(rows, value):
+        width = [(0, row_tiles * _TILE_ROWS - R), *[(0, 0)] * (rows.ndim - 1)]
+        return rows if not width[0][1] else jnp.pad(rows, width, constant_values=value)
+
+    named = {"hidden": padded(hidden, 0), "head": head, "forbidden": forbidden.astype(jnp.int32)}
+    if penalty is not None:
+        named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
+    named["special"] = _special(forbidden, named.get("penalty_ids"), row_tiles, id_tiles, ids)
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            (row_tiles * _TILE_ROWS, id_tiles), jnp.int32 if name == "token" else jnp.float32
+        )
+        for name in Part._fields
+    }
+    swizzled = (
+        plgpu.TilingTransform((8, _STEP)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * _STEP),  # pyright: ignore[reportAbstractUsage]
+    )
+    stages, dtype = tiling.stages, hidden.dtype
+    used = {"num_barriers": stages, "num_arrivals": _CONSUMERS}
+    scratch = {
+        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, _STEP), dtype, transforms=swizzled),
+        "words": plgpu.SMEM((stages, ids, _STEP), dtype, transforms=swizzled),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
+        "used": plgpu.Barrier(**used)
+        if tiling.shared is None
+        else plgpu.ClusterBarrier(collective_axes=("peer",), **used),
+    }
+    if tiling.lead:
+        scratch["ahead"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
+    tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of a cluster
+    workers = min(tiles, tiling.blocks // (of_rows * of_ids))
+    cluster = {"peer": 2} if tiling.shared else {}
+
+    def body(*refs):
+        ends = len(named), len(named) + len(shapes)
+        _block(
+            dict(zip(named, refs[: ends[0]], strict=True)),
+            dict(zip(shapes, refs[ends[0] : ends[1]], strict=True)),
+            dict(zip(scratch, refs[ends[1] :], strict=True)),
+            logit_of=functools.partial(_logit, scale=scale, cap=cap),
+            tiling=tiling,
+            tiles=(tiles, workers, row_tiles // of_rows),
+        )
+
+    out = plgpu.kernel(
+        body,
+        out_type=list(shapes.values()),
+        grid=(workers,),
+        grid_names=("worker",),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        kernel_name="token_readout",  # what `dllm_jax.bench.head` looks for
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*named.values())
+    whole = Part(*(leaf[:R] for leaf in joined(Part(**dict(zip(shapes, out, strict=True))))))
+    return told(whole, jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32))
+
+
+def _special(forbidden, penalty_ids, row_tiles, id_tiles, ids) -> Array:
+    """Whether a warpgroup's tile has ids that are forbidden, another's, or lose something."""
+    V = len(forbidden)
+    wide = jnp.pad(forbidden, (0, id_tiles * ids - V), constant_values=True)
+    special = jnp.any(wide.reshape(id_tiles, ids), axis=1)[None]
+    if penalty_ids is not None:
+        tile = jnp.arange(id_tiles, dtype=jnp.int32)
+        start = jnp.minimum(tile * ids, V - ids)
+        which = penalty_ids[:, None]
+        hit = (which >= start[None]) & (which < start[None] + ids)
+        special |= jnp.any(hit.reshape(-1, _ROWS, id_tiles), axis=1)
+    shape = row_tiles * _CONSUMERS, id_tiles
+    return jnp.broadcast_to(special, shape).astype(jnp.int32)
+
+
+def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
+    logit = product if scale == 1.0 else product * scale
+    if cap is None:
+        return logit
+    # The hardware's tanh keeps 11 bits.
+    return cap - (2 * cap) / (jnp.exp(logit * (2 / cap)) + 1.0)
+
+
+def _block(given, out, scratch, *, logit_of, tiling, tiles):
+    """One block of threads: its tiles in turn."""
+    num_tiles, workers, row_groups = tiles
+    warpgroup = jax.lax.axis_index("warpgroup")
+    worker = jax.lax.axis_index("worker")
+    peer = jax.lax.axis_index("peer") if tiling.shared else 0
+    V, D = given["head"].shape
+    ids, stages, steps = tiling.ids, tiling.stages, D // _STEP
+    mine = jax.lax.div(num_tiles - worker + (workers - 1), _whole(workers))
+
+    def place_of(i):
+        """Tile of rows and tile of ids of this block's i-th."""
+        tile = worker + i * workers
+        row_tile, id_tile = (
+            jax.lax.rem(tile, _whole(row_groups)),
+            jax.lax.div(tile, _whole(row_groups)),
+        )
+        if tiling.shared == "head":
+            row_tile = 2 * row_tile + peer
+        if tiling.shared == "rows":
+            id_tile = 2 * id_tile + peer
+        # The last tile begins early rather than end late; what it shares is its neighbour's.
+        start = pl.multiple_of(jnp.minimum(id_tile * ids, V - ids), _ID_MULTIPLE)
+        return row_tile, id_tile, start
+
+    def slot_of(n):
+        return jax.lax.rem(n, _whole(stages))
+
+    def load_tile(i, _):
+        row_tile, _, start = place_of(i)
+
+        def load(step, _):
+            n = i * steps + step
+            slot = slot_of(n)
+
+            @pl.when(n >= stages)
+            def _():
+                plgpu.barrier_wait(scratch["used"].at[slot])
+
+            loaded = scratch["loaded"].at[slot]
+            deep = pl.ds(pl.multiple_of(step * _STEP, _STEP), _STEP)
+            plgpu.copy_gmem_to_smem(
+                given["head"].at[pl.ds(start, ids), deep],
+                scratch["words"].at[slot],
+                loaded,
+                collective_axes="peer" if tiling.shared == "head" else None,
+            )
+            for group in range(_CONSUMERS):
+                row = pl.multiple_of(row_tile * _TILE_ROWS + group * _ROWS, _ROWS)
+                plgpu.copy_gmem_to_smem(
+                    given["hidden"].at[pl.ds(row, _ROWS), deep],
+                    scratch["rows"].at[slot, group],
+                    loaded,
+                    collective_axes="peer" if tiling.shared == "rows" else None,
+                )
+
+        jax.lax.fori_loop(0, steps, load, None)
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        jax.lax.fori_loop(0, mine, load_tile, None)
+        # Until the last buffers are used: a block may not end while its peer writes to it.
+        for last in range(stages):
+            plgpu.barrier_wait(scratch["used"].at[slot_of(mine * steps + last)])
+
+    def compute_tile(i, _):
+        row_tile, id_tile, start = place_of(i)
+        rows = row_tile * _CONSUMERS + warpgroup
+        special = given["special"][rows, id_tile]
+
+        def products(sums):
+            if tiling.lead:
+
+                @pl.when(warpgroup == 1)
+                def _():
+                    plgpu.barrier_wait(scratch["ahead"].at[0])
+
+            def multiply(step, _):
+                n = i * steps + step
+                slot = slot_of(n)
+                plgpu.barrier_wait(scratch["loaded"].at[slot])
+                plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["words"].at[slot].T)
+                plgpu.wgmma_wait(1)  # what the step before began is done
+
+                @pl.when(step > 0)
+                def _():
+                    plgpu.barrier_arrive(scratch["used"].at[slot_of(n - 1)])
+
+                if tiling.lead:
+
+                    @pl.when((warpgroup == 0) & (step == tiling.lead))
+                    def _():
+                        plgpu.barrier_arrive(scratch["ahead"].at[0])
+
+            jax.lax.fori_loop(0, steps, multiply, None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["used"].at[slot_of(i * steps + (steps - 1))])
+            return sums[...]
+
+        logit = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
+        row = pl.multiple_of(rows * _ROWS, _ROWS)
+        part = _part(logit_of(logit), special, row, start, id_tile * ids, given)
+        for name, values in part._asdict().items():
+            out[name][pl.ds(row, _ROWS), id_tile] = values
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        jax.lax.fori_loop(0, mine, compute_tile, None)
+
+
+def _part(logit, special, row, start, first, given) -> Part:
+    """What a warpgroup's tile says; its ids begin at `start`, those of its own at `first`."""
+    layout = plgpu.Layout.WGMMA
+    by_row, by_id = layout.reduce(1), layout.reduce(0)
+    shape, part_shape = logit.shape, (_ROWS, _CHUNK)
+    chunks = range(shape[1] // _CHUNK)
+
+    def down(values, shape):
+        return jax.lax.broadcast_in_dim(values, shape, [0])
+
+    def restricted(logit):
+        token = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        forbidden = _loaded(given["forbidden"].at[pl.ds(start, shape[1])], by_id)
+        forbidden = jax.lax.broadcast_in_dim(forbidden, shape, [1])
+        logit = jnp.where((forbidden != 0) | (token < first), _NEVER, logit)
+        if "penalties" in given:
+            which, loss = (
+                _loaded(given[name].at[pl.ds(row, _ROWS)], by_row)
+                for name in ("penalty_ids", "penalties")
+            )
+            logit -= jnp.where(token == down(which, shape), down(loss, shape), 0.0)
+        return jnp.maximum(logit, _NEVER)
+
+    logit = jax.lax.cond(special != 0, restricted, lambda logit: logit, logit)
+    peak = logit.max(axis=1)
+    mass = spread = plgpu.layout_cast(jnp.zeros(part_shape, jnp.float32), layout)
+    token = plgpu.layout_cast(jnp.full(part_shape, shape[1], jnp.int32), layout)
+    for chunk in reversed(chunks):  # the lowest id is found last
+        part = logit[:, chunk * _CHUNK : (chunk + 1) * _CHUNK]
+        token = jnp.where(part == down(peak, part_shape), chunk * _CHUNK, token)
+        below = (part - down(peak, part_shape)) * _LOG2_E
+        weight = jnp.exp2(below)
+        mass += weight
+        spread += weight * below
+    token += plgpu.broadcasted_iota(jnp.int32, part_shape, 1, layout=layout)
+    some = peak != _NEVER
+    return Part(
+        token=token.min(axis=1) + start,
+        peak=jnp.where(some, peak, -jnp.inf),
+        mass=jnp.where(some, mass.sum(axis=1), 0.0),
+        spread=jnp.where(some, spread.sum(axis=1) * (1 / _LOG2_E), 0.0),
+    )
+
+
+def _whole(number: int) -> Array:
+    return jnp.asarray(number, jnp.int32)
+
+
+def _loaded(part, layout):
+    """What lies in global memory, thread by thread where the layout leaves no better way."""
+    # jax 0.10 wants an index beside it.
+    return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
