@@ -21,9 +21,10 @@ Implementation = Literal["xla", "triton", "mosaic"]
 # rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
 # (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
-# Rows between which the kernel for Hopper was measured, and won: us, Triton / Mosaic, SDAR-1.7B 128
-# rows 170 / 154, 256 rows 266 / 224, 512 rows 509 / 438, 1,024 rows 986 / 905, 4,096 rows 3,945, by
-# quarters, / 3,427.
+# Rows between which the kernel for Hopper was measured, and won: microseconds, Triton / Mosaic, of
+# SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096 rows 4,357 (in
+# quarters) / 3,558; of SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
+# (benchmarks/results/readout_mosaic_h200.json).
 FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
 
 

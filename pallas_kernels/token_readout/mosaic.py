@@ -3,8 +3,7 @@
 A tile is 128 rows times some ids. As many blocks of threads as run at once take tiles in turn, the
 tiles of the same ids side by side, so that the head comes from memory once. A block has a warpgroup
 that loads, by TMA through a ring of buffers and ahead of the tile at hand, and two that compute 64
-rows each. One of them keeps some steps ahead of the other, so that the tensor cores have work while
-either reads its logits off: what is written is a `Part` a row and tile, which XLA joins.
+rows each. What is written is a `Part` a row and tile, which XLA joins.
 
 Two blocks of a cluster load what their tiles share once for both: of even tiles of rows the head,
 else the rows.
@@ -41,14 +40,12 @@ class Tiling:
     Attributes:
         ids: Words of the vocabulary.
         stages: Steps of the depth in flight.
-        lead: Steps that the first warpgroup is ahead.
         shared: What the two blocks of a cluster load for both; None: no clusters.
         blocks: Of threads, at most.
     """
 
     ids: int = 256
     stages: int = 4
-    lead: int = 1
     shared: Literal["head", "rows"] | None = "head"
     blocks: int = _MULTIPROCESSORS
 
@@ -85,16 +82,16 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
 def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
     """Of the tiles that were measured to be fastest, that which leaves fewer blocks waiting.
 
-    On an H200 with SDAR's ids, us with 256 and 192 of them: 128 rows 160 and 154, 256 rows 224 and
-    239, 1,024 rows 904 and 914 (benchmarks/LOG.md).
+    On an H200, SDAR-1.7B, us with 256 and with 192 ids: 128 rows 170 and 165, 256 rows 246 and 257,
+    1,024 rows 904 and 911 (benchmarks/results/readout_mosaic_h200.json).
     """
     row_tiles = -(-num_rows // _TILE_ROWS)
     shared: Literal["head", "rows"] = "rows" if row_tiles % 2 else "head"
 
-    def time(ids):
+    def cost(ids):
         return -(-row_tiles * -(-num_ids // ids) // _MULTIPROCESSORS) * (ids + _TILE_IDS)
 
-    ids = min((ids for ids in _STAGES if ids <= num_ids), key=time)
+    ids = min((ids for ids in _STAGES if ids <= num_ids), key=cost)
     return Tiling(ids=ids, stages=_STAGES[ids], shared=shared)
 
 
@@ -128,10 +125,7 @@ def _run(hidden, head, forbidden, penalty, *, scale, cap, tiling, interpret) -> 
         -(-tiles // many) * many
         for tiles, many in ((-(-R // _TILE_ROWS), of_rows), (-(-V // ids), of_ids))
     )
-    steps = D // _STEP
-    tiling = dataclasses.replace(
-        tiling, stages=min(tiling.stages, steps), lead=min(tiling.lead, steps - 1)
-    )
+    tiling = dataclasses.replace(tiling, stages=min(tiling.stages, D // _STEP))
 
     def padded(rows, value):
         width = [(0, row_tiles * _TILE_ROWS - R), *[(0, 0)] * (rows.ndim - 1)]
@@ -161,8 +155,6 @@ def _run(hidden, head, forbidden, penalty, *, scale, cap, tiling, interpret) -> 
         if tiling.shared is None
         else plgpu.ClusterBarrier(collective_axes=("peer",), **used),
     }
-    if tiling.lead:
-        scratch["ahead"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
     tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of a cluster
     workers = min(tiles, tiling.blocks // (of_rows * of_ids))
     cluster = {"peer": 2} if tiling.shared else {}
@@ -232,10 +224,8 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
     def place_of(i):
         """Tile of rows and tile of ids of this block's i-th."""
         tile = worker + i * workers
-        row_tile, id_tile = (
-            jax.lax.rem(tile, _whole(row_groups)),
-            jax.lax.div(tile, _whole(row_groups)),
-        )
+        row_tile = jax.lax.rem(tile, _whole(row_groups))
+        id_tile = jax.lax.div(tile, _whole(row_groups))
         if tiling.shared == "head":
             row_tile = 2 * row_tile + peer
         if tiling.shared == "rows":
@@ -291,12 +281,6 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
         special = given["special"][rows, id_tile]
 
         def products(sums):
-            if tiling.lead:
-
-                @pl.when(warpgroup == 1)
-                def _():
-                    plgpu.barrier_wait(scratch["ahead"].at[0])
-
             def multiply(step, _):
                 n = i * steps + step
                 slot = slot_of(n)
@@ -307,12 +291,6 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
                 @pl.when(step > 0)
                 def _():
                     plgpu.barrier_arrive(scratch["used"].at[slot_of(n - 1)])
-
-                if tiling.lead:
-
-                    @pl.when((warpgroup == 0) & (step == tiling.lead))
-                    def _():
-                        plgpu.barrier_arrive(scratch["ahead"].at[0])
 
             jax.lax.fori_loop(0, steps, multiply, None)
             plgpu.wgmma_wait(0)
@@ -352,7 +330,7 @@ def _part(logit, special, row, start, first, given) -> Part:
                 for name in ("penalty_ids", "penalties")
             )
             logit -= jnp.where(token == down(which, shape), down(loss, shape), 0.0)
-        return jnp.maximum(logit, _NEVER)
+        return jnp.maximum(logit, _NEVER)  # a loss may be infinite
 
     logit = jax.lax.cond(special != 0, restricted, lambda logit: logit, logit)
     peak = logit.max(axis=1)
