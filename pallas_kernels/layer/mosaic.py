@@ -213,15 +213,14 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
     there = [min(_ROWS, M - i * _ROWS) for i in range(consumers)]  # rows of each warpgroup
     num_matrices = scratch["weights"].shape[1]
 
-    def slot_of(i):
-        return jax.lax.rem(i, jnp.asarray(stages, jnp.int32))
+    def after(slot):
+        """The next buffer. A remainder by what is no power of two takes some 40 instructions."""
+        return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
 
     def leading(ref, rows):
         return ref if rows == _ROWS else ref.at[pl.ds(0, rows)]
 
-    def load(i, _):
-        slot = slot_of(i)
-
+    def load(i, slot):
         @pl.when(i >= stages)
         def _():
             plgpu.barrier_wait(scratch["used"].at[slot])
@@ -234,17 +233,20 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
         for group, rows in enumerate(there):
             target = leading(scratch["rows"].at[slot, group], rows)
             plgpu.copy_gmem_to_smem(x.at[pl.ds(group * _ROWS, rows), deep], target, loaded)
+        return after(slot)
+
+    zero = jnp.asarray(0, jnp.int32)
 
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        jax.lax.fori_loop(0, steps, load, None)
+        jax.lax.fori_loop(0, steps, load, zero)
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])
 
     def products(*sums):
-        def step(i, _):
-            slot = slot_of(i)
+        def step(i, slots):
+            slot, before = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             mine = scratch["rows"].at[slot, warpgroup]
             for m, total in enumerate(sums):
@@ -252,17 +254,19 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
             if tiling.is_eager:
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(scratch["used"].at[slot])
-                return
+                return after(slot), slot
             plgpu.wgmma_wait(len(sums))  # what the step before began is done
 
             @pl.when(i > 0)
             def _():
-                plgpu.barrier_arrive(scratch["used"].at[slot_of(i - 1)])
+                plgpu.barrier_arrive(scratch["used"].at[before])
 
-        jax.lax.fori_loop(0, steps, step, None)
+            return after(slot), slot
+
+        _, last = jax.lax.fori_loop(0, steps, step, (zero, zero))
         if not tiling.is_eager:
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["used"].at[(steps - 1) % stages])
+            plgpu.barrier_arrive(scratch["used"].at[last])
         return [total[...] for total in sums]
 
     @pl.when(warpgroup < consumers)
