@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.layer import mosaic, reference, triton
+from pallas_kernels.layer import mosaic, mosaic_rotate, reference, triton
 
 Implementation = Literal["xla", "triton", "mosaic"]
 # `split_matmul` in Triton's form is for so many rows with matrices of so many numbers, and less;
@@ -26,6 +26,8 @@ MOSAIC_WEIGHTS = (2**21, 2**26)
 MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # Rows of `add_rms_norm` in Mosaic's form: 1 % of a step at 128 and at 1024; more were not measured.
 MOSAIC_ROWS = 1024
+# Rows of `rotate_qkv` in Mosaic's form: 1.8 us a layer of SDAR-8B at 128; more were not measured.
+MOSAIC_ROTATED_ROWS = 128
 # Columns of a block of threads of `gated_matmul`, in the order of preference.
 GATED_COLUMNS = (64, 128)
 
@@ -181,7 +183,8 @@ def rotate_qkv(
         q_norm, k_norm: Scales of the norms, None for neither; values have no norm.
         cos, sin: Rotary angles' in float32; components past 2 R2 are left as they are.
         dtype: Of the results; None: of `qkv`.
-        implementation: "xla" (any device), "triton" (NVIDIA GPU), or None: the faster one.
+        implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, jax 0.11, to
+            16 bits), or None: the fastest one.
 
     Returns:
         N is G n, the query heads of a KV head side by side.
@@ -194,9 +197,21 @@ def rotate_qkv(
         given, missing = ("k_norm", "q_norm") if q_norm is None else ("q_norm", "k_norm")
         raise ValueError(f"{given} without {missing}; give both or neither")
     dtype = qkv.dtype if dtype is None else jnp.dtype(dtype)
-    reason = triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos)
+    back_ends = {
+        "mosaic": (
+            mosaic.unsupported(jax.ShapeDtypeStruct(qkv.shape, dtype))
+            or mosaic_rotate.unsupported_heads(qkv, cos),
+            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS,
+        ),
+        "triton": (
+            triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos),
+            dtype.itemsize == 2,
+        ),
+    }
     arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
-    chosen = _chosen(implementation, {"triton": (reason, dtype.itemsize == 2)})
+    chosen = _chosen(implementation, back_ends)
+    if chosen == "mosaic":
+        return mosaic_rotate.rotate_qkv(*arguments, dtype=dtype)
     if chosen == "triton":
         return triton.rotate_qkv(*arguments, dtype=dtype)
     return reference.rotate_qkv(*arguments, dtype=dtype)

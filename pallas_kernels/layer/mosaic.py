@@ -51,7 +51,7 @@ class Tiling:
     is_eager: bool = False
 
 
-def unsupported(x: Array) -> str | None:
+def unsupported(x: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the kernels cannot take such rows here, or None."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     if jax.default_backend() != "gpu" or capability != "9.0":
