@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import WindowMask, paged_attention, triton
+from pallas_kernels.paged_attention.mask import facts
 from tests.cross_lowering import H200, triton_grids
 from tests.oracles import paged_attention as oracle
 
@@ -122,6 +123,25 @@ def test_paged_attention_ignores_page_order_and_unseen_rows(implementation, dtyp
     after = run([*data[:3], *moved], renamed, mask, implementation)
     live = (mask.cell >= mask.live[:, :1]) & (mask.cell < mask.live[:, 1:])
     assert np.array_equal(before[live], after[live])
+
+
+@pytest.mark.parametrize("implementation", ["xla", *TILINGS])
+def test_paged_attention_is_the_same_in_any_order_of_sequences(implementation):
+    data, table, mask = case(4, "bfloat16")
+    before = run(data, table, mask, implementation)
+    order = np.asarray([3, 1, 4, 0, 2])
+    moved = jax.tree.map(lambda x: x[order], mask)
+    after = run([*(x[order] for x in data[:3]), *data[3:]], table[order], moved, implementation)
+    assert np.array_equal(before[order], after)
+
+
+def test_kernels_begin_with_the_longest_context_and_end_with_dead_slots():
+    _, table, mask = case(0, "bfloat16")
+    mask = mask.replace(context_len=np.asarray([7, 70, 9, 60, 70], np.int32))
+    told = np.asarray(facts(mask, jnp.asarray(table), Z))
+    assert told[:, 7].tolist() == [1, 4, 2, 0, 3]  # of equals the first; slot 3 has no live cell
+    assert told[:, 0].tolist() == np.asarray(mask.start)[told[:, 7]].tolist()
+    assert told[:, 3].tolist() == [70, 70, 9, 7, 60]
 
 
 @pytest.mark.parametrize("implementation", TILINGS)

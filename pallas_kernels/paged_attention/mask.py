@@ -81,10 +81,12 @@ def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Boo
     return jnp.concatenate([context & present, mask.sees_fresh()], axis=-1)
 
 
-def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 7"]:
-    """What a kernel reads of each sequence; the same in every layer of a step.
+def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 8"]:
+    """What a kernel reads of each sequence, the longest first; the same in every layer of a step.
 
-    Start, live range, context, the part of it that every row sees, token order, first cell.
+    Start, live range, context, the part of it that every row sees, token order, first cell, and
+    which sequence it is. Programs begin in the order of a grid, and where contexts differ, all
+    would wait for a long one that began last.
     """
     # Up to the first page that is missing, the end of the context or the first position that is
     # seen fresh, whichever comes first, a cached key is seen by every live row.
@@ -95,4 +97,15 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
     unmasked = jnp.minimum(jnp.minimum(context_len, mapped), mask.start + first)
     causal = mask.causal.astype(jnp.int32)
     columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
-    return jnp.stack(columns, axis=1)
+    order = _longest_first(jnp.where(first < end, context_len, -1))
+    columns += [jnp.arange(len(first), dtype=jnp.int32)]
+    return jnp.stack(columns, axis=1).at[order].get(mode="promise_in_bounds")
+
+
+def _longest_first(length: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Which one comes first, second and so on: a sort as two sums, which are cheaper on a GPU."""
+    place = jnp.arange(len(length), dtype=jnp.int32)
+    tie = (length[None] == length[:, None]) & (place[None] < place[:, None])
+    rank = jnp.sum((length[None] > length[:, None]) | tie, axis=1, dtype=jnp.int32)
+    is_at = rank[None] == place[:, None]
+    return jnp.sum(jnp.where(is_at, place[None], 0), axis=1, dtype=jnp.int32)

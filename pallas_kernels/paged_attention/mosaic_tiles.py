@@ -60,8 +60,9 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     block = jax.lax.axis_index("block")
     split = jax.lax.axis_index("split") if splits > 1 else whole(0)
     sequence = jax.lax.axis_index("sequence")
-    b, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
-    start, first, end, context_len, unmasked, causal, cell_0 = (numbers[b, i] for i in range(7))
+    slot, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
+    facts = (numbers[slot, i] for i in range(8))
+    start, first, end, context_len, unmasked, causal, cell_0, b = facts
 
     # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
     per_warpgroup = ROWS // chunk
@@ -105,7 +106,7 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     if window is None:
         middle = jnp.clip(jax.lax.div(unmasked, whole(keys)), cached_low, cached_high)
     return Work(
-        sequence=sequence,
+        sequence=b * G + g,
         b=b,
         g=g,
         split=split,

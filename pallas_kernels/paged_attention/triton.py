@@ -157,9 +157,10 @@ def _attend(*refs, num_operands, block_size, window, rows, keys, splits):
     G, Z = k_pages.shape[1:3]
     n = N // G
     tile, split = pl.program_id(0), pl.program_id(1)
-    b, g = jax.lax.div(pl.program_id(2), jnp.int32(G)), jax.lax.rem(pl.program_id(2), jnp.int32(G))
-    start, first, end, context_len, unmasked, causal, cell_0 = (
-        pltriton.load(facts.at[b, jnp.int32(i)]) for i in range(7)
+    slot = jax.lax.div(pl.program_id(2), jnp.int32(G))
+    g = jax.lax.rem(pl.program_id(2), jnp.int32(G))
+    start, first, end, context_len, unmasked, causal, cell_0, b = (
+        pltriton.load(facts.at[slot, jnp.int32(i)]) for i in range(8)
     )
 
     row = tile * rows + jnp.arange(rows, dtype=jnp.int32)
