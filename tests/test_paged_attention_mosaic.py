@@ -145,6 +145,7 @@ FEATURES = {
 TILINGS = {
     "two consumers": mosaic.Tiling(consumers=2, stages=2),
     "a cluster of eight": mosaic.Tiling(splits=8, stages=2),
+    "a cluster of four, two consumers": mosaic.Tiling(consumers=2, splits=4, stages=2),
     "wide tiles in turns, merged by XLA": mosaic.Tiling(
         consumers=2, keys=128, stages=2, splits=16, is_cluster=False, ping_pong=True
     ),
@@ -184,11 +185,16 @@ def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()
     return *(real(B, T, n, H) for n in (N, G, G)), pool, pool, number(B, C), mask
 
 
+def lowered(function, arguments):
+    """A function's program for an H200, as text."""
+    with jax.sharding.use_abstract_mesh(H200):
+        program = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return program.as_text()
+
+
 def kernels(function, arguments):
     """How many kernels of the Mosaic kind a function is lowered to."""
-    with jax.sharding.use_abstract_mesh(H200):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("@mosaic_gpu")
+    return lowered(function, arguments).count("@mosaic_gpu")
 
 
 MODELS = {  # N G H
@@ -213,6 +219,26 @@ def test_mosaic_lowers_with_a_window_and_under_vmap(on_hopper):
     window = shapes(1, 32, (32, 8, 128), window=2048)
     assert kernels(paged_attention, window) == 1
     assert kernels(jax.vmap(paged_attention), shapes(1, 32, (16, 8, 128), lead=(2,))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "consumers", "splits", "stages", "is_shared"),
+    [
+        ("SDAR-1.7B", 1, 8, 4, True),
+        ("SDAR-8B", 2, 2, 3, True),
+        ("SDAR-8B", 2, 2, 4, False),
+        ("wide heads", 1, 2, 2, False),
+    ],
+)
+def test_a_cluster_merges_in_shared_memory_that_holds_its_parts(
+    model, consumers, splits, stages, is_shared
+):
+    tiling = mosaic.Tiling(consumers=consumers, splits=splits, stages=stages)
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    text = lowered(run, shapes(1, 128, MODELS[model], 8))
+    parts = f"tensor<{splits}x8x" in text.split("@mosaic_gpu", 1)[1].split("->")[-1]
+    assert parts is not is_shared
 
 
 def test_mosaic_is_chosen_on_hopper_for_rows_of_sixteens(on_hopper):
@@ -282,6 +308,8 @@ def test_tilings_are_what_a_gpu_can_run(B, T):
             # Rings, rows and the columns of a cluster fit into shared memory.
             rows = tiling.consumers * 64 * heads[2] * 2
             rows += rows // tiling.splits if tiling.splits > 1 and tiling.is_cluster else 0
+            if tiling.is_cluster and tiling.splits > 1 and heads[2] == 128 and tiling.keys == 64:
+                assert mosaic._holds_parts(q, tiling, tiling.consumers)
             assert 4 * tiling.stages * tiling.keys * heads[2] + rows <= 226 * 1024
             if B == 32 and T == 128 and C == 8:
                 assert tiling.splits == 1  # there is work enough

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.mask import WindowMask, facts
 from pallas_kernels.paged_attention.mosaic_kernel import attend
+from pallas_kernels.paged_attention.mosaic_merge import part_transforms
 from pallas_kernels.paged_attention.mosaic_tiles import ROWS
 
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
@@ -40,7 +41,8 @@ _WIDE = 32
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
-_RING_BYTES = 128 * 1024  # of 227 KiB shared memory; the rest is the rows' and the parts'
+_RING_BYTES = 128 * 1024  # of shared memory; the rest is the rows' and the parts'
+_SHARED_BYTES = 224 * 1024  # of a block of threads, less 3 KiB for barriers and sums over warps
 _MOST_BLOCKS = 32  # of a window whose visibility is a bit each
 
 
@@ -131,6 +133,11 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
             )
+            if is_cluster and splits > 1 and not _holds_parts(q, tiling, consumers):
+                # Three tiles in flight are enough, and leave room for the parts.
+                fewer = dataclasses.replace(tiling, stages=3)
+                if tiling.stages > 3 and _holds_parts(q, fewer, consumers):
+                    tiling = fewer
             found += [tiling] if splits <= tiles else []
     return min(found, key=microseconds)
 
@@ -188,7 +195,8 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         jax.ShapeDtypeStruct((splits, B * G, blocks * consumers, ROWS, H), jnp.float32),
         jax.ShapeDtypeStruct((splits, B * G, blocks * consumers, ROWS), jnp.float32),
     )
-    outputs = (whole,) if splits == 1 else (whole, *parts) if is_cluster else parts
+    is_shared = is_cluster and interpret is None and _holds_parts(q, tiling, consumers)
+    outputs = (whole,) if splits == 1 or is_shared else (whole, *parts) if is_cluster else parts
     swizzled = _swizzled()
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
     loads = keys // min(keys, Z, math.gcd(T, keys))  # boxes of the smallest kind in a tile
@@ -204,7 +212,12 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     if tiling.ping_pong and consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
     if is_cluster:
+        part = (consumers, splits, ROWS)
         scratch["columns"] = plgpu.SMEM((consumers, ROWS, H // splits), q.dtype)
+        if is_shared:
+            transforms = part_transforms()
+            scratch["means"] = plgpu.SMEM((*part, H // splits), jnp.float32, transforms=transforms)
+            scratch["masses"] = plgpu.SMEM(part, jnp.float32)
         scratch["parts_in"] = plgpu.ClusterBarrier(
             collective_axes=("split",), num_barriers=1, num_arrivals=consumers
         )
@@ -241,6 +254,14 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     rows = _merge(*out).astype(q.dtype)[:, : n * T]
     rows = rows.reshape(B, G, T // chunk, n, chunk, H)
     return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
+
+
+def _holds_parts(q, tiling, consumers):
+    """Whether shared memory has room for what the blocks of a cluster tell one another."""
+    H, splits = q.shape[-1], tiling.splits
+    ring = 2 * tiling.stages * tiling.keys * H * q.dtype.itemsize
+    of_row = (H + H // splits) * q.dtype.itemsize + (H + splits) * 4
+    return ring + consumers * ROWS * of_row <= _SHARED_BYTES
 
 
 def _swizzled():

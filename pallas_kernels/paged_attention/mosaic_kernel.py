@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.mosaic_merge import merged
 from pallas_kernels.paged_attention.mosaic_tiles import (
     ROWS,
     load,
@@ -86,12 +87,12 @@ def _compute(
     def unit_rows(ref, i):
         return ref.at[pl.ds(i * chunk, chunk)] if per_warpgroup > 1 else ref
 
+    arrived = scratch["rows_in"].at[warpgroup]
+
     @pl.when(work.is_used)
     def _():
-        arrived = scratch["rows_in"].at[warpgroup]
         for i in range(per_warpgroup):
             plgpu.copy_gmem_to_smem(box_of(q, i), unit_rows(mine, i), arrived)
-        plgpu.barrier_wait(arrived)
 
     # Of each row: its cell, and the last keys that it sees.
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
@@ -196,6 +197,7 @@ def _compute(
         plgpu.barrier_arrive(scratch["used"].at[slot])
         return total, higher, mass
 
+    pl.when(work.is_used)(lambda: plgpu.barrier_wait(arrived))
     if takes_turns:
         pl.when(warpgroup == 1)(pass_turn)
     carry = (
@@ -236,30 +238,27 @@ def _compute(
         mine[...] = mean.astype(q.dtype)
         store(mine)
         return
-    out, log_mass = results[-2:]
+    log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
     place = (work.sequence, jax.lax.axis_index("block") * consumers + warpgroup)
-    told = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
-    out[work.split, *place] = mean
-    log_mass[work.split, *place] = told
     if not tiling.is_cluster:
+        means, masses = results
+        means[work.split, *place] = mean
+        masses[work.split, *place] = log_mass
         return
-    _fence(interpreted="weights" in scratch)
-    plgpu.commit_smem()  # a barrier of the warpgroup: every thread of it has stored
-    plgpu.barrier_arrive(scratch["parts_in"].at[0])
-    plgpu.barrier_wait(scratch["parts_in"].at[0])
-    _fence(interpreted="weights" in scratch)
-    columns = pl.ds(pl.multiple_of(work.split * (H // splits), H // splits), H // splits)
-    told = [_loaded(log_mass.at[i, *place], per_row) for i in range(splits)]
-    peak = functools.reduce(jnp.maximum, told)
-    weights = [jnp.exp2(one - peak) for one in told]
-    merged = []
-    for i, weight in enumerate(weights):
-        part = _loaded(out.at[i, *place, :, columns], layout)
-        merged.append(part * across(weight, part.shape))
-    merged = functools.reduce(jnp.add, merged)
-    merged = merged / across(functools.reduce(jnp.add, weights), merged.shape)
+    own = merged(
+        mean,
+        log_mass,
+        split=work.split,
+        warpgroup=warpgroup,
+        place=place,
+        parts=results[1:],
+        scratch=scratch,
+        splits=splits,
+    )
+    width = H // splits
+    columns = pl.ds(pl.multiple_of(work.split * width, width), width)
     staged = scratch["columns"].at[warpgroup]
-    staged[...] = merged.astype(q.dtype)
+    staged[...] = own.astype(q.dtype)
     store(staged, columns)
 
 
@@ -273,26 +272,3 @@ def _interpreted_product(staged, weight, value, width):
         return sums[...]
 
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
-
-
-def _loaded(part, layout):
-    """What lies in global memory, thread by thread where the layout leaves no better way."""
-    # jax 0.10 wants an index beside it.
-    return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-
-def _fence(interpreted: bool):
-    """Order what this thread stored to and loads from global memory with the cluster's barrier."""
-    if interpreted:
-        return
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        # Not there in jax 0.10.
-        from jax.experimental.mosaic.gpu.utils import (
-            inline_ptx,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-        inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-
-    fence()  # pyright: ignore[reportCallIssue]

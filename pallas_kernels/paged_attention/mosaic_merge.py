@@ -1,0 +1,128 @@
+"""How the blocks of a cluster merge their parts of a result of the Mosaic form.
+
+Each block takes some columns. What the others have of them they store into its shared memory, or
+into global memory where that is too small and where the kernel is interpreted: the interpreter
+knows no other block's shared memory. Mosaic begins no block of a cluster before all are there, and
+none ends before it has its parts. Plain stores: Pallas's own `async_store_smem` counts the bytes of
+every thread at the peer's barrier, which took 2.8 us more (LOG.md).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+SWIZZLE = 32  # bytes of a row of 8 columns in float32, the fewest that a block takes
+
+
+def part_transforms():
+    """How a part's columns lie in shared memory: 8 rows of 32 bytes, swizzled."""
+    tiled = plgpu.TilingTransform((8, SWIZZLE // 4))  # pyright: ignore[reportAbstractUsage]
+    return tiled, plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+
+
+def merged(mean, log_mass, *, split, warpgroup, place, parts, scratch, splits) -> Array:
+    """This block's columns of the mean over all splits, each weighted by the mass of its keys.
+
+    Args:
+        mean, log_mass: Of this split's keys, for each row of the warpgroup.
+        split: Which block of the cluster this is.
+        warpgroup: Which of the block's.
+        place: Where the warpgroup's rows are in `parts`.
+        parts: Means and masses of all splits in global memory; none where `scratch` holds them.
+        scratch: What `mosaic` makes.
+        splits: Blocks of the cluster.
+    """
+    layout = plgpu.Layout.WGMMA
+    per_row = layout.reduce(1)
+    width = mean.shape[1] // splits
+    arrived = scratch["parts_in"].at[0]
+    if parts:
+        means, masses = parts
+        means[split, *place] = mean
+        masses[split, *place] = log_mass
+        columns = pl.ds(pl.multiple_of(split * width, width), width)
+        means = [means.at[i, *place, :, columns] for i in range(splits)]
+        masses = [masses.at[i, *place] for i in range(splits)]
+        _fence("gpu", scratch)
+        plgpu.barrier_arrive(arrived)
+        plgpu.barrier_wait(arrived)
+        _fence("gpu", scratch)
+    else:
+        means, masses = scratch["means"].at[warpgroup], scratch["masses"].at[warpgroup]
+        for peer in range(splits):
+            _store_mass(log_mass, masses.at[split], peer)
+            _store_mean(mean[:, peer * width : (peer + 1) * width], means.at[split], peer)
+        means, masses = ([ref.at[i] for i in range(splits)] for ref in (means, masses))
+        _fence("cluster", scratch)
+        plgpu.barrier_arrive(arrived)
+        plgpu.barrier_wait(arrived)  # shared memory is cached nowhere: no fence
+    masses = [_loaded(one, per_row) for one in masses]
+    peak = functools.reduce(jnp.maximum, masses)
+    weights = [jnp.exp2(one - peak) for one in masses]
+    across = lambda row: jax.lax.broadcast_in_dim(row, (len(row), width), [0])  # noqa: E731
+    terms = [
+        _loaded(one, layout) * across(weight) for one, weight in zip(means, weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, terms) / across(functools.reduce(jnp.add, weights))
+
+
+def _loaded(part, layout):
+    """What others stored, thread by thread where the layout leaves no better way."""
+    # jax 0.10 wants an index beside it.
+    return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+# What follows is not there in jax 0.10: hence the imports within.
+
+
+def _store_mean(mean, ref, peer):
+    """Store to the same place of another block of the cluster."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(part_transforms())))
+    def store(_, mean, ref):
+        from jax.experimental.mosaic.gpu.utils import (
+            llvm,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+        shape = {"layout": mean.layout, "shape": mean.shape, "ref_tiling_rank": 2}
+        generic = llvm.PointerType.get()
+        for get, _, _, pointer in mean.transfer_tiled(_of_peer(ref, peer, False), SWIZZLE, **shape):
+            llvm.store(get(mean.registers), llvm.addrspacecast(generic, pointer))
+
+    store(mean, ref)  # pyright: ignore[reportCallIssue]
+
+
+def _store_mass(mass, ref, peer):
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType()))
+    def store(_, mass, ref):
+        mass.store_untiled(_of_peer(ref, peer, True), optimized=False)
+
+    store(mass, ref)  # pyright: ignore[reportCallIssue]
+
+
+def _of_peer(ref, peer, generic):
+    """A reference to shared memory, in another block of the cluster, which has one axis."""
+    from jax.experimental.mosaic.gpu import utils
+
+    index = utils.ir.IndexType.get()  # pyright: ignore[reportPrivateImportUsage]
+    axis = utils.gpu.Dimension.x  # pyright: ignore[reportPrivateImportUsage]
+    return utils.get_cluster_ref(ref, axis, utils.c(peer, index), generic=generic)
+
+
+def _fence(scope, scratch):
+    """Order what the warpgroup's threads stored before what they load and arrive at behind it."""
+    if "weights" in scratch:  # interpreted
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        from jax.experimental.mosaic.gpu import utils
+
+        utils.inline_ptx(f"fence.acq_rel.{scope};", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
+        utils.warpgroup_barrier()  # one thread arrives for all
+
+    fence()  # pyright: ignore[reportCallIssue]
