@@ -40,7 +40,7 @@ from dllm_jax.bench.numbers import environment
 from dllm_jax.models.dense import PLAIN
 from pallas_kernels.kv_write import reference as write_xla
 from pallas_kernels.kv_write import triton as write_triton
-from pallas_kernels.layer import LayerOps, api, mosaic, reference, triton
+from pallas_kernels.layer import LayerOps, api, mosaic, mosaic_rotate, reference, triton
 from pallas_kernels.layer.triton import Tiling
 from strategies import MultiBD
 
@@ -127,8 +127,10 @@ def check(widths, rows):
     q_norm, k_norm = draw(w.H), draw(w.H)
     for name, norms in (("rotate_qkv", (q_norm, k_norm)), ("rotate_qkv, bias", (None, None))):
         more = (None if norms[0] is not None else bias, *norms, jnp.cos(angle), jnp.sin(angle))
-        got = triton.rotate_qkv(qkv, *more, EPS)
-        found[name] = error(got, plain[1](exact(qkv), *exact(more), eps=EPS))
+        want = plain[1](exact(qkv), *exact(more), eps=EPS)
+        found[name] = error(triton.rotate_qkv(qkv, *more, EPS), want)
+        if w.D >= 1024:
+            found[f"mosaic {name}"] = error(mosaic_rotate.rotate_qkv(qkv, *more, EPS), want)
     if w.D >= 1024:
         for name, other in (("mosaic norm", y), ("mosaic norm of parts", parts)):
             got = mosaic.add_rms_norm(x, other, scale, EPS)
@@ -358,7 +360,8 @@ STEPS = {
     "+ split_matmul": (dataclasses.replace(TRITON, split_matmul="triton"), True),
     "+ mosaic norm": (dataclasses.replace(TRITON, add_rms_norm=None), None),
     "+ mosaic qkv_matmul": (dataclasses.replace(TRITON, add_rms_norm=None, qkv_matmul=None), None),
-    "+ mosaic split_matmul": (LayerOps(gated_matmul="xla"), None),
+    "+ mosaic split_matmul": (LayerOps(rotate_qkv="triton", gated_matmul="xla"), None),
+    "+ mosaic gated_matmul": (LayerOps(rotate_qkv="triton"), None),
     "chosen": (LayerOps(), None),
 }
 
