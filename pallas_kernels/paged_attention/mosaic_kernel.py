@@ -1,6 +1,7 @@
 """The kernel of the Mosaic form: what the warpgroups that compute do, and who loads.
 
-`mosaic.py` launches it; `mosaic_tiles.py` says which keys a block of threads looks at.
+`mosaic.py` launches it; `mosaic_tiles.py` says which keys a block of threads looks at,
+`mosaic_merge.py` how the blocks of a cluster merge.
 """
 
 import functools
