@@ -97,9 +97,12 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
     unmasked = jnp.minimum(jnp.minimum(context_len, mapped), mask.start + first)
     causal = mask.causal.astype(jnp.int32)
     columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
-    order = _longest_first(jnp.where(first < end, context_len, -1))
     columns += [jnp.arange(len(first), dtype=jnp.int32)]
-    return jnp.stack(columns, axis=1).at[order].get(mode="promise_in_bounds")
+    told = jnp.stack(columns, axis=1)
+    if len(first) == 1:
+        return told
+    order = _longest_first(jnp.where(first < end, context_len, -1))
+    return told.at[order].get(mode="promise_in_bounds")
 
 
 def _longest_first(length: Int[Array, " B"]) -> Int[Array, " B"]:
