@@ -53,9 +53,9 @@ def normal(seed, *shapes, dtype="bfloat16") -> Any:
     return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def close(got, want):
+def close(got, want, tolerance=TOLERANCE):
     apart = np.abs(np.float64(got) - want) / (np.abs(want) + 1)
-    assert apart.max() < TOLERANCE
+    assert apart.max() < tolerance
     assert np.abs(want).max() > 1  # nothing passes for being small
 
 

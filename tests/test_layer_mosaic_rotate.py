@@ -147,6 +147,9 @@ def test_rotate_qkv_matches_numpy_on_a_gpu(rows, parts):
         arguments = operands((rows,), 8, queries, 128, parts=parts, biased=biased)
         summed = arguments[0].sum(axis=0) if parts else arguments[0]
         want = oracle.rotate_qkv(summed.astype(jnp.bfloat16), *arguments[1:], eps=EPS)
-        run = functools.partial(operation, eps=EPS, dtype="bfloat16", implementation="mosaic")
-        for a, b in zip(run(*jax.tree.map(jnp.asarray, arguments)), want, strict=True):
-            close(a, b)
+        given = jax.tree.map(jnp.asarray, arguments)
+        run = functools.partial(operation, eps=EPS, dtype="bfloat16")
+        got, like = (run(*given, implementation=name) for name in ("mosaic", "xla"))
+        for a, b, same in zip(got, want, like, strict=True):
+            close(a, b, tolerance=3e-2)  # what a rotation leaves of rounded numbers, as "xla" does
+            assert (a == same).mean() > 0.99
