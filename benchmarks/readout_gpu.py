@@ -136,24 +136,9 @@ def one_pass(hidden, head):
     return told(whole, zero[:, :0], ids[:, :0])[:3]
 
 
-def in_kernel(hidden, head, *, tiling, interpret):
-    """The kernel."""
-    return triton.read(
-        hidden,
-        head,
-        forbidden_ids(len(head)),
-        scale=1.0,
-        cap=None,
-        penalty=None,
-        num_top=0,
-        tiling=tiling,
-        interpret=interpret,
-    )[:3]
-
-
-def in_mosaic(hidden, head, *, tiling, interpret):
-    """The kernel for Hopper."""
-    return mosaic.read(
+def in_kernel(hidden, head, *, of, tiling, interpret):
+    """The kernel of a back end: `triton`, or `mosaic` for Hopper."""
+    return of.read(
         hidden,
         head,
         forbidden_ids(len(head)),
@@ -183,13 +168,13 @@ def forms(rows, interpret):
         R, ids, depth, warps, stages = sides
         tiling = triton.Tiling(rows=R, ids=ids, depth=depth, num_warps=warps, num_stages=stages)
         name = f"triton {R}x{ids}x{depth} w{warps} s{stages}"
-        by_triton = functools.partial(in_kernel, tiling=tiling, interpret=interpret)
+        by_triton = functools.partial(in_kernel, of=triton, tiling=tiling, interpret=interpret)
         found[name] = in_chunks(by_triton, 1024)
     for ids, stages, shared in mosaic_tilings(rows, interpret):
         tiling = mosaic.Tiling(ids=ids, stages=stages, shared=shared)
         how = plgpu.InterpretGPUParams() if interpret else None
         name = f"mosaic {ids} s{stages} shared {shared}"
-        found[name] = functools.partial(in_mosaic, tiling=tiling, interpret=how)
+        found[name] = functools.partial(in_kernel, of=mosaic, tiling=tiling, interpret=how)
     return found
 
 
