@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.cli import main
+from dllm_jax.cli import info, main
 from dllm_jax.models.dense import param_shapes
 
 
@@ -50,6 +50,12 @@ def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
     assert dj.load(target, dtype="auto").config == first.config
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's forms need jax 0.11.2")
+def test_info_names_the_kernels_of_hopper(on_hopper):
+    assert info._layer().startswith("mosaic here for 128 rows or fewer of 16-bit models, norms of")
+    assert "on Hopper mosaic from 128 rows on, 4,096 at a time, else triton" in info._readout()
+
+
 def test_info_tells_what_runs_here(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -66,7 +72,7 @@ def test_info_tells_what_runs_here(capsys):
         assert facts["kernels"]["token_readout"].endswith(
             "(triton and mosaic: needs an NVIDIA GPU)"
         )
-        assert facts["kernels"]["layer"] == "xla here (triton: needs an NVIDIA GPU)"
+        assert facts["kernels"]["layer"] == "xla here (triton and mosaic: needs an NVIDIA GPU)"
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
     assert facts["models"]["builtin:tiny-qwen3"].endswith("ar, block 1, buffer 1")
     drafter = facts["models"]["builtin:tiny-qwen3-dflash"]

@@ -106,13 +106,18 @@ def _experts() -> str:
 def _layer() -> str:
     import jax.numpy as jnp
 
-    from pallas_kernels.layer import api, triton
+    from pallas_kernels.layer import api, mosaic, triton
 
-    missing = triton.unsupported_type(jnp.zeros((1, 16), jnp.bfloat16))
+    rows = jnp.zeros((1, 16), jnp.bfloat16)
+    missing = triton.unsupported_type(rows)
     if missing:
-        return f"xla here (triton: {missing})"
+        return f"xla here (triton and mosaic: {missing})"
     sizes = " or ".join(f"{rows} rows with {size:,} weights" for rows, size in api.SPLIT_WEIGHTS)
-    return f"triton here for 16-bit models; their products in parts up to {sizes}"
+    parts = f"triton here for 16-bit models; their products in parts up to {sizes}"
+    if mosaic.unsupported(rows):
+        return parts
+    few = f"mosaic here for {api.MOSAIC_ROTATED_ROWS} rows or fewer of 16-bit models"
+    return f"{few}, norms of up to {api.MOSAIC_ROWS:,}; else {parts}"
 
 
 def _readout() -> str:
