@@ -5,7 +5,6 @@ of a cluster share, which rows it is chosen for and what it refuses.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +16,20 @@ from dllm_jax.forward import greedy
 from dllm_jax.models.head import Head
 from pallas_kernels.token_readout import api, choose, mosaic, token_readout
 from pallas_kernels.token_readout.mosaic import Tiling
-from tests.cross_lowering import H200
 from tests.oracles import token_readout as oracle
-from tests.test_layer_mosaic import interpreted, operands_are_read  # noqa: F401
+from tests.test_layer_mosaic import (
+    SHARED_BYTES,
+    interpreted,
+    lowered,
+    operands_are_read,  # noqa: F401
+    real,
+    slow,
+)
 from tests.test_token_readout import HEADS, PLAIN, check, draw
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
 )
-SHARED_BYTES = 227 * 1024  # of a block of threads on Hopper
-
-
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-def real(*shape, dtype: Any = "bfloat16") -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 # Of wider tiles XLA shares the work among threads that the interpreter holds up: it may hang.
@@ -80,14 +76,6 @@ def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():
     assert got.tolist() == want.tolist()
     alone = mosaic._special(jnp.zeros(256, bool), jnp.asarray(penalised), row_tiles, 4, 64)
     assert alone.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-
-
-def lowered(call, *arguments):
-    """How many kernels of the Mosaic kind and of the Triton kind a function is lowered to."""
-    with jax.sharding.use_abstract_mesh(H200):
-        traced = jax.jit(lambda *arrays: call(*arrays)).trace(*arguments)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("@mosaic_gpu"), text.count("gpu$xla.gpu.triton")
 
 
 @pytest.mark.parametrize(

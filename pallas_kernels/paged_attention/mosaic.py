@@ -134,7 +134,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 ping_pong=keys == 128 and consumers == 2,
             )
             if is_cluster and splits > 1 and not _holds_parts(q, tiling, consumers):
-                # Three tiles in flight are enough, and leave room for the parts.
+                # Three tiles in flight leave room for the parts; not measured against four.
                 fewer = dataclasses.replace(tiling, stages=3)
                 if tiling.stages > 3 and _holds_parts(q, fewer, consumers):
                     tiling = fewer
