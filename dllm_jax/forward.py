@@ -149,12 +149,10 @@ class ModelForward:
     ) -> TokenStats:
         """Statistics [B *X] of hidden rows that belong to no cell."""
         *axes, width = hidden.shape
-        sampling = greedy(axes[0]) if sampling is None else sampling
-        per_row = math.prod(axes[1:])
         stats = read_stats(
             self.unembed,
             hidden.reshape(-1, width),
-            jax.tree.map(lambda leaf: jnp.repeat(leaf, per_row), sampling),
+            greedy(axes[0]) if sampling is None else sampling,
             None if keys is None else keys.reshape(-1),
             forbidden=self.forbidden,
         )
@@ -184,8 +182,11 @@ class ModelForward:
         )
         return law.reshape(*axes, law.shape[-1])
 
-    def forbidden(self, ids: Int[Array, " V"]) -> Bool[Array, " V"]:
-        """Ids never predicted: the mask, edits that are no text, rows that hold no token."""
+    def forbidden(self, ids: Any) -> Any:
+        """Ids never predicted: the mask, edits that are no text, rows that hold no token.
+
+        [V] to [V], of NumPy or of JAX as `ids` are.
+        """
         defaults = self.model.defaults
         never = (ids == self.mask_id) | (ids >= (defaults.vocab_limit or self.vocab_size))
         for token in defaults.forbidden_token_ids:
@@ -345,7 +346,6 @@ class WindowOutput(struct.PyTreeNode):
         if width is not None:
             first, where = _narrowed_cells(where, width)
         T = K * S if width is None else width
-        sampling = greedy(B) if sampling is None else sampling
 
         def read(leaf: Array) -> Array:
             """Of a value a cell, those of the cells that are read out, one behind another."""
@@ -355,7 +355,7 @@ class WindowOutput(struct.PyTreeNode):
         stats = read_stats(
             self.forward.unembed,
             read(self._aligned()),
-            jax.tree.map(lambda leaf: jnp.repeat(leaf, T), sampling),
+            greedy(B) if sampling is None else sampling,
             None if keys is None else read(keys),
             forbidden=lambda ids: self._forbidden(ids, forbid),
             penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
@@ -457,7 +457,7 @@ class WindowOutput(struct.PyTreeNode):
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
 
-    def _forbidden(self, ids: Array, more: Array | None) -> Array:
+    def _forbidden(self, ids: Any, more: Array | None) -> Any:
         out = self.forward.forbidden(ids)
         return out if more is None else out | jnp.any(ids[:, None] == more[None, :], axis=1)
 

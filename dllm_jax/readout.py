@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.models.head import Head
@@ -52,7 +53,7 @@ def read_stats(
     sampling: Sampling,
     keys: PRNGKeyArray | None,
     *,
-    forbidden: Callable[[Array], Array],
+    forbidden: Callable[[Any], Any],
     penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
     confidence: Literal["drawn", "raw"] = "drawn",
     num_top: int = 0,
@@ -62,13 +63,14 @@ def read_stats(
 
     Args:
         unembed: Hidden rows to float32 logits; of a `Head` a kernel may read them.
-        sampling: One value a row.
+        sampling: One value a row, or a slot: the R rows are then its slots', one behind another.
         keys: One a row, None where every row is greedy.
-        forbidden: Ids to a mask of those never drawn.
+        forbidden: Ids, of NumPy or of JAX, to a mask of those never drawn.
         penalty: An id a row and what its logit loses.
         guide: Rows to move away from, and how far: see `ForwardOutput.predict`.
     """
     away, scale = (None, 0.0) if guide is None else guide
+    of_slot = len(hidden) // len(sampling.temperature)
 
     def one(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys, penalty, away = rows
@@ -95,24 +97,30 @@ def read_stats(
             restrict=restrict,
         )
 
-    rows = (hidden, sampling, keys, penalty, away)
+    def in_rows() -> TokenStats:
+        # Made where they are read: what a `cond` takes in costs launches, taken or not.
+        each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
+        return in_chunks(one, (hidden, each, keys, penalty, away))
+
     head = unembed if isinstance(unembed, Head) and guide is None else None
     if head is None:
-        return in_chunks(one, rows)
+        return in_rows()
     at_once = MOSAIC_ROWS  # the most that a kernel is given at a time
     implementation = choose(hidden[:at_once], head.weights, num_top)
     if implementation == "xla":
         at_once = TRITON_ROWS
         implementation = choose(hidden[:at_once], head.weights, num_top)
     if implementation == "xla":
-        return in_chunks(one, rows)
+        return in_rows()
+    # Of NumPy's numbers a constant of the program, where nothing of it is an array of JAX's.
+    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
 
     def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:
         hidden, penalty = rows
         read = token_readout(
             hidden,
             head.weights,
-            forbidden(jnp.arange(len(head.weights), dtype=jnp.int32)),
+            never,
             scale=head.scale,
             cap=head.cap,
             penalty=penalty,
@@ -129,10 +137,11 @@ def read_stats(
         return in_chunks(in_kernel, (hidden, penalty), at_once, at_once)
 
     def some_drawn() -> TokenStats:
-        drawn = in_chunks(one, rows)
+        drawn = in_rows()
+        plain_rows = jnp.repeat(plain, of_slot)
         return jax.lax.cond(
             jnp.any(plain),
-            lambda: jax.tree.map(lambda a, b: _by_row(plain, a, b), all_plain(), drawn),
+            lambda: jax.tree.map(lambda a, b: _by_row(plain_rows, a, b), all_plain(), drawn),
             lambda: drawn,
         )
 

@@ -6,6 +6,8 @@ The pieces a step is made of, in the order it uses them: `open_next`, (forward),
 Source: Diffulex's block buffer, with the rules of docs/strategies.md.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -82,7 +84,9 @@ def has_stop(state: DecodeState) -> Bool[Array, " B"]:
 def is_stop(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
     """Cells whose token is one of the request's stop ids (-1 pads the list)."""
     ids = state.limits.stop_ids[:, None, None, :]
-    return jnp.any((tokens[..., None] == ids) & (ids >= 0), axis=-1)
+    each = ((tokens == ids[..., i]) & (ids[..., i] >= 0) for i in range(ids.shape[-1]))
+    # Not along an axis: a reduction is a launch of its own.
+    return functools.reduce(jnp.logical_or, each, jnp.zeros(tokens.shape, bool))
 
 
 def open_next(

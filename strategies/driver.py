@@ -196,15 +196,18 @@ def advance(
 ) -> tuple[DecodeState, StepInfo]:
     """The engine's half: what `state` becomes once the strategy made `stepped` of it."""
     running = state.finish == RUNNING
+    # What a broken row wrote is not worth keeping: it stays as it was before this step.
+    broken = running & is_broken(stepped)
+    taken = running & ~broken
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(
         initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
     )
-    advanced = slide(finish(count(stepped, info), info), info, fresh)
-    # What a broken row wrote is not worth keeping: it stays as it was before this step.
-    broken = running & is_broken(stepped)
-    selected = select_rows(running & ~broken, advanced, state)
-    return selected.replace(finish=jnp.where(broken, ERROR, selected.finish)), info
+    advanced = slide(finish(count(stepped, info), info, taken), info, fresh)
+    # `finish` has left what other rows emitted as it was: a select would copy all of it.
+    selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
+    ended = jnp.where(broken, ERROR, selected.finish)
+    return selected.replace(output=advanced.output, finish=ended), info
 
 
 def is_broken(state: DecodeState) -> Bool[Array, " B"]:
@@ -232,8 +235,10 @@ def count(state: DecodeState, info: StepInfo) -> DecodeState:
     return state.replace(buffer=buffer.replace(nfe=buffer.nfe + info.nfe))
 
 
-def finish(state: DecodeState, info: StepInfo) -> DecodeState:
+def finish(state: DecodeState, info: StepInfo, taken: Bool[Array, " B"]) -> DecodeState:
     """Emit what is settled and decide which rows are done, by contract §1 and strategies §2.6-2.8.
+
+    Only rows `taken` emit.
 
     A row ends with the first settled stop id that it has not brought itself (which is not emitted),
     when every position before its limit is settled, when it has spent `max_nfe` forwards, or when
@@ -255,7 +260,7 @@ def finish(state: DecodeState, info: StepInfo) -> DecodeState:
 
     output_len = jnp.maximum(state.output_len, end - buffer.prompt_len)
     column = position - buffer.prompt_len[:, None]
-    wanted = emitted & (position < end[:, None])
+    wanted = emitted & (position < end[:, None]) & taken[:, None]
     # A dropped write needs a column past the array: negative ones would wrap.
     column = jnp.where(wanted, column, state.output.shape[1])
     output = state.output.at[jnp.arange(B)[:, None], column].set(tokens, mode="drop")

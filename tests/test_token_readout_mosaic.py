@@ -63,18 +63,24 @@ def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
 
 
 def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():
-    ids, id_tiles, row_tiles = 200, 4, 2
+    num_ids, ids = 200, 64
     penalised = np.full(256, -1, np.int32)
     for row, which in ((0, 63), (63, 64), (64, 127), (128, 136), (255, 199)):
         penalised[row] = which
-    forbidden = np.arange(ids) == 70
-    got = mosaic._special(jnp.asarray(forbidden), jnp.asarray(penalised), row_tiles, id_tiles, 64)
-    want = np.zeros((4, id_tiles), int)
+    forbidden = np.arange(num_ids) == 70
+    tiling = mosaic.Tiling(ids=ids, stages=4, shared="head")
+    has_forbidden = mosaic._has_forbidden(forbidden, tiling)
+    assert isinstance(has_forbidden, np.ndarray)  # a constant of the program
+    assert has_forbidden.tolist() == [0, 1, 0, 1]  # what is past the last id is
+    assert mosaic._has_forbidden(jnp.asarray(forbidden), tiling).tolist() == [0, 1, 0, 1]
+    assert mosaic._special(has_forbidden, None, num_ids, ids).tolist() == [[0, 1, 0, 1]]
+    got = mosaic._special(has_forbidden, jnp.asarray(penalised), num_ids, ids)
+    want = np.zeros((4, 4), int)
     want[:, 1] = 1  # holds what is forbidden
     want[:, 3] = 1  # begins early: tokens of its neighbour's
     want[0, 0] = want[2, 2] = 1  # 63; 136 is in the third tile and, as its first, in the fourth
     assert got.tolist() == want.tolist()
-    alone = mosaic._special(jnp.zeros(256, bool), jnp.asarray(penalised), row_tiles, 4, 64)
+    alone = mosaic._special(np.zeros(4, np.int32), jnp.asarray(penalised), 256, ids)
     assert alone.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
@@ -112,29 +113,31 @@ def read(
         raise ValueError(f"{num_top=} must be 0")
     tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
     run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
+    # NumPy's stay constants of the program: a `jit` would make them arguments.
+    given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
-    return jax.custom_batching.sequential_vmap(run)(hidden, head, forbidden, penalty)
+    return jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "cap", "tiling", "interpret"))
-def _run(hidden, head, forbidden, penalty, *, scale, cap, tiling, interpret) -> TokenReadout:
+def _run(
+    hidden, head, forbidden, has_forbidden, penalty, *, scale, cap, tiling, interpret
+) -> TokenReadout:
     """One launch, and the join."""
     (R, D), V, ids = hidden.shape, len(head), tiling.ids
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
-    row_tiles, id_tiles = (
-        -(-tiles // many) * many
-        for tiles, many in ((-(-R // _TILE_ROWS), of_rows), (-(-V // ids), of_ids))
-    )
+    row_tiles = -(-R // _TILE_ROWS // of_rows) * of_rows
+    id_tiles = len(has_forbidden)
     tiling = dataclasses.replace(tiling, stages=min(tiling.stages, D // _STEP))
 
     def padded(rows, value):
         width = [(0, row_tiles * _TILE_ROWS - R), *[(0, 0)] * (rows.ndim - 1)]
         return rows if not width[0][1] else jnp.pad(rows, width, constant_values=value)
 
-    named = {"hidden": padded(hidden, 0), "head": head, "forbidden": forbidden.astype(jnp.int32)}
+    named = {"hidden": padded(hidden, 0), "head": head, "forbidden": forbidden}
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
-    named["special"] = _special(forbidden, named.get("penalty_ids"), row_tiles, id_tiles, ids)
+    named["special"] = _special(has_forbidden, named.get("penalty_ids"), V, ids)
     shapes = {
         name: jax.ShapeDtypeStruct(
             (row_tiles * _TILE_ROWS, id_tiles), jnp.int32 if name == "token" else jnp.float32
@@ -188,19 +191,28 @@ def _run(hidden, head, forbidden, penalty, *, scale, cap, tiling, interpret) -> 
     return told(whole, jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32))
 
 
-def _special(forbidden, penalty_ids, row_tiles, id_tiles, ids) -> Array:
-    """Whether a warpgroup's tile has ids that are forbidden, another's, or lose something."""
-    V = len(forbidden)
-    wide = jnp.pad(forbidden, (0, id_tiles * ids - V), constant_values=True)
-    special = jnp.any(wide.reshape(id_tiles, ids), axis=1)[None]
-    if penalty_ids is not None:
-        tile = jnp.arange(id_tiles, dtype=jnp.int32)
-        start = jnp.minimum(tile * ids, V - ids)
-        which = penalty_ids[:, None]
-        hit = (which >= start[None]) & (which < start[None] + ids)
-        special |= jnp.any(hit.reshape(-1, _ROWS, id_tiles), axis=1)
-    shape = row_tiles * _CONSUMERS, id_tiles
-    return jnp.broadcast_to(special, shape).astype(jnp.int32)
+def _has_forbidden(forbidden, tiling):
+    """Whether each tile of ids has forbidden ones; past the last id all are."""
+    xp = np if isinstance(forbidden, np.ndarray) else jnp
+    many = 2 if tiling.shared == "rows" else 1
+    id_tiles = -(-len(forbidden) // tiling.ids // many) * many
+    wide = xp.pad(forbidden, (0, id_tiles * tiling.ids - len(forbidden)), constant_values=True)
+    return xp.any(wide.reshape(id_tiles, -1), axis=1).astype(np.int32)
+
+
+def _special(has_forbidden, penalty_ids, num_ids, ids) -> Array:
+    """Whether a warpgroup's tile has ids that are forbidden, another's, or lose something.
+
+    One row for all of them where none loses anything.
+    """
+    special = has_forbidden[None]
+    if penalty_ids is None:
+        return special
+    start = jnp.minimum(jnp.arange(len(has_forbidden), dtype=jnp.int32) * ids, num_ids - ids)
+    which = penalty_ids[:, None]
+    hit = (which >= start[None]) & (which < start[None] + ids)
+    is_hit = jnp.any(hit.reshape(-1, _ROWS, len(has_forbidden)), axis=1)
+    return jnp.maximum(special, is_hit.astype(jnp.int32))
 
 
 def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
@@ -278,7 +290,7 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
     def compute_tile(i, _):
         row_tile, id_tile, start = place_of(i)
         rows = row_tile * _CONSUMERS + warpgroup
-        special = given["special"][rows, id_tile]
+        special = given["special"][rows if "penalties" in given else 0, id_tile]
 
         def products(sums):
             def multiply(step, _):

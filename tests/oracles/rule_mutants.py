@@ -137,7 +137,7 @@ BLOCKS = _broken(
         "is_next = jnp.arange(K)[None, :] >= num_open[:, None]",
     ),
     stops_of_holes=("generated = buffer.filled & ", "generated = "),
-    stops_of_padding=("& (ids >= 0)", ""),
+    stops_of_padding=("& (ids[..., i] >= 0)", ""),
     semi_is_strict=(
         "progress(state) >= threshold.at_block",
         "progress(state) > threshold.at_block",
