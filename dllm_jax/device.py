@@ -387,8 +387,10 @@ class Device:
         asked = np.empty((len(rows), ASKED + pages.shape[1]), np.int32)
         asked[:, 0], asked[:, 1:ASKED] = rows, (num_active, num_steps, early)
         asked[:, ASKED:] = pages
+        many = self.facts.many_rows
+        program = programs.decode if many is None or len(rows) < many else programs.decode_many
         key, of = ("decode", *pages.shape), self._priced(len(rows))
-        return Chunk(self._run(key, programs.decode, asked, programs=of))
+        return Chunk(self._run(key, program, asked, programs=of))
 
     def _priced(self, num_slots: int) -> Programs:
         """The programs, whose strategy knows what its choices cost with so many slots.

@@ -93,6 +93,7 @@ class Facts:
         knobs: The strategy's thresholds, with the range of each.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
+        many_rows: Slot buckets from here on run without command buffers; None: none does.
         prompts_a_pass: Prompts whose pieces of the smallest size one pass takes in; 1: none does.
     """
 
@@ -118,6 +119,7 @@ class Facts:
     page_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     max_num_batched_tokens: int | None = None
+    many_rows: int | None = None
     prompts_a_pass: int = 1
 
     @functools.cached_property

@@ -18,6 +18,7 @@ SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112,
 CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
 PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
 FIRST_PAGE_BUCKET = 16
+MANY_ROWS = 8  # `programs.decode_many`: a step takes longer than launching it
 PROMPTS_A_PASS, TOKENS_A_PASS = 8, 512  # of passes that take several short prompts in
 # Fewer than 128 tokens cost an accelerator what 128 do: reading the weights.
 PREFILL_BUCKETS = (128, 256, 512, 1024)
@@ -85,6 +86,7 @@ def make_facts(
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
         prefill_buckets=prefill,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        many_rows=None if on_cpu else MANY_ROWS,
         # A dispatch of a CPU costs little, and its prompts take as long together.
         prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
     )

@@ -1,11 +1,12 @@
-"""Proves what a round of the host loop holds, on a CPU.
+"""Proves what accelerators do differently for many slots, on a CPU.
 
-Prompts that are in the cache cost one program beside their steps; a few rows with long contexts run
-beside the others within their share (`planning.BESIDE`), and the others run enough steps for one of
-theirs to fit; and the host loop, which imports no JAX, knows the device's codes by the same
-numbers.
+The program without command buffers gives the tokens, finish reasons and forwards of the other one,
+and runs from `Facts.many_rows` on; a few rows with long contexts run beside the others within their
+share (`planning.BESIDE`), and the others run enough steps for one of theirs to fit; and the host
+loop, which imports no JAX, knows the device's codes by the same numbers.
 """
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -32,6 +33,38 @@ CONFIG = EngineConfig(
 )
 
 
+def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
+    model = models.plain()
+    facts = sizing.make_facts(model, STRATEGY, {}, CONFIG)
+    device = Device(
+        model, split_knobs(STRATEGY)[0], {}, dataclasses.replace(facts, many_rows=many_rows)
+    )
+    ran, call = [], device._call
+    device._call = lambda program, *rest: ran.append(program) or call(program, *rest)
+    made = Engine(device)
+    rng = np.random.default_rng(2)
+    for number in range(4):
+        prompt = rng.integers(0, models.MASK, 3 + 5 * number).tolist()
+        params = SamplingParams(max_tokens=6 + 8 * number, temperature=0.5 * (number % 2))
+        made.add(Request(prompt_token_ids=prompt, params=params))
+    ended = {}
+    while made.has_work:
+        for one in made.step():
+            text = one.outputs[0]
+            ended[one.request_id] = (text.token_ids, text.finish_reason, one.metrics.nfe)
+    return ended, ran
+
+
+def test_many_slots_have_the_tokens_of_few() -> None:
+    usual, ran = texts(None)
+    assert programs.decode in ran
+    assert programs.decode_many not in ran
+    assert programs.decode_many.__wrapped__ is programs.decode.__wrapped__
+    other, ran = texts(3)
+    assert other == usual
+    assert {programs.decode, programs.decode_many} <= set(ran)  # one slot is not many
+
+
 def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
     """Also where they fill a program that admits up: each dispatch costs milliseconds on a GPU."""
     model, size = models.plain(), CONFIG.max_num_seqs
@@ -55,7 +88,7 @@ def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
 class Plan:
     """A scheduler as planning sees it: rows are numbers, each the columns it needs."""
 
-    facts = SimpleNamespace(page_buckets=(2, 40), max_steps_per_chunk=64)
+    facts = SimpleNamespace(page_buckets=(2, 40), many_rows=None, max_steps_per_chunk=64)
     live = ()
     has_waiting = False
 
