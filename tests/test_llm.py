@@ -30,6 +30,7 @@ CONFIG = dj.EngineConfig(
     num_pages=64,
     slot_buckets=(2,),
     prefill_buckets=(64,),
+    max_steps_per_chunk=2,  # or a fast machine runs the 8 forwards of a text at once
 )
 UNCACHED = replace(CONFIG, enable_prefix_caching=False)
 # Careful, so that texts take several forwards and blocks are committed one after the other.
