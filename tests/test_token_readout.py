@@ -249,15 +249,15 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
             num_top=3,
         )
 
-    def all_cases():
+    def all_cases(num_slots):
         run = jax.jit(lambda *given: read(*given))
         for values in (*HOW, (np.float32(1.3), np.int32(4), np.float32(1))):
-            yield run(hidden, Sampling(*(jnp.full((R,), value) for value in values)))
+            yield run(hidden, Sampling(*(jnp.full((num_slots,), value) for value in values)))
 
-    want = list(all_cases())
+    want = list(all_cases(R))
     request.getfixturevalue("on_a_gpu")
     monkeypatch.setattr(readout, "MOSAIC_ROWS", rows_at_once)
-    for got, told in zip(all_cases(), want, strict=True):
+    for got, told in zip(all_cases(1), want, strict=True):  # all rows are one slot's
         assert (told.token[5], got.token[5], got.confidence[5]) == (NO_TOKEN, NO_TOKEN, 1.0)
         assert got.token.tolist() == told.token.tolist()
         assert np.delete(got.top_ids, 5, 0).tolist() == np.delete(told.top_ids, 5, 0).tolist()
@@ -266,7 +266,7 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
     assert "pallas_call" in str(jax.make_jaxpr(read)(hidden, greedy(R)))
     # Neighbours that are drawn change nothing of a row, bit for bit.
     mixed = Sampling(*(jnp.where(jnp.arange(R) % 2, b, a) for a, b in zip(*HOW, strict=True)))
-    got, (plain_read, drawn_read, _) = jax.jit(read)(hidden, mixed), list(all_cases())
+    got, (plain_read, drawn_read, _) = jax.jit(read)(hidden, mixed), list(all_cases(R))
     for leaf, plain_leaf, drawn_leaf in zip(
         *map(jax.tree.leaves, (got, plain_read, drawn_read)), strict=True
     ):
