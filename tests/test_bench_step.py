@@ -3,6 +3,7 @@ the loop and in `LLM.generate` alike; floors equal those the issue's bars were d
 row is printed, written, and drawn under the roof; what cannot be meant is refused before it runs.
 """
 
+import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,9 @@ def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, c
     assert png.read_bytes().startswith(b"\x89PNG")
     assert f"{row['bare_step_ms']:.3f} [" in told
     assert f"{row['step_ms']:.3f} [" in told
+    low, high = row["long_run_step_ms_range"]
+    assert 0 < low <= row["long_run_step_ms"] <= high
+    assert f"in the long run: bare {row['long_run_step_ms']:.3f} [" in told
     assert "no floor known for this device" in told
     assert "XLA's operations on the CPU" in told
 
@@ -110,10 +114,27 @@ def test_the_row_of_a_known_device_says_how_far_the_floor_is(monkeypatch):
     assert row["step_over_floor"] == pytest.approx(2.0 / 0.814, rel=1e-2)
     row |= {"shape": "1x1x32", "context": 512, "bare_step_ms_range": [1.5, 1.7]}
     row |= {"step_ms_range": [1.9, 2.1]}
+    row |= {"long_run_step_ms": 1.7, "long_run_step_ms_range": [1.6, 1.8]}
     told = "\n".join(bench_step.row_lines(row))
     assert "1.600 [1.50 1.70]" in told
     assert "0.814    0.834  x1.92, x2.40" in told
     assert "dense 0.656" in told
+
+
+def test_the_long_run_counts_behind_its_seconds(monkeypatch):
+    now, ran = [5.0], []
+
+    def spend(count):
+        now[0] += 0.01 * count
+        ran.append(count)
+        return 0.01 * count, count
+
+    monkeypatch.setattr(measure, "_bare_loop", lambda *_: contextlib.nullcontext(spend))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = measure.decode_step_samples(None, 1, 1, 8, steps=6, repeats=2, after_s=0.25)
+    few = measure.FEW_STEPS
+    assert ran == [few, *[few + 6] * 3, *[few, few + 6] * 2]
+    assert found == pytest.approx([10.0, 10.0])
 
 
 def test_points_lie_under_the_roof_at_their_intensity(tmp_path, monkeypatch):

@@ -122,14 +122,19 @@ def decode_step_samples(
     steps: int = 32,
     repeats: int = 5,
     text_len: int | None = None,
+    after_s: float = 0.0,
 ) -> list[float]:
     """As `decode_step_ms`, every repeat.
 
     Args:
         text_len: Most tokens that `steps` + 4 steps write; None: half of what the bucket holds.
+        after_s: Seconds of such steps before the first that counts.
     """
     with _bare_loop(engine, rows, columns, context, text_len) as spend:
         spend(FEW_STEPS)  # compiles, if that is still to be done
+        began = time.perf_counter()
+        while time.perf_counter() - began < after_s:
+            spend(FEW_STEPS + steps)
         found = []
         for _ in range(repeats):
             (less_s, less), (more_s, more) = spend(FEW_STEPS), spend(FEW_STEPS + steps)

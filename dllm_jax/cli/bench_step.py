@@ -214,6 +214,7 @@ def row_lines(row: dict[str, Any]) -> list[str]:
             f"{'':>10} round: draft {row['draft_ms']:.3f} ms, verify {row['verify_ms']:.3f} ms, "
             f"host {row['host_ms']:.3f} ms"
         )
+    told.append(f"{'':>10} in the long run: bare {spread('long_run_step_ms')} ms")
     if row["floor_parts_ms"]:
         parts = (f"{name} {ms:.3f}" for name, ms in row["floor_parts_ms"].items())
         told.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
