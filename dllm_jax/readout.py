@@ -19,7 +19,8 @@ from strategies.protocol import TokenStats
 from strategies.sampling import settled, token_stats
 from strategies.state import Sampling
 
-ROWS_AT_ONCE = 1024  # float32 logits of one chunk: 620 MB at 152k ids
+ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
+ROWS_DRAWN = 128  # of them at once: sorting and noise take seven times the room of what they read
 FEW_ROWS = 64  # are read at once; of more, no chunk is all of a window
 
 
@@ -78,6 +79,10 @@ def read_stats(
         if away is not None:
             others = unembed(away)
             logits = others + (1.0 + scale) * (logits - others)
+        return in_chunks(drawn, (logits, sampling, keys, penalty), ROWS_DRAWN, ROWS_DRAWN)
+
+    def drawn(rows: tuple[Any, ...]) -> TokenStats:
+        logits, sampling, keys, penalty = rows
 
         def restrict(logits: Array) -> Array:
             ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)

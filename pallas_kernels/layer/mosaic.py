@@ -22,7 +22,7 @@ _ROWS = 64  # of a warpgroup's product
 _MOST_ROWS = 2 * _ROWS  # the sums of two warpgroups are what the registers hold
 _ROW_MULTIPLE = 8  # of a swizzled tile
 _MULTIPROCESSORS = 132
-_SHARED_BYTES = 222 * 1024  # of 227 KiB: barriers need some
+_SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 _STEP = 64  # columns, and depth, that a swizzled line holds
 _MOST_STAGES = 8
 _FEW_STAGES = 4  # up to so many, `Tiling.is_eager` paid where two warpgroups compute
@@ -93,7 +93,7 @@ def choose_tiling(x: Array, w: Array, columns: tuple[int, ...] = (_STEP,)) -> Ti
     of few rows"). None: there is none with whole tiles.
     """
     K, N, num_matrices = w.shape[0], w.shape[-1], math.prod(w.shape[1:-1])
-    consumers, last = divmod(_num_rows(x) + _ROWS - 1, _ROWS)
+    consumers = -(-_num_rows(x) // _ROWS)
     rows, itemsize = consumers * _ROWS, x.dtype.itemsize
     is_deep = consumers == 1 and num_matrices == 1
     for width in columns:
@@ -101,18 +101,20 @@ def choose_tiling(x: Array, w: Array, columns: tuple[int, ...] = (_STEP,)) -> Ti
         if N % width or not 0 < blocks <= _MULTIPROCESSORS:
             continue
         most_splits = 1 if num_matrices > 1 else min(_MULTIPROCESSORS // blocks, _MOST_SPLITS)
-        staged = 0 if last == _ROWS - 1 else rows * width * (4 if most_splits > 1 else itemsize)
         for depth in (2 * _STEP, _STEP) if is_deep else (_STEP,):
+            splits = next((n for n in range(most_splits, 0, -1) if K % (n * depth) == 0), 0)
+            if not splits:
+                continue
+            dtype = _dtype(x, splits)
+            staged = rows * width * dtype.itemsize if _is_staged(_num_rows(x), dtype) else 0
             room = (_SHARED_BYTES - staged) // ((rows + num_matrices * width) * depth * itemsize)
-            splits = [n for n in range(most_splits, 0, -1) if K % (n * depth) == 0]
-            if splits:
-                return Tiling(
-                    columns=width,
-                    depth=depth,
-                    stages=min(room, _MOST_STAGES * _STEP // depth),
-                    splits=splits[0],
-                    is_eager=consumers == 2 and room <= _FEW_STAGES,
-                )
+            return Tiling(
+                columns=width,
+                depth=depth,
+                stages=min(room, _MOST_STAGES * _STEP // depth),
+                splits=splits,
+                is_eager=consumers == 2 and room <= _FEW_STAGES,
+            )
     return None
 
 
@@ -128,8 +130,7 @@ def split_matmul(
     def run(x, w):
         K, N = w.shape
         rows = x.reshape(-1, K)
-        dtype = x.dtype if tiling.splits == 1 else jnp.float32
-        out = jax.ShapeDtypeStruct((tiling.splits, len(rows), N), dtype)
+        out = jax.ShapeDtypeStruct((tiling.splits, len(rows), N), _dtype(x, tiling.splits))
         out = _launch("split_matmul", rows, w, out, lambda sums: sums[0], tiling, interpret)
         out = out.reshape(-1, *x.shape[:-1], N)
         return out if tiling.splits > 1 else out[0]
@@ -179,7 +180,7 @@ def _launch(
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + num_matrices),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
     }
-    if M % _ROWS:  # rows past the last one may not be written
+    if _is_staged(M, out.dtype):
         shape = (consumers, _ROWS, columns)
         scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=_swizzled(columns, out.dtype))
     body = functools.partial(
@@ -342,6 +343,20 @@ def _swizzled(width: int, dtype: jax.typing.DTypeLike):
     line = math.gcd(width, 128 // itemsize)
     tiled = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
     return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
+
+
+def _dtype(x: Array, splits: int) -> jnp.dtype:
+    """Of what a product with so many splits leaves."""
+    return jnp.dtype(x.dtype if splits == 1 else jnp.float32)
+
+
+def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
+    """Whether results go through shared memory and TMA.
+
+    Rows past the last one may not be written; and what a thread has of a row is two numbers, half
+    a sector with its neighbours' if they have 16 bits: 2 us of gate and up at SDAR-8B, 128 rows.
+    """
+    return num_rows % _ROWS > 0 or dtype.itemsize == 2
 
 
 def _num_rows(x: Array) -> int:
