@@ -38,6 +38,7 @@ from dllm_jax import cache, generation
 from dllm_jax.bench import profile
 from dllm_jax.bench.numbers import environment
 from dllm_jax.models.dense import PLAIN
+from dllm_jax.models.layers import gate_up_shape
 from pallas_kernels.kv_write import reference as write_xla
 from pallas_kernels.kv_write import triton as write_triton
 from pallas_kernels.layer import LayerOps, api, mosaic, mosaic_rotate, reference, triton
@@ -135,9 +136,10 @@ def check(widths, rows):
         for name, other in (("mosaic norm", y), ("mosaic norm of parts", parts)):
             got = mosaic.add_rms_norm(x, other, scale, EPS)
             found[name] = error(got, plain[0](*exact((x, other, scale)), eps=EPS))
-        few, both = draw(rows - rows % 8, w.D, scale=w.D**-0.5), draw(w.D, 2, w.F)
+        few, both = draw(rows - rows % 8, w.D, scale=w.D**-0.5), draw(*gate_up_shape(w.D, w.F))
         got = api.gated_matmul(few, both, implementation="mosaic")
-        want = jnp.einsum("md,dxf->xmf", *exact((few, both)), precision="highest")
+        want = jnp.einsum("md,dcxw->xmcw", *exact((few, both)), precision="highest")
+        want = want.reshape(2, len(few), -1)
         found["gated_matmul"] = error(got, jax.nn.silu(want[0]) * want[1])
         wqkv = both.reshape(w.D, -1)[:, : w.G * (w.n + 2) * w.H].reshape(w.D, w.G, w.n + 2, w.H)
         got = api.qkv_matmul(few, wqkv, implementation="mosaic")
@@ -226,7 +228,7 @@ def draw_layers(key, w, layers):
         shapes = {
             "wqkv": (w.D, w.G, w.n + 2, w.H),
             "wo": (w.G * w.n * w.H, w.D),
-            "w_gate_up": (w.D, 2, w.F),
+            "w_gate_up": gate_up_shape(w.D, w.F),
             "w_down": (w.F, w.D),
         }
         drawn = {

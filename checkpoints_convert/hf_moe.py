@@ -14,8 +14,8 @@ _DOWN = "layers.{i}.experts_down"
 _ALL_DOWNS = Rule(_EXPERTS + "down_proj", _DOWN, parts.ALL_DOWNS)
 
 SPLIT = (
-    Rule(_EXPERTS + "{e}.gate_proj.weight", _GATE_UP, parts.GATE),
-    Rule(_EXPERTS + "{e}.up_proj.weight", _GATE_UP, parts.UP),
+    Rule(_EXPERTS + "{e}.gate_proj.weight", _GATE_UP, parts.EXPERT_GATE),
+    Rule(_EXPERTS + "{e}.up_proj.weight", _GATE_UP, parts.EXPERT_UP),
     Rule(_EXPERTS + "{e}.down_proj.weight", _DOWN, parts.MATRIX),
 )
 MERGED = (

@@ -23,9 +23,12 @@ KEY_BIAS = Part((0, 1), (2,), np.s_[:, -2])
 VALUE_BIAS = Part((0, 1), (2,), np.s_[:, -1])
 OUTPUT = Part((2, 0, 1), (1, 2))  # [N, H, D] -> [D, N H]
 
-# w_gate_up [D, 2, F], and the same of one expert
-GATE = Part((1, 0), index=np.s_[:, 0])  # [D, F] -> [F, D]
-UP = Part((1, 0), index=np.s_[:, 1])
+# w_gate_up [D, C, 2, W], F = C W
+GATE = Part((1, 2, 0), (2, 1), np.s_[:, :, 0])  # [D, C, W] -> [F, D]
+UP = Part((1, 2, 0), (2, 1), np.s_[:, :, 1])
+# the same of one expert, [D, 2, F]
+EXPERT_GATE = Part((1, 0), index=np.s_[:, 0])  # [D, F] -> [F, D]
+EXPERT_UP = Part((1, 0), index=np.s_[:, 1])
 
 # experts_gate_up [E, D, 2, F] and experts_down [E, F, D], all experts in one tensor
 ALL_GATES = Part((0, 2, 1), index=np.s_[:, :, 0])  # [E, D, F] -> [E, F, D]

@@ -120,8 +120,12 @@ class Tiny:
         return layer
 
     def swiglu(self, i, at):
-        gate, up = self.get(i, f"{at}gate_proj"), self.get(i, f"{at}up_proj")
-        return np.stack([gate.T, up.T], axis=1), self.get(i, f"{at}down_proj").T
+        gate, up = self.get(i, f"{at}gate_proj").T, self.get(i, f"{at}up_proj").T
+        down = self.get(i, f"{at}down_proj").T
+        if "experts." in at and "shared" not in at:
+            return np.stack([gate, up], axis=1), down
+        turn = math.gcd(gate.shape[1], 32)  # columns of one, then of the other
+        return np.stack([w.reshape(len(w), -1, turn) for w in (gate, up)], axis=2), down
 
     def feed_forward(self, i):
         if not has_experts(self.config, i):

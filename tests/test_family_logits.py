@@ -314,7 +314,7 @@ def test_the_order_of_kv_groups_does_not_matter(model_of, name):
 
 
 MISTAKES = {
-    "gate for up": ("llada", lambda w: {"w_gate_up": w["w_gate_up"][:, ::-1]}),
+    "gate for up": ("llada", lambda w: {"w_gate_up": w["w_gate_up"][:, :, ::-1]}),
     "norms swapped": (
         "llada",
         lambda w: {"attn_norm": w["mlp_norm"], "mlp_norm": w["attn_norm"]},

@@ -17,6 +17,7 @@ import pytest
 
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import parse_config
+from dllm_jax.models.layers import gate_up_shape
 from dllm_jax.models.published import PUBLISHED
 from pallas_kernels.layer import (
     add_rms_norm,
@@ -105,12 +106,12 @@ def interpreted(call, *arrays, **how):
     [
         # Two warpgroups, the second with 8 rows; buffers are used again.
         ((2, 36), 384, 64, "bfloat16", Tiling(stages=2, splits=2)),
-        ((128,), 192, 64, "bfloat16", Tiling(stages=2, is_eager=True)),
+        ((128,), 192, 64, "bfloat16", Tiling(stages=2)),
         # One: fewer rows than it has, two tiles of columns.
         ((32,), 256, 128, "bfloat16", Tiling(stages=3)),
         ((8,), 128, 64, "float16", Tiling(stages=4, splits=2)),  # buffers that are not used
         slow((64,), 512, 64, "bfloat16", Tiling(depth=128, stages=2, splits=2)),
-        slow((72,), 256, 128, "float16", Tiling(stages=3, is_eager=True)),
+        slow((72,), 256, 128, "float16", Tiling(stages=3)),
         slow((128,), 512, 128, "bfloat16", Tiling(stages=8, splits=4)),
         slow((128,), 64, 64, "bfloat16", Tiling(stages=2)),
     ],
@@ -130,15 +131,16 @@ def test_split_matmul_is_exact(rows, depth, width, dtype, tiling):
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "tiling"),
     [
-        ((3, 24), 192, 64, Tiling(stages=2)),
-        ((8,), 192, 128, Tiling(stages=4, is_eager=True)),
+        # A tile of two turns and of three, in two and one of them.
+        ((3, 24), 192, 128, Tiling(columns=128, stages=2)),
+        ((8,), 192, 96, Tiling(columns=192, stages=4)),
         slow((64,), 256, 128, Tiling(stages=3)),
-        slow((128,), 256, 128, Tiling(columns=128, stages=2, is_eager=True)),
-        slow((40,), 64, 256, Tiling(columns=128, stages=5)),
+        slow((128,), 256, 192, Tiling(columns=192, stages=2)),
+        slow((40,), 64, 256, Tiling(columns=256, stages=5)),
     ],
 )
 def test_gated_matmul_rounds_both_products_and_no_more(rows, depth, width, tiling):
-    x, w = integers(1, (*rows, depth), (depth, 2, width))
+    x, w = integers(1, (*rows, depth), (depth, width // 32, 2, 32))
     w[..., ::2] *= 21  # sums that 16 bits do not hold
     got = interpreted(mosaic.gated_matmul, x, w, tiling=tiling)
     want = oracle.gated_matmul(x, w, x.dtype)
@@ -185,12 +187,13 @@ def test_add_rms_norm_rounds_its_scale():
 
 def test_rows_do_not_depend_on_each_other():
     """All others are NaN, and come out as NaN."""
-    x, w, y = integers(6, (72, 128), (128, 2, 64), (6, 512))
-    split = functools.partial(mosaic.split_matmul, w=jnp.asarray(w[:, 0]), tiling=Tiling(stages=2))
+    x, w, y = integers(6, (72, 128), (128, 2, 2, 32), (6, 512))
+    flat = w.reshape(128, -1)
+    split = functools.partial(mosaic.split_matmul, w=jnp.asarray(flat), tiling=Tiling(stages=2))
     gated = functools.partial(mosaic.gated_matmul, w=jnp.asarray(w), tiling=Tiling(stages=2))
     normed = functools.partial(mosaic.add_rms_norm, y=y, scale=jnp.asarray(y[0]), eps=EPS)
     for call, rows, want in (
-        (split, x, [np.float64(x) @ np.float64(w[:, 0])]),
+        (split, x, [np.float64(x) @ np.float64(flat)]),
         (gated, x, [oracle.gated_matmul(x, w, x.dtype)]),
         (normed, y, oracle.add_rms_norm(y, y, y[0], EPS)),
     ):
@@ -219,7 +222,7 @@ def products(rows, D, F, G, n, H, dtype=jnp.bfloat16) -> Any:
     return {
         "qkv": (qkv_matmul, one(1, rows, D), one(D, G, n + 2, H)),
         "o": (split_matmul, one(1, rows, G * n * H), one(G * n * H, D)),
-        "gate": (gated_matmul, one(1, rows, D), one(D, 2, F)),
+        "gate": (gated_matmul, one(1, rows, D), one(*gate_up_shape(D, F))),
         "down": (split_matmul, one(1, rows, F), one(F, D)),
     }
 
@@ -239,39 +242,39 @@ def chosen(monkeypatch, call, x, w):
     return found[0] if found else None
 
 
-def whole(stages, splits, columns=64, depth=64, is_eager=False):
-    return Tiling(columns=columns, depth=depth, stages=stages, splits=splits, is_eager=is_eager)
+def whole(stages, splits, columns=64, depth=64):
+    return Tiling(columns=columns, depth=depth, stages=stages, splits=splits)
 
 
 MEASURED = {  # on an H200; None: XLA or Triton was faster, or no tiling is whole
     ("SDAR-1.7B", 32): {
         "qkv": whole(4, 2, depth=128),
         "o": whole(4, 4, depth=128),
-        "gate": whole(8, 1),
+        "gate": whole(8, 1, columns=128),
         "down": whole(4, 4, depth=128),
     },
     ("SDAR-1.7B", 128): {
         "qkv": whole(8, 2),
         "o": whole(8, 4),
-        "gate": whole(6, 1),
+        "gate": whole(6, 1, columns=128),
         "down": whole(8, 4),
     },
     ("SDAR-8B", 32): {
         "qkv": whole(4, 1, depth=128),
         "o": whole(4, 2, depth=128),
-        "gate": whole(5, 1, columns=128),
+        "gate": whole(6, 1, columns=192),
         "down": whole(4, 2, depth=128),
     },
     ("SDAR-8B", 128): {
         "qkv": whole(8, 1),
         "o": whole(8, 2),
-        "gate": whole(4, 1, columns=128, is_eager=True),
+        "gate": whole(5, 1, columns=192),
         "down": whole(8, 2),
     },
     ("LLaDA-8B", 32): {
         "qkv": None,
         "o": whole(4, 2, depth=128),
-        "gate": whole(5, 1, columns=128),
+        "gate": whole(6, 1, columns=192),
         "down": whole(4, 2, depth=128),
     },
     ("Dream-7B", 32): {
@@ -338,8 +341,9 @@ def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
                 assert tiling.stages >= 2
                 # Not what a jit has traced, nor for it to keep.
                 run = mosaic.gated_matmul if call is gated_matmul else mosaic.split_matmul
-                flat = w if call is gated_matmul else real(len(w), w.size // len(w))
-                jax.eval_shape(functools.partial(run.__wrapped__, tiling=tiling), x, flat)
+                flat = real(len(w), w.size // len(w))
+                operands = x, w if call is gated_matmul else flat
+                jax.eval_shape(functools.partial(run.__wrapped__, tiling=tiling), *operands)
                 assert len(bytes_of) == count
                 assert tiling.splits * flat.shape[-1] // tiling.columns <= 132  # at once
                 assert len(w) % (tiling.splits * tiling.depth) == 0
@@ -438,7 +442,7 @@ def test_operations_refuse_what_mosaic_cannot_do(monkeypatch):
     wide = products(32, *MODELS["LLaDA-8B"])["qkv"]
     assert "at most 132 side by side, got (4096, 12288)" in refused("qkv", *wide[1:])
     wide = products(32, *MODELS["Dream-7B"])["gate"]
-    assert "at most 132 side by side, got (3584, 2, 18944)" in refused("gate", *wide[1:])
+    assert "at most 132 side by side, got (3584, 37888)" in refused("gate", *wide[1:])
     rows = real(1, 8, 52)
     with pytest.raises(
         NotImplementedError, match="needs rows of a multiple of 512 up to 4096, got 52; use"
@@ -469,7 +473,8 @@ def test_products_match_float32_on_a_gpu(hopper, model):
         @jax.jit
         def truth(x, w, call=call):
             if call is gated_matmul:
-                gate, up = (dot(x, w[:, i]).astype(x.dtype).astype(jnp.float32) for i in range(2))
+                both = (dot(x, w[:, :, i].reshape(len(w), -1)) for i in range(2))
+                gate, up = (product.astype(x.dtype).astype(jnp.float32) for product in both)
                 return jax.nn.silu(gate) * up
             return dot(x, w.reshape(len(w), -1))
 

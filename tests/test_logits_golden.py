@@ -69,7 +69,7 @@ def test_golden_files_notice_a_wrong_table(swap):
     for layer in params["layers"]:
         fused = layer["wqkv"]
         if swap == "gate_up":
-            layer["w_gate_up"] = layer["w_gate_up"][:, ::-1]
+            layer["w_gate_up"] = layer["w_gate_up"][:, :, ::-1]
         elif swap == "kv":
             layer["wqkv"] = np.concatenate([fused[:, :, :-2], fused[:, :, :-3:-1]], axis=2)
         elif swap == "heads":

@@ -163,7 +163,8 @@ def test_muon_makes_every_matrix_of_a_layer_semi_orthogonal() -> None:
     }
     layer = optimizer.orthogonalize(updates)["layers"][1]
     key = layer["wqkv"][:, :, -2].reshape(64, -1)
-    for matrix in (key, layer["w_gate_up"][:, 1], layer["wo"].reshape(-1, 64), layer["w_down"]):
+    up = layer["w_gate_up"][:, :, 1].reshape(64, -1)
+    for matrix in (key, up, layer["wo"].reshape(-1, 64), layer["w_down"]):
         scale = max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5
         values = np.linalg.svd(np.asarray(matrix), compute_uv=False) / scale
         assert values.max() < 1.3

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.models.head import Head, Unembed
-from dllm_jax.models.layers import RopeScaling, rope_tables, swiglu
+from dllm_jax.models.layers import RopeScaling, gate_up_shape, rope_tables, swiglu
 from pallas_kernels.layer import LayerOps, add_rms_norm, qkv_matmul, rotate_qkv, split_matmul
 from pallas_kernels.layer.reference import as_row, matmul, rms_norm
 
@@ -101,7 +101,7 @@ class LayerParams(TypedDict):
     wo: Float[Array, "N H D"]
     bo: NotRequired[Float[Array, " D"]]
     mlp_norm: Float[Array, " D"]
-    w_gate_up: Float[Array, "D 2 F"]
+    w_gate_up: Float[Array, "D C 2 W"]  # gate and up in turns: `layers.gate_up_shape`
     w_down: Float[Array, "F D"]
 
 
@@ -122,7 +122,7 @@ def param_shapes(cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
 def mlp_shapes(cfg: DenseConfig, dtype: Any) -> dict[str, Any]:
     """Shapes of a dense layer's feed-forward weights."""
     return {
-        "w_gate_up": leaf(dtype, cfg.hidden_size, 2, cfg.ffn_size),
+        "w_gate_up": leaf(dtype, *gate_up_shape(cfg.hidden_size, cfg.ffn_size)),
         "w_down": leaf(dtype, cfg.ffn_size, cfg.hidden_size),
     }
 

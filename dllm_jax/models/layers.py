@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layer import LayerOps, gated_matmul, reference, split_matmul
 
+GATE_TURN = 32  # columns; half a line of shared memory: a tile of any whole lines has whole turns
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -113,15 +115,26 @@ def _last(x: Array, ndim: int) -> Array:
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
+def gate_up_shape(width: int, inner: int) -> tuple[int, int, int, int]:
+    """Of the matrices of gate and up in one, [D C 2 W] with C W = `inner`: turns of W columns.
+
+    A kernel that multiplies with some columns of it has those of both that belong together, and
+    what lies side by side is what it reads at once.
+    """
+    turn = math.gcd(inner, GATE_TURN)
+    return width, inner // turn, 2, turn
+
+
 def swiglu(
     x: Float[Array, "... D"],
-    w_gate_up: Float[Array, "D 2 F"],
+    w_gate_up: Float[Array, "D C 2 W"],
     w_down: Float[Array, "F D"],
     ops: LayerOps | None = None,
 ) -> Array:
     """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6).
 
     Args:
+        w_gate_up: The two in turns, see `gate_up_shape`.
         ops: Back ends of the products, which may leave the last one in parts (see
             `split_matmul`); None: rows, in plain XLA.
     """

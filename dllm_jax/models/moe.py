@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.models import dense, routing
 from dllm_jax.models.dense import PLAIN, Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
-from dllm_jax.models.layers import swiglu
+from dllm_jax.models.layers import gate_up_shape, swiglu
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.layer import LayerOps
 
@@ -81,7 +81,7 @@ def param_shapes(cfg: MoEConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     D, E = cfg.hidden_size, cfg.num_experts
     mlp = mlp_shapes(cfg, dtype)
     shared = {
-        "shared_gate_up": leaf(dtype, D, 2, cfg.shared_size),
+        "shared_gate_up": leaf(dtype, *gate_up_shape(D, cfg.shared_size)),
         "shared_down": leaf(dtype, cfg.shared_size, D),
     }
     experts = {

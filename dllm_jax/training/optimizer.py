@@ -70,8 +70,8 @@ def _split(name: str, w: Array) -> list[Array]:
     if name == "wqkv":  # [D, G, n + 2, H]
         D = w.shape[0]
         return [w[:, :, :-2].reshape(D, -1), w[:, :, -2].reshape(D, -1), w[:, :, -1].reshape(D, -1)]
-    if name == "w_gate_up":  # [D, 2, F]
-        return [w[:, 0], w[:, 1]]
+    if name == "w_gate_up":  # [D, C, 2, W]
+        return [w[:, :, i].reshape(len(w), -1) for i in range(2)]
     return [w.reshape(-1, w.shape[-1])]  # wo [N, H, D], w_down [F, D]
 
 
@@ -81,7 +81,10 @@ def _join(name: str, like: Array, parts: list[Array]) -> Array:
         q, k, v = parts
         heads = [q.reshape(D, G, slots - 2, H), k.reshape(D, G, 1, H), v.reshape(D, G, 1, H)]
         return jnp.concatenate(heads, axis=2)
-    return jnp.stack(parts, axis=1) if name == "w_gate_up" else parts[0].reshape(like.shape)
+    if name == "w_gate_up":
+        D, C, _, W = like.shape
+        return jnp.stack([part.reshape(D, C, W) for part in parts], axis=2)
+    return parts[0].reshape(like.shape)
 
 
 def _newton_schulz(batch: Float[Array, "N I O"]) -> Float[Array, "N I O"]:

@@ -28,8 +28,8 @@ MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 MOSAIC_ROWS = 1024
 # Rows of `rotate_qkv` in Mosaic's form: 1.8 us a layer of SDAR-8B at 128; more were not measured.
 MOSAIC_ROTATED_ROWS = 128
-# Columns of a block of threads of `gated_matmul`, in the order of preference.
-GATED_COLUMNS = (64, 128)
+# Columns, gate's and up's, of a block of threads of `gated_matmul`, in the order of preference.
+GATED_COLUMNS = (128, 192, 256)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,21 +140,24 @@ def split_matmul(
 
 def gated_matmul(
     x: Float[Array, "*M D"],
-    w: Float[Array, "D 2 F"],
+    w: Float[Array, "D C 2 W"],
     *,
     implementation: Implementation | None = None,
-) -> Float[Array, "*M F"]:
+) -> Float[Array, "*M C*W"]:
     """`silu(x Wg) * (x Wu)` of gate and up side by side in `w` (Shazeer 2020, eq. 6).
 
     Args:
+        w: Gate and up in turns of W columns, so that a tile of columns has what belongs together.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; at most 128 rows),
             or None: the faster one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
-    tiling = mosaic.choose_tiling(x, w, GATED_COLUMNS)
-    reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, w, tiling)
+    flat = w.reshape(len(w), -1)
+    columns = tuple(n for n in GATED_COLUMNS if n % (2 * w.shape[-1]) == 0)
+    tiling = mosaic.choose_tiling(x, flat, columns, is_gated=True)
+    reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, flat, tiling)
     fast = _is_within(w, MOSAIC_GATED_WEIGHTS)
     chosen = _chosen(implementation, {"mosaic": (reason, fast)})
     if chosen == "mosaic" and tiling is not None:

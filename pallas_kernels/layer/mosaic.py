@@ -25,7 +25,6 @@ _MULTIPROCESSORS = 132
 _SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 _STEP = 64  # columns, and depth, that a swizzled line holds
 _MOST_STAGES = 8
-_FEW_STAGES = 4  # up to so many, `Tiling.is_eager` paid where two warpgroups compute
 _MOST_SPLITS = 4
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
 _WIDEST = 4096  # row that was measured
@@ -36,19 +35,16 @@ class Tiling:
     """What a block of threads computes.
 
     Attributes:
-        columns: Of each matrix it multiplies with.
+        columns: Of the weights.
         depth: Of both operands, a step.
         stages: Steps in flight.
         splits: Blocks that share the depth of a tile; the parts they leave are added later.
-        is_eager: A buffer is free as soon as its own products are done, not a step later. Worth
-            the wait for them where there are few buffers.
     """
 
     columns: int = 64
     depth: int = 64
     stages: int = 4
     splits: int = 1
-    is_eager: bool = False
 
 
 def unsupported(x: Array | jax.ShapeDtypeStruct) -> str | None:
@@ -85,35 +81,37 @@ def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None
     return None
 
 
-def choose_tiling(x: Array, w: Array, columns: tuple[int, ...] = (_STEP,)) -> Tiling | None:
-    """A tile for `x @ w`, of `w` as [K N], or [K X N] where X matrices are multiplied with at once.
+def choose_tiling(
+    x: Array, w: Array, columns: tuple[int, ...] = (_STEP,), is_gated: bool = False
+) -> Tiling | None:
+    """A tile for `x @ w`, of `w` as [K N].
 
     As many blocks of threads as run at once, and one of `columns`: of those tried on an H200 with
     the shapes of SDAR-1.7B and -8B the fastest, or within 2 % of it (benchmarks/LOG.md, "Products
     of few rows"). None: there is none with whole tiles.
     """
-    K, N, num_matrices = w.shape[0], w.shape[-1], math.prod(w.shape[1:-1])
+    K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
     rows, itemsize = consumers * _ROWS, x.dtype.itemsize
-    is_deep = consumers == 1 and num_matrices == 1
+    is_deep = consumers == 1 and not is_gated
     for width in columns:
         blocks = N // width
         if N % width or not 0 < blocks <= _MULTIPROCESSORS:
             continue
-        most_splits = 1 if num_matrices > 1 else min(_MULTIPROCESSORS // blocks, _MOST_SPLITS)
+        most = 1 if is_gated else min(_MULTIPROCESSORS // blocks, _MOST_SPLITS)
         for depth in (2 * _STEP, _STEP) if is_deep else (_STEP,):
-            splits = next((n for n in range(most_splits, 0, -1) if K % (n * depth) == 0), 0)
+            splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
             if not splits:
                 continue
             dtype = _dtype(x, splits)
-            staged = rows * width * dtype.itemsize if _is_staged(_num_rows(x), dtype) else 0
-            room = (_SHARED_BYTES - staged) // ((rows + num_matrices * width) * depth * itemsize)
+            staged = rows * (width // 2 if is_gated else width) * dtype.itemsize
+            staged = staged if _is_staged(_num_rows(x), dtype) else 0
+            room = (_SHARED_BYTES - staged) // ((rows + width) * depth * itemsize)
             return Tiling(
                 columns=width,
                 depth=depth,
                 stages=min(room, _MOST_STAGES * _STEP // depth),
                 splits=splits,
-                is_eager=consumers == 2 and room <= _FEW_STAGES,
             )
     return None
 
@@ -131,7 +129,8 @@ def split_matmul(
         K, N = w.shape
         rows = x.reshape(-1, K)
         out = jax.ShapeDtypeStruct((tiling.splits, len(rows), N), _dtype(x, tiling.splits))
-        out = _launch("split_matmul", rows, w, out, lambda sums: sums[0], tiling, interpret)
+        whole = tiling.columns
+        out = _launch("split_matmul", rows, w, out, lambda sums: [sums], whole, tiling, interpret)
         out = out.reshape(-1, *x.shape[:-1], N)
         return out if tiling.splits > 1 else out[0]
 
@@ -141,20 +140,24 @@ def split_matmul(
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
 def gated_matmul(
-    x: Float[Array, "*M K"], w: Float[Array, "K 2 F"], *, tiling: Tiling, interpret: Any = None
-) -> Float[Array, "*M F"]:
+    x: Float[Array, "*M K"], w: Float[Array, "K C 2 W"], *, tiling: Tiling, interpret: Any = None
+) -> Float[Array, "*M C*W"]:
     """See `api.gated_matmul`."""
+    _, C, _, W = w.shape
 
     def gated(sums):
-        gate, up = (total.astype(x.dtype).astype(jnp.float32) for total in sums)
-        return gate / (1 + jnp.exp(-gate)) * up
+        def rounded(first):
+            return sums[:, first : first + W].astype(x.dtype).astype(jnp.float32)
+
+        turns = [(rounded(i), rounded(i + W)) for i in range(0, tiling.columns, 2 * W)]
+        return [gate / (1 + jnp.exp(-gate)) * up for gate, up in turns]
 
     def run(x, w):
-        K, _, F = w.shape
-        rows = x.reshape(-1, K)
-        out = jax.ShapeDtypeStruct((1, len(rows), F), x.dtype)
-        out = _launch("gated_matmul", rows, w.reshape(K, -1), out, gated, tiling, interpret)
-        return out.reshape(*x.shape[:-1], F)
+        rows = x.reshape(-1, len(w))
+        out = jax.ShapeDtypeStruct((1, len(rows), C * W), x.dtype)
+        flat = w.reshape(len(w), -1)
+        out = _launch("gated_matmul", rows, flat, out, gated, W, tiling, interpret)
+        return out.reshape(*x.shape[:-1], C * W)
 
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
@@ -164,25 +167,25 @@ def _launch(
     x: Array,
     w: Array,
     out: jax.ShapeDtypeStruct,
-    finish: Callable[[list[Array]], Array],
+    finish: Callable[[Array], list[Array]],
+    piece: int,
     tiling: Tiling,
     interpret: Any,
 ) -> Array:
-    """`finish` of the products of `x` [M K] with the matrices that lie side by side in `w`."""
+    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in `out`."""
     M, K = x.shape
-    num_matrices = w.shape[1] // out.shape[2]
     consumers = -(-M // _ROWS)
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
     swizzled = _swizzled(min(columns, depth), x.dtype)
     scratch = {
         "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), x.dtype, transforms=swizzled),
-        "weights": plgpu.SMEM((stages, num_matrices, depth, columns), x.dtype, transforms=swizzled),
-        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + num_matrices),
+        "weights": plgpu.SMEM((stages, depth, columns), x.dtype, transforms=swizzled),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
     }
     if _is_staged(M, out.dtype):
-        shape = (consumers, _ROWS, columns)
-        scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=_swizzled(columns, out.dtype))
+        shape = (consumers, _ROWS, columns * out.shape[2] // w.shape[1])
+        scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=_swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
         names=tuple(scratch),
@@ -194,7 +197,7 @@ def _launch(
     return plgpu.kernel(
         body,
         out_type=out,
-        grid=(out.shape[2] // columns, tiling.splits),
+        grid=(w.shape[1] // columns, tiling.splits),
         grid_names=("column", "split"),
         kernel_name=name,
         num_threads=consumers + 1,
@@ -206,17 +209,19 @@ def _launch(
 
 
 def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
-    """One block of threads: all rows, some columns of each matrix, a share of the depth."""
+    """One block of threads: all rows, some columns, a share of the depth."""
     scratch = dict(zip(names, scratch, strict=True))
     M, depth, stages, columns = x.shape[0], tiling.depth, tiling.stages, tiling.columns
     split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
-    column = pl.multiple_of(jax.lax.axis_index("column") * columns, columns)
+    tile = jax.lax.axis_index("column")
     there = [min(_ROWS, M - i * _ROWS) for i in range(consumers)]  # rows of each warpgroup
-    num_matrices = scratch["weights"].shape[1]
 
     def after(slot):
         """The next buffer. A remainder by what is no power of two takes some 40 instructions."""
         return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
+
+    def across(width):
+        return pl.ds(pl.multiple_of(tile * width, width), width)
 
     def leading(ref, rows):
         return ref if rows == _ROWS else ref.at[pl.ds(0, rows)]
@@ -228,9 +233,7 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
 
         loaded = scratch["loaded"].at[slot]
         deep = pl.ds(pl.multiple_of((split * steps + i) * depth, depth), depth)
-        for m in range(num_matrices):
-            source = w.at[deep, pl.ds(column + m * out.shape[2], columns)]
-            plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot, m], loaded)
+        plgpu.copy_gmem_to_smem(w.at[deep, across(columns)], scratch["weights"].at[slot], loaded)
         for group, rows in enumerate(there):
             target = leading(scratch["rows"].at[slot, group], rows)
             plgpu.copy_gmem_to_smem(x.at[pl.ds(group * _ROWS, rows), deep], target, loaded)
@@ -245,18 +248,12 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])
 
-    def products(*sums):
+    def products(sums):
         def step(i, slots):
             slot, before = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-            mine = scratch["rows"].at[slot, warpgroup]
-            for m, total in enumerate(sums):
-                plgpu.wgmma(total, mine, scratch["weights"].at[slot, m])
-            if tiling.is_eager:
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(scratch["used"].at[slot])
-                return after(slot), slot
-            plgpu.wgmma_wait(len(sums))  # what the step before began is done
+            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
+            plgpu.wgmma_wait(1)  # what the step before began is done
 
             @pl.when(i > 0)
             def _():
@@ -265,31 +262,30 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
             return after(slot), slot
 
         _, last = jax.lax.fori_loop(0, steps, step, (zero, zero))
-        if not tiling.is_eager:
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["used"].at[last])
-        return [total[...] for total in sums]
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(scratch["used"].at[last])
+        return sums[...]
 
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
-        sums = [
-            plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32) for _ in range(num_matrices)
-        ]
-        result = finish(pl.run_scoped(products, *sums)).astype(out.dtype)
-        across = pl.ds(column, columns)
+        sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
+        pieces = [piece.astype(out.dtype) for piece in finish(pl.run_scoped(products, sums))]
+        width = sum(piece.shape[1] for piece in pieces)
         if "out" not in scratch:
             down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
-            out[split, down, across] = result
+            (out[split, down, across(width)],) = pieces
             return
         staged = scratch["out"].at[warpgroup]
-        staged[...] = result
+        for i, piece in enumerate(pieces):
+            side = piece.shape[1]
+            (staged if side == width else staged.at[:, pl.ds(i * side, side)])[...] = piece
         plgpu.commit_smem()
         for group, rows in enumerate(there):
 
             @pl.when(warpgroup == group)
             def _(group=group, rows=rows):
-                target = out.at[split, pl.ds(group * _ROWS, rows), across]
+                target = out.at[split, pl.ds(group * _ROWS, rows), across(width)]
                 plgpu.copy_smem_to_gmem(leading(staged, rows), target)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest

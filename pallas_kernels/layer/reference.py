@@ -44,10 +44,11 @@ def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, A
     return total, rms_norm(total, scale, eps)
 
 
-def gated_matmul(x: Float[Array, "... K"], w: Float[Array, "K 2 F"]) -> Array:
+def gated_matmul(x: Float[Array, "... K"], w: Float[Array, "K C 2 W"]) -> Array:
     """See `api.gated_matmul`."""
     both = matmul(x, w)
-    return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    return gated.reshape(*x.shape[:-1], -1)
 
 
 def matmul(x: Array, w: Array) -> Array:

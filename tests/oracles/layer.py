@@ -15,7 +15,8 @@ def add_rms_norm(x, y, scale, eps):
 
 def gated_matmul(x, w, dtype=np.float64):
     """Gate and up rounded to a type before they meet."""
-    gate, up = (np.float64((np.float64(x) @ np.float64(w[:, i])).astype(dtype)) for i in range(2))
+    of_one = [np.float64(w[:, :, i]).reshape(len(w), -1) for i in range(2)]
+    gate, up = (np.float64((np.float64(x) @ matrix).astype(dtype)) for matrix in of_one)
     return gate * np.exp(-np.logaddexp(0, -gate)) * up
 
 
