@@ -39,12 +39,20 @@ TAPS = (1, 2)
 
 
 def weights(cfg: DenseConfig, seed: int, dtype=jnp.float32):
-    """Random weights whose logits have a standard deviation near 3."""
+    """Random weights whose logits have a standard deviation near 3.
+
+    Gate and up are drawn one behind the other: what these models say, and which cases that meets,
+    does not depend on how weights lie in memory.
+    """
     draw = np.random.default_rng(seed).normal
 
     def leaf(path, shape):
-        values = np.ones(shape.shape) if dense.is_norm(path) else 0.16 * draw(size=shape.shape)
-        return jnp.asarray(values, shape.dtype)
+        if dense.is_norm(path):
+            return jnp.ones(shape.shape, shape.dtype)
+        in_turns = path[-1].key in ("w_gate_up", "shared_gate_up")
+        size = [shape.shape[axis] for axis in (0, 2, 1, 3)] if in_turns else shape.shape
+        values = 0.16 * draw(size=size)
+        return jnp.asarray(values.swapaxes(1, 2) if in_turns else values, shape.dtype)
 
     params = jax.tree_util.tree_map_with_path(leaf, arch_of(cfg).param_shapes(cfg, dtype))
     return params | {"lm_head": params["lm_head"] * 3}
