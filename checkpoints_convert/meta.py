@@ -22,7 +22,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import config_from_json, defaults_from_json
 
 PARAMS = "params"  # the folder of the weights
-_VERSION = 2
+_VERSION = 3
 _SHOWN = 5  # damaged leaves that are told one by one
 AGAIN = "convert the checkpoint again"
 # How Orbax stores an array that is neither cut nor compressed, apart from shape and type.

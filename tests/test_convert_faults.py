@@ -439,7 +439,7 @@ def edit_meta(folder, **changes):
 
 
 @fault(
-    ("newer", lambda f: edit_meta(f, version=99), "version 99, not 'dllm-jax' version 2"),
+    ("newer", lambda f: edit_meta(f, version=99), "version 99, not 'dllm-jax' version 3"),
     ("older", lambda f: edit_meta(f, version=1), "convert the checkpoint again"),
     ("foreign", lambda f: edit_meta(f, format="other"), "meta.json is of format 'other'"),
     ("entry gone", lambda f: edit_meta(f, dtype=...), "meta.json lacks 'dtype'"),
