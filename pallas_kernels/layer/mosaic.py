@@ -25,7 +25,8 @@ _MULTIPROCESSORS = 132
 _SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 _STEP = 64  # columns, and depth, that a swizzled line holds
 _MOST_STAGES = 8
-# Of all blocks: with 2 to 3 MB more, down at SDAR-8B takes 29.1 us for 28.2, gate and up 51.8 for 50.8.
+# Of all blocks: with 3 to 5 MB more, SDAR-8B's down takes 29.1 us for 28.2, gate and up 51.8 for
+# 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
