@@ -72,7 +72,7 @@ def unsupported_row(x: Array) -> str | None:
 
 
 def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None:
-    """Why the products cannot take such operands, or None; `w` as [K ... N]."""
+    """Why the products cannot take such operands, or None; `w` as [K N]."""
     rows = _num_rows(x)
     if w.dtype != x.dtype:
         return f"needs operands of one type, got {x.dtype} and {w.dtype}"
@@ -87,11 +87,14 @@ def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None
 def choose_tiling(
     x: Array, w: Array, columns: tuple[int, ...] = (_STEP,), is_gated: bool = False
 ) -> Tiling | None:
-    """A tile for `x @ w`, of `w` as [K N].
+    """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
     As many blocks of threads as run at once, and one of `columns`: of those tried on an H200 with
     the shapes of SDAR-1.7B and -8B the fastest, or within 2 % of it (benchmarks/LOG.md, "Products
-    of few rows"). None: there is none with whole tiles.
+    of few rows").
+
+    Args:
+        is_gated: Half as many columns come out, and no parts.
     """
     K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
