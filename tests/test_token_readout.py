@@ -339,3 +339,39 @@ def test_a_compiled_step_holds_no_logits_of_its_window_on_a_gpu(step):
     program = generation._advance.lower(*step).compile().as_text() or ""
     assert has_head(program, 304)
     assert "f32[128,304]" not in program
+
+
+def read_drawn(hidden, weights, temperature, top_k, top_p, keys):
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    return readout.read_stats(Head(weights), hidden, sampling, keys, forbidden=lambda ids: ids == 2)
+
+
+def test_drawn_rows_are_those_of_one_row_alone():
+    """65 rows: chunks of 33, cut in three and padded; each as it would be drawn by itself."""
+    R, V, D = 65, 50, 16
+    rng = np.random.default_rng(5)
+    hidden, weights = (jnp.asarray(rng.normal(size=(n, D)), jnp.float32) for n in (R, V))
+    temperature = jnp.asarray(rng.choice([0.0, 0.7, 1.3], R), jnp.float32)
+    top_k = jnp.asarray(rng.choice([0, 5], R), jnp.int32)
+    top_p = jnp.asarray(rng.choice([1.0, 0.6], R), jnp.float32)
+    rows = temperature, top_k, top_p, jax.random.split(jax.random.key(1), R)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readout, "ROWS_DRAWN", 11)
+        got = jax.jit(read_drawn)(hidden, weights, *rows)
+    one = jax.jit(lambda row: read_drawn(row[0], weights, *row[1:]))
+    for i in range(R):
+        want = one(jax.tree.map(lambda leaf: leaf[i : i + 1], (hidden, *rows)))
+        assert got.token[i] == want.token[0]
+        assert got.confidence[i] == pytest.approx(float(want.confidence[0]), rel=1e-5)
+
+
+def test_drawn_rows_of_many_slots_take_less_than_a_gigabyte():
+    R, V, D, slots = 4096, 151_936, 64, 32
+    shape = jax.ShapeDtypeStruct
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), R))
+    of_slot = [shape((slots,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32)]
+    lowered = jax.jit(read_drawn).lower(
+        shape((R, D), jnp.bfloat16), shape((V, D), jnp.bfloat16), *of_slot, keys
+    )
+    told = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert 4 * 512 * V < told < 1e9  # the logits of a chunk and what drawing them takes
