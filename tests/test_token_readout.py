@@ -358,9 +358,10 @@ def test_drawn_rows_are_those_of_one_row_alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readout, "ROWS_DRAWN", 11)
         got = jax.jit(read_drawn)(hidden, weights, *rows)
-    one = jax.jit(lambda row: read_drawn(row[0], weights, *row[1:]))
+    alone = jax.jit(read_drawn)
     for i in range(R):
-        want = one(jax.tree.map(lambda leaf: leaf[i : i + 1], (hidden, *rows)))
+        row = slice(i, i + 1)
+        want = alone(hidden[row], weights, *(leaf[row] for leaf in rows))
         assert got.token[i] == want.token[0]
         assert got.confidence[i] == pytest.approx(float(want.confidence[0]), rel=1e-5)
 
