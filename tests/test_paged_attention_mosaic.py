@@ -107,6 +107,18 @@ INTERPRETED = {
         {"T": 32, "S": 8, "Z": 16, "C": 9},
     ),
     "a cluster": (mosaic.Tiling(splits=2, stages=2), {"T": 16, "S": 4, "by_blocks": True}),
+    "a cluster, keys shared": (
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True),
+        {"T": 16, "S": 4, "heads": (2, 1, 64), "C": 2, "by_blocks": True, "rows": 3},
+    ),
+    "a cluster, keys shared, a mask of blocks": (
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 7},
+    ),
+    "a cluster, keys shared, a window": (
+        mosaic.Tiling(consumers=2, splits=2, stages=4, shares_keys=True),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 6, "window": 70, "left_out": 16},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -309,7 +321,7 @@ def test_tilings_are_what_a_gpu_can_run(B, T):
             rows = tiling.consumers * 64 * heads[2] * 2
             rows += rows // tiling.splits if tiling.splits > 1 and tiling.is_cluster else 0
             if tiling.is_cluster and tiling.splits > 1 and heads[2] == 128 and tiling.keys == 64:
-                assert mosaic._holds_parts(q, tiling, tiling.consumers)
+                assert mosaic._holds_parts(q, tiling)
             assert 4 * tiling.stages * tiling.keys * heads[2] + rows <= 226 * 1024
             if B == 32 and T == 128 and C == 8:
                 assert tiling.splits == 1  # there is work enough
