@@ -1,10 +1,11 @@
 """How the blocks of a cluster merge their parts of a result of the Mosaic form.
 
-Each block takes some columns; where its two warpgroups share keys, each of them does. What the others have of them they store into its shared memory, or
-into global memory where that is too small and where the kernel is interpreted: the interpreter
-knows no other block's shared memory. Mosaic begins no block of a cluster before all are there, and
-none ends before it has its parts. Plain stores: Pallas's own `async_store_smem` counts the bytes of
-every thread at the peer's barrier, which took 2.8 us more (LOG.md).
+Each block takes some columns; where its two warpgroups share keys, each of these does. What the
+others have of them they store into its shared memory, or into global memory where that is too small
+and where the kernel is interpreted: the interpreter knows no other block's shared memory. Mosaic
+begins no block of a cluster before all are there, and none ends before it has its parts. Plain
+stores: Pallas's own `async_store_smem` counts the bytes of every thread at the peer's barrier,
+which took 2.8 us more (LOG.md).
 """
 
 import functools
