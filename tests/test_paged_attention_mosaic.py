@@ -107,6 +107,18 @@ INTERPRETED = {
         {"T": 32, "S": 8, "Z": 16, "C": 9},
     ),
     "a cluster": (mosaic.Tiling(splits=2, stages=2), {"T": 16, "S": 4, "by_blocks": True}),
+    "a cluster, keys shared": (
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True),
+        {"T": 16, "S": 4, "heads": (2, 1, 64), "C": 2, "by_blocks": True, "rows": 3},
+    ),
+    "a cluster, keys shared, a mask of blocks": (
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 7},
+    ),
+    "a cluster, keys shared, a window": (
+        mosaic.Tiling(consumers=2, splits=2, stages=4, shares_keys=True),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 6, "window": 70, "left_out": 16},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -118,8 +130,13 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INTERPRETED)
+QUICK = "a cluster, keys shared"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in INTERPRETED],
+)
 def test_interpreted_tilings_match_numpy_without_a_race(name):
     """In a process of its own, to which more cores are named."""
     code = f"from tests.test_paged_attention_mosaic import *; interpreted({name!r})"
@@ -146,6 +163,9 @@ TILINGS = {
     "two consumers": mosaic.Tiling(consumers=2, stages=2),
     "a cluster of eight": mosaic.Tiling(splits=8, stages=2),
     "a cluster of four, two consumers": mosaic.Tiling(consumers=2, splits=4, stages=2),
+    "a cluster of four, keys shared": mosaic.Tiling(
+        consumers=2, splits=4, stages=2, shares_keys=True
+    ),
     "wide tiles in turns, merged by XLA": mosaic.Tiling(
         consumers=2, keys=128, stages=2, splits=16, is_cluster=False, ping_pong=True
     ),
@@ -223,21 +243,29 @@ def test_mosaic_lowers_with_a_window_and_under_vmap(on_hopper):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "consumers", "splits", "stages", "is_shared"),
+    ("model", "T", "consumers", "splits", "stages", "shares_keys", "is_shared"),
     [
-        ("SDAR-1.7B", 1, 8, 4, True),
-        ("SDAR-8B", 2, 2, 3, True),
-        ("SDAR-8B", 2, 2, 4, False),
-        ("wide heads", 1, 2, 2, False),
+        ("SDAR-1.7B", 128, 1, 8, 4, False, True),
+        ("SDAR-8B", 128, 2, 2, 3, False, True),
+        ("SDAR-8B", 128, 2, 2, 4, False, False),
+        ("wide heads", 128, 1, 2, 2, False, False),
+        ("SDAR-8B", 128, 2, 2, 4, True, True),
+        ("SDAR-1.7B", 128, 2, 2, 4, True, True),
+        ("SDAR-1.7B", 128, 2, 4, 4, True, True),
+        ("SDAR-1.7B", 32, 2, 4, 4, True, True),
+        ("SDAR-1.7B", 32, 2, 8, 4, True, True),
+        ("wide heads", 128, 2, 2, 2, True, False),
     ],
 )
 def test_a_cluster_merges_in_shared_memory_that_holds_its_parts(
-    model, consumers, splits, stages, is_shared
+    model, T, consumers, splits, stages, shares_keys, is_shared
 ):
-    tiling = mosaic.Tiling(consumers=consumers, splits=splits, stages=stages)
+    tiling = mosaic.Tiling(
+        consumers=consumers, splits=splits, stages=stages, shares_keys=shares_keys
+    )
     run = functools.partial(mosaic.attention, tiling=tiling)
-    text = lowered(run, shapes(1, 128, MODELS[model], 8))
-    parts = f"tensor<{splits}x8x" in text.split("@mosaic_gpu", 1)[1].split("->")[-1]
+    text = lowered(run, shapes(1, T, MODELS[model], 8))
+    parts = f"tensor<{tiling.parts}x8x" in text.split("@mosaic_gpu", 1)[1].split("->")[-1]
     assert parts is not is_shared
 
 
@@ -309,7 +337,7 @@ def test_tilings_are_what_a_gpu_can_run(B, T):
             rows = tiling.consumers * 64 * heads[2] * 2
             rows += rows // tiling.splits if tiling.splits > 1 and tiling.is_cluster else 0
             if tiling.is_cluster and tiling.splits > 1 and heads[2] == 128 and tiling.keys == 64:
-                assert mosaic._holds_parts(q, tiling, tiling.consumers)
+                assert mosaic._holds_parts(q, tiling)
             assert 4 * tiling.stages * tiling.keys * heads[2] + rows <= 226 * 1024
             if B == 32 and T == 128 and C == 8:
                 assert tiling.splits == 1  # there is work enough
@@ -348,3 +376,21 @@ def test_mosaic_needs_a_hopper_gpu():
     run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(keys=96))
     with pytest.raises(ValueError, match="keys=96 and a page of 64 must divide one another"):
         jax.eval_shape(run, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"consumers": 1}, "consumers=1: shares_keys wants two warpgroups.*; use consumers=2"),
+        ({"splits": 1}, "splits=1 without a cluster: .*; use splits=2, is_cluster=True"),
+        ({"is_cluster": False}, "splits=2 without a cluster: .*; use splits=2, is_cluster=True"),
+        ({"ping_pong": True}, "ping_pong=True: .*; use ping_pong=False"),
+        ({"stages": 3}, "stages=3: shares_keys wants an even number of stages; use stages=4"),
+        ({"splits": 16}, "splits=16 of head size 128: .* 8 columns .* 32 warpgroups; use splits=8"),
+    ],
+)
+def test_keys_are_shared_by_the_two_warpgroups_of_a_block_of_a_cluster(settings, match):
+    tiling = mosaic.Tiling(**({"consumers": 2, "splits": 2, "shares_keys": True} | settings))
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(run, *shapes(1, 32, MODELS["SDAR-1.7B"]))

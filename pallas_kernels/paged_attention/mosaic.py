@@ -4,7 +4,8 @@ A block of threads has one or two warpgroups that compute, of 64 query rows each
 loads: tiles of cached keys by page, then tiles of the window's own, through a ring of buffers that
 the tensor memory accelerator (TMA) fills. The query heads that share a KV head are rows of one
 product. Long contexts are split among the blocks of a cluster, which merge their parts themselves:
-each takes some columns of the result, so there is no second launch.
+each takes some columns of the result, so there is no second launch. Where few tiles are left to a
+block, its two warpgroups may have the same rows and take its tiles in turns.
 
 Rows come in units: `chunk` neighbouring tokens of one query head, one TMA box each. A unit's rows
 are whole swizzle tiles, and so are the fresh keys of a tile: hence a number of rows that is a
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.mask import WindowMask, facts
 from pallas_kernels.paged_attention.mosaic_kernel import attend
-from pallas_kernels.paged_attention.mosaic_merge import part_transforms
+from pallas_kernels.paged_attention.mosaic_merge import SWIZZLE, part_transforms
 from pallas_kernels.paged_attention.mosaic_tiles import ROWS
 
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
@@ -57,6 +58,7 @@ class Tiling:
         splits: Blocks that share the keys of a row.
         is_cluster: They form a cluster and merge their parts; else XLA merges.
         ping_pong: Two consumers take turns at the tensor cores.
+        shares_keys: Its two warpgroups have the same rows and take tiles of keys in turns.
     """
 
     consumers: int = 1
@@ -65,6 +67,17 @@ class Tiling:
     splits: int = 1
     is_cluster: bool = True
     ping_pong: bool = False
+    shares_keys: bool = False
+
+    @property
+    def row_groups(self) -> int:
+        """Sets of 64 rows of a block of threads."""
+        return 1 if self.shares_keys else self.consumers
+
+    @property
+    def parts(self) -> int:
+        """Warpgroups that share the keys of a row."""
+        return self.splits * (self.consumers // self.row_groups)
 
 
 def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
@@ -133,10 +146,10 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
             )
-            if is_cluster and splits > 1 and not _holds_parts(q, tiling, consumers):
+            if is_cluster and splits > 1 and not _holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
                 fewer = dataclasses.replace(tiling, stages=3)
-                if tiling.stages > 3 and _holds_parts(q, fewer, consumers):
+                if tiling.stages > 3 and _holds_parts(q, fewer):
                     tiling = fewer
             found += [tiling] if splits <= tiles else []
     return min(found, key=microseconds)
@@ -182,41 +195,45 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     n = N // G
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-n * (T // chunk) // (ROWS // chunk))
-    consumers = min(tiling.consumers, warpgroups)
-    blocks = -(-warpgroups // consumers)
     keys, splits = tiling.keys, tiling.splits
     is_cluster = splits > 1 and tiling.is_cluster
+    consumers = tiling.consumers if tiling.shares_keys else min(tiling.consumers, warpgroups)
+    tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
+    if tiling.shares_keys:
+        _check_shares_keys(tiling, H)
+    groups = tiling.row_groups
+    blocks = -(-warpgroups // groups)
     if is_cluster and (splits > _MAX_CLUSTER or splits & (splits - 1)):
         raise ValueError(f"{splits=} is no cluster; use a power of two up to {_MAX_CLUSTER}")
     if max(keys, Z) % min(keys, Z):
         raise ValueError(f"{keys=} and a page of {Z} must divide one another; use keys={Z}")
     whole = jax.ShapeDtypeStruct((B, T, N, H), q.dtype)
     parts = (
-        jax.ShapeDtypeStruct((splits, B * G, blocks * consumers, ROWS, H), jnp.float32),
-        jax.ShapeDtypeStruct((splits, B * G, blocks * consumers, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((tiling.parts, B * G, blocks * groups, ROWS, H), jnp.float32),
+        jax.ShapeDtypeStruct((tiling.parts, B * G, blocks * groups, ROWS), jnp.float32),
     )
-    is_shared = is_cluster and interpret is None and _holds_parts(q, tiling, consumers)
+    is_shared = is_cluster and interpret is None and _holds_parts(q, tiling)
     outputs = (whole,) if splits == 1 or is_shared else (whole, *parts) if is_cluster else parts
     swizzled = _swizzled()
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
     loads = keys // min(keys, Z, math.gcd(T, keys))  # boxes of the smallest kind in a tile
     scratch = {
-        "rows": plgpu.SMEM((consumers, ROWS, H), q.dtype, transforms=swizzled),
+        "rows": plgpu.SMEM((groups, ROWS, H), q.dtype, transforms=swizzled),
         "k_ring": ring,
         "v_ring": ring,
-        "rows_in": plgpu.Barrier(num_barriers=consumers, num_arrivals=ROWS // chunk),
+        "rows_in": plgpu.Barrier(num_barriers=groups, num_arrivals=ROWS // chunk),
         "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
         "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
-        "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=consumers),
+        "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=groups),
     }
     if tiling.ping_pong and consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
     if is_cluster:
-        part = (consumers, splits, ROWS)
-        scratch["columns"] = plgpu.SMEM((consumers, ROWS, H // splits), q.dtype)
+        part, width = (consumers, tiling.parts, ROWS), H // tiling.parts
+        scratch["columns"] = plgpu.SMEM((consumers, ROWS, width), q.dtype)
         if is_shared:
             transforms = part_transforms()
-            scratch["means"] = plgpu.SMEM((*part, H // splits), jnp.float32, transforms=transforms)
+            scratch["means"] = plgpu.SMEM((*part, width), jnp.float32, transforms=transforms)
             scratch["masses"] = plgpu.SMEM(part, jnp.float32)
         scratch["parts_in"] = plgpu.ClusterBarrier(
             collective_axes=("split",), num_barriers=1, num_arrivals=consumers
@@ -230,7 +247,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         names=tuple(scratch),
         block_size=block_size,
         window=window,
-        tiling=dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster),
+        tiling=tiling,
         chunk=chunk,
     )
     grid = {"sequence": B * G, "split": splits, "block": blocks}
@@ -256,12 +273,39 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
 
 
-def _holds_parts(q, tiling, consumers):
+def _check_shares_keys(tiling, head_size):
+    """Refuse what two warpgroups with the same rows cannot do."""
+    consumers, splits, stages = tiling.consumers, tiling.splits, tiling.stages
+    rule = "shares_keys wants"
+    if consumers != 2:
+        raise ValueError(f"{consumers=}: {rule} two warpgroups of a block; use consumers=2")
+    if not tiling.is_cluster:
+        raise ValueError(
+            f"{splits=} without a cluster: {rule} a cluster to merge; use splits=2, is_cluster=True"
+        )
+    if tiling.ping_pong:
+        raise ValueError(f"ping_pong=True: {rule} no other turns; use ping_pong=False")
+    if stages % 2:  # else a buffer of the ring changes hands, and a wait would miss a phase
+        raise ValueError(f"{stages=}: {rule} an even number of stages; use stages={stages + 1}")
+    if head_size * 4 < tiling.parts * SWIZZLE:
+        raise ValueError(
+            f"{splits=} of head size {head_size}: {rule} 8 columns for each of {tiling.parts} "
+            f"warpgroups; use splits={head_size * 4 // SWIZZLE // 2}"
+        )
+
+
+def _holds_parts(q, tiling):
     """Whether shared memory has room for what the blocks of a cluster tell one another."""
-    H, splits = q.shape[-1], tiling.splits
-    ring = 2 * tiling.stages * tiling.keys * H * q.dtype.itemsize
-    of_row = (H + H // splits) * q.dtype.itemsize + (H + splits) * 4
-    return ring + consumers * ROWS * of_row <= _SHARED_BYTES
+    return _shared_bytes(q.shape[-1], tiling, q.dtype.itemsize) <= _SHARED_BYTES
+
+
+def _shared_bytes(head_size, tiling, itemsize):
+    """Of a block of threads that merges in shared memory, less barriers."""
+    parts, per_row = tiling.parts, head_size * itemsize
+    ring = 2 * tiling.stages * tiling.keys * per_row
+    queries = tiling.row_groups * ROWS * per_row
+    means_and_masses = (head_size + parts) * 4
+    return ring + queries + tiling.consumers * ROWS * (per_row // parts + means_and_masses)
 
 
 def _swizzled():

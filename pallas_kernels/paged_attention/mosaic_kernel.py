@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention.mosaic_tiles import (
     load,
     page_of,
     slot_of,
+    turns_of,
     whole,
     work_of,
 )
@@ -71,8 +72,9 @@ def _compute(
     plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
-    mine = scratch["rows"].at[warpgroup]
-    unit = unit_0 + warpgroup * per_warpgroup
+    group = whole(0) if tiling.shares_keys else warpgroup
+    mine = scratch["rows"].at[group]
+    unit = unit_0 + group * per_warpgroup
 
     def box_of(array, i, columns=None):
         """Unit i of this warpgroup in an array like the queries."""
@@ -88,9 +90,9 @@ def _compute(
     def unit_rows(ref, i):
         return ref.at[pl.ds(i * chunk, chunk)] if per_warpgroup > 1 else ref
 
-    arrived = scratch["rows_in"].at[warpgroup]
+    arrived = scratch["rows_in"].at[group]
 
-    @pl.when(work.is_used)
+    @pl.when(work.is_used & (group == warpgroup))
     def _():
         for i in range(per_warpgroup):
             plgpu.copy_gmem_to_smem(box_of(q, i), unit_rows(mine, i), arrived)
@@ -198,6 +200,13 @@ def _compute(
         plgpu.barrier_arrive(scratch["used"].at[slot])
         return total, higher, mass
 
+    def look_at_all(from_, to, carry, sees):
+        if not tiling.shares_keys:
+            return jax.lax.fori_loop(from_, to, functools.partial(look, sees=sees), carry)
+        first, count = turns_of(work, warpgroup, from_, to)
+        step = lambda turn, carry: look(first + 2 * turn, carry, sees)  # noqa: E731
+        return jax.lax.fori_loop(whole(0), count, step, carry)
+
     pl.when(work.is_used)(lambda: plgpu.barrier_wait(arrived))
     if takes_turns:
         pl.when(warpgroup == 1)(pass_turn)
@@ -214,8 +223,7 @@ def _compute(
     ):
         if from_ is to:
             continue
-        step = functools.partial(look, sees=sees)
-        carry = jax.lax.fori_loop(from_, to, step, carry)
+        carry = look_at_all(from_, to, carry, sees)
     if takes_turns:
         pl.when(warpgroup == 0)(pass_turn)
     total, peak, mass = carry
@@ -240,24 +248,25 @@ def _compute(
         store(mine)
         return
     log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
-    place = (work.sequence, jax.lax.axis_index("block") * consumers + warpgroup)
+    place = (work.sequence, jax.lax.axis_index("block") * tiling.row_groups + group)
     if not tiling.is_cluster:
         means, masses = results
         means[work.split, *place] = mean
         masses[work.split, *place] = log_mass
         return
+    index = work.split * 2 + warpgroup if tiling.shares_keys else work.split
     own = merged(
         mean,
         log_mass,
-        split=work.split,
+        index=index,
         warpgroup=warpgroup,
         place=place,
         parts=results[1:],
         scratch=scratch,
-        splits=splits,
+        tiling=tiling,
     )
-    width = H // splits
-    columns = pl.ds(pl.multiple_of(work.split * width, width), width)
+    width = H // tiling.parts
+    columns = pl.ds(pl.multiple_of(index * width, width), width)
     staged = scratch["columns"].at[warpgroup]
     staged[...] = own.astype(q.dtype)
     store(staged, columns)

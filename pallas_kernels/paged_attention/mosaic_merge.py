@@ -1,10 +1,11 @@
 """How the blocks of a cluster merge their parts of a result of the Mosaic form.
 
-Each block takes some columns. What the others have of them they store into its shared memory, or
-into global memory where that is too small and where the kernel is interpreted: the interpreter
-knows no other block's shared memory. Mosaic begins no block of a cluster before all are there, and
-none ends before it has its parts. Plain stores: Pallas's own `async_store_smem` counts the bytes of
-every thread at the peer's barrier, which took 2.8 us more (LOG.md).
+Each block takes some columns; where its two warpgroups share keys, each of these does. What the
+others have of them they store into its shared memory, or into global memory where that is too small
+and where the kernel is interpreted: the interpreter knows no other block's shared memory. Mosaic
+begins no block of a cluster before all are there, and none ends before it has its parts. Plain
+stores: Pallas's own `async_store_smem` counts the bytes of every thread at the peer's barrier,
+which took 2.8 us more (LOG.md).
 """
 
 import functools
@@ -24,39 +25,42 @@ def part_transforms():
     return tiled, plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
 
 
-def merged(mean, log_mass, *, split, warpgroup, place, parts, scratch, splits) -> Array:
-    """This block's columns of the mean over all splits, each weighted by the mass of its keys.
+def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -> Array:
+    """This part's columns of the mean over all parts, each weighted by the mass of its keys.
 
     Args:
-        mean, log_mass: Of this split's keys, for each row of the warpgroup.
-        split: Which block of the cluster this is.
+        mean, log_mass: Of this part's keys, for each row of the warpgroup.
+        index: Which part this is.
         warpgroup: Which of the block's.
         place: Where the warpgroup's rows are in `parts`.
-        parts: Means and masses of all splits in global memory; none where `scratch` holds them.
+        parts: Means and masses of all parts in global memory; none where `scratch` holds them.
         scratch: What `mosaic` makes.
-        splits: Blocks of the cluster.
+        tiling: See `mosaic.Tiling`.
     """
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
-    width = mean.shape[1] // splits
+    width = mean.shape[1] // tiling.parts
     arrived = scratch["parts_in"].at[0]
     if parts:
         means, masses = parts
-        means[split, *place] = mean
-        masses[split, *place] = log_mass
-        columns = pl.ds(pl.multiple_of(split * width, width), width)
-        means = [means.at[i, *place, :, columns] for i in range(splits)]
-        masses = [masses.at[i, *place] for i in range(splits)]
+        means[index, *place] = mean
+        masses[index, *place] = log_mass
+        columns = pl.ds(pl.multiple_of(index * width, width), width)
+        means = [means.at[i, *place, :, columns] for i in range(tiling.parts)]
+        masses = [masses.at[i, *place] for i in range(tiling.parts)]
         _fence("gpu", scratch)
         plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)
         _fence("gpu", scratch)
     else:
-        means, masses = scratch["means"].at[warpgroup], scratch["masses"].at[warpgroup]
-        for peer in range(splits):
-            _store_mass(log_mass, masses.at[split], peer)
-            _store_mean(mean[:, peer * width : (peer + 1) * width], means.at[split], peer)
-        means, masses = ([ref.at[i] for i in range(splits)] for ref in (means, masses))
+        means, masses = scratch["means"], scratch["masses"]
+        for peer in range(tiling.parts):
+            block, owner = divmod(peer, 2) if tiling.shares_keys else (peer, warpgroup)
+            _store_mass(log_mass, masses.at[owner, index], block)
+            columns = mean[:, peer * width : (peer + 1) * width]
+            _store_mean(columns, means.at[owner, index], block)
+        means = [means.at[warpgroup, i] for i in range(tiling.parts)]
+        masses = [masses.at[warpgroup, i] for i in range(tiling.parts)]
         _fence("cluster", scratch)
         plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)  # shared memory is cached nowhere: no fence

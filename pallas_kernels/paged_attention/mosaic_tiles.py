@@ -53,7 +53,7 @@ class Work:
 
 def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk) -> Work:
     """The work of this block of threads; `shape` of the queries and `pool` of the keys."""
-    consumers, keys, splits = tiling.consumers, tiling.keys, tiling.splits
+    keys, splits = tiling.keys, tiling.splits
     _, T, N, _ = shape
     G = pool[1]
     n = N // G
@@ -67,8 +67,9 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
     per_warpgroup = ROWS // chunk
     units = n * (T // chunk)
-    unit_0 = block * (consumers * per_warpgroup)
-    unit_1 = jnp.minimum(unit_0 + consumers * per_warpgroup, units) - 1
+    per_block = tiling.row_groups * per_warpgroup
+    unit_0 = block * per_block
+    unit_1 = jnp.minimum(unit_0 + per_block, units) - 1
     least_cell = cell_0 + jax.lax.div(unit_0, whole(n)) * chunk
     most_cell = cell_0 + jax.lax.div(unit_1, whole(n)) * chunk + (chunk - 1)
 
@@ -141,6 +142,12 @@ def page_of(work, table, keys, page_size, i, part):
 def slot_of(work, tiling, i):
     """Buffer of the ring that tile i is in."""
     return jax.lax.rem(i - work.low, whole(tiling.stages))
+
+
+def turns_of(work, warpgroup, from_, to):
+    """The first of tiles [from_, to) that is one of two warpgroups' in turns, and how many are."""
+    first = from_ + ((from_ - work.low + warpgroup) & 1)
+    return first, jax.lax.div(to - first + 1, whole(2))
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
