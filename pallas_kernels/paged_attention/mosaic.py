@@ -34,9 +34,10 @@ _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 _MULTIPROCESSORS = 132
 # What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
 # of head size 128 in tiles of 64 or 128, by one and by two warpgroups; what each block of threads
-# costs beside, and each way to merge. The clusters that run at once: a GPC has 14 to 18
-# multiprocessors, so that 16 clusters of 8 blocks, or 32 of 4, took two turns. Wide tiles won from
-# so many tiles of 64 on, with ping-pong where two warpgroups compute.
+# costs beside, and each way to merge: a cluster's takes as long for each warpgroup of a block. The
+# clusters that run at once: a GPC has 14 to 18 multiprocessors, so that 16 clusters of 8 blocks, or
+# 32 of 4, took two turns. Wide tiles won from so many tiles of 64 on, with ping-pong where two
+# warpgroups compute; up to as many, two that share keys are tried.
 _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
@@ -120,12 +121,12 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     tiles = -(-page_table.shape[1] * Z // 64) + -(-T // 64)  # of 64 keys, for one row
 
     def microseconds(tiling):
-        programs = B * G * -(-warpgroups // tiling.consumers)
+        programs = B * G * -(-warpgroups // tiling.row_groups)
         splits = tiling.splits
         at_once = _CLUSTERS[splits] if tiling.is_cluster else _MULTIPROCESSORS / splits
-        tile_us = _TILE_US[tiling.consumers, tiling.keys] * H / 128
-        longest = -(-tiles // splits) * tile_us + _BLOCK_US
-        merge = _CLUSTER_US if tiling.is_cluster else _XLA_US
+        tile_us = _TILE_US[tiling.row_groups, tiling.keys] * H / 128
+        longest = -(-tiles // tiling.parts) * tile_us + _BLOCK_US
+        merge = _CLUSTER_US * tiling.consumers if tiling.is_cluster else _XLA_US
         merge = 0.0 if splits == 1 else merge + 8 * splits * q.size / _BYTES_PER_US
         even = -(-programs // at_once) * longest
         if B == 1:
@@ -152,6 +153,9 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 if tiling.stages > 3 and _holds_parts(q, fewer):
                     tiling = fewer
             found += [tiling] if splits <= tiles else []
+    shared = Tiling(consumers=2, splits=2, shares_keys=True)
+    if B == 1 and shared.parts <= tiles <= _WIDE and H <= 128 and _holds_parts(q, shared):
+        found.append(shared)
     return min(found, key=microseconds)
 
 
