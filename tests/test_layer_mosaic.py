@@ -441,6 +441,8 @@ def test_operations_refuse_what_mosaic_cannot_do(monkeypatch):
         assert refused(product, w=half) == "needs operands of one type, got bfloat16 and float16"
     wide = products(32, *MODELS["LLaDA-8B"])["qkv"]
     assert "at most 132 side by side, got (4096, 12288)" in refused("qkv", *wide[1:])
+    narrow = real(2048, 768, 2, 8)
+    assert refused("gate", w=narrow) == "needs turns of a multiple of 16 columns, got 8"
     wide = products(32, *MODELS["Dream-7B"])["gate"]
     assert "at most 132 side by side, got (3584, 37888)" in refused("gate", *wide[1:])
     rows = real(1, 8, 52)

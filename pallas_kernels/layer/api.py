@@ -155,9 +155,11 @@ def gated_matmul(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     flat = w.reshape(len(w), -1)
-    columns = tuple(n for n in GATED_COLUMNS if n % (2 * w.shape[-1]) == 0)
+    W = w.shape[-1]
+    columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
     tiling = mosaic.choose_tiling(x, flat, columns, is_gated=True)
-    reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, flat, tiling)
+    reason = mosaic.unsupported(x) or mosaic.unsupported_turn(W)
+    reason = reason or mosaic.unsupported_product(x, flat, tiling)
     fast = _is_within(w, MOSAIC_GATED_WEIGHTS)
     chosen = _chosen(implementation, {"mosaic": (reason, fast)})
     if chosen == "mosaic" and tiling is not None:

@@ -24,8 +24,9 @@ _ROW_MULTIPLE = 8  # of a swizzled tile
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 _STEP = 64  # columns, and depth, that a swizzled line holds
+_LINE = 16  # columns of 16 bits, the shortest that is swizzled
 _MOST_STAGES = 8
-# Of all blocks: with 3 to 5 MB more, SDAR-8B's down takes 29.1 us for 28.2, gate and up 51.8 for
+# Of all blocks: with 2 to 3 MiB more, SDAR-8B's down takes 29.1 us for 28.2, gate and up 51.8 for
 # 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
@@ -71,6 +72,13 @@ def unsupported_row(x: Array) -> str | None:
     return None
 
 
+def unsupported_turn(width: int) -> str | None:
+    """Why `gated_matmul` cannot take turns of so many columns, or None."""
+    if width % _LINE:  # a piece of the result is swizzled by itself
+        return f"needs turns of a multiple of {_LINE} columns, got {width}"
+    return None
+
+
 def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None:
     """Why the products cannot take such operands, or None; `w` as [K N]."""
     rows = _num_rows(x)
@@ -90,7 +98,7 @@ def choose_tiling(
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
     As many blocks of threads as run at once, and one of `columns`: of those tried on an H200 with
-    the shapes of SDAR-1.7B and -8B the fastest, or within 2 % of it (benchmarks/LOG.md, "Products
+    the shapes of SDAR-1.7B and -8B the fastest, or within 4 % of it (benchmarks/LOG.md, "Products
     of few rows").
 
     Args:
