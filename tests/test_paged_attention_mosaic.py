@@ -308,6 +308,7 @@ MEASURED = {  # sequences, rows, pages of each; us
     ("SDAR-1.7B", 1, 128, 15): SHARED,
     ("SDAR-8B", 1, 128, 15): SHARED,
     ("SDAR-8B", 1, 128, 23): SHARED,
+    ("SDAR-8B", 1, 128, 39): SHARED,  # 14.8, by one warpgroup 18.4
     ("SDAR-1.7B", 1, 32, 128): tiling_of(1, 64, 4, 16, False),  # 6.4
     ("SDAR-1.7B", 32, 128, 8): tiling_of(2, 64, 4, 1, True),  # 52.5
     ("SDAR-8B", 1, 32, 128): tiling_of(2, 64, 4, 16, False),  # 8.2

@@ -37,9 +37,10 @@ _MULTIPROCESSORS = 132
 # costs beside, and each way to merge: a cluster's takes as long for each warpgroup of a block. The
 # clusters that run at once: a GPC has 14 to 18 multiprocessors, so that 16 clusters of 8 blocks, or
 # 32 of 4, took two turns. Wide tiles won from so many tiles of 64 on, with ping-pong where two
-# warpgroups compute; up to as many, two that share keys are tried.
+# warpgroups compute. Two that share keys were timed up to so many tiles of one sequence.
 _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
+_MOST_SHARED = 41
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
@@ -154,7 +155,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                     tiling = fewer
             found += [tiling] if splits <= tiles else []
     shared = Tiling(consumers=2, splits=2, shares_keys=True)
-    if B == 1 and shared.parts <= tiles <= _WIDE and H <= 128 and _holds_parts(q, shared):
+    if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128 and _holds_parts(q, shared):
         found.append(shared)
     return min(found, key=microseconds)
 
