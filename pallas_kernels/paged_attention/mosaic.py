@@ -301,16 +301,12 @@ def _check_shares_keys(tiling, head_size):
 
 def _holds_parts(q, tiling):
     """Whether shared memory has room for what the blocks of a cluster tell one another."""
-    return _shared_bytes(q.shape[-1], tiling, q.dtype.itemsize) <= _SHARED_BYTES
-
-
-def _shared_bytes(head_size, tiling, itemsize):
-    """Of a block of threads that merges in shared memory, less barriers."""
-    parts, per_row = tiling.parts, head_size * itemsize
-    ring = 2 * tiling.stages * tiling.keys * per_row
-    queries = tiling.row_groups * ROWS * per_row
-    means_and_masses = (head_size + parts) * 4
-    return ring + queries + tiling.consumers * ROWS * (per_row // parts + means_and_masses)
+    H, parts = q.shape[-1], tiling.parts
+    of_row = H * q.dtype.itemsize
+    ring = 2 * tiling.stages * tiling.keys * of_row
+    queries = tiling.row_groups * ROWS * of_row
+    result, means_and_masses = of_row // parts, (H + parts) * 4
+    return ring + queries + tiling.consumers * ROWS * (result + means_and_masses) <= _SHARED_BYTES
 
 
 def _swizzled():
