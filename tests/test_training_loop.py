@@ -4,15 +4,26 @@ of its position, and an exported run loads like any checkpoint.
 
 import dataclasses
 import json
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints_convert import conversion
 from dllm_jax.models import dense
-from dllm_jax.training import export, loop, optimizer, report, run_folder, sdar, stream
+from dllm_jax.training import (
+    export,
+    loop,
+    optimizer,
+    report,
+    run_folder,
+    run_state,
+    sdar,
+    stream,
+)
 
 TINY = sdar.TrainConfig(
     model=dense.DenseConfig(
@@ -181,3 +192,23 @@ def test_an_exported_run_loads_like_any_checkpoint(whole_run, tmp_path) -> None:
     want = jax.tree.map(lambda w: np.asarray(jnp.asarray(w, jnp.bfloat16)), run["params"])
     same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), b), loaded, want)
     assert all(jax.tree.leaves(same))
+
+
+class _OtherShapes:
+    """A checkpoint manager as Orbax behaves where stored arrays have other shapes."""
+
+    directory = "run/checkpoints"
+
+    def latest_step(self) -> int:
+        return 3
+
+    def restore(self, *_: object, **__: object) -> None:
+        raise ValueError("Requested shape: (8, 2, 2, 32) is not compatible with the stored shape")
+
+
+def test_a_checkpoint_of_weights_that_lie_otherwise_is_refused() -> None:
+    whole = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec())
+    weights = {"w_gate_up": jnp.zeros((8, 2, 2, 32))}
+    like = run_state.TrainState(weights, {"m": weights}, jnp.asarray(0, jnp.int32))
+    with pytest.raises(ValueError, match=r"step 3 in run/checkpoints .* begin a run in another"):
+        run_state.restore(cast(Any, _OtherShapes()), like, whole)

@@ -34,7 +34,11 @@ def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> Non
 def restore(
     saver: ocp.CheckpointManager, like: TrainState, sharding: NamedSharding
 ) -> tuple[TrainState, float]:
-    """The newest checkpoint in the form of `like`, and the seconds the run had lasted."""
+    """The newest checkpoint in the form of `like`, and the seconds the run had lasted.
+
+    Raises:
+        ValueError: It holds weights of other shapes.
+    """
     step_id = saver.latest_step()
     leaves, tree = jax.tree.flatten(like.optimizer)
 
@@ -46,7 +50,13 @@ def restore(
         "optimizer": {str(i): shape(leaf) for i, leaf in enumerate(leaves)},
         "seconds": np.float64(0),
     }
-    got = saver.restore(step_id, args=ocp.args.StandardRestore(wanted))
+    try:
+        got = saver.restore(step_id, args=ocp.args.StandardRestore(wanted))
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint of step {step_id} in {saver.directory} does not hold this model's "
+            "weights, or as another version lays them out; begin a run in another folder"
+        ) from error
     opt_state = jax.tree.unflatten(tree, [got["optimizer"][str(i)] for i in range(len(leaves))])
     step = jax.device_put(jnp.asarray(step_id, jnp.int32), sharding)
     return TrainState(got["params"], opt_state, step), float(got["seconds"])
