@@ -8,11 +8,14 @@ raises nothing where that would be lost: in a module that is imported, or in a c
 import gc
 import importlib
 import signal
+import sys
 import threading
+import time
 import weakref
 
 import pytest
 
+from dllm_jax.cli import entry
 from dllm_jax.cli.errors import Interrupted
 from dllm_jax.cli.interrupt import Interrupt
 
@@ -69,3 +72,27 @@ def test_a_signal_in_a_collection_is_not_dropped():
 def test_a_signal_elsewhere_is_raised_at_once():
     with Interrupt(forced=()), pytest.raises(Interrupted):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_in_a_collection_comes_again(monkeypatch):
+    """Where nothing catches signals but Python: `eval` while it imports."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    raised = []
+
+    def collect_and_wait():
+        gc.collect()  # what the callback raises is dropped
+        time.sleep(5)
+
+    def interrupted(*_):
+        if not raised:
+            raised.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(interrupted)
+    try:
+        entry.keep_interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            collect_and_wait()
+    finally:
+        gc.callbacks.remove(interrupted)
+    assert raised

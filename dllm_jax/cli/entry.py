@@ -9,7 +9,9 @@ import argparse
 import difflib
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from typing import NoReturn
@@ -109,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is None:
         _warn_in_one_line()
+        keep_interrupts()
     status = _main(sys.argv[1:] if argv is None else argv)
     if argv is None and status > SIGNALLED:
         sys.stdout.flush()
@@ -136,6 +139,24 @@ def _main(argv: list[str]) -> int:
         return _fail(str(error), BAD_USAGE, debug)
     except Exception as error:
         return _fail(one_line(error), FAILED, debug)
+
+
+def keep_interrupts() -> None:
+    """Deliver Ctrl-C again where Python drops it: in a collector's callback (JAX has one).
+
+    For verbs, and parts of them, that do not run under `interrupt.Interrupt`.
+    """
+    usual = sys.unraisablehook
+
+    def again(dropped: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            return usual(dropped)
+        main = threading.main_thread().ident, signal.SIGINT
+        later = threading.Timer(0.01, signal.pthread_kill, main)  # here it is dropped as well
+        later.daemon = True
+        later.start()
+
+    sys.unraisablehook = again
 
 
 def _warn_in_one_line() -> None:
