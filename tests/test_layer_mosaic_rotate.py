@@ -114,7 +114,8 @@ def test_other_rows_heads_and_gpus_are_left_to_triton(monkeypatch, on_hopper):
         return found[0]
 
     assert chosen("SDAR-8B", 128) == chosen("SDAR-1.7B", 5, 2) == "mosaic"
-    assert chosen("SDAR-8B", 129) == "triton"
+    assert chosen("SDAR-8B", 1024) == chosen("SDAR-1.7B", 4096) == "mosaic"
+    assert chosen("SDAR-8B", 4097) == "triton"
     assert chosen("Dream-7B", 32) == "triton"  # four KV heads
     monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
     assert chosen("SDAR-8B", 128) == "triton"
@@ -139,7 +140,7 @@ def test_what_mosaic_cannot_do_is_refused(on_hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [0, 2])
-@pytest.mark.parametrize("rows", [1, 32, 77, 128])
+@pytest.mark.parametrize("rows", [1, 32, 77, 128, 1024])
 def test_rotate_qkv_matches_numpy_on_a_gpu(rows, parts):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs a Hopper GPU")

@@ -119,6 +119,14 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, splits=2, stages=4, shares_keys=True),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 6, "window": 70, "left_out": 16},
     ),
+    "a cluster, short contexts not split": (
+        mosaic.Tiling(splits=2, stages=2, unsplit_keys=110),
+        {"T": 32, "S": 8, "heads": (6, 2, 64)},
+    ),
+    "a cluster of four, tiles of rows for short contexts": (
+        mosaic.Tiling(consumers=2, splits=4, stages=2, unsplit_keys=128),
+        {"T": 32, "S": 8, "heads": (12, 2, 64), "by_blocks": True, "window": 70},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -165,6 +173,15 @@ TILINGS = {
     "a cluster of four, two consumers": mosaic.Tiling(consumers=2, splits=4, stages=2),
     "a cluster of four, keys shared": mosaic.Tiling(
         consumers=2, splits=4, stages=2, shares_keys=True
+    ),
+    "a cluster of two, keys shared": mosaic.Tiling(
+        consumers=2, splits=2, stages=4, shares_keys=True
+    ),
+    "a cluster of two, short contexts not split": mosaic.Tiling(
+        consumers=2, splits=2, stages=2, unsplit_keys=128
+    ),
+    "wide tiles in turns, short contexts not split": mosaic.Tiling(
+        consumers=2, keys=128, splits=2, stages=2, ping_pong=True, unsplit_keys=200
     ),
     "wide tiles in turns, merged by XLA": mosaic.Tiling(
         consumers=2, keys=128, stages=2, splits=16, is_cluster=False, ping_pong=True

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 _ROWS = 64  # of a warpgroup's product
-_MOST_ROWS = 2 * _ROWS  # the sums of two warpgroups are what the registers hold
+MOST_ROWS = 2 * _ROWS  # the sums of two warpgroups are what the registers hold
 _ROW_MULTIPLE = 8  # of a swizzled tile
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
@@ -84,8 +84,8 @@ def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None
     rows = _num_rows(x)
     if w.dtype != x.dtype:
         return f"needs operands of one type, got {x.dtype} and {w.dtype}"
-    if rows > _MOST_ROWS or rows % _ROW_MULTIPLE:
-        return f"needs a multiple of {_ROW_MULTIPLE} rows, at most {_MOST_ROWS}, got {rows}"
+    if rows > MOST_ROWS or rows % _ROW_MULTIPLE:
+        return f"needs a multiple of {_ROW_MULTIPLE} rows, at most {MOST_ROWS}, got {rows}"
     if tiling is None:
         tiles = f"tiles of {_STEP} columns or more, at most {_MULTIPROCESSORS} side by side"
         return f"needs whole {tiles}, got {w.shape}"
@@ -187,16 +187,16 @@ def _launch(
     M, K = x.shape
     consumers = -(-M // _ROWS)
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
-    swizzled = _swizzled(min(columns, depth), x.dtype)
+    transforms = swizzled(min(columns, depth), x.dtype)
     scratch = {
-        "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), x.dtype, transforms=swizzled),
-        "weights": plgpu.SMEM((stages, depth, columns), x.dtype, transforms=swizzled),
+        "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), x.dtype, transforms=transforms),
+        "weights": plgpu.SMEM((stages, depth, columns), x.dtype, transforms=transforms),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
     }
     if _is_staged(M, out.dtype):
         shape = (consumers, _ROWS, columns * out.shape[2] // w.shape[1])
-        scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=_swizzled(piece, out.dtype))
+        scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
         names=tuple(scratch),
@@ -344,7 +344,7 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps):
     normed[row] = (scaled * by).astype(x.dtype)
 
 
-def _swizzled(width: int, dtype: jax.typing.DTypeLike):
+def swizzled(width: int, dtype: jax.typing.DTypeLike):
     """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled."""
     itemsize = jnp.dtype(dtype).itemsize
     line = math.gcd(width, 128 // itemsize)

@@ -61,6 +61,9 @@ class Tiling:
         is_cluster: They form a cluster and merge their parts; else XLA merges.
         ping_pong: Two consumers take turns at the tensor cores.
         shares_keys: Its two warpgroups have the same rows and take tiles of keys in turns.
+        unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
+            heads of their own. A request's bits must not depend on its neighbours, so this is a
+            number of keys and not a share of all.
     """
 
     consumers: int = 1
@@ -70,6 +73,7 @@ class Tiling:
     is_cluster: bool = True
     ping_pong: bool = False
     shares_keys: bool = False
+    unsplit_keys: int = 0
 
     @property
     def row_groups(self) -> int:
@@ -132,8 +136,19 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         even = -(-programs // at_once) * longest
         if B == 1:
             return even + merge
+        if tiling.unsplit_keys:  # of blocks as many as without a cluster, and their keys
+            splits, at_once = 1, at_once * splits
         mean = tiles / splits / 4 * tile_us + _BLOCK_US
         return (even + max(longest, programs / at_once * mean)) / 2 + merge
+
+    def unsplit_keys(tiling):
+        """A quarter more than each would have if all were shared evenly, by the second case."""
+        items = G * -(-warpgroups // tiling.row_groups)
+        if not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
+            return 0
+        if B * items < _MULTIPROCESSORS - 4:  # blocks that would leave some without work
+            return 0
+        return B * items * page_table.shape[1] * Z * 5 // (16 * _MULTIPROCESSORS)
 
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
@@ -153,6 +168,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 fewer = dataclasses.replace(tiling, stages=3)
                 if tiling.stages > 3 and _holds_parts(q, fewer):
                     tiling = fewer
+            tiling = dataclasses.replace(tiling, unsplit_keys=unsplit_keys(tiling))
             found += [tiling] if splits <= tiles else []
     shared = Tiling(consumers=2, splits=2, shares_keys=True)
     if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128 and _holds_parts(q, shared):
@@ -208,6 +224,8 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         _check_shares_keys(tiling, H)
     groups = tiling.row_groups
     blocks = -(-warpgroups // groups)
+    if tiling.unsplit_keys:
+        _check_unsplit_keys(tiling, G * blocks)
     if is_cluster and (splits > _MAX_CLUSTER or splits & (splits - 1)):
         raise ValueError(f"{splits=} is no cluster; use a power of two up to {_MAX_CLUSTER}")
     if max(keys, Z) % min(keys, Z):
@@ -296,6 +314,18 @@ def _check_shares_keys(tiling, head_size):
         raise ValueError(
             f"{splits=} of head size {head_size}: {rule} 8 columns for each of {tiling.parts} "
             f"warpgroups; use splits={head_size * 4 // SWIZZLE // 2}"
+        )
+
+
+def _check_unsplit_keys(tiling, items):
+    """Refuse what leaves the blocks of a cluster no rows or heads of their own."""
+    rule = f"unsplit_keys={tiling.unsplit_keys} wants"
+    if not tiling.is_cluster or tiling.shares_keys:
+        raise ValueError(f"{rule} a cluster, of which no block shares keys; use unsplit_keys=0")
+    if items % tiling.splits:
+        raise ValueError(
+            f"{rule} tiles of rows of all KV heads ({items}) to be a multiple of splits="
+            f"{tiling.splits}; use unsplit_keys=0"
         )
 
 

@@ -50,7 +50,9 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk):
         plgpu.set_max_registers(40, action="decrease")
         load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
 
-    @pl.when(warpgroup < tiling.consumers)
+    computes = warpgroup < tiling.consumers
+
+    @pl.when(computes if work.is_spare is None else computes & ~work.is_spare)
     def _():
         settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
         _compute(work, warpgroup, q, k_pages.shape, table, bits, results, scratch, **settings)
@@ -243,33 +245,42 @@ def _compute(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
 
-    if splits == 1:
+    def store_whole():
         mine[...] = mean.astype(q.dtype)
         store(mine)
-        return
-    log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
-    place = (work.sequence, jax.lax.axis_index("block") * tiling.row_groups + group)
-    if not tiling.is_cluster:
-        means, masses = results
-        means[work.split, *place] = mean
-        masses[work.split, *place] = log_mass
-        return
-    index = work.split * 2 + warpgroup if tiling.shares_keys else work.split
-    own = merged(
-        mean,
-        log_mass,
-        index=index,
-        warpgroup=warpgroup,
-        place=place,
-        parts=results[1:],
-        scratch=scratch,
-        tiling=tiling,
-    )
-    width = H // tiling.parts
-    columns = pl.ds(pl.multiple_of(index * width, width), width)
-    staged = scratch["columns"].at[warpgroup]
-    staged[...] = own.astype(q.dtype)
-    store(staged, columns)
+
+    def store_part():
+        log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
+        place = (work.sequence, jax.lax.axis_index("block") * tiling.row_groups + group)
+        if not tiling.is_cluster:
+            means, masses = results
+            means[work.split, *place] = mean
+            masses[work.split, *place] = log_mass
+            return
+        index = work.split * 2 + warpgroup if tiling.shares_keys else work.split
+        own = merged(
+            mean,
+            log_mass,
+            index=index,
+            warpgroup=warpgroup,
+            place=place,
+            parts=results[1:],
+            scratch=scratch,
+            tiling=tiling,
+        )
+        width = H // tiling.parts
+        columns = pl.ds(pl.multiple_of(index * width, width), width)
+        staged = scratch["columns"].at[warpgroup]
+        staged[...] = own.astype(q.dtype)
+        store(staged, columns)
+
+    if splits == 1:
+        store_whole()
+    elif work.is_whole is None:
+        store_part()
+    else:
+        pl.when(work.is_whole)(store_whole)
+        pl.when(~work.is_whole)(store_part)
 
 
 def _interpreted_product(staged, weight, value, width):

@@ -19,6 +19,8 @@ class Work:
     Attributes:
         sequence: Sequence and KV head, and `b` and `g`, what they are alone.
         split: Which share of the keys.
+        is_whole: All keys of the rows are this block's; None where that never is.
+        is_spare: The block has nothing to do, as others of its cluster's neighbours have its rows.
         unit_0, units: Its first unit of rows, and how many the sequence has.
         start, first, end, context_len, causal, cell_0: See `mask.facts`.
         is_used: A row is live.
@@ -33,6 +35,8 @@ class Work:
     b: Array
     g: Array
     split: Array
+    is_whole: Array | None
+    is_spare: Array | None
     unit_0: Array
     units: int
     start: Array
@@ -68,6 +72,17 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     per_warpgroup = ROWS // chunk
     units = n * (T // chunk)
     per_block = tiling.row_groups * per_warpgroup
+    is_whole, is_spare = None, None
+    if tiling.unsplit_keys:
+        # Of a sequence's tiles of rows, a cluster takes one, or as many as it has blocks, one each;
+        # then the clusters that would have had the others have nothing to do.
+        blocks = -(-units // per_block)
+        item = g * blocks + block
+        is_whole = context_len <= tiling.unsplit_keys
+        is_spare = is_whole & (jax.lax.rem(item, whole(splits)) != 0)
+        item = jnp.where(is_whole, item + split, item)
+        split = jnp.where(is_whole, 0, split)
+        g, block = jax.lax.div(item, whole(blocks)), jax.lax.rem(item, whole(blocks))
     unit_0 = block * per_block
     unit_1 = jnp.minimum(unit_0 + per_block, units) - 1
     least_cell = cell_0 + jax.lax.div(unit_0, whole(n)) * chunk
@@ -76,6 +91,8 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     # The list of tiles of keys, as the Triton form has it: the context's, then the window's.
     first_live, last_live = jnp.maximum(least_cell, first), jnp.minimum(most_cell, end - 1)
     is_used = first_live <= last_live
+    if is_spare is not None:
+        is_used &= ~is_spare
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), 0)
     skipped = whole(0)  # tiles of the context that end before any row's window
     if window is not None:
@@ -89,6 +106,7 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
     fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0), 0)
     tiles = cached_tiles + fresh_tiles
     share = _ceil_div(tiles, splits)
+    share = share if is_whole is None else jnp.where(is_whole, tiles, share)
     low = jnp.minimum(split * share, tiles)
     high = jnp.minimum(low + share, tiles)
     cached_high = jnp.minimum(high, cached_tiles)
@@ -111,6 +129,8 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
         b=b,
         g=g,
         split=split,
+        is_whole=is_whole,
+        is_spare=is_spare,
         unit_0=unit_0,
         units=units,
         start=start,
