@@ -20,11 +20,15 @@ from pallas_kernels.layer.mosaic import swizzled
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
 _TILE = _CONSUMERS * _ROWS
-_COLUMNS = 256  # of a tile, gate's and up's: as many sums as the registers hold
-_DEPTH, _STAGES = 64, 4  # of a step, and steps in flight
+# Columns of a tile, gate's and up's, in the order of preference: the registers hold 256 sums a row;
+# 192 are some 2 % slower, and often fill the chip better.
+_COLUMNS = (256, 192)
+_DEPTH = 64  # of a step
 _TURNS = (16, 32, 64)  # columns of gate, and as many of up, that lie side by side
 _BAND = 32  # tiles of rows that all have a tile of columns before the next ones do: what L2 holds
 _MULTIPROCESSORS = 132
+_CLOSE = 0.02  # shares that differ by less are alike
+_SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 
 
 def unsupported_rows(x: Array, w: Array) -> str | None:
@@ -34,31 +38,42 @@ def unsupported_rows(x: Array, w: Array) -> str | None:
         return f"needs operands of one type, got {x.dtype} and {w.dtype}"
     if rows % _TILE:
         return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
-    if W not in _TURNS or C * W % (_COLUMNS // 2):
-        turns = ", ".join(map(str, _TURNS[:-1]))
-        return f"needs turns of {turns} or {_TURNS[-1]} columns, 128 in each tile, got {C} of {W}"
-    if D % _DEPTH or D // _DEPTH < _COLUMNS // (2 * W):
+    if W not in _TURNS or not _widths(w):
+        return f"needs turns of 16, 32 or 64 columns, 96 or 128 in each tile, got {C} of {W}"
+    if D % _DEPTH or D // _DEPTH < max(_widths(w)) // (2 * W):
         return f"needs a multiple of {_DEPTH} as depth, a step of it for each turn, got {D}"
     return None
 
 
-def share_at_work(x: Array, w: Array) -> float:
-    """How many of the multiprocessors have a tile, in the mean of all turns."""
-    tiles = (x.size // x.shape[-1]) * (w.size // len(w)) / (_TILE * _COLUMNS)
-    return tiles / (_MULTIPROCESSORS * -(-tiles // _MULTIPROCESSORS))
+def choose_columns(x: Array, w: Array) -> tuple[int, float]:
+    """Of a tile; and how many of the multiprocessors then have one, in the mean of all rounds."""
+    shares = {}
+    for columns in _widths(w):
+        tiles = (x.size // x.shape[-1]) * (w.size // len(w)) / (_TILE * columns)
+        shares[columns] = tiles / (_MULTIPROCESSORS * -(-tiles // _MULTIPROCESSORS))
+    best = max(shares.values())
+    return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "interpret"))  # layers lower once
+def _widths(w: Array) -> list[int]:
+    """Columns of a tile that the matrices and their turns are whole multiples of."""
+    _, C, _, W = w.shape
+    return [n for n in _COLUMNS if n % (2 * W) == 0 and 2 * C * W % n == 0]
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "blocks", "interpret"))  # layers lower once
 def gated_matmul(
     x: Float[Array, "*M D"],
     w: Float[Array, "D C 2 W"],
     *,
+    columns: int,
     blocks: int = _MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M C*W"]:
     """See `api.gated_matmul`.
 
     Args:
+        columns: Of a tile, see `choose_columns`.
         blocks: Of threads, at most; each needs a multiprocessor for itself.
         interpret: An `InterpretGPUParams` runs it on a CPU, for tests.
     """
@@ -67,16 +82,17 @@ def gated_matmul(
     def run(x, w):
         rows, flat = x.reshape(-1, D), w.reshape(D, -1)
         kind, transforms = x.dtype, swizzled(_DEPTH, x.dtype)
-        staged, pieces = (_CONSUMERS, _ROWS, _COLUMNS // 2), swizzled(W, x.dtype)
-        ring = (_STAGES, _CONSUMERS, _ROWS, _DEPTH)
+        step, staged = (_TILE + columns) * _DEPTH, _TILE * columns // 2
+        stages = (_SHARED_BYTES // kind.itemsize - staged) // step
+        ring, out = (stages, _CONSUMERS, _ROWS, _DEPTH), (_CONSUMERS, _ROWS, columns // 2)
         scratch = {
             "rows": plgpu.SMEM(ring, kind, transforms=transforms),
-            "weights": plgpu.SMEM((_STAGES, _DEPTH, _COLUMNS), kind, transforms=transforms),
-            "out": plgpu.SMEM(staged, kind, transforms=pieces),
-            "loaded": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=_CONSUMERS + 1),
-            "used": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=_CONSUMERS),
+            "weights": plgpu.SMEM((stages, _DEPTH, columns), kind, transforms=transforms),
+            "out": plgpu.SMEM(out, kind, transforms=swizzled(W, kind)),
+            "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
+            "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
         }
-        tiles = len(rows) // _TILE * (flat.shape[1] // _COLUMNS)
+        tiles = len(rows) // _TILE * (flat.shape[1] // columns)
         out = plgpu.kernel(
             functools.partial(_multiply, names=tuple(scratch), tiles=tiles, W=W),
             out_type=jax.ShapeDtypeStruct((len(rows), C * W), kind),
@@ -108,31 +124,32 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
 def _multiply(x, w, out, *scratch, names, tiles, W):
     """One block of threads: a tile of the result, and so many further on the next."""
     scratch = dict(zip(names, scratch, strict=True))
+    stages, _, columns = scratch["weights"].shape
     warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
     blocks = jax.lax.axis_size("block")
     zero, steps = jnp.asarray(0, jnp.int32), x.shape[1] // _DEPTH
     count = jax.lax.div(tiles - 1 - block, jnp.asarray(blocks, jnp.int32)) + 1
 
     def place(i):
-        return origin(block + i * blocks, x.shape[0] // _TILE, w.shape[1] // _COLUMNS)
+        return origin(block + i * blocks, x.shape[0] // _TILE, w.shape[1] // columns)
 
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
     def after(slot):
         """The next buffer. A remainder by what is no power of two takes some 40 instructions."""
-        return jnp.where(slot == _STAGES - 1, 0, slot + 1).astype(jnp.int32)
+        return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
 
     def load_tile(i, slot):
         row, column = place(i)
 
         def load(step, slot):
-            @pl.when(i * steps + step >= _STAGES)
+            @pl.when(i * steps + step >= stages)
             def _():
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
             loaded, deep = scratch["loaded"].at[slot], piece(step, _DEPTH)
-            source = w.at[deep, piece(column, _COLUMNS)]
+            source = w.at[deep, piece(column, columns)]
             plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
             for group in range(_CONSUMERS):
                 source = x.at[piece(row * _CONSUMERS + group, _ROWS), deep]
@@ -149,10 +166,10 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
     def _():
         plgpu.set_max_registers(40, action="decrease")
         slot = jax.lax.fori_loop(0, count, load_tile, zero)
-        used = jnp.minimum(count * steps, _STAGES)
-        jax.lax.fori_loop(0, used, drain, jnp.where(used < _STAGES, zero, slot))
+        used = jnp.minimum(count * steps, stages)
+        jax.lax.fori_loop(0, used, drain, jnp.where(used < stages, zero, slot))
 
-    turns = range(_COLUMNS // (2 * W))
+    turns = range(columns // (2 * W))
     staged = scratch["out"].at[warpgroup]
 
     def finish(sums, j):
@@ -167,7 +184,7 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         plgpu.commit_smem()
         row, column = place(i)
         rows = piece(row * _CONSUMERS + warpgroup, _ROWS)
-        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, _COLUMNS // 2)])
+        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, columns // 2)])
 
     def products(sums, i, slot, before):
         def step(k, slots, meanwhile=lambda: None):
@@ -196,12 +213,12 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         slot, before = carry  # none before the first: what is finished of it is not stored
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what `store` began last
         run = functools.partial(products, i=i, slot=slot, before=before)
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, _COLUMNS), jnp.float32))
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32))
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        none = plgpu.layout_cast(jnp.zeros((_ROWS, _COLUMNS), x.dtype), plgpu.Layout.WGMMA)
+        none = plgpu.layout_cast(jnp.zeros((_ROWS, columns), x.dtype), plgpu.Layout.WGMMA)
         _, sums = jax.lax.fori_loop(0, count, compute_tile, (zero, none))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for j in turns:
