@@ -353,7 +353,7 @@ def test_kernels_are_for_few_whole_rows_of_short_types_on_hopper(monkeypatch, on
 
 
 def test_gate_and_up_of_many_rows_are_joined_where_tiles_fill_the_chip(monkeypatch, on_hopper):
-    """What an H200 took is in benchmarks/results/gated_many_h200.json."""
+    """What an H200 took is in benchmarks/results/layer_many_h200.json."""
 
     def columns(model, rows, **how):
         found = []
@@ -371,7 +371,7 @@ def test_gate_and_up_of_many_rows_are_joined_where_tiles_fill_the_chip(monkeypat
         assert [columns(model, n) for n in (256, 1024, 2048, 4096)] == [192, 256, 256, 256]
     assert columns("SDAR-1.7B", 512) == columns("SDAR-1.7B", 768) == columns("SDAR-8B", 384) == 192
     assert columns("SDAR-8B", 512) == columns("Dream-7B", 512) == 256
-    assert columns("Dream-7B", 256) is columns("Dream-7B", 384) is None  # three quarters of the chip
+    assert columns("Dream-7B", 256) is columns("Dream-7B", 384) is None
     assert columns("SDAR-1.7B", 1000) is None
     assert columns("SDAR-1.7B", 1024, dtype=jnp.float32) is None
 

@@ -40,7 +40,7 @@ def unsupported_rows(x: Array, w: Array) -> str | None:
         return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
     if W not in _TURNS or not _widths(w):
         return f"needs turns of 16, 32 or 64 columns, 96 or 128 in each tile, got {C} of {W}"
-    if D % _DEPTH or D // _DEPTH < max(_widths(w)) // (2 * W):
+    if D % _DEPTH or max(_widths(w)) * _DEPTH > D * 2 * W:
         return f"needs a multiple of {_DEPTH} as depth, a step of it for each turn, got {D}"
     return None
 
