@@ -185,8 +185,9 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
     return _put_rows(state, slot[None], new), None
 
 
-# Of many rows' products XLA's autotuner takes its own Triton kernels now and then, by times that
-# whatever else the host does disturbs: 4.0 or 4.2 to 4.4 ms of a step of SDAR-1.7B with 1,024 rows.
+# For products of many rows XLA's autotuner takes its own Triton kernels now and then, by times that
+# whatever else the host does disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
+# chose (benchmarks/LOG.md, "Products of many rows"; prefill of fewer than 1,024 rows: not timed).
 _NO_XLA_KERNELS = {"xla_gpu_enable_triton_gemm": False}
 
 

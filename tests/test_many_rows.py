@@ -65,6 +65,15 @@ def test_many_slots_have_the_tokens_of_few() -> None:
     assert {programs.decode, programs.decode_many} <= set(ran)  # one slot is not many
 
 
+def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
+    def options(program: Any) -> dict[str, Any]:
+        return dict(program._jit_info.compiler_options_kvs)
+
+    assert options(programs.decode_many)["xla_gpu_enable_triton_gemm"] is False
+    assert options(programs.prefill) == {"xla_gpu_enable_triton_gemm": False}
+    assert options(programs.decode) == {}
+
+
 def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
     """Also where they fill a program that admits up: each dispatch costs milliseconds on a GPU."""
     model, size = models.plain(), CONFIG.max_num_seqs

@@ -155,7 +155,27 @@ def test_interpreted_tilings_match_numpy_without_a_race(name):
 def interpreted(name):
     """What the process of the test above does."""
     tiling, settings = INTERPRETED[name]
-    assert_right_interpreted(tiling, *case(**settings))
+    arguments = case(**settings)
+    assert_right_interpreted(tiling, *arguments)
+    if tiling.unsplit_keys:
+        assert_splits_long_contexts_only(tiling, *arguments)
+
+
+def assert_splits_long_contexts_only(tiling, data, table, mask):
+    """To the bit, what a form that splits none, or all, makes of each sequence."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def out(**how):
+        run = functools.partial(mosaic.attention, tiling=dataclasses.replace(tiling, **how))
+        run = functools.partial(run, interpret=plgpu.InterpretGPUParams())
+        return np.asarray(run(*map(jnp.asarray, (*data, table)), jax.tree.map(jnp.asarray, mask)))
+
+    got, whole, split = out(), out(splits=1, unsplit_keys=0), out(unsplit_keys=0)
+    is_short = mask.context_len <= tiling.unsplit_keys
+    assert (got[is_short] == whole[is_short]).all()
+    assert (got[~is_short] == split[~is_short]).all()
+    assert (got[is_short] != split[is_short]).any()
+    assert (got[~is_short] != whole[~is_short]).any()
 
 
 FEATURES = {
@@ -316,6 +336,7 @@ def tiling_of(consumers, keys, stages, splits, is_cluster):
 
 
 SHARED = mosaic.Tiling(consumers=2, stages=4, splits=2, shares_keys=True)
+WIDE = tiling_of(2, 128, 2, 2, True)
 # Shapes whose tiling was timed, and what it took (benchmarks/results/paged_attention_h200.json, and
 # attention_shared_h200.json).
 MEASURED = {  # sequences, rows, pages of each; us
@@ -334,6 +355,15 @@ MEASURED = {  # sequences, rows, pages of each; us
     ("SDAR-8B", 1, 512, 56): tiling_of(2, 128, 2, 1, True),  # 52.1
     ("SDAR-8B", 1, 1024, 48): tiling_of(2, 128, 2, 1, True),  # 113.0
     ("LLaDA2-mini", 1, 32, 512): tiling_of(2, 64, 4, 32, False),  # 24.6
+    # Contexts of all lengths; what it took is in layer_many_h200.json.
+    ("SDAR-8B", 32, 32, 127): dataclasses.replace(WIDE, unsplit_keys=4926),  # 87.4, all split 111.1
+    ("Dream-7B", 32, 32, 127): dataclasses.replace(WIDE, unsplit_keys=4926),  # 77.0, 100.4
+    ("wide heads", 32, 32, 127): mosaic.Tiling(stages=2, splits=2, unsplit_keys=4926),  # 134, 151
+    # As many tiles of rows that none would be split: the longest are.
+    ("SDAR-1.7B", 24, 512, 512): dataclasses.replace(WIDE, splits=1),
+    ("SDAR-8B", 24, 96, 512): dataclasses.replace(WIDE, unsplit_keys=24576),
+    # One sequence.
+    ("SDAR-8B", 1, 768, 128): WIDE,
     ("wide heads", 8, 32, 16): tiling_of(1, 64, 2, 2, True),  # 18.5
     ("wide heads", 8, 128, 128): tiling_of(2, 64, 2, 4, False),  # 278.9
 }
@@ -366,6 +396,10 @@ def test_tilings_are_what_a_gpu_can_run(B, T):
             assert 4 * tiling.stages * tiling.keys * heads[2] + rows <= 226 * 1024
             if B == 32 and T == 128 and C == 8:
                 assert tiling.splits == 1  # there is work enough
+            N, G, _ = heads
+            items = G * -(-(N // G) * T // (64 * tiling.row_groups))
+            assert 0 <= tiling.unsplit_keys < C * 64
+            assert not tiling.unsplit_keys or (B * items >= 128 and items % tiling.splits == 0)
 
 
 def test_mosaic_refuses_what_it_cannot_do(on_hopper):
@@ -401,6 +435,21 @@ def test_mosaic_needs_a_hopper_gpu():
     run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(keys=96))
     with pytest.raises(ValueError, match="keys=96 and a page of 64 must divide one another"):
         jax.eval_shape(run, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"is_cluster": False}, "unsplit_keys=64 wants a cluster.*; use unsplit_keys=0"),
+        ({"shares_keys": True, "consumers": 2}, "a cluster, of which no block shares keys"),
+        ({"splits": 8, "consumers": 2}, r"\(4\) to be a multiple of splits=8; use unsplit_keys=0"),
+    ],
+)
+def test_short_contexts_stay_whole_where_a_cluster_has_rows_for_each_block(settings, match):
+    tiling = mosaic.Tiling(**({"splits": 2, "unsplit_keys": 64} | settings))
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(run, *shapes(1, 32, MODELS["LLaDA2-mini"]))
 
 
 @pytest.mark.parametrize(

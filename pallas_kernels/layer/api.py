@@ -157,21 +157,21 @@ def gated_matmul(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    if _num_rows(x) > mosaic.MOST_ROWS:
+        reason = mosaic.unsupported(x) or mosaic_many.unsupported_rows(x, w)
+        width, share = (0, 0.0) if reason else mosaic_many.choose_columns(x, w)
+        fast = share >= MOSAIC_LEAST_SHARE and w.size >= MOSAIC_GATED_WEIGHTS[0]
+        if _chosen(implementation, {"mosaic": (reason, fast)}) == "mosaic":
+            return mosaic_many.gated_matmul(x, w, columns=width)
+        return reference.gated_matmul(x, w)
     flat = w.reshape(len(w), -1)
     W = w.shape[-1]
     columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
     tiling = mosaic.choose_tiling(x, flat, columns, is_gated=True)
-    is_many = _num_rows(x) > mosaic.MOST_ROWS
-    if is_many:
-        reason = mosaic_many.unsupported_rows(x, w)
-        width, share = (0, 0.0) if reason else mosaic_many.choose_columns(x, w)
-        fast = share >= MOSAIC_LEAST_SHARE and w.size >= MOSAIC_GATED_WEIGHTS[0]
-    else:
-        fast = _is_within(w, MOSAIC_GATED_WEIGHTS)
-        reason = mosaic.unsupported_turn(W) or mosaic.unsupported_product(x, flat, tiling)
-    chosen = _chosen(implementation, {"mosaic": (mosaic.unsupported(x) or reason, fast)})
-    if chosen == "mosaic" and is_many:
-        return mosaic_many.gated_matmul(x, w, columns=width)
+    reason = mosaic.unsupported(x) or mosaic.unsupported_turn(W)
+    reason = reason or mosaic.unsupported_product(x, flat, tiling)
+    fast = _is_within(w, MOSAIC_GATED_WEIGHTS)
+    chosen = _chosen(implementation, {"mosaic": (reason, fast)})
     if chosen == "mosaic" and tiling is not None:
         return mosaic.gated_matmul(x, w, tiling=tiling)
     return reference.gated_matmul(x, w)

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 _ROWS = 64  # of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the sums of two warpgroups are what the registers hold
 _ROW_MULTIPLE = 8  # of a swizzled tile
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
+MULTIPROCESSORS = 132
+SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 _STEP = 64  # columns, and depth, that a swizzled line holds
 _LINE = 16  # columns of 16 bits, the shortest that is swizzled
 _MOST_STAGES = 8
@@ -63,6 +63,13 @@ def unsupported(x: Array | jax.ShapeDtypeStruct) -> str | None:
     return None if x.size else "needs at least one row"
 
 
+def unsupported_pair(x: Array, w: Array) -> str | None:
+    """Why no product can take such operands, or None."""
+    if w.dtype != x.dtype:
+        return f"needs operands of one type, got {x.dtype} and {w.dtype}"
+    return None
+
+
 def unsupported_row(x: Array) -> str | None:
     """Why `add_rms_norm` cannot take such rows, or None."""
     width = x.shape[-1]
@@ -82,12 +89,12 @@ def unsupported_turn(width: int) -> str | None:
 def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None:
     """Why the products cannot take such operands, or None; `w` as [K N]."""
     rows = _num_rows(x)
-    if w.dtype != x.dtype:
-        return f"needs operands of one type, got {x.dtype} and {w.dtype}"
+    if reason := unsupported_pair(x, w):
+        return reason
     if rows > MOST_ROWS or rows % _ROW_MULTIPLE:
         return f"needs a multiple of {_ROW_MULTIPLE} rows, at most {MOST_ROWS}, got {rows}"
     if tiling is None:
-        tiles = f"tiles of {_STEP} columns or more, at most {_MULTIPROCESSORS} side by side"
+        tiles = f"tiles of {_STEP} columns or more, at most {MULTIPROCESSORS} side by side"
         return f"needs whole {tiles}, got {w.shape}"
     return None
 
@@ -110,9 +117,9 @@ def choose_tiling(
     is_deep = consumers == 1 and not is_gated
     for width in columns:
         blocks = N // width
-        if N % width or not 0 < blocks <= _MULTIPROCESSORS:
+        if N % width or not 0 < blocks <= MULTIPROCESSORS:
             continue
-        most = 1 if is_gated else min(_MULTIPROCESSORS // blocks, _MOST_SPLITS)
+        most = 1 if is_gated else min(MULTIPROCESSORS // blocks, _MOST_SPLITS)
         for depth in (2 * _STEP, _STEP) if is_deep else (_STEP,):
             splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
             if not splits:
@@ -121,7 +128,7 @@ def choose_tiling(
             staged = rows * (width // 2 if is_gated else width) * dtype.itemsize
             staged = staged if _is_staged(_num_rows(x), dtype) else 0
             step_bytes = (rows + width) * depth * itemsize
-            stages = (_SHARED_BYTES - staged) // step_bytes
+            stages = (SHARED_BYTES - staged) // step_bytes
             stages = min(stages, _IN_FLIGHT_BYTES // (step_bytes * blocks * splits), _MOST_STAGES)
             return Tiling(columns=width, depth=depth, stages=stages, splits=splits)
     return None
@@ -227,9 +234,7 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
     tile = jax.lax.axis_index("column")
     there = [min(_ROWS, M - i * _ROWS) for i in range(consumers)]  # rows of each warpgroup
 
-    def after(slot):
-        """The next buffer. A remainder by what is no power of two takes some 40 instructions."""
-        return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
+    after = functools.partial(next_buffer, stages=stages)
 
     def across(width):
         return pl.ds(pl.multiple_of(tile * width, width), width)
@@ -342,6 +347,11 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps):
     factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
     scaled, by = (each.astype(x.dtype).astype(jnp.float32) for each in (kept * factor, load(scale)))
     normed[row] = (scaled * by).astype(x.dtype)
+
+
+def next_buffer(slot: Array, stages: int) -> Array:
+    """Of a ring. A remainder by what is no power of two takes some 40 instructions."""
+    return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
 
 
 def swizzled(width: int, dtype: jax.typing.DTypeLike):

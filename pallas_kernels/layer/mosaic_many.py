@@ -16,30 +16,36 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.layer.mosaic import swizzled
+from pallas_kernels.layer.mosaic import (
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    next_buffer,
+    swizzled,
+    unsupported_pair,
+)
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
 _TILE = _CONSUMERS * _ROWS
 # Columns of a tile, gate's and up's, in the order of preference: the registers hold 256 sums a row;
-# 192 are some 2 % slower, and often fill the chip better.
+# 192 are up to 2 % slower, and often fill the chip better.
 _COLUMNS = (256, 192)
 _DEPTH = 64  # of a step
 _TURNS = (16, 32, 64)  # columns of gate, and as many of up, that lie side by side
 _BAND = 32  # tiles of rows that all have a tile of columns before the next ones do: what L2 holds
-_MULTIPROCESSORS = 132
 _CLOSE = 0.02  # shares that differ by less are alike
-_SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
 
 
 def unsupported_rows(x: Array, w: Array) -> str | None:
     """Why `gated_matmul` cannot take such operands, or None; `w` as [D C 2 W]."""
     rows, (D, C, _, W) = x.size // x.shape[-1], w.shape
-    if w.dtype != x.dtype:
-        return f"needs operands of one type, got {x.dtype} and {w.dtype}"
+    if reason := unsupported_pair(x, w):
+        return reason
     if rows % _TILE:
         return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
     if W not in _TURNS or not _widths(w):
-        return f"needs turns of 16, 32 or 64 columns, 96 or 128 in each tile, got {C} of {W}"
+        return (
+            f"needs turns of 16, 32 or 64 columns, 96 or 128 of gate in each tile, got {C} of {W}"
+        )
     if D % _DEPTH or max(_widths(w)) * _DEPTH > D * 2 * W:
         return f"needs a multiple of {_DEPTH} as depth, a step of it for each turn, got {D}"
     return None
@@ -50,7 +56,7 @@ def choose_columns(x: Array, w: Array) -> tuple[int, float]:
     shares = {}
     for columns in _widths(w):
         tiles = (x.size // x.shape[-1]) * (w.size // len(w)) / (_TILE * columns)
-        shares[columns] = tiles / (_MULTIPROCESSORS * -(-tiles // _MULTIPROCESSORS))
+        shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
     best = max(shares.values())
     return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
 
@@ -67,7 +73,7 @@ def gated_matmul(
     w: Float[Array, "D C 2 W"],
     *,
     columns: int,
-    blocks: int = _MULTIPROCESSORS,
+    blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M C*W"]:
     """See `api.gated_matmul`.
@@ -83,7 +89,7 @@ def gated_matmul(
         rows, flat = x.reshape(-1, D), w.reshape(D, -1)
         kind, transforms = x.dtype, swizzled(_DEPTH, x.dtype)
         step, staged = (_TILE + columns) * _DEPTH, _TILE * columns // 2
-        stages = (_SHARED_BYTES // kind.itemsize - staged) // step
+        stages = (SHARED_BYTES // kind.itemsize - staged) // step
         ring, out = (stages, _CONSUMERS, _ROWS, _DEPTH), (_CONSUMERS, _ROWS, columns // 2)
         scratch = {
             "rows": plgpu.SMEM(ring, kind, transforms=transforms),
@@ -112,7 +118,7 @@ def gated_matmul(
 
 
 def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
-    """Which tile of rows, of `down`, and of columns, of `across`, comes so manyth."""
+    """The row and the column, in tiles, of the tile with this number; there are `down * across`."""
     tile = jnp.asarray(tile, jnp.int32)
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     band = jax.lax.div(tile, number(_BAND * across))
@@ -136,9 +142,7 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
-    def after(slot):
-        """The next buffer. A remainder by what is no power of two takes some 40 instructions."""
-        return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
+    after = functools.partial(next_buffer, stages=stages)
 
     def load_tile(i, slot):
         row, column = place(i)
@@ -165,9 +169,8 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
     @pl.when(warpgroup == _CONSUMERS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        slot = jax.lax.fori_loop(0, count, load_tile, zero)
-        used = jnp.minimum(count * steps, stages)
-        jax.lax.fori_loop(0, used, drain, jnp.where(used < stages, zero, slot))
+        jax.lax.fori_loop(0, count, load_tile, zero)
+        jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, zero)
 
     turns = range(columns // (2 * W))
     staged = scratch["out"].at[warpgroup]

@@ -62,8 +62,8 @@ class Tiling:
         ping_pong: Two consumers take turns at the tensor cores.
         shares_keys: Its two warpgroups have the same rows and take tiles of keys in turns.
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
-            heads of their own. A request's bits must not depend on its neighbours, so this is a
-            number of keys and not a share of all.
+            heads of their own. At one compiled size a request's bits must not depend on its
+            neighbours, so this is a number of keys and not a share of all.
     """
 
     consumers: int = 1
@@ -144,11 +144,13 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     def unsplit_keys(tiling):
         """A quarter more than each would have if all were shared evenly, by the second case."""
         items = G * -(-warpgroups // tiling.row_groups)
-        if not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
+        if B == 1 or not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
             return 0
         if B * items < _MULTIPROCESSORS - 4:  # blocks that would leave some without work
             return 0
-        return B * items * page_table.shape[1] * Z * 5 // (16 * _MULTIPROCESSORS)
+        most = page_table.shape[1] * Z
+        # The longest are split in any case, as one may be alone with many short ones.
+        return min(B * items * most * 5 // (16 * _MULTIPROCESSORS), most * 3 // 4)
 
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):

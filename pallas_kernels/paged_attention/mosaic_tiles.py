@@ -20,7 +20,7 @@ class Work:
         sequence: Sequence and KV head, and `b` and `g`, what they are alone.
         split: Which share of the keys.
         is_whole: All keys of the rows are this block's; None where that never is.
-        is_spare: The block has nothing to do, as others of its cluster's neighbours have its rows.
+        is_spare: The block has nothing to do: another cluster has its rows; None as above.
         unit_0, units: Its first unit of rows, and how many the sequence has.
         start, first, end, context_len, causal, cell_0: See `mask.facts`.
         is_used: A row is live.
