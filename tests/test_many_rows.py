@@ -9,6 +9,7 @@ loop, which imports no JAX, knows the device's codes by the same numbers.
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
