@@ -210,16 +210,32 @@ TILINGS = {
 }
 
 
+def checked(tiling, feature):
+    """The tiling of a name for the GPU test, as shared memory holds it."""
+    chosen = TILINGS[tiling]
+    if feature == "wide heads" and chosen is not None:
+        return dataclasses.replace(chosen, keys=64, stages=2)
+    return chosen
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs a Hopper GPU")
-    chosen = TILINGS[tiling]
-    if feature == "wide heads" and chosen is not None:
-        chosen = dataclasses.replace(chosen, keys=64)  # what shared memory holds
-    assert_right(functools.partial(mosaic.attention, tiling=chosen), *case(**FEATURES[feature]))
+    call = functools.partial(mosaic.attention, tiling=checked(tiling, feature))
+    assert_right(call, *case(**FEATURES[feature]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_is_to_run_on_a_gpu_lowers(on_hopper, feature):
+    data, table, mask = case(**FEATURES[feature])
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*data, table, mask))
+    for tiling in TILINGS:
+        call = functools.partial(mosaic.attention, tiling=checked(tiling, feature))
+        assert kernels(call, arguments) == 1
 
 
 def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()) -> Any:
