@@ -188,14 +188,14 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
 # For products of many rows XLA's autotuner takes its own Triton kernels now and then, by times that
 # whatever else the host does disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
 # chose (benchmarks/LOG.md, "Products of many rows"; prefill of fewer than 1,024 rows: not timed).
-_NO_XLA_KERNELS = {"xla_gpu_enable_triton_gemm": False}
+_NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
 @functools.partial(
     jax.jit,
     static_argnames=("size", "kind"),
     donate_argnames=("state",),
-    compiler_options=_NO_XLA_KERNELS,
+    compiler_options=_NO_TRITON_PRODUCTS,
 )
 def prefill(programs, state, pieces, size, kind):
     """One prefill pass of distinct slots.
@@ -322,5 +322,5 @@ decode_many = jax.jit(
     _decode,
     donate_argnames=("state",),
     compiler_options={"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
-    | _NO_XLA_KERNELS,
+    | _NO_TRITON_PRODUCTS,
 )
