@@ -141,7 +141,8 @@ ONE_PYTHON = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of those files."""
     for item in items:
-        if item.path.name in ONE_PYTHON:
+        # What is skipped under one version, the other must run.
+        if item.path.name in ONE_PYTHON and item.get_closest_marker("skipif") is None:
             item.add_marker(pytest.mark.one_python)
 
 

@@ -52,7 +52,9 @@ def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's forms need jax 0.11.2")
 def test_info_names_the_kernels_of_hopper(on_hopper):
-    assert info._layer().startswith("mosaic here for 128 rows or fewer of 16-bit models, norms of")
+    layer = info._layer()
+    assert layer.startswith("mosaic here for 16-bit models: products of up to 128 rows, gate and")
+    assert "norms of up to 1,024, rotations of up to 4,096; else triton here" in layer
     assert "on Hopper mosaic from 128 rows on, 4,096 at a time, else triton" in info._readout()
 
 

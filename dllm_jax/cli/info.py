@@ -116,8 +116,11 @@ def _layer() -> str:
     parts = f"triton here for 16-bit models; their products in parts up to {sizes}"
     if mosaic.unsupported(rows):
         return parts
-    few = f"mosaic here for {api.MOSAIC_ROTATED_ROWS} rows or fewer of 16-bit models"
-    return f"{few}, norms of up to {api.MOSAIC_ROWS:,}; else {parts}"
+    return (
+        f"mosaic here for 16-bit models: products of up to {mosaic.MOST_ROWS} rows, gate and up of "
+        f"more that fill the chip, norms of up to {api.MOSAIC_ROWS:,}, rotations of up to "
+        f"{api.MOSAIC_ROTATED_ROWS:,}; else {parts}"
+    )
 
 
 def _readout() -> str:
