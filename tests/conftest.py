@@ -147,20 +147,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Every program that XLA compiles for a CPU maps its kernels into memory, and Linux ends a process
-# that maps more than vm.max_map_count areas, 65,530 by default.
-MOST_MAPS = 30_000
+# that maps more than vm.max_map_count areas, 65,530 by default: as a segmentation fault or an abort
+# somewhere in XLA. A warmed engine takes some 3,000. Engines that a module shares stay compiled if
+# they can, so within one the limit is higher.
+MOST_MAPS, MOST_MAPS_INSIDE = 30_000, 45_000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs_go() -> Iterator[None]:
-    """Let compiled programs go where a worker holds many; the next reads them from the cache."""
-    yield
+def _let_programs_go(most: int) -> None:
+    """Where a worker holds many compiled programs; the next reads them from the cache."""
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    if maps.exists() and maps.read_bytes().count(b"\n") > most:
         import jax
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_a_module_go() -> Iterator[None]:
+    yield
+    _let_programs_go(MOST_MAPS)
+
+
+@pytest.fixture(autouse=True)
+def _programs_of_slow_tests_go(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.node.get_closest_marker("slow"):
+        _let_programs_go(MOST_MAPS_INSIDE)
 
 
 @pytest.fixture(scope="session")
