@@ -132,6 +132,6 @@ def test_peak_is_the_result_and_two_tensors(tmp_path):
         largest = cfg.vocab_size * cfg.hidden_size * 2
         assert result > 4 * largest  # else a second copy of the result could pass
         most = peak(call)
-        # The idle process may hold a little freed memory, a tenth once, which is used first.
-        assert 0.85 * result <= most <= result + 2 * largest, f"{call}: {most}, result {result}"
+        # The idle process may hold a little freed memory, which is used first.
+        assert 0.95 * result <= most <= result + 2 * largest, f"{call}: {most}, result {result}"
         print(f"{call}: result + {(most - result) / largest:.2f} tensors")

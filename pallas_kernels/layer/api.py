@@ -25,7 +25,7 @@ SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
 MOSAIC_WEIGHTS = (2**21, 2**26)
 MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # The multiprocessors that have a tile of `gated_matmul` with many rows, of all, in the mean of its
-# rounds: from 0.9 on it is 4 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
+# rounds: from 0.9 on it is 3 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
 MOSAIC_LEAST_SHARE = 0.88
 # Rows of `add_rms_norm` in Mosaic's form: 1 % of a step at 128 and at 1024; more were not measured.
 MOSAIC_ROWS = 1024
