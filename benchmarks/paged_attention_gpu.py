@@ -39,6 +39,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 MEMORY_SHARE, COMPUTE_SHARE, FIXED_US = 0.60, 0.45, 6.0  # issue 6's bar for a cell
+LEAST_GAIN = 1.3  # over cuDNN at 32 rows, the same
 CELL = ("model", "sequences", "context", "rows")
 GROUP = 4  # cells that are compiled together
 WAITS = "waiting"  # what a child is at that may last: it compiles, or another has the device
@@ -239,7 +240,9 @@ def summary(lines):
             row["gain"] = other["net_us"] / best["net_us"] if best["net_us"] > 0 else None
         rows[cell] = row
     compared = [row["faster"] for row in rows.values() if row["faster"] is not None]
-    of_32 = [row["gain"] for cell, row in rows.items() if cell[3] == 32 and row["gain"]]
+    gains = {cell: row["gain"] for cell, row in rows.items() if cell[3] == 32 and row["gain"]}
+    of_32 = gains.values()
+    short = {"-".join(map(str, cell)): gain for cell, gain in gains.items() if gain < LEAST_GAIN}
     return {
         "cells": len(rows),
         "meet_the_bar": sum(row["passes"] for row in rows.values()),
@@ -247,6 +250,7 @@ def summary(lines):
         "faster_than_cudnn": sum(compared),
         "gain_at_32_rows_median": statistics.median(of_32) if of_32 else None,
         "gain_at_32_rows_least": min(of_32) if of_32 else None,
+        "gain_at_32_rows_too_small": short,
     }
 
 

@@ -127,6 +127,18 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, splits=4, stages=2, unsplit_keys=128),
         {"T": 32, "S": 8, "heads": (12, 2, 64), "by_blocks": True, "window": 70},
     ),
+    "blocks that stay": (
+        mosaic.Tiling(consumers=2, stages=2, resident=3),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
+    ),
+    "blocks that stay, a window": (
+        mosaic.Tiling(consumers=2, stages=3, resident=2),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
+    ),
+    "blocks that stay, wide tiles of small pages": (
+        mosaic.Tiling(keys=128, stages=2, resident=132),
+        {"T": 32, "S": 8, "Z": 16, "C": 9},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -159,6 +171,19 @@ def interpreted(name):
     assert_right_interpreted(tiling, *arguments)
     if tiling.unsplit_keys:
         assert_splits_long_contexts_only(tiling, *arguments)
+    if tiling.resident:
+        assert_the_same_by_a_block_for_each_tile(tiling, *arguments)
+
+
+def assert_the_same_by_a_block_for_each_tile(tiling, data, table, mask):
+    """To the bit."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    tilings = tiling, dataclasses.replace(tiling, resident=0)
+    arguments = *map(jnp.asarray, (*data, table)), jax.tree.map(jnp.asarray, mask)
+    how = {"interpret": plgpu.InterpretGPUParams()}
+    got, want = (np.asarray(mosaic.attention(*arguments, tiling=one, **how)) for one in tilings)
+    assert (got == want).all()
 
 
 def assert_splits_long_contexts_only(tiling, data, table, mask):
@@ -205,6 +230,10 @@ TILINGS = {
     ),
     "wide tiles in turns, merged by XLA": mosaic.Tiling(
         consumers=2, keys=128, stages=2, splits=16, is_cluster=False, ping_pong=True
+    ),
+    "blocks that stay": mosaic.Tiling(consumers=2, stages=2, resident=3),
+    "wide tiles in turns, blocks that stay": mosaic.Tiling(
+        consumers=2, keys=128, stages=2, ping_pong=True, resident=3
     ),
     "chosen": None,
 }
@@ -466,6 +495,24 @@ def test_short_contexts_stay_whole_where_a_cluster_has_rows_for_each_block(setti
     run = functools.partial(mosaic.attention, tiling=tiling)
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, *shapes(1, 32, MODELS["LLaDA2-mini"]))
+
+
+def test_blocks_stay_where_none_shares_keys():
+    tiling = mosaic.Tiling(splits=2, resident=132)
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    with pytest.raises(ValueError, match="splits=2: resident=132 wants keys that no blocks share"):
+        jax.eval_shape(run, *shapes(8, 32, MODELS["LLaDA2-mini"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("model", ["SDAR-1.7B", "LLaDA-8B", "Dream-7B"])
+def test_blocks_that_stay_lower_as_one_kernel(on_hopper, model, consumers, keys):
+    stages = 4 if keys == 64 else 2
+    tiling = mosaic.Tiling(consumers=consumers, keys=keys, stages=stages, resident=132)
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    assert kernels(run, shapes(32, 128, MODELS[model], 8)) == 1
 
 
 @pytest.mark.parametrize(

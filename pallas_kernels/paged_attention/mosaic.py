@@ -64,6 +64,9 @@ class Tiling:
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
+        resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
+            and keys come while one ends. 0: a block for each tile, which is all that
+            `choose_tiling` takes: others were not timed yet.
     """
 
     consumers: int = 1
@@ -74,6 +77,7 @@ class Tiling:
     ping_pong: bool = False
     shares_keys: bool = False
     unsplit_keys: int = 0
+    resident: int = 0
 
     @property
     def row_groups(self) -> int:
@@ -228,6 +232,10 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     blocks = -(-warpgroups // groups)
     if tiling.unsplit_keys:
         _check_unsplit_keys(tiling, G * blocks)
+    if tiling.resident and splits > 1:
+        rule = f"resident={tiling.resident} wants keys that no blocks share"
+        raise ValueError(f"{splits=}: {rule}; use splits=1, shares_keys=False")
+    buffers = groups * 2 if tiling.resident else groups
     if is_cluster and (splits > _MAX_CLUSTER or splits & (splits - 1)):
         raise ValueError(f"{splits=} is no cluster; use a power of two up to {_MAX_CLUSTER}")
     if max(keys, Z) % min(keys, Z):
@@ -243,10 +251,10 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
     loads = keys // min(keys, Z, math.gcd(T, keys))  # boxes of the smallest kind in a tile
     scratch = {
-        "rows": plgpu.SMEM((groups, ROWS, H), q.dtype, transforms=swizzled),
+        "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=swizzled),
         "k_ring": ring,
         "v_ring": ring,
-        "rows_in": plgpu.Barrier(num_barriers=groups, num_arrivals=ROWS // chunk),
+        "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
         "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
         "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
         "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=groups),
@@ -265,6 +273,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         )
     if interpret is not None:
         scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), q.dtype, transforms=swizzled)
+    stay = min(B * G * blocks, tiling.resident)
     operands = [*fresh, *pools, page_table, numbers, *(() if bits is None else (bits,))]
     body = functools.partial(
         attend,
@@ -274,8 +283,11 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         window=window,
         tiling=tiling,
         chunk=chunk,
+        places=(B * G * blocks, blocks, stay),
     )
     grid = {"sequence": B * G, "split": splits, "block": blocks}
+    if tiling.resident:
+        grid = {"block": stay}
     cluster = {"split": grid.pop("split")} if is_cluster else {}
     out = plgpu.kernel(
         body,
