@@ -8,6 +8,7 @@ its own.
 
 import dataclasses
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -135,6 +136,11 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, stages=3, resident=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
     ),
+    "a block that stays, one tile in flight": (
+        mosaic.Tiling(stages=1, resident=1),
+        {"T": 16, "S": 4, "heads": (2, 1, 64), "C": 2, "by_blocks": True, "rows": 3},
+    ),
+    "blocks that stay, one consumer": (mosaic.Tiling(stages=3, resident=4), {"T": 32, "S": 8}),
     "blocks that stay, wide tiles of small pages": (
         mosaic.Tiling(keys=128, stages=2, resident=132),
         {"T": 32, "S": 8, "Z": 16, "C": 9},
@@ -243,7 +249,9 @@ def checked(tiling, feature):
     """The tiling of a name for the GPU test, as shared memory holds it."""
     chosen = TILINGS[tiling]
     if feature == "wide heads" and chosen is not None:
-        return dataclasses.replace(chosen, keys=64, stages=2)
+        # Rows of two warpgroups have 128 KB where they have two buffers.
+        consumers = 1 if chosen.resident else chosen.consumers
+        return dataclasses.replace(chosen, keys=64, stages=2, consumers=consumers)
     return chosen
 
 
@@ -289,8 +297,10 @@ def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()
 
 def lowered(function, arguments):
     """A function's program for an H200, as text."""
+    # A function of its own: JAX keeps what it traced of `function` where the GPU was another.
+    anew = lambda *arguments: function(*arguments)  # noqa: E731
     with jax.sharding.use_abstract_mesh(H200):
-        program = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        program = jax.jit(anew).trace(*arguments).lower(lowering_platforms=("cuda",))
     return program.as_text()
 
 
@@ -430,6 +440,7 @@ def test_tilings_are_what_a_gpu_can_run(B, T):
             tiling = mosaic.choose_tiling(q, pool, table)
             tiles = C * 64 // tiling.keys + -(-T // tiling.keys)
             assert 1 <= tiling.splits <= tiles
+            assert tiling.resident == 0  # never timed
             assert not tiling.is_cluster or tiling.splits in (1, 2, 4, 8)
             assert 2 <= tiling.stages <= 6
             assert not tiling.shares_keys or (tiling.stages % 2 == 0 and B == 1)
@@ -497,11 +508,35 @@ def test_short_contexts_stay_whole_where_a_cluster_has_rows_for_each_block(setti
         jax.eval_shape(run, *shapes(1, 32, MODELS["LLaDA2-mini"]))
 
 
-def test_blocks_stay_where_none_shares_keys():
-    tiling = mosaic.Tiling(splits=2, resident=132)
-    run = functools.partial(mosaic.attention, tiling=tiling)
-    with pytest.raises(ValueError, match="splits=2: resident=132 wants keys that no blocks share"):
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"splits": 2}, "splits=2, .*: resident=3 wants keys that no .* share; use splits=1, "),
+        ({"consumers": 2, "shares_keys": True}, "shares_keys=True, .*; use .*shares_keys=False"),
+        ({"unsplit_keys": 64}, "unsplit_keys=64: .*; use .*unsplit_keys=0"),
+        ({"resident": -1}, "resident=-1 wants to be a number of blocks; use resident=0"),
+        ({"ping_pong": True, "stages": 1}, "stages=1: ping_pong wants 2 tiles.*; use stages=2"),
+    ],
+)
+def test_blocks_stay_where_none_shares_keys(settings, match):
+    run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(**({"resident": 3} | settings)))
+    with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, *shapes(8, 32, MODELS["LLaDA2-mini"]))
+
+
+@pytest.mark.parametrize(("resident", "blocks"), [(0, 128), (3, 3), (132, 128)])
+def test_as_many_blocks_stay_as_are_asked_for_or_have_a_tile(monkeypatch, resident, blocks):
+    grids = []
+    real = mosaic.plgpu.kernel
+    told = lambda *a, **k: grids.append(math.prod(k["grid"])) or real(*a, **k)  # noqa: E731
+    monkeypatch.setattr(mosaic.plgpu, "kernel", told)
+    q, k, v, *pools, table, _ = shapes(8, 128, MODELS["SDAR-1.7B"])
+    numbers = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    tiling = mosaic.Tiling(consumers=2, resident=resident)
+    settings = {"block_size": 32, "window": None, "tiling": tiling, "interpret": None}
+    run = functools.partial(mosaic._run.__wrapped__, **settings)
+    jax.eval_shape(run, (q, k, v), pools, table, numbers, None)
+    assert grids == [blocks]
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ class Tiling:
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
-            and keys come while one ends. 0: a block for each tile, which is all that
-            `choose_tiling` takes: others were not timed yet.
+            and keys come while one ends; rows take twice the shared memory. 0: a block for each
+            tile, which is all that `choose_tiling` takes: others never ran on a GPU yet.
     """
 
     consumers: int = 1
@@ -226,15 +226,16 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     is_cluster = splits > 1 and tiling.is_cluster
     consumers = tiling.consumers if tiling.shares_keys else min(tiling.consumers, warpgroups)
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
+    if tiling.resident:
+        _check_resident(tiling)
+    if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left
+        raise ValueError(f"stages={tiling.stages}: ping_pong wants 2 tiles in flight; use stages=2")
     if tiling.shares_keys:
         _check_shares_keys(tiling, H)
     groups = tiling.row_groups
     blocks = -(-warpgroups // groups)
     if tiling.unsplit_keys:
         _check_unsplit_keys(tiling, G * blocks)
-    if tiling.resident and splits > 1:
-        rule = f"resident={tiling.resident} wants keys that no blocks share"
-        raise ValueError(f"{splits=}: {rule}; use splits=1, shares_keys=False")
     buffers = groups * 2 if tiling.resident else groups
     if is_cluster and (splits > _MAX_CLUSTER or splits & (splits - 1)):
         raise ValueError(f"{splits=} is no cluster; use a power of two up to {_MAX_CLUSTER}")
@@ -308,6 +309,19 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     rows = _merge(*out).astype(q.dtype)[:, : n * T]
     rows = rows.reshape(B, G, T // chunk, n, chunk, H)
     return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
+
+
+def _check_resident(tiling):
+    """Refuse what blocks that take rows in turns cannot do."""
+    rule = f"resident={tiling.resident} wants"
+    if tiling.resident < 0:
+        raise ValueError(f"{rule} to be a number of blocks; use resident=0 for a block a tile")
+    if tiling.splits > 1 or tiling.shares_keys or tiling.unsplit_keys:
+        raise ValueError(
+            f"splits={tiling.splits}, shares_keys={tiling.shares_keys}, unsplit_keys="
+            f"{tiling.unsplit_keys}: {rule} keys that no blocks and no warpgroups share; use "
+            "splits=1, shares_keys=False, unsplit_keys=0"
+        )
 
 
 def _check_shares_keys(tiling, head_size):

@@ -27,7 +27,8 @@ class Work:
         cached_tiles, skipped: Tiles of the context from `skipped` on, then come the window's own.
         fresh_first: First of the window's own.
         low, high: Its share of them all.
-        before: Tiles of earlier rows that went through the ring; None where rows do not take turns.
+        before: Tiles of keys that went through the ring for earlier rows; None where rows do not
+            take turns.
         cached: Where the cached ones begin, where rows begin to differ, where they end.
         fresh: The same of the window's own, those that every row sees first.
     """
@@ -185,7 +186,7 @@ def turns_of(work, warpgroup, from_, to):
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
-    """What the warpgroup that loads does: the tiles of this block's work, in order."""
+    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last."""
     keys, stages = tiling.keys, tiling.stages
     T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
     piece = math.gcd(T, keys)  # fresh keys of a box
