@@ -105,6 +105,7 @@ def checked_forms(interpreted=False):
         "1 x2": mosaic.Tiling(splits=2),
         "1 x8": mosaic.Tiling(splits=8),
         "2 x4": mosaic.Tiling(consumers=2, splits=4),
+        "2 r3": mosaic.Tiling(consumers=2, resident=3),
     }
     return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()} | {
         "triton": triton.attention
