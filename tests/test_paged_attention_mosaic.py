@@ -179,6 +179,15 @@ def interpreted(name):
         assert_splits_long_contexts_only(tiling, *arguments)
     if tiling.resident:
         assert_the_same_by_a_block_for_each_tile(tiling, *arguments)
+        assert_right_interpreted(tiling, *backwards(*arguments))
+
+
+def backwards(data, table, mask):
+    """The sequences in the other order: the one without a live row comes first."""
+    flip = lambda x: x if x is None else np.flip(x, 0)  # noqa: E731
+    names = ("cell", "start", "live", "context_len", "visible", "causal")
+    mask = mask.replace(**{name: flip(getattr(mask, name)) for name in names})
+    return [*map(flip, data[:3]), *data[3:]], flip(table), mask
 
 
 def assert_the_same_by_a_block_for_each_tile(tiling, data, table, mask):
