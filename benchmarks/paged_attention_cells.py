@@ -55,10 +55,10 @@ _GRID = {
     "wide": _EVEN,
 }
 _FEW = "1 x1, 1 x2, 1 x4, 1 x8, 2 x2, 2 x4, 2 x8, 1 x2 k128, 1 x4 k128, 2 x2 pp"
-_MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp"
+_MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp, 1 r132, 2 r132, 2 k128 pp r132"
 _LONG = "1 x4, 1 x8, 1 x8 xla, 1 x16 xla, 1 x32 xla, 1 x8 k128 xla, 1 x16 k128 xla"
 _RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2"
-TUNED = {  # cell -> tilings of the Mosaic form: consumers, splits, keys, ping-pong
+TUNED = {  # cell -> Mosaic tilings: consumers, splits, keys, ping-pong, blocks that stay
     ("SDAR-1.7B", 1, 512, 128): _FEW,
     ("SDAR-1.7B", 1, 512, 32): "1 x1, 1 x2, 1 x4, 1 x8, 1 x2 k128, 1 x4 k128, 1 x4 xla",
     ("SDAR-1.7B", 32, 512, 128): _MANY,
@@ -71,7 +71,7 @@ TUNED = {  # cell -> tilings of the Mosaic form: consumers, splits, keys, ping-p
     ("SDAR-8B", 32, "ragged", 32): _RAGGED,
     ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
     ("LLaDA-8B", 8, "ragged", 4): "",
-    ("LLaDA-8B", 32, 1024, 32): "1, 1 k128",
+    ("LLaDA-8B", 32, 1024, 32): "1, 1 k128, 1 r132, 1 k128 r132",
 }
 PARTS = {
     "tune": list(TUNED),
@@ -105,6 +105,7 @@ def checked_forms(interpreted=False):
         "1 x2": mosaic.Tiling(splits=2),
         "1 x8": mosaic.Tiling(splits=8),
         "2 x4": mosaic.Tiling(consumers=2, splits=4),
+        "2 r3": mosaic.Tiling(consumers=2, resident=3),
     }
     return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()} | {
         "triton": triton.attention
@@ -260,7 +261,7 @@ def forms(drawn, part, only):
 
 
 def tiling_of(name, head):
-    """The tiling of a name: consumers, then splits, keys, who merges, ping-pong."""
+    """The tiling of a name: consumers, then splits, keys, merge, ping-pong, blocks that stay."""
     consumers, *rest = name.split()
     sizes = {one[0]: int(one[1:]) for one in rest if one[1:].isdigit()}
     keys = sizes.get("k", 64)
@@ -271,6 +272,7 @@ def tiling_of(name, head):
         splits=sizes.get("x", 1),
         is_cluster="xla" not in rest,
         ping_pong="pp" in rest,
+        resident=sizes.get("r", 0),
     )
 
 

@@ -8,6 +8,7 @@ its own.
 
 import dataclasses
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -127,6 +128,23 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, splits=4, stages=2, unsplit_keys=128),
         {"T": 32, "S": 8, "heads": (12, 2, 64), "by_blocks": True, "window": 70},
     ),
+    "blocks that stay": (
+        mosaic.Tiling(consumers=2, stages=2, resident=3),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
+    ),
+    "blocks that stay, a window": (
+        mosaic.Tiling(consumers=2, stages=3, resident=2),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
+    ),
+    "a block that stays, one tile in flight": (
+        mosaic.Tiling(stages=1, resident=1),
+        {"T": 16, "S": 4, "heads": (2, 1, 64), "C": 2, "by_blocks": True, "rows": 3},
+    ),
+    "blocks that stay, one consumer": (mosaic.Tiling(stages=3, resident=4), {"T": 32, "S": 8}),
+    "blocks that stay, wide tiles of small pages": (
+        mosaic.Tiling(keys=128, stages=2, resident=132),
+        {"T": 32, "S": 8, "Z": 16, "C": 9},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -159,6 +177,28 @@ def interpreted(name):
     assert_right_interpreted(tiling, *arguments)
     if tiling.unsplit_keys:
         assert_splits_long_contexts_only(tiling, *arguments)
+    if tiling.resident:
+        assert_the_same_by_a_block_for_each_tile(tiling, *arguments)
+        assert_right_interpreted(tiling, *backwards(*arguments))
+
+
+def backwards(data, table, mask):
+    """The sequences in the other order: the one without a live row comes first."""
+    flip = lambda x: x if x is None else np.flip(x, 0)  # noqa: E731
+    names = ("cell", "start", "live", "context_len", "visible", "causal")
+    mask = mask.replace(**{name: flip(getattr(mask, name)) for name in names})
+    return [*map(flip, data[:3]), *data[3:]], flip(table), mask
+
+
+def assert_the_same_by_a_block_for_each_tile(tiling, data, table, mask):
+    """To the bit."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    tilings = tiling, dataclasses.replace(tiling, resident=0)
+    arguments = *map(jnp.asarray, (*data, table)), jax.tree.map(jnp.asarray, mask)
+    how = {"interpret": plgpu.InterpretGPUParams()}
+    got, want = (np.asarray(mosaic.attention(*arguments, tiling=one, **how)) for one in tilings)
+    assert (got == want).all()
 
 
 def assert_splits_long_contexts_only(tiling, data, table, mask):
@@ -206,6 +246,10 @@ TILINGS = {
     "wide tiles in turns, merged by XLA": mosaic.Tiling(
         consumers=2, keys=128, stages=2, splits=16, is_cluster=False, ping_pong=True
     ),
+    "blocks that stay": mosaic.Tiling(consumers=2, stages=2, resident=3),
+    "wide tiles in turns, blocks that stay": mosaic.Tiling(
+        consumers=2, keys=128, stages=2, ping_pong=True, resident=3
+    ),
     "chosen": None,
 }
 
@@ -214,7 +258,9 @@ def checked(tiling, feature):
     """The tiling of a name for the GPU test, as shared memory holds it."""
     chosen = TILINGS[tiling]
     if feature == "wide heads" and chosen is not None:
-        return dataclasses.replace(chosen, keys=64, stages=2)
+        # Rows of two warpgroups have 128 KB where they have two buffers.
+        consumers = 1 if chosen.resident else chosen.consumers
+        return dataclasses.replace(chosen, keys=64, stages=2, consumers=consumers)
     return chosen
 
 
@@ -403,6 +449,7 @@ def test_tilings_are_what_a_gpu_can_run(B, T):
             tiling = mosaic.choose_tiling(q, pool, table)
             tiles = C * 64 // tiling.keys + -(-T // tiling.keys)
             assert 1 <= tiling.splits <= tiles
+            assert tiling.resident == 0  # never timed
             assert not tiling.is_cluster or tiling.splits in (1, 2, 4, 8)
             assert 2 <= tiling.stages <= 6
             assert not tiling.shares_keys or (tiling.stages % 2 == 0 and B == 1)
@@ -470,11 +517,46 @@ def test_short_contexts_stay_whole_where_a_cluster_has_rows_for_each_block(setti
         jax.eval_shape(run, *shapes(1, 32, MODELS["LLaDA2-mini"]))
 
 
-def test_two_warpgroups_in_turns_want_two_tiles_in_flight():
-    tiling = mosaic.Tiling(consumers=2, ping_pong=True, stages=1)
-    run = functools.partial(mosaic.attention, tiling=tiling)
-    with pytest.raises(ValueError, match=r"stages=1: ping_pong wants 2 tiles.*; use stages=2"):
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"splits": 2}, "splits=2, .*: resident=3 wants keys that no .* share; use splits=1, "),
+        ({"consumers": 2, "shares_keys": True}, "shares_keys=True, .*; use .*shares_keys=False"),
+        ({"unsplit_keys": 64}, "unsplit_keys=64: .*; use .*unsplit_keys=0"),
+        ({"resident": -1}, "resident=-1 wants to be a number of blocks; use resident=0"),
+        ({"ping_pong": True, "stages": 1}, "stages=1: ping_pong wants 2 tiles.*; use stages=2"),
+    ],
+)
+def test_blocks_stay_where_none_shares_keys(settings, match):
+    run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(**({"resident": 3} | settings)))
+    with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, *shapes(8, 32, MODELS["LLaDA2-mini"]))
+
+
+@pytest.mark.parametrize(("resident", "blocks"), [(0, 128), (3, 3), (132, 128)])
+def test_as_many_blocks_stay_as_are_asked_for_or_have_a_tile(monkeypatch, resident, blocks):
+    grids = []
+    real = mosaic.plgpu.kernel
+    told = lambda *a, **k: grids.append(math.prod(k["grid"])) or real(*a, **k)  # noqa: E731
+    monkeypatch.setattr(mosaic.plgpu, "kernel", told)
+    q, k, v, *pools, table, _ = shapes(8, 128, MODELS["SDAR-1.7B"])
+    numbers = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    tiling = mosaic.Tiling(consumers=2, resident=resident)
+    settings = {"block_size": 32, "window": None, "tiling": tiling, "interpret": None}
+    run = functools.partial(mosaic._run.__wrapped__, **settings)
+    jax.eval_shape(run, (q, k, v), pools, table, numbers, None)
+    assert grids == [blocks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("model", ["SDAR-1.7B", "LLaDA-8B", "Dream-7B"])
+def test_blocks_that_stay_lower_as_one_kernel(on_hopper, model, consumers, keys):
+    stages = 4 if keys == 64 else 2
+    tiling = mosaic.Tiling(consumers=consumers, keys=keys, stages=stages, resident=132)
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    assert kernels(run, shapes(32, 128, MODELS[model], 8)) == 1
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ class Tiling:
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
+        resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
+            and keys come while one ends; rows take twice the shared memory. 0: a block for each
+            tile, which is all that `choose_tiling` takes: others never ran on a GPU yet.
     """
 
     consumers: int = 1
@@ -74,6 +77,7 @@ class Tiling:
     ping_pong: bool = False
     shares_keys: bool = False
     unsplit_keys: int = 0
+    resident: int = 0
 
     @property
     def row_groups(self) -> int:
@@ -222,6 +226,8 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     is_cluster = splits > 1 and tiling.is_cluster
     consumers = tiling.consumers if tiling.shares_keys else min(tiling.consumers, warpgroups)
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
+    if tiling.resident:
+        _check_resident(tiling)
     if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left
         raise ValueError(f"stages={tiling.stages}: ping_pong wants 2 tiles in flight; use stages=2")
     if tiling.shares_keys:
@@ -230,6 +236,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     blocks = -(-warpgroups // groups)
     if tiling.unsplit_keys:
         _check_unsplit_keys(tiling, G * blocks)
+    buffers = groups * 2 if tiling.resident else groups
     if is_cluster and (splits > _MAX_CLUSTER or splits & (splits - 1)):
         raise ValueError(f"{splits=} is no cluster; use a power of two up to {_MAX_CLUSTER}")
     if max(keys, Z) % min(keys, Z):
@@ -245,10 +252,10 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
     loads = keys // min(keys, Z, math.gcd(T, keys))  # boxes of the smallest kind in a tile
     scratch = {
-        "rows": plgpu.SMEM((groups, ROWS, H), q.dtype, transforms=swizzled),
+        "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=swizzled),
         "k_ring": ring,
         "v_ring": ring,
-        "rows_in": plgpu.Barrier(num_barriers=groups, num_arrivals=ROWS // chunk),
+        "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
         "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
         "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
         "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=groups),
@@ -267,6 +274,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         )
     if interpret is not None:
         scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), q.dtype, transforms=swizzled)
+    stay = min(B * G * blocks, tiling.resident)
     operands = [*fresh, *pools, page_table, numbers, *(() if bits is None else (bits,))]
     body = functools.partial(
         attend,
@@ -276,8 +284,11 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         window=window,
         tiling=tiling,
         chunk=chunk,
+        places=(B * G * blocks, blocks, stay),
     )
     grid = {"sequence": B * G, "split": splits, "block": blocks}
+    if tiling.resident:
+        grid = {"block": stay}
     cluster = {"split": grid.pop("split")} if is_cluster else {}
     out = plgpu.kernel(
         body,
@@ -298,6 +309,19 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     rows = _merge(*out).astype(q.dtype)[:, : n * T]
     rows = rows.reshape(B, G, T // chunk, n, chunk, H)
     return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
+
+
+def _check_resident(tiling):
+    """Refuse what blocks that take rows in turns cannot do."""
+    rule = f"resident={tiling.resident} wants"
+    if tiling.resident < 0:
+        raise ValueError(f"{rule} to be a number of blocks; use resident=0 for a block a tile")
+    if tiling.splits > 1 or tiling.shares_keys or tiling.unsplit_keys:
+        raise ValueError(
+            f"splits={tiling.splits}, shares_keys={tiling.shares_keys}, unsplit_keys="
+            f"{tiling.unsplit_keys}: {rule} keys that no blocks and no warpgroups share; use "
+            "splits=1, shares_keys=False, unsplit_keys=0"
+        )
 
 
 def _check_shares_keys(tiling, head_size):

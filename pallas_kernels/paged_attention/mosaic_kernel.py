@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.mosaic_merge import merged
 from pallas_kernels.paged_attention.mosaic_tiles import (
     ROWS,
+    drain,
     load,
     page_of,
     slot_of,
@@ -28,41 +29,117 @@ _FAR = 1 << 29  # beyond every position
 _LOG2_E = 1.4426950408889634
 
 
-def attend(*refs, num_operands, names, block_size, window, tiling, chunk):
-    """One block of threads: a tile of rows of a KV head, over its share of the keys."""
+def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places):
+    """A block of threads: a tile of rows of a KV head, over its share of the keys.
+
+    With `tiling.resident` several such tiles, one behind another; `places` says which.
+    """
     q, k, v, k_pages, v_pages, table, numbers, *bits = refs[:num_operands]
     results = refs[num_operands : len(refs) - len(names)]
     scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
-    work = work_of(
-        q.shape,
-        k_pages.shape,
-        numbers,
-        has_bits=bool(bits),
-        block_size=block_size,
-        window=window,
-        tiling=tiling,
-        chunk=chunk,
+    settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
+    work_at = functools.partial(
+        work_of, q.shape, k_pages.shape, numbers, has_bits=bool(bits), **settings
     )
+    work = None
+    if not tiling.resident:
+        block = jax.lax.axis_index("block")
+        split = jax.lax.axis_index("split") if tiling.splits > 1 else whole(0)
+        work = work_at((jax.lax.axis_index("sequence"), split, block))
     warpgroup = jax.lax.axis_index("warpgroup")
+
+    def bring(work):
+        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
+
+    def compute(work, turn=None, following=None):
+        operands = (q, k_pages.shape, table, bits, results, scratch)
+        _compute(work, warpgroup, *operands, turn=turn, following=following, **settings)
+
+    if work is None:
+        _attend_in_turns(work_at, warpgroup, bring, compute, scratch, tiling, places)
+        return
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
+        bring(work)
+        drain(work.low, work.high, scratch, tiling)
 
     computes = warpgroup < tiling.consumers
 
     @pl.when(computes if work.is_spare is None else computes & ~work.is_spare)
     def _():
-        settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
-        _compute(work, warpgroup, q, k_pages.shape, table, bits, results, scratch, **settings)
+        plgpu.set_max_registers(_registers(tiling), action="increase")
+        compute(work)
+
+
+def _attend_in_turns(work_at, warpgroup, bring, compute, scratch, tiling, places):
+    """Every `stay`-th tile of rows: while one is computed, the next one's rows and keys come."""
+    tiles, blocks, stay = places
+    first = jax.lax.axis_index("block")
+    turns = jax.lax.div(tiles - first + (stay - 1), whole(stay))
+
+    def work_in(turn, before=None):
+        tile = jnp.minimum(first + turn * stay, tiles - 1)  # behind the last comes none
+        sequence, block = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
+        return work_at((sequence, whole(0), block), before)
+
+    @pl.when(warpgroup == tiling.consumers)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def one(turn, before):
+            work = work_in(turn, before)
+            bring(work)
+            return before + (work.high - work.low)
+
+        count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
+        drain(whole(0), count, scratch, tiling)
+
+    @pl.when(warpgroup < tiling.consumers)
+    def _():
+        plgpu.set_max_registers(_registers(tiling), action="increase")
+
+        def one(turn, before):
+            work = work_in(turn, before)
+            following = turn + 1 < turns, work_in(turn + 1)
+            compute(work, turn, following)
+            return before + (work.high - work.low)
+
+        jax.lax.fori_loop(whole(0), turns, one, whole(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _registers(tiling):
+    """Of each thread that computes."""
+    return 232 if tiling.consumers == 2 else 208
 
 
 def _compute(
-    work, warpgroup, q, pool, table, bits, results, scratch, *, block_size, window, tiling, chunk
+    work,
+    warpgroup,
+    q,
+    pool,
+    table,
+    bits,
+    results,
+    scratch,
+    *,
+    turn,
+    following,
+    block_size,
+    window,
+    tiling,
+    chunk,
 ):
-    """A warpgroup's rows: attention over its tiles, the merge of a cluster's parts, the result."""
-    consumers, keys, splits = tiling.consumers, tiling.keys, tiling.splits
+    """A warpgroup's rows: attention over its tiles, the merge of a cluster's parts, the result.
+
+    Args:
+        turn: Where blocks stay, how many tiles of rows this one had before; rows have two buffers
+            then, and a result leaves from the one that its rows came to.
+        following: Then, whether there is another tile of rows, and its work.
+    """
+    keys, splits = tiling.keys, tiling.splits
     _, T, N, H = q.shape
     G, Z = pool[1:3]
     n = N // G
@@ -71,14 +148,14 @@ def _compute(
     per_warpgroup = ROWS // chunk
     unit_0, units, cell_0 = work.unit_0, work.units, work.cell_0
     start, first, end, causal = work.start, work.first, work.end, work.causal
-    plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
     group = whole(0) if tiling.shares_keys else warpgroup
-    mine = scratch["rows"].at[group]
+    buffer = group if turn is None else group + (turn & 1) * tiling.row_groups
+    mine = scratch["rows"].at[buffer]
     unit = unit_0 + group * per_warpgroup
 
-    def box_of(array, i, columns=None):
+    def box_of(array, i, columns=None, work=work, unit=unit):
         """Unit i of this warpgroup in an array like the queries."""
         one = jnp.minimum(unit + i, units - 1)
         token = jax.lax.div(one, whole(n)) * chunk
@@ -92,12 +169,23 @@ def _compute(
     def unit_rows(ref, i):
         return ref.at[pl.ds(i * chunk, chunk)] if per_warpgroup > 1 else ref
 
-    arrived = scratch["rows_in"].at[group]
+    arrived = scratch["rows_in"].at[buffer]
 
-    @pl.when(work.is_used & (group == warpgroup))
-    def _():
+    def ask_for_rows(work, unit, buffer):
         for i in range(per_warpgroup):
-            plgpu.copy_gmem_to_smem(box_of(q, i), unit_rows(mine, i), arrived)
+            rows, there = scratch["rows"].at[buffer], scratch["rows_in"].at[buffer]
+            plgpu.copy_gmem_to_smem(box_of(q, i, None, work, unit), unit_rows(rows, i), there)
+
+    if turn is None:
+        asks = work.is_used & (group == warpgroup)
+        pl.when(asks)(lambda: ask_for_rows(work, unit, buffer))
+    else:
+        is_there, then = following
+        unit_then = then.unit_0 + group * per_warpgroup
+        other = group + ((turn + 1) & 1) * tiling.row_groups
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result has left
+        pl.when(turn == 0)(lambda: ask_for_rows(work, unit, buffer))
+        pl.when(is_there)(lambda: ask_for_rows(then, unit_then, other))
 
     # Of each row: its cell, and the last keys that it sees.
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
@@ -209,7 +297,10 @@ def _compute(
         step = lambda turn, carry: look(first + 2 * turn, carry, sees)  # noqa: E731
         return jax.lax.fori_loop(whole(0), count, step, carry)
 
-    pl.when(work.is_used)(lambda: plgpu.barrier_wait(arrived))
+    if turn is None:
+        pl.when(work.is_used)(lambda: plgpu.barrier_wait(arrived))
+    else:
+        plgpu.barrier_wait(arrived)
     if takes_turns:
         pl.when(warpgroup == 1)(pass_turn)
     carry = (
@@ -243,7 +334,8 @@ def _compute(
             def _(i=i):
                 plgpu.copy_smem_to_gmem(unit_rows(staged, i), box_of(results[0], i, columns))
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
+        if turn is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
 
     def store_whole():
         mine[...] = mean.astype(q.dtype)

@@ -27,6 +27,8 @@ class Work:
         cached_tiles, skipped: Tiles of the context from `skipped` on, then come the window's own.
         fresh_first: First of the window's own.
         low, high: Its share of them all.
+        before: Tiles of keys that went through the ring for earlier rows; None where rows do not
+            take turns.
         cached: Where the cached ones begin, where rows begin to differ, where they end.
         fresh: The same of the window's own, those that every row sees first.
     """
@@ -51,19 +53,25 @@ class Work:
     fresh_first: Array
     low: Array
     high: Array
+    before: Array | None
     cached: tuple[Array, Array, Array]
     fresh: tuple[Array, Array, Array]
 
 
-def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk) -> Work:
-    """The work of this block of threads; `shape` of the queries and `pool` of the keys."""
+def work_of(
+    shape, pool, numbers, place, before=None, *, has_bits, block_size, window, tiling, chunk
+) -> Work:
+    """The work of a block of threads; `shape` of the queries and `pool` of the keys.
+
+    Args:
+        place: Sequence and KV head as one number, share of the keys, tile of rows.
+        before: As in `Work`.
+    """
     keys, splits = tiling.keys, tiling.splits
     _, T, N, _ = shape
     G = pool[1]
     n = N // G
-    block = jax.lax.axis_index("block")
-    split = jax.lax.axis_index("split") if splits > 1 else whole(0)
-    sequence = jax.lax.axis_index("sequence")
+    sequence, split, block = place
     slot, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
     facts = (numbers[slot, i] for i in range(8))
     start, first, end, context_len, unmasked, causal, cell_0, b = facts
@@ -145,6 +153,7 @@ def work_of(shape, pool, numbers, *, has_bits, block_size, window, tiling, chunk
         fresh_first=fresh_first,
         low=low,
         high=high,
+        before=before,
         cached=(cached_low, middle, cached_high),
         fresh=(fresh_low, fresh_middle, fresh_high),
     )
@@ -161,7 +170,13 @@ def page_of(work, table, keys, page_size, i, part):
 
 def slot_of(work, tiling, i):
     """Buffer of the ring that tile i is in."""
-    return jax.lax.rem(i - work.low, whole(tiling.stages))
+    return jax.lax.rem(_order_of(work, i), whole(tiling.stages))
+
+
+def _order_of(work, i):
+    """How many tiles went through the ring before tile i."""
+    order = i - work.low
+    return order if work.before is None else order + work.before
 
 
 def turns_of(work, warpgroup, from_, to):
@@ -171,7 +186,7 @@ def turns_of(work, warpgroup, from_, to):
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
-    """What the warpgroup that loads does: the tiles of this block's work, in order."""
+    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last."""
     keys, stages = tiling.keys, tiling.stages
     T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
     piece = math.gcd(T, keys)  # fresh keys of a box
@@ -184,7 +199,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
         """Load a tile of keys and one of values, box by box, when their buffers are free."""
         slot = slot_of(work, tiling, i)
 
-        @pl.when(i - work.low >= stages)
+        @pl.when(_order_of(work, i) >= stages)
         def _():
             plgpu.barrier_wait(scratch["used"].at[slot])
 
@@ -220,10 +235,14 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
     jax.lax.fori_loop(work.cached[0], work.cached[2], cached, None)
     jax.lax.fori_loop(work.fresh[0], work.fresh[2], fresh, None)
 
-    def drain(i, _):
-        plgpu.barrier_wait(scratch["used"].at[slot_of(work, tiling, i)])
 
-    jax.lax.fori_loop(jnp.maximum(work.high - stages, work.low), work.high, drain, None)
+def drain(low, high, scratch, tiling):
+    """Wait until the last tiles of [low, high) are used: a block must not end before."""
+
+    def wait(i, _):
+        plgpu.barrier_wait(scratch["used"].at[jax.lax.rem(i - low, whole(tiling.stages))])
+
+    jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, wait, None)
 
 
 def whole(x) -> Array:
