@@ -56,8 +56,11 @@ _GRID = {
 }
 _FEW = "1 x1, 1 x2, 1 x4, 1 x8, 2 x2, 2 x4, 2 x8, 1 x2 k128, 1 x4 k128, 2 x2 pp"
 _MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp, 1 r132, 2 r132, 2 k128 pp r132"
+_MANY_ROWS = "1, 2, 2 k128 pp, 1 r132, 2 r132, 2 k128 pp r132"
+_ONE = "1, 1 k128, 1 r132, 1 k128 r132, 1 s2 r132, 1 s3 r132"
+_TWO = "2, 2 pp, 2 k128 pp, 2 r132, 2 pp r132, 2 k128 pp r132"
 _LONG = "1 x4, 1 x8, 1 x8 xla, 1 x16 xla, 1 x32 xla, 1 x8 k128 xla, 1 x16 k128 xla"
-_RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2"
+_RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2, 2 r132, 2 k128 r132"
 TUNED = {  # cell -> Mosaic tilings: consumers, splits, keys, ping-pong, blocks that stay
     ("SDAR-1.7B", 1, 512, 128): _FEW,
     ("SDAR-1.7B", 1, 512, 32): "1 x1, 1 x2, 1 x4, 1 x8, 1 x2 k128, 1 x4 k128, 1 x4 xla",
@@ -71,7 +74,22 @@ TUNED = {  # cell -> Mosaic tilings: consumers, splits, keys, ping-pong, blocks 
     ("SDAR-8B", 32, "ragged", 32): _RAGGED,
     ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
     ("LLaDA-8B", 8, "ragged", 4): "",
-    ("LLaDA-8B", 32, 1024, 32): "1, 1 k128, 1 r132, 1 k128 r132",
+    ("LLaDA-8B", 32, 1024, 32): "1, 1 k128, 1 r132, 1 k128 r132, 1 s3, 1 s2 r132, 1 s2 r264",
+    ("LLaDA-8B", 32, 1024, 128): _MANY_ROWS,
+    ("LLaDA-8B", 128, 1024, 128): _MANY_ROWS,
+    ("LLaDA2-mini", 32, 1024, 128): _MANY_ROWS,
+    ("LLaDA2-mini", 128, 1024, 128): _MANY_ROWS,
+    ("SDAR-8B", 8, 8192, 128): _MANY_ROWS,
+    ("Dream-7B", 8, 8192, 128): _MANY_ROWS,
+    ("wide", 8, 8192, 128): "1, 2, 1 r132",
+    ("SDAR-1.7B", 32, 1024, 32): _ONE,
+    ("SDAR-1.7B", 32, "ragged", 32): _ONE,
+    ("LLaDA-8B", 32, "ragged", 32): _ONE,
+    ("SDAR-8B", 32, 1024, 32): _TWO,
+    ("LLaDA2-mini", 32, 1024, 32): _TWO,
+    ("SDAR-1.7B", 32, "ragged", 128): _TWO,
+    ("SDAR-1.7B", 32, 1024, 128): _TWO,
+    ("SDAR-1.7B", 16, 1024, 128): _TWO,
 }
 PARTS = {
     "tune": list(TUNED),
@@ -268,7 +286,7 @@ def tiling_of(name, head):
     return mosaic.Tiling(
         consumers=int(consumers),
         keys=keys,
-        stages=min(6, mosaic._RING_BYTES // (keys * head * 4)),
+        stages=sizes.get("s", min(6, mosaic._RING_BYTES // (keys * head * 4))),
         splits=sizes.get("x", 1),
         is_cluster="xla" not in rest,
         ping_pong="pp" in rest,
