@@ -159,10 +159,8 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
         for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
-            programs = B * G * -(-warpgroups // consumers)
-            stays = splits == 1 and programs > _MULTIPROCESSORS and H <= 128
             # Wide tiles want many of them, and two of theirs in flight.
-            keys = 128 if (stays or tiles >= _WIDE * splits) and H <= 128 else 64
+            keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
             tiling = Tiling(
                 consumers=consumers,
                 keys=keys,
@@ -170,7 +168,6 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 splits=splits,
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
-                resident=_MULTIPROCESSORS if stays else 0,
             )
             if is_cluster and splits > 1 and not _holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.

@@ -74,20 +74,13 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
 
 
 def _attend_in_turns(work_at, warpgroup, bring, compute, scratch, tiling, places):
-    """Tiles of rows, a share of them: while one is computed, the next one's rows and keys come.
-
-    The longest contexts come first, so blocks take theirs there and back: who has the longest of
-    one turn has the shortest of the next.
-    """
+    """Every `stay`-th tile of rows: while one is computed, the next one's rows and keys come."""
     tiles, blocks, stay = places
     first = jax.lax.axis_index("block")
-    last = stay - 1 - first
-    full, rest = divmod(tiles, stay)
-    turns = full + ((last if full % 2 else first) < rest).astype(jnp.int32)
+    turns = jax.lax.div(tiles - first + (stay - 1), whole(stay))
 
     def work_in(turn, before=None):
-        tile = turn * stay + jnp.where((turn & 1) == 0, first, last)
-        tile = jnp.minimum(tile, tiles - 1)  # behind the last comes none
+        tile = jnp.minimum(first + turn * stay, tiles - 1)  # behind the last comes none
         sequence, block = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
         return work_at((sequence, whole(0), block), before)
 
