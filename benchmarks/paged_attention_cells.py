@@ -61,7 +61,7 @@ _ONE = "1, 1 k128, 1 r132, 1 k128 r132, 1 s2 r132, 1 s3 r132"
 _TWO = "2, 2 pp, 2 k128 pp, 2 r132, 2 pp r132, 2 k128 pp r132"
 _LONG = "1 x4, 1 x8, 1 x8 xla, 1 x16 xla, 1 x32 xla, 1 x8 k128 xla, 1 x16 k128 xla"
 _RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2, 2 r132, 2 k128 r132"
-TUNED = {  # cell -> Mosaic tilings: consumers, splits, keys, ping-pong, blocks that stay
+TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-1.7B", 1, 512, 128): _FEW,
     ("SDAR-1.7B", 1, 512, 32): "1 x1, 1 x2, 1 x4, 1 x8, 1 x2 k128, 1 x4 k128, 1 x4 xla",
     ("SDAR-1.7B", 32, 512, 128): _MANY,
@@ -279,7 +279,7 @@ def forms(drawn, part, only):
 
 
 def tiling_of(name, head):
-    """The tiling of a name: consumers, then splits, keys, merge, ping-pong, blocks that stay."""
+    """The tiling of a name: consumers, splits, keys, stages, merge, ping-pong, blocks that stay."""
     consumers, *rest = name.split()
     sizes = {one[0]: int(one[1:]) for one in rest if one[1:].isdigit()}
     keys = sizes.get("k", 64)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 import checkpoints_convert
 from checkpoints_convert import tokenizer_files
+from dllm_jax.async_dispatch import enable_async_dispatch
 from dllm_jax.model import Model, TokenizerSource
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import INIT_STD, is_norm
@@ -56,6 +57,7 @@ def load(
         LoadError: If a source names no model, or an argument is not supported.
         ConversionError: If the files of a checkpoint are wrong, with every problem.
     """
+    enable_async_dispatch()
     source = os.fspath(src)
     if dtype not in _DTYPES:
         raise LoadError(f"{dtype=} is not supported; use one of {', '.join(_DTYPES)}")

@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from dllm_jax.async_dispatch import enable_async_dispatch
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The reproducible profile of `make test`; `--hypothesis-profile=explore` draws anew each time. How
@@ -45,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("XLA_FLAGS", FAST if "not slow" in marks else UNOPTIMISED)
+    enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
     import jax

@@ -29,6 +29,7 @@ LAYERS = {
     "dllm_jax.facts": 0,
     "dllm_jax.pages": 0,
     "dllm_jax.text": 0,
+    "dllm_jax.async_dispatch": 0,
     "dllm_jax.compile_cache": 0,
     "dllm_jax.memory": 0,
     "dllm_jax.cache": 1,

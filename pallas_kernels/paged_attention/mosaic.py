@@ -37,7 +37,8 @@ _MULTIPROCESSORS = 132
 # costs beside, and each way to merge: a cluster's takes as long for each warpgroup of a block. The
 # clusters that run at once: a GPC has 14 to 18 multiprocessors, so that 16 clusters of 8 blocks, or
 # 32 of 4, took two turns. Wide tiles won from so many tiles of 64 on, with ping-pong where two
-# warpgroups compute. Two that share keys were timed up to so many tiles of one sequence.
+# warpgroups compute; blocks that stay have them below that too (results/attention_stay_h200.json).
+# Two that share keys were timed up to so many tiles of one sequence.
 _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
 _MOST_SHARED = 41
@@ -66,7 +67,7 @@ class Tiling:
             neighbours, so this is a number of keys and not a share of all.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
             and keys come while one ends; rows take twice the shared memory. 0: a block for each
-            tile, which is all that `choose_tiling` takes: others never ran on a GPU yet.
+            tile, which the GPU starts where another ends.
     """
 
     consumers: int = 1
@@ -156,19 +157,17 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         # The longest are split in any case, as one may be alone with many short ones.
         return min(B * items * most * 5 // (16 * _MULTIPROCESSORS), most * 3 // 4)
 
+    def tile(consumers, keys):
+        stages = min(_RING_BYTES // (keys * H * 4), 6)
+        return {"keys": keys, "stages": stages, "ping_pong": keys == 128 and consumers == 2}
+
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
         for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
             # Wide tiles want many of them, and two of theirs in flight.
             keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
-            tiling = Tiling(
-                consumers=consumers,
-                keys=keys,
-                stages=min(_RING_BYTES // (keys * H * 4), 6),
-                splits=splits,
-                is_cluster=is_cluster,
-                ping_pong=keys == 128 and consumers == 2,
-            )
+            shape = tile(consumers, keys)
+            tiling = Tiling(consumers=consumers, splits=splits, is_cluster=is_cluster, **shape)
             if is_cluster and splits > 1 and not _holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
                 fewer = dataclasses.replace(tiling, stages=3)
@@ -179,7 +178,14 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     shared = Tiling(consumers=2, splits=2, shares_keys=True)
     if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128 and _holds_parts(q, shared):
         found.append(shared)
-    return min(found, key=microseconds)
+    best = min(found, key=microseconds)
+    blocks = B * G * -(-warpgroups // best.row_groups)
+    is_short = best.keys == 64 and H <= 128  # the wide tiles above are for long contexts
+    if B > 1 and best.splits == 1 and is_short and blocks >= 2 * (_MULTIPROCESSORS - 4):
+        # Each has tiles of its own, and does not take the next of all. Where contexts differ that
+        # costs more than is gained if they are long, or if some blocks have two tiles, others one.
+        best = dataclasses.replace(best, resident=_MULTIPROCESSORS, **tile(best.consumers, 128))
+    return best
 
 
 def attention(
