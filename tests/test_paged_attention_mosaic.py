@@ -141,6 +141,10 @@ INTERPRETED = {
         {"T": 16, "S": 4, "heads": (2, 1, 64), "C": 2, "by_blocks": True, "rows": 3},
     ),
     "blocks that stay, one consumer": (mosaic.Tiling(stages=3, resident=4), {"T": 32, "S": 8}),
+    "blocks that stay, wide tiles in turns": (
+        mosaic.Tiling(consumers=2, keys=128, stages=2, ping_pong=True, resident=3),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 6, "by_blocks": True},
+    ),
     "blocks that stay, wide tiles of small pages": (
         mosaic.Tiling(keys=128, stages=2, resident=132),
         {"T": 32, "S": 8, "Z": 16, "C": 9},
