@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import WindowMask, cudnn, mosaic, reference, triton
 from pallas_kernels.paged_attention.mask import facts, sees
+from pallas_kernels.paged_attention.mosaic_tiling import most_stages
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 POOL_NUMBERS = 1 << 29  # of the keys' pool, and of the values': 1 GB each
@@ -124,6 +125,7 @@ def checked_forms(interpreted=False):
         "1 x8": mosaic.Tiling(splits=8),
         "2 x4": mosaic.Tiling(consumers=2, splits=4),
         "2 r3": mosaic.Tiling(consumers=2, resident=3),
+        "2 k128 pp r3": mosaic.Tiling(consumers=2, keys=128, stages=2, ping_pong=True, resident=3),
     }
     return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()} | {
         "triton": triton.attention
@@ -286,7 +288,7 @@ def tiling_of(name, head):
     return mosaic.Tiling(
         consumers=int(consumers),
         keys=keys,
-        stages=sizes.get("s", min(6, mosaic._RING_BYTES // (keys * head * 4))),
+        stages=sizes.get("s", most_stages(keys, head)),
         splits=sizes.get("x", 1),
         is_cluster="xla" not in rest,
         ping_pong="pp" in rest,

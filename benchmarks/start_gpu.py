@@ -99,12 +99,14 @@ def first_token(name, began=None):
     import jax
 
     import dllm_jax as dj
+    from dllm_jax.async_dispatch import enable_async_dispatch
     from dllm_jax.compile_cache import enable_compile_cache
 
     load, make_llm = dj.load, dj.LLM  # found, and with them all that they need
     clock.listen()
     clock.end("imports_s")
     enable_compile_cache()
+    enable_async_dispatch()  # as `load` does, too late behind the next line
     jax.devices()
     clock.end("device_s")
     model = jax.block_until_ready(load(name))

@@ -2,16 +2,16 @@
 
 A loop on the device asks the host after each step whether to go on, so its caller is kept until the
 loop ends. By XLA's default that is whoever called it, and the GPU waits while the next program's
-some 300 arrays are made ready. With a thread of XLA's that is done while the loop runs, which takes
-3 to 7 % off a ragged load (docs/adr/0015-async-dispatch.md).
+some 300 arrays are made ready. With a thread of XLA's that is done while the loop runs, which took
+3 % off a ragged load in one lease and 7 % in another (docs/adr/0015-async-dispatch.md).
 """
 
 import os
-import re
-from importlib import metadata
 
-# JAX reads it when it first looks for devices. The name is older than what it does.
-_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+import jax
+
+# Read when JAX first looks for devices. The name is older than what it does.
+VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 _SINCE = (0, 11, 2)  # earlier ones were not tried
 
 
@@ -20,6 +20,5 @@ def enable_async_dispatch() -> None:
 
     Without effect where JAX has already looked for devices. Results do not depend on it.
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", metadata.version("jax"))
-    if found and tuple(map(int, found.groups())) >= _SINCE:
-        os.environ.setdefault(_VARIABLE, "1")
+    if jax.__version_info__ >= _SINCE:
+        os.environ.setdefault(VARIABLE, "1")

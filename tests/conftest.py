@@ -12,8 +12,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from dllm_jax.async_dispatch import enable_async_dispatch
-
 ROOT = Path(__file__).resolve().parent.parent
 
 # The reproducible profile of `make test`; `--hypothesis-profile=explore` draws anew each time. How
@@ -47,7 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("XLA_FLAGS", FAST if "not slow" in marks else UNOPTIMISED)
-    enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
     import jax
@@ -58,6 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # between workers. The key holds the program, the versions and the flags.
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    from dllm_jax.async_dispatch import enable_async_dispatch
+
+    enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
 
 
 # What these prove hardly depends on the version of JAX: CI runs them under one interpreter.

@@ -4,6 +4,7 @@ Nothing here runs a request; the bare times of programs are asked of `measure`.
 """
 
 import dataclasses
+import os
 import platform
 import subprocess
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax import __version__
+from dllm_jax import __version__, async_dispatch
 from dllm_jax.bench import measure, roofline
 from dllm_jax.bench.fixed import FixedWork
 from dllm_jax.bench.rounds import Rounds, time_rounds, told_rounds, width_shares
@@ -222,6 +223,7 @@ def environment() -> dict[str, Any]:
         "dllm_jax": __version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "async_dispatch": os.environ.get(async_dispatch.VARIABLE) == "1",
         "commit": commit(),
     }
 

@@ -16,7 +16,6 @@ import traceback
 import warnings
 from typing import NoReturn
 
-from dllm_jax.async_dispatch import enable_async_dispatch
 from dllm_jax.cli.errors import Interrupted, UsageError, one_line
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
@@ -123,7 +122,6 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     debug = "--debug" in argv
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    enable_async_dispatch()
     try:
         args = parse(argv)
         return importlib.import_module(f"dllm_jax.cli.{args.verb}").run(args)

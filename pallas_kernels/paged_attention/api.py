@@ -18,8 +18,8 @@ from pallas_kernels.paged_attention.mask import WindowMask
 Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 
 # Rows of a sequence up to which each kernel was measured, and won. On an H200, microseconds a
-# call, Mosaic / Triton / the better way of cuDNN, in the tilings that are chosen: SDAR-8B, 1 x 32
-# rows at context 8k 16 / 24 / 140; LLaDA-8B, 32 x 128 at 1k 192 / 298 / 382, 8 x 256 at 1k
+# call, Mosaic / Triton / the better way of cuDNN, in the tilings that were chosen then: SDAR-8B,
+# 1 x 32 rows at context 8k 16 / 24 / 140; LLaDA-8B, 32 x 128 at 1k 192 / 298 / 382, 8 x 256 at 1k
 # 92 / 151 / 250; SDAR-8B, 1 x 512 behind 3.5k 52 / 108 / 119, 1 x 1,024 behind 3k 113 / 224 / 218
 # (benchmarks/results/paged_attention_h200.json). Mosaic takes multiples of 16 rows.
 MOSAIC_ROWS = 1024

@@ -1,7 +1,7 @@
-"""The kernel of the Mosaic form: what the warpgroups that compute do, and who loads.
+"""The kernel of the Mosaic form: what a warpgroup that computes does with a tile of rows.
 
-`mosaic.py` launches it; `mosaic_tiles.py` says which keys a block of threads looks at,
-`mosaic_merge.py` how the blocks of a cluster merge.
+`mosaic_tiles.py` says which keys it looks at and has them loaded, `mosaic_merge.py` how the blocks
+of a cluster merge; `mosaic_blocks.py` calls all three.
 """
 
 import functools
@@ -14,13 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.mosaic_merge import merged
 from pallas_kernels.paged_attention.mosaic_tiles import (
     ROWS,
-    drain,
-    load,
     page_of,
     slot_of,
     turns_of,
     whole,
-    work_of,
 )
 
 _HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
@@ -29,93 +26,7 @@ _FAR = 1 << 29  # beyond every position
 _LOG2_E = 1.4426950408889634
 
 
-def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places):
-    """A block of threads: a tile of rows of a KV head, over its share of the keys.
-
-    With `tiling.resident` several such tiles, one behind another; `places` says which.
-    """
-    q, k, v, k_pages, v_pages, table, numbers, *bits = refs[:num_operands]
-    results = refs[num_operands : len(refs) - len(names)]
-    scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
-    settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
-    work_at = functools.partial(
-        work_of, q.shape, k_pages.shape, numbers, has_bits=bool(bits), **settings
-    )
-    work = None
-    if not tiling.resident:
-        block = jax.lax.axis_index("block")
-        split = jax.lax.axis_index("split") if tiling.splits > 1 else whole(0)
-        work = work_at((jax.lax.axis_index("sequence"), split, block))
-    warpgroup = jax.lax.axis_index("warpgroup")
-
-    def bring(work):
-        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
-
-    def compute(work, turn=None, following=None):
-        operands = (q, k_pages.shape, table, bits, results, scratch)
-        _compute(work, warpgroup, *operands, turn=turn, following=following, **settings)
-
-    if work is None:
-        _attend_in_turns(work_at, warpgroup, bring, compute, scratch, tiling, places)
-        return
-
-    @pl.when(warpgroup == tiling.consumers)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        bring(work)
-        drain(work.low, work.high, scratch, tiling)
-
-    computes = warpgroup < tiling.consumers
-
-    @pl.when(computes if work.is_spare is None else computes & ~work.is_spare)
-    def _():
-        plgpu.set_max_registers(_registers(tiling), action="increase")
-        compute(work)
-
-
-def _attend_in_turns(work_at, warpgroup, bring, compute, scratch, tiling, places):
-    """Every `stay`-th tile of rows: while one is computed, the next one's rows and keys come."""
-    tiles, blocks, stay = places
-    first = jax.lax.axis_index("block")
-    turns = jax.lax.div(tiles - first + (stay - 1), whole(stay))
-
-    def work_in(turn, before=None):
-        tile = jnp.minimum(first + turn * stay, tiles - 1)  # behind the last comes none
-        sequence, block = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
-        return work_at((sequence, whole(0), block), before)
-
-    @pl.when(warpgroup == tiling.consumers)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-
-        def one(turn, before):
-            work = work_in(turn, before)
-            bring(work)
-            return before + (work.high - work.low)
-
-        count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
-        drain(whole(0), count, scratch, tiling)
-
-    @pl.when(warpgroup < tiling.consumers)
-    def _():
-        plgpu.set_max_registers(_registers(tiling), action="increase")
-
-        def one(turn, before):
-            work = work_in(turn, before)
-            following = turn + 1 < turns, work_in(turn + 1)
-            compute(work, turn, following)
-            return before + (work.high - work.low)
-
-        jax.lax.fori_loop(whole(0), turns, one, whole(0))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _registers(tiling):
-    """Of each thread that computes."""
-    return 232 if tiling.consumers == 2 else 208
-
-
-def _compute(
+def compute(
     work,
     warpgroup,
     q,
