@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import jax
 
-    # Tracing makes millions of small objects, of which few are garbage, and looks the caller's lines
-    # up for each operation: without either the tests take a fifth less.
+    # Tracing makes millions of small objects, few of them garbage, and looks the caller's lines up
+    # for each operation: with less of either the tests take a fifth less.
     gc.set_threshold(200_000, 20, 100)
     jax.config.update("jax_traceback_in_locations_limit", 0)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
