@@ -49,10 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import jax
 
-    # Tracing makes millions of small objects, few of them garbage, and looks the caller's lines up
-    # for each operation: with less of either the tests take a fifth less.
-    gc.set_threshold(200_000, 20, 100)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
+    gc.set_threshold(200_000, 20, 100)  # tracing makes millions of objects, few of them garbage
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Most of a first run is compiling; programs are kept in the clone for the next one and shared
@@ -149,13 +146,20 @@ ONE_PYTHON = {
 }
 
 
+# Files whose cases (tests/contract/cases.py) are alike to a version of JAX, but for these.
+ALIKE = ("test_contract.py", "test_no_copies.py")
+UNLIKE = ("multi_bd", "d2f_whole_full", "block_cache", "canvas", "dflash")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of those files."""
     for item in items:
         skip = item.get_closest_marker("skipif")
         # What wants the newer JAX would run nowhere.
         wants_version = skip is not None and "jax 0." in skip.kwargs.get("reason", "")
-        if item.path.name in ONE_PYTHON and not wants_version:
+        of = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+        is_alike = item.path.name in ALIKE and of is not None and of not in UNLIKE
+        if (item.path.name in ONE_PYTHON or is_alike) and not wants_version:
             item.add_marker(pytest.mark.one_python)
 
 
