@@ -49,7 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import jax
 
-    gc.set_threshold(200_000, 20, 100)  # tracing makes millions of objects, few of them garbage
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Most of a first run is compiling; programs are kept in the clone for the next one and shared
