@@ -456,19 +456,21 @@ def test_tilings_are_those_that_were_measured(case):
 
 
 @pytest.mark.parametrize(
-    ("model", "B", "T", "pages", "resident"),
+    ("heads", "B", "T", "pages", "resident"),
     [
-        ("SDAR-1.7B", 32, 128, 16, 132),  # 512 blocks
-        ("SDAR-1.7B", 31, 128, 16, 0),
-        ("SDAR-1.7B", 64, 32, 16, 132),  # 512 of one warpgroup
-        ("SDAR-1.7B", 32, 128, 29, 132),
-        ("SDAR-1.7B", 32, 128, 30, 0),  # long enough for wide tiles without
-        ("SDAR-8B", 1, 2048, 8, 0),  # one sequence
-        ("wide heads", 32, 128, 16, 0),
+        (MODELS["SDAR-1.7B"], 32, 128, 16, 132),  # 512 blocks
+        (MODELS["SDAR-1.7B"], 31, 128, 16, 0),
+        (MODELS["SDAR-1.7B"], 64, 32, 16, 132),  # 512 of one warpgroup
+        (MODELS["SDAR-1.7B"], 32, 128, 29, 132),
+        (MODELS["SDAR-1.7B"], 32, 128, 30, 0),  # long enough for wide tiles without
+        ((64, 8, 128), 2, 1024, 8, 132),
+        ((64, 8, 128), 1, 1024, 8, 0),  # one sequence: not timed
+        (MODELS["wide heads"], 32, 128, 16, 0),
+        ((16, 8, 64), 32, 128, 16, 0),
     ],
 )
-def test_blocks_stay_where_several_short_sequences_are_many_tiles(model, B, T, pages, resident):
-    q, _, _, pool, _, table, _ = shapes(B, T, MODELS[model], pages)
+def test_blocks_stay_where_several_short_sequences_are_many_tiles(heads, B, T, pages, resident):
+    q, _, _, pool, _, table, _ = shapes(B, T, heads, pages)
     assert mosaic.choose_tiling(q, pool, table).resident == resident
 
 
