@@ -5,16 +5,16 @@ Three parts, each with its lines in one JSON file, written as they come:
 - `check`: tilings of the Mosaic form, and the Triton form, on small cases that hold every feature
   of the mask (no context, partial pages, missing pages, dead slots and cells, positions seen fresh,
   blocks, token order, a window), against the XLA form in float32. No other part times what failed.
-- `tune`: variants of both forms on the decode step's shapes and on prefill.
 - `cells`: the fixed list of 40 cells (`paged_attention_cells.py`), against both of cuDNN's ways.
+- `tune`: variants of both forms on the decode step's shapes and on prefill.
 
 A call is timed in a loop on the device. Every turn takes other pages, of pools of 2 GB, so that no
 key is in the cache when it comes again; its rows depend on the last result. What depends on the
 mask alone is computed before the loop, as it is once a step. `glue`, the loop alone, is taken off:
 the host's turn of it takes some 25 us, behind which a call of few microseconds hides in part.
 
-    python benchmarks/paged_attention_gpu.py --out attention.json --parts check,tune --seconds 120
-    python benchmarks/paged_attention_gpu.py --out attention.json --parts cells --seconds 165
+    python benchmarks/paged_attention_gpu.py --out attention.json --parts check,cells --seconds 165
+    python benchmarks/paged_attention_gpu.py --out attention.json --parts tune --cells 2,12
     python benchmarks/paged_attention_gpu.py --tiny     # every line of it on a CPU, in a minute
 
 Child processes do the work, `--workers` of them: tracing and compiling take longest, and one of
@@ -271,7 +271,7 @@ def child(args):
 def main():
     """Start the child, watch it, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="check,tune,cells")
+    parser.add_argument("--parts", default="check,cells,tune")
     parser.add_argument("--cells", help="numbers of the cells of a part, comma-separated")
     parser.add_argument("--only", help="forms by the beginning of their names, comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
