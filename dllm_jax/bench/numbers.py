@@ -217,6 +217,7 @@ def setting(llm: Any) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Device, versions and commit."""
+    async_dispatch.enable_async_dispatch()  # who looks for devices before a model is loaded
     return {
         "device": device_kind(),
         "num_devices": jax.device_count(),
