@@ -97,7 +97,6 @@ ONE_PYTHON = {
         "draft_traps",
         "edit",
         "engine_edges",
-        "engine_faults",
         "engine_machine",
         "engine_mutants",
         "evaluate",

@@ -51,6 +51,7 @@ def is_finite(device):
 
 
 # `canvas` feeds back expected embeddings: one broken row is in all of them.
+@pytest.mark.one_python
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "canvas"])
 def test_a_nan_in_the_prompt_ends_that_request_alone(name):
     """At its start (prefill, or the window at once), in a later page, in the last cell."""

@@ -561,7 +561,7 @@ def test_short_contexts_stay_whole_where_a_cluster_has_rows_for_each_block(setti
         ({"resident": -1}, "resident=-1 wants to be a number of blocks; use resident=0"),
     ],
 )
-def test_blocks_that_stay_refuse_keys_that_are_shared(settings, match):
+def test_blocks_that_stay_refuse_what_they_cannot_do(settings, match):
     run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(**({"resident": 3} | settings)))
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, *shapes(8, 32, MODELS["LLaDA2-mini"]))
