@@ -56,16 +56,16 @@ _GRID = {
     "wide": _EVEN,
 }
 _FEW = "1 x1, 1 x2, 1 x4, 1 x8, 2 x2, 2 x4, 2 x8, 1 x2 k128, 1 x4 k128, 2 x2 pp"
-_MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp, 1 r132, 2 r132, 2 k128 pp r132"
-_MANY_ROWS = "1, 2, 2 k128 pp, 1 r132, 2 r132, 2 k128 pp r132"
-_ONE = "1, 1 k128, 1 r132, 1 k128 r132, 1 s2 r132, 1 s3 r132"
-_TWO = "2, 2 pp, 2 k128 pp, 2 r132, 2 pp r132, 2 k128 pp r132"
+_MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp, 1 r132, 2 pp r132, 2 k128 pp r132"
+_MANY_ROWS = "2, 2 k128 pp, 2 pp r132, 2 pp s5 r132, 2 k128 pp r132"
+_ONE = "1, 1 r132, 1 s5 r132, 1 s6 r132, 1 k128 r132, 1 k128 s3 r132"
+_TWO = "2, 2 pp, 2 pp r132, 2 pp s5 r132, 2 k128 pp r132"
 _LONG = "1 x4, 1 x8, 1 x8 xla, 1 x16 xla, 1 x32 xla, 1 x8 k128 xla, 1 x16 k128 xla"
 _RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2, 2 r132, 2 k128 r132"
 TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-1.7B", 1, 512, 128): _FEW,
     ("SDAR-1.7B", 1, 512, 32): "1 x1, 1 x2, 1 x4, 1 x8, 1 x2 k128, 1 x4 k128, 1 x4 xla",
-    ("SDAR-1.7B", 32, 512, 128): _MANY,
+    ("SDAR-1.7B", 32, 512, 128): _TWO,
     ("SDAR-1.7B", 8, 512, 128): _MANY,
     ("SDAR-1.7B", 1, 8192, 32): _LONG,
     ("SDAR-8B", 1, 512, 128): _FEW,
@@ -75,7 +75,7 @@ TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-8B", 32, "ragged", 32): _RAGGED,
     ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
     ("LLaDA-8B", 8, "ragged", 4): "",
-    ("LLaDA-8B", 32, 1024, 32): "1, 1 k128, 1 r132, 1 k128 r132, 1 s3, 1 s2 r132, 1 s2 r264",
+    ("LLaDA-8B", 32, 1024, 32): _ONE,
     ("LLaDA-8B", 32, 1024, 128): _MANY_ROWS,
     ("LLaDA-8B", 128, 1024, 128): _MANY_ROWS,
     ("LLaDA2-mini", 32, 1024, 128): _MANY_ROWS,
@@ -91,6 +91,13 @@ TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-1.7B", 32, "ragged", 128): _TWO,
     ("SDAR-1.7B", 32, 1024, 128): _TWO,
     ("SDAR-1.7B", 16, 1024, 128): _TWO,
+    ("SDAR-8B", 24, 1024, 32): _TWO,
+    ("SDAR-8B", 24, "ragged 1k", 32): _TWO,
+    ("SDAR-8B", 32, "ragged 1k", 32): _TWO,
+    ("SDAR-1.7B", 16, "ragged 1k", 128): _TWO,
+    ("SDAR-1.7B", 32, "ragged 1k", 128): _TWO,
+    ("SDAR-1.7B", 32, "ragged 1k", 32): _ONE,
+    ("LLaDA-8B", 32, "ragged 1k", 32): _ONE,
 }
 PARTS = {
     "tune": list(TUNED),
@@ -188,8 +195,9 @@ def draw(cell, is_tiny=False, seed=0):
     model, B, context, T = cell
     _, G, H = HEADS[model]
     rng = np.random.default_rng(seed)
-    if context == "ragged":
-        lengths = np.exp(rng.uniform(np.log(64), np.log(8192), B)).astype(np.int32)
+    if isinstance(context, str):
+        longest = {"ragged": 8192, "ragged 1k": 1024}[context]
+        lengths = np.exp(rng.uniform(np.log(64), np.log(longest), B)).astype(np.int32)
     else:
         lengths = context - rng.integers(0, PAGE, B).astype(np.int32)
     held = -(-lengths // PAGE)

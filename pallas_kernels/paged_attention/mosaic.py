@@ -148,7 +148,9 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         )
     if interpret is not None:
         scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), q.dtype, transforms=swizzled)
-    stay = min(B * G * blocks, tiling.resident)
+    tiles = B * G * blocks
+    # Of those that may stay, as many as all have the same turns with, or one less.
+    stay = -(-tiles // -(-tiles // tiling.resident)) if tiling.resident else 0
     operands = [*fresh, *pools, page_table, numbers, *(() if bits is None else (bits,))]
     body = functools.partial(
         attend,
@@ -158,7 +160,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         window=window,
         tiling=tiling,
         chunk=chunk,
-        places=(B * G * blocks, blocks, stay),
+        places=(tiles, blocks, stay),
     )
     grid = {"sequence": B * G, "split": splits, "block": blocks}
     if tiling.resident:

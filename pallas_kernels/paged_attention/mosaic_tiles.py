@@ -58,12 +58,19 @@ class Work:
     fresh: tuple[Array, Array, Array]
 
 
+def facts_of(pool, numbers, sequence) -> tuple[Array, ...]:
+    """What `mask.facts` says of a sequence and KV head, as one number; `pool` of the keys."""
+    slot = jax.lax.div(sequence, whole(pool[1]))
+    return tuple(numbers[slot, i] for i in range(numbers.shape[1]))
+
+
 def work_of(
-    shape, pool, numbers, place, before=None, *, has_bits, block_size, window, tiling, chunk
+    shape, pool, facts, place, before=None, *, has_bits, block_size, window, tiling, chunk
 ) -> Work:
     """The work of a block of threads; `shape` of the queries and `pool` of the keys.
 
     Args:
+        facts: Of `facts_of`, for the same sequence.
         place: Sequence and KV head as one number, share of the keys, tile of rows.
         before: As in `Work`.
     """
@@ -72,8 +79,7 @@ def work_of(
     G = pool[1]
     n = N // G
     sequence, split, block = place
-    slot, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
-    facts = (numbers[slot, i] for i in range(8))
+    g = jax.lax.rem(sequence, whole(G))
     start, first, end, context_len, unmasked, causal, cell_0, b = facts
 
     # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
@@ -120,7 +126,8 @@ def work_of(
     cached_high = jnp.minimum(high, cached_tiles)
     cached_low = jnp.minimum(low, cached_high)
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
-    if window is None and not has_bits:  # fresh keys that every row sees, before those that some do
+    # Fresh keys that every row sees come before those that some do; a single tile has none.
+    if window is None and not has_bits and T > keys:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
         plain = jnp.minimum(jnp.where(causal != 0, first_live + 1, in_block), end)
         plain = jnp.minimum(plain, cell_0 + T) - cell_0

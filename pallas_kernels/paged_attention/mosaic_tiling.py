@@ -23,9 +23,10 @@ _MULTIPROCESSORS = 132
 _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
 _MOST_SHARED = 41
-# Blocks of several sequences from which those that stay, in wide tiles, were timed and won or tied
-# (results/attention_stay_h200.json), with head size 128 and fewer tiles than `_WIDE`.
-_MANY_BLOCKS = 512
+# Of several short sequences: the warpgroups from which blocks that stay were timed and won or tied,
+# and from which two take wide tiles (results/attention_stay_h200.json); their keys and stages.
+_MANY_WARPGROUPS, _WIDE_WARPGROUPS = 512, 1024
+_STAYING = {1: (64, 4), 2: (64, 4), "wide": (128, 2)}
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
@@ -140,10 +141,12 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         found.append(shared)
     best = min(found, key=microseconds)
     blocks = B * G * -(-warpgroups // best.row_groups)
-    if B > 1 and best.splits == 1 and tiles < _WIDE and H == 128 and blocks >= _MANY_BLOCKS:
-        # Each has tiles of its own, and does not take the next of all: by a model of the schedule
-        # that costs more than is gained where contexts differ and are long, or blocks are fewer.
-        best = dataclasses.replace(best, resident=_MULTIPROCESSORS, **tile(best.consumers, 128))
+    is_short = B > 1 and best.splits == 1 and tiles < _WIDE and H == 128
+    if is_short and blocks * best.consumers >= _MANY_WARPGROUPS:
+        is_wide = blocks * best.consumers >= _WIDE_WARPGROUPS and best.consumers == 2
+        keys, stages = _STAYING["wide" if is_wide else best.consumers]
+        shape = {"keys": keys, "stages": stages, "ping_pong": best.consumers == 2}
+        best = dataclasses.replace(best, resident=_MULTIPROCESSORS, **shape)
     return best
 
 
