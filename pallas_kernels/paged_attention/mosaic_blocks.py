@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic_kernel import compute
-from pallas_kernels.paged_attention.mosaic_tiles import drain, facts_of, load, whole, work_of
+from pallas_kernels.paged_attention.mosaic_tiles import drain, load, whole, work_of
 
 
 def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places):
@@ -26,14 +26,14 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
     results = refs[num_operands : len(refs) - len(names)]
     scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
     settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
-    facts_at = functools.partial(facts_of, k_pages.shape, numbers)
-    work_at = functools.partial(work_of, q.shape, k_pages.shape, has_bits=bool(bits), **settings)
+    work_at = functools.partial(
+        work_of, q.shape, k_pages.shape, numbers, has_bits=bool(bits), **settings
+    )
     work = None
     if not tiling.resident:
         block = jax.lax.axis_index("block")
         split = jax.lax.axis_index("split") if tiling.splits > 1 else whole(0)
-        sequence = jax.lax.axis_index("sequence")
-        work = work_at(facts_at(sequence), (sequence, split, block))
+        work = work_at((jax.lax.axis_index("sequence"), split, block))
     warpgroup = jax.lax.axis_index("warpgroup")
 
     def bring(work):
@@ -44,8 +44,7 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
         compute(work, warpgroup, *operands, turn=turn, following=following, **settings)
 
     if work is None:
-        ats = facts_at, work_at
-        _attend_in_turns(ats, warpgroup, bring, compute_rows, scratch, tiling, places)
+        _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places)
         return
 
     @pl.when(warpgroup == tiling.consumers)
@@ -62,33 +61,26 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
         compute_rows(work)
 
 
-def _attend_in_turns(ats, warpgroup, bring, compute_rows, scratch, tiling, places):
-    """Tiles of rows, a share of them: while one is computed, the next one's rows and keys come.
-
-    The longest contexts come first, so blocks take theirs there and back: who has the longest of
-    one turn has the shortest of the next.
-    """
-    facts_at, work_at = ats
+def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places):
+    """Every `stay`-th tile of rows: while one is computed, the next one's rows and keys come."""
     tiles, blocks, stay = places
     first = jax.lax.axis_index("block")
     last = stay - 1 - first
     full, rest = divmod(tiles, stay)
     turns = full + ((last if full % 2 else first) < rest).astype(jnp.int32)
 
-    def place_in(turn):
+    def work_in(turn, before=None):
         tile = turn * stay + jnp.where((turn & 1) == 0, first, last)
         tile = jnp.minimum(tile, tiles - 1)  # behind the last comes none
-        return jax.lax.div(tile, whole(blocks)), whole(0), jax.lax.rem(tile, whole(blocks))
-
-    def facts_in(turn):
-        return facts_at(place_in(turn)[0])
+        sequence, block = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
+        return work_at((sequence, whole(0), block), before)
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
         def one(turn, before):
-            work = work_at(facts_in(turn), place_in(turn), before)
+            work = work_in(turn, before)
             bring(work)
             return before + (work.high - work.low)
 
@@ -99,15 +91,13 @@ def _attend_in_turns(ats, warpgroup, bring, compute_rows, scratch, tiling, place
     def _():
         plgpu.set_max_registers(_registers(tiling), action="increase")
 
-        def one(turn, carry):
-            before, facts = carry
-            next_facts = facts_in(turn + 1)  # a turn ahead: nobody waits until they come
-            work = work_at(facts, place_in(turn), before)
-            next_work = work_at(next_facts, place_in(turn + 1))
-            compute_rows(work, turn, (turn + 1 < turns, next_work))
-            return before + (work.high - work.low), next_facts
+        def one(turn, before):
+            work = work_in(turn, before)
+            following = turn + 1 < turns, work_in(turn + 1)
+            compute_rows(work, turn, following)
+            return before + (work.high - work.low)
 
-        jax.lax.fori_loop(whole(0), turns, one, (whole(0), facts_in(whole(0))))
+        jax.lax.fori_loop(whole(0), turns, one, whole(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

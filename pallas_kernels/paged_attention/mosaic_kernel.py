@@ -87,15 +87,16 @@ def compute(
             rows, there = scratch["rows"].at[buffer], scratch["rows_in"].at[buffer]
             plgpu.copy_gmem_to_smem(box_of(q, i, None, work, unit), unit_rows(rows, i), there)
 
-    def ask_for_next_rows():
+    if turn is None:
+        asks = work.is_used & (group == warpgroup)
+        pl.when(asks)(lambda: ask_for_rows(work, unit, buffer))
+    else:
         is_there, then = following
         unit_then = then.unit_0 + group * per_warpgroup
         other = group + ((turn + 1) & 1) * tiling.row_groups
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result has left
+        pl.when(turn == 0)(lambda: ask_for_rows(work, unit, buffer))
         pl.when(is_there)(lambda: ask_for_rows(then, unit_then, other))
-
-    asks = work.is_used & (group == warpgroup) if turn is None else turn == 0
-    pl.when(asks)(lambda: ask_for_rows(work, unit, buffer))
 
     # Of each row: its cell, and the last keys that it sees.
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
@@ -218,17 +219,15 @@ def compute(
         plgpu.layout_cast(jnp.full((ROWS,), _FLOOR, jnp.float32), per_row),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
     )
-    if work.cached[0] is not work.cached[1]:
-        carry = look_at_all(*work.cached[:2], carry, None)
-    if turn is not None:
-        ask_for_next_rows()  # not before: nobody waits for the last result to leave
     for from_, to, sees in (
+        (work.cached[0], work.cached[1], None),
         (work.cached[1], work.cached[2], sees_cached),
         (work.fresh[0], work.fresh[1], None),
         (work.fresh[1], work.fresh[2], sees_fresh),
     ):
-        if from_ is not to:
-            carry = look_at_all(from_, to, carry, sees)
+        if from_ is to:
+            continue
+        carry = look_at_all(from_, to, carry, sees)
     if takes_turns:
         pl.when(warpgroup == 0)(pass_turn)
     total, peak, mass = carry

@@ -58,19 +58,12 @@ class Work:
     fresh: tuple[Array, Array, Array]
 
 
-def facts_of(pool, numbers, sequence) -> tuple[Array, ...]:
-    """What `mask.facts` says of a sequence and KV head, as one number; `pool` of the keys."""
-    slot = jax.lax.div(sequence, whole(pool[1]))
-    return tuple(numbers[slot, i] for i in range(numbers.shape[1]))
-
-
 def work_of(
-    shape, pool, facts, place, before=None, *, has_bits, block_size, window, tiling, chunk
+    shape, pool, numbers, place, before=None, *, has_bits, block_size, window, tiling, chunk
 ) -> Work:
     """The work of a block of threads; `shape` of the queries and `pool` of the keys.
 
     Args:
-        facts: Of `facts_of`, for the same sequence.
         place: Sequence and KV head as one number, share of the keys, tile of rows.
         before: As in `Work`.
     """
@@ -79,7 +72,8 @@ def work_of(
     G = pool[1]
     n = N // G
     sequence, split, block = place
-    g = jax.lax.rem(sequence, whole(G))
+    slot, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
+    facts = (numbers[slot, i] for i in range(8))
     start, first, end, context_len, unmasked, causal, cell_0, b = facts
 
     # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
