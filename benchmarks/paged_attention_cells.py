@@ -1,6 +1,6 @@
 """What `paged_attention_gpu.py` checks and times: cases, cells, forms and their data.
 
-A cell is (model, sequences, context, rows); its context may be "ragged". Nothing here writes or
+A cell is (model, sequences, context, rows); its context may be of `RAGGED`. Nothing here writes or
 prints.
 """
 
@@ -20,6 +20,7 @@ BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 POOL_NUMBERS = 1 << 29  # of the keys' pool, and of the values': 1 GB each
 MOST_LAYERS = 64
 PAGE, BLOCK = 64, 32
+RAGGED = {"ragged": 8192, "ragged 1k": 1024}  # log-uniform lengths, up to so many
 HEADS = {  # query heads, KV heads, head size
     "SDAR-8B": (32, 8, 128),
     "LLaDA-8B": (32, 32, 128),
@@ -57,9 +58,8 @@ _GRID = {
 }
 _FEW = "1 x1, 1 x2, 1 x4, 1 x8, 2 x2, 2 x4, 2 x8, 1 x2 k128, 1 x4 k128, 2 x2 pp"
 _MANY = "1, 2, 2 x2, 2 pp, 1 k128, 2 k128, 2 k128 pp, 1 r132, 2 pp r132, 2 k128 pp r132"
-_MANY_ROWS = "2, 2 k128 pp, 2 pp r132, 2 pp s5 r132, 2 k128 pp r132"
-_ONE = "1, 1 r132, 1 s5 r132, 1 s6 r132, 1 k128 r132, 1 k128 s3 r132"
-_TWO = "2, 2 pp, 2 pp r132, 2 pp s5 r132, 2 k128 pp r132"
+_ONE = "1, 1 k128, 1 r132, 1 k128 r132"
+_TWO = "2, 2 pp, 2 k128 pp, 2 pp r132, 2 k128 pp r132"
 _LONG = "1 x4, 1 x8, 1 x8 xla, 1 x16 xla, 1 x32 xla, 1 x8 k128 xla, 1 x16 k128 xla"
 _RAGGED = "2 x1, 2 x2, 2 x4, 2 x2 k128, 1 x2, 2 r132, 2 k128 r132"
 TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
@@ -76,12 +76,12 @@ TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
     ("LLaDA-8B", 8, "ragged", 4): "",
     ("LLaDA-8B", 32, 1024, 32): _ONE,
-    ("LLaDA-8B", 32, 1024, 128): _MANY_ROWS,
-    ("LLaDA-8B", 128, 1024, 128): _MANY_ROWS,
-    ("LLaDA2-mini", 32, 1024, 128): _MANY_ROWS,
-    ("LLaDA2-mini", 128, 1024, 128): _MANY_ROWS,
-    ("SDAR-8B", 8, 8192, 128): _MANY_ROWS,
-    ("Dream-7B", 8, 8192, 128): _MANY_ROWS,
+    ("LLaDA-8B", 32, 1024, 128): _TWO,
+    ("LLaDA-8B", 128, 1024, 128): _TWO,
+    ("LLaDA2-mini", 32, 1024, 128): _TWO,
+    ("LLaDA2-mini", 128, 1024, 128): _TWO,
+    ("SDAR-8B", 8, 8192, 128): _TWO,
+    ("Dream-7B", 8, 8192, 128): _TWO,
     ("wide", 8, 8192, 128): "1, 2, 1 r132",
     ("SDAR-1.7B", 32, 1024, 32): _ONE,
     ("SDAR-1.7B", 32, "ragged", 32): _ONE,
@@ -196,7 +196,7 @@ def draw(cell, is_tiny=False, seed=0):
     _, G, H = HEADS[model]
     rng = np.random.default_rng(seed)
     if isinstance(context, str):
-        longest = {"ragged": 8192, "ragged 1k": 1024}[context]
+        longest = RAGGED[context]
         lengths = np.exp(rng.uniform(np.log(64), np.log(longest), B)).astype(np.int32)
     else:
         lengths = context - rng.integers(0, PAGE, B).astype(np.int32)

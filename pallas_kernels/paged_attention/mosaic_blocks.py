@@ -62,18 +62,15 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
 
 
 def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places):
-    """Every `stay`-th tile of rows: while one is computed, the next one's rows and keys come."""
+    """Tiles of rows, a share of them: while one is computed, the next one's rows and keys come."""
     tiles, blocks, stay = places
-    first = jax.lax.axis_index("block")
-    last = stay - 1 - first
-    full, rest = divmod(tiles, stay)
-    turns = full + ((last if full % 2 else first) < rest).astype(jnp.int32)
+    block = jax.lax.axis_index("block")
+    turns = turns_of(block, tiles, stay)
 
     def work_in(turn, before=None):
-        tile = turn * stay + jnp.where((turn & 1) == 0, first, last)
-        tile = jnp.minimum(tile, tiles - 1)  # behind the last comes none
-        sequence, block = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
-        return work_at((sequence, whole(0), block), before)
+        tile = jnp.minimum(tile_in(turn, block, stay), tiles - 1)  # behind the last comes none
+        sequence, place = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
+        return work_at((sequence, whole(0), place), before)
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
@@ -99,6 +96,21 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
 
         jax.lax.fori_loop(whole(0), turns, one, whole(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def tile_in(turn, block, stay):
+    """The tile of rows of a turn of one of `stay` blocks.
+
+    The longest contexts come first, so blocks take theirs there and back: who has the longest of
+    one turn has the shortest of the next.
+    """
+    return turn * stay + jnp.where((turn & 1) == 0, block, stay - 1 - block)
+
+
+def turns_of(block, tiles, stay):
+    """How many turns one of `stay` blocks has."""
+    full = tiles // stay
+    return full + (tile_in(whole(full), block, stay) < tiles).astype(jnp.int32)
 
 
 def _registers(tiling):

@@ -120,8 +120,9 @@ def work_of(
     cached_high = jnp.minimum(high, cached_tiles)
     cached_low = jnp.minimum(low, cached_high)
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
-    # Fresh keys that every row sees come before those that some do; a single tile has none.
-    if window is None and not has_bits and T > keys:
+    # Fresh keys that every row sees come before those that some do, in their own loop. A single
+    # tile is not worth one: it takes as long to be compiled as any.
+    if window is None and not has_bits and keys < T:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
         plain = jnp.minimum(jnp.where(causal != 0, first_live + 1, in_block), end)
         plain = jnp.minimum(plain, cell_0 + T) - cell_0

@@ -23,10 +23,10 @@ _MULTIPROCESSORS = 132
 _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
 _MOST_SHARED = 41
-# Of several short sequences: the warpgroups from which blocks that stay were timed and won or tied,
-# and from which two take wide tiles (results/attention_stay_h200.json); their keys and stages.
-_MANY_WARPGROUPS, _WIDE_WARPGROUPS = 512, 1024
-_STAYING = {1: (64, 4), 2: (64, 4), "wide": (128, 2)}
+# Of several short sequences, by warpgroups of a block: from how many blocks on those that stay were
+# timed and won or tied, and the keys of their tiles (results/attention_stay_h200.json). With fewer
+# they win where contexts are even, and lose where they are not.
+_STAYING = {1: ((1024, 64),), 2: ((512, 128), (256, 64))}
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
@@ -50,9 +50,9 @@ class Tiling:
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
-            and keys come while one ends; rows take twice the shared memory. More than the GPU has
-            multiprocessors wait for their own turn. 0: a block for each tile, which the GPU starts
-            where another ends.
+            and keys come while one ends; rows take twice the shared memory. No more do than have as
+            many turns as each other, or one less. More than the GPU has multiprocessors wait for
+            their own turn. 0: a block for each tile, which the GPU starts where another ends.
     """
 
     consumers: int = 1
@@ -115,20 +115,19 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         # The longest are split in any case, as one may be alone with many short ones.
         return min(B * items * most * 5 // (16 * _MULTIPROCESSORS), most * 3 // 4)
 
-    def tile(consumers, keys):
-        return {
-            "keys": keys,
-            "stages": most_stages(keys, H),
-            "ping_pong": keys == 128 and consumers == 2,
-        }
-
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
         for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
             # Wide tiles want many of them, and two of theirs in flight.
             keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
-            shape = tile(consumers, keys)
-            tiling = Tiling(consumers=consumers, splits=splits, is_cluster=is_cluster, **shape)
+            tiling = Tiling(
+                consumers=consumers,
+                keys=keys,
+                stages=most_stages(keys, H),
+                splits=splits,
+                is_cluster=is_cluster,
+                ping_pong=keys == 128 and consumers == 2,
+            )
             if is_cluster and splits > 1 and not holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
                 fewer = dataclasses.replace(tiling, stages=3)
@@ -141,12 +140,12 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         found.append(shared)
     best = min(found, key=microseconds)
     blocks = B * G * -(-warpgroups // best.row_groups)
-    is_short = B > 1 and best.splits == 1 and tiles < _WIDE and H == 128
-    if is_short and blocks * best.consumers >= _MANY_WARPGROUPS:
-        is_wide = blocks * best.consumers >= _WIDE_WARPGROUPS and best.consumers == 2
-        keys, stages = _STAYING["wide" if is_wide else best.consumers]
-        shape = {"keys": keys, "stages": stages, "ping_pong": best.consumers == 2}
-        best = dataclasses.replace(best, resident=_MULTIPROCESSORS, **shape)
+    if B == 1 or best.splits > 1 or tiles >= _WIDE or H != 128:
+        return best
+    for least, keys in _STAYING[best.consumers]:
+        if blocks >= least:
+            in_turns = {"resident": _MULTIPROCESSORS, "ping_pong": best.consumers == 2}
+            return dataclasses.replace(best, keys=keys, stages=most_stages(keys, H), **in_turns)
     return best
 
 
