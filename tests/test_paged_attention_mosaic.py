@@ -609,11 +609,11 @@ def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resid
     ("tiles", "stay"), [(8, 4), (7, 4), (5, 4), (12, 4), (10, 4), (3, 3), (1, 1)]
 )
 def test_blocks_that_stay_take_every_tile_once_there_and_back(tiles, stay):
-    taken = [
-        [int(mosaic_blocks.tile_in(turn, block, stay)) for turn in range(turns)]
-        for block in range(stay)
-        if (turns := int(mosaic_blocks.turns_of(block, tiles, stay))) >= 0
-    ]
+    taken = []
+    for first in map(jnp.int32, range(stay)):
+        last = stay - 1 - first
+        turns = int(mosaic_blocks.turns_of(first, last, tiles, stay))
+        taken.append([int(mosaic_blocks.tile_in(i, first, last, stay)) for i in range(turns)])
     assert sorted(itertools.chain(*taken)) == list(range(tiles))
     pairs = {mine[0] + mine[1] for mine in taken if len(mine) > 1}
     assert pairs <= {2 * stay - 1}, "the longest of a turn with the shortest of the next"

@@ -64,11 +64,13 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
 def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places):
     """Tiles of rows, a share of them: while one is computed, the next one's rows and keys come."""
     tiles, blocks, stay = places
-    block = jax.lax.axis_index("block")
-    turns = turns_of(block, tiles, stay)
+    first = jax.lax.axis_index("block")
+    last = stay - 1 - first
+    turns = turns_of(first, last, tiles, stay)
 
     def work_in(turn, before=None):
-        tile = jnp.minimum(tile_in(turn, block, stay), tiles - 1)  # behind the last comes none
+        tile = tile_in(turn, first, last, stay)
+        tile = jnp.minimum(tile, tiles - 1)  # behind the last comes none
         sequence, place = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
         return work_at((sequence, whole(0), place), before)
 
@@ -98,19 +100,19 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def tile_in(turn, block, stay):
-    """The tile of rows of a turn of one of `stay` blocks.
+def tile_in(turn, first, last, stay):
+    """The tile of rows of a turn; `first` and `last`: a block's place among `stay` from either end.
 
     The longest contexts come first, so blocks take theirs there and back: who has the longest of
     one turn has the shortest of the next.
     """
-    return turn * stay + jnp.where((turn & 1) == 0, block, stay - 1 - block)
+    return turn * stay + jnp.where((turn & 1) == 0, first, last)
 
 
-def turns_of(block, tiles, stay):
-    """How many turns one of `stay` blocks has."""
-    full = tiles // stay
-    return full + (tile_in(whole(full), block, stay) < tiles).astype(jnp.int32)
+def turns_of(first, last, tiles, stay):
+    """How many turns such a block has."""
+    full, rest = divmod(tiles, stay)
+    return full + ((last if full % 2 else first) < rest).astype(jnp.int32)
 
 
 def _registers(tiling):
