@@ -1,7 +1,7 @@
 """What `paged_attention_gpu.py` checks and times: cases, cells, forms and their data.
 
-A cell is (model, sequences, context, rows); its context may be of `RAGGED`. Nothing here writes or
-prints.
+A cell is (model, sequences, context, rows); its context may be a name in `LONGEST`. Nothing here
+writes or prints.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 POOL_NUMBERS = 1 << 29  # of the keys' pool, and of the values': 1 GB each
 MOST_LAYERS = 64
 PAGE, BLOCK = 64, 32
-RAGGED = {"ragged": 8192, "ragged 1k": 1024}  # log-uniform lengths, up to so many
+LONGEST = {"ragged": 8192, "ragged 1k": 1024}  # of lengths drawn log-uniformly
 HEADS = {  # query heads, KV heads, head size
     "SDAR-8B": (32, 8, 128),
     "LLaDA-8B": (32, 32, 128),
@@ -131,7 +131,7 @@ def checked_forms(interpreted=False):
         "1 x2": mosaic.Tiling(splits=2),
         "1 x8": mosaic.Tiling(splits=8),
         "2 x4": mosaic.Tiling(consumers=2, splits=4),
-        "2 r3": mosaic.Tiling(consumers=2, resident=3),
+        "2 pp r3": mosaic.Tiling(consumers=2, ping_pong=True, resident=3),
         "2 k128 pp r3": mosaic.Tiling(consumers=2, keys=128, stages=2, ping_pong=True, resident=3),
     }
     return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()} | {
@@ -196,7 +196,7 @@ def draw(cell, is_tiny=False, seed=0):
     _, G, H = HEADS[model]
     rng = np.random.default_rng(seed)
     if isinstance(context, str):
-        longest = RAGGED[context]
+        longest = LONGEST[context]
         lengths = np.exp(rng.uniform(np.log(64), np.log(longest), B)).astype(np.int32)
     else:
         lengths = context - rng.integers(0, PAGE, B).astype(np.int32)

@@ -149,7 +149,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
     if interpret is not None:
         scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), q.dtype, transforms=swizzled)
     tiles = B * G * blocks
-    # As few as have no more turns than those that may stay would.
+    # As few as need no more turns than all that may stay.
     stay = -(-tiles // -(-tiles // tiling.resident)) if tiling.resident else 0
     operands = [*fresh, *pools, page_table, numbers, *(() if bits is None else (bits,))]
     body = functools.partial(

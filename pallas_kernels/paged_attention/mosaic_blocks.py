@@ -66,7 +66,7 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
     tiles, blocks, stay = places
     first = jax.lax.axis_index("block")
     last = stay - 1 - first
-    turns = turns_of(first, last, tiles, stay)
+    turns = num_turns(first, last, tiles, stay)
 
     def work_in(turn, before=None):
         tile = tile_in(turn, first, last, stay)
@@ -109,8 +109,8 @@ def tile_in(turn, first, last, stay):
     return turn * stay + jnp.where((turn & 1) == 0, first, last)
 
 
-def turns_of(first, last, tiles, stay):
-    """How many turns such a block has."""
+def num_turns(first, last, tiles, stay):
+    """How many turns a block has; the others as in `tile_in`."""
     full, rest = divmod(tiles, stay)
     return full + ((last if full % 2 else first) < rest).astype(jnp.int32)
 

@@ -24,8 +24,8 @@ _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
 _MOST_SHARED = 41
 # Of several short sequences, by warpgroups of a block: from how many blocks on those that stay were
-# timed and won or tied, and the keys of their tiles (results/attention_stay_h200.json). With fewer
-# they win where contexts are even, and lose where they are not.
+# timed and won or tied, and the keys of their tiles, most blocks first
+# (results/attention_stay_h200.json). Fewer win where contexts are even, and tie or lose where not.
 _STAYING = {1: ((1024, 64),), 2: ((512, 128), (256, 64))}
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
@@ -50,9 +50,9 @@ class Tiling:
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
-            and keys come while one ends; rows take twice the shared memory. No more do than have as
-            many turns as each other, or one less. More than the GPU has multiprocessors wait for
-            their own turn. 0: a block for each tile, which the GPU starts where another ends.
+            and keys come while one ends; rows take twice the shared memory. Fewer stay where fewer
+            need no more turns: 128 of 132 for 512 tiles. More than the GPU has multiprocessors wait
+            for their own turn. 0: a block for each tile, which the GPU starts where another ends.
     """
 
     consumers: int = 1
