@@ -174,6 +174,7 @@ def _let_programs_go(most: int) -> None:
     if maps.exists() and maps.read_bytes().count(b"\n") > most:
         import jax
 
+        gc.unfreeze()
         jax.clear_caches()
         gc.collect()
 
@@ -182,6 +183,10 @@ def _let_programs_go(most: int) -> None:
 def _programs_of_a_module_go() -> Iterator[None]:
     yield
     _let_programs_go(MOST_MAPS)
+    # JAX keeps what it traced: gigabytes, in the end. An engine collects garbage as it starts, and
+    # a fifth of a worker's time went into looking at all of that again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
