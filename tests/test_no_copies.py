@@ -4,7 +4,7 @@ Proves, for each case of the contract's gate (toys, `AR`, `BlockDiffusion`, `Mul
 and the decode loop on the device, compiled as one program with the state donated, reuse the pools
 in place (they are aliased), hold no instruction that makes another array of a pool's size (copy,
 select, transpose, convert, broadcast, ...) and need far less scratch memory than the cache; and
-that this loop emits what the step-by-step run emits. Each of the engine's programs by itself works
+that this loop emits what a dense run emits. Each of the engine's programs by itself works
 in place too: admission, prefill, decode, restore, a page's copy. The pool has a prime number of
 pages, so its shape is unique in the program text. float32 everywhere; bfloat16 where XLA's CPU
 scatter keeps it (jax >= 0.11; 0.10 widens it to float32).
@@ -25,7 +25,7 @@ from strategies import DFlash
 from strategies.state import RUNNING
 from tests.contract import engine as toy
 from tests.contract import harness
-from tests.contract.cases import NAMES, SWIFT, case, once
+from tests.contract.cases import NAMES, SWIFT, case, truth
 
 NUM_PAGES, PAGE_SIZE = 4099, 8
 _NEW_ARRAY = (
@@ -82,14 +82,14 @@ ACTIVATIONS = 1_000_000
 
 
 @pytest.mark.parametrize("name", SWIFT)
-def test_the_loop_works_in_place_and_equals_the_steps(name):
+def test_the_loop_works_in_place_and_equals_the_dense_run(name):
     program, arguments = compiled(name)
     check(program, arguments)
     pools = jax.tree.leaves(arguments[3].pools)
     state = program(*arguments)
     assert all(pool.is_deleted() for pool in pools)
     assert not (np.asarray(state.finish) == RUNNING).any()
-    rows = once(name).rows
+    rows = truth(name)
     assert np.asarray(state.buffer.nfe)[: len(rows)].tolist() == [row.nfe for row in rows]
     for b, row in enumerate(rows):
         assert state.output[b, : int(state.output_len[b])].tolist() == row.tokens
