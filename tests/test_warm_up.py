@@ -202,6 +202,53 @@ def test_what_kernels_are_made_of_is_not_searched_for_in_vain():
     assert found.split() == ["True", "False", "True", "True"]
 
 
+NAMES = """
+import re
+import jax, jax.numpy as jnp
+from jax.experimental.mosaic.gpu import core, layout_inference
+from dllm_jax import warming
+from pallas_kernels.paged_attention import WindowMask, mosaic
+from tests.cross_lowering import H200
+
+class Device:
+    compute_capability = "9.0"
+
+jax.devices = lambda *_: [Device()]
+printed, texts = [], []
+name, serialize = layout_inference.ValueSite.__str__, core._run_serde_pass
+
+def told(module, **settings):
+    text = module.operation.get_asm(enable_debug_info=False)
+    texts.append(re.sub('dump_basename = "[^"]*"', "", text))  # numbered
+    return serialize(module, **settings)
+
+layout_inference.ValueSite.__str__ = lambda site: printed.append(site) or name(site)
+core._run_serde_pass = told
+shape = jax.ShapeDtypeStruct
+rows, keys = (shape((1, 32, heads, 128), jnp.bfloat16) for heads in (16, 8))
+pool, table = shape((8, 8, 64, 128), jnp.bfloat16), shape((1, 5), jnp.int32)
+numbers = {name: shape((1,), jnp.int32) for name in ("start", "context_len")}
+seen = {"live": shape((1, 2), jnp.int32), "causal": shape((1,), bool), "visible": None}
+mask = WindowMask(cell=shape((1, 32), jnp.int32), block_size=32, **numbers, **seen)
+for prepare in (lambda: None, warming._name_values_briefly):
+    prepare()
+    printed.clear()
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(lambda *given: mosaic.attention(*given)).trace(
+            rows, keys, keys, pool, pool, table, mask
+        )
+        traced.lower(lowering_platforms=("cuda",))
+    print(len(printed) > 10)
+print(len(texts), len(texts[0]) > 10_000 and texts[0] == texts[1])
+"""
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the kernel wants jax 0.11.2")
+def test_what_a_kernel_is_made_of_is_not_printed_to_name_it():
+    found = subprocess.check_output([sys.executable, "-c", NAMES], cwd=ROOT, text=True)
+    assert found.split() == ["True", "False", "2", "True"]
+
+
 def test_every_size_of_every_program_is_listed_once_largest_first():
     work = warming.every_program(facts(), 5)
     names = [one.name for one in work]

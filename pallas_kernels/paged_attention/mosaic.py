@@ -67,6 +67,7 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers trace it once
 def attention(
     q: Array,
     k: Array,

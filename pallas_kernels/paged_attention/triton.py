@@ -63,6 +63,7 @@ def unsupported_arguments(q: Array, k_pages: Array) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers trace it once
 def attention(
     q: Array,
     k: Array,
