@@ -172,8 +172,8 @@ def _name_values_briefly() -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from jax.experimental.mosaic.gpu import layout_inference
 
-        layout_inference.ValueSite.__str__ = (
-            lambda site: f"{site.operation.name}:{site.type.name}-{site.index}"
+        layout_inference.ValueSite.__str__ = lambda site: (
+            f"{site.operation.name}:{site.type.name}-{site.index}"
         )
 
 
