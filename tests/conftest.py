@@ -75,6 +75,7 @@ ONE_PYTHON = {
         "cli_errors",
         "cli_generate",
         "cli_verbs",
+        "compile_h200",
         "convert_drafts",
         "convert_families",
         "convert_faults",

@@ -1,0 +1,158 @@
+"""The engine's programs compiled for an H200 on a machine that has none: launches, memory, texts.
+
+    JAX_PLATFORMS=cpu python benchmarks/compile_h200.py --shapes 1x1x32,8x4x32 --out programs
+
+wants what XLA compiles for NVIDIA GPUs with, of the version of JAX that is here, and its `ptxas`:
+
+    pip install --no-deps jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+    pip install --no-deps "nvidia-cuda-nvcc<14" "nvidia-nvvm<14"
+    export PATH=$PATH:SITE_PACKAGES/nvidia/cu13/bin
+
+Nothing runs and nothing is timed. What is fused, copied and launched, and in which order, is as on
+a GPU but for what XLA's autotuner would choose among products: hold the texts from before a change
+against those from behind it. The JAX programs are written as `.mlir`, XLA's as `.hlo`.
+"""
+
+import argparse
+import collections
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from dllm_jax import sizing, warming
+from dllm_jax.bench.step import PAGE, Shape, step_strategy
+from dllm_jax.cli.bench_step import shapes
+from dllm_jax.device import Device
+from dllm_jax.facts import EngineConfig
+from dllm_jax.model import Model
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+from strategies.protocol import split_knobs
+
+# XLA's description of the device: what it reckons with when it fuses.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+LAUNCHES = ("fusion", "custom-call", "copy", "conditional", "while", "scatter", "sort", "gather")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
+
+
+# What Pallas asks for where no device is, and what the choice of a kernel asks a device for.
+ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+
+
+class Hopper:
+    compute_capability = "9.0"
+
+
+def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding) -> Device:
+    """An engine's device for one bucket each of decoding and prefill, without any arrays."""
+    parsed = parse_config(PUBLISHED[name], name=name)
+    arch = arch_of(parsed.config)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        arch.param_shapes(parsed.config, jnp.bfloat16),
+    )
+    model = Model(params=params, config=parsed.config, arch=arch, defaults=parsed.defaults)
+    strategy = step_strategy(model, shape)
+    columns = -(-(context + 4 * strategy.block_size * strategy.buffer_size) // PAGE)
+    config = EngineConfig(
+        max_num_seqs=shape.slots,
+        max_model_len=columns * PAGE - strategy.block_size,
+        slot_buckets=(shape.slots,),
+        page_buckets=(columns,),
+        prefill_buckets=(prefill,),
+        num_pages=shape.slots * columns + 1,
+    )
+    placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)})  # it asks where that is
+    facts = sizing.make_facts(placed, strategy, {}, config)
+    return Device(model, split_knobs(strategy)[0], {}, facts, allocate=False)
+
+
+def launches(text: str) -> list[tuple[str, dict[str, int]]]:
+    """What the computations of a compiled program launch, those that launch most first.
+
+    What a fusion consists of is among them, and is one launch.
+    """
+    found = []
+    for part in re.split(r"\n(?=%|ENTRY)", text):
+        count = collections.Counter(_OPERATION.findall(part))
+        name = "ENTRY" if part.startswith("ENTRY") else part.split(" ", 1)[0]
+        found.append((name, {kind: count[kind] for kind in LAUNCHES if count[kind]}))
+    return sorted(found, key=lambda one: -sum(one[1].values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="JetLM/SDAR-1.7B-Chat", choices=sorted(PUBLISHED))
+    parser.add_argument("--shapes", type=shapes, default="1x1x32", help="as of `bench step`")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--prefill", type=int, default=64, help="tokens of a pass")
+    parser.add_argument("--only", help="programs whose name begins so, e.g. decode")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the texts")
+    args = parser.parse_args()
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=H200, topology="1x1x1"
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        parser.error(f"{error}: install what XLA compiles with, see the head of {__file__}")
+    sharding = SingleDeviceSharding(topology.devices[0])
+    devices = [
+        (shape, shaped_device(args.model, shape, args.context, args.prefill, sharding))
+        for shape in args.shapes
+    ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    jax.default_backend = lambda: "gpu"
+    jax.devices = lambda *_: [Hopper()]
+    for shape, device in devices:
+        for work in warming.every_program(device.facts, device.num_words):
+            if not work.name.startswith(args.only or ""):
+                continue
+            began = time.perf_counter()
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=ABSTRACT)):
+                lowered = device.lower(work.run)
+            lowered_s, began = time.perf_counter() - began, time.perf_counter()
+            compiled = lowered.compile({"xla_gpu_autotune_level": 0})
+            compiled_s = time.perf_counter() - began
+            text, place = compiled.as_text() or "", args.out / f"{shape}-{work.name.split()[0]}"
+            place.with_suffix(".mlir").write_text(lowered.as_text(), encoding="utf-8")
+            place.with_suffix(".hlo").write_text(text, encoding="utf-8")
+            temp = compiled.memory_analysis().temp_size_in_bytes / 1e6
+            print(f"{shape} {work.name}: lowered in {lowered_s:.1f} s, compiled in", end=" ")
+            print(f"{compiled_s:.1f}; {temp:.1f} MB of temporaries", flush=True)
+            for name, count in launches(text)[:3]:
+                print(f"    {name}: {count}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
