@@ -30,7 +30,7 @@ from dllm_jax.model import Model
 from dllm_jax.programs import ASKED, HEAD, NUMBERS, PIECE, Programs
 from dllm_jax.requests import DraftMetrics
 from strategies import drafting
-from strategies.protocol import weighs_costs
+from strategies.protocol import ByClass, weighs_costs
 from strategies.state import DecodeState
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -132,7 +132,7 @@ class Device:
         self._programs = Programs(
             model=model,
             aux=dict(aux),
-            strategy=strategy,
+            by_class=ByClass(strategy),
             spec=decoding.slot_spec(strategy, model, facts.num_slots),
             kept=decoding.boundary_size(strategy, model),
             max_output=facts.max_model_len,
@@ -402,7 +402,7 @@ class Device:
             return self._programs
         known = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
         costs = np.asarray(self.choice_costs[min(known)], np.float32)
-        return self._programs.replace(strategy=strategy.replace(costs=costs))
+        return self._programs.replace(by_class=ByClass(strategy.replace(costs=costs)))
 
     def harvest(self, chunk: Chunk) -> Harvest:
         """Wait for a chunk and read it.

@@ -23,6 +23,7 @@ from dllm_jax.model import Model
 from dllm_jax.requests import DraftMetrics
 from dllm_jax.training.data import Problem, is_correct, problem
 from strategies import BlockDiffusion, drafting, driver
+from strategies.protocol import ByClass
 from strategies.state import DUMMY, FINISH_REASONS, DecodeState
 
 MAX_TOKENS = 224  # tokens of the longest worked solution of both halves, and some to spare
@@ -165,7 +166,7 @@ def block_of(strategy: Any) -> int | None:
 
 def _finish(model: Model, session: generation.Session) -> Any:
     """Output, its length, forwards, those with an open block, finish and drafts of each row."""
-    state, denoise = _run(model, session.strategy, session.aux, session.state)
+    state, denoise = _run(model, session.by_class, session.aux, session.state)
     nfe, nothing = state.buffer.nfe, jnp.zeros((len(state.finish), 0), jnp.int32)
     names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
     drafts = [state.carry.slot.get(name, nothing) for name in names]
@@ -214,9 +215,10 @@ def encode(model: Model, problems: Sequence[Problem]) -> list[list[int]]:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _run(
-    model: Model, strategy: Any, aux: dict[str, Model], state: DecodeState
+    model: Model, by_class: ByClass, aux: dict[str, Model], state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
     """Decode to the end, counting the forwards of each row in which a block was open."""
+    strategy = by_class.strategy
     forward = ModelForward(model, aux=aux)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
 

@@ -28,7 +28,7 @@ from dllm_jax.model import Model
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.requests import token_ids
 from dllm_jax.sources import LoadError
-from strategies.protocol import split_knobs, weighs_costs
+from strategies.protocol import ByClass, split_knobs, weighs_costs
 from strategies.state import NO_LIMIT, DecodeState, Limits, Sampling
 
 MIN_PROMPT_BUCKET = 64
@@ -56,9 +56,14 @@ class GenerateOutput(struct.PyTreeNode):
 class Session(struct.PyTreeNode):
     """A batch in the middle of decoding: the bare strategy, the auxiliary models, the state."""
 
-    strategy: Any
+    by_class: ByClass
     aux: dict[str, Model]
     state: DecodeState
+
+    @property
+    def strategy(self) -> Any:
+        """Bare (`split_knobs`)."""
+        return self.by_class.strategy
 
 
 def generate(
@@ -136,7 +141,7 @@ def advance(
     """Run up to `num_steps` decode steps; the old session's state is donated, hence gone."""
     state = _advance(
         model,
-        session.strategy,
+        session.by_class,
         session.aux,
         session.state,
         jnp.int32(num_steps),
@@ -163,7 +168,7 @@ def _prepare(
     prompt_len: Any = None,
     draft: Any = None,
     key: Any = None,
-) -> tuple[Model, tuple[Any, dict[str, Model], decode.Batch], int]:
+) -> tuple[Model, tuple[ByClass, dict[str, Model], decode.Batch], int]:
     """Check a call's arguments and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
     strategy, aux = bind_draft(resolve_strategy(model, strategy, draft), draft, model)
@@ -215,7 +220,7 @@ def _prepare(
         context = min(ids.shape[1] + min(max_tokens, pass_time.USUAL_TEXT), last)
         of = (bare, model, aux, B, context, jax.default_backend())
         bare = bare.replace(costs=np.asarray(pass_time.choice_costs(*of), np.float32))
-    return model, (bare, aux, batch), max_tokens
+    return model, (ByClass(bare), aux, batch), max_tokens
 
 
 def bind_draft(
@@ -428,21 +433,24 @@ def _fresh(
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
-def _start(model, strategy, aux, batch, max_tokens, implementation):
+def _start(model, by_class, aux, batch, max_tokens, implementation):
+    strategy = by_class.strategy
     forward = ModelForward(model, aux=aux, implementation=implementation)
     state = _fresh(model, strategy, aux, batch, max_tokens)
     return decode.prefill(strategy, forward, state, batch.prompt)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
-def _advance(model, strategy, aux, state, num_steps, implementation):
+def _advance(model, by_class, aux, state, num_steps, implementation):
+    strategy = by_class.strategy
     forward = ModelForward(model, aux=aux, implementation=implementation)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
     return decode.run(strategy, forward, state, spec, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
-def _generate(model, strategy, aux, batch, max_tokens, implementation):
+def _generate(model, by_class, aux, batch, max_tokens, implementation):
+    strategy = by_class.strategy
     forward = ModelForward(model, aux=aux, implementation=implementation)
     state = _fresh(model, strategy, aux, batch, max_tokens)
     state = decode.prefill(strategy, forward, state, batch.prompt)

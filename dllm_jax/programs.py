@@ -21,7 +21,7 @@ from dllm_jax.forward import ModelForward
 from dllm_jax.intake import STOP_WIDTH
 from dllm_jax.model import Model
 from strategies import driver
-from strategies.protocol import SlotSpec
+from strategies.protocol import ByClass, SlotSpec
 from strategies.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
 
 # Columns of a harvested row before its new tokens: start, finish, nfe, output length, that length
@@ -38,12 +38,17 @@ class Programs(struct.PyTreeNode):
 
     model: Model
     aux: dict[str, Model]
-    strategy: Any
+    by_class: ByClass
     spec: SlotSpec = struct.field(pytree_node=False)
     kept: int = struct.field(pytree_node=False)
     max_output: int = struct.field(pytree_node=False)
     most_new: int = struct.field(pytree_node=False)
     implementation: str | None = struct.field(pytree_node=False)
+
+    @property
+    def strategy(self) -> Any:
+        """Bare (`split_knobs`)."""
+        return self.by_class.strategy
 
     def forward(self) -> ModelForward:
         """The model as the strategy sees it."""

@@ -175,7 +175,7 @@ def record(
     state, steps = session.state, []
     while int(state.finish[0]) == RUNNING:
         state, one = _recorded(
-            model, session.strategy, session.aux, state, attention_implementation
+            model, session.by_class, session.aux, state, attention_implementation
         )
         steps.append(_from_device(jax.tree.map(lambda leaf: leaf[0], jax.device_get(one))))
     length = int(state.output_len[0])
@@ -192,7 +192,8 @@ def record(
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
-def _recorded(model, strategy, aux, state, implementation):
+def _recorded(model, by_class, aux, state, implementation):
+    strategy = by_class.strategy
     forward = ModelForward(model, aux=aux, implementation=implementation)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
     return recorded_step(strategy, forward, state, spec)

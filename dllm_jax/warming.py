@@ -172,9 +172,10 @@ def _name_values_briefly() -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from jax.experimental.mosaic.gpu import layout_inference
 
-        layout_inference.ValueSite.__str__ = lambda site: (
-            f"{site.operation.name}:{site.type.name}-{site.index}"
-        )
+        def name(self: Any) -> str:
+            return f"{self.operation.name}:{self.type.name}-{self.index}"
+
+        layout_inference.ValueSite.__str__ = name
 
 
 @contextlib.contextmanager

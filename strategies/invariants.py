@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from strategies import driver, random_requests, random_world
-from strategies.protocol import split_knobs
+from strategies.protocol import ByClass, split_knobs
 from strategies.random_world import MIXTURE
 from strategies.resolve import load_strategy
 from strategies.state import (
@@ -100,7 +100,7 @@ def check_invariants(
         most *= strategy.buffer_size or 1
     rng = np.random.default_rng(seed)
     drawn = random_requests.draw(rng, strategy, 2 * num_slots, midway, knobs or {})
-    bare = split_knobs(strategy)[0]
+    bare = ByClass(split_knobs(strategy)[0])
     half, slots = num_slots // 2, np.arange(num_slots)
     moved = rng.permutation(np.concatenate([slots[:half], slots[half:] + num_slots]))
     try:
@@ -121,22 +121,25 @@ def _rows(state: DecodeState, slots: np.ndarray) -> DecodeState:
     return rows.replace(keys=state.keys[slots])
 
 
-def _run(strategy: Any, state: DecodeState, rng: np.random.Generator, most: int) -> Iterator[Any]:
+def _run(
+    by_class: ByClass, state: DecodeState, rng: np.random.Generator, most: int
+) -> Iterator[Any]:
     """Step until every request has ended; yields what `_compare` compares."""
     buffer = state.buffer
     leftovers = rng.integers(0, random_world.VOCAB, buffer.tokens.shape, np.int32)
     tokens = np.where(buffer.filled, buffer.tokens, leftovers)
     state = state.replace(buffer=buffer.replace(tokens=tokens))
-    watch = _Watch(jax.device_get(_plain(state)), strategy.needs, most)
+    watch = _Watch(jax.device_get(_plain(state)), by_class.strategy.needs, most)
     while (np.asarray(state.finish) == RUNNING).any():
-        state, seen = _step(strategy, state)
+        state, seen = _step(by_class, state)
         watch.see(*jax.device_get(seen))
         yield watch.visible()
 
 
 @functools.partial(jax.jit, compiler_options=random_requests.QUICK)
-def _step(strategy: Any, state: DecodeState) -> tuple[DecodeState, Any]:
+def _step(by_class: ByClass, state: DecodeState) -> tuple[DecodeState, Any]:
     """Both halves of a step, and what was seen between them."""
+    strategy = by_class.strategy
     spec = random_world.slot_spec(strategy, state.finish.shape[0])
     forward: Any = random_world.Forward(state, strategy.needs.boundary)
     stepped, info = driver.propose(strategy, forward, state)

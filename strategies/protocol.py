@@ -5,6 +5,7 @@ is the model as a strategy sees it, without parameters, pages or devices. Nothin
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -167,6 +168,37 @@ def check_knob(strategy: Any, name: str, value: Any) -> None:
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
     """The strategy with each knob bound to its per-slot values (inside the jit)."""
     return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})
+
+
+@jax.tree_util.register_pytree_node_class
+class ByClass:
+    """A strategy as an argument of `jit`: one of another class is another argument.
+
+    To JAX (0.10, 0.11) two dataclasses of equal static fields are one, whatever their classes, and
+    once in a hundred times `jit` then runs what it compiled for the other one's step.
+    """
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+        self._classes = _classes(jax.tree.structure(strategy))
+
+    def tree_flatten(self):
+        """The strategy is the one child; its classes are static."""
+        return (self.strategy,), self._classes
+
+    @classmethod
+    def tree_unflatten(cls, classes, children):
+        """Rebuild around the one child, whatever a transformation put there."""
+        made = object.__new__(cls)
+        made.strategy, made._classes = children[0], classes
+        return made
+
+
+def _classes(tree: Any) -> tuple[type, ...]:
+    """Of the nodes of a tree, in their order."""
+    data = tree.node_data()
+    below = (_classes(child) for child in tree.children())
+    return () if data is None else (data[0], *itertools.chain.from_iterable(below))
 
 
 def makes_choices(strategy: Any) -> bool:

@@ -15,7 +15,14 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from strategies import driver
-from strategies.protocol import PrefillChunk, absorb, initial_carry, knob_ranges, split_knobs
+from strategies.protocol import (
+    ByClass,
+    PrefillChunk,
+    absorb,
+    initial_carry,
+    knob_ranges,
+    split_knobs,
+)
 from strategies.random_world import HOLE, NOTHING, ROWS, VOCAB, Forward, World, slot_spec
 from strategies.state import (
     ACTIVE,
@@ -96,7 +103,7 @@ def draw(
     )
     stops = np.where(rng.random((B, 2)) < 0.3, rng.integers(1, VOCAB, (B, 2)), -1)
     never = _int32(np.full(B, NO_LIMIT))
-    bare = split_knobs(strategy)[0]
+    bare = ByClass(split_knobs(strategy)[0])
     temperature = _float32(rng.choice([0.0, 0.0, 0.7], B))
     state = _admit(
         bare,
@@ -128,7 +135,7 @@ def _float32(x: Any) -> Any:
 
 @functools.partial(jax.jit, compiler_options=QUICK)
 def _admit(
-    strategy: Any,
+    by_class: ByClass,
     prompt: Int[Array, "B X"],
     prompt_len: Int[Array, " B"],
     limit: Int[Array, " B"],
@@ -140,6 +147,7 @@ def _admit(
     world: World,
 ) -> DecodeState:
     """Fresh requests, their prompts taken in."""
+    strategy = by_class.strategy
     K, S, needs = strategy.buffer_size or 1, strategy.block_size, strategy.needs
     B, X = prompt.shape
     tail = driver.prompt_tail(needs, prompt, prompt_len, K, S)

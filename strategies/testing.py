@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from strategies import driver
 from strategies.protocol import (
+    ByClass,
     PrefillChunk,
     SlotSpec,
     TokenStats,
@@ -242,7 +243,7 @@ def run_script(
     stops = np.full((1, max(8, len(eos_ids))), -1, np.int32)
     stops[0, : len(eos_ids)] = eos_ids
     result, history = _run(
-        bare,
+        ByClass(bare),
         {name: jnp.full((1,), value, jnp.float32) for name, value in knobs.items()},
         _Script(jnp.asarray(token), jnp.asarray(prob)),
         jnp.asarray(padded),
@@ -260,7 +261,8 @@ def run_script(
 
 
 @functools.partial(jax.jit, static_argnames=("mask_id", "vocab_size"))
-def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vocab_size):
+def _run(by_class, knobs, script, prompt, prompt_len, limit, limits, mask_id, vocab_size):
+    strategy = by_class.strategy
     K, S = strategy.buffer_size or 1, strategy.block_size
     num_forwards, num_positions = script.token.shape
     spec = SlotSpec(1, K, S, vocab_size, 0, mask_id, jnp.float32)

@@ -15,7 +15,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import cost
 from strategies import AR, DFlash
-from strategies.protocol import weighs_costs
+from strategies.protocol import ByClass, weighs_costs
 from tests.contract import models
 from tests.contract.engine import make_device
 from tests.test_warm_up import TimedDevice, facts, pass_s
@@ -72,7 +72,7 @@ def test_a_wider_choice_costs_no_less():
 def test_costs_are_found_by_the_next_more_slots():
     device = make_device("ar", allocate=False)
     strategy = DFlash(8, LAYERS)
-    device._programs = device._programs.replace(strategy=strategy)
+    device._programs = device._programs.replace(by_class=ByClass(strategy))
     assert device._priced(3).strategy == strategy, "`ar` has no choices"
     assert device.choice_costs == {}
     device._weighs = weighs_costs(strategy)

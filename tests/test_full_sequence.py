@@ -540,7 +540,7 @@ def test_guidance_holds_no_logits_of_the_whole_window() -> None:
     strategy = case.strategy.replace(block_size=32, buffer_size=16)
     session = generation.start(case.model, [[1, 2]] * 4, strategy, max_tokens=99)
     program = generation._advance.lower(
-        case.model, session.strategy, session.aux, session.state, jnp.int32(3), None
+        case.model, session.by_class, session.aux, session.state, jnp.int32(3), None
     ).compile()
     text, vocab = program.as_text(), case.model.config.vocab_size
     assert f"f32[512,{vocab}]" in text

@@ -122,7 +122,7 @@ def test_the_loop_of_generate_works_in_place():
     session = generation.start(c.model, prompts, c.strategy, max_tokens=100)
     pools = jax.tree.leaves(session.state.pools)
     program = generation._advance.lower(
-        c.model, session.strategy, session.aux, session.state, jnp.int32(3), None
+        c.model, session.by_class, session.aux, session.state, jnp.int32(3), None
     ).compile()
     shape = ",".join(map(str, pools[0].shape))
     assert f"[{shape}]" in program.as_text()

@@ -23,7 +23,7 @@ from dllm_jax.facts import EngineConfig, Facts
 from dllm_jax.forward import ModelForward, WindowOutput
 from dllm_jax.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.scheduler import Sample
-from strategies.protocol import split_knobs
+from strategies.protocol import ByClass, split_knobs
 from strategies.state import RUNNING
 from tests.contract import dense, harness
 from tests.contract.cases import PAGE_SIZE, case
@@ -272,9 +272,9 @@ def near_ties(name: str, request: harness.Request, model: Any = None) -> int:
         state = jax.jit(_prefill, static_argnames="size")(
             bare, model or c.model, aux, state, prompt, size=harness.BUCKET
         )
-        step = jax.jit(lambda *args: harness.step.__wrapped__(*args)[0])
+        step = jax.jit(lambda *args: harness.step_by_class.__wrapped__(*args)[0])
         while (np.asarray(state.finish) == RUNNING).any():
-            state = step(bare, model or c.model, aux, state)
+            state = step(ByClass(bare), model or c.model, aux, state)
     jax.effects_barrier()
     assert found, "nothing was read out"
     return sum(found)
