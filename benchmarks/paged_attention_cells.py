@@ -75,6 +75,9 @@ TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-8B", 32, "ragged", 32): _RAGGED,
     ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
     ("LLaDA-8B", 8, "ragged", 4): "",
+    ("LLaDA2-mini", 8, "ragged", 4): "",
+    ("SDAR-8B", 8, "ragged", 4): "",
+    ("SDAR-8B", 32, "ragged", 4): "",
     ("LLaDA-8B", 32, 1024, 32): _ONE,
     ("LLaDA-8B", 32, 1024, 128): _TWO,
     ("LLaDA-8B", 128, 1024, 128): _TWO,
@@ -259,7 +262,7 @@ def forms(drawn, part, only):
     usual = triton.choose_tiling(q, pool, table)
     tilings = {"triton": usual}
     if part == "tune":
-        for splits in (1, 4) if T > 4 else (2, 4, 8):
+        for splits in (1, 4) if T > 4 else (2, 4, 8, 12):
             tilings[f"triton x{splits}"] = dataclasses.replace(usual, splits=splits)
     if not mosaic.unsupported_arguments(q, pool, drawn.mask):
         tilings["mosaic"] = mosaic.choose_tiling(q, pool, table)
