@@ -182,7 +182,7 @@ MEASURED = {  # sequences, rows, pages of each: rows and keys of a tile, splits;
     ("LLaDA-8B", 32, 32, 16): (32, 64, 1),  # 158.5
     ("LLaDA-8B", 8, 4, 84): (16, 64, 4),  # 67.5, ragged
     ("Dream-7B", 128, 4, 16): (32, 64, 1),  # 77.0
-    ("LLaDA2-mini", 8, 4, 84): (16, 64, 9),  # 16.3, ragged
+    ("LLaDA2-mini", 8, 4, 84): (16, 64, 12),  # 16.3, ragged
     ("wide heads", 1, 32, 128): (64, 64, 16),  # 24.4
 }
 

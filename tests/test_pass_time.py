@@ -151,8 +151,8 @@ def test_a_loop_that_times_nothing_is_told_them():
     prompts = [[1, 2, 3], [4, 5]]
 
     def costs_of(strategy: Any) -> Any:
-        _, (bare, *_), _ = generation._prepare(target, prompts, strategy, max_tokens=8, draft=draft)
-        return bare.costs
+        _, call, _ = generation._prepare(target, prompts, strategy, max_tokens=8, draft=draft)
+        return call[0].strategy.costs
 
     strategy = DFlash(4, (0, 1))
     platform = jax.default_backend()
