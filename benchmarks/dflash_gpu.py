@@ -112,10 +112,10 @@ def _small(name, sizes, seed):
 
 
 def begin(model, strategy, draft, slots, context, max_tokens):
-    """The bare strategy, its models, and requests whose prompts are cached as random numbers."""
+    """A bare strategy, its models, and requests whose prompts are cached as random numbers."""
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
-    _, (bare, aux, batch), max_tokens = generation._prepare(
+    _, (by_class, aux, batch), max_tokens = generation._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         strategy,
@@ -123,6 +123,7 @@ def begin(model, strategy, draft, slots, context, max_tokens):
         ignore_eos=True,
         draft=draft,
     )
+    bare = by_class.strategy
     state = generation._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
@@ -132,7 +133,7 @@ def begin(model, strategy, draft, slots, context, max_tokens):
     ]
     boundary = jax.random.normal(keys[-1], state.boundary.shape, state.boundary.dtype)
     state = state.replace(pools=jax.tree.unflatten(shape, drawn), boundary=boundary)
-    return bare, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
+    return by_class, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
 
 
 class Bare(struct.PyTreeNode):
@@ -196,10 +197,10 @@ def bare_steps(model, state, count, rows):
 
 
 @jax.jit
-def draft_passes(model, strategy, aux, state, count):
+def draft_passes(model, by_class, aux, state, count):
     """The drafter's pass with its readout, again and again, each from what the last one guessed."""
     draft = ModelForward(model, aux=aux).aux[DRAFT]
-    size = strategy.block_size - 1
+    size = by_class.strategy.block_size - 1
     cell = _cells(state)
 
     def one(_, tokens):
@@ -212,10 +213,10 @@ def draft_passes(model, strategy, aux, state, count):
 
 
 @jax.jit
-def verify_passes(model, strategy, aux, state, count):
+def verify_passes(model, by_class, aux, state, count):
     """The target's pass over a block with taps and readout, each over what the last one said."""
     forward = ModelForward(model, aux=aux)
-    size = strategy.block_size - 1
+    size = by_class.strategy.block_size - 1
     cell = _cells(state)
 
     def one(_, carry):
@@ -226,7 +227,7 @@ def verify_passes(model, strategy, aux, state, count):
             inputs=tokens,
             live=cell < size,
             causal=True,
-            hidden_layers=strategy.needs.hidden_layers,
+            hidden_layers=by_class.strategy.needs.hidden_layers,
             width=size,
         )
         keys = random.position_keys(view)
@@ -267,7 +268,7 @@ class Loop:
     @property
     def costs(self):
         """What its strategy chooses widths by."""
-        return self._before[1].costs.tolist()
+        return self._before[1].strategy.costs.tolist()
 
     def run(self, steps):
         """Seconds of so many steps, and what they leave."""
@@ -289,8 +290,8 @@ def loops_of(model, draft, slots, context, max_tokens, names):
     advance = functools.partial(Loop, program=generation._advance, after=(None,), donates=True)
 
     def step(name, strategy, draft=None):
-        bare, aux, state = begun(strategy, draft)
-        return advance(name, model, before=(model, bare, aux), state=state)
+        by_class, aux, state = begun(strategy, draft)
+        return advance(name, model, before=(model, by_class, aux), state=state)
 
     def plain(name, rows):
         *_, state = begun(AR(), None)
@@ -305,8 +306,8 @@ def loops_of(model, draft, slots, context, max_tokens, names):
         return Loop(name, model, bare_steps, (model,), mine, (rows,), donates=True)
 
     def one_pass(name, program):
-        bare, aux, state = begun(DFlash(width=draft.config.block_size), draft)
-        return Loop(name, model, program, (model, bare, aux), state)
+        by_class, aux, state = begun(DFlash(width=draft.config.block_size), draft)
+        return Loop(name, model, program, (model, by_class, aux), state)
 
     def rounds(name, **how):
         return step(name, DFlash(**how), draft)

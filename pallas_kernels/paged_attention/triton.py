@@ -23,9 +23,9 @@ from pallas_kernels.paged_attention.mask import WindowMask, facts
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 _ROWS, _KEYS = 64, 64  # of a tile
 _PROGRAMS, _SPLITS = 264, 16  # two on each of an H200's multiprocessors; parts to merge
-# Where sequences differ in length and may be long, most programs end early, and the longest one's are
-# waited for. So none is given more tiles of keys than the first; nor fewer than the second only to
-# have more programs, which are so many for all (eight on each multiprocessor) and for a row at most.
+# Where sequences differ in length and may be long, most programs end early, and the longest one's
+# are waited for. So none is given more tiles of keys than the first; nor fewer than the second only
+# to have more programs, which are so many for all (eight a multiprocessor) and for a row at most.
 _SHARE, _SHORT_SHARE, _MANY_PROGRAMS, _MANY_SPLITS = 32, 7, 1056, 12
 _WARPS, _STAGES = 4, 3  # of a program; all that the results hold was timed with these
 _NEVER = -1e30  # below every score; finite, so that differences are
