@@ -180,9 +180,11 @@ MEASURED = {  # sequences, rows, pages of each: rows and keys of a tile, splits;
     ("SDAR-8B", 32, 32, 127): (64, 64, 4),  # 174.4, ragged
     ("SDAR-8B", 128, 4, 16): (16, 64, 1),  # 134.3
     ("LLaDA-8B", 32, 32, 16): (32, 64, 1),  # 158.5
-    ("LLaDA-8B", 8, 4, 84): (16, 64, 4),  # 67.5, ragged
+    ("SDAR-8B", 8, 4, 84): (16, 64, 12),  # 23.5, ragged
+    ("SDAR-8B", 32, 4, 127): (16, 64, 4),  # 73.2, ragged
+    ("LLaDA-8B", 8, 4, 84): (16, 64, 4),  # 60.6, ragged
     ("Dream-7B", 128, 4, 16): (32, 64, 1),  # 77.0
-    ("LLaDA2-mini", 8, 4, 84): (16, 64, 12),  # 16.3, ragged
+    ("LLaDA2-mini", 8, 4, 84): (16, 64, 12),  # 7.8, ragged
     ("wide heads", 1, 32, 128): (64, 64, 16),  # 24.4
 }
 
