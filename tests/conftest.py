@@ -76,6 +76,7 @@ ONE_PYTHON = {
         "cli_generate",
         "cli_verbs",
         "compile_h200",
+        "convert_config",
         "convert_drafts",
         "convert_families",
         "convert_faults",
@@ -103,13 +104,18 @@ ONE_PYTHON = {
         "evaluate",
         "examples",
         "family_configs",
+        "family_decode",
+        "family_defaults",
+        "family_routing",
         "fast_dllm_v2",
         "full_sequence",
         "hub",
         "infill",
+        "layering",
         "invariants",
         "llm",
         "lora",
+        "many_rows",
         "memory",
         "mutants",
         "packaging",
@@ -127,6 +133,7 @@ ONE_PYTHON = {
         "sizing",
         "snapshot",
         "start_gpu",
+        "strategy_batch",
         "strategy_fuzz",
         "strategy_results",
         "text",
@@ -146,7 +153,7 @@ ONE_PYTHON = {
 
 
 # Files whose cases (tests/contract/cases.py) are alike to a version of JAX, but for these.
-ALIKE = ("test_contract.py", "test_no_copies.py")
+ALIKE = ("test_contract.py", "test_engine_device.py", "test_engine_faults.py", "test_no_copies.py")
 UNLIKE = ("multi_bd", "d2f_whole_full", "block_cache", "canvas", "dflash")
 
 

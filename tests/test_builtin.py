@@ -30,6 +30,7 @@ def model():
     return dj.load("builtin:tiny-sdar")
 
 
+@pytest.mark.slow
 def test_twenty_seeds_of_the_plain_half(model):
     # What the command makes of its flags, decoded as one batch instead of one by one.
     commands = [parse(["generate", "--seed", str(seed)]) for seed in SEEDS]

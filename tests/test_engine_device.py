@@ -28,7 +28,7 @@ from strategies.protocol import split_knobs
 from strategies.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE, Carry
 from tests.contract import engine as toy
 from tests.contract import harness, models
-from tests.contract.cases import EXTRA, NAMES, case
+from tests.contract.cases import EXTRA, NAMES, case, sweep
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
 WHOLE = [name for name in NAMES if name.startswith("full_sequence")]  # no prompt is prefilled
@@ -41,11 +41,6 @@ QUICK = (
     "block_cache",
     "full_sequence",
 )
-
-
-def sweep(some, names=NAMES):
-    """These cases; the others where there is time."""
-    return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 FULL = ("d2f_grid_full", "d2f_whole_full", *EXTRA)
@@ -358,7 +353,7 @@ def test_prefill_chunkings_change_nothing(name):
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("name", sweep(("d2f_whole_full", "speculate")))
+@pytest.mark.parametrize("name", sweep(("d2f_whole_full",)))
 def test_buckets_change_nothing(name):
     widest = toy.device(name).facts.page_buckets[-1]
     engine = make_engine(name, slot_buckets=(1, 2, 4), page_buckets=(2, widest))

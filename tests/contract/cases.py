@@ -5,7 +5,7 @@ Shared by the tests of the contract and of the compiled loops, so that one truth
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -299,10 +299,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "dflash": _dflash,
 }
 NAMES = tuple(CASES)
+
+
+def sweep(some: Iterable[str], names: Iterable[str] = NAMES) -> list[Any]:
+    """These cases; the others where there is time."""
+    return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 # Of the two that draft, the toy where there is time: what it proves of the engine `dflash` does.
-SWIFT = tuple(
-    pytest.param(name, marks=pytest.mark.slow) if name == "speculate" else name for name in NAMES
-)
+SWIFT = sweep([name for name in NAMES if name != "speculate"])
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {
     "d2f_grid_full_shifted": lambda: _d2f(models.plain(4, shift=True), accept=0.15),
