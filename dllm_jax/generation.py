@@ -54,7 +54,7 @@ class GenerateOutput(struct.PyTreeNode):
 
 
 class Session(struct.PyTreeNode):
-    """A batch in the middle of decoding: the bare strategy, the auxiliary models, the state."""
+    """A batch in the middle of decoding: strategy, auxiliary models, state."""
 
     by_class: ByClass
     aux: dict[str, Model]

@@ -175,7 +175,7 @@ class ByClass:
     """A strategy as an argument of `jit`: one of another class is another argument.
 
     To JAX (0.10, 0.11) two dataclasses of equal static fields are one, whatever their classes, and
-    once in a hundred times `jit` then runs what it compiled for the other one's step.
+    now and then `jit` then runs what it compiled for the other one's step.
     """
 
     def __init__(self, strategy: Any):

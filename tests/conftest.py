@@ -115,7 +115,6 @@ ONE_PYTHON = {
         "invariants",
         "llm",
         "lora",
-        "many_rows",
         "memory",
         "mutants",
         "packaging",
@@ -153,8 +152,14 @@ ONE_PYTHON = {
 
 
 # Files whose cases (tests/contract/cases.py) are alike to a version of JAX, but for these.
-ALIKE = ("test_contract.py", "test_engine_device.py", "test_engine_faults.py", "test_no_copies.py")
 UNLIKE = ("multi_bd", "d2f_whole_full", "block_cache", "canvas", "dflash")
+OF_ENGINE = ("multi_bd_shifted", "d2f_whole_full", "ar", "full_sequence", "canvas", "speculate")
+ALIKE = {
+    "test_contract.py": UNLIKE,
+    "test_no_copies.py": UNLIKE,
+    "test_engine_device.py": OF_ENGINE,
+    "test_engine_faults.py": OF_ENGINE,
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -164,7 +169,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # What wants the newer JAX would run nowhere.
         wants_version = skip is not None and "jax 0." in skip.kwargs.get("reason", "")
         of = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-        is_alike = item.path.name in ALIKE and of is not None and of not in UNLIKE
+        is_alike = of is not None and of not in ALIKE.get(item.path.name, (of,))
         if (item.path.name in ONE_PYTHON or is_alike) and not wants_version:
             item.add_marker(pytest.mark.one_python)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import struct
 
 import dllm_jax as dj
 from dllm_jax import evaluate, generation, trajectory
@@ -92,9 +93,19 @@ def test_the_engines_programs_are_others_for_another_class():
     )
 
 
+def test_many_classes_of_no_fields_run_their_own_steps():
+    """Bare, every sixth runs another's under jax 0.10."""
+    run = jax.jit(lambda by_class: by_class.strategy.step())
+
+    def of(number: int) -> Any:
+        return type("Numbered", (struct.PyTreeNode,), {"step": lambda _: number})()
+
+    assert [int(run(ByClass(of(number)))) for number in range(40)] == [*range(40)]
+
+
 def test_classes_are_told_apart_at_every_depth():
     bare = split_knobs(DFlash(8, (1,)))[0]
-    for one, other in (PAIR, ([bare, PAIR[0]], [bare, PAIR[1]]), ({"a": bare}, {"a": PAIR[0]})):
+    for one, other in (PAIR, ([bare, PAIR[0]], [bare, PAIR[1]]), ({"a": PAIR[0]}, {"a": PAIR[1]})):
         assert jax.tree.structure(ByClass(one)) != jax.tree.structure(ByClass(other))
         again = jax.tree.map(lambda leaf: leaf, ByClass(one))
         assert again.strategy == one

@@ -22,7 +22,7 @@ from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.strategy import given_fields
 from dllm_jax.forward import ModelForward
 from strategies import DMax, StepInfo, TokenStats, driver, random_world, sampling, token_merge
-from strategies.protocol import PerSlot, SlotSpec, initial_carry, split_knobs
+from strategies.protocol import ByClass, PerSlot, SlotSpec, initial_carry, split_knobs
 from strategies.state import DUMMY, FINISH_REASONS, RUNNING, Carry, DecodeState
 from strategies.testing import Trace, run_script
 from tests.contract import cases, dense, dense_blocks, dense_dmax, models
@@ -340,11 +340,11 @@ class Watched(BatchScript):
 
 
 @jax.jit
-def watched_step(strategy: Any, token: Any, prob: Any, state: DecodeState) -> Any:
+def watched_step(by_class: ByClass, token: Any, prob: Any, state: DecodeState) -> Any:
     slots, K, S = state.buffer.tokens.shape
     forward: Any = Watched(token, prob)
     spec = SlotSpec(slots, K, S, VOCAB, 0, mask_of(S), jnp.float32)
-    state, info = driver.decode_step(strategy, forward, state, spec)
+    state, info = driver.decode_step(by_class.strategy, forward, state, spec)
     return state, info, forward.inputs
 
 
@@ -369,7 +369,7 @@ def decode_watched(
     for _ in range(FORWARDS):
         running = np.asarray(state.finish) == RUNNING
         positions = np.asarray(state.buffer.positions)
-        state, _, mix = watched_step(bare, token, prob, state)
+        state, _, mix = watched_step(ByClass(bare), token, prob, state)
         assert mix.renormalize
         for b in np.flatnonzero(running):
             where = np.nonzero(np.asarray(mix.on)[b])
@@ -562,10 +562,10 @@ class Drawing:
 
 
 @jax.jit
-def drawing_step(strategy: Any, state: DecodeState) -> Any:
+def drawing_step(by_class: ByClass, state: DecodeState) -> Any:
     forward: Any = Drawing()
     spec = SlotSpec(1, 1, 4, 8, 0, M_ID, jnp.float32)
-    state, _ = driver.decode_step(strategy, forward, state, spec)
+    state, _ = driver.decode_step(by_class.strategy, forward, state, spec)
     return state, forward.inputs
 
 
@@ -585,10 +585,10 @@ def test_a_drawn_token_is_written_and_the_likeliest_is_blended(
         carry=driver.broadcast_carry(initial_carry(bare, spec), 1, 1, 4),
         sampling=state.sampling.replace(temperature=jnp.ones(1)),
     )
-    state, _ = drawing_step(bare, state)
+    state, _ = drawing_step(ByClass(bare), state)
     # .25 is below the threshold: one cell, with the token that was drawn.
     assert state.buffer.tokens[0, 0].tolist() == [2, 0, 0, 0]
-    _, mix = drawing_step(bare, state)
+    _, mix = drawing_step(ByClass(bare), state)
     assert mix.on[0, 0].tolist() == [True, False, False, False]
     assert (mix.ids[0, 0, 0, 0].item(), mix.probs[0, 0, 0, 0].item()) == blended
 

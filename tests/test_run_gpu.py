@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import dllm_jax as dj
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import compare  # noqa: E402  a script, found through the path
 import run_gpu  # noqa: E402
+import step_time  # noqa: E402
 from run_gpu import Section  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -206,3 +209,9 @@ def test_results_with_times_are_stored():
     found = {path.stem: len(compare.figures(json.loads(path.read_text()))) for path in RESULTS}
     assert found["paged_attention_h200"] > 300
     assert sum(count > 0 for count in found.values()) >= 10
+
+
+@pytest.mark.slow
+def test_make_bench_reads_what_its_loop_was_compiled_to():
+    read = step_time.read_program(dj.load("builtin:tiny-sdar"))
+    assert read == {"head_in_hlo": True, "pool_copies_in_hlo": 0, "pools_aliased": True}

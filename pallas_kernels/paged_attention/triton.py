@@ -23,10 +23,10 @@ from pallas_kernels.paged_attention.mask import WindowMask, facts
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 _ROWS, _KEYS = 64, 64  # of a tile
 _PROGRAMS, _SPLITS = 264, 16  # two on each of an H200's multiprocessors; parts to merge
-# Where sequences differ in length and may be long, most programs end early, and the longest one's
-# are waited for. So none is given more tiles of keys than the first; nor fewer than the second only
-# to have more programs, which are so many for all (eight a multiprocessor) and for a row at most.
-_SHARE, _SHORT_SHARE, _MANY_PROGRAMS, _MANY_SPLITS = 32, 7, 1056, 12
+_SHARE = 32  # tiles of keys that a program is given where sequences differ in length
+# There, with few rows and contexts of so many tiles or more, most programs end early: as many as
+# have 7 tiles or more each, eight on a multiprocessor and 12 for a row.
+_FEW_ROWS, _SHORT_SHARE, _MANY_PROGRAMS, _MANY_SPLITS = 28, 7, 1056, 12
 _WARPS, _STAGES = 4, 3  # of a program; all that the results hold was timed with these
 _NEVER = -1e30  # below every score; finite, so that differences are
 _LOG2_E = 1.4426950408889634
@@ -108,9 +108,11 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     programs = B * G * -(-rows // tile)
     most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
     splits = _PROGRAMS // programs
-    if B > 1 and most >= _SHARE:
+    if B > 1:  # contexts differ, and the longest should not be what all wait for
+        splits = max(splits, most // _SHARE)
+    if B > 1 and rows <= _FEW_ROWS and most >= _SHARE:
         many = min(_MANY_PROGRAMS // programs, most // _SHORT_SHARE, _MANY_SPLITS)
-        splits = max(splits, most // _SHARE, many)
+        splits = max(splits, many)
     splits = max(1, min(splits, _SPLITS, most))
     return Tiling(rows=tile, keys=keys, splits=splits)
 

@@ -270,7 +270,7 @@ def near_ties(name: str, request: harness.Request, model: Any = None) -> int:
 
     with _recorded(record):
         state = jax.jit(_prefill, static_argnames="size")(
-            bare, model or c.model, aux, state, prompt, size=harness.BUCKET
+            ByClass(bare), model or c.model, aux, state, prompt, size=harness.BUCKET
         )
         step = jax.jit(lambda *args: harness.step_by_class.__wrapped__(*args)[0])
         while (np.asarray(state.finish) == RUNNING).any():
@@ -280,8 +280,8 @@ def near_ties(name: str, request: harness.Request, model: Any = None) -> int:
     return sum(found)
 
 
-def _prefill(bare: Any, model: Any, aux: Any, state: Any, prompt: Any, size: int) -> Any:
-    return decode.prefill(bare, ModelForward(model, aux=aux), state, prompt, size)
+def _prefill(by_class: ByClass, model: Any, aux: Any, state: Any, prompt: Any, size: int) -> Any:
+    return decode.prefill(by_class.strategy, ModelForward(model, aux=aux), state, prompt, size)
 
 
 @contextlib.contextmanager
