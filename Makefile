@@ -20,7 +20,7 @@ SPREAD := -n $(WORKERS) --dist worksteal
 
 help:
 	@echo "make generate   solve a held-out word problem with the built-in model (SEED=3, ARGS=--watch)"
-	@echo "make test       the tests, a few minutes on two cores"
+	@echo "make test       the tests, twelve to sixteen minutes on two cores"
 	@echo "make test-all   the long fuzzing and sweeps too"
 	@echo "make check      format, lint, types, layering"
 	@echo "make format     rewrite the files as ruff wants them"

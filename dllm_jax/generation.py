@@ -60,11 +60,6 @@ class Session(struct.PyTreeNode):
     aux: dict[str, Model]
     state: DecodeState
 
-    @property
-    def strategy(self) -> Any:
-        """Bare (`split_knobs`)."""
-        return self.by_class.strategy
-
 
 def generate(
     model: Model | str,

@@ -100,13 +100,13 @@ def check_invariants(
         most *= strategy.buffer_size or 1
     rng = np.random.default_rng(seed)
     drawn = random_requests.draw(rng, strategy, 2 * num_slots, midway, knobs or {})
-    bare = ByClass(split_knobs(strategy)[0])
+    by_class = ByClass(split_knobs(strategy)[0])
     half, slots = num_slots // 2, np.arange(num_slots)
     moved = rng.permutation(np.concatenate([slots[:half], slots[half:] + num_slots]))
     try:
-        first = list(_run(bare, _rows(drawn, slots), rng, most))
+        first = list(_run(by_class, _rows(drawn, slots), rng, most))
         for order, rule in ((slots, _LEFTOVERS), (moved, _ALONE)):
-            other = list(_run(bare, _rows(drawn, order), rng, most))
+            other = list(_run(by_class, _rows(drawn, order), rng, most))
             _compare(first, other, slots, order, rule)
     except _Broken as broken:
         raise AssertionError(f"{name}: {broken} ({seed=})") from None

@@ -103,10 +103,10 @@ def draw(
     )
     stops = np.where(rng.random((B, 2)) < 0.3, rng.integers(1, VOCAB, (B, 2)), -1)
     never = _int32(np.full(B, NO_LIMIT))
-    bare = ByClass(split_knobs(strategy)[0])
+    by_class = ByClass(split_knobs(strategy)[0])
     temperature = _float32(rng.choice([0.0, 0.0, 0.7], B))
     state = _admit(
-        bare,
+        by_class,
         _int32(rng.integers(0, VOCAB, (B, X))),  # mask ids among them
         _int32(prompt_len),
         _int32(limit),
