@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.device import Harvest
-from dllm_jax.engine import Engine
-from dllm_jax.facts import Facts
-from dllm_jax.intake import accept
-from dllm_jax.requests import Request, SamplingParams
-from dllm_jax.scheduler import DECODE, Scheduler
+from dllm_jax.engine.admission import accept
+from dllm_jax.engine.engine import Engine
+from dllm_jax.engine.layout import Facts
+from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.engine.scheduler import DECODE, Scheduler
+from dllm_jax.runner.runner import Harvest
 
 BARS_US = {"life": 60.0, "pass_4_tokens": 150.0}
 NUM_SLOTS, BLOCK, PAGE = 128, 32, 64

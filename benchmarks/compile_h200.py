@@ -24,16 +24,16 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from dllm_jax import sizing, warming
 from dllm_jax.bench.step import PAGE, Shape, step_strategy
 from dllm_jax.cli.bench_step import shapes
-from dllm_jax.device import Device
-from dllm_jax.facts import EngineConfig
-from dllm_jax.model import Model
+from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from strategies.protocol import split_knobs
+from dllm_jax.runner import buckets, warmup
+from dllm_jax.runner.runner import Device
+from dllm_jax.strategies.core.protocol import split_knobs
 
 # XLA's description of the device: what it reckons with when it fuses.
 H200 = """
@@ -94,7 +94,7 @@ def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding)
         num_pages=shape.slots * columns + 1,
     )
     placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)})  # it asks where that is
-    facts = sizing.make_facts(placed, strategy, {}, config)
+    facts = buckets.make_facts(placed, strategy, {}, config)
     return Device(model, split_knobs(strategy)[0], {}, facts, allocate=False)
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     jax.default_backend = lambda: "gpu"
     jax.devices = lambda *_: [Hopper()]
     for shape, device in devices:
-        for work in warming.every_program(device.facts, device.num_words):
+        for work in warmup.every_program(device.facts, device.num_words):
             if not work.name.startswith(args.only or ""):
                 continue
             began = time.perf_counter()

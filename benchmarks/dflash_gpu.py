@@ -46,20 +46,22 @@ from flax import struct
 from strategies_gpu import read_program
 
 import dllm_jax as dj
-from dllm_jax import decode, generation
+from dllm_jax.api import generate
+from dllm_jax.api.drafts import with_target
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import RATES, floor_ms
-from dllm_jax.cache import page_slots, write_rows
-from dllm_jax.drafts import with_target
-from dllm_jax.forward import TARGET, ModelForward
-from dllm_jax.model import Model
+from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import random_params
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from pallas_kernels.paged_attention import WindowMask, paged_attention
-from strategies import AR, DFlash, drafting, random
-from strategies.dflash import DRAFT
+from dllm_jax.runner import decode
+from dllm_jax.runner.cache import page_slots, write_rows
+from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.strategies import AR, DFlash
+from dllm_jax.strategies.core import drafting, random
+from dllm_jax.strategies.dflash import DRAFT
 
 QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
 AR_BAR, DRAFT_BAR, ROUND_BAR, OFF_BAR = 1.05, 1.4, 1.4, 0.97
@@ -115,7 +117,7 @@ def begin(model, strategy, draft, slots, context, max_tokens):
     """A bare strategy, its models, and requests whose prompts are cached as random numbers."""
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
-    _, (by_class, aux, batch), max_tokens = generation._prepare(
+    _, (by_class, aux, batch), max_tokens = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         strategy,
@@ -124,7 +126,7 @@ def begin(model, strategy, draft, slots, context, max_tokens):
         draft=draft,
     )
     bare = by_class.strategy
-    state = generation._fresh(model, bare, aux, batch, max_tokens)
+    state = generate._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
     drawn = [
@@ -287,7 +289,7 @@ class Loop:
 def loops_of(model, draft, slots, context, max_tokens, names):
     """Makers of the loops `names` for so many requests, by name; each compiles when called."""
     begun = functools.partial(begin, model, slots=slots, context=context, max_tokens=max_tokens)
-    advance = functools.partial(Loop, program=generation._advance, after=(None,), donates=True)
+    advance = functools.partial(Loop, program=generate._advance, after=(None,), donates=True)
 
     def step(name, strategy, draft=None):
         by_class, aux, state = begun(strategy, draft)

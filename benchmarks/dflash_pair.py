@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import evaluate, generation
-from dllm_jax.forward import ModelForward
-from dllm_jax.sources import LoadError
-from dllm_jax.training.data import is_correct
-from strategies import AR, DFlash
-from strategies.state import RUNNING, STOP
+from dllm_jax.api import generate
+from dllm_jax.loading.sources import LoadError
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies import AR, DFlash
+from dllm_jax.strategies.core.state import RUNNING, STOP
+from dllm_jax.tasks import evaluate
+from dllm_jax.tasks.problems import is_correct
 
 BAR_LENGTH, BAR_SPEEDUP, BAR_SLOWEST = 5.0, 2.5, 0.97
 TO_THE_END = 1 << 20
@@ -132,7 +133,7 @@ class Decoder:
 
     def start(self, work, first, batch, temperature):
         prompts, lengths = work.some(first, batch)
-        session = generation.start(
+        session = generate.start(
             self.model,
             prompts,
             self.strategy,
@@ -144,7 +145,7 @@ class Decoder:
         return jax.block_until_ready(session)
 
     def finish(self, session):
-        return jax.block_until_ready(generation.advance(self.model, session, TO_THE_END))
+        return jax.block_until_ready(generate.advance(self.model, session, TO_THE_END))
 
     def warm(self, work, batch):
         """Compile both halves for so many prompts."""
@@ -169,7 +170,7 @@ def watch(decoder, work, batch, temperature):
             start, running = np.asarray(state.buffer.start), np.asarray(state.finish) == RUNNING
             if not running.any():
                 break
-            session = generation.advance(decoder.model, session, 1)
+            session = generate.advance(decoder.model, session, 1)
             moved = np.asarray(session.state.buffer.start) - start
             for i in np.flatnonzero(running):
                 mine[i].append(int(moved[i]))

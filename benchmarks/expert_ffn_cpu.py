@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.expert_ffn import api, grouped, reference
+from dllm_jax.kernels.expert_ffn import api, grouped, reference
 
 EXPERTS = ((4, 2), (8, 2), (16, 4), (64, 8))  # experts, experts of a row
 WIDTHS = ((64, 64), (256, 128), (512, 512), (1024, 512))

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.expert_ffn import grouped, reference, tiles, triton
-from pallas_kernels.expert_ffn.triton import Block, Tiling
+from dllm_jax.kernels.expert_ffn import grouped, reference, tiles, triton
+from dllm_jax.kernels.expert_ffn.triton import Block, Tiling
 
 MODELS = {  # experts, width, inner, experts of a row
     "LLaDA2-mini": (256, 2048, 512, 8),

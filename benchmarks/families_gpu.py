@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from step_time import BLOCK, check_readout, time_shape
 
 import dllm_jax as dj
-from checkpoints_convert import export_hf, load_params
 from dllm_jax.bench.roofline import floor_ms
-from strategies import MultiBD
+from dllm_jax.convert import export_hf, load_params
+from dllm_jax.strategies import MultiBD
 
 MODELS = (
     "random:JetLM/SDAR-8B-Chat",

@@ -34,16 +34,17 @@ import numpy as np
 from strategies_gpu import NEVER, Setting, begin, read_program
 
 import dllm_jax as dj
-from dllm_jax import cache, generation
+from dllm_jax.api import generate
 from dllm_jax.bench import profile
 from dllm_jax.bench.numbers import environment
+from dllm_jax.kernels.kv_write import reference as write_xla
+from dllm_jax.kernels.kv_write import triton as write_triton
+from dllm_jax.kernels.layer import LayerOps, api, mosaic, mosaic_rotate, reference, triton
+from dllm_jax.kernels.layer.triton import Tiling
 from dllm_jax.models.dense import PLAIN
 from dllm_jax.models.layers import gate_up_shape
-from pallas_kernels.kv_write import reference as write_xla
-from pallas_kernels.kv_write import triton as write_triton
-from pallas_kernels.layer import LayerOps, api, mosaic, mosaic_rotate, reference, triton
-from pallas_kernels.layer.triton import Tiling
-from strategies import MultiBD
+from dllm_jax.runner import cache
+from dllm_jax.strategies import MultiBD
 
 EPS = 1e-6
 LOOSEST = 8.0  # bfloat16 spacings that a kernel may differ from float32 by
@@ -396,7 +397,7 @@ class Step:
         self.by_class, self.aux, self.state = request
         self.program = None
         with writing(by_kernel):
-            self.lowered = generation._advance.lower(
+            self.lowered = generate._advance.lower(
                 self.model, self.by_class, self.aux, self.state, jnp.int32(1), None
             )
 

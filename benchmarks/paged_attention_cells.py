@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import WindowMask, cudnn, mosaic, reference, triton
-from pallas_kernels.paged_attention.mask import facts, sees
-from pallas_kernels.paged_attention.mosaic_tiling import most_stages
+from dllm_jax.kernels.paged_attention import WindowMask, cudnn, mosaic, reference, triton
+from dllm_jax.kernels.paged_attention.mask import facts, sees
+from dllm_jax.kernels.paged_attention.mosaic_tiling import most_stages
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 POOL_NUMBERS = 1 << 29  # of the keys' pool, and of the values': 1 GB each

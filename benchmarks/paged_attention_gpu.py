@@ -87,7 +87,7 @@ def check(args, skip):
     import numpy as np
     import paged_attention_cells as cells
 
-    from pallas_kernels.paged_attention import reference
+    from dllm_jax.kernels.paged_attention import reference
 
     named = [
         (f"check {form} / {case}", form, case)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import generation
-from strategies import MultiBD
+from dllm_jax.api import generate
+from dllm_jax.strategies import MultiBD
 
 
 def main():
@@ -34,7 +34,7 @@ def main():
         np.random.default_rng(0).integers(0, 1000, (args.slots, args.context)), jnp.int32
     )
     strategy = MultiBD(buffer_size=args.blocks, add_block_threshold=0.0)
-    session = generation.start(
+    session = generate.start(
         model,
         prompts,
         strategy,
@@ -43,16 +43,16 @@ def main():
         attention_implementation=args.implementation,
     )
     if args.hlo:
-        compiled = generation._advance.lower(
+        compiled = generate._advance.lower(
             model, session.by_class, session.aux, session.state, jnp.int32(1), args.implementation
         ).compile()
         with open(args.hlo, "w") as file:
             file.write(compiled.as_text())
-    session = generation.advance(model, session, 8, args.implementation)
+    session = generate.advance(model, session, 8, args.implementation)
     jax.block_until_ready(session.state.finish)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            session = generation.advance(model, session, args.steps, args.implementation)
+            session = generate.advance(model, session, args.steps, args.implementation)
             jax.block_until_ready(session.state.finish)
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         data = jax.profiler.ProfileData.from_file(path)

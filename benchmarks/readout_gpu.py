@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.token_readout import mosaic, reference, triton
-from pallas_kernels.token_readout.result import Part, joined, told
-from strategies.sampling import token_stats
+from dllm_jax.kernels.token_readout import mosaic, reference, triton
+from dllm_jax.kernels.token_readout.result import Part, joined, told
+from dllm_jax.strategies.core.sampling import token_stats
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 NUM_HEADS = 2

@@ -27,7 +27,7 @@ import jax
 import dllm_jax as dj
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.workload import encode
-from dllm_jax.training.data import problem
+from dllm_jax.tasks.problems import problem
 
 FLAT, SAME_SPEED = 0.05, 0.10
 LOOKS = 20  # how often the engine is drained and looked at

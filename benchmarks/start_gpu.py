@@ -99,8 +99,8 @@ def first_token(name, began=None):
     import jax
 
     import dllm_jax as dj
-    from dllm_jax.async_dispatch import enable_async_dispatch
-    from dllm_jax.compile_cache import enable_compile_cache
+    from dllm_jax.loading.async_dispatch import enable_async_dispatch
+    from dllm_jax.loading.compile_cache import enable_compile_cache
 
     load, make_llm = dj.load, dj.LLM  # found, and with them all that they need
     clock.listen()
@@ -139,8 +139,8 @@ def prefill(name, prompt, size):
     from dllm_jax.bench import measure
     from dllm_jax.bench.numbers import device_kind
     from dllm_jax.bench.roofline import RATES, step_parts
-    from dllm_jax.facts import PASS_KINDS
-    from strategies import MultiBD
+    from dllm_jax.engine.layout import PASS_KINDS
+    from dllm_jax.strategies import MultiBD
 
     model = dj.load(name)
     strategy = MultiBD(block_size=min(32, size), buffer_size=1)

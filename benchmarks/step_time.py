@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import generation
+from dllm_jax.api import generate
 from dllm_jax.models import reference
-from strategies import MultiBD
+from dllm_jax.strategies import MultiBD
 
 BARS_MS = {(1, 1): 2.6, (1, 4): 3.2, (8, 4): 9.0, (32, 4): 33.0}
 BLOCK = 32
@@ -90,8 +90,8 @@ def check_readout(model) -> bool:
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, model.config.vocab_size * 9 // 10, (1, 64))
     strategy = MultiBD(block_size=BLOCK, buffer_size=1, accept_threshold=2.0)
-    one = generation.advance(
-        model, generation.start(model, jnp.asarray(prompt, jnp.int32), strategy, max_tokens=32)
+    one = generate.advance(
+        model, generate.start(model, jnp.asarray(prompt, jnp.int32), strategy, max_tokens=32)
     )
     buffer = one.state.buffer
     (cell,) = np.flatnonzero(np.asarray(buffer.filled[0, 0]))
@@ -109,8 +109,8 @@ def check_readout(model) -> bool:
 def read_program(model) -> dict[str, object]:
     """What the compiled loop at 1 x 1 says of itself: is the head there, is a pool ever copied."""
     strategy = MultiBD(block_size=BLOCK, buffer_size=1)
-    session = generation.start(model, jnp.ones((1, 64), jnp.int32), strategy, max_tokens=64)
-    program = generation._advance.lower(
+    session = generate.start(model, jnp.ones((1, 64), jnp.int32), strategy, max_tokens=64)
+    program = generate._advance.lower(
         model, session.by_class, session.aux, session.state, jnp.int32(4), None
     ).compile()
     text, vocab = program.as_text(), model.config.vocab_size

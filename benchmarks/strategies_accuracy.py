@@ -23,11 +23,9 @@ from pathlib import Path
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import evaluate
+from dllm_jax.api.generate import check_fit
 from dllm_jax.bench.numbers import environment
-from dllm_jax.generation import check_fit
-from dllm_jax.training.data import problem
-from strategies import (
+from dllm_jax.strategies import (
     AR,
     D2F,
     BlockDiffusion,
@@ -38,6 +36,8 @@ from strategies import (
     MultiBD,
     load_strategy,
 )
+from dllm_jax.tasks import evaluate
+from dllm_jax.tasks.problems import problem
 
 HALVES = ("plain", "hard")
 BASE = ("block_diffusion", {"accept_threshold": 0.9})

@@ -42,13 +42,23 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import decode, generation
+from dllm_jax.api import generate
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
-from dllm_jax.forward import TARGET, ModelForward
-from dllm_jax.readout import FEW_ROWS
-from strategies import AR, D2F, BlockDiffusion, DMax, Edit, FastDLLMV2, FullSequence, MultiBD
-from strategies.state import DUMMY, RUNNING
+from dllm_jax.runner import decode
+from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.runner.readout import FEW_ROWS
+from dllm_jax.strategies import (
+    AR,
+    D2F,
+    BlockDiffusion,
+    DMax,
+    Edit,
+    FastDLLMV2,
+    FullSequence,
+    MultiBD,
+)
+from dllm_jax.strategies.core.state import DUMMY, RUNNING
 
 BASE = "multi_bd"
 BAR, DMAX_BAR = 1.05, 1.10
@@ -122,7 +132,7 @@ class Bench:
         self.model = model.replace(config=config)
         self.by_class, self.aux, self.state = begin(self.model, setting, slots, context)
         began = time.perf_counter()
-        self.program = generation._advance.lower(
+        self.program = generate._advance.lower(
             self.model, self.by_class, self.aux, self.state, jnp.int32(1), None
         ).compile()
         self.compile_s = time.perf_counter() - began
@@ -152,7 +162,7 @@ def begin(model, setting, slots, context):
     rng = np.random.default_rng(7)
     shape = (slots, setting.context or context)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, shape)
-    _, (by_class, aux, batch), max_tokens = generation._prepare(
+    _, (by_class, aux, batch), max_tokens = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         setting.strategy,
@@ -160,7 +170,7 @@ def begin(model, setting, slots, context):
         ignore_eos=True,
     )
     bare = by_class.strategy
-    state = generation._fresh(model, bare, aux, batch, max_tokens)
+    state = generate._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11), len(leaves) + 1)
     drawn = [
@@ -258,7 +268,7 @@ def wide_logit_rows(model, setting, slots, context):
     params = {**model.params, "layers": model.params["layers"][:1]}
     shallow = model.replace(params=params, config=config)
     by_class, aux, state = begin(shallow, setting, slots, context)
-    program = generation._advance.lower(shallow, by_class, aux, state, jnp.int32(1), None).compile()
+    program = generate._advance.lower(shallow, by_class, aux, state, jnp.int32(1), None).compile()
     bare = by_class.strategy
     return {
         "slots": slots,

@@ -1,11 +1,16 @@
 """Checkpoints in and out: Hugging Face folders to parameter trees, Orbax folders and back."""
 
-from checkpoints_convert.conversion import convert, load_params
-from checkpoints_convert.export import export_hf
-from checkpoints_convert.inspection import inspect
-from checkpoints_convert.planning import Plan, plan
-from checkpoints_convert.report import Report
-from checkpoints_convert.spec import ConversionError
+if __name__ == "checkpoints_convert":  # the same modules under the folder's name
+    from dllm_jax import share_modules
+
+    share_modules(__name__, "dllm_jax.convert")
+
+from .conversion import convert, load_params
+from .export import export_hf
+from .inspection import inspect
+from .planning import Plan, plan
+from .report import Report
+from .spec import ConversionError
 
 __all__ = [
     "ConversionError",

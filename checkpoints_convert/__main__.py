@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoints_convert.conversion import convert
-from checkpoints_convert.copying import Progress
-from checkpoints_convert.inspection import inspect
-from checkpoints_convert.planning import plan
+from .conversion import convert
+from .copying import Progress
+from .inspection import inspect
+from .planning import plan
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from checkpoints_convert.dtypes import STORED
-from checkpoints_convert.shards import Stored
-from checkpoints_convert.spec import Placement, Shape, find, listed, numbered, tensor_shapes
-from checkpoints_convert.table import IGNORED, Table
 from dllm_jax.models.dense import DenseConfig
+
+from .dtypes import STORED
+from .shards import Stored
+from .spec import Placement, Shape, find, listed, numbered, tensor_shapes
+from .table import IGNORED, Table
 
 _LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
 # Layers that predict further tokens, which nobody reads when blocks are denoised: what they are

@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.copying import Progress
-from checkpoints_convert.inspection import inspect
-from checkpoints_convert.placing import placed, require_place
-from checkpoints_convert.planning import plan
-from checkpoints_convert.report import Report
-from checkpoints_convert.weights import read_weights
+from .copying import Progress
+from .inspection import inspect
+from .placing import placed, require_place
+from .planning import plan
+from .report import Report
+from .weights import read_weights
 
 
 def load_params(
@@ -84,7 +84,7 @@ def convert(
     if dry_run:
         return target.absolute()
     with placed(target, Path(src), force=force) as folder:
-        from checkpoints_convert import orbax_io
+        from . import orbax_io
 
         orbax_io.save(_read(report, dtype, progress), report, folder)
     return target.absolute()
@@ -104,7 +104,7 @@ def _require_space(target: Path, size: int) -> None:
 def _read(report: Report, dtype: str, progress: Progress | None) -> Any:
     """The weights of an inspected checkpoint without problems."""
     if report.kind == "converted":
-        from checkpoints_convert import orbax_io
+        from . import orbax_io
 
         return orbax_io.restore(report, dtype, progress)
     return read_weights(report, dtype, progress)

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from checkpoints_convert.dtypes import all_finite, raw
-from checkpoints_convert.spec import Array, Shape
+from .dtypes import all_finite, raw
+from .spec import Array, Shape
 
 Progress = Callable[[int, int], None]
 _Made = tuple[int, str | None]  # bytes of a piece, and what is wrong with it

@@ -4,9 +4,9 @@ z-lab's files have no `model.` before a name, exports of NeMo Automodel have one
 calls the projection an encoder. No code, only the table.
 """
 
-from checkpoints_convert import hf_dense, parts
-from checkpoints_convert.spec import Rule
-from checkpoints_convert.table import Rules, Table
+from . import hf_dense, parts
+from .spec import Rule
+from .table import Rules, Table
 
 _BARE = tuple(
     Rule(rule.pattern.removeprefix("model."), rule.path, rule.part)

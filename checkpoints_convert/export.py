@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.dtypes import STORED, as_dtype, raw
-from checkpoints_convert.naming import table_of
-from checkpoints_convert.spec import Placement, find, placements, tensor_shapes
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import config_json
+
+from .dtypes import STORED, as_dtype, raw
+from .naming import table_of
+from .spec import Placement, find, placements, tensor_shapes
 
 _ALIGNMENT = 8  # of the header's length, and the bytes that state it
 

@@ -4,9 +4,9 @@ A rule whose leaf a model lacks (a bias, the norms of queries and keys) asks for
 only the table.
 """
 
-from checkpoints_convert import parts
-from checkpoints_convert.spec import Rule
-from checkpoints_convert.table import Table
+from . import parts
+from .spec import Rule
+from .table import Table
 
 _FROM = "model.layers.{i}."
 _TO = "layers.{i}."

@@ -4,9 +4,9 @@ The hub holds a tensor an expert; training frameworks merge them, and transforme
 and ups together. No code, only the table.
 """
 
-from checkpoints_convert import hf_dense, parts
-from checkpoints_convert.spec import Rule
-from checkpoints_convert.table import Table
+from . import hf_dense, parts
+from .spec import Rule
+from .table import Table
 
 _EXPERTS = "model.layers.{i}.mlp.experts."
 _GATE_UP = "layers.{i}.experts_gate_up"

@@ -12,18 +12,19 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoints_convert.accounting import unaccounted
-from checkpoints_convert.comparing import Asked, compare
-from checkpoints_convert.lora import read_adapter
-from checkpoints_convert.meta import AGAIN, PARAMS, describe
-from checkpoints_convert.naming import table_of
-from checkpoints_convert.quantised import quantised
-from checkpoints_convert.report import META, Report
-from checkpoints_convert.shards import Stored, read_shards
-from checkpoints_convert.spec import Placement, placements, tensor_shapes
-from checkpoints_convert.tokenizer_files import present, read_facts, read_json
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import ConfigError, Parsed, parse_config, with_d2f_adapter
+
+from .accounting import unaccounted
+from .comparing import Asked, compare
+from .lora import read_adapter
+from .meta import AGAIN, PARAMS, describe
+from .naming import table_of
+from .quantised import quantised
+from .report import META, Report
+from .shards import Stored, read_shards
+from .spec import Placement, placements, tensor_shapes
+from .tokenizer_files import present, read_facts, read_json
 
 # Weights that lie beside the shards and are not read: without them a model would be another.
 _OUTSIDE = {

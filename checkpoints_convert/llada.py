@@ -4,9 +4,9 @@ Beware: a block's `ff_proj` is the gate, its `up_proj` the factor and its `ff_ou
 the `ff_out` outside of the blocks is the head. No code, only the table.
 """
 
-from checkpoints_convert import parts
-from checkpoints_convert.spec import Rule
-from checkpoints_convert.table import ConfigKeys, Table
+from . import parts
+from .spec import Rule
+from .table import ConfigKeys, Table
 
 _ROOT = "model.transformer."
 _FROM = _ROOT + "blocks.{i}."

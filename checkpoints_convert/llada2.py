@@ -3,9 +3,9 @@
 One tensor holds all queries, then all keys, then all values. No code, only the table.
 """
 
-from checkpoints_convert import hf_dense, hf_moe, parts
-from checkpoints_convert.spec import Rule
-from checkpoints_convert.table import Table
+from . import hf_dense, hf_moe, parts
+from .spec import Rule
+from .table import Table
 
 _FROM = "model.layers.{i}."
 _TO = "layers.{i}."

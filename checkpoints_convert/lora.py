@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.dtypes import STORED, all_finite
-from checkpoints_convert.shards import ADAPTER, Shards, Stored, read_header
-from checkpoints_convert.spec import Array, ConversionError, Shape, listed
-from checkpoints_convert.tokenizer_files import json_object, read_json
+from .dtypes import STORED, all_finite
+from .shards import ADAPTER, Shards, Stored, read_header
+from .spec import Array, ConversionError, Shape, listed
+from .tokenizer_files import json_object, read_json
 
 CONFIG = "adapter_config.json"
 

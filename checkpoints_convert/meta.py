@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 
-from checkpoints_convert.dtypes import as_dtype
-from checkpoints_convert.lora import AdapterFacts
-from checkpoints_convert.report import FORMAT, META, Report
-from checkpoints_convert.shards import ADAPTER
-from checkpoints_convert.tokenizer_files import present, read_json
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import config_from_json, defaults_from_json
+
+from .dtypes import as_dtype
+from .lora import AdapterFacts
+from .report import FORMAT, META, Report
+from .shards import ADAPTER
+from .tokenizer_files import present, read_json
 
 PARAMS = "params"  # the folder of the weights
 _VERSION = 3

@@ -1,7 +1,7 @@
 """Which table a family's files follow."""
 
-from checkpoints_convert import dflash, hf_dense, hf_moe, llada, llada2
-from checkpoints_convert.table import Table
+from . import dflash, hf_dense, hf_moe, llada, llada2
+from .table import Table
 
 TABLES = {
     "sdar": hf_dense.TABLE,

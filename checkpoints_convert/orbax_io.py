@@ -18,12 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints_convert.copying import Copy, Progress, copy_all
-from checkpoints_convert.dtypes import as_dtype
-from checkpoints_convert.meta import PARAMS, leaf_shapes, write_meta
-from checkpoints_convert.report import Report
-from checkpoints_convert.spec import Array, ConversionError
 from dllm_jax.models.architecture import arch_of
+
+from .copying import Copy, Progress, copy_all
+from .dtypes import as_dtype
+from .meta import PARAMS, leaf_shapes, write_meta
+from .report import Report
+from .spec import Array, ConversionError
 
 
 def save(params: Any, report: Report, folder: Path) -> None:

@@ -7,7 +7,7 @@ parts.
 
 import numpy as np
 
-from checkpoints_convert.spec import Part
+from .spec import Part
 
 VECTOR = Part((0,))
 TABLE = Part((0, 1))  # [V, D] on both sides

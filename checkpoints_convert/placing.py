@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from checkpoints_convert.report import FORMAT, META
-from checkpoints_convert.tokenizer_files import read_json
+from .report import FORMAT, META
+from .tokenizer_files import read_json
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@ import math
 
 import jax
 
-from checkpoints_convert.dtypes import STORED, as_dtype
-from checkpoints_convert.report import Report
-from checkpoints_convert.spec import tensor_shapes
 from dllm_jax.models.architecture import arch_of
+
+from .dtypes import STORED, as_dtype
+from .report import Report
+from .spec import tensor_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from checkpoints_convert.shards import Stored
-from checkpoints_convert.spec import listed
+from .shards import Stored
+from .spec import listed
 
 # Pieces of tensor names and the method they betray; the first that fits speaks.
 _PIECES = {

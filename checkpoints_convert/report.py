@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.lora import AdapterFacts, Factors
-from checkpoints_convert.shards import Stored
-from checkpoints_convert.spec import ConversionError, Placement
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import FamilyDefaults
+
+from .lora import AdapterFacts, Factors
+from .shards import Stored
+from .spec import ConversionError, Placement
 
 META = "meta.json"
 FORMAT = "dllm-jax"  # what the file says it belongs to

@@ -11,8 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints_convert.spec import Shape, listed
-from checkpoints_convert.tokenizer_files import json_object, read_json
+from .spec import Shape, listed
+from .tokenizer_files import json_object, read_json
 
 ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA adapter
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from checkpoints_convert.spec import Rule, numbered
+from .spec import Rule, numbered
 
 Rules = tuple[Rule, ...]
 Forms = tuple[Rules, ...]

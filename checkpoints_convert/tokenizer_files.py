@@ -1,7 +1,7 @@
 """What the tokenizer files of a folder say, read as plain JSON: no transformers, no code.
 
 Knows file names and layouts only; which fact wins over which is decided in
-`dllm_jax.models.special_tokens`, and `dllm_jax.tokenization` makes a tokenizer of the parts.
+`dllm_jax.models.special_tokens`, and `dllm_jax.loading.tokenizer` makes a tokenizer of the parts.
 """
 
 import dataclasses

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints_convert.copying import Copy, Progress, copy_all
-from checkpoints_convert.dtypes import STORED, as_dtype, raw
-from checkpoints_convert.naming import table_of
-from checkpoints_convert.report import Report
-from checkpoints_convert.shards import Stored
-from checkpoints_convert.spec import Array, ConversionError, Placement, find
 from dllm_jax.models.architecture import arch_of
+
+from .copying import Copy, Progress, copy_all
+from .dtypes import STORED, as_dtype, raw
+from .naming import table_of
+from .report import Report
+from .shards import Stored
+from .spec import Array, ConversionError, Placement, find
 
 _COMPARED_BYTES = 16 << 20
 

@@ -1,21 +1,24 @@
 """dllm_jax: a functional JAX engine for diffusion language models.
 
-Only the public names live here, and each is resolved when it is first asked for: importing the
-package imports no JAX, and the leaf `dllm_jax.models` can be read by `checkpoints_convert` alone.
+The public names, each resolved when it is first asked for, so that importing the package imports no
+JAX. `dllm_jax.strategies`, `dllm_jax.kernels` and `dllm_jax.convert` are the import paths of the
+folders `strategies`, `pallas_kernels` and `checkpoints_convert` (docs/adr/0016).
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import strategies
-    from dllm_jax.engine import Engine
-    from dllm_jax.facts import EngineConfig
-    from dllm_jax.generation import GenerateOutput, generate
-    from dllm_jax.llm import LLM
-    from dllm_jax.loading import load
-    from dllm_jax.model import Model
-    from dllm_jax.requests import (
+    from dllm_jax import convert, kernels, strategies
+    from dllm_jax.api.generate import GenerateOutput, generate
+    from dllm_jax.api.llm import LLM
+    from dllm_jax.engine.engine import Engine
+    from dllm_jax.engine.layout import EngineConfig
+    from dllm_jax.engine.requests import (
         CompletionOutput,
         Metrics,
         Request,
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
         SamplingParams,
         StreamEvent,
     )
-    from dllm_jax.trajectory import Trajectory, record
+    from dllm_jax.loading.load import load
+    from dllm_jax.loading.model import Model
+    from dllm_jax.trace.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,43 +44,76 @@ __all__ = [
     "SamplingParams",
     "StreamEvent",
     "Trajectory",
+    "convert",
     "generate",
+    "kernels",
     "load",
     "record",
     "strategies",
 ]
 
-# public name -> the module that holds it; "" where the name is a module itself
+# public name -> the module that holds it
 _HOMES = {
-    "LLM": "dllm_jax.llm",
-    "CompletionOutput": "dllm_jax.requests",
-    "Engine": "dllm_jax.engine",
-    "EngineConfig": "dllm_jax.facts",
-    "GenerateOutput": "dllm_jax.generation",
-    "Metrics": "dllm_jax.requests",
-    "Model": "dllm_jax.model",
-    "Request": "dllm_jax.requests",
-    "RequestOutput": "dllm_jax.requests",
-    "SamplingParams": "dllm_jax.requests",
-    "StreamEvent": "dllm_jax.requests",
-    "Trajectory": "dllm_jax.trajectory",
-    "generate": "dllm_jax.generation",
-    "load": "dllm_jax.loading",
-    "record": "dllm_jax.trajectory",
-    "strategies": "",
+    "LLM": "api.llm",
+    "CompletionOutput": "engine.requests",
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.layout",
+    "GenerateOutput": "api.generate",
+    "Metrics": "engine.requests",
+    "Model": "loading.model",
+    "Request": "engine.requests",
+    "RequestOutput": "engine.requests",
+    "SamplingParams": "engine.requests",
+    "StreamEvent": "engine.requests",
+    "Trajectory": "trace.trajectory",
+    "generate": "api.generate",
+    "load": "loading.load",
+    "record": "trace.trajectory",
 }
+_FOLDERS = ("convert", "kernels", "strategies")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f"dllm_jax.{name}")
     if name not in _HOMES:
         raise AttributeError(
             f"module 'dllm_jax' has no public name {name!r}; it has {', '.join(__all__)}"
         )
-    module = importlib.import_module(_HOMES[name] or name)
-    value = getattr(module, name) if _HOMES[name] else module
+    value = getattr(importlib.import_module(f"dllm_jax.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `strategies.multi_bd` as the module `dllm_jax.strategies.multi_bd`."""
+
+    def __init__(self, name: str, target: str):
+        self._prefix, self._target = f"{name}.", f"{target}."
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname.startswith(self._prefix):
+            return importlib.machinery.ModuleSpec(fullname, self)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = importlib.import_module(self._target + spec.name.removeprefix(self._prefix))
+        self._specs = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._specs  # the import system has put the other name's there
+
+
+def share_modules(name: str, target: str) -> None:
+    """Make the top-level package `name` the package `target`, so that each module exists once.
+
+    Called by the `__init__` of `strategies`, `pallas_kernels` and `checkpoints_convert` where they
+    are imported under those names.
+    """
+    sys.meta_path.insert(0, _SameModules(name, target))
+    sys.modules[name] = importlib.import_module(target)

@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from strategies import Carry, Knob, Needs, blocks, knob, random, sampling
-from strategies.state import NO_TOKEN
+from dllm_jax.strategies import Carry, Knob, Needs, knob
+from dllm_jax.strategies.core import blocks, random, sampling
+from dllm_jax.strategies.core.state import NO_TOKEN
 
 
 class CreditDecoding(struct.PyTreeNode):
@@ -125,7 +126,7 @@ class CreditDecoding(struct.PyTreeNode):
 
 if __name__ == "__main__":
     import dllm_jax as dj
-    from strategies import MultiBD
+    from dllm_jax.strategies import MultiBD
 
     llm = dj.load("builtin:tiny-sdar")
     question = "A shop has 365 plates. People bring 132 back. A truck brings 64 more."

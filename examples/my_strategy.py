@@ -9,7 +9,7 @@ a block. It opens a block, runs the model, writes tokens and reports; the engine
 
 import jax.numpy as jnp
 
-from strategies import blocks, random, sampling
+from dllm_jax.strategies.core import blocks, random, sampling
 
 
 def my_step(forward, state):

@@ -1,16 +1,15 @@
 """Decoding strategies: pure step functions over immutable block-buffer state."""
 
-from strategies import testing
-from strategies.ar import AR
-from strategies.block_diffusion import BlockDiffusion
-from strategies.d2f import D2F
-from strategies.dflash import DFlash
-from strategies.dmax import DMax
-from strategies.edit import Edit
-from strategies.fast_dllm_v2 import FastDLLMV2
-from strategies.full_sequence import FullSequence
-from strategies.multi_bd import MultiBD
-from strategies.protocol import (
+if __name__ == "strategies":  # the same modules under the folder's name
+    from dllm_jax import share_modules
+
+    share_modules(__name__, "dllm_jax.strategies")
+
+from . import testing
+from .ar import AR
+from .block_diffusion import BlockDiffusion
+from .core import blocks, random, sampling
+from .core.protocol import (
     Forward,
     ForwardOutput,
     Knob,
@@ -25,8 +24,8 @@ from strategies.protocol import (
     TokenStats,
     knob,
 )
-from strategies.resolve import as_strategy, load_strategy, strategy_names
-from strategies.state import (
+from .core.resolve import as_strategy, load_strategy, strategy_names
+from .core.state import (
     BlockBuffer,
     Carry,
     DecodeState,
@@ -36,6 +35,13 @@ from strategies.state import (
     put_slot,
     take_slot,
 )
+from .d2f import D2F
+from .dflash import DFlash
+from .dmax import DMax
+from .edit import Edit
+from .fast_dllm_v2 import FastDLLMV2
+from .full_sequence import FullSequence
+from .multi_bd import MultiBD
 
 __all__ = [
     "AR",
@@ -66,9 +72,12 @@ __all__ = [
     "TokenMix",
     "TokenStats",
     "as_strategy",
+    "blocks",
     "knob",
     "load_strategy",
     "put_slot",
+    "random",
+    "sampling",
     "strategy_names",
     "take_slot",
     "testing",

@@ -10,9 +10,9 @@ same keys reproduce them token for token.
 import jax.numpy as jnp
 from flax import struct
 
-from strategies import blocks, random
-from strategies.protocol import Needs
-from strategies.state import StepInfo
+from .core import blocks, random
+from .core.protocol import Needs
+from .core.state import StepInfo
 
 
 class AR(struct.PyTreeNode):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool
 
-from strategies import blocks, random, sampling
-from strategies.protocol import Knob, Needs, TokenStats, knob
-from strategies.state import DecodeState
+from .core import blocks, random, sampling
+from .core.protocol import Knob, Needs, TokenStats, knob
+from .core.state import DecodeState
 
 Remasking = Literal["sequential", "static", "dynamic", "entropy", "random"]
 _DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells

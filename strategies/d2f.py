@@ -15,8 +15,8 @@ Source: D2F (arXiv 2508.09192), §4.2 and the authors' decoder; Diffulex's `d2f`
 
 from flax import struct
 
-from strategies import blocks, random, sampling
-from strategies.protocol import Knob, Needs, knob
+from .core import blocks, random, sampling
+from .core.protocol import Knob, Needs, knob
 
 
 class D2F(struct.PyTreeNode):

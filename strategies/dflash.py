@@ -35,9 +35,9 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array
 
-from strategies import blocks, drafting, random
-from strategies.protocol import Needs, Taps
-from strategies.state import NO_TOKEN, Carry, StepInfo
+from .core import blocks, drafting, random
+from .core.protocol import Needs, Taps
+from .core.state import NO_TOKEN, Carry, StepInfo
 
 DRAFT = "draft"
 _DRAFTS, _CHANCES = 1, 2  # further draws of a position, beside that of the text

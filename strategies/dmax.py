@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from strategies import block_rewrite, blocks, random, sampling, token_merge
-from strategies.protocol import ForwardOutput, Knob, Needs, TokenMix, TokenStats, knob
-from strategies.state import Carry, DecodeState
+from .core import block_rewrite, blocks, random, sampling, token_merge
+from .core.protocol import ForwardOutput, Knob, Needs, TokenMix, TokenStats, knob
+from .core.state import Carry, DecodeState
 
 Merge = Literal["dmax_topk", "iter_smooth_topk"]
 Compat = Literal["diffulex"]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from strategies import block_rewrite, blocks, random, sampling
-from strategies.protocol import Knob, Needs, TokenStats, knob
-from strategies.state import Carry, DecodeState
+from .core import block_rewrite, blocks, random, sampling
+from .core.protocol import Knob, Needs, TokenStats, knob
+from .core.state import Carry, DecodeState
 
 _MOST_STEPS = 1_000_000  # forwards of a block are counted in 32 bits
 

@@ -20,8 +20,8 @@ Source: Fast-dLLM v2 (arXiv 2509.26328) and the `generate` of its authors' check
 import jax.numpy as jnp
 from flax import struct
 
-from strategies import blocks, dual_cache, random, sampling
-from strategies.protocol import Knob, Needs, knob
+from .core import blocks, dual_cache, random, sampling
+from .core.protocol import Knob, Needs, knob
 
 
 class FastDLLMV2(struct.PyTreeNode):

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from strategies import blocks, dual_cache, random, remasking, sampling
-from strategies.protocol import Forward, ForwardOutput, Knob, Needs, TokenStats, knob
-from strategies.remasking import TextBlock
-from strategies.state import Carry, DecodeState, StepInfo
+from .core import blocks, dual_cache, random, remasking, sampling
+from .core.protocol import Forward, ForwardOutput, Knob, Needs, TokenStats, knob
+from .core.remasking import TextBlock
+from .core.state import Carry, DecodeState, StepInfo
 
 Remasking = Literal["low_confidence", "random", "maskgit_plus", "margin", "entropy", "origin"]
 Cache = Literal["prefix", "dual"]

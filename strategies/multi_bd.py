@@ -9,8 +9,8 @@ Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 
 from flax import struct
 
-from strategies import blocks, random, sampling
-from strategies.protocol import Knob, Needs, knob
+from .core import blocks, random, sampling
+from .core.protocol import Knob, Needs, knob
 
 
 class MultiBD(struct.PyTreeNode):

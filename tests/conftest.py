@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-    from dllm_jax.async_dispatch import enable_async_dispatch
+    from dllm_jax.loading.async_dispatch import enable_async_dispatch
 
     enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
 
@@ -217,16 +217,10 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     import jax
 
-    from checkpoints_convert import export_hf
+    from dllm_jax.convert import export_hf
     from dllm_jax.models.dense import DenseConfig, init_params
-    from dllm_jax.training import data
-    from dllm_jax.training.tokenizer import (
-        EOS_ID,
-        MASK_ID,
-        PAD_ID,
-        save_tokenizer,
-        train_tokenizer,
-    )
+    from dllm_jax.tasks import problems as data
+    from dllm_jax.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, save_tokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "random-sdar"
     cfg = DenseConfig(

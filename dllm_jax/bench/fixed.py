@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from strategies import blocks, random, sampling
-from strategies.protocol import Needs
-from strategies.state import ACTIVE, DUMMY, DecodeState
+from dllm_jax.strategies.core import blocks, random, sampling
+from dllm_jax.strategies.core.protocol import Needs
+from dllm_jax.strategies.core.state import ACTIVE, DUMMY, DecodeState
 
 
 class FixedWork(struct.PyTreeNode):

@@ -18,13 +18,13 @@ import numpy as np
 
 from dllm_jax.bench import profile
 from dllm_jax.bench.head import has_head
-from dllm_jax.cost import begin
-from dllm_jax.decode import PassKind
-from dllm_jax.engine import Engine
-from dllm_jax.intake import accept
+from dllm_jax.engine.admission import accept
+from dllm_jax.engine.engine import Engine
+from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.engine.scheduler import Sample, Scheduler
 from dllm_jax.models import reference
-from dllm_jax.requests import Request, SamplingParams
-from dllm_jax.scheduler import Sample, Scheduler
+from dllm_jax.runner.cost import begin
+from dllm_jax.runner.decode import PassKind
 
 FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
 LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order

@@ -15,15 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax import __version__, async_dispatch
+from dllm_jax import __version__
 from dllm_jax.bench import measure, roofline
 from dllm_jax.bench.fixed import FixedWork
 from dllm_jax.bench.rounds import Rounds, time_rounds, told_rounds, width_shares
 from dllm_jax.bench.workload import Work
-from dllm_jax.requests import DraftMetrics, RequestOutput
-from dllm_jax.training.data import is_correct
-from strategies import DFlash
-from strategies.protocol import knob_ranges
+from dllm_jax.engine.requests import DraftMetrics, RequestOutput
+from dllm_jax.loading import async_dispatch
+from dllm_jax.strategies import DFlash
+from dllm_jax.strategies.core.protocol import knob_ranges
+from dllm_jax.tasks.problems import is_correct
 
 BARE_STEPS, BARE_REPEATS = 24, 3
 

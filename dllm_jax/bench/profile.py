@@ -22,9 +22,9 @@ KINDS = ("gemm", "attention", "experts", "readout", "cache", "glue", "copies")
 SOURCES = (
     ("pallas_kernels/paged_attention/", "attention"),
     ("pallas_kernels/expert_ffn/", "experts"),
-    ("dllm_jax/readout.py", "readout"),
+    ("dllm_jax/runner/readout.py", "readout"),
     ("pallas_kernels/kv_write/", "cache"),
-    ("dllm_jax/cache.py", "cache"),
+    ("dllm_jax/runner/cache.py", "cache"),
 )
 LIBRARY_GEMM = re.compile(
     r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|(split|gated)_matmul", re.IGNORECASE

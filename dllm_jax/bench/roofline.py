@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
-from dllm_jax.pass_time import RATES, weights
+from dllm_jax.runner.pass_time import RATES, weights
 
 
 def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:

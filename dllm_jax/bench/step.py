@@ -15,15 +15,15 @@ from typing import Any
 
 import jax
 
+from dllm_jax.api.llm import LLM
 from dllm_jax.bench import measure, profile, roofline
 from dllm_jax.bench.head import has_head
 from dllm_jax.bench.numbers import check_outputs, device_kind, mean_context, setting
 from dllm_jax.bench.rounds import Rounds, pass_ms
 from dllm_jax.bench.throughput import run
 from dllm_jax.bench.workload import Lengths, Work, random_work
-from dllm_jax.facts import EngineConfig
-from dllm_jax.llm import LLM
-from strategies import AR, DFlash, MultiBD
+from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.strategies import AR, DFlash, MultiBD
 
 NOTHING = 1.0  # no probability is above it
 PREFILL = 1024  # tokens of a pass that fills the prefix cache; no time counts it

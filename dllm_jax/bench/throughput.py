@@ -12,7 +12,7 @@ from typing import Any
 from dllm_jax.bench.measure import recording
 from dllm_jax.bench.numbers import Ran, check_outputs, check_readout, numbers, setting
 from dllm_jax.bench.workload import Work
-from dllm_jax.requests import Request, RequestOutput
+from dllm_jax.engine.requests import Request, RequestOutput
 
 LONGEST_NAP_S = 0.01  # while nothing has arrived
 COUNTED = (

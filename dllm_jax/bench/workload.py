@@ -9,9 +9,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from dllm_jax import chat, tokenization
-from dllm_jax.requests import SamplingParams
-from dllm_jax.training.data import Problem, problem
+from dllm_jax.engine.requests import SamplingParams
+from dllm_jax.loading import chat
+from dllm_jax.loading import tokenizer as tokenization
+from dllm_jax.tasks.problems import Problem, problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -233,9 +233,9 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[list[Any]]) -> Any:
     """A warm engine for the work."""
-    from dllm_jax.facts import EngineConfig
-    from dllm_jax.generation import bind_draft
-    from dllm_jax.llm import LLM
+    from dllm_jax.api.generate import bind_draft
+    from dllm_jax.api.llm import LLM
+    from dllm_jax.engine.layout import EngineConfig
 
     strategy, aux = bind_draft(strategy, args.draft, model)  # it says how large the window is
     work = [one for batch in batches for one in batch]

@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _draft(args: argparse.Namespace, model: Any) -> Any:
     """The draft beside its target, None without one."""
-    from dllm_jax.generation import bind_draft
-    from strategies import DFlash
+    from dllm_jax.api.generate import bind_draft
+    from dllm_jax.strategies import DFlash
 
     if args.draft is None:
         return None
@@ -145,9 +145,9 @@ def _work(args: argparse.Namespace, model: Any, draft: Any) -> tuple[tuple[Any, 
     Raises:
         UsageError: Some shape does not fit; nothing is measured or printed before.
     """
+    from dllm_jax.api.generate import check_fit
     from dllm_jax.bench.roofline import step_parts
     from dllm_jax.bench.step import context_len, step_strategy, usual_sizes
-    from dllm_jax.generation import check_fit
 
     has_window = draft is None and model.config.mask_token_id >= 0
     every = args.shapes or shapes("1x1,1x4" if has_window else "1x1")

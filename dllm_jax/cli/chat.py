@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     with Interrupt(forced=(signal.SIGTERM,)) as stop:
         chosen = strategies.load(args.strategy)
 
-        from dllm_jax.chat import note, render
         from dllm_jax.cli.engine import Clock, make_llm
         from dllm_jax.cli.models import load_model
+        from dllm_jax.loading.chat import note, render
 
         model = load_model(args)
         fields = strategies.given_fields(args)
@@ -139,10 +139,10 @@ class Chat:
 
     def _answer(self, messages: list[dict[str, str]]) -> str:
         """Print the answer as it settles; what there is of it where Ctrl-C stops it."""
-        from dllm_jax.chat import render
         from dllm_jax.cli.engine import add, follow
-        from dllm_jax.requests import Request
-        from dllm_jax.tokenization import encode
+        from dllm_jax.engine.requests import Request
+        from dllm_jax.loading.chat import render
+        from dllm_jax.loading.tokenizer import encode
 
         prompt = render(self._llm.model, messages, **self._template_kwargs)
         ids = encode(self._llm.model.tokenizer, prompt, special=False)

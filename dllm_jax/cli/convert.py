@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Convert, with a progress bar, and say how large the result is."""
     from tqdm import tqdm
 
-    from checkpoints_convert import convert, inspect, plan
     from dllm_jax.cli.folders import checkpoint_folder, headers_folder
-    from dllm_jax.sources import find_adapter
+    from dllm_jax.convert import convert, inspect, plan
+    from dllm_jax.loading.sources import find_adapter
 
     lora = None if args.lora is None else find_adapter(args.lora)
     if args.dry_run:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dllm_jax.cli.interrupt import Interrupt
-from dllm_jax.facts import EngineConfig
-from dllm_jax.requests import Request, RequestOutput, SamplingParams
+from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 
 SLOTS = 8  # texts decoded at once
 SHORTEST = 256  # `max_model_len` is a power of two from here on
@@ -53,8 +53,8 @@ def make_llm(
     Raises:
         ValueError: Sizes that do not fit the model, or each other.
     """
-    from dllm_jax.generation import bind_draft
-    from dllm_jax.llm import LLM
+    from dllm_jax.api.generate import bind_draft
+    from dllm_jax.api.llm import LLM
 
     strategy, aux = bind_draft(strategy, args.draft, model)  # it says how large the window is
     length = args.max_model_len
@@ -99,7 +99,7 @@ def sampling_params(args: argparse.Namespace, model: Any, strategy: Any) -> Samp
 
     Without a seed of its own request i has `fold_in(key(seed), i)`.
     """
-    from dllm_jax.defaults import default_params
+    from dllm_jax.api.defaults import default_params
 
     said = {"temperature": args.temperature, "top_p": args.top_p}
     return default_params(

@@ -1,6 +1,6 @@
 """What can go wrong on the command line, and how it is put into one line."""
 
-from dllm_jax.facts import DeviceFailure
+from dllm_jax.engine.layout import DeviceFailure
 
 NOTHING_FINISHED = "interrupted; nothing was finished"
 

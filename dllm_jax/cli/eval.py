@@ -129,8 +129,8 @@ def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[
     Raises:
         ValueError: Some strategy needs a draft and none is given, or none needs the one given.
     """
-    from dllm_jax.evaluate import one_token
-    from dllm_jax.generation import bind_draft
+    from dllm_jax.api.generate import bind_draft
+    from dllm_jax.tasks.evaluate import one_token
 
     settings: dict[str, Any] = {}
     draft = args.draft
@@ -156,7 +156,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     from tqdm import tqdm
 
-    from dllm_jax import evaluate
+    from dllm_jax.tasks import evaluate
 
     problems = evaluate.held_out(half, args.problems, args.seed)
     outcomes = {}

@@ -23,7 +23,7 @@ def checkpoint_folder(source: str, revision: str | None = None) -> Path:
         UsageError: No source at all, or one without files.
         ValueError: There is no such source.
     """
-    from dllm_jax.sources import find_folder
+    from dllm_jax.loading.sources import find_folder
 
     _require_files(source)
     return find_folder(source, revision)
@@ -36,7 +36,7 @@ def headers_folder(source: str, revision: str | None = None) -> Iterator[Path]:
     Raises:
         UsageError, ValueError: As there.
     """
-    from dllm_jax.sources import find_headers
+    from dllm_jax.loading.sources import find_headers
 
     _require_files(source)
     with tempfile.TemporaryDirectory(prefix="dllm-jax-") as made:

@@ -127,7 +127,7 @@ def draw_problem(args: argparse.Namespace) -> Any:
     if not (_nothing_given(args) and args.model.startswith("builtin:")):
         return None
     from dllm_jax.cli.prompts import stdin_waits
-    from dllm_jax.training.data import problem
+    from dllm_jax.tasks.problems import problem
 
     if args.seed is None and stdin_waits():
         print("note: stdin is not read; give - to make it the prompt", file=sys.stderr)
@@ -144,7 +144,7 @@ def _requests(
     args: argparse.Namespace, prompts: list[str], ids: list[list[int]], params: Any
 ) -> list[Any]:
     """One a prompt, named by its place."""
-    from dllm_jax.requests import Request
+    from dllm_jax.engine.requests import Request
 
     return [
         Request(
@@ -161,7 +161,7 @@ def _requests(
 
 def _infilling(request: Any, model: Any, strategy: Any, suffix: list[int]) -> Any:
     """A request whose text goes on with a suffix, and whose mask tokens are holes."""
-    from dllm_jax.infilling import holed_text
+    from dllm_jax.api.infilling import holed_text
 
     params, ids = request.params, request.prompt_token_ids
     text = holed_text(model, strategy, ids, params.max_tokens, suffix)

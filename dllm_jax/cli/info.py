@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, dict[str, str]]:
     """The facts, by title: name -> what there is to say of it."""
-    from dllm_jax.compile_cache import cache_folder, enable_compile_cache
-    from strategies import strategy_names
+    from dllm_jax.loading.compile_cache import cache_folder, enable_compile_cache
+    from dllm_jax.strategies import strategy_names
 
     enable_compile_cache()
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -50,7 +50,7 @@ def collect() -> dict[str, dict[str, str]]:
 def _devices() -> dict[str, str]:
     import jax
 
-    from dllm_jax.memory import host_bytes_available
+    from dllm_jax.runner.memory import host_bytes_available
 
     found = {}
     for device in jax.devices():
@@ -75,7 +75,7 @@ def _kernels() -> dict[str, str]:
 def _attention() -> str:
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import api, cudnn
+    from dllm_jax.kernels.paged_attention import api, cudnn
 
     missing = cudnn.unsupported(jnp.zeros((1, 1, 1, 128), jnp.bfloat16))
     if missing:
@@ -91,7 +91,7 @@ def _attention() -> str:
 def _experts() -> str:
     import jax.numpy as jnp
 
-    from pallas_kernels.expert_ffn import api, triton
+    from dllm_jax.kernels.expert_ffn import api, triton
 
     missing = triton.unsupported(jnp.zeros((1, 16)), jnp.zeros((1, 16, 16)))
     if missing:
@@ -106,7 +106,7 @@ def _experts() -> str:
 def _layer() -> str:
     import jax.numpy as jnp
 
-    from pallas_kernels.layer import api, mosaic, triton
+    from dllm_jax.kernels.layer import api, mosaic, triton
 
     rows = jnp.zeros((1, 16), jnp.bfloat16)
     missing = triton.unsupported_type(rows)
@@ -126,7 +126,7 @@ def _layer() -> str:
 def _readout() -> str:
     import jax.numpy as jnp
 
-    from pallas_kernels.token_readout import TRITON_ROWS, api, triton
+    from dllm_jax.kernels.token_readout import TRITON_ROWS, api, triton
 
     rows = jnp.zeros((16, 16), jnp.bfloat16)
     missing = triton.unsupported(rows, rows, 0)
@@ -140,8 +140,8 @@ def _readout() -> str:
 
 
 def _models() -> dict[str, str]:
-    from checkpoints_convert import inspect
     from dllm_jax.cli.folders import BUILTIN, builtin_names
+    from dllm_jax.convert import inspect
     from dllm_jax.models.family_table import DRAFTS
 
     found = {}
@@ -204,7 +204,7 @@ def _families() -> dict[str, str]:
 
 
 def _size_of_cache() -> str:
-    from dllm_jax.compile_cache import cache_folder
+    from dllm_jax.loading.compile_cache import cache_folder
 
     size = sum(f.stat().st_size for f in cache_folder().rglob("*") if f.is_file())
     return f"{size / 1e6:.1f} MB of compiled programs"

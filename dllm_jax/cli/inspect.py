@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; a checkpoint that cannot be loaded is a failure."""
-    from checkpoints_convert import inspect
     from dllm_jax.cli.folders import headers_folder
-    from dllm_jax.sources import find_adapter
+    from dllm_jax.convert import inspect
+    from dllm_jax.loading.sources import find_adapter
 
     adapter = None if args.lora is None else find_adapter(args.lora)
     with headers_folder(args.src, args.revision) as folder:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _notes(report: Any) -> list[str]:
     """What to know of how it is decoded."""
-    from dllm_jax.defaults import alternatives_note
+    from dllm_jax.api.defaults import alternatives_note
     from dllm_jax.models.dflash import DFlashConfig
 
     if report.defaults is None:

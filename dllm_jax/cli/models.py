@@ -11,7 +11,7 @@ def load_model(args: argparse.Namespace) -> Any:
     from tqdm import tqdm
 
     import dllm_jax as dj
-    from dllm_jax.compile_cache import enable_compile_cache
+    from dllm_jax.loading.compile_cache import enable_compile_cache
 
     enable_compile_cache()
     bars: list[tqdm] = []

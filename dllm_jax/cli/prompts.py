@@ -101,7 +101,8 @@ def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[
     Raises:
         ValueError: A model without a tokenizer, or a prompt too long for the model.
     """
-    from dllm_jax import chat, tokenization
+    from dllm_jax.loading import chat
+    from dllm_jax.loading import tokenizer as tokenization
 
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -134,6 +135,6 @@ def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[
 
 def encode_suffix(model: Any, suffix: str) -> list[int]:
     """Token ids of what stands behind a text, with nothing that begins one."""
-    from dllm_jax import tokenization
+    from dllm_jax.loading import tokenizer as tokenization
 
     return tokenization.encode(model.tokenizer, suffix, special=False)

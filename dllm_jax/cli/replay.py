@@ -12,7 +12,7 @@ from dllm_jax.cli import flags
 from dllm_jax.cli.errors import Interrupted, UsageError
 from dllm_jax.cli.interrupt import Interrupt
 
-STATUS = ("-", "active", "to cache")  # of a block, by `strategies.state`
+STATUS = ("-", "active", "to cache")  # of a block, by `dllm_jax.strategies.core.state`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, stop: Interrupt) -> int:
-    from dllm_jax import snapshot as snapshots
+    from dllm_jax.api import snapshot as snapshots
     from dllm_jax.cli.engine import follow
     from dllm_jax.cli.models import load_model
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dllm_jax.requests import DraftMetrics, RequestOutput
+from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 
 
 class OneText(contextlib.AbstractContextManager):
@@ -249,7 +249,7 @@ def _whole(llm: Any, output: RequestOutput | None) -> Any:
 
 
 def _verdict(problem: Any, text: str) -> str:
-    from dllm_jax.training.data import extract_answer, is_correct
+    from dllm_jax.tasks.problems import extract_answer, is_correct
 
     if is_correct(text, problem):
         return f"right: the answer is {problem.answer}"

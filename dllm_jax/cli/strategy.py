@@ -23,7 +23,7 @@ def load(spec: str | None) -> Any:
     Raises:
         UsageError: It names no strategy, or its file cannot be run.
     """
-    from strategies import load_strategy
+    from dllm_jax.strategies import load_strategy
 
     if spec is None:
         return None
@@ -76,9 +76,9 @@ def resolve(
     Raises:
         UsageError: Unknown field, a value of another type, or one out of range.
     """
-    from dllm_jax.defaults import family_strategy, resolve_strategy, usual_strategy
-    from dllm_jax.drafts import refuse_draft
-    from strategies import load_strategy
+    from dllm_jax.api.defaults import family_strategy, resolve_strategy, usual_strategy
+    from dllm_jax.api.drafts import refuse_draft
+    from dllm_jax.strategies import load_strategy
 
     refuse_draft(model)
     name = spec or usual_strategy(model, draft)
@@ -121,7 +121,7 @@ def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: One would fail on the device, or be ignored: `needs=3`, `accept_threshold=high`.
     """
-    from strategies.protocol import knob_ranges
+    from dllm_jax.strategies.core.protocol import knob_ranges
 
     knobs = knob_ranges(strategy)
     kinds = _kinds(strategy)

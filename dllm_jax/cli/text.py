@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.cli.watch import END_MARK, Frame
-from dllm_jax.requests import RequestOutput
-from dllm_jax.scheduler import Sample
+from dllm_jax.engine.requests import RequestOutput
+from dllm_jax.engine.scheduler import Sample
 
 
 def frame(model: Any, output: RequestOutput, sample: Sample) -> Frame:

@@ -157,7 +157,7 @@ def _record(
 ) -> Any:
     import jax
 
-    from dllm_jax.trajectory import record
+    from dllm_jax.trace.trajectory import record
 
     return record(
         model,

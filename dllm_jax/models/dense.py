@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.layer import LayerOps, add_rms_norm, qkv_matmul, rotate_qkv, split_matmul
+from dllm_jax.kernels.layer.reference import as_row, matmul, rms_norm
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import RopeScaling, gate_up_shape, rope_tables, swiglu
-from pallas_kernels.layer import LayerOps, add_rms_norm, qkv_matmul, rotate_qkv, split_matmul
-from pallas_kernels.layer.reference import as_row, matmul, rms_norm
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]

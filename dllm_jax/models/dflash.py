@@ -2,7 +2,7 @@
 
 It fills a block of masks behind a text in one pass. Of the text it sees only keys and values, which
 `context_kv` makes of the target's hidden states; its input rows and logits go through the target's
-embedding and head, which `dllm_jax.drafts` puts beside its own weights. Its layers are `dense`'s.
+embedding and head, which `api.drafts` puts beside its own weights. Its layers are `dense`'s.
 Nothing here knows about pages or how drafts are judged.
 
 Source: arXiv 2602.06036; z-lab/dflash, and MuseGlimmerAssistantModel of transformers 5.
@@ -14,11 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.kernels.layer.reference import apply_rope, matmul, rms_norm
 from dllm_jax.models import dense
 from dllm_jax.models.dense import DenseConfig, leaf
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import rope_tables
-from pallas_kernels.layer.reference import apply_rope, matmul, rms_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def embed(params: Any, cfg: DFlashConfig, ids: Int[Array, "..."]) -> Float[Array
     if "embed" not in params:
         raise ValueError(
             "a drafter has no embedding of its own; give it as draft= beside the target it was "
-            "trained for, or join them with dllm_jax.drafts.with_target"
+            "trained for, or join them with dllm_jax.api.drafts.with_target"
         )
     rows = dense.embed(params, cfg, ids)
     return rows if cfg.embedding_scale == 1.0 else rows * cfg.embedding_scale
@@ -146,7 +146,7 @@ def context_weights(params: Any) -> Float[Array, "D L G 2 H"]:
     """What makes keys and values of all layers of one row: one product instead of one a layer.
 
     They stand within each layer's `wqkv`, of which XLA would cut and write them anew in every pass
-    on a GPU; so they are kept beside it while decoding (`dllm_jax.drafts.with_target`).
+    on a GPU; so they are kept beside it while decoding (`dllm_jax.api.drafts.with_target`).
     """
     return jnp.stack([layer["wqkv"][:, :, -2:] for layer in params["layers"]], axis=1)
 

@@ -1,7 +1,7 @@
 """Layer arithmetic shared by the model families: rotary angles, SwiGLU.
 
 Pure functions of (weights, activations); norms and rotation are operations of
-`pallas_kernels.layer`. Nothing here knows about pages, masks or strategies.
+`dllm_jax.kernels.layer`. Nothing here knows about pages, masks or strategies.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layer import LayerOps, gated_matmul, reference, split_matmul
+from dllm_jax.kernels.layer import LayerOps, gated_matmul, reference, split_matmul
 
 GATE_TURN = 32  # columns; half a line of shared memory: a tile of any whole lines has whole turns
 

@@ -2,7 +2,7 @@
 
 `dense`'s decoder with another second half of its layers: routed experts and, in some models, one
 that every row goes through. Which experts a row goes to is `routing`'s business, how their
-products are computed that of `pallas_kernels.expert_ffn`.
+products are computed that of `dllm_jax.kernels.expert_ffn`.
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.kernels.expert_ffn import expert_ffn
+from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.models import dense, routing
 from dllm_jax.models.dense import PLAIN, Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
 from dllm_jax.models.layers import gate_up_shape, swiglu
-from pallas_kernels.expert_ffn import expert_ffn
-from pallas_kernels.layer import LayerOps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_jax.trace.pieces import piece
 from dllm_jax.trace.replay import Frame, Replay, replay
-from dllm_jax.trajectory import Trajectory
+from dllm_jax.trace.trajectory import Trajectory
 
 
 def render_page(trajectory: Trajectory, tokenizer: Any = None) -> str:

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dllm_jax.trace.pieces import piece
 from dllm_jax.trace.replay import HOLE, Frame, Replay, replay
-from dllm_jax.trajectory import Trajectory
+from dllm_jax.trace.trajectory import Trajectory
 
 SCALE = 2  # pixels of a unit; all sizes below are in units
 COLUMNS, CELL_WIDTH, CELL_HEIGHT, GAP = 16, 64, 34, 3

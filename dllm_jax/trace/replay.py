@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from dllm_jax.trajectory import Step, Trajectory
+from dllm_jax.trace.trajectory import Step, Trajectory
 
 HOLE = -1
 NO_PROBABILITY = -1

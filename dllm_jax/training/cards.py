@@ -35,7 +35,7 @@ Qwen3's shape. It is a target for drafters (DFlash) that runs offline; it knows 
   {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16.
 - **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
   `<|eos|>`.
-- **Data**: the project's own seeded generator (`dllm_jax/training/data.py`), fresh samples all
+- **Data**: the project's own seeded generator (`dllm_jax/tasks/problems.py`), fresh samples all
   through; {1 - config.data.hard_share:.0%} plain word problems, {config.data.hard_share:.0%} hard
   ones. One instance in sixteen, by a hash of its numbers, is held out.
 - **Objective**: cross entropy of the next token; a token of the prompt weighs

@@ -19,8 +19,8 @@ import tokenizers
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from dllm_jax.loading import load
-from dllm_jax.model import Model
+from dllm_jax.loading.load import load
+from dllm_jax.loading.model import Model
 from dllm_jax.models import dense, dflash
 from dllm_jax.training import draft_objective, loop, responses, run_folder, solving
 from dllm_jax.training.export import rounded

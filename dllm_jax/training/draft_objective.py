@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dllm_jax.model import Model
+from dllm_jax.loading.model import Model
 from dllm_jax.models import dense, dflash, reference
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # decay of the loss weights by block size; arXiv 2602.06036

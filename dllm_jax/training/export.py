@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 
-import checkpoints_convert.export
-from dllm_jax.model import Model
+import dllm_jax.convert.export
+from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.dflash import DFlashConfig
@@ -53,7 +53,7 @@ def rounded(params: Any, cfg: DenseConfig, dtype: str, family: str = "qwen3") ->
 def save_draft(params: Any, cfg: DFlashConfig, target: Model, folder: pathlib.Path) -> None:
     """Write a drafter in z-lab's layout: weights (bf16) and configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints_convert.export.export_hf(
+    dllm_jax.convert.export.export_hf(
         params,
         cfg,
         folder,
@@ -67,7 +67,7 @@ def save_causal(
 ) -> None:
     """Write a causal model of `ar`: weights (bf16), configuration, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints_convert.export.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
+    dllm_jax.convert.export.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
     generation = {**_IDS, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_tokenizer(tokenizer, folder, cfg.max_position)
@@ -86,7 +86,7 @@ def save_folder(
 ) -> None:
     """Write weights (bf16), configuration, tokenizer and curves; `write_card` adds the card."""
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints_convert.export.export_hf(
+    dllm_jax.convert.export.export_hf(
         run["params"],
         config.model,
         folder,
@@ -139,7 +139,7 @@ attention, no shift) and shipped with dllm_jax as `builtin:tiny-sdar`; it knows 
 - **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
   `<|eos|>`. The mask token is `<|mask|>` (id {MASK_ID}). Blocks of 4, 8, 16 and 32 were trained;
   32 is the default.
-- **Data**: the project's own seeded generator (`dllm_jax/training/data.py`), fresh samples all
+- **Data**: the project's own seeded generator (`dllm_jax/tasks/problems.py`), fresh samples all
   through; {1 - config.data.hard_share:.0%} plain word problems (numbers below 1000),
   {config.data.hard_share:.0%} hard ones (serial chains, numbers to 9999, worked partial products
   and quotients). One instance in sixteen, by a hash of its numbers, is held out.

@@ -13,7 +13,8 @@ import numpy as np
 import tokenizers
 
 from dllm_jax.models import dense
-from dllm_jax.training import data, dense_decode, stream
+from dllm_jax.tasks import problems as data
+from dllm_jax.training import dense_decode, stream
 from dllm_jax.training.tokenizer import EOS_ID
 
 _SEED = 2026  # held-out problems are drawn with a seed of their own

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 import tokenizers
 
-from dllm_jax import chat, tokenization
-from dllm_jax.model import Model
-from dllm_jax.training import data, solving, stream
-from strategies.state import FINISH_REASONS
+from dllm_jax.loading import chat, tokenizer
+from dllm_jax.loading.model import Model
+from dllm_jax.strategies.core.state import FINISH_REASONS
+from dllm_jax.tasks import problems
+from dllm_jax.training import solving, stream
 
 STORED = "responses.npz"
 
@@ -134,7 +135,7 @@ def _rows(
 
 def problem_tokenizer(target: Model) -> tokenizers.Tokenizer | None:
     """The tokenizer of a target that reads problems in the format of `stream`, else None."""
-    text = data.problem("plain", 0, 0).question
+    text = problems.problem("plain", 0, 0).question
     if target.tokenizer_source is None or _ask(target, text) != stream.conversation(text):
         return None
     return tokenizers.Tokenizer.from_file(str(target.tokenizer_source.folder / "tokenizer.json"))
@@ -157,7 +158,7 @@ def problem_prompts(
     index = first * batch_size
     while True:
         drawn = [
-            data.problem(("plain", "hard")[i % 2], seed, i)
+            problems.problem(("plain", "hard")[i % 2], seed, i)
             for i in range(index, index + batch_size)
         ]
         yield [_encode(target, one.question) for one in drawn]
@@ -231,4 +232,4 @@ def _ask(target: Model, text: str) -> str:
 
 
 def _encode(target: Model, text: str) -> list[int]:
-    return tokenization.encode(target.tokenizer, _ask(target, text), special=False)
+    return tokenizer.encode(target.tokenizer, _ask(target, text), special=False)

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from dllm_jax.models import dense
-from dllm_jax.training import data, held_out, loop, objective, run_folder, stream
+from dllm_jax.tasks import problems as data
+from dllm_jax.training import held_out, loop, objective, run_folder, stream
 from dllm_jax.training.tokenizer import MASK_ID
 
 TINY_SDAR = dense.DenseConfig(

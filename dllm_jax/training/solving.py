@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from dllm_jax import generation
-from dllm_jax.model import Model
-from dllm_jax.training import data, stream
-from strategies.dflash import DFlash
+from dllm_jax.api import generate
+from dllm_jax.loading.model import Model
+from dllm_jax.strategies.dflash import DFlash
+from dllm_jax.tasks import problems as data
+from dllm_jax.training import stream
 
 _SEED = 2026  # held-out problems are drawn with a seed of their own
 MAX_TOKENS = 160  # tokens of the longest worked solution, its end included
@@ -33,7 +34,7 @@ def decode(
     key: Any,
     *,
     max_tokens: int,
-) -> generation.GenerateOutput:
+) -> generate.GenerateOutput:
     """`generate` as one program, for many batches of one shape; prompts are not checked.
 
     Args:
@@ -41,7 +42,7 @@ def decode(
         prompts: Ids [B T], right-padded.
         temperature: Of each row.
     """
-    return generation.generate(
+    return generate.generate(
         model,
         prompts,
         "ar" if draft is None else DFlash(width=getattr(draft.config, "block_size", None)),

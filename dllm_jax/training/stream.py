@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from dllm_jax.training import data
+from dllm_jax.tasks import problems
 from dllm_jax.training.tokenizer import ASSISTANT, EOS, EOS_ID, USER, train_tokenizer
 
 BATCHES_PER_CHUNK = 8
@@ -50,9 +50,9 @@ class StreamConfig:
 def make_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
     """The tokenizer of a run: a function of the generator and the vocabulary size alone."""
     drawn = (
-        data.problem(half, _TOKENIZER_SEED, i)
+        problems.problem(half, _TOKENIZER_SEED, i)
         for i in range(_TOKENIZER_PROBLEMS)
-        for half in data.HALVES
+        for half in problems.HALVES
     )
     return train_tokenizer((p.question + p.response for p in drawn), vocab_size)
 
@@ -96,10 +96,10 @@ def make_chunk(cfg: StreamConfig, tokenizer: tokenizers.Tokenizer, chunk: int) -
         texts = []
         for i in range(prefix, prefix + wanted - len(rows)):
             half = "hard" if rng.random() < cfg.hard_share else "plain"
-            drawn = data.problem(half, cfg.seed, chunk * 2 * wanted + i)
+            drawn = problems.problem(half, cfg.seed, chunk * 2 * wanted + i)
             before = ""
             if rng.random() < cfg.example_share:
-                shown = data.problem("plain", cfg.seed + 1, chunk * 2 * wanted + i)
+                shown = problems.problem("plain", cfg.seed + 1, chunk * 2 * wanted + i)
                 before = conversation(shown.question, shown.response)
             texts.append((before, conversation(drawn.question), drawn.response + EOS))
         prefix += len(texts)

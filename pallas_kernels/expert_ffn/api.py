@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.expert_ffn import grouped, reference, triton
-from pallas_kernels.expert_ffn.transforms import transformable
+from . import grouped, reference, triton
+from .transforms import transformable
 
 Implementation = Literal["dense", "grouped", "triton"]
 

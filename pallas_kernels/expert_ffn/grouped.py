@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.expert_ffn.tiles import TileTable, combine, tile_table
+from .tiles import TileTable, combine, tile_table
 
 # Reading an expert hides the work of about 16 rows on a CPU: [R 2048] by [2048 1024] in float32 on
 # two cores takes 1.0 ms at R=1, 0.9 at 8, 1.3 at 16, 2.7 at 32, 5.8 at 64. Always 16: XLA adds up

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from pallas_kernels.expert_ffn import reference
+from . import reference
 
 ExpertFfn = Callable[[Array, Array, Array, Array, Array], Array]
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.expert_ffn.tiles import TileTable, combine, tile_table
+from .tiles import TileTable, combine, tile_table
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_write import reference, triton
+from . import reference, triton
 
 Implementation = Literal["xla", "triton"]
 

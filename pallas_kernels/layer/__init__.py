@@ -1,13 +1,6 @@
 """What a layer computes beside its attention, as few operations."""
 
-from pallas_kernels.layer.api import (
-    LayerOps,
-    add_rms_norm,
-    gated_matmul,
-    qkv_matmul,
-    rotate_qkv,
-    split_matmul,
-)
+from .api import LayerOps, add_rms_norm, gated_matmul, qkv_matmul, rotate_qkv, split_matmul
 
 __all__ = [
     "LayerOps",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.layer import mosaic, mosaic_many, mosaic_rotate, reference, triton
+from . import mosaic, mosaic_many, mosaic_rotate, reference, triton
 
 Implementation = Literal["xla", "triton", "mosaic"]
 # `split_matmul` in Triton's form is for so many rows with matrices of so many numbers, and less;

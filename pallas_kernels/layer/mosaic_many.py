@@ -16,13 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.layer.mosaic import (
-    MULTIPROCESSORS,
-    SHARED_BYTES,
-    next_buffer,
-    swizzled,
-    unsupported_pair,
-)
+from .mosaic import MULTIPROCESSORS, SHARED_BYTES, next_buffer, swizzled, unsupported_pair
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
 _TILE = _CONSUMERS * _ROWS

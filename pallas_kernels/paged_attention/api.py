@@ -12,8 +12,8 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import cudnn, mosaic, reference, triton
-from pallas_kernels.paged_attention.mask import WindowMask
+from . import cudnn, mosaic, reference, triton
+from .mask import WindowMask
 
 Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.mask import WindowMask, sees
+from .mask import WindowMask, sees
 
 _MAX_HEAD = 128  # cuDNN's forward attention on every architecture it supports
 

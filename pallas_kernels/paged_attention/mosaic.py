@@ -25,16 +25,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.mask import WindowMask, facts
-from pallas_kernels.paged_attention.mosaic_blocks import attend
-from pallas_kernels.paged_attention.mosaic_merge import part_transforms
-from pallas_kernels.paged_attention.mosaic_tiles import ROWS
-from pallas_kernels.paged_attention.mosaic_tiling import (
-    Tiling,
-    check_tiling,
-    choose_tiling,
-    holds_parts,
-)
+from .mask import WindowMask, facts
+from .mosaic_blocks import attend
+from .mosaic_merge import part_transforms
+from .mosaic_tiles import ROWS
+from .mosaic_tiling import Tiling, check_tiling, choose_tiling, holds_parts
 
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
 _MOST_BLOCKS = 32  # of a window whose visibility is a bit each

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_kernel import compute
-from pallas_kernels.paged_attention.mosaic_tiles import drain, load, whole, work_of
+from .mosaic_kernel import compute
+from .mosaic_tiles import drain, load, whole, work_of
 
 
 def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places):

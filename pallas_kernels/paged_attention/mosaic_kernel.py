@@ -11,14 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_merge import merged
-from pallas_kernels.paged_attention.mosaic_tiles import (
-    ROWS,
-    page_of,
-    slot_of,
-    turns_of,
-    whole,
-)
+from .mosaic_merge import merged
+from .mosaic_tiles import ROWS, page_of, slot_of, turns_of, whole
 
 _HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
 _FLOOR = -1e28  # below every score, and far above a hidden one: exp2 of the distance is 0

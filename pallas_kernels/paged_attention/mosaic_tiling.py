@@ -9,8 +9,8 @@ import math
 
 from jaxtyping import Array
 
-from pallas_kernels.paged_attention.mosaic_merge import SWIZZLE
-from pallas_kernels.paged_attention.mosaic_tiles import ROWS
+from .mosaic_merge import SWIZZLE
+from .mosaic_tiles import ROWS
 
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 _MULTIPROCESSORS = 132

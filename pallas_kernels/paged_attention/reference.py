@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.paged_attention.mask import WindowMask, sees
+from .mask import WindowMask, sees
 
 
 def attention(

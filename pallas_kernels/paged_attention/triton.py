@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.mask import WindowMask, facts
+from .mask import WindowMask, facts
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 _ROWS, _KEYS = 64, 64  # of a tile

@@ -1,11 +1,5 @@
 """From hidden rows to a token and its statistics as one operation: no logits in memory."""
 
-from pallas_kernels.token_readout.api import (
-    MOSAIC_ROWS,
-    TRITON_ROWS,
-    TokenReadout,
-    choose,
-    token_readout,
-)
+from .api import MOSAIC_ROWS, TRITON_ROWS, TokenReadout, choose, token_readout
 
 __all__ = ["MOSAIC_ROWS", "TRITON_ROWS", "TokenReadout", "choose", "token_readout"]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.token_readout import mosaic, reference, triton
-from pallas_kernels.token_readout.result import TokenReadout
+from . import mosaic, reference, triton
+from .result import TokenReadout
 
 Implementation = Literal["xla", "triton", "mosaic"]
 

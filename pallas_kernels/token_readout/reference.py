@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.token_readout.result import Part, TokenReadout, told
+from .result import Part, TokenReadout, told
 
 
 def read(

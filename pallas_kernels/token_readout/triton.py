@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from pallas_kernels.token_readout.result import Part, TokenReadout, joined, told
+from .result import Part, TokenReadout, joined, told
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 MAX_TOP = 4

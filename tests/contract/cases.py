@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies import (
+from dllm_jax.strategies import (
     AR,
     D2F,
     BlockDiffusion,

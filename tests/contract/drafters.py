@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.model import Model
+from dllm_jax.loading.model import Model
 from dllm_jax.models import dense
 from dllm_jax.models.architecture import Architecture
 from tests.contract.models import DRAFTER, VOCAB, drafter

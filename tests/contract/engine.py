@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import decode, sizing
-from dllm_jax.device import Device
-from dllm_jax.engine import Engine
-from dllm_jax.facts import EngineConfig, Facts
-from dllm_jax.forward import ModelForward, WindowOutput
-from dllm_jax.requests import Request, RequestOutput, SamplingParams
-from dllm_jax.scheduler import Sample
-from strategies.protocol import ByClass, split_knobs
-from strategies.state import RUNNING
+from dllm_jax.engine.engine import Engine
+from dllm_jax.engine.layout import EngineConfig, Facts
+from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
+from dllm_jax.engine.scheduler import Sample
+from dllm_jax.runner import buckets, decode
+from dllm_jax.runner.forward import ModelForward, WindowOutput
+from dllm_jax.runner.runner import Device
+from dllm_jax.strategies.core.protocol import ByClass, split_knobs
+from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import dense, harness
 from tests.contract.cases import PAGE_SIZE, case
 from tests.contract.harness import GARBAGE, SLOTS
@@ -64,7 +64,7 @@ def make_device(name: str, model: Any = None, allocate: bool = True, **config: A
     c = case(name)
     strategy, aux = strategy_of(name), dict(c.aux)
     model = model or c.model
-    facts = sizing.make_facts(model, strategy, aux, config_of(name, **config))
+    facts = buckets.make_facts(model, strategy, aux, config_of(name, **config))
     # The page buckets end with what a request needs.
     facts = dataclasses.replace(facts, page_buckets=facts.page_buckets[-1:])
     made = Device(model, split_knobs(strategy)[0], aux, facts, allocate=allocate)
@@ -98,7 +98,7 @@ def make_engine(name: str, on: Any = None, engine: dict[str, Any] | None = None,
 @contextlib.contextmanager
 def steps_a_chunk(count: int) -> Iterator[None]:
     """Every decode dispatch has so many steps."""
-    with mock.patch("dllm_jax.engine.num_steps", return_value=count):
+    with mock.patch("dllm_jax.engine.engine.num_steps", return_value=count):
         yield
 
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import decode
-from dllm_jax.forward import ModelForward
-from strategies import driver
-from strategies.protocol import ByClass, split_knobs
-from strategies.state import (
+from dllm_jax.runner import decode
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies.core import driver
+from dllm_jax.strategies.core.protocol import ByClass, split_knobs
+from dllm_jax.strategies.core.state import (
     EMPTY,
     FINISH_REASONS,
     NO_LIMIT,

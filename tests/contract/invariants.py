@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.state import DUMMY, RUNNING, TO_CACHE, DecodeState, StepInfo
+from dllm_jax.strategies.core.state import DUMMY, RUNNING, TO_CACHE, DecodeState, StepInfo
 
 
 class Watcher:

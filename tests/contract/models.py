@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.model import Model
+from dllm_jax.kernels.layer.reference import apply_rope, matmul, rms_norm
+from dllm_jax.loading.model import Model
 from dllm_jax.models import dense
 from dllm_jax.models.architecture import DENSE, Architecture, arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import FamilyDefaults
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.models.moe import MoEConfig
-from pallas_kernels.layer.reference import apply_rope, matmul, rms_norm
 
 VOCAB, MASK, PADDED = 40, 38, 39  # id 39 is a row of the vocabulary that belongs to no token
 DEFAULTS = FamilyDefaults(family="toy", strategy="multi_bd", block_size=4, vocab_limit=PADDED)

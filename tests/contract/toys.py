@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from strategies import blocks, random, sampling
-from strategies.protocol import Needs, PerSlot, TokenMix, knob
-from strategies.state import ACTIVE, RUNNING, TO_CACHE, Carry, StepInfo
+from dllm_jax.strategies.core import blocks, random, sampling
+from dllm_jax.strategies.core.protocol import Needs, PerSlot, TokenMix, knob
+from dllm_jax.strategies.core.state import ACTIVE, RUNNING, TO_CACHE, Carry, StepInfo
 
 
 def static(default):

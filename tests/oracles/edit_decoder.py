@@ -15,16 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import (
-    ACTIVE,
-    DUMMY,
-    IN_CACHE,
-    TO_CACHE,
-    Law,
-    Result,
-    Step,
-    law_of,
-)
+from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Law, Result, Step, law_of
 
 
 @dataclass

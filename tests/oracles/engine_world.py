@@ -13,7 +13,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dllm_jax.facts import Placement
+from dllm_jax.engine.layout import Placement
 from tests.oracles.fake_device import (
     END_ID,
     HOLE,

@@ -8,7 +8,7 @@ it read, of the request's key, of the window and of the step. So a wrong, stale,
 page changes tokens, as it does on a real device, and `alone` says what the tokens must be.
 
 Programs take effect when they are dispatched, in order; what a chunk says is seen when it is
-harvested. What `dllm_jax.device` requires of its caller (bucket sizes, distinct rows) is checked.
+harvested. What `runner.runner` requires of its caller (bucket sizes, distinct rows) is checked.
 """
 
 import dataclasses
@@ -246,7 +246,7 @@ class FakeDevice:
     # --- one decode step -------------------------------------------------------------------------
 
     def _step(self, slot: Slot, columns: list[int]) -> None:
-        """Fill some holes, emit what is settled, commit what is complete (`strategies.driver`)."""
+        """Fill some holes, emit what is settled, commit what is complete (`core.driver`)."""
         facts, asked, window = self.facts, slot.placement, slot.window
         context = self._read(columns, slot.start)
         ahead = self._read(columns, max(slot.written, slot.start))[slot.start :]
@@ -389,7 +389,7 @@ def fill(facts: Any, slot: Slot, seen: int, style: int) -> None:
 
 
 def _finish(facts: Any, slot: Slot, settled: int) -> None:
-    """Emit the settled tokens and see whether the request ends, as `strategies.driver.finish`."""
+    """Emit the settled tokens and see whether the request ends, as `core.driver.finish`."""
     asked = slot.placement
     written = [token == HOLE for token in asked.given] or [True] * (asked.limit - asked.prompt_len)
     end = min(slot.start + settled, asked.limit)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import strategies
+from dllm_jax import strategies
 
 SOURCE = Path(strategies.__file__).parent
 

@@ -6,7 +6,7 @@ import numpy as np
 def attention(q, k, v, k_pages, v_pages, page_table, mask):
     """One query at a time: list what it sees, softmax, average. Rows that are not live are NaN.
 
-    `mask` is a `WindowMask` of host arrays; see `pallas_kernels.paged_attention.api`.
+    `mask` is a `WindowMask` of host arrays; see `dllm_jax.kernels.paged_attention.api`.
     """
     B, T, N, H = q.shape
     _, G, Z, _ = k_pages.shape

@@ -1,0 +1,1 @@
+"""What users call: `LLM`, `generate`, and how a strategy is chosen for a model."""

@@ -1,0 +1,461 @@
+"""`generate`: a batch of prompts to tokens, one jit, no scheduler; and the same in pieces.
+
+The host side here checks input and pads it to a bucket; the device side is `decode`. `generate`
+may be called under jit and vmapped over a strategy's thresholds. `start` and `advance` are its
+two halves for callers who want to look in between (streaming, `--watch`).
+"""
+
+import functools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.core import Tracer
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from dllm_jax.api.defaults import resolve_strategy
+from dllm_jax.api.drafts import with_target
+from dllm_jax.engine.requests import token_ids
+from dllm_jax.loading.load import load
+from dllm_jax.loading.model import Model
+from dllm_jax.loading.sources import LoadError
+from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.runner import decode, pass_time
+from dllm_jax.runner.cache import PAGE_SIZE
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies.core.protocol import ByClass, split_knobs, weighs_costs
+from dllm_jax.strategies.core.state import NO_LIMIT, DecodeState, Limits, Sampling
+
+MIN_PROMPT_BUCKET = 64
+STOP_BUCKET = 8
+MOST_TOKENS = 1 << 24  # more positions than any model has; the output is an array of that width
+_FINITE = float(np.finfo(np.float32).max)
+
+
+class GenerateOutput(struct.PyTreeNode):
+    """What `generate` returns; a pytree.
+
+    Attributes:
+        tokens: Emitted ids, 0 past `length`; neither prompt nor stop id is among them.
+        length: How many count.
+        nfe: Forwards after prefill, commit passes included.
+        finish: Why each row ended: `dllm_jax.strategies.core.state.FINISH_REASONS` has the words.
+    """
+
+    tokens: Int[Array, "B O"]
+    length: Int[Array, " B"]
+    nfe: Int[Array, " B"]
+    finish: Int[Array, " B"]
+
+
+class Session(struct.PyTreeNode):
+    """A batch in the middle of decoding: strategy, auxiliary models, state."""
+
+    by_class: ByClass
+    aux: dict[str, Model]
+    state: DecodeState
+
+
+def generate(
+    model: Model | str,
+    prompts: Sequence[Sequence[int]] | Int[Array, "B T"],
+    strategy: Any = None,
+    *,
+    max_tokens: int = 256,
+    temperature: float | Array = 0.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    max_nfe: int | Array | None = None,
+    prompt_len: Int[Array, " B"] | None = None,
+    draft: Model | str | os.PathLike[str] | None = None,
+    key: PRNGKeyArray | None = None,
+    attention_implementation: str | None = None,
+) -> GenerateOutput:
+    """Decode a fixed batch of prompts.
+
+    Args:
+        model: A `Model` or what `load` takes.
+        prompts: Lists of token ids, or an array right-padded to one length with `prompt_len`.
+        strategy: A value, name, import path or step function; None is the family's default, and
+            `dflash` for a model of `ar` with a draft.
+        max_tokens: Most tokens a row may emit; static (another value compiles again).
+        temperature, top_k, top_p, max_nfe: One value, or one a row.
+        stop_token_ids: Ids that end a row, beside the model's own (unless `ignore_eos`).
+        prompt_len: Length of each row of an array of prompts; None: all of it.
+        draft: The model a speculative strategy drafts with.
+        key: One key (row i draws with `fold_in(key, i)`) or one a row; None is `key(0)`.
+
+    Returns:
+        Tokens, lengths, forwards and finish reasons, on the device.
+
+    Raises:
+        ValueError: An argument outside its range, an empty prompt, or one longer than the model.
+    """
+    model, call, max_tokens = _prepare(
+        model,
+        prompts,
+        strategy,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        max_nfe=max_nfe,
+        prompt_len=prompt_len,
+        draft=draft,
+        key=key,
+    )
+    return _generate(model, *call, max_tokens, attention_implementation)
+
+
+def start(
+    model: Model | str,
+    prompts: Sequence[Sequence[int]] | Int[Array, "B T"],
+    strategy: Any = None,
+    *,
+    attention_implementation: str | None = None,
+    **request: Any,
+) -> Session:
+    """Prefill a batch and stop before its first step; `request` is `generate`'s keywords."""
+    model, call, max_tokens = _prepare(model, prompts, strategy, **request)
+    state = _start(model, *call, max_tokens, attention_implementation)
+    return Session(call[0], call[1], state)
+
+
+def advance(
+    model: Model, session: Session, num_steps: int = 1, attention_implementation: str | None = None
+) -> Session:
+    """Run up to `num_steps` decode steps; the old session's state is donated, hence gone."""
+    state = _advance(
+        model,
+        session.by_class,
+        session.aux,
+        session.state,
+        jnp.int32(num_steps),
+        attention_implementation,
+    )
+    return session.replace(state=state)
+
+
+# --- the host side: check, pad, resolve --------------------------------------------------------
+
+
+def _prepare(
+    model: Model | str,
+    prompts: Any,
+    strategy: Any,
+    *,
+    max_tokens: int = 256,
+    temperature: Any = 0.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    max_nfe: Any = None,
+    prompt_len: Any = None,
+    draft: Any = None,
+    key: Any = None,
+) -> tuple[Model, tuple[ByClass, dict[str, Model], decode.Batch], int]:
+    """Check a call's arguments and turn them into arrays of bucketed shapes."""
+    model = load(model) if isinstance(model, str) else model
+    strategy, aux = bind_draft(resolve_strategy(model, strategy, draft), draft, model)
+    bare, knobs = split_knobs(strategy)
+    _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
+    _check_number("temperature", temperature, 0.0, _FINITE)
+    _check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
+    _check_number("top_p", top_p, 0.0, 1.0)
+    _check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
+    for stop in stop_token_ids:
+        _check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
+    check_fit(model, strategy)
+    ids, lengths = _pad_prompts(model, prompts, prompt_len)
+    B = ids.shape[0]
+    last = model.config.max_position
+    if strategy.needs.prompt == "in_window":
+        last = min(last, strategy.block_size * strategy.buffer_size)
+        _check_window(strategy, lengths, max_tokens)
+
+    def a_row(name: str, value: Any, dtype: Any) -> Array:
+        if np.shape(value) not in ((), (1,), (B,)):
+            raise ValueError(
+                f"{name} has shape {np.shape(value)}; give one value or {B}, one a row"
+            )
+        return jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
+
+    stops = [*stop_token_ids, *(() if ignore_eos else model.defaults.stop_token_ids)]
+    width = max(STOP_BUCKET, -(-len(stops) // STOP_BUCKET) * STOP_BUCKET)
+    stop_ids = np.full((B, width), -1, np.int32)
+    stop_ids[:, : len(stops)] = stops
+    batch = decode.Batch(
+        prompt=ids,
+        prompt_len=lengths,
+        limit=jnp.minimum(lengths + max_tokens, last),
+        sampling=Sampling(
+            a_row("temperature", temperature, jnp.float32),
+            a_row("top_k", 0 if top_k is None else top_k, jnp.int32),
+            a_row("top_p", 1.0 if top_p is None else top_p, jnp.float32),
+        ),
+        limits=Limits(
+            jnp.asarray(stop_ids),
+            a_row("max_nfe", NO_LIMIT if max_nfe is None else max_nfe, jnp.int32),
+            a_row("max_run", NO_LIMIT, jnp.int32),
+        ),
+        knobs={name: a_row(name, value, jnp.float32) for name, value in knobs.items()},
+        keys=_row_keys(key, B),
+    )
+    if weighs_costs(bare):  # nothing is timed here
+        context = min(ids.shape[1] + min(max_tokens, pass_time.USUAL_TEXT), last)
+        of = (bare, model, aux, B, context, jax.default_backend())
+        bare = bare.replace(costs=np.asarray(pass_time.choice_costs(*of), np.float32))
+    return model, (ByClass(bare), aux, batch), max_tokens
+
+
+def bind_draft(
+    strategy: Any, draft: Model | str | os.PathLike[str] | None, target: Model
+) -> tuple[Any, dict[str, Model]]:
+    """A strategy that knows its draft, and the auxiliary models it needs by name.
+
+    Models are loaded and beside their target. What a draft was trained for (its block, the layers
+    it reads) is static, and told to strategies that ask: those with a `bind`.
+
+    Raises:
+        ValueError: A draft where none is needed, none where one is, or one that does not fit.
+    """
+    names = strategy.needs.aux
+    if not names and draft is None:
+        return strategy, {}
+    name = type(strategy).__name__
+    told = f"draft={_source(draft)!r}"
+    if not names:
+        other = ", or use the strategy 'dflash'" if target.config.shift else ""
+        raise ValueError(
+            f"{told} does not fit {name}, which uses no draft; leave the draft out{other}"
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"{told}: {name} needs {len(names)} models beside its own ({', '.join(names)}), one "
+            "can be given; use a strategy that needs one"
+        )
+    if draft is None:
+        raise ValueError(
+            f"{told}: {name} drafts with a model of its own; give one (draft=, --draft)"
+        )
+    if not isinstance(draft, Model):
+        try:
+            draft = load(draft, dtype=str(target.params["embed"].dtype))
+        except LoadError as error:
+            raise LoadError(f"draft: {error}") from error
+    bound = with_target(target, draft)
+    if hasattr(strategy, "bind") and isinstance(draft.config, DFlashConfig):
+        strategy = strategy.bind(draft.config)
+    return strategy, {names[0]: bound}
+
+
+def _source(model: Model | str | os.PathLike[str] | None) -> str | None:
+    """Where a model comes from, as its user would say it."""
+    if isinstance(model, Model):
+        return model.source
+    return None if model is None else os.fspath(model)
+
+
+def _check_number(
+    name: str, value: Any, low: float, high: float | None, whole: bool = False
+) -> None:
+    """Check a plain number; arrays of rows and tracers are the caller's own."""
+    if value is None or isinstance(value, Tracer) or np.ndim(value) > 0:
+        return
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{name}={value} must be {kind} in [{low}, {high}]; choose a value there")
+
+
+def check_fit(model: Model, strategy: Any) -> None:
+    """Refuse what the model cannot do, before anything is allocated or compiled."""
+    cfg, name = model.config, type(strategy).__name__
+    for field in ("block_size", "buffer_size"):
+        _check_number(field, getattr(strategy, field), 1, cfg.max_position, whole=True)
+    window = strategy.block_size * strategy.buffer_size
+    if window > cfg.max_position:
+        raise ValueError(
+            f"block_size={strategy.block_size} times buffer_size={strategy.buffer_size} is "
+            f"{window} tokens, more than the model's {cfg.max_position} positions; "
+            "choose smaller ones"
+        )
+    instead = f"use the family's own strategy, {model.defaults.strategy!r}"
+    if strategy.needs.boundary and not cfg.shift:
+        raise ValueError(
+            f"{name} continues from the row before its window, which predicts the next token only "
+            f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
+        )
+    denoises = strategy.needs.prompt.startswith("grid") or strategy.needs.prompt == "in_window"
+    if denoises and cfg.mask_token_id < 0:
+        raise ValueError(
+            f"{name} denoises masks, and {model.defaults.family} has no mask token: {instead}"
+        )
+    _check_routing(model, strategy, name)
+
+
+def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:
+    """Refuse texts that the window does not hold, where their lengths are known."""
+    if isinstance(lengths, Tracer):
+        return
+    S, window = strategy.block_size, strategy.block_size * strategy.buffer_size
+    longest = int(np.max(lengths))
+    if longest + max_tokens > window:
+        raise ValueError(
+            f"prompt and max_tokens are {longest} + {max_tokens} tokens, the window has {window}; "
+            f"use buffer_size={-(-(longest + max_tokens) // S)} or lower max_tokens"
+        )
+
+
+def _check_routing(model: Model, strategy: Any, name: str) -> None:
+    """Where a block of tokens chooses its experts together, passes hold whole such blocks."""
+    routing = model.routing_block
+    if strategy.block_size % routing:
+        raise ValueError(
+            f"block_size={strategy.block_size} must be a multiple of {routing}, the tokens of "
+            f"{model.defaults.family} that are routed together; use {model.defaults.block_size}"
+        )
+    if routing > 1 and not strategy.needs.prompt.startswith("grid"):
+        raise ValueError(
+            f"{name} takes the prompt in as {strategy.needs.prompt!r}, which splits the blocks of "
+            f"{routing} tokens that {model.defaults.family} routes together; use a strategy on the "
+            f"grid of blocks, such as {model.defaults.strategy!r}"
+        )
+
+
+def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Array]:
+    """Prompts as [B, bucket] and their lengths, checked where they are concrete."""
+    if isinstance(prompts, Tracer) or isinstance(prompt_len, Tracer):
+        ids = jnp.asarray(prompts, jnp.int32)
+        B, T = ids.shape
+        lengths = jnp.asarray(T if prompt_len is None else prompt_len, jnp.int32)
+        ids = jnp.pad(ids, ((0, 0), (0, _bucket(T) - T)))
+        return ids, jnp.broadcast_to(lengths, (B,))
+    if hasattr(prompts, "ndim"):
+        if prompts.ndim != 2 or not prompts.size:
+            raise ValueError(f"prompts have shape {prompts.shape}; give [batch, tokens], not empty")
+        B, T = prompts.shape
+        lengths = np.broadcast_to(T if prompt_len is None else np.asarray(prompt_len), (B,))
+        for i, length in enumerate(lengths):
+            _check_number(f"prompt_len[{i}]", length, 0, T, whole=True)
+        prompts = [row[:n].tolist() for row, n in zip(np.asarray(prompts), lengths, strict=True)]
+    elif prompt_len is not None:
+        raise ValueError("prompt_len goes with an array of prompts; lists have their own lengths")
+    return _pad_lists(model, prompts)
+
+
+def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
+    most, vocab = model.config.max_position, model.config.vocab_size
+    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+    if not is_many or any(isinstance(row, str | int) for row in prompts):
+        raise ValueError(
+            "prompts are lists of token ids, one list a prompt; "
+            "encode text with model.tokenizer, and wrap a single prompt in a list"
+        )
+    rows = [token_ids(f"prompt {i}", row) for i, row in enumerate(prompts)]
+    if not rows:
+        raise ValueError("prompts is empty; give at least one prompt")
+    for i, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {i} is empty; give at least one token")
+        if len(row) >= most:
+            raise ValueError(_too_long(i, len(row), most))
+        bad = next((t for t in row if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise ValueError(
+                f"prompt {i} holds id {bad}, outside the vocabulary [0, {vocab}); "
+                "was it tokenized for another model?"
+            )
+    ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    return jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def _too_long(index: int, length: int, most: int) -> str:
+    return (
+        f"prompt {index} has {length} tokens; the model takes {most}, prompt and output together: "
+        "shorten the prompt"
+    )
+
+
+def _bucket(length: int) -> int:
+    """Prompt lengths compile once per power of two."""
+    return max(MIN_PROMPT_BUCKET, 1 << (length - 1).bit_length())
+
+
+def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
+    key = jax.random.key(0) if key is None else key
+    if not hasattr(key, "dtype"):
+        raise ValueError(f"{key=} is no random key; give jax.random.key(seed)")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows))
+    if key.shape != (num_rows,):
+        raise ValueError(
+            f"key has shape {key.shape}; give one key, or one for each of {num_rows} rows"
+        )
+    return key
+
+
+# --- the device side ---------------------------------------------------------------------------
+
+
+def _fresh(
+    model: Model, strategy: Any, aux: Mapping[str, Model], batch: decode.Batch, max_tokens: int
+) -> DecodeState:
+    """A state whose rows own enough pages for all they can ever write."""
+    B, T = batch.prompt.shape
+    last = min(T + max_tokens, model.config.max_position)
+    pages = -(-(last + strategy.buffer_size * strategy.block_size) // PAGE_SIZE)
+    table = jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages)
+    emitted = min(max_tokens, model.config.max_position)
+    return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
+
+
+@functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
+def _start(model, by_class, aux, batch, max_tokens, implementation):
+    strategy = by_class.strategy
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    state = _fresh(model, strategy, aux, batch, max_tokens)
+    return decode.prefill(strategy, forward, state, batch.prompt)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
+def _advance(model, by_class, aux, state, num_steps, implementation):
+    strategy = by_class.strategy
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+    return decode.run(strategy, forward, state, spec, num_steps)
+
+
+@functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
+def _generate(model, by_class, aux, batch, max_tokens, implementation):
+    strategy = by_class.strategy
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    state = _fresh(model, strategy, aux, batch, max_tokens)
+    state = decode.prefill(strategy, forward, state, batch.prompt)
+    spec = decode.slot_spec(strategy, model, batch.prompt.shape[0])
+    state = decode.run(strategy, forward, state, spec)
+    counts = jnp.arange(state.output.shape[1])[None] < state.output_len[:, None]
+    unused = max_tokens - state.output.shape[1]
+    return GenerateOutput(
+        tokens=jnp.pad(jnp.where(counts, state.output, 0), ((0, 0), (0, unused))),
+        length=state.output_len,
+        nfe=state.buffer.nfe,
+        finish=state.finish,
+    )

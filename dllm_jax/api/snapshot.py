@@ -1,0 +1,413 @@
+"""Requests on disk: what is needed to run them again, step by step (`dllm-jax replay`).
+
+A snapshot is a folder: `snapshot.json` says which model, strategy and sizes, and of each text its
+prompt, what was settled and how its slot was set up; `slots.npz` holds the slots as they were last
+harvested. Numbers and words only: reading one runs nothing that it brings, but imports the strategy
+it names. Keys and values are not in it, they are computed again from the tokens, as after a
+preemption.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax import __version__
+from dllm_jax.api.generate import bind_draft, check_fit
+from dllm_jax.engine.engine import Engine
+from dllm_jax.engine.layout import EngineConfig, Placement
+from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.engine.scheduler import Sample
+from dllm_jax.loading.compile_cache import cache_folder
+from dllm_jax.loading.model import Model
+from dllm_jax.runner import buckets
+from dllm_jax.runner.runner import Device
+from dllm_jax.strategies.core.protocol import Needs, split_knobs
+from dllm_jax.strategies.core.resolve import load_strategy
+
+VERSION = 2
+FACTS, SLOTS = "snapshot.json", "slots.npz"
+_HASHED = 1 << 16  # leaves of at most so many elements stand for the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedText:
+    """One text of a snapshot.
+
+    Attributes:
+        tokens: Settled ids.
+        start: Tokens in the cache at the last harvest.
+        slot: The slot then, None where it had not decoded yet.
+    """
+
+    request_id: str
+    index: int
+    prompt: list[int]
+    tokens: list[int]
+    start: int
+    nfe: int
+    params: SamplingParams
+    placement: Placement
+    slot: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a folder holds; `draft` is None where nothing drafted."""
+
+    folder: Path
+    model: Mapping[str, Any]
+    strategy: Mapping[str, Any]
+    config: EngineConfig
+    texts: list[SavedText]
+    draft: Mapping[str, Any] | None = None
+
+
+class SnapshotError(ValueError):
+    """A snapshot that cannot be written, read, or run with what there is."""
+
+
+def snapshot_folder() -> Path:
+    """Where snapshots go: beside the compile cache."""
+    return cache_folder().parent / "snapshots"
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def snapshot_saver(
+    model: Model,
+    strategy: Any,
+    config: EngineConfig,
+    folder: Path | None = None,
+    draft: Model | None = None,
+) -> Callable[[Sequence[Sample]], str]:
+    """What the engine calls with the samples that a device failure ended.
+
+    Args:
+        folder: Of all snapshots; None: `snapshot_folder()`.
+        draft: What the strategy drafts with, beside its target.
+
+    Returns:
+        A function that writes them and returns the snapshot's folder. It raises what stands in its
+        way: the engine says so in its message.
+    """
+
+    def save(samples: Sequence[Sample]) -> str:
+        facts = {
+            "version": VERSION,
+            "dllm_jax": __version__,
+            "model": _model_facts(model),
+            "draft": None if draft is None else _model_facts(draft),
+            "strategy": _strategy_facts(strategy),
+            "config": dataclasses.asdict(config),
+            "texts": [_text_facts(sample) for sample in samples],
+        }
+        slots = {
+            str(i): sample.saved[0].saved(sample.saved[1])
+            for i, sample in enumerate(samples)
+            if sample.saved is not None
+        }
+        target = _new_folder(snapshot_folder() if folder is None else folder)
+        np.savez(target / SLOTS, **slots)
+        # Last: a folder without it is not a snapshot.
+        (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        return str(target)
+
+    return save
+
+
+def _new_folder(base: Path) -> Path:
+    name = time.strftime("%Y-%m-%dT%H-%M-%S")
+    number = 0
+    while True:
+        target = base / f"{name}-{os.getpid()}-{number}"
+        try:
+            target.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return target
+
+
+def _model_facts(model: Model) -> dict[str, Any]:
+    return {
+        "source": model.source,
+        "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
+        "weights": _weights(model),
+    }
+
+
+def _weights(model: Model) -> str | None:
+    """A digest of the small leaves; None where the device does not give them out any more."""
+    digest = hashlib.sha256()
+    try:
+        for leaf in jax.tree.leaves(model.params):
+            if leaf.size <= _HASHED:
+                digest.update(np.asarray(leaf).tobytes())
+    except jax.errors.JaxRuntimeError:
+        return None
+    return digest.hexdigest()
+
+
+def _strategy_facts(strategy: Any) -> dict[str, Any]:
+    fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
+    made_of = type(strategy) if "fn" not in fields else fields.pop("fn")
+    return {
+        "spec": _spec(made_of),
+        "fields": {name: _field(name, value) for name, value in fields.items()},
+    }
+
+
+def _spec(thing: Any) -> str:
+    """`module:name`, or `file.py:name` where the module cannot be imported by its name."""
+    module, name = thing.__module__, thing.__qualname__
+    found = sys.modules.get(module)
+    if "." in name or getattr(found, name, None) is not thing:
+        raise SnapshotError(
+            f"the strategy is made of {module}.{name}, which cannot be imported; "
+            "keep it at the top level of a module"
+        )
+    if module != "__main__" and not module.startswith("strategy_file_"):
+        return f"{module}:{name}"
+    return f"{Path(str(getattr(found, '__file__', ''))).resolve()}:{name}"
+
+
+def _field(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Needs):
+        return {"needs": dataclasses.asdict(value)}
+    if isinstance(value, tuple):
+        return {"tuple": [_field(name, one) for one in value]}
+    if callable(value):
+        return {"function": _spec(value)}
+    if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number):
+        return np.asarray(value).item()
+    raise SnapshotError(f"the strategy's {name}={value!r} is no number, word or function")
+
+
+def _text_facts(sample: Sample) -> dict[str, Any]:
+    params = sample.owner.params
+    return {
+        "request_id": sample.owner.id,
+        "index": sample.index,
+        "prompt": list(sample.prompt),
+        "tokens": list(sample.tokens),
+        "start": sample.start,
+        "nfe": sample.nfe,
+        "params": dataclasses.asdict(params),
+        "placement": dataclasses.asdict(sample.placement),
+    }
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def load_snapshot(path: str | Path) -> Snapshot:
+    """What a snapshot's folder holds.
+
+    Raises:
+        SnapshotError: It is not there, damaged, or of another version.
+    """
+    folder = Path(path)
+    if not (folder / FACTS).is_file():
+        raise SnapshotError(
+            f"{str(path)!r} is no snapshot: there is no {FACTS} in it; give the folder that the "
+            "error message named"
+        )
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        version = facts["version"]
+        if version != VERSION:
+            raise SnapshotError(
+                f"snapshot {str(path)!r} has version {version}, this program reads {VERSION}; "
+                f"use dllm-jax {facts.get('dllm_jax')}"
+            )
+        with np.load(folder / SLOTS, allow_pickle=False) as slots:
+            texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(facts["texts"])]
+        return Snapshot(
+            folder,
+            facts["model"],
+            facts["strategy"],
+            _of(EngineConfig, facts["config"]),
+            texts,
+            facts["draft"],
+        )
+    except SnapshotError:
+        raise
+    except Exception as error:  # whatever a damaged file makes a reader raise
+        raise SnapshotError(
+            f"snapshot {str(path)!r} is damaged ({type(error).__name__}: {error}); "
+            "it cannot be replayed"
+        ) from error
+
+
+def _saved_text(facts: Mapping[str, Any], slot: np.ndarray | None) -> SavedText:
+    if slot is not None and (slot.ndim != 1 or slot.dtype != np.int32):
+        raise ValueError(f"a slot is {slot.dtype}{slot.shape}")
+    return SavedText(
+        request_id=str(facts["request_id"]),
+        index=int(facts["index"]),
+        prompt=[int(token) for token in facts["prompt"]],
+        tokens=[int(token) for token in facts["tokens"]],
+        start=int(facts["start"]),
+        nfe=int(facts["nfe"]),
+        params=_of(SamplingParams, facts["params"]),
+        placement=_of(Placement, facts["placement"]),
+        slot=slot,
+    )
+
+
+def _of(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """A frozen dataclass from JSON, whose lists are tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def saved_strategy(snapshot: Snapshot) -> Any:
+    """The strategy value, with the numbers it had.
+
+    Raises:
+        SnapshotError: It cannot be imported any more, or has other fields.
+    """
+    facts = snapshot.strategy
+    try:
+        fields = {name: _field_value(value) for name, value in facts["fields"].items()}
+        return load_strategy(facts["spec"]).replace(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SnapshotError(
+            f"the snapshot's strategy {facts.get('spec')!r} is not what it was ({error}); "
+            "run it where it was made"
+        ) from error
+
+
+def _field_value(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "needs" in value:
+        return _of(Needs, value["needs"])
+    if "tuple" in value:
+        return tuple(map(_field_value, value["tuple"]))
+    module, _, name = value["function"].rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    return load_strategy(value["function"]).fn
+
+
+# --- running again ----------------------------------------------------------------------------
+
+
+class SavedSlot:
+    """A slot of a snapshot in the place of a harvest, for `Sample.saved`."""
+
+    def __init__(self, slot: np.ndarray):
+        self._slot = slot
+
+    def saved(self, row: int) -> np.ndarray:
+        """As `Harvest.saved`."""
+        del row
+        return self._slot
+
+    def window(self, row: int, length: int) -> tuple[int | None, ...]:
+        """Nothing: it has not been harvested here yet."""
+        del row, length
+        return ()
+
+
+def check_model(snapshot: Snapshot, model: Model) -> None:
+    """Refuse another model than the snapshot's.
+
+    Raises:
+        SnapshotError: Its network or weights differ.
+    """
+    _check_same("model", snapshot.model, model)
+
+
+def _check_same(name: str, said: Mapping[str, Any], model: Model) -> None:
+    now = _model_facts(model)
+    for what in ("config", "dtype", "weights"):
+        if said[what] is not None and said[what] != now[what]:
+            raise SnapshotError(
+                f"{name} {model.source!r} is not the snapshot's, {said['source']!r}: it differs in "
+                f"its {what}; give the same one by --{name}"
+            )
+
+
+def resume(
+    snapshot: Snapshot,
+    which: int,
+    model: Model,
+    strategy: Any,
+    implementation: str | None = None,
+    draft: str | None = None,
+) -> tuple[Engine, str]:
+    """An engine with one text of the snapshot, where its last harvest left it.
+
+    Args:
+        which: Index into `snapshot.texts`.
+        implementation: Attention back end, None for the best.
+        draft: Where the snapshot's draft is now; None: as then.
+
+    Returns:
+        The engine and the request's id.
+
+    Raises:
+        SnapshotError: The slot does not fit model and strategy, or it is another draft.
+    """
+    text = snapshot.texts[which]
+    if snapshot.draft is not None:
+        draft = draft or snapshot.draft["source"]
+    strategy, aux = bind_draft(strategy, draft, model)
+    for one in aux.values():
+        _check_same("draft", snapshot.draft or {}, one)
+    check_fit(model, strategy)
+    placement = text.placement
+    end = max(placement.limit, placement.prompt_len + len(placement.given))
+    written = end + strategy.block_size
+    window = strategy.block_size * strategy.buffer_size
+    config = dataclasses.replace(
+        snapshot.config,
+        max_num_seqs=1,
+        slot_buckets=None,
+        num_pages=-(-max(written, window) // snapshot.config.page_size) + 1,
+        max_steps_per_chunk=1,
+    )
+    facts = buckets.make_facts(model, strategy, aux, config)
+    device = Device(model, split_knobs(strategy)[0], aux, facts, implementation)
+    engine = Engine(device, model.tokenizer)
+    request_id = engine.add(
+        Request(
+            prompt_token_ids=text.prompt,
+            params=dataclasses.replace(text.params, n=1),
+            suffix_token_ids=placement.given[text.params.max_tokens :],
+            stream=True,
+            denoise=True,
+        )
+    )
+    (sample,) = engine.samples(request_id)
+    _restore(sample, text, written, device)
+    return engine, request_id
+
+
+def _restore(sample: Sample, text: SavedText, written: int, device: Device) -> None:
+    """Bring a fresh sample, not admitted yet, to where the text was."""
+    sample.placement, sample.capacity = text.placement, written
+    if text.slot is None or device.facts.starts_over:
+        return
+    if len(text.slot) != device.num_words:
+        raise SnapshotError(
+            f"a slot of the snapshot has {len(text.slot)} words, one of this model and strategy "
+            f"has {device.num_words}; was the strategy changed since?"
+        )
+    sample.saved = (SavedSlot(text.slot), 0)
+    sample.tokens, sample.start, sample.nfe = list(text.tokens), text.start, text.nfe

@@ -1,0 +1,1 @@
+"""The host loop: requests, slots, pages and rounds as plain Python, without JAX."""

@@ -1,0 +1,219 @@
+"""Conversations as the text a model reads: whose template renders them, and what it is given.
+
+Data flow: model -> template (the folder's own, else the one shipped here for its family) -> text.
+The text holds its special tokens by name, so it is encoded without further ones.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dllm_jax.loading.model import Model
+
+Messages = Sequence[Mapping[str, Any]]
+
+_FOLDER = Path(__file__).parent / "chat_templates"
+_ROLES = ("system", "user", "assistant")  # that the shipped templates know
+# Arguments of transformers' `apply_chat_template` which are no business of a template ...
+_RENDERING = ("add_generation_prompt", "continue_final_message")
+# ... and those which are ours to set.
+_OURS = (
+    *("conversation", "messages", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    "return_assistant_tokens_mask",
+)
+
+
+class Template(NamedTuple):
+    """A chat template.
+
+    Attributes:
+        text: Jinja.
+        whose: For messages about it.
+        shipped: Name of ours, None for the folder's own and the user's.
+    """
+
+    text: str
+    whose: str
+    shipped: str | None = None
+
+
+class _Shipped(NamedTuple):
+    """A template of ours, and the tokens without which it is only text to a model."""
+
+    name: str
+    tokens: tuple[str, ...]
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_LLADA = ("<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_SEED = ("<[begin▁of▁sentence]>", "<[end▁of▁sentence]>")
+# By family. A Llama that talks brings its template, one without is a base model: none here.
+_SHIPPED = {
+    "llada": _Shipped("llada", _LLADA),
+    "dream": _Shipped("dream", _CHATML),
+    "dream_reasoner": _Shipped("qwen3", _CHATML),
+    "stable_diffcoder": _Shipped("seed_coder", _SEED),
+    "fast_dllm_v2": _Shipped("qwen2_5", _CHATML),
+    "sdar": _Shipped("qwen3", _CHATML),
+    "sdar_moe": _Shipped("qwen3", _CHATML),
+    "llada2": _Shipped("llada2", ("<|role_end|>",)),
+    "qwen3": _Shipped("qwen3", _CHATML),
+    "qwen3_moe": _Shipped("qwen3", _CHATML),
+}
+
+
+def template_of(
+    model: Model, chosen: str | None = None, tools: Sequence[Any] | None = None
+) -> Template | None:
+    """The chat template of a model; None for one without a chat format, or without a tokenizer.
+
+    The folder's own comes first. Ours for the family stands in for one that was lost on the way,
+    unless the model's name says "base" or its vocabulary lacks the template's tokens.
+
+    Args:
+        chosen: Jinja to use in its place, or the name of one of the folder's templates.
+        tools: Folders with several templates may have one for these.
+
+    Raises:
+        ValueError: `chosen` is neither, or the folder has several templates and none is meant.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return None
+    if chosen is not None or tokenizer.chat_template:
+        try:
+            text = tokenizer.get_chat_template(chosen, list(tools) if tools else None)
+        except ValueError as error:
+            raise ValueError(f"model {model.source!r}: {_one_line(error)}") from error
+        if text == chosen and not re.search(r"\{[{%]", text):
+            raise ValueError(
+                f"chat_template={text!r} is neither Jinja nor {_names(tokenizer.chat_template)}"
+            )
+        return Template(text, "chat_template" if chosen == text else f"model {model.source!r}")
+    shipped = _SHIPPED.get(model.defaults.family)
+    if shipped is None or _is_base(model.source):
+        return None
+    if not set(shipped.tokens) <= tokenizer.get_added_vocab().keys():
+        return None
+    file = f"{shipped.name}.jinja"
+    text = (_FOLDER / file).read_text(encoding="utf-8")
+    return Template(text, f"dllm_jax ({file})", shipped.name)
+
+
+def note(model: Model) -> str | None:
+    """What a user should know of the template, in one line; None for the folder's own."""
+    template = template_of(model)
+    if template is None or template.shipped is None:
+        return None
+    return (
+        f"{model.source} has no chat template in its files; using dllm_jax's "
+        f"{template.shipped}.jinja, the {model.defaults.family} family's"
+    )
+
+
+def render(
+    model: Model, conversation: Messages, chat_template: str | None = None, **template_kwargs: Any
+) -> str:
+    """A conversation as the text the model reads, up to where it answers.
+
+    Args:
+        chat_template: In the place of the model's: Jinja, or the name of one of the folder's.
+        template_kwargs: What the template reads beside the messages (`enable_thinking`, `tools`).
+            One that it does not read is refused: it would change nothing, and nobody would know.
+            `add_generation_prompt` and `continue_final_message` are as in transformers.
+
+    Raises:
+        ValueError: The model has no tokenizer or no template, this is no conversation, or not one
+            that the template takes.
+    """
+    template = template_of(model, chat_template, template_kwargs.get("tools"))
+    if template is None:
+        raise ValueError(_no_template(model))
+    turns = list(conversation)
+    if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(
+            f"{conversation!r} is no conversation; give a list of "
+            '{"role": "user", "content": "..."}'
+        )
+    if template.shipped is not None:
+        _check_plain(turns, template)
+    _check_read(template_kwargs, template)
+    goes_on = bool(template_kwargs.get("continue_final_message"))
+    told = {"add_generation_prompt": not goes_on, **template_kwargs}
+    try:
+        return model.tokenizer.apply_chat_template(
+            turns, chat_template=template.text, tokenize=False, **told
+        )
+    except Exception as error:  # a template may raise anything
+        raise ValueError(
+            f"the chat template of {template.whose} does not take this conversation: "
+            f"{_one_line(error)}; change the messages or give another chat_template"
+        ) from error
+
+
+def _no_template(model: Model) -> str:
+    if model.tokenizer is None:
+        return (
+            f"model {model.source!r} has no tokenizer and no chat template; give generate token ids"
+        )
+    what = (
+        "is a base model: it has no chat format"
+        if _is_base(model.source)
+        else "has no chat template"
+    )
+    return (
+        f"model {model.source!r} {what}; use generate with a prompt, or give a chat_template "
+        "(--chat-template)"
+    )
+
+
+def _is_base(source: str) -> bool:
+    """Whether a model's name says that it was not trained to talk."""
+    path = Path(source)
+    if path.parent.name == "snapshots":  # the hub's cache names a model two levels up
+        path = path.parent.parent
+    return re.search(r"(^|[-_. ])base($|[-_. ])", path.name, re.IGNORECASE) is not None
+
+
+def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None:
+    """Whether a template of ours takes these messages: they are written for text alone."""
+    for i, turn in enumerate(turns):
+        if turn.get("role") not in _ROLES:
+            raise ValueError(
+                f"message {i} has role {turn.get('role')!r}; the chat template of {template.whose} "
+                f"takes {', '.join(_ROLES)}; give a chat_template that knows it"
+            )
+        if not isinstance(turn.get("content"), str):
+            raise ValueError(
+                f"message {i} has content={turn.get('content')!r}; the chat template of "
+                f"{template.whose} takes text"
+            )
+
+
+def _check_read(told: Mapping[str, Any], template: Template) -> None:
+    """Whether a template reads what it is told."""
+    for name, value in told.items():
+        if name in _RENDERING:
+            continue
+        if name == "chat_template_kwargs":
+            raise ValueError(f"{name}={value!r} is not taken as one; give its entries as keywords")
+        if name in _OURS:
+            raise ValueError(f"{name}={value!r} is not for a chat template to read; leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", template.text):
+            raise ValueError(
+                f"the chat template of {template.whose} does not read {name}, so {name}={value!r} "
+                "would change nothing; leave it out"
+            )
+
+
+def _names(templates: Any) -> str:
+    if not isinstance(templates, Mapping):
+        return "a name: the model has one template"
+    return f"one of the model's templates, {', '.join(sorted(templates))}"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text.rstrip(".!") if text else type(error).__name__

@@ -1,0 +1,155 @@
+"""From a source string to a `Model`: a folder's weights, or random ones.
+
+Data flow: source -> folder (`sources`) or published config -> weights on the host, an adapter
+merged in -> weights on the device, leaf by leaf. What the files of a checkpoint must look like is
+`checkpoints_convert`'s business.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from dllm_jax import convert as checkpoints_convert
+from dllm_jax.convert import tokenizer_files
+from dllm_jax.loading.async_dispatch import enable_async_dispatch
+from dllm_jax.loading.model import Model, TokenizerSource
+from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, join
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.dense import INIT_STD, is_norm
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+
+_DTYPES = ("auto", "bfloat16", "float32", "float16")
+_DRAW = 1 << 26  # elements of a random leaf drawn at a time
+
+
+def load(
+    src: str | os.PathLike[str],
+    dtype: str = "auto",
+    revision: str | None = None,
+    lora: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Load a model.
+
+    Args:
+        src: A Hugging Face folder, a converted folder, `builtin:NAME`, `random:NAME` (a published
+            config, random weights made on the device, no tokenizer) or a hub id `org/name`. A
+            folder of that name wins over the hub.
+        dtype: Type of the weights. "auto" is the checkpoint's on an accelerator and float32 on
+            CPU, where XLA only emulates bfloat16.
+        revision: Branch, tag or commit of `src`; for hub ids only.
+        lora: A LoRA adapter to merge into the weights: a PEFT folder or a hub id.
+        progress: Called with bytes read and bytes in all, while a folder is read.
+
+    Returns:
+        The model, weights on the default device.
+
+    Raises:
+        LoadError: If a source names no model, or an argument is not supported.
+        ConversionError: If the files of a checkpoint are wrong, with every problem.
+    """
+    enable_async_dispatch()
+    source = os.fspath(src)
+    if dtype not in _DTYPES:
+        raise LoadError(f"{dtype=} is not supported; use one of {', '.join(_DTYPES)}")
+    if source.startswith("random:"):
+        for name, value in (("revision", revision), ("lora", lora)):
+            if value is not None:
+                raise LoadError(
+                    f"{name}={value!r}: the weights of {source!r} are drawn; leave it out"
+                )
+        return _random(source, dtype)
+    adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
+    return _from_folder(find_folder(source, revision), source, dtype, adapter, progress)
+
+
+def _from_folder(
+    folder: Path,
+    source: str,
+    dtype: str,
+    adapter: Path | None,
+    progress: Callable[[int, int], None] | None,
+) -> Model:
+    target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
+    params, report = checkpoints_convert.load_params(folder, target, progress, lora=adapter)
+    config, defaults = report.require_ok()
+    for note in report.notes:
+        warnings.warn(f"{source}: {note}", stacklevel=3)
+    leaves, tree = jax.tree.flatten(params)
+    del params  # so that each host leaf goes as soon as its copy is made
+    # A CPU would keep what it is given, a part of a file, as its own. `jnp.array` copies as well,
+    # by a program for every shape.
+    keeps = jax.default_backend() == "cpu"
+    for i, leaf in enumerate(leaves):
+        leaves[i] = jax.block_until_ready(jax.device_put(np.array(leaf) if keeps else leaf))
+    tokenizer = None
+    if tokenizer_files.has_tokenizer(folder):
+        tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
+    return Model(
+        params=jax.tree.unflatten(tree, leaves),
+        config=config,
+        arch=arch_of(config),
+        defaults=defaults,
+        source=source,
+        tokenizer_source=tokenizer,
+    )
+
+
+def _random(source: str, dtype: str) -> Model:
+    name = source.removeprefix("random:")
+    if name not in PUBLISHED:
+        raise LoadError(f"{source!r} is no published config; known are {join(sorted(PUBLISHED))}")
+    parsed = parse_config(PUBLISHED[name], name=name)
+    kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    arch = arch_of(parsed.config)
+    shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
+    leaves, tree = jax.tree.flatten_with_path(shapes)
+    return Model(
+        params=jax.tree.unflatten(
+            tree, [_random_leaf(i, path, leaf) for i, (path, leaf) in enumerate(leaves)]
+        ),
+        config=parsed.config,
+        arch=arch,
+        defaults=parsed.defaults,
+        source=source,
+    )
+
+
+def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
+    """One leaf, whole before the next is begun: memory for no more than that; norms are ones.
+
+    A program for every shape that is drawn, and no other: each takes its time as a process starts.
+    """
+    if is_norm(path):
+        return jax.device_put(np.ones(leaf.shape, leaf.dtype))
+    return jax.block_until_ready(_draw(np.int32(index), leaf.shape, leaf.dtype))
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(index: Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers, in parts of the first axis: their bits and float32 form take memory too."""
+    # This kind of key compiles and draws many times faster than threefry.
+    key = jax.random.fold_in(jax.random.key(0, impl="rbg"), index)
+    parts = next(n for n in range(1, shape[0] + 1) if _is_enough(n, shape))
+
+    def part(key: jax.Array) -> jax.Array:
+        some = jax.random.normal(key, (shape[0] // parts, *shape[1:]))
+        return (INIT_STD * some).astype(dtype)
+
+    if parts == 1:
+        return part(key)
+    return jax.lax.map(part, jax.random.split(key, parts)).reshape(shape)
+
+
+def _is_enough(parts: int, shape: tuple[int, ...]) -> bool:
+    """Whether so many parts divide the first axis, and are small; one row is as small as can be."""
+    return shape[0] % parts == 0 and (math.prod(shape) // parts <= _DRAW or parts == shape[0])

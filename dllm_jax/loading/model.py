@@ -1,0 +1,108 @@
+"""A loaded model as one value: weights as leaves, everything else static.
+
+So a `Model` is an argument of any jit, grad or vmap. Nothing here knows about files' formats,
+pages or strategies.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dllm_jax.models import reference
+from dllm_jax.models.architecture import Architecture
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.families import FamilyDefaults
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSource:
+    """Tokenizer files and, once asked for, the tokenizer: importing transformers takes a while.
+
+    Compares by the digest of the files, so that loading a model twice does not trace a jit twice.
+    """
+
+    digest: str
+    folder: Path = dataclasses.field(compare=False)
+    _read: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def tokenizer(self, mask_token_id: int) -> Any:
+        """The transformers tokenizer of the folder; never runs code that the folder brings.
+
+        Args:
+            mask_token_id: The model's, which its tokenizer leaves out of texts; -1 for none.
+        """
+        if mask_token_id not in self._read:
+            from dllm_jax.loading.tokenizer import read_tokenizer
+
+            mask = mask_token_id if mask_token_id >= 0 else None
+            self._read[mask_token_id] = read_tokenizer(self.folder, mask)
+        return self._read[mask_token_id]
+
+
+class Model(struct.PyTreeNode):
+    """Weights and all that is needed to use them.
+
+    Attributes:
+        params: The weights, the only leaves.
+        config: Facts of the network.
+        arch: The network's functions.
+        defaults: How the family is decoded when nothing is said.
+        source: What `load` was given.
+        tokenizer_source: The tokenizer's files, None for a model without one.
+    """
+
+    params: Any
+    config: DenseConfig = struct.field(pytree_node=False)
+    arch: Architecture = struct.field(pytree_node=False)
+    defaults: FamilyDefaults = struct.field(pytree_node=False)
+    source: str = struct.field(pytree_node=False, default="")
+    tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, None for a model without one (`random:NAME`)."""
+        if self.tokenizer_source is None:
+            return None
+        return self.tokenizer_source.tokenizer(self.config.mask_token_id)
+
+    @property
+    def routing_block(self) -> int:
+        """Tokens that choose their experts together (LLaDA2.2), 1 where each does so alone."""
+        return getattr(self.config, "routing_block", 1)
+
+    def logits(
+        self,
+        token_ids: Int[Array, "B T"],
+        attention: str = "block_causal",
+        block_size: int | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Raw logits of whole sequences, without a cache.
+
+        Row i belongs to input i: it predicts token i, or token i + 1 where `config.shift`.
+
+        Args:
+            attention: "full", "causal" or "block_causal" (blocks on the absolute grid).
+            block_size: Tokens of a block; None takes the family's. Only block_causal reads it.
+
+        Raises:
+            ValueError: For an unknown attention, a block_size below 1, or a length that is no
+                multiple of the `routing_block`.
+        """
+        size = self.defaults.block_size if block_size is None else block_size
+        if size < 1:
+            raise ValueError(f"{block_size=} must be at least 1")
+        ids = jnp.asarray(token_ids, jnp.int32)
+        if ids.ndim != 2:
+            raise ValueError(f"token_ids have shape {ids.shape}; give [batch, tokens]")
+        if ids.shape[1] % self.routing_block:
+            raise ValueError(
+                f"token_ids are {ids.shape[1]} tokens long; blocks of {self.routing_block} choose "
+                "their experts together, so give a multiple of that: fill up with the mask token"
+            )
+        visible = reference.visibility(attention, ids.shape[1], size)
+        mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
+        return reference.dense_logits(self.params, self.config, ids, mask, self.arch)

@@ -1,0 +1,103 @@
+"""What a source string stands for: a folder, a built-in model, a hub id.
+
+The files of a hub id are fetched (`hub`); nothing is read here, and JAX is not needed.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from dllm_jax.loading import hub
+from dllm_jax.loading.hub_headers import fetch_headers
+
+_BUILTIN = Path(__file__).parent / "builtin"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class LoadError(ValueError):
+    """A source that names no model; the message says value, rule and remedy in one line."""
+
+
+def find_folder(source: str, revision: str | None = None) -> Path:
+    """The folder a source stands for, fetched from the hub where it is a hub id.
+
+    Raises:
+        LoadError: If it stands for none.
+    """
+    if not source:
+        raise LoadError(f"model {source!r} is empty; give a folder, a hub id or builtin:NAME")
+    is_hub = _is_hub_id(source)
+    if revision is not None and not is_hub:
+        raise LoadError(f"{revision=} applies to hub ids only, not to {source!r}; leave it out")
+    if is_hub:
+        return _fetched(hub.fetch_model, source, revision)
+    if source.startswith("builtin:"):
+        known = sorted(path.parent.name for path in _BUILTIN.glob("*/config.json"))
+        name = source.removeprefix("builtin:")
+        if name not in known:
+            raise LoadError(f"{source!r} is no built-in model; known are {join(known)}")
+        return _BUILTIN / name
+    folder = Path(source)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise LoadError(
+            f"model {source!r} {what}; give a folder with config.json and .safetensors files, "
+            "a hub id org/name, builtin:NAME or random:NAME"
+        )
+    if (folder / hub.ADAPTER_CONFIG).is_file() and not (folder / hub.CONFIG).is_file():
+        raise LoadError(
+            f"model {source!r} is a LoRA adapter; give its base model, and this as lora (--lora)"
+        )
+    return folder
+
+
+def find_headers(source: str, revision: str | None, to: Path) -> Path:
+    """A folder to inspect: as `find_folder`, but of a hub id's weights only the headers.
+
+    Args:
+        to: Where a folder of headers is made.
+
+    Raises:
+        LoadError: As there.
+    """
+    if not _is_hub_id(source):
+        return find_folder(source, revision)
+    try:
+        return fetch_headers(source, revision, to)
+    except hub.HubError as error:
+        raise LoadError(str(error)) from error
+
+
+def find_adapter(lora: str | os.PathLike[str]) -> Path:
+    """The folder of a LoRA adapter, fetched from the hub where it is a hub id.
+
+    Raises:
+        LoadError: If there is none.
+    """
+    name = os.fspath(lora)
+    if _is_hub_id(name):
+        return _fetched(hub.fetch_adapter, name, None)
+    if not name or not (Path(name) / hub.ADAPTER_CONFIG).is_file():
+        what = f"holds no {hub.ADAPTER_CONFIG}" if Path(name).is_dir() else "is no folder"
+        raise LoadError(
+            f"lora={name!r} {what}; give the folder of a PEFT adapter, or a hub id org/name"
+        )
+    return Path(name)
+
+
+def _is_hub_id(source: str) -> bool:
+    """Whether a source is to be looked for at the hub."""
+    return _HUB_ID.fullmatch(source) is not None and not Path(source).exists()
+
+
+def _fetched(fetch: Callable[[str, str | None], Path], name: str, revision: str | None) -> Path:
+    try:
+        return fetch(name, revision)
+    except hub.HubError as error:
+        raise LoadError(str(error)) from error
+
+
+def join(names: list[str]) -> str:
+    """Names as an error lists them."""
+    return ", ".join(names) if names else "none"

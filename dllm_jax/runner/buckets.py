@@ -1,0 +1,183 @@
+"""From model, strategy and configuration to the sizes the engine is built with.
+
+Every size between two buckets is padded to the larger one; every bucket is a program to compile. An
+accelerator reads its weights whatever the size. The CPU does not: a text takes it as long among
+others as alone, so a long prompt gains nothing from long passes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dllm_jax.engine.layout import EngineConfig, Facts
+from dllm_jax.loading.model import Model
+from dllm_jax.runner.cache import PAGE_SIZE
+from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs
+
+SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512)
+CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
+PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
+FIRST_PAGE_BUCKET = 16
+MANY_ROWS = 8  # `programs.decode_many`: a step takes longer than launching it
+PROMPTS_A_PASS, TOKENS_A_PASS = 8, 512  # of passes that take several short prompts in
+# Fewer than 128 tokens cost an accelerator what 128 do: reading the weights.
+PREFILL_BUCKETS = (128, 256, 512, 1024)
+CPU_PREFILL_BUCKETS = (64,)
+
+
+def make_facts(
+    model: Model,
+    strategy: Any,
+    aux: Mapping[str, Model],
+    config: EngineConfig,
+) -> Facts:
+    """The sizes and rules of an engine.
+
+    Args:
+        strategy: With its numbers and sizes.
+
+    Raises:
+        ValueError: The configuration does not fit the model.
+    """
+    cfg, needs = model.config, strategy.needs
+    bare, knobs = split_knobs(strategy)
+    max_len = cfg.max_position if config.max_model_len is None else config.max_model_len
+    if max_len > cfg.max_position:
+        raise ValueError(
+            f"max_model_len={max_len} is more than the model's {cfg.max_position} positions; "
+            "lower it"
+        )
+    S, W = strategy.block_size, strategy.block_size * strategy.buffer_size
+    has_absorb = hasattr(bare, "absorb")
+    keeps = needs.boundary or cfg.shift or has_absorb
+    least = (S if needs.prompt.startswith("grid") else 1) if keeps else 0
+    if needs.prompt == "whole_causal":
+        least = 1
+    columns = -(-max(max_len + S, W) // config.page_size)
+    _check(config, max_len, columns)
+    on_cpu = is_on_cpu(model)
+    slots = config.slot_buckets or (CPU_SLOT_BUCKETS if on_cpu else SLOT_BUCKETS)
+    prefill = config.prefill_buckets or (CPU_PREFILL_BUCKETS if on_cpu else PREFILL_BUCKETS)
+    if config.prefill_buckets is None:
+        prefill = tuple(size for size in prefill if size < 2 * max_len) or prefill[:1]
+    prefill = _prefill_buckets(prefill, needs.prompt, max_len, S)
+    most = min(PROMPTS_A_PASS, TOKENS_A_PASS // prefill[0], config.max_num_seqs)
+    has_pieces = needs.prompt in ("grid_causal", "whole_causal")
+    return Facts(
+        num_slots=config.max_num_seqs,
+        num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
+        page_size=config.page_size,
+        max_model_len=max_len,
+        max_steps_per_chunk=config.max_steps_per_chunk,
+        block_size=S,
+        window=W,
+        prompt_mode=needs.prompt,
+        compute_at_least=least,
+        soft_commits=needs.soft_commits,
+        starts_over=needs.soft_commits or bool(needs.provisional_cache),
+        prefix_caching=config.enable_prefix_caching,
+        salt=_salt(model, strategy, aux),
+        vocab_size=cfg.vocab_size,
+        mask_id=cfg.mask_token_id,
+        stop_token_ids=tuple(model.defaults.stop_token_ids),
+        knobs=knob_ranges(strategy),
+        knob_values={name: float(value) for name, value in knobs.items()},
+        slot_buckets=_buckets(slots, config.max_num_seqs),
+        page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
+        prefill_buckets=prefill,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        many_rows=None if on_cpu else MANY_ROWS,
+        # A dispatch of a CPU costs little, and its prompts take as long together.
+        prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
+    )
+
+
+def _salt(model: Model, strategy: Any, aux: Mapping[str, Model]) -> bytes:
+    """What keys and values depend on beside the tokens."""
+    needs = strategy.needs
+    said = {
+        "model": model.source,
+        "aux": {name: aux[name].source for name in needs.aux},
+        "prompt": needs.prompt,
+        "prefill_mode": needs.prefill_mode,
+        "block_size": strategy.block_size if needs.prompt != "whole_causal" else 0,
+    }
+    return json.dumps(said, sort_keys=True).encode()
+
+
+def _buckets(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return (*sorted(size for size in set(sizes) if size < most), most)
+
+
+def _page_buckets(columns: int) -> tuple[int, ...]:
+    """Powers from a first one on, none of them close below the last."""
+    sizes, size = [], FIRST_PAGE_BUCKET
+    while 2 * size <= columns:
+        sizes.append(size)
+        size *= PAGE_BUCKET_STEP
+    return tuple(sizes)
+
+
+def _prefill_buckets(
+    given: tuple[int, ...], prompt: str, max_len: int, block_size: int
+) -> tuple[int, ...]:
+    """Ascending; whole blocks unless causal; in full modes up to every prompt."""
+
+    def blocks(size: int) -> int:
+        return size if prompt == "whole_causal" else -(-size // block_size) * block_size
+
+    sizes = [*given]
+    if prompt.endswith("full"):
+        sizes = [size for size in sizes if size < max_len]
+        size = 2 * max(sizes, default=max_len)
+        while size < max_len:
+            sizes.append(size)
+            size *= 2
+        sizes.append(max_len)
+    return tuple(sorted({blocks(size) for size in sizes}))
+
+
+def _check(config: EngineConfig, max_len: int, columns: int) -> None:
+    """Raise ValueError where sizes do not go together."""
+    if config.page_size > max(max_len, PAGE_SIZE):
+        raise ValueError(
+            f"page_size={config.page_size} is more than a whole text, {max_len} tokens "
+            f"(max_model_len); use page_size={PAGE_SIZE}"
+        )
+    most = {"slot_buckets": config.max_num_seqs, "page_buckets": columns, "prefill_buckets": None}
+    for name, limit in most.items():
+        sizes = getattr(config, name)
+        if sizes is None:
+            continue
+        wrong = [size for size in sizes if not isinstance(size, int) or size < 1]
+        if wrong or not sizes:
+            raise ValueError(f"{name}={sizes!r} must be whole numbers >= 1; leave it out for some")
+        if limit is not None and max(sizes) > limit:
+            what = "max_num_seqs" if name == "slot_buckets" else "the pages of a whole text"
+            raise ValueError(
+                f"{name}={sizes!r} holds {max(sizes)}, more than {what}, {limit}; leave it out"
+            )
+
+
+def is_on_cpu(model: Model) -> bool:
+    """Whether the weights are in the memory of the host."""
+    return next(iter(model.params["embed"].devices())).platform == "cpu"
+
+
+def progress_line() -> Callable[[str, int, int], None]:
+    """A bar for `Device.warm_up`, on stderr where that is a terminal; one for each list of work."""
+    from tqdm import tqdm
+
+    bars: list[tqdm] = []
+
+    def show(name: str, done: int, total: int) -> None:
+        if not bars:
+            bars.append(
+                tqdm(total=total, unit="program", desc="compiling", leave=False, disable=None)
+            )
+        bars[0].set_postfix_str(name, refresh=False)
+        bars[0].update(done - bars[0].n)
+        if done == total:
+            bars.pop().close()
+
+    return show

@@ -1,0 +1,271 @@
+"""Decoding on the device, pure: a fresh state, the prefill of its prompts, and decode steps.
+
+Data flow: `new_state` -> `prefill` -> `run`. Callers jit these and donate the state. Nothing here
+checks input or touches the host; requests come in as arrays.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
+
+from dllm_jax.engine.layout import PASS_KINDS, PassKind
+from dllm_jax.loading.model import Model
+from dllm_jax.runner.cache import new_pool
+from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.strategies.core import driver
+from dllm_jax.strategies.core.protocol import (
+    PrefillChunk,
+    SlotSpec,
+    absorb,
+    bind_knobs,
+    initial_carry,
+)
+from dllm_jax.strategies.core.state import (
+    ACTIVE,
+    DUMMY,
+    RUNNING,
+    BlockBuffer,
+    DecodeState,
+    Limits,
+    Sampling,
+)
+
+PREFILL_CHUNK = 512  # prompt tokens of one prefill pass, rounded up to whole blocks
+
+
+class Batch(struct.PyTreeNode):
+    """A fixed batch of requests, one a slot.
+
+    Attributes:
+        prompt: Token ids, right-padded; T is a bucket.
+        limit: First absolute position that may not be emitted.
+        knobs: The strategy's thresholds, one value a slot.
+        keys: One random key a request.
+    """
+
+    prompt: Int[Array, "B T"]
+    prompt_len: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    sampling: Sampling
+    limits: Limits
+    knobs: dict[str, Array]
+    keys: PRNGKeyArray
+
+
+def slot_spec(strategy: Any, model: Model, num_slots: int) -> SlotSpec:
+    """Static sizes of a batch."""
+    return SlotSpec(
+        num_slots=num_slots,
+        num_blocks=strategy.buffer_size,
+        block_size=strategy.block_size,
+        vocab_size=model.config.vocab_size,
+        hidden_size=model.config.hidden_size,
+        mask_id=model.config.mask_token_id,
+        dtype=model.params["embed"].dtype,
+    )
+
+
+def new_state(
+    strategy: Any,
+    model: Model,
+    aux: Mapping[str, Model],
+    batch: Batch,
+    page_table: Int[Array, "B C"],
+    num_pages: int,
+    page_size: int,
+    max_output: int,
+) -> DecodeState:
+    """Requests in their slots, nothing prefilled yet."""
+    spec = slot_spec(strategy, model, batch.prompt.shape[0])
+    K, S = spec.num_blocks, spec.block_size
+    tail = driver.prompt_tail(strategy.needs, batch.prompt, batch.prompt_len, K, S)
+    kept = boundary_size(strategy, model)
+    buffer = driver.admit_window(strategy.needs, tail, batch.prompt_len, batch.limit, K, S)
+    slots = new_slots(strategy, spec, kept, batch, buffer, max_output)
+    return slots.replace(
+        rows=jnp.zeros((spec.num_slots, K * S, kept), spec.dtype),
+        page_table=page_table,
+        pools=new_pools(strategy, model, aux, num_pages, page_size),
+    )
+
+
+def new_slots(
+    strategy: Any,
+    spec: SlotSpec,
+    kept: int,
+    batch: Any,
+    buffer: BlockBuffer,
+    max_output: int,
+) -> DecodeState:
+    """Everything of fresh requests but pools, pages and transient rows.
+
+    Args:
+        kept: Width of the boundary row (`boundary_size`).
+        batch: What has `sampling`, `limits`, `knobs` and `keys` (`Batch`).
+        buffer: Their windows.
+    """
+    B = spec.num_slots
+    return DecodeState(
+        buffer=buffer,
+        sampling=batch.sampling,
+        limits=batch.limits,
+        finish=jnp.full((B,), RUNNING, jnp.int32),
+        carry=driver.broadcast_carry(
+            initial_carry(strategy, spec), B, spec.num_blocks, spec.block_size
+        ),
+        knobs=batch.knobs,
+        keys=batch.keys,
+        boundary=jnp.zeros((B, kept), spec.dtype),
+        rows=None,  # type: ignore[arg-type]
+        page_table=None,  # type: ignore[arg-type]
+        pools=None,
+        output=jnp.zeros((B, max_output), jnp.int32),
+        output_len=jnp.zeros((B,), jnp.int32),
+    )
+
+
+def boundary_size(strategy: Any, model: Model) -> int:
+    """Width of the hidden row kept before the window; 0 where none is."""
+    return model.config.hidden_size if strategy.needs.boundary or model.config.shift else 0
+
+
+def new_pools(
+    strategy: Any, model: Model, aux: Mapping[str, Model], num_pages: int, page_size: int
+) -> dict[str, Any]:
+    """Empty pools of the model and of those the strategy needs beside it."""
+    models = {TARGET: model, **{name: aux[name] for name in strategy.needs.aux}}
+    return {
+        name: new_pool(other.config, num_pages, page_size, other.params["embed"].dtype)
+        for name, other in models.items()
+    }
+
+
+def prefill(
+    strategy: Any,
+    forward: ModelForward,
+    state: DecodeState,
+    prompt: Int[Array, "B T"],
+    chunk_size: int = PREFILL_CHUNK,
+) -> DecodeState:
+    """Compute and store the prompts, chunk by chunk, and let the strategy absorb them.
+
+    Block-causal and causal prompts run in chunks; a prompt whose rows all see each other runs
+    in one pass. Chunks start on block edges, so chunked equals whole.
+    """
+    needs = strategy.needs
+    B, T = prompt.shape
+    S = strategy.block_size
+    if needs.prompt == "in_window":
+        return absorb_nothing(strategy, forward, state)
+    kind = PASS_KINDS[needs.prompt]
+    size = T if kind == "full" else min(chunk_size, T)
+    if needs.prompt.startswith("grid"):
+        size = -(-size // S) * S
+    chunks = -(-T // size)
+    prompt = jnp.pad(prompt, ((0, 0), (0, chunks * size - T)))
+    end = driver.prefill_len(needs, state.buffer.prompt_len, S)
+    live_end = state.buffer.prompt_len if kind == "full" else end
+
+    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        index, state = carry
+        first = index * size
+        tokens = jax.lax.dynamic_slice_in_dim(prompt, first, size, axis=1)
+        last = ((end > first) | (index == 0)) & (end <= first + size)
+        first = jnp.broadcast_to(first, (B,))
+        state = prefill_pass(strategy, forward, state, tokens, first, end, live_end, last, kind)
+        return index + 1, state
+
+    needed = jnp.maximum(-(-jnp.max(live_end) // size), 1)
+    return jax.lax.while_loop(lambda carry: carry[0] < needed, one, (jnp.int32(0), state))[1]
+
+
+def prefill_pass(
+    strategy: Any,
+    forward: ModelForward,
+    state: DecodeState,
+    tokens: Int[Array, "B T"],
+    first: Int[Array, " B"],
+    end: Int[Array, " B"],
+    live_end: Int[Array, " B"],
+    last: Bool[Array, " B"],
+    kind: PassKind,
+) -> DecodeState:
+    """Compute `tokens`, which stand at `first` and on, store them and let the strategy absorb them.
+
+    Rows whose values are not finite are not stored, and end their request with ERROR.
+
+    Args:
+        end: First position that is not stored.
+        live_end: First position that is not computed; at least `end`.
+        last: Rows whose prompt is complete after this pass.
+    """
+    needs, S = strategy.needs, strategy.block_size
+    strategy = bind_knobs(strategy, state.knobs)
+    B, size = tokens.shape
+    in_blocks = kind == "blocks" or needs.prompt.startswith("grid")
+    shape = (B, size // S, S) if in_blocks else (B, 1, size)
+    position = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    valid = (position < end[:, None]).reshape(shape)
+    live = (position < live_end[:, None]).reshape(shape)
+    view = state.replace(
+        buffer=_chunk_buffer(state.buffer, tokens, first, live),
+        rows=jnp.zeros((B, size, state.boundary.shape[-1]), state.boundary.dtype),
+    )
+    out = forward(
+        view,
+        live=live,
+        visible=jnp.ones((1, shape[1], shape[1]), bool) if kind == "full" else None,
+        causal=kind == "causal",
+        mode=needs.prefill_mode or None,
+        hidden_layers=needs.hidden_layers,
+    )
+    view = out.store(view, valid)
+    taken = jnp.clip(end - first, 0, size)
+    state = state.replace(
+        pools=view.pools,
+        finish=view.finish,
+        boundary=driver.next_boundary(state.boundary, view.rows, taken),
+    )
+    return absorb(strategy, PrefillChunk(forward, view, out, valid, last), state)
+
+
+def absorb_nothing(strategy: Any, forward: ModelForward, state: DecodeState) -> DecodeState:
+    """What stands in for prefill where nothing is left to compute."""
+    strategy = bind_knobs(strategy, state.knobs)
+    B = state.finish.shape[0]
+    nothing = jnp.zeros((B, 1, 1), bool)
+    return absorb(
+        strategy, PrefillChunk(forward, state, None, nothing, jnp.ones((B,), bool)), state
+    )
+
+
+def _chunk_buffer(buffer: BlockBuffer, tokens: Array, first: Array, live: Array) -> BlockBuffer:
+    """The window of a prefill pass: the chunk itself."""
+    B, K, _ = live.shape
+    return buffer.replace(
+        tokens=tokens.reshape(live.shape),
+        filled=live,
+        status=jnp.where(jnp.any(live, axis=2), ACTIVE, DUMMY).astype(jnp.int32),
+        start=first,
+        block_steps=jnp.zeros((B, K), jnp.int32),
+    )
+
+
+def run(
+    strategy: Any,
+    forward: ModelForward,
+    state: DecodeState,
+    spec: SlotSpec,
+    num_steps: int | Int[Array, ""] | None = None,
+) -> DecodeState:
+    """Decode until every row is done, or for `num_steps` steps."""
+
+    def go_on(step: Array, state: DecodeState) -> Array:
+        more = driver.any_running(state)
+        return more if num_steps is None else more & (step < num_steps)
+
+    return driver.decode_while(go_on, strategy, forward, state, spec)[1]

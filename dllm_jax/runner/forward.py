@@ -1,0 +1,484 @@
+"""A model as strategies see it: `Forward` of the contract over parameters, pages and a kernel.
+
+One `ModelForward` lives for one trace. A call runs the network over the window's live cells and
+returns a `WindowOutput`, from which predictions and the deferred store are taken. Nothing here
+knows what any strategy does.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from dllm_jax.kernels.layer import LayerOps
+from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.loading.model import Model
+from dllm_jax.models.head import Unembed
+from dllm_jax.runner.cache import page_slots, write_rows
+from dllm_jax.runner.readout import read_soft, read_stats
+from dllm_jax.strategies.core import blocks
+from dllm_jax.strategies.core.protocol import Inputs, Soft, Taps, TokenMix, TokenStats
+from dllm_jax.strategies.core.sampling import drawn_law
+from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
+
+TARGET = "target"  # name of the main model's pool
+
+
+class ModelForward:
+    """See `dllm_jax.strategies.core.protocol.Forward`.
+
+    Args:
+        model: The network and its weights.
+        pool: Which of the state's pools is this model's.
+        aux: Further models by name; they share the page table.
+        implementation: Attention back end, None for the best that fits.
+        reads_ahead: Take `context_len`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: str = TARGET,
+        aux: Mapping[str, Model] | None = None,
+        implementation: Any = None,
+        reads_ahead: bool = True,
+    ):
+        self.model, self.pool, self._implementation = model, pool, implementation
+        self._reads_ahead = reads_ahead
+        self.mask_id: int = model.config.mask_token_id
+        self.vocab_size: int = model.config.vocab_size
+        self.shift: bool = model.config.shift
+        self.aux = {
+            name: ModelForward(other, name, implementation=implementation, reads_ahead=reads_ahead)
+            for name, other in (aux or {}).items()
+        }
+
+    def __call__(
+        self,
+        state: DecodeState,
+        *,
+        inputs: Inputs | None = None,
+        live: Bool[Array, "B K S"] | np.ndarray | None = None,
+        visible: Bool[Array, "B K K"] | None = None,
+        causal: bool | Bool[Array, " B"] = False,
+        context_len: Int[Array, " B"] | None = None,
+        mode: Int[Array, " B"] | int | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        width: int | None = None,
+    ) -> "WindowOutput":
+        """One pass over the window; see the protocol."""
+        if context_len is not None and not self._reads_ahead:
+            raise ValueError(
+                "the strategy gives context_len and its needs do not say why; use "
+                "Needs(provisional_cache=True) where a step reads what an earlier one stored past "
+                "`start`, else False"
+            )
+        buffer, arch = state.buffer, self.model.arch
+        B, K, S = buffer.tokens.shape
+        live = blocks.live_cells(state) if live is None else live
+        edges = _live_edges(jnp.asarray(live).reshape(B, K * S))
+        cell = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32), (B, K * S))
+        first: Array | int = 0
+        if width is not None:
+            # Past the narrowed rows nothing is fresh, what is cached there stays visible; rows
+            # past the window's end belong to no cell.
+            first, live = _narrowed_cells(live, width)
+            edges = edges.at[:, 1].min(edges[:, 0] + width)
+            cell = edges[:, :1] + jnp.arange(width, dtype=jnp.int32)[None]
+        positions = buffer.start[:, None] + cell
+        if isinstance(inputs, Taps):
+            return self._tapped(state, inputs, positions, live, first)
+        mask = WindowMask(
+            cell=cell,
+            start=buffer.start,
+            live=edges,
+            context_len=buffer.start if context_len is None else context_len,
+            visible=visible,
+            causal=jnp.broadcast_to(jnp.asarray(causal), (B,)),
+            block_size=S,
+        )
+        fresh: list[tuple[Array, Array]] = []
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            fresh.append((k, v))
+            k_pages, v_pages = state.pools[self.pool][layer]
+            seen = mask
+            if arch.layer_view is not None:
+                window, in_order = arch.layer_view(self.model.config, layer)
+                seen = mask.replace(window=window, causal=mask.causal | in_order)
+            return paged_attention(
+                q,
+                k,
+                v,
+                k_pages,
+                v_pages,
+                state.page_table,
+                seen,
+                implementation=self._implementation,
+            )
+
+        x = _narrowed(self._embed_inputs(state, inputs), first, cell.shape[1])
+        if mode is not None and not arch.takes_mode:
+            raise ValueError(f"{mode=}: this model has one mode; leave mode out")
+        mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
+        more: dict[str, Any] = {"mode": mode} if arch.takes_mode else {}
+        if arch.takes_live:
+            more["live"] = _between(cell, edges)
+        if arch.takes_ops:
+            more["ops"] = LayerOps()
+        rows, taps = arch.trunk(
+            self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
+        )
+        return _window_output(self, state, tuple(fresh), live, rows, taps, first)
+
+    def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Embedding rows of ids."""
+        return self.model.arch.embed(self.model.params, self.model.config, ids)
+
+    def predict(
+        self,
+        hidden: Float[Array, "B *X D"],
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+    ) -> TokenStats:
+        """Statistics [B *X] of hidden rows that belong to no cell."""
+        *axes, width = hidden.shape
+        stats = read_stats(
+            self.unembed,
+            hidden.reshape(-1, width),
+            greedy(axes[0]) if sampling is None else sampling,
+            None if keys is None else keys.reshape(-1),
+            forbidden=self.forbidden,
+        )
+        return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
+
+    @property
+    def unembed(self) -> Callable[[Array], Array]:
+        """Hidden rows [... D] to float32 logits [... V]; a `Head` where the network has one."""
+        params, cfg, unembed = self.model.params, self.model.config, self.model.arch.unembed
+        if isinstance(unembed, Unembed):
+            return unembed.head(params, cfg)
+        return functools.partial(unembed, params, cfg)
+
+    def drawn_law(
+        self, hidden: Float[Array, "B *X D"], sampling: Sampling
+    ) -> Float[Array, "B *X V"]:
+        """The law that hidden rows are drawn from, as logits; see the protocol."""
+        *axes, width = hidden.shape
+        per_row = math.prod(axes[1:])
+        logits = self.unembed(hidden.reshape(-1, width))
+        never = self.forbidden(jnp.arange(logits.shape[-1], dtype=jnp.int32))
+        law = drawn_law(
+            jnp.where(never, -jnp.inf, logits),
+            temperature=jnp.repeat(sampling.temperature, per_row),
+            top_k=jnp.repeat(sampling.top_k, per_row),
+            top_p=jnp.repeat(sampling.top_p, per_row),
+        )
+        return law.reshape(*axes, law.shape[-1])
+
+    def forbidden(self, ids: Any) -> Any:
+        """Ids never predicted: the mask, edits that are no text, rows that hold no token.
+
+        [V] to [V], of NumPy or of JAX as `ids` are.
+        """
+        defaults = self.model.defaults
+        never = (ids == self.mask_id) | (ids >= (defaults.vocab_limit or self.vocab_size))
+        for token in defaults.forbidden_token_ids:
+            never |= ids == token
+        return never
+
+    def _embed_inputs(self, state: DecodeState, inputs: Any) -> Float[Array, "B W D"]:
+        buffer = state.buffer
+        B, K, S = buffer.tokens.shape
+        if inputs is None:
+            inputs = jnp.where(buffer.filled, buffer.tokens, max(self.mask_id, 0))
+        if isinstance(inputs, TokenMix):
+            shown = jnp.where(buffer.filled, buffer.tokens, max(self.mask_id, 0))
+            rows = jnp.where(inputs.on[..., None], self._mixture(inputs), self.embed(shown))
+        elif isinstance(inputs, Soft):
+            hard = self.embed(inputs.ids)
+            rows = jnp.where(inputs.on[..., None], inputs.vectors.astype(hard.dtype), hard)
+        else:
+            rows = self.embed(jnp.asarray(inputs))
+        return rows.reshape(B, K * S, -1)
+
+    def _mixture(self, mix: TokenMix) -> Float[Array, "B K S D"]:
+        base, parts = self.embed(mix.base_ids), self.embed(mix.ids)
+        weight = mix.base_weight[..., None].astype(base.dtype)
+        probs = mix.probs[..., None].astype(base.dtype)
+        mixed = weight * base + jnp.sum(probs * parts, axis=-2)
+        if not mix.renormalize:
+            return mixed
+
+        def norm(x: Array) -> Array:
+            return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+
+        wanted = mix.base_weight * norm(base) + jnp.sum(mix.probs * norm(parts), axis=-1)
+        scale = wanted / jnp.maximum(norm(mixed), 1e-12)  # DMax, the reference's epsilon
+        return (mixed.astype(jnp.float32) * scale[..., None]).astype(base.dtype)
+
+    def _tapped(
+        self,
+        state: DecodeState,
+        taps: Taps,
+        positions: Int[Array, "B T"],
+        live: Bool[Array, "B K S"] | np.ndarray,
+        first: Int[Array, " B"] | int,
+    ) -> "WindowOutput":
+        arch, B = self.model.arch, positions.shape[0]
+        if arch.context_kv is None:
+            raise ValueError(f"model {self.pool!r} takes no tapped features; give it token inputs")
+        vectors = taps.vectors.reshape(B, -1, taps.vectors.shape[-1])
+        vectors = _narrowed(vectors, first, positions.shape[1])
+        fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
+        return _window_output(self, state, tuple(fresh), live, vectors, (), first)
+
+
+def _narrowed_cells(
+    where: Bool[Array, "B K S"] | np.ndarray, width: int
+) -> tuple[Int[Array, " B"] | int, Bool[Array, "B K S"] | np.ndarray]:
+    """The first of the cells `where`, and those of them that are less than `width` behind it.
+
+    Where it is known while tracing, and alike in all rows, both are NumPy's: what is narrow is then
+    a slice, and what is made window-shaped of it a pad, which cost nothing one behind the other.
+    """
+    flat = where.reshape(len(where), -1)
+    cell = np.arange(flat.shape[1], dtype=np.int32)[None]
+    if isinstance(flat, np.ndarray) and (flat == flat[:1]).all() and flat[0].sum() >= width:
+        start = int(flat[0].argmax())
+        return start, (flat & (cell < start + width)).reshape(where.shape)
+    first = jnp.argmax(flat, axis=1).astype(jnp.int32)
+    return first, (flat & (cell < first[:, None] + width)).reshape(where.shape)
+
+
+def _narrowed(rows: Float[Array, "B W ..."], first: Int[Array, " B"] | int, width: int) -> Array:
+    """The rows of so many cells from `first` on; any row for those past the window."""
+    if isinstance(first, int):
+        return rows if width == rows.shape[1] else rows[:, first : first + width]
+    cell = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    cell = jnp.minimum(cell, rows.shape[1] - 1)
+    if rows.ndim == 2:  # keys, say
+        return rows[jnp.arange(len(rows))[:, None], cell]
+    return jnp.take_along_axis(rows, cell[:, :, None], axis=1)
+
+
+def _widened(rows: Array, first: Int[Array, " B"] | int, size: int) -> Array:
+    """Rows [B T ...] of the cells from `first` on as [B size ...], zero elsewhere.
+
+    A gather, which XLA computes with what it reads; a scatter is a kernel and a fill of its own.
+    """
+    if isinstance(first, int):
+        behind = size - first - rows.shape[1]
+        if size == rows.shape[1]:
+            return rows
+        return jnp.pad(rows, ((0, 0), (first, behind), *((0, 0),) * (rows.ndim - 2)))
+    place = jnp.arange(size, dtype=jnp.int32)[None] - first[:, None]
+    place = place.reshape(*place.shape, *(1,) * (rows.ndim - 2))
+    held = (place >= 0) & (place < rows.shape[1])
+    place = jnp.clip(place, 0, rows.shape[1] - 1)
+    return jnp.where(held, jnp.take_along_axis(rows, place, axis=1), jnp.zeros((), rows.dtype))
+
+
+def _window_output(
+    forward: ModelForward,
+    state: DecodeState,
+    fresh: tuple[tuple[Array, Array], ...],
+    live: Bool[Array, "B K S"] | np.ndarray,
+    rows: Float[Array, "B T D"],
+    taps: tuple[Float[Array, "B T D"], ...],
+    first: Int[Array, " B"] | int,
+) -> "WindowOutput":
+    """Computed rows as rows of the window: those of a narrow pass go to the cells from `first`."""
+    B, K, S = live.shape
+    rows, taps, fresh = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), (rows, taps, fresh))
+
+    def as_cells(leaf: Array) -> Array:
+        return leaf.reshape(B, K, S, -1)
+
+    return WindowOutput(
+        hidden=as_cells(rows),
+        taps=tuple(as_cells(tap) for tap in taps),
+        fresh=fresh,
+        live=live,
+        positions=state.buffer.positions,
+        boundary=state.boundary,
+        forward=forward,
+    )
+
+
+class WindowOutput(struct.PyTreeNode):
+    """See `dllm_jax.strategies.core.protocol.ForwardOutput`.
+
+    A pytree of window-shaped leaves whatever the width of the pass, so that passes of several
+    widths may be the branches of a `lax.switch` and their output leave it.
+    """
+
+    hidden: Float[Array, "B K S D"]
+    taps: tuple[Float[Array, "B K S D"], ...]
+    fresh: tuple[tuple[Float[Array, "B W G H"], Float[Array, "B W G H"]], ...]
+    live: Bool[Array, "B K S"] | np.ndarray
+    positions: Int[Array, "B K S"]
+    boundary: Float[Array, "B D"]
+    forward: ModelForward = struct.field(pytree_node=False)
+
+    def predict(
+        self,
+        where: Bool[Array, "B K S"] | np.ndarray | None = None,
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+        confidence: Literal["drawn", "raw"] = "drawn",
+        forbid: Int[Array, " X"] | None = None,
+        penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
+        num_top: int = 0,
+        guide: tuple[Any, float] | None = None,
+        width: int | None = None,
+    ) -> TokenStats:
+        """Statistics aligned with the cells; see the protocol."""
+        B, K, S = self.live.shape
+        where = self._predicted() if where is None else where & self._predicted()
+        first: Array | int = 0
+        if width is not None:
+            first, where = _narrowed_cells(where, width)
+        T = K * S if width is None else width
+
+        def read(leaf: Array) -> Array:
+            """Of a value a cell, those of the cells that are read out, one behind another."""
+            flat = leaf.reshape(B, K * S, *leaf.shape[3:])
+            return _narrowed(flat, first, T).reshape(B * T, *flat.shape[2:])
+
+        stats = read_stats(
+            self.forward.unembed,
+            read(self._aligned()),
+            greedy(B) if sampling is None else sampling,
+            None if keys is None else read(keys),
+            forbidden=lambda ids: self._forbidden(ids, forbid),
+            penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+            confidence=confidence,
+            num_top=num_top,
+            guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+        )
+
+        def as_cells(leaf: Array) -> Array:
+            rows = leaf.reshape(B, T, *leaf.shape[1:])
+            return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
+
+        stats = jax.tree.map(as_cells, stats)
+        return stats.replace(
+            token=jnp.where(where, stats.token, 0),
+            confidence=jnp.where(where, stats.confidence, -jnp.inf),
+            entropy=jnp.where(where, stats.entropy, jnp.inf),
+        )
+
+    def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
+        """Expected embedding under the tempered law of each cell."""
+        B, K, S = self.live.shape
+        forward = self.forward
+        per_cell = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, K, S)).reshape(-1)
+        every = forward.embed(jnp.arange(forward.vocab_size, dtype=jnp.int32))
+        rows = read_soft(
+            forward.unembed,
+            every,
+            self._aligned().reshape(B * K * S, -1),
+            per_cell,
+            forward.forbidden,
+        )
+        return rows.reshape(B, K, S, -1)
+
+    def logits(self) -> Float[Array, "B K S V"]:
+        """Everything, aligned."""
+        return self.forward.unembed(self._aligned())
+
+    def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
+        """Write K/V of live cells in `where` of running rows; keep the raw rows for the boundary.
+
+        The write waits for the last hidden row, which every layer's read of the cache precedes:
+        XLA then has no reason to copy a pool to protect a reader. The same test keeps rows that
+        are not finite out of the cache.
+        """
+        B, K, S = self.live.shape
+        span = slice(0, K * S)
+        if isinstance(self.live, np.ndarray) and self.live.any():  # known: no others are written
+            held = np.flatnonzero(self.live.reshape(B, -1).any(axis=0))
+            span = slice(int(held[0]), int(held[-1]) + 1)
+
+        def cells(leaf: Any) -> Array:
+            return leaf.reshape(B, K * S, *leaf.shape[3:])[:, span]
+
+        sound = jnp.all(jnp.isfinite(cells(self.hidden).astype(jnp.float32)), axis=-1)
+        running = state.finish == RUNNING
+        asked = cells(where & self.live)
+        name = self.forward.pool
+        pool = state.pools[name]
+        num_pages, _, page_size, _ = pool[0][0].shape
+        slots = page_slots(
+            state.page_table,
+            cells(self.positions),
+            asked & running[:, None] & sound,
+            num_pages,
+            page_size,
+        )
+        lost = jnp.any(asked & ~sound, axis=1) & running
+        fresh = jax.tree.map(lambda leaf: leaf[:, span], self.fresh)
+        state = state.replace(
+            pools={**state.pools, name: write_rows(pool, fresh, slots)},
+            finish=jnp.where(lost, ERROR, state.finish),
+        )
+        if name == TARGET and state.boundary.shape[-1]:
+            state = state.replace(rows=self.hidden.reshape(B, K * S, -1))
+        return state
+
+    def _aligned(self) -> Float[Array, "B K S D"]:
+        if not self.forward.model.config.shift:
+            return self.hidden
+        B, K, S = self.live.shape
+        boundary = self.boundary
+        if not boundary.shape[-1]:
+            raise ValueError(
+                "a shifted model predicts its first cell from the boundary row; "
+                "keep it: Needs(boundary=True)"
+            )
+        rows = self.hidden.reshape(B, K * S, -1)
+        joined = jnp.concatenate([boundary[:, None].astype(rows.dtype), rows[:, :-1]], axis=1)
+        return joined.reshape(B, K, S, -1)
+
+    def _predicted(self) -> Bool[Array, "B K S"] | np.ndarray:
+        """Cells some row speaks about."""
+        if not self.forward.model.config.shift:
+            return self.live
+        B, K, S = self.live.shape
+        flat = self.live.reshape(B, K * S)
+        xp = np if isinstance(flat, np.ndarray) else jnp
+        left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
+        return left.reshape(B, K, S)
+
+    def _forbidden(self, ids: Any, more: Array | None) -> Any:
+        out = self.forward.forbidden(ids)
+        return out if more is None else out | jnp.any(ids[:, None] == more[None, :], axis=1)
+
+
+def greedy(num_slots: int) -> Sampling:
+    """Sampling that takes the most probable token."""
+    return Sampling(
+        temperature=jnp.zeros((num_slots,), jnp.float32),
+        top_k=jnp.zeros((num_slots,), jnp.int32),
+        top_p=jnp.ones((num_slots,), jnp.float32),
+    )
+
+
+def _between(cell: Int[Array, "B W"], edges: Int[Array, "B 2"]) -> Bool[Array, "B W"]:
+    return (cell >= edges[:, :1]) & (cell < edges[:, 1:])
+
+
+def _live_edges(live: Bool[Array, "B W"]) -> Int[Array, "B 2"]:
+    """First live cell and one past the last; (0, 0) where none is."""
+    W = live.shape[1]
+    cell = jnp.arange(W, dtype=jnp.int32)[None]
+    first = jnp.min(jnp.where(live, cell, W), axis=1)
+    end = jnp.max(jnp.where(live, cell + 1, 0), axis=1)
+    return jnp.stack([jnp.minimum(first, end), end], axis=1)

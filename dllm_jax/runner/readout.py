@@ -1,0 +1,177 @@
+"""From hidden rows to token statistics, streamed: never a whole [rows, vocabulary] array.
+
+On an NVIDIA GPU, of a network that says what its head is, a kernel reads likeliest tokens off the
+product while it is made (`dllm_jax.kernels.token_readout`); all else is read out in chunks of rows.
+Nothing here knows about windows or pages.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
+from dllm_jax.models.head import Head
+from dllm_jax.strategies.core.protocol import TokenStats
+from dllm_jax.strategies.core.sampling import settled, token_stats
+from dllm_jax.strategies.core.state import Sampling
+
+ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
+ROWS_DRAWN = 128  # of them at once: sorting and noise take seven times the room of what they read
+FEW_ROWS = 64  # are read at once; of more, no chunk is all of a window
+
+
+def in_chunks(
+    fn: Callable[[Any], Any], rows: Any, at_once: int = ROWS_AT_ONCE, whole: int = FEW_ROWS
+) -> Any:
+    """`fn` over the leading axis of `rows`, `at_once` at a time and at most half of them.
+
+    Args:
+        whole: So many rows are one chunk.
+    """
+    total = jax.tree.leaves(rows)[0].shape[0]
+    if total <= whole:
+        return fn(rows)
+    chunks = max(2, -(-total // at_once))
+    size = -(-total // chunks)
+    pad = chunks * size - total
+
+    def split(leaf: Array) -> Array:
+        # Padding repeats row 0: any valid row will do, its result is cut off.
+        padded = jnp.concatenate([leaf, jnp.broadcast_to(leaf[:1], (pad, *leaf.shape[1:]))])
+        return padded.reshape(chunks, size, *leaf.shape[1:])
+
+    out = jax.lax.map(fn, jax.tree.map(split, rows))
+    return jax.tree.map(lambda leaf: leaf.reshape(chunks * size, *leaf.shape[2:])[:total], out)
+
+
+def read_stats(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "R D"],
+    sampling: Sampling,
+    keys: PRNGKeyArray | None,
+    *,
+    forbidden: Callable[[Any], Any],
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
+    num_top: int = 0,
+    guide: tuple[Float[Array, "R D"], float] | None = None,
+) -> TokenStats:
+    """Statistics of each row under its sampling, leading axis R.
+
+    Args:
+        unembed: Hidden rows to float32 logits; of a `Head` a kernel may read them.
+        sampling: One value a row, or a slot: the R rows are then its slots', one behind another.
+        keys: One a row, None where every row is greedy.
+        forbidden: Ids, of NumPy or of JAX, to a mask of those never drawn.
+        penalty: An id a row and what its logit loses.
+        guide: Rows to move away from, and how far: see `ForwardOutput.predict`.
+    """
+    away, scale = (None, 0.0) if guide is None else guide
+    of_slot = len(hidden) // len(sampling.temperature)
+
+    def one(rows: tuple[Any, ...]) -> TokenStats:
+        hidden, sampling, keys, penalty, away = rows
+        logits = unembed(hidden)
+        if away is not None:
+            others = unembed(away)
+            logits = others + (1.0 + scale) * (logits - others)
+        return in_chunks(drawn, (logits, sampling, keys, penalty), ROWS_DRAWN, ROWS_DRAWN)
+
+    def drawn(rows: tuple[Any, ...]) -> TokenStats:
+        logits, sampling, keys, penalty = rows
+
+        def restrict(logits: Array) -> Array:
+            ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+            logits = jnp.where(forbidden(ids), -jnp.inf, logits)
+            if penalty is None:
+                return logits
+            return logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
+
+        return token_stats(
+            logits,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            keys=keys,
+            confidence=confidence,
+            num_top=num_top,
+            restrict=restrict,
+        )
+
+    def in_rows() -> TokenStats:
+        # Made where they are read: what a `cond` takes in costs launches, taken or not.
+        each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
+        return in_chunks(one, (hidden, each, keys, penalty, away))
+
+    head = unembed if isinstance(unembed, Head) and guide is None else None
+    if head is None:
+        return in_rows()
+    at_once = MOSAIC_ROWS  # the most that a kernel is given at a time
+    implementation = choose(hidden[:at_once], head.weights, num_top)
+    if implementation == "xla":
+        at_once = TRITON_ROWS
+        implementation = choose(hidden[:at_once], head.weights, num_top)
+    if implementation == "xla":
+        return in_rows()
+    # Of NumPy's numbers a constant of the program, where nothing of it is an array of JAX's.
+    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
+
+    def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:
+        hidden, penalty = rows
+        read = token_readout(
+            hidden,
+            head.weights,
+            never,
+            scale=head.scale,
+            cap=head.cap,
+            penalty=penalty,
+            num_top=num_top,
+            implementation=implementation,
+        )
+        return settled(TokenStats(**read._asdict()))
+
+    # Top-k and the nucleus need the whole law, and noise is made sooner outside of the kernel. Who
+    # reads a row is the row's own affair: neighbours that are drawn must not change its rounding.
+    plain = (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
+
+    def all_plain() -> TokenStats:
+        return in_chunks(in_kernel, (hidden, penalty), at_once, at_once)
+
+    def some_drawn() -> TokenStats:
+        drawn = in_rows()
+        plain_rows = jnp.repeat(plain, of_slot)
+        return jax.lax.cond(
+            jnp.any(plain),
+            lambda: jax.tree.map(lambda a, b: _by_row(plain_rows, a, b), all_plain(), drawn),
+            lambda: drawn,
+        )
+
+    return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
+
+
+def _by_row(which: Array, a: Array, b: Array) -> Array:
+    return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+
+def read_soft(
+    unembed: Callable[[Array], Array],
+    embedding: Float[Array, "V D"],
+    hidden: Float[Array, "R D"],
+    temperature: Float[Array, " R"],
+    forbidden: Callable[[Array], Array],
+) -> Float[Array, "R D"]:
+    """Expected embedding of each row under its tempered law."""
+
+    def one(rows: tuple[Array, Array]) -> Array:
+        hidden, temperature = rows
+        logits = unembed(hidden)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        logits = jnp.where(forbidden(ids), -jnp.inf, logits)
+        prob = jax.nn.softmax(logits / temperature[:, None], axis=-1)
+        return (prob.astype(embedding.dtype) @ embedding).astype(hidden.dtype)
+
+    return in_chunks(one, (hidden, temperature))

@@ -1,0 +1,114 @@
+"""From a model and a configuration to a device that is ready: its pool sized, everything compiled.
+
+Order of things: sizes -> shapes -> (an accelerator: the largest programs compiled, for what they
+need) -> pages -> the rest compiled -> memory taken -> each program run once, and timed. Memory is
+taken last, so that compiling, which tries kernels out on the device, has room.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from dllm_jax.engine.layout import DeviceFailure, EngineConfig
+from dllm_jax.loading.model import Model
+from dllm_jax.runner import buckets, memory, warmup
+from dllm_jax.runner.memory import MemoryPlan
+from dllm_jax.runner.runner import Device
+from dllm_jax.strategies.core.protocol import split_knobs
+
+REASONABLE_LEN = 2048  # tokens the pool must hold of a model whose longest text was not asked for
+
+
+def start(
+    model: Model,
+    strategy: Any,
+    aux: Mapping[str, Model],
+    config: EngineConfig,
+    implementation: str | None = None,
+    *,
+    warm_up: bool = True,
+    calibrate: bool | None = None,
+    progress: warmup.Progress | None = None,
+) -> Device:
+    """A device with its state, as large as memory allows.
+
+    Args:
+        strategy: With its numbers and sizes.
+        warm_up: Compile everything now; otherwise each size when it is first met.
+        calibrate: Time the programs as well; None: on an accelerator.
+        progress: As `Device.warm_up` takes it.
+
+    Raises:
+        ValueError: The configuration does not fit the model or the memory.
+        DeviceFailure: The device failed otherwise.
+    """
+    facts = buckets.make_facts(model, strategy, aux, config)
+    bare = split_knobs(strategy)[0]
+    device = Device(model, bare, aux, facts, implementation, allocate=False)
+    try:
+        device.memory = _planned(device, model, aux, config, warm_up, progress)
+        if not warm_up:
+            device.memory.check()
+            device.reset()
+            return device
+        if calibrate is None:
+            calibrate = not buckets.is_on_cpu(model)
+        device.warm_up(progress, calibrate)
+    except DeviceFailure as failure:
+        if memory.is_out_of_memory(str(failure)):
+            raise ValueError(str(failure)) from failure
+        raise
+    return device
+
+
+def _planned(
+    device: Device,
+    model: Model,
+    aux: Mapping[str, Model],
+    config: EngineConfig,
+    measured: bool,
+    progress: warmup.Progress | None,
+) -> MemoryPlan:
+    """What the device will hold; sets its number of pages where the configuration does not.
+
+    Args:
+        measured: Compile the largest programs of an accelerator, for what they need.
+    """
+    gc.collect()  # an engine that went is often still there, with its pools
+    facts, shapes = device.facts, device.shapes(num_pages=1)
+    leaves = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
+    weights = list({id(leaf): leaf for leaf in leaves}.values())  # a drafter shares its target's
+    text = facts.max_model_len
+    if config.max_model_len is None:
+        text = min(text, REASONABLE_LEN)
+    plan = memory.measure(
+        next(iter(weights[0].devices())),
+        weights,
+        shapes.replace(pools=None),
+        shapes.pools,
+        config.memory_utilization,
+        num_slots=facts.num_slots,
+        num_pages=facts.num_pages,
+        page_size=facts.page_size,
+        needed_tokens=text + facts.block_size,
+    )
+    if config.num_pages is not None:
+        return plan
+    elements = max(leaf.size for leaf in jax.tree.leaves(shapes.pools))
+    plan = _resized(device, memory.fill(plan, facts.num_pages, elements))
+    if not plan.is_counted or not measured:
+        return plan
+    # What was left for temporaries is a guess: see what they take, and guess no more.
+    temp_bytes = device.compile_ahead(warmup.largest_programs(facts), progress)
+    plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
+    if plan.peak_bytes <= plan.utilization * plan.limit_bytes:
+        return plan
+    return _resized(device, memory.fill(plan, facts.num_pages, elements))
+
+
+def _resized(device: Device, plan: MemoryPlan) -> MemoryPlan:
+    device.facts = dataclasses.replace(device.facts, num_pages=plan.num_pages)
+    return plan

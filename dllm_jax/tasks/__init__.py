@@ -1,0 +1,1 @@
+"""Word problems with known answers, and the evaluation of a model on them."""

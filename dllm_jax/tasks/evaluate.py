@@ -1,0 +1,318 @@
+"""Accuracy and speed in forwards on the built-in word problems, strategies on the same ones.
+
+Data flow: seed -> held-out problems -> prompts -> batches through the decode loop, greedy ->
+`Outcome` (one row a problem) -> `summarise` and `compare`, with 95 % confidence intervals.
+Nothing here prints or reads a command line.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dllm_jax.api import generate
+from dllm_jax.engine.requests import DraftMetrics
+from dllm_jax.loading import chat, tokenizer
+from dllm_jax.loading.model import Model
+from dllm_jax.runner import decode
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies import BlockDiffusion
+from dllm_jax.strategies.core import drafting, driver
+from dllm_jax.strategies.core.protocol import ByClass
+from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, DecodeState
+from dllm_jax.tasks.problems import Problem, is_correct, problem
+
+MAX_TOKENS = 224  # tokens of the longest worked solution of both halves, and some to spare
+_RESAMPLES = 2000
+_Z95 = 1.959964  # two-sided 95 % of the normal law
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one strategy did with each problem, in order.
+
+    Attributes:
+        right: Whether the text states the right answer last.
+        tokens: Visible tokens.
+        forwards: Forwards after prefill, commit passes included.
+        denoise: Those of them in which a block was open: all but mere commits.
+        blocks: Blocks that hold a visible token or the end mark; None where text comes by tokens.
+        seconds: Wall time of all batches, compilation apart.
+        drafted: How drafts fared in all of them; None where nothing drafts.
+    """
+
+    right: np.ndarray
+    tokens: np.ndarray
+    forwards: np.ndarray
+    denoise: np.ndarray
+    blocks: np.ndarray | None
+    texts: tuple[str, ...]
+    finish: tuple[str | None, ...]
+    seconds: float
+    drafted: DraftMetrics | None = None
+
+
+def held_out(half: str, count: int, seed: int) -> list[Problem]:
+    """The first `count` held-out problems of a stream."""
+    return [problem(half, seed, index, heldout=True) for index in range(count)]
+
+
+def one_token(block_size: int) -> BlockDiffusion:
+    """The slow twin: one block at a time, its surest token in each forward."""
+    return BlockDiffusion(remasking="static", denoising_steps=block_size, block_size=block_size)
+
+
+def solve(
+    model: Model,
+    strategy: Any,
+    problems: Sequence[Problem],
+    *,
+    draft: Model | None = None,
+    batch_size: int = 32,
+    max_tokens: int = MAX_TOKENS,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Outcome:
+    """Solve problems greedily in batches of one shape.
+
+    Args:
+        strategy: A strategy value; its sizes must be set.
+        draft: The model it drafts with, where it drafts.
+        batch_size: Problems decoded together; the last batch is filled up and the rest dropped.
+        progress: Called with the number of problems done, after each batch.
+    """
+    (outcome,) = sweep(
+        model,
+        strategy,
+        [{}],
+        problems,
+        draft=draft,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        progress=progress,
+    )
+    return outcome
+
+
+def sweep(
+    model: Model,
+    strategy: Any,
+    settings: Sequence[Mapping[str, float]],
+    problems: Sequence[Problem],
+    *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    draft: Model | None = None,
+    batch_size: int = 32,
+    max_tokens: int = MAX_TOKENS,
+    progress: Callable[[int], object] = lambda done: None,
+) -> list[Outcome]:
+    """Solve the same problems under several settings of a strategy's knobs, as one program.
+
+    Thresholds are values of a request, so requests of several settings share batches; `seconds`
+    are those of the batches, by their rows.
+
+    Args:
+        settings: Values of knobs by name, in place of the strategy's; all name the same knobs.
+        prompts: Token ids of the problems; None: those of `encode`.
+        draft, batch_size, max_tokens, progress: As in `solve`; `progress` counts all settings'
+            problems.
+    """
+    ids = encode(model, problems) if prompts is None else prompts
+    lengths = np.array([len(row) for row in ids])
+    padded = np.zeros((len(ids), max(lengths)), np.int32)
+    for i, row in enumerate(ids):
+        padded[i, : len(row)] = row
+    total = len(settings) * len(ids)
+    values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
+    parts = []
+    for first in range(0, total, batch_size):
+        rows = np.minimum(np.arange(first, first + batch_size), total - 1)
+        session = functools.partial(
+            generate.start,
+            model,
+            jnp.asarray(padded[rows % len(ids)]),
+            strategy.replace(**{k: jnp.asarray(v[rows], jnp.float32) for k, v in values.items()}),
+            max_tokens=max_tokens,
+            prompt_len=jnp.asarray(lengths[rows % len(ids)]),
+            draft=draft,
+        )
+        if first == 0:
+            _finish(model, session())  # compiles
+        began = time.perf_counter()
+        part = _finish(model, session())
+        count = min(batch_size, total - first)
+        spent = np.full(count, (time.perf_counter() - began) / count)
+        parts.append([*(leaf[:count] for leaf in part), spent])
+        progress(first + count)
+    leaves = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+
+    @functools.cache  # most settings end in the same text
+    def text_of(tokens: tuple[int, ...]) -> str:
+        return model.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    return [
+        _outcome(text_of, block_of(strategy), problems, lengths, *part)
+        for part in zip(*(np.split(leaf, len(settings)) for leaf in leaves), strict=True)
+    ]
+
+
+def block_of(strategy: Any) -> int | None:
+    """Tokens of a block; None for strategies that commit by tokens, whose window is no block."""
+    return None if strategy.needs.prompt == "whole_causal" else strategy.block_size
+
+
+def _finish(model: Model, session: generate.Session) -> Any:
+    """Output, its length, forwards, those with an open block, finish and drafts of each row."""
+    state, denoise = _run(model, session.by_class, session.aux, session.state)
+    nfe, nothing = state.buffer.nfe, jnp.zeros((len(state.finish), 0), jnp.int32)
+    names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
+    drafts = [state.carry.slot.get(name, nothing) for name in names]
+    return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish, *drafts))
+
+
+def _outcome(
+    text_of: Callable[[tuple[int, ...]], str],
+    block_size: int | None,
+    problems: Sequence[Problem],
+    prompt_len: np.ndarray,
+    output: np.ndarray,
+    length: np.ndarray,
+    forwards: np.ndarray,
+    denoise: np.ndarray,
+    finish: np.ndarray,
+    *drafts_and_seconds: np.ndarray,
+) -> Outcome:
+    texts = tuple(text_of(tuple(row[:n].tolist())) for row, n in zip(output, length, strict=True))
+    reasons = tuple(FINISH_REASONS[int(code)] for code in finish)
+    has_end = np.array([reason == "stop" for reason in reasons])
+    *drafts, seconds = drafts_and_seconds
+    counts = [tuple(of_rows.sum(axis=0).tolist()) for of_rows in drafts]
+    blocks = None
+    if block_size is not None:
+        last = prompt_len + length + has_end - 1
+        blocks = np.maximum(last // block_size - prompt_len // block_size + 1, 1)
+    return Outcome(
+        right=np.array([is_correct(t, one) for t, one in zip(texts, problems, strict=True)]),
+        tokens=length,
+        forwards=forwards,
+        denoise=denoise,
+        blocks=blocks,
+        texts=texts,
+        finish=reasons,
+        seconds=float(seconds.sum()),
+        drafted=DraftMetrics(*counts) if all(counts) else None,
+    )
+
+
+def encode(model: Model, problems: Sequence[Problem]) -> list[list[int]]:
+    """The prompts of problems, as a chat."""
+    said = [chat.render(model, [{"role": "user", "content": one.question}]) for one in problems]
+    return [tokenizer.encode(model.tokenizer, text, special=False) for text in said]
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _run(
+    model: Model, by_class: ByClass, aux: dict[str, Model], state: DecodeState
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """Decode to the end, counting the forwards of each row in which a block was open."""
+    strategy = by_class.strategy
+    forward = ModelForward(model, aux=aux)
+    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+
+    def one(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, denoise = carry
+        state, info = driver.decode_step(strategy, forward, state, spec)
+        # Blocks that commit leave with the forward; what still stands was open in it.
+        was_open = jnp.any(state.buffer.status != DUMMY, axis=1)
+        return state, denoise + jnp.where(was_open, info.nfe, 0)
+
+    return jax.lax.while_loop(
+        lambda carry: driver.any_running(carry[0]), one, (state, jnp.zeros_like(state.finish))
+    )
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+def summarise(outcome: Outcome) -> dict[str, Any]:
+    """Figures of one strategy; intervals are 95 %; None for what it does not have.
+
+    Tokens per forward are over all problems (visible tokens / forwards); `per_request` is the mean
+    of the same quotient of each problem.
+    """
+    weights = _resamples(len(outcome.right))
+
+    def ratio(over: np.ndarray, under: np.ndarray) -> dict[str, Any]:
+        drawn = (weights @ over) / np.maximum(weights @ under, 1)
+        return {"value": float(over.sum() / max(under.sum(), 1)), "ci95": _percentiles(drawn)}
+
+    each = outcome.tokens / np.maximum(outcome.forwards, 1)
+    return {
+        "problems": len(outcome.right),
+        "exact": {"value": float(outcome.right.mean()), "ci95": wilson(outcome.right)},
+        "tokens_per_forward": ratio(outcome.tokens, outcome.forwards),
+        "tokens_per_forward_without_commits": ratio(outcome.tokens, outcome.denoise),
+        "tokens_per_forward_per_request": {
+            "value": float(each.mean()),
+            "ci95": _percentiles(weights @ each / len(each)),
+        },
+        "denoise_forwards_per_block": None
+        if outcome.blocks is None
+        else ratio(outcome.denoise, outcome.blocks),
+        "mean_tokens": float(outcome.tokens.mean()),
+        "mean_forwards": float(outcome.forwards.mean()),
+        "mean_commit_forwards": float((outcome.forwards - outcome.denoise).mean()),
+        "unfinished": sum(reason != "stop" for reason in outcome.finish),
+        "seconds": outcome.seconds,
+        "draft": None if outcome.drafted is None else outcome.drafted.figures(),
+        "tok_s": float(outcome.tokens.sum() / max(outcome.seconds, 1e-9)),
+    }
+
+
+def compare(base: Outcome, other: Outcome) -> dict[str, Any]:
+    """`other` against `base` on the same problems, by paired resampling."""
+    weights = _resamples(len(base.right))
+
+    def speed(one: Outcome, w: np.ndarray) -> np.ndarray:
+        return (w @ one.tokens) / np.maximum(w @ one.forwards, 1)
+
+    difference = other.right.astype(float) - base.right
+    everyone = np.ones((1, len(base.right)))
+    return {
+        "exact_points": {
+            "value": 100 * float(difference.mean()),
+            "ci95": _percentiles(100 * (weights @ difference) / len(difference)),
+        },
+        "speedup": {
+            "value": float((speed(other, everyone) / speed(base, everyone))[0]),
+            "ci95": _percentiles(speed(other, weights) / speed(base, weights)),
+        },
+    }
+
+
+def wilson(right: np.ndarray) -> list[float]:
+    """The 95 % interval of a share.
+
+    Source: Wilson (1927), score interval.
+    """
+    n, p = len(right), float(right.mean())
+    centre = (p + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
+    half = _Z95 * math.sqrt(p * (1 - p) / n + _Z95**2 / (4 * n * n)) / (1 + _Z95**2 / n)
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+@functools.lru_cache(maxsize=2)
+def _resamples(count: int) -> np.ndarray:
+    """Bootstrap weights [resample, problem]: the same for every strategy, so that pairs stay."""
+    rng = np.random.default_rng(0)
+    return rng.multinomial(count, np.full(count, 1 / count), size=_RESAMPLES).astype(float)
+
+
+def _percentiles(values: np.ndarray) -> list[float]:
+    return [float(v) for v in np.percentile(values, [2.5, 97.5])]

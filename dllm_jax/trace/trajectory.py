@@ -1,0 +1,292 @@
+"""`record`: one prompt decoded step by step, with what every step did, on the host.
+
+The tokens are those of `generate`; the program of a recorded step is its own, so the others hold
+nothing of it. Nothing here knows text: ids only.
+
+Data flow: `generation.start` -> `recording.recorded_step` a step -> NumPy -> `Trajectory` <-> JSON.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax.api import generate
+from dllm_jax.api.defaults import resolve_strategy
+from dllm_jax.loading.load import load
+from dllm_jax.loading.model import Model
+from dllm_jax.loading.tokenizer import encode
+from dllm_jax.runner import decode
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies.core.state import FINISH_REASONS, RUNNING
+from dllm_jax.strategies.testing.recording import NOT_READ, recorded_step
+
+VERSION = 1
+_ALGORITHM = ("needs", "fn", "init_fn")  # fields that say what a strategy is, not how it is set
+
+
+class TrajectoryError(ValueError):
+    """A text that is no trajectory, or one of another version."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The K blocks of S cells that are decoded at a time.
+
+    Attributes:
+        start: Absolute position of the first cell = number of tokens in the cache.
+        status: State of each block: 0 not open, 1 active, 2 about to enter the cache [K].
+        tokens: Token ids, -1 where a cell is a hole [K S].
+    """
+
+    start: int
+    status: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One decode step; cells are those of the window before the slide, [K S].
+
+    Attributes:
+        before: What the last step left, slid.
+        after: With what this step wrote; the window then slides by `commit_len`.
+        predicted: What the model said, -1 where it was not asked.
+        confidence: Its probability as the strategy asked for it, NaN where there is none.
+        entropy: Of its law, in nats, NaN where there is none.
+        accepted: Holes that were filled.
+        edited: Filled cells that got another token.
+        commit_len: Tokens that entered the cache for good.
+        settled_len: Leading cells that can never change again.
+        nfe: Forwards spent.
+    """
+
+    before: Window
+    after: Window
+    predicted: np.ndarray
+    confidence: np.ndarray
+    entropy: np.ndarray
+    accepted: np.ndarray
+    edited: np.ndarray
+    commit_len: int
+    settled_len: int
+    nfe: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """How one text came to be.
+
+    Attributes:
+        prompt: Ids of the prompt.
+        tokens: Ids of the text, as `generate` emits them.
+        limit: First absolute position that may not be emitted.
+        finish_reason: Why it ended (`dllm_jax.strategies.core.state.FINISH_REASONS`).
+        model: What the model was loaded from.
+        strategy: Name of the strategy.
+        settings: Its fields by name.
+        steps: What each decode step did, in order.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    limit: int
+    finish_reason: str
+    model: str
+    strategy: str
+    settings: Mapping[str, Any]
+    steps: list[Step]
+
+    @property
+    def nfe(self) -> int:
+        """Forwards after prefill."""
+        return sum(step.nfe for step in self.steps)
+
+    def to_json(self) -> str:
+        """One JSON object; NaN is null. `from_json` reads it."""
+        fields = dataclasses.asdict(self) | {"nfe": self.nfe, "version": VERSION}
+        return json.dumps(_plain(fields), allow_nan=False, ensure_ascii=False)
+
+    @staticmethod
+    def from_json(text: str) -> "Trajectory":
+        """What `to_json` wrote.
+
+        Raises:
+            TrajectoryError: It is none, or of another version.
+        """
+        try:
+            facts = json.loads(text)
+            version = facts.pop("version")
+            if version != VERSION:
+                raise TrajectoryError(
+                    f"this trajectory has {version=}, and this program reads {VERSION}; record it "
+                    "again"
+                )
+            del facts["nfe"]
+            steps = [_step(one) for one in facts.pop("steps")]
+            return Trajectory(**facts, steps=steps)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, TrajectoryError):
+                raise
+            raise TrajectoryError(
+                f"this is no trajectory ({type(error).__name__}: {error}); give what to_json wrote"
+            ) from error
+
+
+def record(
+    model: Model | str,
+    prompt: str | Sequence[int],
+    strategy: Any = None,
+    *,
+    attention_implementation: str | None = None,
+    **request: Any,
+) -> Trajectory:
+    """Decode one prompt and keep what every step did.
+
+    Slower than `generate`: each step is read by itself.
+
+    Args:
+        model: A `Model` or what `load` takes.
+        prompt: Token ids, or a text (which is read as it is, without a chat template).
+        strategy: A value, name, import path or step function; None is the family's default.
+        request: `generate`'s further keywords: `max_tokens`, `temperature`, `key`, ...
+
+    Raises:
+        ValueError: As `generate`, or a text for a model without a tokenizer.
+
+    Example:
+        trajectory = dj.record("builtin:tiny-sdar", "2 + 2 =", max_tokens=32)
+        [int(step.accepted.sum()) for step in trajectory.steps]
+    """
+    model = load(model) if isinstance(model, str) else model
+    ids = _ids(model, prompt)
+    chosen = resolve_strategy(model, strategy, request.get("draft"))
+    session = generate.start(
+        model,
+        [ids],
+        chosen,
+        attention_implementation=attention_implementation,
+        **request,
+    )
+    state, steps = session.state, []
+    while int(state.finish[0]) == RUNNING:
+        state, one = _recorded(
+            model, session.by_class, session.aux, state, attention_implementation
+        )
+        steps.append(_from_device(jax.tree.map(lambda leaf: leaf[0], jax.device_get(one))))
+    length = int(state.output_len[0])
+    return Trajectory(
+        prompt=list(map(int, ids)),
+        tokens=np.asarray(state.output)[0, :length].tolist(),
+        limit=int(state.buffer.limit[0]),
+        finish_reason=FINISH_REASONS[int(state.finish[0])] or "",
+        model=model.source,
+        strategy=_name(chosen),
+        settings=_settings(chosen),
+        steps=steps,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
+def _recorded(model, by_class, aux, state, implementation):
+    strategy = by_class.strategy
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+    return recorded_step(strategy, forward, state, spec)
+
+
+def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if model.tokenizer is None:
+        raise ValueError(
+            f"model {model.source!r} has no tokenizer to read text with; give a list of token ids"
+        )
+    return encode(model.tokenizer, prompt)
+
+
+def _name(strategy: Any) -> str:
+    """A function's name, or the class's."""
+    made_of = getattr(strategy, "fn", None) or type(strategy)
+    return getattr(made_of, "__name__", type(strategy).__name__)
+
+
+def _settings(strategy: Any) -> dict[str, Any]:
+    """Fields of a strategy that are numbers, words or None."""
+    found = {}
+    for field in dataclasses.fields(strategy):
+        value = getattr(strategy, field.name)
+        if field.name in _ALGORITHM:
+            continue
+        if np.ndim(value) == 0 and hasattr(value, "item"):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            found[field.name] = value
+    return found
+
+
+# --- arrays of the device, objects of the host, JSON -------------------------------------------
+
+
+def _from_device(one: Any) -> Step:
+    """A `StepRecord` of one row, in NumPy."""
+
+    def window(buffer: Any) -> Window:
+        tokens = np.where(buffer.filled, buffer.tokens, NOT_READ)
+        return Window(int(buffer.start), buffer.status, tokens)
+
+    return Step(
+        before=window(one.before),
+        after=window(one.after),
+        predicted=one.predicted,
+        confidence=one.confidence,
+        entropy=one.entropy,
+        accepted=one.accepted,
+        edited=one.edited,
+        commit_len=int(one.commit_len),
+        settled_len=int(one.settled_len),
+        nfe=int(one.nfe),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Lists, numbers, words and None."""
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _step(facts: Mapping[str, Any]) -> Step:
+    def window(name: str) -> Window:
+        one = facts[name]
+        return Window(one["start"], *(np.asarray(one[key], np.int32) for key in _WINDOW))
+
+    def cells(name: str, kind: Any) -> np.ndarray:
+        return np.asarray(facts[name], kind)
+
+    return Step(
+        before=window("before"),
+        after=window("after"),
+        predicted=cells("predicted", np.int32),
+        confidence=cells("confidence", np.float32),
+        entropy=cells("entropy", np.float32),
+        accepted=cells("accepted", bool),
+        edited=cells("edited", bool),
+        commit_len=facts["commit_len"],
+        settled_len=facts["settled_len"],
+        nfe=facts["nfe"],
+    )
+
+
+_WINDOW = ("status", "tokens")

@@ -1,0 +1,1 @@
+"""The machinery that algorithms are written with."""

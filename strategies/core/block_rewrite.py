@@ -1,0 +1,46 @@
+"""Block rewrite: tokens written over the open blocks, filled cells included.
+
+For strategies that revise what they accepted, until the block leaves: a cell of the prompt is never
+written, and a token written over another one is not counted as accepted. Nothing here knows why a
+strategy writes.
+
+Source: LLaDA2.1 (arXiv 2602.08676), token-to-token editing; Diffulex's `mixin/block_rewrite`.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from . import blocks
+from .state import ACTIVE, DecodeState
+
+
+def editable(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells of ACTIVE blocks behind the prompt, filled or not: all that may be written."""
+    buffer = state.buffer
+    return (buffer.status[:, :, None] == ACTIVE) & (
+        buffer.positions >= buffer.prompt_len[:, None, None]
+    )
+
+
+def differs(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
+    """Editable cells that hold a token, and another one than `tokens`; never a hole."""
+    buffer = state.buffer
+    return editable(state) & buffer.filled & (tokens != buffer.tokens)
+
+
+def rewrite(
+    state: DecodeState, tokens: Int[Array, "B K S"], where: Bool[Array, "B K S"]
+) -> tuple[DecodeState, Bool[Array, "B K S"]]:
+    """Write `tokens` in the editable cells of `where`.
+
+    Returns:
+        The state, and the cells that were holes before: what `blocks.finish_step` counts.
+    """
+    where = where & editable(state)
+    return blocks.write(state, tokens, where), where & ~state.buffer.filled
+
+
+def before_limit(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells that may be emitted: what happens past the limit holds no block back."""
+    buffer = state.buffer
+    return jnp.broadcast_to(buffer.positions < buffer.limit[:, None, None], buffer.tokens.shape)

@@ -1,0 +1,191 @@
+"""Pure operations on the window: which cells are holes, when a block opens, completes, commits.
+
+The pieces a step is made of, in the order it uses them: `open_next`, (forward), `to_cache`,
+`holes`, `write`, `finish_step`. Nothing here knows about the model, pages or other slots.
+
+Source: Diffulex's block buffer, with the rules of docs/strategies.md.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .protocol import PerSlot
+from .state import ACTIVE, DUMMY, TO_CACHE, DecodeState, StepInfo
+
+
+def block_starts(state: DecodeState) -> Int[Array, "B K"]:
+    """Absolute position of the first cell of each block."""
+    return state.buffer.positions[:, :, 0]
+
+
+def live_cells(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells of blocks that are not DUMMY."""
+    buffer = state.buffer
+    return jnp.broadcast_to(buffer.status[:, :, None] != DUMMY, buffer.tokens.shape)
+
+
+def holes(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells of ACTIVE blocks that wait for a token; never a cell of the prompt."""
+    buffer = state.buffer
+    return (
+        (buffer.status[:, :, None] == ACTIVE)
+        & ~buffer.filled
+        & (buffer.positions >= buffer.prompt_len[:, None, None])
+    )
+
+
+def is_given(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells whose token the request brought: of its prompt, between its holes, behind them."""
+    buffer, given = state.buffer, state.limits.given
+    prompt = buffer.positions < buffer.prompt_len[:, None, None]
+    if given is None:
+        return prompt
+    positions = buffer.positions.reshape(len(given), -1)
+    found = jnp.take_along_axis(given, positions, axis=1, mode="fill", fill_value=False)
+    return prompt | found.reshape(prompt.shape)
+
+
+def to_cache(state: DecodeState) -> Bool[Array, "B K S"]:
+    """Cells of blocks that commit in this step."""
+    buffer = state.buffer
+    return jnp.broadcast_to(buffer.status[:, :, None] == TO_CACHE, buffer.tokens.shape)
+
+
+def progress(state: DecodeState) -> Float[Array, "B K"]:
+    """Share of filled cells in each block; cells of the prompt count."""
+    return jnp.mean(state.buffer.filled.astype(jnp.float32), axis=2)
+
+
+def complete(state: DecodeState) -> Bool[Array, "B K"]:
+    """Blocks with no hole before the request's limit; cells past it need not be waited for."""
+    buffer = state.buffer
+    past_limit = buffer.positions >= buffer.limit[:, None, None]
+    return jnp.all(buffer.filled | past_limit, axis=2)
+
+
+def semi_complete_before(state: DecodeState, threshold: PerSlot) -> Bool[Array, "B K"]:
+    """Blocks whose predecessor has progress >= `threshold`; the first block's always has.
+
+    The predecessor of the first block is in the cache, hence complete, whatever the threshold.
+    """
+    semi = progress(state) >= threshold.at_block
+    return jnp.concatenate([jnp.ones_like(semi[:, :1]), semi[:, :-1]], axis=1)
+
+
+def has_stop(state: DecodeState) -> Bool[Array, " B"]:
+    """Rows in whose window a generated cell holds a stop id, holes before it or not."""
+    buffer = state.buffer
+    generated = buffer.filled & ~is_given(state)
+    return jnp.any(is_stop(state, buffer.tokens) & generated, axis=(1, 2))
+
+
+def is_stop(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
+    """Cells whose token is one of the request's stop ids (-1 pads the list)."""
+    ids = state.limits.stop_ids[:, None, None, :]
+    each = ((tokens == ids[..., i]) & (ids[..., i] >= 0) for i in range(ids.shape[-1]))
+    # Not along an axis: a reduction is a launch of its own.
+    return functools.reduce(jnp.logical_or, each, jnp.zeros(tokens.shape, bool))
+
+
+def open_next(
+    state: DecodeState,
+    add_block_threshold: PerSlot | None = None,
+    stable: Bool[Array, "B K"] | None = None,
+) -> DecodeState:
+    """Open at most one block: the first of an empty window, or the one behind enough progress.
+
+    Decided before the forward on what the last step left. A block that starts at or past the
+    limit never opens, nor does any once a stop id stands in the window.
+
+    Args:
+        add_block_threshold: Progress (>=) the last open block must show; None: one at a time.
+        stable: Blocks behind which another may open, for strategies that rewrite what is filled;
+            None: all.
+    """
+    buffer = state.buffer
+    K = buffer.tokens.shape[1]
+    num_open = jnp.sum(buffer.status != DUMMY, axis=1)
+    ready = num_open == 0
+    if add_block_threshold is not None:
+        last = jnp.maximum(num_open - 1, 0)[:, None]
+        last_progress = jnp.take_along_axis(progress(state), last, axis=1)
+        enough = last_progress >= add_block_threshold.at_block
+        if stable is not None:
+            enough &= jnp.take_along_axis(stable, last, axis=1)
+        ready |= enough[:, 0]
+    is_next = jnp.arange(K)[None, :] == num_open[:, None]
+    opens = is_next & ready[:, None] & (block_starts(state) < buffer.limit[:, None])
+    opens &= ~has_stop(state)[:, None]
+    status = jnp.where(opens, ACTIVE, buffer.status)
+    return state.replace(buffer=buffer.replace(status=status))
+
+
+def begin(state: DecodeState, first: Int[Array, " B"], where: Bool[Array, " B"]) -> DecodeState:
+    """Open the window of rows `where` with the token `first` in its first cell, by itself."""
+    buffer = state.buffer
+    S = buffer.tokens.shape[2]
+    anchor = where[:, None, None] & (jnp.arange(S) == 0)[None, None]
+    return state.replace(
+        buffer=buffer.replace(
+            tokens=jnp.where(anchor, first[:, None, None], buffer.tokens),
+            filled=buffer.filled | anchor,
+            status=jnp.where(where[:, None], ACTIVE, buffer.status),
+        )
+    )
+
+
+def write(
+    state: DecodeState, tokens: Int[Array, "B K S"], accept: Bool[Array, "B K S"]
+) -> DecodeState:
+    """Fill the accepted cells; what the request brought is never written over."""
+    buffer = state.buffer
+    accept = accept & ~is_given(state)
+    return state.replace(
+        buffer=buffer.replace(
+            tokens=jnp.where(accept, tokens, buffer.tokens), filled=buffer.filled | accept
+        )
+    )
+
+
+def settled_run(state: DecodeState) -> Int[Array, " B"]:
+    """Length of the hole-free run at the window's left."""
+    buffer = state.buffer
+    B = buffer.tokens.shape[0]
+    solid = (buffer.filled & live_cells(state)).reshape(B, -1)
+    return jnp.sum(jnp.cumprod(solid.astype(jnp.int32), axis=1), axis=1)
+
+
+def finish_step(
+    state: DecodeState, accept: Bool[Array, "B K S"], ready: Bool[Array, "B K"] | None = None
+) -> tuple[DecodeState, StepInfo]:
+    """End of a step of one forward: promote, count, report.
+
+    Blocks that were TO_CACHE during the forward are in the cache now: they commit. The run of
+    complete ACTIVE blocks behind them becomes TO_CACHE.
+
+    Args:
+        accept: The cells filled in this step; a token written over another one is none.
+        ready: Complete blocks that may leave, for strategies that rewrite what is filled: only
+            what leaves is settled then. None: all may, for what is filled never changes again,
+            and the hole-free run is settled.
+    """
+    buffer = state.buffer
+    S = buffer.tokens.shape[2]
+    committed = buffer.status == TO_CACHE
+    may_leave = complete(state) if ready is None else complete(state) & ready
+    done = committed | ((buffer.status == ACTIVE) & may_leave)
+    leading = jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)
+    status = jnp.where(leading, TO_CACHE, buffer.status)
+    block_steps = buffer.block_steps + (buffer.status == ACTIVE).astype(jnp.int32)
+    settled_len = settled_run(state)
+    if ready is not None:  # holes past the limit may leave with their block, and settle never
+        settled_len = jnp.minimum(settled_len, jnp.sum(leading, axis=1, dtype=jnp.int32) * S)
+    info = StepInfo(
+        commit_len=jnp.sum(committed, axis=1).astype(jnp.int32) * S,
+        settled_len=settled_len,
+        accepted=jnp.sum(accept, axis=(1, 2)).astype(jnp.int32),
+        nfe=jnp.ones_like(buffer.nfe),
+    )
+    return state.replace(buffer=buffer.replace(status=status, block_steps=block_steps)), info

@@ -1,0 +1,217 @@
+"""What the strategies that draft share: how drafts fared, and how many of them to judge next.
+
+Both are leaves of `Carry`, by the names below. The counts (`slot`) go where the request goes: to
+the host with each harvest, to be told (`DraftMetrics`), and through a preemption.
+The running estimates, to choose a width by, are `lasting`: most texts are too short to learn from
+themselves what the one before has shown. Places are counted behind the anchor: the first draft has
+place 1.
+A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.
+
+Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are-data.md).
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from . import blocks
+from .state import RUNNING, DecodeState
+
+ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
+CHANCE, IDLE = "draft_chance", "draft_idle"
+RUN = "text_run"
+
+# What is believed before anything was seen. Drafts of published pairs are right, where all before
+# them were, about nine times in ten (27B target, block 16: z-lab/dflash#52); the more is believed,
+# the longer a draft that is never right is kept: so some ten rounds, at costs of an 8B pair.
+FIRST_CHANCE = 0.85
+GAIN = 0.25  # weight of the last round
+# Rounds without drafts, after which a round looks whether they would be right now; and the share of
+# those rounds' cost that it may take, so that looking never costs what can be noticed.
+PROBE_EVERY, PROBE_SHARE = 128, 0.005
+
+
+def no_counts(size: int) -> dict[str, Array]:
+    """Counts of a fresh request, for the `slot` leaves of a carry.
+
+    Args:
+        size: Cells of a draft, the anchor among them.
+
+    Returns:
+        `draft_rounds` [1 size]: rounds in which drafts were judged, by the tokens they emitted less
+        one. `drafts_proposed`, `drafts_accepted` [1 size-1]: drafts that were judged, and those
+        that were right as were all before them, by place less one. `text_run` [1]: equal tokens
+        that the text ends in; the first token is drawn.
+    """
+    nothing = jnp.zeros((1, size - 1), jnp.int32)
+    counts = {ROUNDS: jnp.zeros((1, size), jnp.int32), PROPOSED: nothing, ACCEPTED: nothing}
+    return counts | {RUN: jnp.ones((1,), jnp.int32)}
+
+
+def no_estimates(size: int) -> dict[str, Array]:
+    """What `choose_width` goes by before anything was seen, for the `lasting` leaves of a carry.
+
+    Returns:
+        `draft_chance` [1 size-1]: of a draft to be right where all before it were, by place less
+        one. `draft_idle` [1]: rounds since one with drafts.
+    """
+    chance = jnp.full((1, size - 1), FIRST_CHANCE, jnp.float32)
+    return {CHANCE: chance, IDLE: jnp.zeros((1,), jnp.int32)}
+
+
+def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
+    """The carry after a round, whose tokens are written and whose window has not moved.
+
+    Drafts for places that could not be emitted are not looked at: past the limit, behind a stop id
+    or the end of a run. Those behind a wrong one say nothing of their chance.
+
+    Args:
+        right: Drafts that were right, up to the first that was not.
+        width: Cells that were judged.
+    """
+    slot, lasting = state.carry.slot, state.carry.lasting
+    tokens, filled = state.buffer.tokens[:, 0], state.buffer.filled[:, 0]
+    if isinstance(width, int) and width == 1:  # what is left of all below
+        run = jnp.where(tokens[:, 1] == tokens[:, 0], slot[RUN] + 1, 1)
+        if lasting:
+            lasting = lasting | {IDLE: lasting[IDLE] + 1}
+        slot = slot | {RUN: run}
+        return state.replace(carry=state.carry.replace(slot=slot, lasting=lasting))
+    last = jnp.sum(filled, axis=1, dtype=jnp.int32) - 1
+    ends = run_end(state, tokens)
+    room = jnp.where(ends <= last, jnp.minimum(_room(state), ends), _room(state))
+    is_round = jnp.asarray(width) > 1
+    places = jnp.arange(1, slot[PROPOSED].shape[1] + 1, dtype=jnp.int32)[None]
+    wanted = (places < width) & (places <= room[:, None])
+    taken = wanted & (places <= right[:, None])
+    sizes = jnp.arange(1, slot[ROUNDS].shape[1] + 1, dtype=jnp.int32)[None]
+    emitted = jnp.minimum(right + 1, room)[:, None]
+    slot = slot | {
+        ROUNDS: slot[ROUNDS] + ((sizes == emitted) & is_round).astype(jnp.int32),
+        PROPOSED: slot[PROPOSED] + wanted.astype(jnp.int32),
+        ACCEPTED: slot[ACCEPTED] + taken.astype(jnp.int32),
+        RUN: jnp.take_along_axis(_runs(state, tokens), last[:, None], axis=1)[:, 0],
+    }
+    if lasting:
+        seen = wanted & (places <= right[:, None] + 1)
+        moved = lasting[CHANCE] + GAIN * (taken.astype(jnp.float32) - lasting[CHANCE])
+        lasting = {
+            CHANCE: jnp.where(seen, moved, lasting[CHANCE]),
+            IDLE: jnp.where(is_round, 0, lasting[IDLE] + 1),
+        }
+    return state.replace(carry=state.carry.replace(slot=slot, lasting=lasting))
+
+
+def run_end(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, " B"]:
+    """The place at which the text has a run of `max_run` equal tokens: it ends there.
+
+    As where tokens come one by one: what a round emits may hold a whole run, or go on behind one.
+
+    Args:
+        tokens: The anchor and what follows it.
+
+    Returns:
+        A place behind the anchor, S where there is none.
+    """
+    ends = _runs(state, tokens)[:, 1:] >= state.limits.max_run[:, None]
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
+    return jnp.where(jnp.any(ends, axis=1), first, tokens.shape[1])
+
+
+def _runs(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """How many equal tokens end in each cell; the text behind the anchor and before is counted."""
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    anchors = 1 - state.carry.slot[RUN][:, None]  # where its run begins
+    begins = jnp.where(tokens[:, 1:] != tokens[:, :-1], place[:, 1:], anchors)
+    begins = jnp.concatenate([anchors, begins], axis=1)[:, None]
+    before = place <= place.T  # no scan: so few places are one reduction
+    return place - jnp.max(jnp.where(before[None], begins, anchors[:, None]), axis=2) + 1
+
+
+def choose_width(
+    state: DecodeState, widths: Sequence[int], costs: Float[Array, " X"]
+) -> Int[Array, ""]:
+    """Which width promises the most tokens of the running rows for its cost.
+
+    It depends on rounds that are over, so no rule of acceptance is bent by it. Where drafts do not
+    pay, width 1 is chosen, and now and then the next one, to see whether they would by now; not
+    where they could not pay even if all of them were right.
+
+    Args:
+        widths: Ascending.
+        costs: Of a round of each width for all rows, in any one unit.
+
+    Returns:
+        The index of the width.
+    """
+    lasting, buffer = state.carry.lasting, state.buffer
+    running = state.finish == RUNNING
+    room = buffer.limit - buffer.start - 1
+    reached = running.astype(jnp.float32)
+    tokens, sums = reached, {1: jnp.sum(reached)}  # of each row, of all rows by width
+    # Place by place: on a GPU products and sums along so short an axis are a launch each, and this
+    # is in every step.
+    for place in range(1, widths[-1]):
+        reached = jnp.where(place < room, reached * lasting[CHANCE][:, place - 1], 0.0)
+        tokens = tokens + reached
+        sums[place + 1] = jnp.sum(tokens)
+    best, most = jnp.int32(0), sums[widths[0]] / costs[0]
+    for i, width in enumerate(widths[1:], 1):
+        is_better = sums[width] / costs[i] > most
+        best = jnp.where(is_better, i, best)
+        most = jnp.where(is_better, sums[width] / costs[i], most)
+    if widths[0] > 1:
+        return best
+    sizes = jnp.asarray(widths[1:], jnp.float32)
+    could_pay = jnp.any(sizes / costs[1:] > 1.0 / costs[0])
+    rounds = jnp.maximum(PROBE_EVERY, (costs[1] / costs[0] - 1.0) / PROBE_SHARE)
+    is_due = jnp.any(running & (lasting[IDLE].astype(jnp.float32) >= rounds))
+    return jnp.where((best == 0) & is_due & could_pay, 1, best)
+
+
+def reject(
+    target: Float[Array, "B T V"],
+    draft: Float[Array, "B T-1 V"],
+    tokens: Int[Array, "B T-1"],
+    chances: Float[Array, "B T-1"],
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    """Speculative sampling: which drafts stay, and the law of the token behind them.
+
+    A draft d stays where u q(d) < p(d). Behind the first that does not, the token is drawn from
+    what p has more than q; behind all of them, from p. Then each token has the law p, whatever q.
+
+    Args:
+        target: Probabilities p of the token behind the anchor, and behind each draft.
+        draft: Probabilities q that the drafts were drawn from. What is no number is none: such a
+            draft never stays, and p is drawn from.
+        tokens: The drafts.
+        chances: u, uniform in [0, 1), of nothing that drew the drafts.
+
+    Returns:
+        The number of drafts that stay, and probabilities.
+
+    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318).
+    """
+    draft = jnp.where(jnp.isfinite(draft), draft, 0.0)
+    ids = jnp.maximum(tokens, 0)[:, :, None]
+    told = jnp.take_along_axis(draft, ids, axis=2)[:, :, 0]
+    wanted = jnp.take_along_axis(target[:, :-1], ids, axis=2)[:, :, 0]
+    stays = (chances * told < wanted) & (told > 0)
+    is_last = jnp.pad(~stays, ((0, 0), (0, 1)), constant_values=True)
+    right = jnp.argmax(is_last, axis=1).astype(jnp.int32)
+    at = right[:, None, None]
+    p = jnp.take_along_axis(target, at, axis=1)[:, 0]
+    q = jnp.take_along_axis(jnp.pad(draft, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
+    left = jnp.maximum(p - q, 0.0)
+    mass = jnp.sum(left, axis=1, keepdims=True)
+    # Without any only rounding rejects a draft, and p is as good.
+    return right, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), p)
+
+
+def _room(state: DecodeState) -> Int[Array, " B"]:
+    """Tokens behind the anchor that the request may still emit: to its limit and first stop id."""
+    buffer = state.buffer
+    stops = (blocks.is_stop(state, buffer.tokens) & buffer.filled)[:, 0]
+    first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1), stops.shape[1])
+    return jnp.clip(buffer.limit - buffer.start - 1, 0, first.astype(jnp.int32))

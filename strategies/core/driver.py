@@ -1,0 +1,330 @@
+"""The engine's half of a decode step, pure: admit, count, settle, finish, emit, freeze, slide.
+
+One definition for every engine of this project and for `testing`, so that a strategy
+behaves the same under all of them. Nothing here knows about the model or about pages.
+
+One step is `propose`, which calls `strategy.step`, then `advance`; contract §1 states the order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from . import blocks
+from .protocol import Forward, Needs, SlotSpec, bind_knobs, initial_carry, makes_choices
+from .state import (
+    ACTIVE,
+    DUMMY,
+    ERROR,
+    LENGTH,
+    NFE,
+    NO_TOKEN,
+    REPETITION,
+    RUNNING,
+    STOP,
+    BlockBuffer,
+    Carry,
+    DecodeState,
+    StepInfo,
+    select_rows,
+)
+
+# Steps so far, the choice of the next one, the state. Asked for twice, a choice might be rounded
+# otherwise, and its loop end before its first step.
+_Stretch = tuple[Array, Array, DecodeState]
+
+
+def prefill_len(needs: Needs, prompt_len: Array, block_size: int) -> Array:
+    """Tokens of the prompt that go to the cache before decoding; the rest enters the window."""
+    if needs.prompt == "in_window":
+        return jnp.zeros_like(prompt_len)
+    if needs.prompt in ("whole_causal", "whole_full"):
+        return prompt_len
+    return prompt_len // block_size * block_size
+
+
+def admit_window(
+    needs: Needs,
+    tail: Int[Array, "B W"],
+    prompt_len: Int[Array, " B"],
+    limit: Int[Array, " B"],
+    num_blocks: int,
+    block_size: int,
+    given: Int[Array, "B W"] | None = None,
+) -> BlockBuffer:
+    """The window of fresh requests: what of the prompt is not prefilled, then DUMMY blocks.
+
+    With `in_window` prompts every block that holds a position before the end of what is given or
+    to be written is ACTIVE from the start.
+
+    Args:
+        tail: The prompt's ids from the window's first position on (`prompt_tail`); what lies
+            behind the prompt may be anything.
+        given: Ids of cells behind the prompt, -1 elsewhere (`in_window` prompts only).
+    """
+    B = tail.shape[0]
+    K, S = num_blocks, block_size
+    start = prefill_len(needs, prompt_len, S)
+    position = start[:, None] + jnp.arange(K * S, dtype=jnp.int32)[None]
+    tokens = tail
+    filled = position < prompt_len[:, None]
+    end = prompt_len
+    if needs.prompt == "in_window":
+        end = limit
+        if given is not None:
+            held = given >= 0
+            tokens, filled = jnp.where(held, given, tokens), filled | held
+            end = jnp.maximum(limit, jnp.max(jnp.where(held, position + 1, 0), axis=1))
+    tokens = jnp.where(filled, tokens, 0).reshape(B, K, S)
+    in_use = (position < end[:, None]).reshape(B, K, S)[:, :, 0]
+    return BlockBuffer(
+        tokens=tokens,
+        filled=filled.reshape(B, K, S),
+        status=jnp.where(in_use, ACTIVE, DUMMY).astype(jnp.int32),
+        start=start,
+        prompt_len=prompt_len,
+        limit=limit,
+        block_steps=jnp.zeros((B, K), jnp.int32),
+        nfe=jnp.zeros((B,), jnp.int32),
+    )
+
+
+def prompt_tail(
+    needs: Needs,
+    prompt: Int[Array, "B T"],
+    prompt_len: Int[Array, " B"],
+    num_blocks: int,
+    block_size: int,
+) -> Int[Array, "B W"]:
+    """Ids of right-padded prompts at the window's positions; any id behind the prompt."""
+    start = prefill_len(needs, prompt_len, block_size)
+    cell = jnp.arange(num_blocks * block_size, dtype=jnp.int32)[None]
+    index = jnp.minimum(start[:, None] + cell, prompt.shape[1] - 1)
+    return jnp.take_along_axis(prompt, index, axis=1)
+
+
+def broadcast_carry(carry: Carry, num_slots: int, num_blocks: int, block_size: int) -> Carry:
+    """An `init` value at full shape: the same constant in every slot, block and cell."""
+
+    def grow(leaves: dict[str, Array], axes: tuple[int, ...]) -> dict[str, Array]:
+        return {k: jnp.broadcast_to(v, (*axes, *v.shape[len(axes) :])) for k, v in leaves.items()}
+
+    return Carry(
+        tokens=grow(carry.tokens, (num_slots, num_blocks * block_size)),
+        blocks=grow(carry.blocks, (num_slots, num_blocks)),
+        slot=grow(carry.slot, (num_slots,)),
+        lasting=grow(carry.lasting, (num_slots,)),
+    )
+
+
+def decode_step(
+    strategy: Any, forward: Forward, state: DecodeState, spec: SlotSpec
+) -> tuple[DecodeState, StepInfo]:
+    """One whole step of every running slot: the strategy's half, then the engine's.
+
+    Finished rows stay bit for bit as they are; their `info` is zero. A row that meets a value
+    that is not finite ends with ERROR and what it had before the step.
+    """
+    return advance(strategy, state, *propose(strategy, forward, state), spec)
+
+
+def decode_while(
+    go_on: Callable[[Int[Array, ""], DecodeState], Bool[Array, ""]],
+    strategy: Any,
+    forward: Forward,
+    state: DecodeState,
+    spec: SlotSpec,
+) -> tuple[Int[Array, ""], DecodeState]:
+    """Steps while `go_on(steps, state)`, and how many they were.
+
+    Where a strategy chooses between passes (`protocol.makes_choices`), a loop of its own runs each
+    for as long as it is chosen: the same steps as by `decode_step`, but none of them holds a branch
+    whose passes must all leave the same. The loops stand one behind another, and one whose choice
+    is not made ends at once: within a `switch`, jaxlib 0.10 would copy the pools.
+    """
+    if not makes_choices(strategy):
+
+        def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+            steps, now = carry
+            return steps + 1, decode_step(strategy, forward, now, spec)[0]
+
+        return jax.lax.while_loop(lambda carry: go_on(*carry), one, (jnp.int32(0), state))
+
+    def chosen(now: DecodeState) -> Int[Array, ""]:
+        return bind_knobs(strategy, now.knobs).choice(now)
+
+    def stretch(index: int, carry: _Stretch) -> _Stretch:
+        fixed = strategy.chosen(index)
+
+        def one(carry: _Stretch) -> _Stretch:
+            steps, _, now = carry
+            now = decode_step(fixed, forward, now, spec)[0]
+            return steps + 1, chosen(now), now
+
+        def same(carry: _Stretch) -> Array:
+            return go_on(carry[0], carry[2]) & (carry[1] == index)
+
+        return jax.lax.while_loop(same, one, carry)
+
+    def every(carry: _Stretch) -> _Stretch:
+        for index in range(len(strategy.choices)):
+            carry = stretch(index, carry)
+        return carry
+
+    start = (jnp.int32(0), chosen(state), state)
+    steps, _, state = jax.lax.while_loop(lambda carry: go_on(carry[0], carry[2]), every, start)
+    return steps, state
+
+
+def propose(strategy: Any, forward: Forward, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """The strategy's half of a step, with its knobs bound."""
+    return _checked(strategy, bind_knobs(strategy, state.knobs).step(forward, state))
+
+
+def advance(
+    strategy: Any, state: DecodeState, stepped: DecodeState, info: StepInfo, spec: SlotSpec
+) -> tuple[DecodeState, StepInfo]:
+    """The engine's half: what `state` becomes once the strategy made `stepped` of it."""
+    running = state.finish == RUNNING
+    # What a broken row wrote is not worth keeping: it stays as it was before this step.
+    broken = running & is_broken(stepped)
+    taken = running & ~broken
+    info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
+    fresh = broadcast_carry(
+        initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
+    )
+    advanced = slide(finish(count(stepped, info), info, taken), info, fresh)
+    # `finish` has left what other rows emitted as it was: a select would copy all of it.
+    selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
+    ended = jnp.where(broken, ERROR, selected.finish)
+    return selected.replace(output=advanced.output, finish=ended), info
+
+
+def is_broken(state: DecodeState) -> Bool[Array, " B"]:
+    """Rows that met a value that is not finite: in a row to store, or in a readout."""
+    no_token = jnp.any(state.buffer.filled & (state.buffer.tokens == NO_TOKEN), axis=(1, 2))
+    return (state.finish == ERROR) | no_token
+
+
+def _checked(strategy: Any, returned: Any) -> tuple[DecodeState, StepInfo]:
+    """What a step returned, if it is what a step must return (at trace time)."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        state, info = returned
+        if isinstance(state, DecodeState) and isinstance(info, StepInfo):
+            return state, info
+    name = getattr(getattr(strategy, "fn", None), "__name__", type(strategy).__name__)
+    raise ValueError(
+        f"the step of {name} returned {type(returned).__name__}, not (DecodeState, StepInfo); "
+        "end it with `return blocks.finish_step(state, accept)` or a pair of your own"
+    )
+
+
+def count(state: DecodeState, info: StepInfo) -> DecodeState:
+    """Add the forwards of this step."""
+    buffer = state.buffer
+    return state.replace(buffer=buffer.replace(nfe=buffer.nfe + info.nfe))
+
+
+def finish(state: DecodeState, info: StepInfo, taken: Bool[Array, " B"]) -> DecodeState:
+    """Emit what is settled and decide which rows are done, by contract §1 and strategies §2.6-2.8.
+
+    Only rows `taken` emit.
+
+    A row ends with the first settled stop id that it has not brought itself (which is not emitted),
+    when every position before its limit is settled, when it has spent `max_nfe` forwards, or when
+    its text ends in a run of `max_run` equal tokens; in this order of precedence.
+    """
+    buffer, limits = state.buffer, state.limits
+    B = buffer.start.shape[0]
+    cell = jnp.arange(buffer.tokens.shape[1] * buffer.tokens.shape[2], dtype=jnp.int32)[None]
+    position = buffer.start[:, None] + cell
+    tokens = buffer.tokens.reshape(B, -1)
+    settled_end = jnp.minimum(buffer.start + info.settled_len, buffer.limit)
+    emitted = (position >= buffer.prompt_len[:, None]) & (position < settled_end[:, None])
+    written_stops = blocks.is_stop(state, buffer.tokens) & ~blocks.is_given(state)
+    stops = (position < settled_end[:, None]) & written_stops.reshape(B, -1)
+    far = jnp.iinfo(jnp.int32).max
+    first_stop = jnp.min(jnp.where(stops, position, far), axis=1)
+    stopped = first_stop < far
+    end = jnp.maximum(jnp.minimum(settled_end, first_stop), buffer.prompt_len)
+
+    output_len = jnp.maximum(state.output_len, end - buffer.prompt_len)
+    column = position - buffer.prompt_len[:, None]
+    wanted = emitted & (position < end[:, None]) & taken[:, None]
+    # A dropped write needs a column past the array: negative ones would wrap.
+    column = jnp.where(wanted, column, state.output.shape[1])
+    output = state.output.at[jnp.arange(B)[:, None], column].set(tokens, mode="drop")
+
+    reasons = (
+        (stopped, STOP),
+        (settled_end >= buffer.limit, LENGTH),
+        (buffer.nfe >= limits.max_nfe, NFE),
+        (_trailing_run(output, output_len) >= limits.max_run, REPETITION),
+    )
+    reason = jnp.full((B,), RUNNING, jnp.int32)
+    for ended, code in reversed(reasons):
+        reason = jnp.where(ended, code, reason)
+    return state.replace(output=output, output_len=output_len, finish=reason)
+
+
+def _trailing_run(output: Int[Array, "B O"], length: Int[Array, " B"]) -> Int[Array, " B"]:
+    """How many equal tokens the first `length` of each row end in."""
+    index = jnp.arange(output.shape[1])[None]
+    last = jnp.take_along_axis(output, jnp.maximum(length - 1, 0)[:, None], axis=1)
+    differs = (output != last) & (index < length[:, None])
+    return length - 1 - jnp.max(jnp.where(differs, index, -1), axis=1)
+
+
+def slide(state: DecodeState, info: StepInfo, fresh: Carry) -> DecodeState:
+    """Move the window left past the committed tokens; new cells hold first values.
+
+    Blocks move by whole blocks: a window that advances by less keeps its blocks' state.
+    """
+    buffer = state.buffer
+    B, K, S = buffer.tokens.shape
+    by_token, by_block = info.commit_len, info.commit_len // S
+
+    def along(leaf: Array, by: Array, fill: Array) -> Array:
+        size = leaf.shape[1]
+        index = jnp.arange(size)[None] + by[:, None]
+        tail = (1,) * (leaf.ndim - 2)
+        moved = jnp.take_along_axis(
+            leaf, jnp.minimum(index, size - 1).reshape(B, size, *tail), axis=1
+        )
+        return jnp.where((index < size).reshape(B, size, *tail), moved, fill)
+
+    def cells(leaf: Array, fill: Any) -> Array:
+        return along(leaf.reshape(B, K * S), by_token, jnp.asarray(fill, leaf.dtype)).reshape(
+            B, K, S
+        )
+
+    moved = buffer.replace(
+        tokens=cells(buffer.tokens, 0),
+        filled=cells(buffer.filled, False),
+        status=along(buffer.status, by_block, jnp.int32(DUMMY)),
+        block_steps=along(buffer.block_steps, by_block, jnp.int32(0)),
+        start=buffer.start + by_token,
+    )
+    carry = state.carry.replace(
+        tokens={k: along(v, by_token, fresh.tokens[k]) for k, v in state.carry.tokens.items()},
+        blocks={k: along(v, by_block, fresh.blocks[k]) for k, v in state.carry.blocks.items()},
+    )
+    boundary = next_boundary(state.boundary, state.rows, by_token)
+    return state.replace(buffer=moved, carry=carry, boundary=boundary)
+
+
+def next_boundary(boundary: Array, rows: Array, by: Int[Array, " B"]) -> Array:
+    """Raw hidden row of the last token before the window once it has moved `by` tokens.
+
+    Where no boundary is kept both have no width, and so has the result.
+    """
+    joined = jnp.concatenate([boundary[:, None], rows], axis=1)
+    return jnp.take_along_axis(joined, by[:, None, None], axis=1)[:, 0]
+
+
+def any_running(state: DecodeState) -> Bool[Array, ""]:
+    """Whether some slot still decodes."""
+    return jnp.any(state.finish == RUNNING)

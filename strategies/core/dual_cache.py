@@ -1,0 +1,123 @@
+"""A block refined over a provisional cache of itself: which cells run, and what they see.
+
+The window is one block (K = 1), cut in sub-blocks that are filled from left to right. A *full* pass
+runs the whole block behind the committed text; stored past `start`, holes and all, its keys and
+values are the block's own, provisional cache. A *refinement* runs one sub-block alone and sees the
+rest of its block as it was last stored. Cells at or past the request's limit take no part: they
+are neither shown nor filled, and nothing past the limit is stored or read.
+
+Nothing here knows which cells a strategy accepts.
+
+Source: Fast-dLLM v2 (arXiv 2509.26328), hierarchical caching; Fast-dLLM (2505.22618), DualCache.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from . import blocks, random
+from .protocol import Forward, ForwardOutput
+from .state import RUNNING, DecodeState
+
+
+def text_cells(state: DecodeState) -> Bool[Array, "B 1 S"]:
+    """Cells of the open block before the request's limit: what a full pass runs."""
+    buffer = state.buffer
+    return blocks.live_cells(state) & (buffer.positions < buffer.limit[:, None, None])
+
+
+def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[Array, "B 1 S"]]:
+    """Write the first token of blocks that begin with a hole; also returns the cells written.
+
+    The last row before the block tells it: that of an aligned prompt, or of the commit before. It
+    is drawn with the key of its position. Where no row asks, the head of the model does not run.
+    """
+    buffer = state.buffer
+    is_first = (jnp.arange(buffer.tokens.shape[2]) == 0)[None, None]
+    seeded = blocks.holes(state) & is_first & (state.finish == RUNNING)[:, None, None]
+
+    def draw() -> Int[Array, " B"]:
+        keys = random.position_keys(state)[:, 0, 0]
+        return forward.predict(state.boundary, sampling=state.sampling, keys=keys).token
+
+    token = jax.lax.cond(jnp.any(seeded), draw, lambda: jnp.zeros_like(buffer.start))
+    return blocks.write(state, token[:, None, None], seeded), seeded
+
+
+def sub_block(state: DecodeState, size: int) -> Bool[Array, "B 1 S"]:
+    """Cells of the leftmost sub-block with a hole; past the limit is neither cell nor hole."""
+    open_cells = blocks.holes(state) & text_cells(state)
+    cell = jnp.arange(open_cells.shape[2])[None, None]
+    first = jnp.argmax(open_cells, axis=2, keepdims=True)
+    has_hole = jnp.any(open_cells, axis=2, keepdims=True)
+    return (cell // size == first // size) & has_hole & text_cells(state)
+
+
+def may_refine(state: DecodeState, cells: Bool[Array, "B 1 S"]) -> Bool[Array, " B"]:
+    """Rows whose sub-block `cells` may run alone.
+
+    The block has been stored since it opened, and the sub-block's first cell is filled: its hole
+    would be told by the row of the cell before, which such a pass does not run.
+    """
+    buffer = state.buffer
+    first = cells & (jnp.cumsum(cells, axis=2) == 1)
+    has_head = jnp.any(first & buffer.filled, axis=(1, 2))
+    return has_head & (buffer.block_steps[:, 0] > 0)
+
+
+def run(
+    forward: Forward,
+    state: DecodeState,
+    cells: Bool[Array, "B 1 S"],
+    refine: Bool[Array, " B"],
+    width: int,
+) -> tuple[ForwardOutput, Bool[Array, "B 1 S"]]:
+    """One pass of rows that refine `cells` and rows that run whole; also returns who was live.
+
+    A refinement sees the committed text and its block as stored, but for its own cells, which are
+    fresh. Where every running row refines, the pass is `width` rows wide; a mixed batch takes the
+    full width. Store what was live outside: a pool that two branches write would be copied.
+    """
+    buffer = state.buffer
+    whole = text_cells(state)
+    live = jnp.where(refine[:, None, None], cells, whole)
+    stored = buffer.start + jnp.sum(whole, axis=(1, 2), dtype=jnp.int32)
+    context_len = jnp.where(refine, stored, buffer.start)
+
+    def pass_of(width: int | None) -> Callable[[], ForwardOutput]:
+        return lambda: forward(state, live=live, context_len=context_len, width=width)
+
+    all_refine = jnp.all(refine | (state.finish != RUNNING))
+    return jax.lax.cond(all_refine, pass_of(width), pass_of(None)), live
+
+
+def run_narrow(
+    forward: Forward,
+    state: DecodeState,
+    live: Bool[Array, "B K S"],
+    widths: tuple[int, ...],
+    **options: Any,
+) -> ForwardOutput:
+    """One pass over `live`, as wide as the running row with most live cells needs.
+
+    Any window. Store outside, as ever: a pool that two branches write would be copied.
+
+    Args:
+        widths: Ascending widths to choose from; those the window does not exceed are left out.
+        **options: What else `forward` takes.
+    """
+    B, K, S = live.shape
+    widths = tuple(width for width in widths if width < K * S)
+
+    def pass_of(width: int | None) -> Callable[[], ForwardOutput]:
+        return lambda: forward(state, live=live, width=width, **options)
+
+    if not widths:
+        return pass_of(None)()
+    count = jnp.sum(live.reshape(B, -1), axis=1, dtype=jnp.int32)
+    most = jnp.max(jnp.where(state.finish == RUNNING, count, 0))
+    fitting = jnp.sum(most > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+    return jax.lax.switch(fitting, [pass_of(width) for width in (*widths, None)])

@@ -1,0 +1,447 @@
+"""What a strategy is and what it may ask for: the types of the contract (docs/contract.md).
+
+A strategy is an immutable value with a pure `step`; knobs are its per-request numbers; `Forward`
+is the model as a strategy sees it, without parameters, pages or devices. Nothing here runs.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from .state import Carry, DecodeState, Sampling, StepInfo
+
+PromptMode = Literal["grid_causal", "grid_full", "whole_causal", "whole_full", "in_window"]
+PROMPT_MODES: tuple[PromptMode, ...] = (
+    "grid_causal",
+    "grid_full",
+    "whole_causal",
+    "whole_full",
+    "in_window",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a strategy asks of the engine.
+
+    Attributes:
+        prompt: How the prompt is taken in. `grid_causal`: whole blocks prefilled block-causally,
+            the rest enters the window. `grid_full`: the same blocks stored, computed in one pass
+            in which every prompt row sees every other. `whole_causal` / `whole_full`: the whole
+            prompt prefilled, token-causal / in one full pass; the window starts at its end.
+            `in_window`: no prefill; the prompt (and a suffix) are filled cells of the window.
+        hidden_layers: Residual streams that prefill hands to `absorb` as `chunk.out.taps`.
+        boundary: Keep the raw hidden row of the position before the window.
+        prefill_mode: The model mode of prefill (models with several modes).
+        aux: Names of further models with pools of their own, such as a drafter.
+        soft_commits: Committed keys and values depend on more than the committed tokens: such
+            pages are never shared, and a preempted request starts over.
+        provisional_cache: A step reads past `start` what an earlier one stored there: not all of a
+            request is in its slot, so a preempted one starts over. None: `context_len` is refused
+            where requests are preempted; False: what is read there was stored in the same step.
+    """
+
+    prompt: PromptMode = "grid_causal"
+    hidden_layers: tuple[int, ...] = ()
+    boundary: bool = False
+    prefill_mode: int = 0
+    aux: tuple[str, ...] = ()
+    soft_commits: bool = False
+    provisional_cache: bool | None = None
+
+    def __post_init__(self):
+        if self.prompt not in PROMPT_MODES:
+            raise ValueError(f"prompt={self.prompt!r} is not one of {', '.join(PROMPT_MODES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSpec:
+    """Static sizes a strategy's `init` may need; letters as in `core.state`."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    hidden_size: int
+    mask_id: int
+    dtype: Any
+
+
+# --- knobs: numbers of a strategy that may differ per request -------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+class PerSlot:
+    """A knob's values, one a slot, that must say which axis they go along.
+
+    With B == S a bare comparison would broadcast silently along positions, so there is none:
+    use `.at_block` ([B 1]), `.at_token` ([B 1 1]) or `.values` ([B]).
+    """
+
+    def __init__(self, values: Float[Array, " B"]):
+        self.values = values
+
+    @property
+    def at_block(self) -> Float[Array, "B 1"]:
+        """Values to compare with [B K]."""
+        return self.values[:, None]
+
+    @property
+    def at_token(self) -> Float[Array, "B 1 1"]:
+        """Values to compare with [B K S]."""
+        return self.values[:, None, None]
+
+    def tree_flatten(self):
+        """The values are the one child."""
+        return (self.values,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        """Rebuild around the one child, whatever a transformation put there."""
+        return cls(children[0])
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(
+            "a knob has one value a slot: use knob.at_block with [B, K], knob.at_token with "
+            "[B, K, S], or knob.values with [B]"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = __bool__ = __float__ = __array__ = _refuse
+    __jax_array__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+# Type of a knob field: a float (or an array, one value a slot) to users, a PerSlot inside `step`.
+Knob = Any
+
+
+def knob(default: float, low: float = 0.0, high: float = float("inf")) -> Any:
+    """A float field of a strategy that each request may override.
+
+    Args:
+        default: Its value when nobody says otherwise.
+        low: Smallest legal value.
+        high: Largest legal value.
+    """
+    return struct.field(default=default, metadata={"knob": (low, high)})
+
+
+def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
+    """Names of a strategy's knobs and their legal ranges."""
+    return {
+        field.name: field.metadata["knob"]
+        for field in dataclasses.fields(strategy)
+        if "knob" in field.metadata
+    }
+
+
+def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
+    """The strategy without its knob values, and those values by name.
+
+    What is left is static, so one compiled step serves every value.
+
+    Raises:
+        ValueError: A concrete value is outside its range.
+    """
+    ranges = knob_ranges(strategy)
+    values = {name: getattr(strategy, name) for name in ranges}
+    for name, value in values.items():
+        check_knob(strategy, name, value)
+    return strategy.replace(**dict.fromkeys(ranges)), values
+
+
+def check_knob(strategy: Any, name: str, value: Any) -> None:
+    """Raise ValueError if `value` is a plain number outside the range of knob `name`."""
+    low, high = knob_ranges(strategy)[name]
+    if isinstance(value, int | float | np.number) and not low <= value <= high:
+        raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose a value inside it")
+
+
+def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
+    """The strategy with each knob bound to its per-slot values (inside the jit)."""
+    return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})
+
+
+@jax.tree_util.register_pytree_node_class
+class ByClass:
+    """A strategy as an argument of `jit`: one of another class is another argument.
+
+    To JAX (0.10, 0.11) two dataclasses of equal static fields are one, whatever their classes, and
+    now and then `jit` then runs what it compiled for the other one's step.
+    """
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+        self._classes = _classes(jax.tree.structure(strategy))
+
+    def tree_flatten(self):
+        """The strategy is the one child; its classes are static."""
+        return (self.strategy,), self._classes
+
+    @classmethod
+    def tree_unflatten(cls, classes, children):
+        """Rebuild around the one child, whatever a transformation put there."""
+        made = object.__new__(cls)
+        made.strategy, made._classes = children[0], classes
+        return made
+
+
+def _classes(tree: Any) -> tuple[type, ...]:
+    """Of the nodes of a tree, in their order."""
+    data = tree.node_data()
+    below = (_classes(child) for child in tree.children())
+    return () if data is None else (data[0], *itertools.chain.from_iterable(below))
+
+
+def makes_choices(strategy: Any) -> bool:
+    """Whether a step is one of several.
+
+    Such a strategy has several `choices`, `choice(state)`, the index of the one that its next step
+    is, and `chosen(index)`, the strategy that makes no other.
+    """
+    return hasattr(strategy, "choices") and len(strategy.choices) > 1
+
+
+def weighs_costs(strategy: Any) -> bool:
+    """Whether a step is one of several, chosen by what each costs, and nobody has said what.
+
+    Such a strategy `makes_choices`, the cheapest first; it has `cells`, for each of them how many
+    cells of a slot the model runs and how many the models beside it do (0: no pass), and a field
+    `costs` that is None.
+    """
+    return makes_choices(strategy) and hasattr(strategy, "cells") and strategy.costs is None
+
+
+# --- what a forward takes and gives ---------------------------------------------------------
+
+
+class TokenMix(struct.PyTreeNode):
+    """Input rows that are mixtures of embeddings: `base_weight * E[base] + sum_m p_m * E[id_m]`.
+
+    Attributes:
+        renormalize: Scale each mixture to the weighted mean of its members' norms.
+        on: Cells that take the mixture; the others show their token.
+
+    Source: DMax (arXiv 2604.08302), soft parallel decoding.
+    """
+
+    base_ids: Int[Array, "B K S"]
+    base_weight: Float[Array, "B K S"]
+    ids: Int[Array, "B K S M"]
+    probs: Float[Array, "B K S M"]
+    on: Bool[Array, "B K S"]
+    renormalize: bool = struct.field(pytree_node=False, default=True)
+
+
+class Soft(struct.PyTreeNode):
+    """Input rows given as vectors where `on`, as embeddings of `ids` elsewhere."""
+
+    ids: Int[Array, "B K S"]
+    vectors: Float[Array, "B K S D"]
+    on: Bool[Array, "B K S"]
+
+
+class Taps(struct.PyTreeNode):
+    """Features that become context keys and values of an auxiliary model; only to be stored."""
+
+    vectors: Float[Array, "B K S F"]
+
+
+Inputs = Array | TokenMix | Soft | Taps
+
+
+class TokenStats(struct.PyTreeNode):
+    """What the model says of each cell asked for, in float32.
+
+    Cells not asked for hold token 0, confidence -inf and entropy +inf, so that no rule takes them.
+
+    Attributes:
+        token: The token drawn (the most probable one at temperature 0; ties: the lowest id).
+        confidence: Its probability.
+        entropy: Of the whole law, in nats.
+        top_ids: The `num_top` most probable ids; `top_probs` are their probabilities.
+    """
+
+    token: Int[Array, "B K S"]
+    confidence: Float[Array, "B K S"]
+    entropy: Float[Array, "B K S"]
+    top_ids: Int[Array, "B K S M"]
+    top_probs: Float[Array, "B K S M"]
+
+
+class ForwardOutput(Protocol):
+    """Result of one forward; everything is computed when asked for."""
+
+    hidden: Float[Array, "B K S D"]
+    """Raw hidden rows: row i belongs to the input of cell i."""
+
+    taps: tuple[Float[Array, "B K S D"], ...]
+    """Residual streams of `hidden_layers`, raw."""
+
+    def predict(
+        self,
+        where: Bool[Array, "B K S"] | np.ndarray | None = None,
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+        confidence: Literal["drawn", "raw"] = "drawn",
+        forbid: Int[Array, " X"] | None = None,
+        penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
+        num_top: int = 0,
+        guide: tuple["ForwardOutput", float] | None = None,
+        width: int | None = None,
+    ) -> TokenStats:
+        """Statistics aligned with the cells: row i is about cell i, also on shifted models.
+
+        Args:
+            where: Cells wanted (default all); the others cost nothing to be wrong about.
+            sampling: How to draw; None is greedy.
+            keys: One key a cell, for temperatures above 0.
+            confidence: "drawn": of the law that is drawn from, after temperature (0 counts as 1),
+                top-k and top-p; "raw": before those three.
+            forbid: Ids never drawn. The mask id and padded vocabulary rows never are.
+            penalty: Ids and what is subtracted from their logits, one a cell.
+            num_top: How many of the most probable ids to return.
+            guide: An output of the same cells under another input, and a scale: the law read is
+                that of `other + (1 + scale) * (own - other)`, in logits (classifier-free guidance,
+                Ho and Salimans, arXiv 2207.12598).
+            width: Read out only the first `width` cells from the first of `where` on; the others
+                have no prediction.
+        """
+        ...
+
+    def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
+        """Expected embedding under the tempered law of each cell, aligned."""
+        ...
+
+    def logits(self) -> Float[Array, "B K S V"]:
+        """Everything, aligned: for tests and for algorithms nobody foresaw."""
+        ...
+
+    def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
+        """Write the K/V of the cells in `where` into the cache of `state`, at their positions."""
+        ...
+
+
+class Forward(Protocol):
+    """The model as a strategy sees it."""
+
+    mask_id: int
+    vocab_size: int
+    shift: bool
+    """Row i tells cell i + 1, so a pass that begins behind the window's first cell has no row for
+    the first cell it runs."""
+
+    @property
+    def aux(self) -> Mapping[str, "Forward"]:
+        """The auxiliary models by name, each with a cache of its own."""
+        ...
+
+    def __call__(
+        self,
+        state: DecodeState,
+        *,
+        inputs: Inputs | None = None,
+        live: Bool[Array, "B K S"] | np.ndarray | None = None,
+        visible: Bool[Array, "B K K"] | None = None,
+        causal: bool | Bool[Array, " B"] = False,
+        context_len: Int[Array, " B"] | None = None,
+        mode: Int[Array, " B"] | int | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        width: int | None = None,
+    ) -> ForwardOutput:
+        """One pass over the window.
+
+        Args:
+            inputs: Default: the tokens of the window, holes shown as the mask.
+            live: Cells that are queries and fresh keys, one contiguous range a row (default:
+                cells of blocks that are not DUMMY). Of a NumPy array, alike in all rows, it is
+                known while tracing which rows a narrow pass computes and stores: fewer operations.
+            visible: Which block sees which (default: itself and those before it).
+            causal: Token order as well.
+            context_len: Cached prefix seen (default `start`); where a position is both cached
+                and live, the live cell wins.
+            mode: Handed to the model.
+            hidden_layers: Residual streams to return.
+            width: Compute only the first `width` live cells of each row; the others have no
+                prediction. The output is a pytree of the window's shape, so passes of several
+                widths may be branches of a `lax.switch`; store outside of it (jaxlib 0.10 copies
+                a pool that two branches write).
+        """
+        ...
+
+    def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Embedding rows of ids."""
+        ...
+
+    def predict(
+        self,
+        hidden: Float[Array, "B *X D"],
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+    ) -> TokenStats:
+        """Statistics [B *X] of hidden rows that belong to no cell of the window."""
+        ...
+
+    def drawn_law(
+        self, hidden: Float[Array, "B *X D"], sampling: Sampling
+    ) -> Float[Array, "B *X V"]:
+        """The law that a token of each hidden row is drawn from, as float32 logits.
+
+        -inf for what is never drawn; temperature 0 counts as 1. All of it is in memory: for rules
+        that weigh two laws against each other. Scripts and random models have none.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillChunk:
+    """One piece of a prompt, already computed and stored.
+
+    Attributes:
+        forward: As in `step`.
+        state: A view whose buffer is the chunk.
+        out: The chunk's forward; None where there was no prefill at all.
+        valid: Cells of the chunk that were stored, [B K S] of the chunk's own blocks.
+        last: Rows whose prompt is complete after this chunk, [B].
+    """
+
+    forward: Forward
+    state: DecodeState
+    out: ForwardOutput | None
+    valid: Bool[Array, "B K S"]
+    last: Bool[Array, " B"]
+
+
+class Strategy(Protocol):
+    """An algorithm as a value: static sizes and needs, and a pure `step`."""
+
+    block_size: Any
+    buffer_size: Any
+    needs: Any
+
+    def step(self, forward: Forward, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        """One decode step: open, forward, write, mark (contract §1)."""
+        ...
+
+
+StepFunction = Callable[[Forward, DecodeState], tuple[DecodeState, StepInfo]]
+InitFunction = Callable[[SlotSpec], Carry]
+AbsorbFunction = Callable[[PrefillChunk, DecodeState], DecodeState]
+
+
+def initial_carry(strategy: Any, spec: SlotSpec) -> Carry:
+    """The strategy's own leaves at their constant first values; empty where it has no `init`."""
+    return strategy.init(spec) if hasattr(strategy, "init") else Carry()
+
+
+def absorb(strategy: Any, chunk: PrefillChunk, state: DecodeState) -> DecodeState:
+    """Let the strategy take in a prompt chunk; the identity where it has no `absorb`."""
+    return strategy.absorb(chunk, state) if hasattr(strategy, "absorb") else state

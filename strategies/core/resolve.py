@@ -1,0 +1,149 @@
+"""From what a user says to a strategy value: a name, an import path, a file, a function, a value.
+
+Nothing here is a registry: a name is the module of that name in this package.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from flax import struct
+
+from .protocol import InitFunction, Needs, SlotSpec, StepFunction, check_knob, knob_ranges
+from .state import Carry
+
+_PACKAGE = __name__.rpartition(".core.")[0]
+
+
+# Names that are promised; they are refused by name until they work.
+_TO_COME = ("diffusion_gemma",)
+_FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
+_DEFAULT_NEEDS = Needs("grid_causal")
+
+
+class FunctionStrategy(struct.PyTreeNode):
+    """A plain function `step(forward, state)` as a strategy."""
+
+    fn: StepFunction = struct.field(pytree_node=False)
+    init_fn: InitFunction | None = struct.field(pytree_node=False, default=None)
+    block_size: int | None = struct.field(pytree_node=False, default=None)
+    buffer_size: int | None = struct.field(pytree_node=False, default=None)
+    needs: Needs = struct.field(pytree_node=False, default=_DEFAULT_NEEDS)
+
+    def step(self, forward, state):
+        """Call the function."""
+        return self.fn(forward, state)
+
+    def init(self, spec: SlotSpec) -> Carry:
+        """The function's own leaves, if it has any."""
+        return self.init_fn(spec) if self.init_fn else Carry()
+
+
+def as_strategy(
+    fn: StepFunction,
+    block_size: int | None = None,
+    buffer_size: int | None = None,
+    needs: Needs = _DEFAULT_NEEDS,
+    init: InitFunction | None = None,
+) -> FunctionStrategy:
+    """Make a strategy of a step function; sizes of None become the model family's default.
+
+    Keep the function at module level: a fresh closure is a new algorithm and compiles again.
+    """
+    return FunctionStrategy(fn, init, block_size, buffer_size, needs)
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Names that `load_strategy` takes: the algorithm modules of this package."""
+    package = importlib.import_module(_PACKAGE)
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg))
+
+
+def load_strategy(spec: Any, **overrides: Any) -> Any:
+    """Resolve `spec` to a strategy value.
+
+    Args:
+        spec: A value with a `step`, a step function, a class, a name such as "multi_bd", or
+            "pkg.mod:Name" / "path/to/file.py:name".
+        **overrides: Fields to set (`block_size=`, `accept_threshold=`, ...); None leaves a field.
+
+    Raises:
+        ValueError: Unknown name, missing attribute, a file that cannot be run, unknown field, or a
+            value out of range.
+    """
+    found: Any = _find(spec) if isinstance(spec, str) else spec
+    if isinstance(found, type):
+        found = found()
+    if not hasattr(found, "step"):
+        if not callable(found):
+            raise ValueError(
+                f"strategy={spec!r} has no step(forward, state) and is not a function; "
+                f"use one of {', '.join(strategy_names())} or a value with a step"
+            )
+        found = FunctionStrategy(cast(StepFunction, found))
+    return _override(found, {k: v for k, v in overrides.items() if v is not None})
+
+
+def _find(spec: str) -> Any:
+    if ":" not in spec:
+        if spec not in strategy_names():
+            what = "is not there yet" if spec in _TO_COME else "is unknown"
+            raise ValueError(
+                f"strategy={spec!r} {what}; use one of {', '.join(strategy_names())}, "
+                "'package.module:Name' or 'path/to/file.py:name'"
+            )
+        module = importlib.import_module(f"{_PACKAGE}.{spec}")
+        return module.STRATEGY
+    location, _, name = spec.rpartition(":")
+    module = _load_file(location) if location.endswith(".py") else _import(location, spec)
+    if not hasattr(module, name):
+        raise ValueError(f"strategy={spec!r}: {location} has no {name!r}; check the name")
+    return getattr(module, name)
+
+
+def _import(location: str, spec: str) -> Any:
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"strategy={spec!r}: cannot import {location} ({error}); check the path and PYTHONPATH"
+        ) from error
+
+
+def _load_file(location: str) -> Any:
+    path = Path(location)
+    if not path.is_file():
+        raise ValueError(f"strategy file {location!r} does not exist; check the path")
+    found = importlib.util.spec_from_file_location(f"strategy_file_{path.stem}", path)
+    if found is None or found.loader is None:
+        raise ValueError(f"strategy file {location!r} is no Python source; check the path")
+    module = importlib.util.module_from_spec(found)
+    # Dataclasses look their module up by name while the file runs.
+    sys.modules[module.__name__] = module
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module.__name__]
+        raise ValueError(
+            f"strategy file {location!r} cannot be run "
+            f"({type(error).__name__}: {error}); mend the file"
+        ) from error
+    return module
+
+
+def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
+    names = [f.name for f in dataclasses.fields(strategy) if f.name not in _FIXED]
+    ranges = knob_ranges(strategy)
+    for name, value in overrides.items():
+        if name not in names:
+            raise ValueError(
+                f"{name}={value!r}: {type(strategy).__name__} has no such field to set; "
+                f"its fields are {', '.join(names)}"
+            )
+        if name in ranges:
+            check_knob(strategy, name, value)
+    return strategy.replace(**overrides) if overrides else strategy

@@ -1,0 +1,290 @@
+"""From logits to tokens, and from token statistics to the cells to accept.
+
+`token_stats` is the draw itself, one row at a time. The rules below it are what strategies
+compose: each takes statistics of the window and says which cells to fill. Nothing here knows
+where the logits come from.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from . import blocks
+from .protocol import PerSlot, TokenStats
+from .state import NO_TOKEN, DecodeState
+
+_NEVER = -jnp.inf
+
+
+def token_stats(
+    logits: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    keys: PRNGKeyArray | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
+    num_top: int = 0,
+    restrict: Callable[[Array], Array] = lambda logits: logits,
+) -> TokenStats:
+    """Draw one token a row and say how sure the law is.
+
+    Args:
+        logits: Float32.
+        temperature: 0 takes the most probable id, ties to the lowest.
+        top_k: Ids kept (ties at the edge stay), 0 for all.
+        top_p: Nucleus mass kept, 1 for all; the most probable id always stays.
+        keys: One a row; None where every row is greedy.
+        confidence: Law of confidence, entropy and top: see `ForwardOutput.predict`.
+        restrict: What is done to the logits first, such as forbidden ids to -inf. It is given here
+            so that whoever reads the logits does it on the way, and no second array is written.
+
+    Returns:
+        TokenStats with leading axis R. Token and statistics never leave float32. A row whose
+        logits are not finite has NO_TOKEN with full confidence: it is taken at once, and the
+        engine ends the request (`driver.decode_step`).
+    """
+
+    def as_is(logits: Array) -> TokenStats:
+        logits = restrict(logits)
+        peak, token = _peak(logits)
+        return _judge(logits, token, peak, peak, num_top)
+
+    def drawn(logits: Array) -> TokenStats:
+        logits = restrict(logits)
+        law = drawn_law(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+        noisy = law if keys is None else law + _gumbel(keys, temperature > 0, law.shape[-1])
+        token = jnp.argmax(noisy, axis=-1)
+        judged = law if confidence == "drawn" else logits
+        return _judge(judged, token, _at(judged, token), jnp.max(judged, axis=-1), num_top)
+
+    # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
+    plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
+    return settled(jax.lax.cond(plain, as_is, drawn, logits))
+
+
+def settled(stats: TokenStats) -> TokenStats:
+    """Rows whose confidence is no finite number take NO_TOKEN with full confidence."""
+    sound = jnp.isfinite(stats.confidence)
+    return stats.replace(
+        token=jnp.where(sound, stats.token, NO_TOKEN),
+        confidence=jnp.where(sound, stats.confidence, 1.0),
+        entropy=jnp.where(sound, stats.entropy, 0.0),
+    )
+
+
+def drawn_law(
+    logits: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+) -> Float[Array, "R V"]:
+    """The law that a row's token is drawn from, as logits, -inf for what is never drawn.
+
+    Args:
+        temperature: 0 counts as 1; the rest is as of `token_stats`.
+    """
+    law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
+    law = jnp.where(logits == _NEVER, _NEVER, law)
+    cut = jnp.any((top_k > 0) | (top_p < 1.0))
+    return jax.lax.cond(cut, _cut, lambda law, *_: law, law, top_k, top_p)
+
+
+def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]:
+    return jnp.take_along_axis(law, token[:, None], axis=-1)[:, 0]
+
+
+def _peak(law: Float[Array, "R V"]) -> tuple[Float[Array, " R"], Int[Array, " R"]]:
+    """The largest logit of each row and its id, ties to the lowest: both from one pass.
+
+    A gather of that logit would make XLA write down a law that is computed on the way.
+    """
+
+    def higher(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+    ids = jax.lax.broadcasted_iota(jnp.int32, law.shape, 1)
+    least = (jnp.float32(_NEVER), jnp.int32(law.shape[1]))
+    return jax.lax.reduce((law, ids), least, higher, (1,))
+
+
+def _judge(
+    law: Float[Array, "R V"],
+    token: Int[Array, " R"],
+    own: Float[Array, " R"],
+    peak: Float[Array, " R"],
+    num_top: int,
+) -> TokenStats:
+    """Probability of `token`, entropy and top of a law given by its logits.
+
+    The caller knows the token's logit and the largest: each pass over the logits counts.
+    """
+    above_peak = law - peak[:, None]
+    weight = jnp.exp(above_peak)
+    mass = jnp.sum(weight, axis=-1)
+    # Sum of w * log w with the limit 0 at w = 0: a forbidden id's log is -inf or nearly.
+    spread = jnp.sum(jnp.where(weight > 0, weight * above_peak, 0.0), axis=-1)
+    top_law, top_ids = (
+        jax.lax.top_k(law, num_top)
+        if num_top
+        else (law[:, :0], jnp.zeros((len(token), 0), jnp.int32))
+    )
+    return TokenStats(
+        token=token.astype(jnp.int32),
+        confidence=jnp.exp(own - peak) / mass,
+        entropy=jnp.log(mass) - spread / mass,
+        top_ids=top_ids,
+        top_probs=jnp.exp(top_law - peak[:, None]) / mass[:, None],
+    )
+
+
+def _gumbel(keys: PRNGKeyArray, tempered: Bool[Array, " R"], size: int) -> Float[Array, "R V"]:
+    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
+    return jnp.where(tempered[:, None], noise, 0.0)
+
+
+def _cut(law: Array, top_k: Array, top_p: Array) -> Array:
+    """Top-k, then the nucleus of what is left (Holtzman et al. 2020, §3.1), as vLLM orders them."""
+    ordered = -jnp.sort(-law, axis=-1)
+    V = law.shape[-1]
+    k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V)
+    kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
+    ordered = jnp.where(ordered >= kth, ordered, _NEVER)
+    prob = jax.nn.softmax(ordered, axis=-1)
+    mass_before = jnp.cumsum(prob, axis=-1) - prob
+    nucleus = mass_before < top_p[:, None]
+    nucleus = nucleus.at[:, 0].set(True)
+    edge = jnp.min(jnp.where(nucleus, ordered, jnp.inf), axis=-1, keepdims=True)
+    kept = (law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None])
+    # What is no number stays, for the caller to see.
+    return jnp.where(kept | jnp.isnan(law), law, _NEVER)
+
+
+# --- which cells to accept --------------------------------------------------------------------
+
+
+def above(stats: TokenStats, threshold: PerSlot) -> Bool[Array, "B K S"]:
+    """Cells whose confidence is strictly above the threshold.
+
+    Source: Fast-dLLM (arXiv 2505.22618), §3.3, confidence-aware parallel decoding.
+    """
+    return stats.confidence > threshold.at_token
+
+
+def forced_top1(
+    stats: TokenStats, state: DecodeState, semi_complete_threshold: PerSlot
+) -> Bool[Array, "B K S"]:
+    """The surest hole of each block whose predecessor is semi-complete; ties: lowest position.
+
+    Joined with `above` it changes nothing where something is above (the surest hole is one of
+    those) and forces one token where nothing is. The predecessor is read before this step's
+    writes: a block whose context is still open does not guess.
+
+    Source: MBD-LMs, algorithm 5 (top-1 fallback).
+    """
+    may = blocks.semi_complete_before(state, semi_complete_threshold)
+    return top_n(stats.confidence, may.astype(jnp.int32), blocks.holes(state))
+
+
+def leftmost_sure(
+    stats: TokenStats, threshold: PerSlot, among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """The cells of each block before its first one below the threshold (strictly), at least one.
+
+    Only cells `among` are taken or end the run. An unsure cell ends it however sure those behind
+    it are; where the very first is unsure, that one is taken.
+
+    Source: DMax (arXiv 2604.08302), `decode_uniform`.
+    """
+    unsure = among & (stats.confidence < threshold.at_token)
+    before_unsure = jnp.cumsum(unsure.astype(jnp.int32), axis=2) == 0
+    first = jnp.cumsum(among.astype(jnp.int32), axis=2) == 1
+    return among & (before_unsure | first)
+
+
+def top_n(
+    score: Float[Array, "B K S"], n: Int[Array, "B K"], among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """The `n` best-scored cells of each block, ties to the lowest position, only `among`."""
+    return (rank(score, among) < n[:, :, None]) & among
+
+
+def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Place of each cell among those of its block by falling score; ties: lower position first.
+
+    Cells not `among` come last. S is small, so every pair is compared: no sort, and no way for
+    a tie to depend on how one is implemented.
+    """
+    score = jnp.where(among, score, -jnp.inf)
+    index = jnp.arange(score.shape[-1]).reshape(*(1,) * (score.ndim - 1), -1)
+    mine, other = score[..., :, None], score[..., None, :]
+    tie = (other == mine) & (index[..., None, :] < index[..., :, None])
+    return jnp.sum((other > mine) | tie, axis=-1)
+
+
+def quota(state: DecodeState, denoising_steps: int) -> Int[Array, "B K"]:
+    """Cells to fill in this step so that a block takes `denoising_steps` of them, remainder first.
+
+    Source: LLaDA (arXiv 2502.09992) and SDAR (2510.06303), `get_num_transfer_tokens`.
+    """
+    S = state.buffer.tokens.shape[2]
+    base, remainder = divmod(S, denoising_steps)
+    share = base + (state.buffer.block_steps < remainder).astype(jnp.int32)
+    return jnp.maximum(share, 1)
+
+
+def entropy_bounded(
+    stats: TokenStats, bound: PerSlot, among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """Cells by rising entropy whose exclusive prefix sum of entropies is <= `bound` nats.
+
+    The surest cell always passes: nothing stands before it.
+
+    Source: EB-Sampler (arXiv 2505.24857).
+    """
+    place = rank(-stats.entropy, among)
+    entropy = jnp.where(among, stats.entropy, 0.0)
+    before = place[..., None, :] < place[..., :, None]
+    spent = jnp.sum(jnp.where(before, entropy[..., None, :], 0.0), axis=-1)
+    return among & (spent <= bound.at_token)
+
+
+def factor_bounded(
+    stats: TokenStats, factor: PerSlot, among: Bool[Array, "B K S"]
+) -> Bool[Array, "B K S"]:
+    """Cells by falling confidence, the n-th of a block while (n + 1) (1 - confidence) < `factor`.
+
+    The more cells are taken at once, the surer the last of them must be. The surest cell always
+    passes. Both terms grow with n, so the first cell that fails ends the run. The rule is the
+    paper's: the authors' code admits equality, and all cells where only the last one fails.
+
+    Source: Fast-dLLM (arXiv 2505.22618), §3.3, factor-based parallel decoding.
+    """
+    n = rank(stats.confidence, among) + 1
+    doubt = (n + 1).astype(jnp.float32) * (1.0 - stats.confidence)
+    return among & ((doubt < factor.at_token) | (n == 1))
+
+
+def margin(stats: TokenStats) -> Float[Array, "B K S"]:
+    """By how much the likeliest token's probability exceeds the next one's: a score to rank by.
+
+    A cell torn between two tokens scores low, however unlikely all others are. Cells not asked for
+    score -inf. Ask `predict` for `num_top=2`.
+
+    Raises:
+        ValueError: The statistics hold fewer than two tokens a cell (at trace time).
+
+    Source: Kim et al. (arXiv 2502.06768), §4, top-K probability margin.
+    """
+    held = stats.top_probs.shape[-1]
+    if held < 2:
+        raise ValueError(f"margin needs two tokens a cell and has {held}; predict with num_top=2")
+    gap = stats.top_probs[..., 0] - stats.top_probs[..., 1]
+    return jnp.where(stats.confidence == -jnp.inf, -jnp.inf, gap)

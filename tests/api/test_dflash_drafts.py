@@ -1,0 +1,223 @@
+"""`DFlash` with drafts in their published form: what is read of them, and no token is changed.
+
+A random draft is hardly ever right, so the figures of a trained one are not here.
+"""
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.api.generate import bind_draft
+from dllm_jax.cli import main
+from dllm_jax.strategies import AR, DFlash
+from dllm_jax.strategies.core.protocol import Needs
+from tests.contract import models
+from tests.oracles.checkpoints import write_tiny, write_words
+from tests.oracles.draft_files import CONFIG, write_draft
+
+LAYERS = tuple(CONFIG["dflash_config"]["target_layer_ids"])
+SIZE = CONFIG["dflash_config"]["block_size"]
+PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafts")
+    write_tiny("qwen3", folder / "target", seed=40)
+    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
+    for variant in ("full", "mixed"):
+        write_draft(folder / variant, variant)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return dj.load(folder / "target", dtype="float32")
+
+
+def test_the_draft_says_block_and_layers(folder, target):
+    bound, aux = bind_draft(DFlash(), str(folder / "full"), target)
+    assert bound == DFlash(SIZE, LAYERS)
+    assert bound.block_size == SIZE + 1  # a cell for the token behind drafts all right
+    assert bound.needs.hidden_layers == (3, 1)  # what layers 2 and 0 leave, in the draft's order
+    assert list(aux) == ["draft"]
+
+
+def test_what_the_strategy_says_of_the_block_stays(folder, target):
+    bound, _ = bind_draft(DFlash(3, width=2), folder / "full", target)
+    assert bound == DFlash(3, LAYERS, 2)
+
+
+def test_other_layers_than_the_drafts_are_refused(folder, target):
+    with pytest.raises(ValueError, match=r"target_layer_ids=\(0, 2\) are not \(2, 0\), which the"):
+        bind_draft(DFlash(target_layer_ids=(0, 2)), str(folder / "full"), target)
+
+
+def test_a_draft_that_nobody_asked_for_is_named(folder, target):
+    draft = dj.load(folder / "full", dtype="float32")
+    for given in (draft, folder / "full", str(folder / "full")):
+        with pytest.raises(ValueError, match=f"draft='{folder / 'full'}' does not fit AR, which"):
+            bind_draft(AR(), given, target)
+    two: Any = SimpleNamespace(needs=Needs("whole_causal", aux=("draft", "judge")))
+    for given in (draft, None):
+        with pytest.raises(
+            ValueError, match=r"needs 2 models beside its own \(draft, judge\), one"
+        ):
+            bind_draft(two, given, target)
+
+
+def test_a_missing_draft_is_asked_for(target):
+    with pytest.raises(ValueError, match="draft=None: DFlash drafts with a model of its own"):
+        dj.generate(target, PROMPTS, DFlash())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (DFlash(1, LAYERS), "draft_block_size=1 leaves no cell to draft; use 2 or more"),
+        (DFlash(4, LAYERS, 5), r"width=5 must be in \[1, 4\], the anchor and drafts of a block"),
+        (DFlash(4, LAYERS, 0), r"width=0 must be in \[1, 4\]"),
+        (DFlash(4, LAYERS, buffer_size=2), "buffer_size=2: DFlash drafts one block at a time"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(folder, target, strategy, message):
+    with pytest.raises(ValueError, match=message):
+        dj.generate(target, PROMPTS, strategy, draft=str(folder / "full"))
+
+
+def bound(**fields):
+    config: Any = SimpleNamespace(block_size=16, target_layer_ids=(2, 0))
+    return DFlash(**fields).bind(config)
+
+
+NAN, INF = float("nan"), float("inf")
+IN_BLOCK = "must be in [1, 16], the anchor and drafts of a block; choose it there"
+NO_WHOLE = "must be a whole number; give one"
+COSTS = "must be numbers above 0, one for each of the widths (1, 8, 16), not all infinite; give 3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"draft_block_size": 0}, "draft_block_size=0 leaves no cell to draft; use 2 or more"),
+        ({"draft_block_size": 4.0}, f"draft_block_size=4.0 {NO_WHOLE}"),
+        ({"width": 99}, f"width=99 {IN_BLOCK}"),
+        ({"width": "8"}, f"width='8' {NO_WHOLE}"),
+        ({"width": 2.0}, f"width=2.0 {NO_WHOLE}"),
+        ({"width": True}, f"width=True {NO_WHOLE}"),
+        (
+            {"width": 4, "widths": (1, 8)},
+            "width=4 and widths=(1, 8) say it twice; give one of them",
+        ),
+        ({"widths": ()}, "widths=() must ascend within [1, 16], the anchor and drafts of a block"),
+        ({"widths": (8, 1)}, "widths=(8, 1) must ascend within [1, 16]"),
+        ({"widths": (1, 1)}, "widths=(1, 1) must ascend within [1, 16]"),
+        ({"widths": (0, 8)}, "widths=(0, 8) must ascend within [1, 16]"),
+        ({"widths": (1, 17)}, "widths=(1, 17) must ascend within [1, 16]"),
+        ({"widths": (1, 8.0)}, "widths=(1, 8.0) must be several whole numbers; give a tuple"),
+        ({"widths": 8}, "widths=8 must be several whole numbers; give a tuple"),
+        ({"widths": "18"}, "widths='18' must be several whole numbers; give a tuple"),
+        ({"costs": (1.0,)}, f"costs=(1.0,) {COSTS}"),
+        ({"costs": (0.0, 0.0, 0.0)}, f"costs=(0.0, 0.0, 0.0) {COSTS}"),
+        ({"costs": (-1.0, 1.0, 1.0)}, f"costs=(-1.0, 1.0, 1.0) {COSTS}"),
+        ({"costs": (NAN, 1.0, 1.0)}, f"costs=(nan, 1.0, 1.0) {COSTS}"),
+        ({"costs": (INF, INF, INF)}, f"costs=(inf, inf, inf) {COSTS}"),
+        ({"costs": "123"}, f"costs='123' {COSTS}"),
+        ({"costs": ("1", "2", "3")}, f"costs=('1', '2', '3') {COSTS}"),
+        ({"costs": 1.0}, f"costs=1.0 {COSTS}"),
+        ({"costs": np.zeros(3, np.float32)}, COSTS),
+        (
+            {"width": 8, "costs": (1.0, 2.0)},
+            "one for each of the widths (8,), not all infinite; give 1",
+        ),
+        ({"target_layer_ids": [2, 1]}, "target_layer_ids=[2, 1] are not (2, 0), which the draft"),
+    ],
+)
+def test_what_no_draft_can_have_is_refused_before_anything_is_compiled(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as told:
+        bound(**fields)
+    assert "\n" not in str(told.value)
+
+
+def test_lists_are_as_good_as_tuples():
+    strategy = bound(target_layer_ids=[2, 0], widths=[1, 8], costs=[1, np.float32(1.5)])
+    assert strategy == DFlash(16, (2, 0), widths=(1, 8), costs=(1.0, 1.5))
+    assert bound(costs=(1.0, INF, 2.0)).costs == (1.0, INF, 2.0), "infinite: never chosen"
+    array = jax.numpy.zeros(3)
+    assert bound(costs=array).costs is array, "arrays are data, and may be traced"
+    jax.vmap(lambda one: bound(costs=one).costs)(array[None])
+    jax.vmap(lambda one: bound(costs=(one[0], 1.0, 1.0)).costs)(array[None])
+
+
+def test_costs_that_are_arrays_are_one_for_each_width(folder, target):
+    costs = jax.numpy.ones(1)
+    with pytest.raises(ValueError, match=r"costs have shape \(1,\); .* of the widths \(1, 3, 5\)"):
+        dj.generate(target, PROMPTS, DFlash(costs=costs), draft=folder / "full")
+
+
+def test_a_strategy_without_layers_says_so():
+    target = models.causal()
+    with pytest.raises(ValueError, match="DFlash has no target_layer_ids"):
+        dj.generate(target, PROMPTS, DFlash(4), draft=models.drafter(target))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["full", "mixed"])
+def test_generate_gives_the_tokens_of_ar(folder, target, variant):
+    how = {"max_tokens": 24, "temperature": np.array([0.0, 0.8, 1.2]), "key": jax.random.key(3)}
+    plain = dj.generate(target, PROMPTS, AR(), **how)
+    drafted = dj.generate(target, PROMPTS, DFlash(), draft=str(folder / variant), **how)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    np.testing.assert_array_equal(drafted.finish, plain.finish)
+    assert (np.asarray(drafted.nfe) <= np.asarray(plain.nfe)).all()
+
+
+@pytest.mark.slow
+def test_an_engine_gives_the_tokens_of_ar(folder, target):
+    config = dj.EngineConfig(max_num_seqs=2, max_model_len=64, page_size=16)
+    params = [
+        dj.SamplingParams(max_tokens=20, temperature=t, seed=i, n=n)
+        for i, (t, n) in enumerate([(0.0, 1), (0.8, 3), (1.2, 2)])
+    ]
+
+    def texts(strategy, **draft):
+        llm = dj.LLM(target, strategy, config=config, warm_up=False, **draft)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [[one.token_ids for one in output.outputs] for output in outputs]
+
+    # A random one; left to itself the strategy gives it up before the engine has seen enough.
+    with pytest.warns(UserWarning, match="hardly ever right") as told:
+        drafted = texts(DFlash(width=2), draft=str(folder / "full"))
+    assert [one.filename for one in told] == [__file__]
+    assert drafted == texts(DFlash(), draft=str(folder / "full")) == texts(AR())
+
+
+def test_the_command_asks_for_a_draft_that_fits(folder, capsys):
+    words = ["generate", "w1 w2", "--raw", "--model", str(folder / "target"), "--dtype", "float32"]
+    assert main([*words, "--strategy", "dflash"]) == 1
+    assert (
+        "draft=None: DFlash drafts with a model of its own; give one (draft="
+        in capsys.readouterr().err
+    )
+    assert main([*words, "--strategy", "ar", "--draft", str(folder / "full")]) == 1
+    assert f"draft='{folder / 'full'}' does not fit AR, which uses no" in capsys.readouterr().err
+    assert main([*words, "--strategy", "dflash", "--draft", str(folder / "target")]) == 1
+    assert "give a drafter, such as a DFlash draft" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_tokens_of_ar(folder, capsys):
+    words = ["generate", "w1 w2 w3", "--raw", "--model", str(folder / "target"), "--json"]
+    words += ["--dtype", "float32", "--max-tokens", "20", "--temperature", "0.8", "--strategy"]
+
+    def text(*more):
+        assert main([*words, *more]) == 0
+        return json.loads(capsys.readouterr().out)["token_ids"]
+
+    assert text("dflash", "--draft", str(folder / "full")) == text("ar")

@@ -1,0 +1,43 @@
+"""Proves that `benchmarks/compile_h200.py` asks for the engine's own programs, without an array,
+and counts what a compiled program launches. To compile for the GPU wants a plugin that is not here.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from dllm_jax.bench.step import Shape
+from dllm_jax.runner import warmup
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import compile_h200
+
+
+def test_programs_are_those_of_an_engine_and_hold_no_weights():
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    shape = Shape.parse("3x2x32")
+    device = compile_h200.shaped_device("JetLM/SDAR-8B-Chat", shape, 512, 64, sharding)
+    names = [work.name for work in warmup.every_program(device.facts, device.num_words)]
+    # Room for two windows of 64 tokens, twice, behind the context.
+    assert names[:2] == ["decode 3 slots, 12 pages", "prefill 64 tokens, 12 pages, blocks"]
+    (begin,) = [
+        work
+        for work in warmup.every_program(device.facts, device.num_words)
+        if work.name == "begin"
+    ]
+    assert "bf16" in device.lower(begin.run).as_text()
+
+
+def test_launches_are_counted_by_computation():
+    def loop(x):
+        return jax.lax.fori_loop(0, 3, lambda i, x: jnp.sort(jnp.sin(x)) @ x, x)
+
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    text = jax.jit(loop).lower(shape).compile().as_text()
+    counts = dict(compile_h200.launches(text))
+    assert counts["ENTRY"]["while"] == 1
+    inside = [count for name, count in counts.items() if name != "ENTRY" and "sort" in count]
+    assert [count["sort"] for count in inside] == [1]

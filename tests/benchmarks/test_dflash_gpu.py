@@ -1,0 +1,260 @@
+"""Proves what `benchmarks/dflash_gpu.py` makes of its times: floors as dflash.md has them, ratios
+and speed-ups of one turn, accepted lengths counted with the bonus; and, slow, that its plain loop
+writes what `ar` writes and that the script runs whole, small, on a CPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dllm_jax.bench.roofline import RATES
+from dllm_jax.loading.model import Model
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+from dllm_jax.runner import pass_time
+from dllm_jax.strategies.core import drafting
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import compare  # noqa: E402  a script, found through the path
+import dflash_gpu  # noqa: E402
+import dflash_pair  # noqa: E402
+
+(H200,) = RATES
+
+
+def shapes_of(name: str) -> Model:
+    """A published model whose weights are but their shapes."""
+    parsed = parse_config(PUBLISHED[name], name=name)
+    arch = arch_of(parsed.config)
+    shapes = arch.param_shapes(parsed.config, jnp.bfloat16)
+    return Model(params=shapes, config=parsed.config, arch=arch, defaults=parsed.defaults)
+
+
+@pytest.fixture(scope="module")
+def full():
+    return shapes_of(dflash_gpu.QWEN), shapes_of(dflash_gpu.QWEN_DRAFT)
+
+
+def test_floors_of_the_full_size_are_those_of_the_notes(full):
+    floors = dflash_gpu.floors_ms(*full, 1, 1024, H200)
+    assert floors["draft pass"] == pytest.approx(0.74, abs=0.01)
+    assert floors["round"] / floors["ar step"] == pytest.approx(1.23, abs=0.01)
+    # 32 requests: 512 rows are more operations than bytes, a token each is not.
+    wide = dflash_gpu.floors_ms(*full, 32, 1024, H200)
+    assert wide["ar step"] < 2.5 * floors["ar step"]
+    assert wide["verify pass"] > 1.6 * wide["ar step"]
+    assert dflash_gpu.floors_ms(*full, 1, 1024, "another device") == {}
+
+
+def test_one_look_at_drafts_falls_into_the_steps_that_are_timed(full):
+    target, draft = full
+    joined = jax.eval_shape(dflash_gpu.with_target, target, draft)
+    strategy = dflash_gpu.DFlash(widths=(1, 16)).bind(draft.config)
+    plain, whole = pass_time.choice_costs(strategy, target, {"draft": joined}, 1, 1024, "gpu")
+    assert (whole / plain - 1) / drafting.PROBE_SHARE < drafting.PROBE_EVERY
+
+
+def test_the_drafts_cache_takes_20_kib_a_token(full):
+    told = dflash_gpu.draft_cache(full[1])
+    assert told == {"bytes_a_token": 20 * 1024, "computed": 20 * 1024}
+
+
+def test_ratios_are_medians_of_one_turns():
+    samples = {"ar step": [4.0, 2.0, 4.0], "round": [5.0, 4.0, 4.8], "bare step": [4.0, 1.6, 3.2]}
+    samples |= {"draft pass": [0.8, 0.8, 1.0]}
+    told = dflash_gpu.derive(samples, {"draft pass": 0.8, "round": 4.5, "ar step": 3.6})
+    assert told["round_over_ar"] == 1.25
+    assert told["ar_over_bare"] == 1.25
+    assert told["draft_over_floor"] == 1.0
+    assert told["round_over_ar_floor"] == 1.25
+    assert {tau: told["speedup_at"][tau] for tau in ("2", "5", "8")} == {"2": 1.6, "5": 4, "8": 6.4}
+    assert "round_over_ar" not in dflash_gpu.derive({"ar step": [1.0], "bare step": [1.0]}, {})
+
+
+def test_accepted_lengths_count_the_bonus_and_no_token_behind_the_end():
+    # A first token each was there before any round. The first text ends in its second round, with
+    # a stop id behind one token; what that round accepted past it is in no text.
+    told = dflash_pair.accepted([[4, 3], [1, 1]], [[1] * 6, [1] * 3], [True, False], 4)
+    assert told["rounds"] == 4
+    assert told["mean_accepted_length"] == (4 + 3 + 1 + 1) / 4
+    assert told["emitted_per_round"] == ((6 + 1 - 1) + (3 - 1)) / 4
+    assert told["accepted_per_position"] == [0.5, 0.5, 0.25]
+    assert told["rounds_of_length"] == [2, 0, 1, 1]
+
+
+def test_what_tells_of_one_request_is_compiled_and_timed_first():
+    names = ["ar", "dflash, width 16", "dflash, adaptive"]
+    first, second = dflash_pair.stages((1, 8, 32), names)
+    assert first == {1: names[:2]}
+    assert list(second.items()) == [(1, names[2:]), (32, names), (8, names)]
+
+
+def test_what_is_not_compiled_in_time_is_named_and_the_rest_returned(capsys):
+    def fails():
+        raise RuntimeError("no memory")
+
+    report, gate = dflash_gpu.Report(None), threading.Event()
+    jobs = {"a": lambda: 3, "b": fails, "c": lambda: gate.wait(30)}
+    args = argparse.Namespace(threads=3)
+    done = dflash_pair.together(jobs, "loop", args, report, time.perf_counter() + 0.3)
+    gate.set()
+    assert done == {"a": 3}
+    late = ["b: RuntimeError: no memory", "c: TimeoutError: "]
+    assert report.told["late"] == [f"pair, loop, {one}" for one in late]
+    assert report.told["ready"][0]["programs"] == 3
+    assert "pair, loop, a: ready" in capsys.readouterr().out
+
+
+def test_launches_of_a_program_are_those_of_its_loop():
+    def loop(x, count):
+        def one(_, x):
+            return jnp.sort(jnp.sin(x) @ x, axis=0)
+
+        return jax.lax.fori_loop(0, count, one, x)
+
+    text = jax.jit(loop).lower(jnp.ones((8, 8)), 3).compile().as_text() or ""
+    found = dflash_gpu.launches(text)
+    assert found["sort"] == 1
+    assert 2 <= sum(found.values()) <= 8
+    assert not {"parameter", "get-tuple-element"} & found.keys()
+    assert dflash_gpu.launches("HloModule m") == {}
+
+
+def test_launches_of_each_branch_are_told_by_themselves():
+    def loop(x, count):
+        def one(i, x):
+            ways = (lambda x: jnp.sort(x, axis=0), lambda x: jnp.sort(jnp.sort(x, 0) @ x, axis=1))
+            return jax.lax.switch(i % 2, ways, x)
+
+        return jax.lax.fori_loop(0, count, one, x)
+
+    text = jax.jit(loop).lower(jnp.ones((8, 8)), 3).compile().as_text() or ""
+    narrow, wide = dflash_gpu.branch_launches(text)
+    assert 1 <= narrow < wide
+    assert dflash_gpu.branch_launches("HloModule m") == []
+
+
+def test_a_weight_that_is_cut_out_is_seen():
+    def cut(x, w):
+        return x @ w[:, 3:8]
+
+    args = (jnp.ones((4, 16)), jnp.ones((16, 40)))
+    text = jax.jit(cut).lower(*args).compile({"xla_backend_optimization_level": 0}).as_text() or ""
+    found = dflash_gpu.written_slices(text, 16 * 5)
+    assert found["count"] == len(found["first"]) >= 1
+    assert dflash_gpu.written_slices(text, 17)["count"] == 0
+
+
+def test_a_row_takes_the_place_of_the_same_works_row_and_is_compared(tmp_path):
+    path = tmp_path / "out.json"
+    report = dflash_gpu.Report(path, command="c")
+    report.row(section="steps", model="m", name="round", slots=1, step_ms=2.0)
+    report.row(section="steps", model="m", name="round", slots=1, step_ms=1.0)
+    report.row(section="steps", model="m", name="round", slots=8, step_ms=3.0)
+    told = json.loads(path.read_text())
+    assert [row["step_ms"] for row in told["rows"]] == [1.0, 3.0]
+    assert sorted(compare.figures(told).values()) == [1.0, 3.0]
+
+
+def test_what_the_bars_need_is_one_request_and_its_context_fits(full):
+    args = argparse.Namespace(
+        slots=(1, 8), some_slots=(1,), context=1024, few=6, many=30, max_tokens=512
+    )
+    bars = dflash_gpu.groups_of({"bars"}, *full, args)
+    assert bars == {("", 1): (*full, list(dflash_gpu.BARS))}
+    every = dflash_gpu.groups_of({"bars", "ar", "qwen3_8b"}, *full, args)
+    assert [(slots, len(names)) for (_, slots), (*_, names) in every.items()] == [(1, 8), (8, 4)]
+    assert dflash_gpu.context_of(*full, args) == 1024
+    small = full[0].replace(config=dataclasses.replace(full[0].config, max_position=512))
+    assert dflash_gpu.context_of(small, None, args) == 512 - 8 * 30 - 2
+
+
+def test_a_batch_of_which_nothing_was_compiled_is_named(full, monkeypatch):
+    args = argparse.Namespace(
+        slots=(1,), some_slots=(1,), context=64, few=1, many=2, threads=1, smoke=True
+    )
+    monkeypatch.setattr(dflash_gpu, "load_pair", lambda smoke: full)
+    monkeypatch.setattr(dflash_gpu, "draft_cache", lambda draft: {})
+    monkeypatch.setattr(
+        dflash_gpu, "compile_groups", lambda groups, *how: {key: {} for key in groups}
+    )
+    report, waited = dflash_gpu.Report(None), []
+    late = time.perf_counter() + 60
+    dflash_gpu.steps({"bars"}, args, report, late, lambda: waited.append(1))
+    assert report.told["late"] == [", 1 slots: not timed"]
+    assert waited == [1]
+
+
+@pytest.mark.slow
+def test_a_loop_without_strategy_code_writes_the_tokens_of_ar():
+    model, _ = dflash_gpu.load_pair(smoke=True)
+    names = ("ar step", "bare step")
+    loops = dflash_gpu.loops_of(model, None, 2, 64, 64, names)
+    loops = {name: make() for name, make in loops.items()}
+    assert list(loops) == list(names)
+    assert dflash_gpu.same_tokens(loops, 40) == {"steps": 40, "equal_for": [40, 40]}
+    program = dflash_gpu.read_program(
+        argparse.Namespace(
+            program=loops["bare step"].program,
+            model=model,
+            state=argparse.Namespace(pools={"target": loops["bare step"].state.pool}),
+        )
+    )
+    assert program["pool_copies_in_hlo"] == 0
+
+
+@pytest.mark.slow
+def test_drafts_of_random_weights_are_off_where_their_steps_are_timed():
+    target, draft = dflash_gpu.load_pair(smoke=True)
+    name = "round, adaptive"
+    loop = dflash_gpu.loops_of(target, draft, 1, 64, 512, [name])[name]()
+    (found, last), drafted = dflash_gpu.SWITCHED_OFF, []
+    plain, narrow = loop.costs  # a CPU's: looks are rarer here
+    last += max(0, int((narrow / plain - 1) / drafting.PROBE_SHARE) + 1 - drafting.PROBE_EVERY)
+    for steps in (found, last):
+        counts = loop.run(steps)[1].carry.slot
+        drafted.append(int(counts[drafting.ROUNDS].sum()))
+    assert 4 < drafted[0] < found / 2  # all of them in the first steps
+    assert drafted[1] == drafted[0] + 1
+
+
+@pytest.mark.slow
+def test_the_script_runs_whole_and_small(tmp_path):
+    out = tmp_path / "dflash.json"
+    words = ["--smoke", "--target", dflash_pair.SMOKE, "--threads", "2", "--out", str(out)]
+    assert dflash_gpu.main([*words, "--within", "900", "--pair-within", "900"]) == 0
+    told = json.loads(out.read_text())
+    steps = {row["name"] for row in told["rows"] if row.get("section") in ("ar", "steps")}
+    assert steps == {
+        *("ar step", "bare step", "bare step of 2 rows", "round", "draft pass", "verify pass"),
+        *("round of width 1", "round, adaptive"),
+    }
+    rounds = [row for row in told["rows"] if row.get("through") == "rounds"]
+    assert {row["temperature"] for row in rounds} == {0.0, 1.0}
+    unlike = told["pair"]["rows_unlike_ar_float32"]
+    assert unlike.keys() == {"T=0", "T=1"}
+    assert all(set(found.values()) == {0} and len(found) == 2 for found in unlike.values())
+    assert jax.tree.leaves([row["samples_s"] for row in told["rows"] if "samples_s" in row])
+
+
+@pytest.mark.slow
+def test_what_the_bars_need_runs_alone_small(tmp_path):
+    out = tmp_path / "bars.json"
+    words = ["--smoke", "--sections", "bars", "--target", dflash_pair.SMOKE, "--threads", "2"]
+    assert dflash_gpu.main([*words, "--out", str(out), "--within", "900"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["name"] for row in rows if "through" not in row} == {*dflash_gpu.BARS}
+    assert {(row["slots"], row["temperature"]) for row in rows if "through" in row} == {
+        (2, 0.0),
+        (2, 1.0),
+    }

@@ -1,0 +1,53 @@
+"""Proves that what `benchmarks/start_gpu.py` says of a start adds up, that it knows every program,
+and that no more programs than these are made before a first token.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import start_gpu
+
+
+def test_a_start_is_measured_as_users_have_it(monkeypatch, tmp_path):
+    """With the folder of compiled programs that the library turns on, and bytecode."""
+    code = "import json, os, sys; print('noise'); print(json.dumps([sys.argv[1:3], *os.environ]))"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    monkeypatch.setattr(start_gpu, "__file__", str(script))
+    for name in ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "DLLM_OTHER"):
+        monkeypatch.setenv(name, "1")
+    (words, *names), began = start_gpu.in_own_process(["a", "b"], str(tmp_path))
+    assert words == ["a", "b"]
+    assert {"XDG_CACHE_HOME", "DLLM_OTHER"} <= {*names}
+    assert not {"JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"} & {*names}
+    assert time.time() - 60 < began < time.time()
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_start_add_up_and_every_program_is_named():
+    began = time.time() - 1.0
+    told = start_gpu.first_token("builtin:tiny-sdar", began)
+    stages = dict(told["stages"])
+    assert 0 < stages.pop("engine_programs_s") < stages["engine_s"]
+    assert sum(stages.values()) == pytest.approx(told["came"] - began)
+    assert min(stages.values()) >= 0
+    assert stages["interpreter_s"] > 1.0
+    rows = {row.pop("program"): row for row in told["programs"]}
+    engine = {"_decode", "prefill", "admit", "restore", "begin", "new_state"}
+    assert {name: row["count"] for name, row in rows.items()} == dict.fromkeys(engine, 1)
+    assert told["num_programs"] == sum(row["count"] for row in rows.values())
+    assert 0 <= told["num_from_folder"] <= told["num_programs"]
+    assert min(rows["_decode"].values()) > 0
+    # The table, of the same start twice.
+    first = dict.fromkeys(("cold", "warm"), told) | {"cold_s": 12.0, "warm_s": 3.0}
+    for row, name in zip(told["programs"], rows, strict=True):
+        row["program"] = name
+    shown = start_gpu.table(first)
+    told["has_bytecode"] = {"jax": True, "dllm_jax": False}
+    assert "warm: dllm_jax had no bytecode" in start_gpu.table(first)
+    assert "first token                    12.00    3.00" in shown
+    assert "warm: 6 programs" in shown

@@ -1,0 +1,495 @@
+"""Proves how `dllm-jax` fails: exit status, exactly one line `error: ...`, and what it names.
+
+Every case runs the real command in this process. A traceback may appear with --debug only, and
+help and bad flags must be answered without importing JAX.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import main
+
+PROMPT = "Ann has 3 pens."
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache(monkeypatch):
+    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command that must fail; returns its one line of error."""
+
+    def run(status: int, *argv: str) -> str:
+        assert main(list(argv)) == status
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = captured.err.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert lines == errors, "something besides the error line was written"
+        assert len(errors) == 1
+        return errors[0].removeprefix("error: ")
+
+    return run
+
+
+@pytest.mark.parametrize("verb", ["serve", "tune"])
+def test_planned_verb_is_refused_by_name(fails, verb):
+    message = fails(2, verb, "--anything")
+    assert f"verb '{verb}' is not supported yet" in message
+    assert "generate" in message
+
+
+def test_unknown_verb_gets_a_suggestion(fails):
+    assert fails(2, "genrate") == "verb 'genrate' is unknown; did you mean 'generate'?"
+    assert "use one of generate, chat" in fails(2, "xyz")
+    assert "no verb given" in fails(2)
+
+
+def test_planned_flag_is_refused_by_name(fails):
+    message = fails(2, "chat", "--tasks=x")
+    assert message == "--tasks is not supported yet; the built-in task is the only one"
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp"])
+def test_several_devices_are_refused_by_name(fails, flag):
+    assert f"{flag}: 2 is not supported yet; use 1" in fails(2, "generate", "x", flag, "2").replace(
+        "--tensor-parallel-size/--tp", flag
+    )
+
+
+def test_unknown_flag_is_named(fails):
+    message = fails(2, "generate", "x", "--max-token", "3")
+    assert "unknown argument '--max-token'" in message
+    assert "dllm-jax generate --help" in message
+    assert fails(2, "info", "--draft", "x").startswith("unknown argument '--draft'; see")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--max-tokens", "0"], "--max-tokens: 0 is too small; give one >= 1"),
+        (["--max-tokens", "many"], "--max-tokens: 'many' is no whole number"),
+        (["--temperature", "-1"], "--temperature: -1 is out of range; give one >= 0"),
+        (["--top-p", "0"], "--top-p: 0 is out of range; give one > 0 and <= 1"),
+        (["--temperature", "inf"], "--temperature: inf is out of range"),
+        (["--temperature", "nan"], "--temperature: nan is out of range"),
+        (["--top-k", "0"], "--top-k: 0 is too small"),
+        (["--top-k", "99999999999"], "--top-k: 99999999999 is too large; give one <= 2147483647"),
+        (["--max-nfe", "99999999999"], "--max-nfe: 99999999999 is too large; give one <= "),
+        (["--stop-token-ids", "3,99999999999"], "99999999999 is too large; give ids <= 2147483647"),
+        (["--accept-threshold", "nan"], "--accept-threshold: nan is out of range"),
+        (["--stop-token-ids", "a,b"], "'a,b' is no list of token ids; write e.g. 3,17"),
+        (["--set", "remasking"], "'remasking' is not KEY=VALUE"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--page-size", "0"], "--page-size: 0 is too small; give one >= 1"),
+        (
+            ["--memory-utilization", "1.5"],
+            "--memory-utilization: 1.5 is out of range; give one > 0",
+        ),
+        (["--attention-implementation", "flash"], "invalid choice: 'flash'"),
+    ],
+)
+def test_bad_flag_value_names_flag_value_and_rule(fails, argv, told):
+    assert told in fails(2, "generate", PROMPT, *argv)
+
+
+def test_unknown_strategy_lists_the_known_ones(fails, random_folder):
+    message = fails(2, "generate", PROMPT, "--strategy", "fancy", "--model", str(random_folder))
+    assert "strategy='fancy' is unknown" in message
+    assert "ar, block_diffusion, d2f" in message
+
+
+def test_strategy_file_and_name_must_exist(fails, tmp_path):
+    missing = tmp_path / "no.py"
+    assert "does not exist" in fails(2, "generate", PROMPT, "--strategy", f"{missing}:step")
+    missing.write_text("x = 1\n")
+    assert "has no 'step'" in fails(2, "generate", PROMPT, "--strategy", f"{missing}:step")
+    assert "cannot import no_such" in fails(2, "generate", PROMPT, "--strategy", "no_such:step")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--set", "speed=3"], "speed=3: MultiBD has no such field; its fields are accept_"),
+        (["--set", "accept_threshold=high"], "accept_threshold='high' is not a number"),
+        (["--set", "accept_threshold=none"], "accept_threshold=none is not a number"),
+        (["--set", "buffer_size=2.5"], "buffer_size=2.5 is not a whole number in [1, "),
+        (["--set", "buffer_size=true"], "buffer_size=true is not a whole number"),
+        (["--set", "block_size=0"], "block_size=0 is not a whole number in [1, "),
+        (["--set", "needs=3"], "needs is not settable; its fields are accept_threshold, "),
+        (["--block-size", "8", "--set", "block_size=4"], "block_size is already 8"),
+    ],
+)
+def test_bad_strategy_field_is_named(fails, random_folder, argv, told):
+    assert told in fails(2, "generate", PROMPT, "--model", str(random_folder), *argv)
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        ("remasking=none", "remasking=none is not one of sequential, static, dynamic, entropy, "),
+        ("remasking=zzz", "remasking='zzz' is not one of sequential, static"),
+        ("denoising_steps=1.5", "denoising_steps=1.5 is not a whole number or none"),
+        ("denoising_steps=99999999999", "denoising_steps=99999999999 is not a whole number in [-2"),
+    ],
+)
+def test_bad_field_of_block_diffusion_is_named(fails, pair, told):
+    assert told in fails(2, "generate", "--strategy", "block_diffusion", "--set", pair)
+
+
+NUMBERS = "is not a list of whole numbers (e.g. 1,8) or none; give one"
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        ("widths=wide", f"widths='wide' {NUMBERS}"),
+        ("widths=1,8.5", f"widths='1,8.5' {NUMBERS}"),
+        ("widths=[1,true]", f"widths='[1,true]' {NUMBERS}"),
+        ("widths=1,,8", f"widths='1,,8' {NUMBERS}"),
+        ("target_layer_ids=[]", f"target_layer_ids='[]' {NUMBERS}"),
+        ("widths=1,99999999999", f"widths='1,99999999999' {NUMBERS}"),
+        ("costs=cheap", "costs='cheap' is not a list of numbers (e.g. 1,8) or none; give one"),
+        ("width=1,8", "width='1,8' is not a whole number or none; give one"),
+    ],
+)
+def test_bad_list_field_of_dflash_is_named(fails, pair, told):
+    assert told in fails(2, "generate", PROMPT, "--strategy", "dflash", "--set", pair)
+
+
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ("widths=[1,8,16]", (1, 8, 16)),
+        ("widths=1, 8,16", (1, 8, 16)),
+        ("widths=8", (8,)),
+        ("widths=none", None),
+        ("target_layer_ids=(1,2)", (1, 2)),
+        ("costs=[1,2.5,inf]", (1.0, 2.5, float("inf"))),
+    ],
+)
+def test_list_field_is_read(pair, value):
+    from dllm_jax.cli import flags, strategy
+
+    name, given = flags.key_value(pair)
+    read = strategy.check_fields(strategy.load("dflash"), {name: given})
+    assert read == {name: value}
+    if value is not None:
+        assert {type(one) for one in read[name]} == {float if name == "costs" else int}
+
+
+def test_field_set_to_none_is_set(random_folder):
+    from dllm_jax.cli import strategy
+
+    model = dj.load(random_folder)
+    value = strategy.load("block_diffusion").replace(denoising_steps=4)
+    chosen = strategy.resolve(model, "my.module:Thing", value, {"denoising_steps": None})
+    assert (chosen.denoising_steps, chosen.block_size) == (None, 32)
+
+
+def test_strategy_file_that_ends_the_program(fails, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import sys\nsys.exit('bye')\n")
+    message = fails(2, "generate", PROMPT, "--strategy", f"{path}:step")
+    assert "ends the program while it is loaded (bye)" in message
+    path.write_text("import sys\nsys.exit(0)\n")
+    assert "(0)" in fails(2, "eval", "--strategy", f"{path}:step")
+
+
+def test_strategy_file_that_is_broken(fails, tmp_path):
+    path = tmp_path / "mine.py"
+    argv = ["--strategy", f"{path}:Mine"]
+    path.write_text("def step(:\n")
+    assert "cannot be run (SyntaxError: " in fails(2, "generate", *argv)
+    path.write_text("1 / 0\n")
+    assert "cannot be run (ZeroDivisionError: " in fails(2, "generate", *argv)
+    path.write_text("class Mine:\n    def __init__(self, size): pass\n    step = None\n")
+    message = fails(2, "generate", *argv)
+    assert f"strategy='{path}:Mine' cannot be used (TypeError: " in message
+    path.write_text("class Mine:\n    def step(self, forward, state): pass\n")
+    assert f"strategy='{path}:Mine' " in fails(2, "generate", *argv)
+
+
+def test_strategy_file_is_executed_once(random_folder, tmp_path, capsys):
+    path, count = tmp_path / "mine.py", tmp_path / "count"
+    path.write_text(
+        f"with open({str(count)!r}, 'a') as f:\n    f.write('x')\n"
+        "from dllm_jax.strategies.multi_bd import MultiBD as Mine\n"
+    )
+    argv = ["--strategy", f"{path}:Mine", "--model", str(random_folder), "--max-tokens", "4"]
+    argv += ["--set", "block_size=8", "--set", "buffer_size=2", "--max-nfe", "1"]
+    assert main(["generate", PROMPT, *argv]) == 0
+    assert count.read_text() == "x"
+
+
+def test_exit_with_words_is_one_line(fails, monkeypatch):
+    def leave(args):
+        raise SystemExit("bye")
+
+    monkeypatch.setattr("dllm_jax.cli.info.run", leave)
+    assert fails(1, "info") == "SystemExit: bye (--debug shows where)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["x", "--half", "plain"], "--half is about problems drawn by --seed"),
+        (["x", "--watch-delay", "1"], "--watch-delay goes with --watch"),
+    ],
+)
+def test_flag_without_its_purpose_is_refused(fails, argv, told):
+    assert told in fails(2, "generate", *argv)
+
+
+def test_stdin_that_is_not_read_is_noted(tmp_path):
+    code = "from dllm_jax.cli.prompts import stdin_waits; print(stdin_waits())"
+
+    def told(**stdin):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, **stdin
+        )
+        return done.stdout.decode().strip()
+
+    assert told(input=b"Ann has 3 pens.") == "True"
+    assert told(input=b"") == told(stdin=subprocess.DEVNULL) == "False"
+    read, write = os.pipe()  # open and silent: must not be waited for
+    assert told(stdin=read, timeout=60) == "False"
+    os.close(read)
+    os.close(write)
+    (tmp_path / "p").write_text("x")
+    with (tmp_path / "p").open() as file:
+        assert told(stdin=file) == "True"
+
+
+@pytest.mark.parametrize("prompt", ["", "   "])
+def test_empty_prompt(fails, prompt):
+    assert "the prompt is empty; give at least one word" in fails(2, "generate", prompt)
+
+
+def test_no_prompt_for_a_model_without_problems(fails, random_folder):
+    assert "no prompt given; give PROMPT" in fails(2, "generate", "--model", str(random_folder))
+
+
+def test_two_prompts_at_once(fails, tmp_path):
+    assert "give one of them" in fails(2, "generate", PROMPT, "--prompt-file", str(tmp_path))
+
+
+def test_prompt_file_without_prompts(fails, tmp_path):
+    (tmp_path / "p").write_text("\n \n")
+    assert "holds no prompt" in fails(2, "generate", "--prompt-file", str(tmp_path / "p"))
+
+
+def test_prompt_file_that_is_not_utf8(fails, tmp_path):
+    (tmp_path / "p").write_bytes(b"caf\xe9 for 3 dollars\n")
+    message = fails(1, "generate", "--prompt-file", str(tmp_path / "p"))
+    assert "is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8" in message
+
+
+def test_prompt_that_is_not_utf8(fails, random_folder):
+    # What Python makes of the byte 0xe9 on a command line.
+    message = fails(1, "generate", "caf\udce9", "--model", str(random_folder))
+    assert "is not UTF-8" in message
+    assert "is half a character; give the text as UTF-8" in message
+
+
+def test_stdin_that_is_closed(fails, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    message = fails(1, "generate", "-")
+    assert message == "stdin cannot be read: it is closed; give a text or a file"
+
+
+@pytest.mark.parametrize("verb", ["generate", "trace"])
+def test_a_random_model_reads_no_text(fails, monkeypatch, verb):
+    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda _: pytest.fail("it was made"))
+    message = fails(2, verb, PROMPT, "--model", "random:JetLM/SDAR-1.7B-Chat")
+    assert "has no tokenizer to read text with; use dj.generate with token ids" in message
+
+
+def test_prompt_file_that_is_not_there(fails, tmp_path):
+    message = fails(1, "generate", "--prompt-file", str(tmp_path / "none"))
+    assert "cannot be read: No such file" in message
+
+
+def test_unknown_builtin_model(fails):
+    message = fails(1, "generate", PROMPT, "--model", "builtin:huge")
+    assert "'builtin:huge' is no built-in model; known are" in message
+
+
+def test_sources_that_name_no_folder(fails):
+    assert "model '' is empty; give a folder" in fails(1, "generate", PROMPT, "--model", "")
+    assert "SRC is empty; give a folder" in fails(2, "inspect", "")
+    message = fails(2, "inspect", "random:JetLM/SDAR-1.7B-Chat")
+    assert "has no files: its weights are drawn when it is loaded" in message
+
+
+def test_unknown_folder(fails, tmp_path):
+    message = fails(1, "generate", PROMPT, "--model", str(tmp_path / "nowhere"))
+    assert "nowhere' does not exist; give a folder" in message
+
+
+def test_folder_without_config(fails, tmp_path):
+    message = fails(1, "generate", PROMPT, "--model", str(tmp_path))
+    assert f"{tmp_path}: no config.json in the folder" in message
+
+
+def test_corrupt_shard(fails, random_folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(random_folder, broken)
+    shard = broken / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    message = fails(1, "generate", PROMPT, "--model", str(broken))
+    assert "model.safetensors" in message
+    assert str(broken) in message
+
+
+def test_prompt_longer_than_the_model(fails, random_folder):
+    message = fails(1, "generate", "7" * 300, "--model", str(random_folder))
+    assert "the prompt has 302 tokens but" in message
+    assert "takes 256" in message
+    assert "shorten the prompt" in message
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_printed(fails):
+    told = "block_size=9999 must be a whole number in [1, 512]; choose a value there"
+    assert fails(1, "generate", "--block-size", "9999") == told  # draws a problem, and shows none
+    message = fails(1, "generate", PROMPT, "--max-model-len", "9999")
+    assert message == "max_model_len=9999 is more than the model's 512 positions; lower it"
+    message = fails(1, "generate", "--max-model-len", "32")
+    assert "tokens; the engine takes 32, prompt and text together" in message
+
+
+def test_device_that_fails_is_one_line(random_folder, monkeypatch, capsys, tmp_path):
+    from dllm_jax.engine.layout import DeviceFailure
+    from dllm_jax.runner.runner import Device
+
+    def full(*_):
+        raise DeviceFailure("RESOURCE_EXHAUSTED: Out of memory\nallocation 1\nallocation 2")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "harvest", full)
+        argv = ["generate", PROMPT, "--model", str(random_folder), "--max-tokens", "4"]
+        assert main(argv) == 1
+    told = capsys.readouterr().err
+    (path,) = (tmp_path / "dllm-jax" / "snapshots").iterdir()
+    assert told == (
+        "error: the device failed twice (RESOURCE_EXHAUSTED: Out of memory); saved: "
+        f"`dllm-jax replay {path}` runs it again\n"
+    )
+    assert main(["replay", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("\n4 tokens, length\n")
+
+
+def test_model_without_tokenizer(fails, random_folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
+    message = fails(1, "generate", PROMPT, "--model", str(bare))
+    assert "has no tokenizer to read text with; use dj.generate" in message
+
+
+def test_watch_wants_one_prompt(fails):
+    assert "--watch shows one prompt" in fails(2, "generate", PROMPT, "--watch", "--json")
+
+
+def test_eval_names_a_strategy_given_twice(fails):
+    argv = ["--strategy", "multi_bd", "--strategy", "multi_bd"]
+    assert "given twice" in fails(2, "eval", *argv)
+    assert "'x' is not KEY=VALUE" in fails(2, "eval", "--strategy", "multi_bd,x")
+
+
+def test_eval_refuses_a_field_that_no_strategy_has(fails):
+    message = fails(2, "eval", "--set", "nosuch=3")
+    assert message == "nosuch=3: none of block_diffusion, multi_bd takes nosuch; leave it out"
+    argv = ["--strategy", "block_diffusion", "--buffer-size", "2"]
+    assert "none of block_diffusion takes buffer_size" in fails(2, "eval", *argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nowhere/x.json", "there is no folder '"),
+        ("", "it is a folder"),
+        ("sub/missing/x.json", "there is no folder '"),
+    ],
+)
+def test_eval_checks_where_it_will_write_before_it_works(fails, tmp_path, monkeypatch, name, told):
+    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda args: pytest.fail("worked first"))
+    message = fails(2, "eval", "--output", str(tmp_path / name))
+    assert "cannot be written: " in message
+    assert told in message
+
+
+def test_inspect_of_a_bad_folder_reports_and_fails(capsys, tmp_path):
+    assert main(["inspect", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "problem: no config.json" in captured.out
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_convert_refuses_an_existing_target(fails, random_folder, tmp_path):
+    assert "exists already" in fails(1, "convert", str(random_folder), str(tmp_path))
+
+
+def test_train_checks_flags(fails):
+    assert "--steps: 0 is too small" in fails(2, "train", "--out", "x", "--steps", "0")
+    assert "required: --out" in fails(2, "train")
+    said = fails(2, "train", "ar", "--out", "x", "--anchors", "4")
+    assert "--anchors is not of `train ar`; leave it out, or train dflash" in said
+    assert "needs a --target" in fails(2, "train", "dflash", "--out", "x")
+    for ids in ("1,x", "", "1,,2", "-1"):
+        said = fails(2, "train", "dflash", "--out", "x", "--target-layer-ids", ids)
+        assert f"--target-layer-ids: {ids!r} is no list of layers, counted from 0; write" in said
+    assert "'sdrr'" in fails(2, "train", "sdrr", "--out", "x")
+
+
+def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):
+    def explode(args):
+        raise KeyError("page\n7")
+
+    monkeypatch.setattr("dllm_jax.cli.info.run", explode)
+    message = fails(1, "info")
+    assert message == "KeyError: 'page\\n7' (--debug shows where)"
+
+
+def test_output_that_the_terminal_cannot_show_has_a_remedy(fails, monkeypatch):
+    monkeypatch.setattr("dllm_jax.cli.info.run", lambda args: "caf\u00e9".encode("ascii"))
+    message = fails(1, "info")
+    assert message.startswith("'\u00e9' cannot be written as ascii; set PYTHONIOENCODING=utf-8")
+
+
+def test_traceback_only_with_debug(capsys, tmp_path):
+    assert main(["generate", PROMPT, "--model", str(tmp_path), "--debug"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_debug_stands_before_the_verb_too(capsys, tmp_path):
+    assert main(["--debug", "generate", PROMPT, "--model", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "no config.json" in err.splitlines()[-1]
+
+
+def test_help_and_bad_flags_import_no_jax():
+    code = (
+        "import sys\n"
+        "from dllm_jax.cli import main\n"
+        "assert main(['generate', '--help']) == 0\n"
+        "assert main(['eval', '--help']) == 0\n"
+        "assert main(['chat', '--help']) == 0\n"
+        "assert main(['replay', '--help']) == 0\n"
+        "assert main(['generate', 'x', '--max-tokens', '0']) == 2\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--accept-threshold" in done.stdout

@@ -1,0 +1,418 @@
+"""Proves `dllm-jax generate`: it prints the text `dj.generate` gives, counts what it counts, and
+keeps what it has when interrupted.
+
+`dj.generate` is the oracle: another loop (one jit over a fixed batch instead of the engine), same
+tokens. The terminal drawing is tested on its own, on hand-written input. Signals are sent to a real
+process.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import main
+from dllm_jax.cli.watch import Frame, Watch
+
+CACHE = Path(__file__).parents[2] / ".cache" / "jax"
+PROMPTS = ["Ann has 3 pens.", "Carl gets 41 dollars a day, and pays 6.", "How many pages?"]
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache(monkeypatch):
+    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def model(random_folder):
+    return dj.load(random_folder)
+
+
+def rendered(model, prompt):
+    return model.tokenizer(f"<|user|>{prompt}<|assistant|>", add_special_tokens=False)["input_ids"]
+
+
+def test_text_and_figures_are_those_of_the_library(model, random_folder, capsys):
+    assert main(["generate", PROMPTS[0], "--model", str(random_folder), "--max-tokens", "20"]) == 0
+    out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20)
+    text, figures = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert text == model.tokenizer.decode(out.tokens[0, : out.length[0]], skip_special_tokens=True)
+    found = re.match(r"(\d+) tokens, (\d+) forwards, ([\d.]+) tokens per forward, ", figures)
+    assert found is not None
+    assert [int(found[1]), int(found[2])] == [out.length[0], out.nfe[0]]
+    assert float(found[3]) == pytest.approx(int(out.length[0]) / int(out.nfe[0]), abs=0.005)
+    told = r"tok/s with prefill, first block after [\d.]+ s \(compiling, not counted: [\d.]+ s\)"
+    assert re.search(told, figures)
+
+
+def test_json_of_a_prompt_file_is_a_line_a_prompt(model, random_folder, capsys, tmp_path):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS) + "\n\n", encoding="utf-8")
+    argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "20"]
+    argv += [
+        "--temperature",
+        "0.8",
+        "--top-k",
+        "50",
+        "--seed",
+        "5",
+        "--set",
+        "accept_threshold=0.1",
+    ]
+    assert main(["generate", "--model", str(random_folder), *argv]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    out = dj.generate(
+        model,
+        [rendered(model, prompt) for prompt in PROMPTS],
+        dj.strategies.MultiBD(block_size=8, buffer_size=2, accept_threshold=0.1),
+        max_tokens=20,
+        temperature=0.8,
+        top_k=50,
+        key=jax.random.key(5),
+    )
+    assert [line["prompt"] for line in lines] == PROMPTS
+    for i, line in enumerate(lines):
+        assert line["token_ids"] == out.tokens[i, : out.length[i]].tolist()
+        assert line["finish_reason"] == ("stop" if out.length[i] < 20 else "length")
+        assert line["metrics"]["nfe"] == out.nfe[i]
+        # A prompt without a whole block has no prefill.
+        assert line["metrics"]["prefill_nfe"] == (len(rendered(model, PROMPTS[i])) >= 8)
+        assert 0 < line["metrics"]["ttfb_s"] <= line["metrics"]["e2e_s"]
+
+
+def test_raw_prompt_from_stdin(model, random_folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Zoë has 3 €\n".encode())))
+    argv = ["-", "--raw", "--json", "--max-tokens", "20", "--model", str(random_folder)]
+    assert main(["generate", *argv]) == 0
+    ids = model.tokenizer("Zoë has 3 €")["input_ids"]
+    out = dj.generate(model, [ids], max_tokens=20)
+    line = json.loads(capsys.readouterr().out)
+    assert line["prompt"] == "Zoë has 3 €"
+    assert line["token_ids"] == out.tokens[0, : out.length[0]].tolist()
+
+
+def test_prompt_with_the_mask_token_warns_and_keeps_its_ids(model, random_folder, capsys):
+    prompt = "Ann has <|mask|> pens."
+    argv = [prompt, "--json", "--max-tokens", "20", "--model", str(random_folder)]
+    assert main(["generate", *argv]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "warning: the prompt holds the mask token '<|mask|>' (id 1) 1 time(s); its ids are kept "
+        "as they are, as text\n"
+    )
+    ids = rendered(model, prompt)
+    assert 1 in ids
+    out = dj.generate(model, [ids], max_tokens=20)
+    assert json.loads(captured.out)["token_ids"] == out.tokens[0, : out.length[0]].tolist()
+
+
+def test_max_nfe_and_stop_ids_end_the_text(model, random_folder, capsys):
+    base = ["generate", PROMPTS[0], "--json", "--max-tokens", "20", "--model", str(random_folder)]
+    assert main([*base, "--max-nfe", "3"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["finish_reason"], line["metrics"]["nfe"]) == ("nfe", 3)
+    assert main(base) == 0
+    whole = json.loads(capsys.readouterr().out)["token_ids"]
+    stop = whole[6]
+    assert main([*base, "--stop-token-ids", str(stop)]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["finish_reason"] == "stop"
+    assert stop not in line["token_ids"]
+
+
+def test_stop_string_ends_the_text_before_it(random_folder, capsys):
+    base = ["generate", PROMPTS[0], "--json", "--max-tokens", "20", "--model", str(random_folder)]
+    assert main(base) == 0
+    whole = json.loads(capsys.readouterr().out)["text"]
+    stop = whole[9:12]
+    assert main([*base, "--stop", "no such text", "--stop", stop]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["text"], line["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+@pytest.mark.slow
+def test_sizes_of_the_engine_change_no_token(random_folder, capsys, tmp_path):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS), encoding="utf-8")
+    base = ["generate", "--prompt-file", str(tmp_path / "prompts"), "--model", str(random_folder)]
+    base += ["--json", "--max-tokens", "20", "--temperature", "0.7"]
+    assert main(base) == 0
+    texts = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    sizes = ["--max-num-seqs", "2", "--page-size", "16", "--max-model-len", "128"]
+    sizes += ["--no-prefix-caching", "--max-num-batched-tokens", "64", "--tp", "1"]
+    sizes += ["--attention-implementation", "xla", "--memory-utilization", "0.01"]
+    assert main([*base, *sizes]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["token_ids"] for line in lines] == texts
+
+
+def test_flags_reach_the_engine(random_folder, monkeypatch, capsys):
+    from dllm_jax.api import llm
+
+    class Spy(llm.LLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append((self.engine.facts, kwargs))
+            raise ValueError("seen enough")
+
+    made = []
+    monkeypatch.setattr(llm, "LLM", Spy)
+    base = ["generate", PROMPTS[0], "--model", str(random_folder), "--max-tokens", "4"]
+    assert main(base) == 1
+    facts, _ = made.pop()
+    # One prompt: one slot and its pages, no more positions than a power of two that suffices.
+    assert (facts.num_slots, facts.max_model_len, facts.prefix_caching) == (1, 256, True)
+    assert facts.num_pages == -(-(256 + 8) // 64)
+    sizes = ["--page-size", "16", "--max-model-len", "128", "--no-prefix-caching", "--seed", "3"]
+    sizes += ["--max-num-batched-tokens", "64", "--memory-utilization", "0.02"]
+    assert main([*base, *sizes]) == 1
+    facts, given = made.pop()
+    assert (facts.page_size, facts.max_model_len, facts.prefix_caching) == (16, 128, False)
+    assert facts.max_num_batched_tokens == 64
+    assert (given["config"].memory_utilization, given["seed"]) == (0.02, 3)
+
+
+def interrupted_run(monkeypatch, number, after, argv):
+    """The status of a command that gets a signal in its `after`th step, of one forward each."""
+    from dllm_jax.engine.engine import Engine
+
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    step, calls = Engine.step, []
+
+    def signalled(engine):
+        calls.append(1)
+        if len(calls) == after:
+            signal.raise_signal(number)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", signalled)
+    return main(["generate", *argv])
+
+
+def test_interrupt_shows_the_text_so_far(model, random_folder, capsys, monkeypatch):
+    argv = [PROMPTS[0], "--max-tokens", "20", "--model", str(random_folder)]
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert interrupted_run(monkeypatch, signal.SIGINT, 12, argv) == 130
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    captured = capsys.readouterr()
+    found = re.search(r"(\d+) tokens, (\d+) forwards", captured.out)
+    nfe = int(found[2])
+    out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20, max_nfe=nfe)
+    ids = out.tokens[0, : out.length[0]].tolist()
+    assert (int(found[1]), nfe >= 5, 2 < len(ids) < 20) == (len(ids), True, True)
+    text = captured.out.rsplit("\n\n", 1)[0]
+    assert text == model.tokenizer.decode(ids, skip_special_tokens=True)
+    assert captured.err == (
+        f"error: interrupted after {nfe} forwards; what was generated so far is shown; run it "
+        "again to finish\n"
+    )
+
+
+def test_termination_reports_finished_and_partial_prompts(
+    model, random_folder, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS), encoding="utf-8")
+    argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "20"]
+    argv += ["--model", str(random_folder)]
+    out = dj.generate(model, [rendered(model, prompt) for prompt in PROMPTS], max_tokens=20)
+    whole = [out.tokens[i, : out.length[i]].tolist() for i in range(3)]
+    assert out.nfe[0] + 3 <= min(
+        out.nfe[1], out.nfe[2]
+    )  # the first one ends well before the others
+    steps = int(out.nfe[0]) + 3  # the first dispatches, the second prefill's, and one more
+    assert interrupted_run(monkeypatch, signal.SIGTERM, steps, argv) == 143
+    captured = capsys.readouterr()
+    done, *partial = map(json.loads, captured.out.splitlines())
+    assert (done["token_ids"], done["finish_reason"]) == (whole[0], "length")
+    assert [line["prompt"] for line in partial] == PROMPTS[1:]
+    for line, tokens in zip(partial, whole[1:], strict=True):
+        assert line["finish_reason"] == "abort"
+        assert 0 < len(line["token_ids"]) < len(tokens)
+        assert line["token_ids"] == tokens[: len(line["token_ids"])]
+        assert line["text"] == model.tokenizer.decode(line["token_ids"])
+    assert captured.err.endswith(
+        "error: interrupted after 1 of 3 prompts; what was generated so far is shown; run it again "
+        "to finish\n"
+    )
+
+
+def start(argv, tmp_path, *how):
+    return subprocess.Popen(
+        [sys.executable, *(how or ("-m", "dllm_jax.cli")), *map(str, argv)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "JAX_PLATFORMS": "cpu",
+            "HOME": str(tmp_path),
+            "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+            # Another worker may be writing an entry (pyproject says more).
+            "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
+            "XLA_FLAGS": os.environ["XLA_FLAGS"],
+        },
+    )
+
+
+def ended(process, number):
+    """Send a signal; what the process wrote since, after at most five seconds."""
+    try:
+        process.send_signal(number)
+        began = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 5
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    return out, err
+
+
+def test_signal_between_two_forwards_of_a_process(random_folder, tmp_path):
+    argv = ["generate", PROMPTS[0], "--watch", "--watch-delay", "60", "--model", random_folder]
+    process = start(argv, tmp_path)
+    line = process.stdout.readline()  # the first frame: now it sleeps for a minute
+    out, err = ended(process, signal.SIGTERM)
+    assert re.fullmatch(r"forward   1 \|.*\|\n", line)
+    assert re.search(r"\d+ tokens, 1 forwards", out)
+    assert err == (
+        "error: interrupted after 1 forwards; what was generated so far is shown; "
+        "run it again to finish\n"
+    )
+
+
+@pytest.fixture
+def deaf_strategy(tmp_path):
+    """Flags for a strategy whose tracing takes a minute in C, deaf to everything."""
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import hashlib, sys\n"
+        "def step(forward, state):\n"
+        "    print('tracing', file=sys.stderr, flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+    )
+    return ["--strategy", f"{path}:step", "--block-size", "8", "--buffer-size", "2"]
+
+
+def test_signal_while_the_process_compiles(random_folder, tmp_path, deaf_strategy):
+    argv = ["generate", PROMPTS[0], "--model", random_folder, *deaf_strategy]
+    process = start(argv, tmp_path)
+    assert process.stderr.readline() == "tracing\n"
+    out, err = ended(process, signal.SIGINT)
+    assert "0 tokens, 0 forwards" in out
+    assert err.startswith("error: interrupted after 0 forwards; what was")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_second_interrupt_ends_a_chat_that_compiles(random_folder, tmp_path, deaf_strategy):
+    process = start(["chat", "--model", random_folder, *deaf_strategy], tmp_path)
+    process.stdin.write(PROMPTS[0] + "\n")
+    process.stdin.flush()
+    assert process.stderr.readline() == "tracing\n"
+    process.send_signal(signal.SIGINT)  # which stops the answer, once compiling is over
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    began = time.monotonic()
+    ended(process, signal.SIGINT)
+    assert time.monotonic() - began < 1.5
+
+
+def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
+    # Waiting for the sixteenth chunk takes a minute in C: the text so far comes from elsewhere.
+    code = (
+        "import hashlib, sys\n"
+        "from dllm_jax import engine\n"
+        "from dllm_jax.cli import main\n"
+        "from dllm_jax.runner.runner import Device\n"
+        "engine.num_steps = lambda *_: 1\n"
+        "harvest, calls = Device.harvest, []\n"
+        "def stuck(device, chunk):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 16:\n"
+        "        print('stuck', file=sys.stderr, flush=True)\n"
+        "        hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+        "    return harvest(device, chunk)\n"
+        "Device.harvest = stuck\n"
+        "sys.exit(main())\n"
+    )
+    argv = ["generate", PROMPTS[0], "--json", "--max-tokens", "20", "--model", random_folder]
+    process = start([code, *argv], tmp_path, "-c")
+    assert process.stderr.readline() == "stuck\n"
+    out, err = ended(process, signal.SIGTERM)
+    line = json.loads(out)
+    want = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20, max_nfe=15)
+    assert (line["finish_reason"], line["metrics"]["nfe"]) == ("abort", 15)
+    assert line["token_ids"] == want.tokens[0, : want.length[0]].tolist()
+    assert len(line["token_ids"]) > 5
+    assert line["text"] == model.tokenizer.decode(line["token_ids"], skip_special_tokens=True)
+    assert err.startswith("error: interrupted after 0 of 1 prompts; what was generated so far")
+
+
+@pytest.mark.slow
+def test_process_that_ends_with_a_forward_in_flight_ends_well(tmp_path):
+    code = (
+        "import dllm_jax as dj\n"
+        "def begin():\n"
+        "    llm = dj.LLM(warm_up=False, max_num_seqs=1)\n"
+        "    params = dj.SamplingParams(max_tokens=300, ignore_eos=True)\n"
+        "    llm.engine.add(dj.Request(prompt_token_ids=list(range(50, 90)), params=params))\n"
+        "    for _ in range(6):\n"
+        "        llm.engine.step()\n"
+        "begin()\n"
+    )
+    process = start([code], tmp_path, "-c")
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_watch_without_a_terminal_prints_a_line_a_forward(model, random_folder, capsys):
+    argv = [PROMPTS[0], "--max-tokens", "20", "--watch", "--watch-delay", "0"]
+    assert main(["generate", *argv, "--model", str(random_folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    frames = [line for line in lines if line.startswith("forward ")]
+    out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20)
+    assert len(frames) == out.nfe[0] - 1  # the text takes the last one's place
+    assert [int(frame[8:11]) for frame in frames] == list(range(1, out.nfe[0]))
+    assert any(re.search(r"[^·]·", frame.split("|")[1]) for frame in frames)
+
+
+def test_watch_draws_over_the_last_frame_in_colours():
+    out = io.StringIO()
+    watch = Watch(out, tty=True)
+    watch.show(Frame(nfe=1, committed="ab", cells=(None, "x", None), num_settled=0))
+    watch.show(Frame(nfe=2, committed="ab", cells=("w", "x", None), num_settled=2))
+    watch.clear()
+    first, second, cleared = out.getvalue().split("\x1b[2A\r\x1b[J")
+    assert first == "forward 1\nab\x1b[90m·\x1b[33mx\x1b[90m·\x1b[0m\n"
+    assert second == "forward 2\nab\x1b[32mwx\x1b[90m·\x1b[0m\n"
+    assert cleared == ""
+
+
+def test_watch_counts_wrapped_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    out = io.StringIO()
+    watch = Watch(out, tty=True)
+    watch.show(Frame(nfe=1, committed="0123456789abcde", cells=(), num_settled=0))
+    watch.clear()
+    assert out.getvalue().endswith("\x1b[3A\r\x1b[J")
+
+
+def test_watch_keeps_to_the_lines_and_columns_of_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4")
+    monkeypatch.setenv("LINES", "5")
+    out = io.StringIO()
+    watch = Watch(out, tty=True)
+    watch.show(Frame(nfe=1, committed="abcdefgh日本語", cells=("w", "xyz", None), num_settled=1))
+    watch.clear()
+    green, yellow, grey = "\x1b[32m", "\x1b[33m", "\x1b[90m"
+    # rows: abcd | efgh | 日本 | 語wx | yz·, of which the last three fit under the heading
+    rows = ["forward 1", "日本", f"語{green}w{yellow}x", f"{yellow}yz{grey}·\x1b[0m", ""]
+    assert out.getvalue() == "\n".join(rows) + "\x1b[4A\r\x1b[J"

@@ -1,0 +1,194 @@
+"""Proves the quiet verbs: `inspect`, `convert`, `info`, `train` do what they say and report it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import info, main
+from dllm_jax.models.dense import param_shapes
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache(monkeypatch):
+    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+
+
+def test_inspect_reports_shapes_and_sizes(random_folder, capsys):
+    assert main(["inspect", str(random_folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    leaves = jax.tree.leaves(param_shapes(dj.load(random_folder).config, "float32"))
+    assert facts["num_params"] == sum(leaf.size for leaf in leaves)
+    assert (facts["family"], facts["kind"], facts["dtype"]) == ("sdar", "hf", "float32")
+    assert facts["defaults"]["block_size"] == 8
+    assert facts["shapes"]["model.embed_tokens.weight"] == [512, 64]
+    assert facts["problems"] == []
+    assert main(["inspect", str(random_folder)]) == 0
+    assert "no problems" in capsys.readouterr().out
+
+
+def test_inspect_of_a_builtin_model(capsys):
+    assert main(["inspect", "builtin:tiny-sdar"]) == 0
+    assert "family      sdar" in capsys.readouterr().out
+
+
+def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
+    target = tmp_path / "converted"
+    assert main(["convert", str(random_folder), str(target), "--dtype", "float32"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{target}: ")
+    assert " MB in " in told
+    first, again = dj.load(random_folder), dj.load(target)
+    assert jax.tree.all(jax.tree.map(np.array_equal, first.params, again.params))
+    assert main(["convert", str(random_folder), str(target), "--dtype", "bfloat16", "--force"]) == 0
+    assert dj.load(target, dtype="auto").config == first.config
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's forms need jax 0.11.2")
+def test_info_names_the_kernels_of_hopper(on_hopper):
+    layer = info._layer()
+    assert layer.startswith("mosaic here for 16-bit models: products of up to 128 rows, gate and")
+    assert "norms of up to 1,024, rotations of up to 4,096; else triton here" in layer
+    assert "on Hopper mosaic from 128 rows on, 4,096 at a time, else triton" in info._readout()
+
+
+def test_info_tells_what_runs_here(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["jax"] == jax.__version__
+    assert set(facts["devices"]) == {str(d) for d in jax.devices()}
+    for d in jax.devices():
+        assert facts["devices"][str(d)].startswith(f"{d.device_kind} ({d.platform}), ")
+    if jax.default_backend() == "cpu":
+        assert (
+            facts["kernels"]["paged_attention"]
+            == "xla here (cudnn, triton and mosaic: needs an NVIDIA GPU)"
+        )
+        assert facts["kernels"]["expert_ffn"].endswith("else grouped (triton needs an NVIDIA GPU)")
+        assert facts["kernels"]["token_readout"].endswith(
+            "(triton and mosaic: needs an NVIDIA GPU)"
+        )
+        assert facts["kernels"]["layer"] == "xla here (triton and mosaic: needs an NVIDIA GPU)"
+    assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
+    assert facts["models"]["builtin:tiny-qwen3"].endswith("ar, block 1, buffer 1")
+    drafter = facts["models"]["builtin:tiny-qwen3-dflash"]
+    assert drafter.endswith("a drafter (--draft) of blocks of 16")
+    assert {"ar", "block_diffusion", "multi_bd"} <= set(facts["strategies"])
+    assert main(["info"]) == 0
+    assert "versions    python" in capsys.readouterr().out
+
+
+def test_train_hands_on_only_what_was_given(monkeypatch):
+    seen = []
+    monkeypatch.setattr("dllm_jax.training.command.main", lambda *call: seen.append(call))
+    assert main(["train", "--out", "run", "--steps", "50", "--muon-lr", "0.01"]) == 0
+    argv = ["train", "dflash", "--out", "run", "--target", "t", "--target-layer-ids", "1,4"]
+    assert main(argv) == 0
+    assert seen == [
+        ("sdar", "run", {"steps": 50, "muon_lr": 0.01}),
+        ("dflash", "run", {"target": "t", "target_layer_ids": (1, 4)}),
+    ]
+
+
+def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
+    """Its config, or what is done with it: none is ignored, and none is of no kind."""
+    from dllm_jax.cli.train import KINDS, OPTIONS
+    from dllm_jax.training import command
+
+    seen = []
+
+    def train(config, folder, **how):
+        seen.append((config, how))
+        return {"done": True}
+
+    def asked(kind, *words):
+        target = ["--target", "t"] if kind == "dflash" and "--target" not in words else []
+        seen.clear()
+        assert main(["train", kind, "--out", str(tmp_path), *target, *words]) == 0
+        return tuple(seen)
+
+    for kind in KINDS:
+        monkeypatch.setattr(getattr(command, kind), "train", train)
+        finish = lambda run, config, out, count: seen.append(count)  # noqa: E731
+        monkeypatch.setattr(command, f"_finish_{kind}", finish)
+    assert tuple(command.KINDS) == KINDS
+    for kind in KINDS:
+        usual = asked(kind)
+        for flag, _, kinds, _ in OPTIONS:
+            if kind in kinds:
+                value = "0.25" if flag == "--greedy-share" else "7"
+                assert asked(kind, flag, value) != usual, flag
+    assert command.make_config("ar", {}) == command.KINDS["ar"]
+    rows = {"seed": 7, "batch_size": 8}
+    config = dataclasses.asdict(command.make_config("ar", rows))
+    assert {name: config["data"][name] for name in rows} == rows
+    assert config["seed"] == 7
+
+
+def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):
+    env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
+    env["XDG_CACHE_HOME"] = str(tmp_path)
+    code = (
+        "import jax, dllm_jax.api.generate; assert jax.config.jax_compilation_cache_dir is None; "
+        "from dllm_jax.cli import main; main(['info']); print(jax.config.jax_compilation_cache_dir)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, env=env, text=True, capture_output=True)
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "dllm-jax" / "jax")
+
+
+def test_the_command_decodes_as_here_with_users_settings(random_folder, tmp_path, capsys):
+    """XLA's own flags, not conftest's; the programs are kept for the next start."""
+    env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
+    env["XDG_CACHE_HOME"] = str(tmp_path)
+    argv = ["generate", "Ann has 3 pens.", "--max-tokens", "20", "--model", str(random_folder)]
+    command = [sys.executable, "-m", "dllm_jax.cli", *argv, "--json"]
+    done = subprocess.run(command, check=True, env=env, text=True, capture_output=True)
+    assert any((tmp_path / "dllm-jax" / "jax").glob("*-cache"))
+    assert main([*argv, "--json"]) == 0
+    here, there = json.loads(capsys.readouterr().out), json.loads(done.stdout)
+    assert len(here["token_ids"]) > 10
+    assert there["token_ids"] == here["token_ids"]
+
+
+def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
+    from argparse import Namespace
+
+    from dllm_jax.cli import models
+
+    bars = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.total, self.n, self.closed = total, 0, False
+            bars.append(self)
+
+        def update(self, more):
+            self.n += more
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    args = Namespace(model=str(random_folder), dtype="auto", revision=None, lora=None)
+    models.load_model(args)
+    assert bars == []
+    monkeypatch.setattr(models, "BAR_FROM", 1000)
+    model = models.load_model(args)
+    (bar,) = bars
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert (bar.n, bar.total, bar.closed) == (size, size, True)
+
+
+def test_output_to_a_closed_pipe_is_no_traceback(tmp_path):
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    command = f"{sys.executable} -m dllm_jax.cli inspect builtin:tiny-sdar | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.startswith("source ")
+    assert done.stderr == ""

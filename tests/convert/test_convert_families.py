@@ -1,0 +1,659 @@
+"""Every family's tensors arrive bit for bit where the network reads them, however they are stored.
+
+The expected leaves are built here one head and one expert at a time from the definition of the
+layout, not with the tables under test. Then: shards, layouts of the experts, types, Orbax and back,
+export and back. Every table fills every published model's leaves once, by shapes alone and from
+full-size files without data; and every way a family's own files can contradict its config is named.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dllm_jax.convert import ConversionError, convert, export_hf, inspect, load_params, plan
+from dllm_jax.convert.accounting import unaccounted
+from dllm_jax.convert.naming import table_of
+from dllm_jax.convert.spec import Part, Placement, placements
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
+from tests.convert.test_convert import assert_same
+from tests.golden.folders import edit_config, read_config, read_tensors, write_tensors
+from tests.oracles.checkpoints import has_experts, tensor_shapes, write_tiny
+from tests.oracles.tiny_configs import CONFIGS
+
+FAMILIES = sorted(CONFIGS)
+ROWS = CONFIGS["llada"]["embedding_size"]
+ROUTED = ["sdar_moe", "qwen3_moe", "llada2", "llada2_2"]
+LLADA = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+
+
+class Tiny:
+    """A written checkpoint's config and tensors, under Llama's names where those have any."""
+
+    def __init__(self, folder):
+        self.config = config = read_config(folder)
+        self.tensors = read_tensors(folder)
+        self.is_llada = "d_model" in config
+        self.is_fused = config["architectures"] == ["LLaDA2MoeModelLM"]
+        self.heads = config["n_heads" if self.is_llada else "num_attention_heads"]
+        self.groups = config["n_kv_heads" if self.is_llada else "num_key_value_heads"]
+        self.width = config["d_model" if self.is_llada else "hidden_size"]
+        self.layers = config["n_layers" if self.is_llada else "num_hidden_layers"]
+        self.size = config.get("head_dim") or self.width // self.heads
+        self.tied = config["weight_tying" if self.is_llada else "tie_word_embeddings"]
+
+    def end(self, name):
+        """A tensor outside of the layers: "embed", "norm" or "head"."""
+        if self.is_llada:
+            name = {"embed": "wte", "norm": "ln_f", "head": "ff_out"}[name]
+            return self.tensors[f"model.transformer.{name}.weight"]
+        embed = "word_embeddings" if self.is_fused else "embed_tokens"
+        return self.tensors[
+            {
+                "embed": f"model.{embed}.weight",
+                "norm": "model.norm.weight",
+                "head": "lm_head.weight",
+            }[name]
+        ]
+
+    def get(self, i, name, kind="weight"):
+        """A tensor of layer i, None where it has none."""
+        if self.is_llada:
+            name = LLADA.get(name, name)
+            return self.tensors.get(f"model.transformer.blocks.{i}.{name}.{kind}")
+        return self.tensors.get(f"model.layers.{i}.{name}.{kind}")
+
+    def rows(self, i, which, head, kind="weight"):
+        """The rows of one query, key or value head; None where there is no such tensor."""
+        if self.is_fused:
+            head += {"q": 0, "k": self.heads, "v": self.heads + self.groups}[which]
+            tensor = self.get(i, "attention.query_key_value", kind)
+        else:
+            tensor = self.get(
+                i, f"{which}_proj" if self.is_llada else f"self_attn.{which}_proj", kind
+            )
+        return None if tensor is None else tensor[head * self.size : (head + 1) * self.size]
+
+    def attention(self, i):
+        n = self.heads // self.groups
+        dtype = self.end("embed").dtype
+        layer = {
+            "attn_norm": self.get(i, "input_layernorm"),
+            "mlp_norm": self.get(i, "post_attention_layernorm"),
+            "wqkv": np.zeros((self.width, self.groups, n + 2, self.size), dtype),
+            "wo": np.zeros((self.heads, self.size, self.width), dtype),
+        }
+        if self.rows(i, "q", 0, "bias") is not None:
+            layer["bqkv"] = np.zeros((self.groups, n + 2, self.size), dtype)
+        for group in range(self.groups):
+            members = [("q", group * n + member) for member in range(n)]
+            for slot, (which, head) in enumerate([*members, ("k", group), ("v", group)]):
+                layer["wqkv"][:, group, slot] = self.rows(i, which, head).T
+                if "bqkv" in layer:
+                    layer["bqkv"][group, slot] = self.rows(i, which, head, "bias")
+        out = "attention.dense" if self.is_fused else "self_attn.o_proj"
+        for head in range(self.heads):
+            columns = slice(head * self.size, (head + 1) * self.size)
+            layer["wo"][head] = self.get(i, out)[:, columns].T
+        if self.get(i, out, "bias") is not None:
+            layer["bo"] = self.get(i, out, "bias")
+        query = "attention.query_layernorm" if self.is_fused else "self_attn.q_norm"
+        if self.get(i, query) is not None:
+            key = "attention.key_layernorm" if self.is_fused else "self_attn.k_norm"
+            layer |= {"q_norm": self.get(i, query), "k_norm": self.get(i, key)}
+        return layer
+
+    def swiglu(self, i, at):
+        gate, up = self.get(i, f"{at}gate_proj").T, self.get(i, f"{at}up_proj").T
+        down = self.get(i, f"{at}down_proj").T
+        if "experts." in at and "shared" not in at:
+            return np.stack([gate, up], axis=1), down
+        turn = math.gcd(gate.shape[1], 32)  # columns of one, then of the other
+        return np.stack([w.reshape(len(w), -1, turn) for w in (gate, up)], axis=2), down
+
+    def feed_forward(self, i):
+        if not has_experts(self.config, i):
+            gate_up, down = self.swiglu(i, "mlp.")
+            return {"w_gate_up": gate_up, "w_down": down}
+        both = [self.swiglu(i, f"mlp.experts.{e}.") for e in range(self.config["num_experts"])]
+        layer = {
+            "router": self.get(i, "mlp.gate").T,
+            "experts_gate_up": np.stack([gate_up for gate_up, _ in both]),
+            "experts_down": np.stack([down for _, down in both]),
+        }
+        if self.get(i, "mlp.gate", "expert_bias") is not None:
+            layer["router_bias"] = self.get(i, "mlp.gate", "expert_bias").astype(np.float32)
+        if self.get(i, "mlp.shared_experts.gate_proj") is not None:
+            layer["shared_gate_up"], layer["shared_down"] = self.swiglu(i, "mlp.shared_experts.")
+        return layer
+
+    def tree(self):
+        return {
+            "embed": self.end("embed"),
+            **({} if self.tied else {"lm_head": self.end("head")}),
+            "final_norm": self.end("norm"),
+            "layers": [self.attention(i) | self.feed_forward(i) for i in range(self.layers)],
+        }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Tiny folders by what they were written with, each written once; not to be changed."""
+    made = {}
+
+    def write(family, **options):
+        key = json.dumps([family, options], sort_keys=True)
+        if key not in made:
+            made[key] = write_tiny(family, tmp_path_factory.mktemp(family) / "model", **options)
+        return made[key]
+
+    return write
+
+
+# What differs from the plain form: by family, else under "all".
+VARIANTS = [
+    *((family, {}) for family in FAMILIES),
+    *((family, {"dtype": "bfloat16", "bias_dtype": "bfloat16"}) for family in FAMILIES),
+    *((family, {"tie_word_embeddings": True}) for family in ("fast_dllm_v2", "sdar_moe", "llada2")),
+    ("llada", {"weight_tying": True}),
+    ("llada", {"include_qkv_bias": True, "n_kv_heads": 2}),
+    ("llada", {"mlp_hidden_size": ROWS}),  # a block's ff_out has the shape of the head
+    ("llada2", {"use_qkv_bias": True, "use_bias": True}),
+    ("llada2", {"num_shared_experts": 2, "first_k_dense_replace": 2}),
+    ("llada2", {"moe_router_enable_expert_bias": False, "num_shared_experts": 0}),
+    ("sdar_moe", {"mlp_only_layers": [1]}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=str)
+def test_every_leaf_is_where_the_layout_says(family, options, tiny):
+    folder = tiny(family, **options)
+    params, report = load_params(folder)
+    assert report.is_ok
+    assert_same(params, Tiny(folder).tree())
+
+
+@pytest.mark.parametrize("shards", ["round_robin", "layers"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_change_nothing(family, shards, tiny):
+    folder = tiny(family, shards=shards)
+    assert len(list(folder.glob("*.safetensors"))) >= 3
+    assert_same(load_params(folder)[0], load_params(tiny(family))[0])
+
+
+@pytest.mark.parametrize("experts", ["merged", "packed"])
+@pytest.mark.parametrize("shards", [None, "round_robin"])
+@pytest.mark.parametrize("family", ROUTED)
+def test_layouts_of_experts_give_the_same(family, shards, experts, tiny):
+    folder = tiny(family, experts=experts, shards=shards)
+    assert not any(re.search(r"experts\.\d", name) for name in read_tensors(folder))
+    assert_same(load_params(folder)[0], load_params(tiny(family))[0])
+
+
+def test_the_other_name_of_the_experts_bias_is_read(tmp_path, tiny):
+    folder = write_tiny("llada2", tmp_path / "model")
+    tensors = read_tensors(folder)
+    renamed = {n.replace("expert_bias", "e_score_correction_bias"): t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    write_tensors(folder, renamed)
+    assert_same(load_params(folder)[0], load_params(tiny("llada2"))[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_experts_bias_is_float32_whatever_the_type(dtype, tiny, tmp_path):
+    exact = load_params(tiny("llada2"), "float32")[0]
+    for source in (tiny("llada2"), convert(tiny("llada2"), tmp_path / "converted", "float32")):
+        params, _ = load_params(source, dtype)
+        for layer, wanted in zip(params["layers"][1:], exact["layers"][1:], strict=True):
+            assert layer["router_bias"].dtype == np.float32
+            assert layer["router"].dtype == np.dtype(dtype)
+            assert layer["router_bias"].tobytes() == wanted["router_bias"].tobytes()
+    rounded = tiny("llada2", bias_dtype="bfloat16")
+    stored = read_tensors(rounded)["model.layers.1.mlp.gate.expert_bias"]
+    assert stored.dtype == ml_dtypes.bfloat16
+    bias = load_params(rounded, dtype)[0]["layers"][1]["router_bias"]
+    assert bias.tobytes() == stored.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, "bfloat16") for family in FAMILIES), ("llada2", "auto")]
+)
+def test_converted_folder_restores_bit_for_bit(family, dtype, tiny, tmp_path):
+    direct, report = load_params(tiny(family), dtype)
+    folder = convert(tiny(family), tmp_path / "converted", dtype)
+    back, again = load_params(folder)
+    assert_same(back, direct)
+    assert again.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(direct))
+    assert (again.kind, again.family, again.config, again.defaults) == (
+        "converted",
+        report.family,
+        report.config,
+        report.defaults,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_writes_back_what_was_read(family, tiny, tmp_path):
+    source = tiny(family, dtype="bfloat16")
+    params, report = load_params(source)
+    folder = export_hf(params, report.config, tmp_path, family=report.family)
+    ours, theirs = read_tensors(folder), read_tensors(source)
+    assert sorted(ours) == sorted(theirs)
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert ours[name].tobytes() == tensor.tobytes(), name
+    back, again = load_params(folder)
+    assert again.config == report.config
+    assert_same(back, params)
+
+
+# Full size, by shapes alone.
+
+
+# One name of each config: many are shared.
+DISTINCT = {json.dumps(config): name for name, config in reversed(PUBLISHED.items())}.values()
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_every_element_of_a_published_model_is_filled_once(name):
+    parsed = parse_config(PUBLISHED[name], name=name)
+    shapes = arch_of(parsed.config).param_shapes(parsed.config)
+    rules = table_of(parsed.family).rules_for()
+    assert unaccounted(placements(rules, shapes), shapes) == []
+
+
+SHAPES = {"a": np.zeros((4, 2, 3)), "layers": [{"b": np.zeros(6)}]}
+FULL = (
+    Placement("x", ("a",), (3, 4), Part((1, 0), index=np.s_[:, 0])),
+    Placement("x", ("a",), (3, 4), Part((1, 0), index=np.s_[:, -1]), 3),
+    Placement("y", ("layers", 0, "b"), (6,), Part((0,))),
+)
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        (FULL, None),
+        (FULL[1:], "fill once: a; rows: x"),
+        (FULL[:2], "fill once: layers.0.b"),
+        ((*FULL, FULL[0]), "fill once: a; rows: x"),
+        (
+            (*FULL[:2], Placement("y", ("layers", 0, "b"), (5,), Part((0,), index=(np.s_[:5],)))),
+            "0.b",
+        ),
+        ((FULL[0], dataclasses.replace(FULL[1], part=FULL[0].part), FULL[2]), "fill once: a"),
+        ((FULL[0], dataclasses.replace(FULL[1], start=4), FULL[2]), "rows: x"),
+        ((FULL[0], dataclasses.replace(FULL[1], start=2), FULL[2]), "rows: x"),
+    ],
+)
+def test_the_proof_sees_gaps_and_overlaps(places, words):
+    found = "; ".join(unaccounted(places, SHAPES))
+    found = found.replace("leaves that tensors do not fill once", "fill once")
+    found = found.replace("tensors whose rows are not used once", "rows")
+    assert (found == "") if words is None else (words in found)
+
+
+def test_the_proof_refuses_an_axis_named_twice():
+    wrong = Placement("x", ("a",), (4, 4), Part((0, 0), index=np.s_[:, 0]))
+    with pytest.raises(ValueError, match="must name each of the 2 axes of its slice once"):
+        unaccounted([wrong], SHAPES)
+
+
+def write_sparse(folder, config, dtypes):
+    """A checkpoint of full size whose files take no room: headers, and data that is not there."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": 7}))
+    entries, offset = {}, 0
+    for name, shape in tensor_shapes(config).items():
+        kind = next((k for piece, k in dtypes.items() if piece in name), "BF16")
+        end = offset + math.prod(shape) * {"BF16": 2, "F32": 4}[kind]
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + offset)
+    return folder
+
+
+# Source: total_size of the published indices; leaves by hand. LLaDA2.0 stores the experts' biases
+# in 16 bits, 2.1 in 32, which is what both become: 19 * 256 * 2 and 31 * 256 * 2 bytes more.
+def late(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "leaves", "stored", "result"),
+    [
+        ("GSAI-ML/LLaDA-8B-Instruct", 291, 195, 16031162368, 16031162368),
+        ("JetLM/SDAR-30B-A3B-Chat", 18867, 435, 61064245248, 61064245248),
+        ("inclusionAI/LLaDA2.0-mini", 14813, 239, 32511286784, 32511296512),
+        late("JetLM/SDAR-8B-Chat", 399, 291, 16381470720, 16381470720),
+        late("Efficient-Large-Model/Fast_dLLM_v2_1.5B", 338, 198, 3087428608, 3087428608),
+        late("inclusionAI/LLaDA2.1-mini", 14813, 239, 32511296512, 32511296512),
+        late("inclusionAI/LLaDA2.0-flash", 24161, 383, 205779410432, 205779426304),
+    ],
+)
+def test_a_full_size_folder_passes_a_dry_run(
+    name, tensors, leaves, stored, result, tmp_path, monkeypatch
+):
+    dtypes = {"expert_bias": "F32"} if "2.1" in name else {}
+    folder = write_sparse(tmp_path / "model", PUBLISHED[name], dtypes)
+    assert (folder / "model.safetensors").stat().st_blocks * 512 < 50e6
+    report = inspect(folder)
+    assert report.problems == ()
+    found = plan(report)
+    assert (found.num_tensors, found.num_leaves) == (tensors, leaves)
+    assert (found.read_bytes, found.result_bytes) == (stored, result)
+    largest = max(math.prod(shape) for shape in report.shapes.values())
+    assert found.peak_bytes == result + 4 * largest
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=result))
+    assert convert(folder, tmp_path / "out", dry_run=True) == tmp_path / "out"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# What is wrong with a family's files: a name, what to write, how to spoil it, the words.
+
+
+def tensors_changed(change):
+    def spoil(folder):
+        tensors = read_tensors(folder)
+        change(tensors)
+        write_tensors(folder, tensors)
+
+    return spoil
+
+
+def drop(pattern):
+    def change(tensors):
+        names = [name for name in tensors if re.fullmatch(pattern, name)]
+        assert names
+        for name in names:
+            tensors.pop(name)
+
+    return tensors_changed(change)
+
+
+def add(**shapes):
+    return tensors_changed(
+        lambda t: t.update({n: np.ones(shape, np.float32) for n, shape in shapes.items()})
+    )
+
+
+def put(name, change):
+    return tensors_changed(lambda t: t.update({name: np.array(change(t[name]), order="C")}))
+
+
+def config(**changes):
+    return lambda folder: edit_config(folder, **changes)
+
+
+BLOCK = "model.transformer.blocks.0."
+HEAD = "model.transformer.ff_out.weight"
+LAYER = "model.layers.1."
+EXPERTS = LAYER + "mlp.experts."
+FUSED = LAYER + "attention.query_key_value.weight"
+FAULTS = [
+    ("llada", {}, drop(re.escape(HEAD)), f"{HEAD} is missing although weight_tying is false"),
+    ("llada", {}, drop(f"{BLOCK}ff_out.weight"), f"1 tensor(s) missing: {BLOCK}ff_out.weight"),
+    (
+        "llada",
+        {},
+        put("model.transformer.wte.weight", lambda x: x[:-1]),
+        f"wte.weight has {ROWS - 1} rows but embedding_size={ROWS}; correct config.json",
+    ),
+    (
+        "llada",
+        {},
+        config(n_layers=2),
+        "n_layers=2 but the files go on; correct config.json: model.transformer.blocks.2.",
+    ),
+    (
+        "llada",
+        {},
+        put(BLOCK + "attn_out.weight", lambda x: x[:, :-1]),
+        f"{BLOCK}attn_out.weight has shape [48, 47], expected [48, 48]",
+    ),
+    ("llada", {"include_qkv_bias": True}, config(include_qkv_bias=False), "unknown name: "),
+    (
+        "dream",
+        {},
+        drop(r".*\.bias"),
+        "9 tensor(s) missing: model.layers.0.self_attn.q_proj.bias, ",
+    ),
+    ("stable_diffcoder", {}, add(**{LAYER + "self_attn.q_proj.bias": 48}), "unknown name: "),
+    ("sdar", {}, drop(r".*q_norm.*"), "3 tensor(s) missing: model.layers.0.self_attn.q_norm"),
+    ("qwen3", {}, config(vocab_size=199), " rows but vocab_size=199; correct config.json"),
+    (
+        "llada2",
+        {},
+        put(FUSED, lambda x: x[:-16]),
+        f"{FUSED} has shape [144, 40], expected [160, 40]",
+    ),
+    ("llada2", {}, put(FUSED, np.transpose), f"{FUSED} has shape [40, 160], expected [160, 40]"),
+    ("llada2", {}, drop(re.escape(FUSED)), f"1 tensor(s) missing: {FUSED}"),
+    (
+        "llada2",
+        {},
+        drop(r".*expert_bias"),
+        "2 tensor(s) missing although moe_router_enable_expert_bias is true: "
+        "model.layers.1.mlp.gate.expert_bias, model.layers.2.mlp.gate.expert_bias",
+    ),
+    (
+        "llada2",
+        {},
+        drop(r".*\.experts\..*"),
+        "72 tensor(s) missing: model.layers.1.mlp.experts.*.gate_proj.weight (12), ",
+    ),
+    ("llada2", {}, drop(EXPERTS + r"7\..*"), "3 tensor(s) missing: model.layers.1.mlp.experts.*."),
+    (
+        "llada2",
+        {},
+        config(num_experts=8, n_group=2),
+        "num_experts=8 but the files hold more; correct config.json: model.layers.1.mlp.experts.*.",
+    ),
+    ("llada2", {}, config(num_experts=16), "has shape [12, 40], expected [16, 40]"),
+    (
+        "llada2",
+        {},
+        config(first_k_dense_replace=2),
+        "layer 1 has no experts by config.json but the files hold some: model.layers.1.mlp.",
+    ),
+    (
+        "llada2",
+        {},
+        config(first_k_dense_replace=0),
+        "layer 0 has experts by config.json but the files hold one network: model.layers.0.mlp.",
+    ),
+    (
+        "llada2",
+        {},
+        config(num_shared_experts=2),
+        "shared_experts.gate_proj.weight has shape [24, 40], expected [48, 40]",
+    ),
+    ("llada2", {}, config(num_shared_experts=0), "6 tensor(s) of unknown name: model.layers.1.mlp"),
+    (
+        "llada2",
+        {},
+        config(moe_router_enable_expert_bias=False),
+        "2 tensor(s) of unknown name: model.layers.1.mlp.gate.expert_bias",
+    ),
+    (
+        "llada2",
+        {"experts": "merged"},
+        drop(EXPERTS + "up_proj"),
+        f"1 tensor(s) missing: {EXPERTS}up_proj",
+    ),
+    (
+        "llada2",
+        {"experts": "packed"},
+        put(EXPERTS + "gate_up_proj", lambda x: x[:, :-1]),
+        f"{EXPERTS}gate_up_proj has shape [12, 47, 40], expected [12, 48, 40]",
+    ),
+    (
+        "llada2",
+        {"experts": "merged"},
+        put(EXPERTS + "down_proj", lambda x: x[:11]),
+        f"{EXPERTS}down_proj has shape [11, 40, 24], expected [12, 40, 24]",
+    ),
+    (
+        "sdar_moe",
+        {},
+        add(**{EXPERTS + "gate_up_proj": (12, 48, 40)}),
+        f"the experts are stored in two forms; keep one of them: {EXPERTS}gate_up_proj",
+    ),
+    (
+        "sdar_moe",
+        {},
+        config(mlp_only_layers=[1]),
+        "layer 1 has no experts by config.json but the files hold some: model.layers.1.mlp.",
+    ),
+    (
+        "qwen3_moe",
+        {},
+        add(**{LAYER + "mlp.gate_proj.weight": (56, 40)}),
+        "layer 1 has experts by config.json but the files hold one network: ",
+    ),
+    (
+        "sdar_moe",
+        {},
+        add(**{EXPERTS + "3.gate_proj.weight_scale_inv": (1, 1)}),
+        "the weights are quantised (fp8, blockwise), which is not supported",
+    ),
+    (
+        "llada2",
+        {},
+        add(**{EXPERTS + "3.up_proj.weight_packed": (1, 1)}),
+        "the weights are quantised (compressed-tensors), which is not supported",
+    ),
+    ("llada", {}, add(**{BLOCK + "q_proj.g_idx": 4}), "quantised (GPTQ), which is not supported"),
+    (
+        "dream",
+        {},
+        config(quantization_config={"quant_method": "awq"}),
+        "the weights are quantised (quantization_config: quant_method='awq')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "spoil", "words"), FAULTS)
+def test_wrong_files_of_a_family_are_named(family, options, spoil, words, tmp_path):
+    folder = write_tiny(family, tmp_path / "model", **options)
+    assert inspect(folder).is_ok
+    spoil(folder)
+    report = inspect(folder)
+    assert words in "\n".join(report.problems)
+    for load in (lambda: load_params(folder), lambda: convert(folder, tmp_path / "out")):
+        with pytest.raises(ConversionError) as caught:
+            load()
+        assert caught.value.problems == report.problems
+    assert not (tmp_path / "out").exists()
+
+
+# One family of each naming, and one name of each tensor that it has: experts and layers alike.
+NAMINGS = ("llada", "dream", "sdar", "sdar_moe", "llada2")
+KINDS = [
+    (family, name)
+    for family in NAMINGS
+    for name in {re.sub(r"\d+", "#", n): n for n in tensor_shapes(CONFIGS[family])}.values()
+]
+
+
+@pytest.mark.parametrize(("family", "name"), KINDS)
+def test_any_tensor_dropped_renamed_reshaped_or_stored_twice_is_named(family, name, tmp_path):
+    folder = write_tiny(family, tmp_path / "model")
+    whole = read_tensors(folder)
+    changes = {"": "missing", "model.other": "unknown name: model.other"}
+    for renamed, words in changes.items():
+        tensors = dict(whole)
+        tensor = tensors.pop(name)
+        write_tensors(folder, tensors | ({renamed: tensor} if renamed else {}))
+        text = "; ".join(inspect(folder).problems)
+        assert words in text
+        assert re.sub(r"experts\.\d+\.", "experts.*.", name) in text
+    write_tensors(folder, whole | {name: np.stack([tensor, tensor])})
+    shape = [2, *tensor.shape]
+    assert inspect(folder).problems == (f"{name} has shape {shape}, expected {shape[1:]}",)
+    write_tensors(folder, whole)
+    save_file({name: tensor}, folder / "more.safetensors")
+    twice = f"{name} is in both model.safetensors and more.safetensors; keep one of them"
+    assert inspect(folder).problems == (twice,)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llada", BLOCK + "ff_out.weight"),
+        ("llada2", FUSED),
+        ("qwen3_moe", EXPERTS + "9.up_proj.weight"),
+    ],
+)
+def test_values_that_are_no_numbers_are_named(family, name, tmp_path):
+    folder = write_tiny(family, tmp_path / "model")
+    put(name, lambda x: np.where(np.arange(x.size).reshape(x.shape) == x.size - 1, np.nan, x))(
+        folder
+    )
+    with pytest.raises(ConversionError) as caught:
+        load_params(folder)
+    assert caught.value.problems == (f"{name} holds NaN or Inf",)
+
+
+def test_a_tied_llada_may_hold_a_copy_of_its_head_and_no_other(tmp_path):
+    folder = write_tiny("llada", tmp_path / "model", weight_tying=True)
+    embed = read_tensors(folder)["model.transformer.wte.weight"]
+    plain, _ = load_params(folder)
+    tensors_changed(lambda t: t.update({HEAD: embed}))(folder)
+    assert_same(load_params(folder)[0], plain)
+    put(HEAD, lambda x: x + 1)(folder)
+    with pytest.raises(ConversionError, match=f"weight_tying is true but {HEAD} differs"):
+        load_params(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "entries"),
+    [
+        (["model.layers.3.self_attn.q_proj.weight", "model.layers.3.eh_proj.weight"], {}),
+        (["model.layers.3.input_layernorm.weight"], {"num_nextn_predict_layers": 1}),
+        (["mtp.layers.0.q.weight", "model.mtp_block.norm.weight", "nextn.x"], {}),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out(names, entries, tmp_path, tiny):
+    folder = write_tiny("qwen3", tmp_path / "model", **entries)
+    add(**dict.fromkeys(names, 4))(folder)
+    params, report = load_params(folder)
+    assert_same(params, load_params(tiny("qwen3"))[0])
+    assert report.notes[-1].startswith(f"{len(names)} tensor(s) not needed: ")
+
+
+def test_a_layer_past_those_that_the_config_names_is_refused(tmp_path):
+    folder = write_tiny("qwen3", tmp_path / "model", num_nextn_predict_layers=1)
+    add(**{f"model.layers.{i}.input_layernorm.weight": 40 for i in (3, 4)})(folder)
+    [problem] = inspect(folder).problems
+    assert problem.endswith("go on; correct config.json: model.layers.4.input_layernorm.weight")
+
+
+@pytest.mark.parametrize("name", ["ema.model.norm.weight", "model_ema.x", "model.layers.0.ema_q"])
+def test_averaged_copies_are_passed_over(name, tmp_path, tiny):
+    folder = write_tiny("dream", tmp_path / "model")
+    add(**{name: 4})(folder)
+    assert_same(load_params(folder)[0], load_params(tiny("dream"))[0])
+    add(**{"model.schema.weight": 4})(folder)
+    assert "unknown name: model.schema.weight" in inspect(folder).problems[0]

@@ -1,0 +1,346 @@
+"""Routed experts against NumPy float64, for every back end this machine runs.
+
+Ragged and skewed routing, experts without rows, pairs and rows without expert, one expert twice in
+a row; rubbish in what is routed nowhere changes nothing, a row's bits do not depend on the others,
+nothing the size of all weights is ever copied, and the kernels lower for the published models.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_jax.kernels.expert_ffn import api, expert_ffn, grouped, reference, triton
+from dllm_jax.kernels.expert_ffn.tiles import combine, max_tiles, tile_table
+from dllm_jax.kernels.expert_ffn.transforms import transformable
+from tests.cross_lowering import H200, triton_grids
+from tests.oracles import expert_ffn as oracle
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}  # absolute; results reach 7
+SMALL_TILES = triton.Tiling(
+    rows=16,
+    gate_up=triton.Block(columns=16, depth=32, num_warps=4, num_stages=2),
+    down=triton.Block(columns=32, depth=16, num_warps=4, num_stages=2),
+)
+interpreted = transformable(
+    functools.partial(triton.expert_ffn, tiling=SMALL_TILES, interpret=True)
+)
+RUN = {
+    "dense": jax.jit(functools.partial(expert_ffn, implementation="dense")),
+    "grouped": jax.jit(functools.partial(expert_ffn, implementation="grouped")),
+    "triton": jax.jit(interpreted),
+}
+BATCH, ALONE, MANY_EXPERTS = (43, 3, 5, 32, 48), (1, 3, 5, 32, 48), (2, 6, 70, 16, 16)  # T k E D F
+
+
+def case(shape, dtype="float32", seed=0):
+    """Random data; about one id in five is of no expert, on either side."""
+    T, k, E, D, F = shape
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, E, (T, k))
+    ids = np.where(rng.random((T, k)) < 0.2, rng.choice([-1, E, -7, E + 1000]), ids)
+    draw = lambda *shape: np.asarray(rng.standard_normal(shape), jnp.dtype(dtype))  # noqa: E731
+    return [
+        draw(T, D),
+        ids.astype(np.int32),
+        0.5 + rng.random((T, k), np.float32),
+        draw(E, D, 2, F) / jnp.dtype(dtype).type(D**0.5),
+        draw(E, F, D) / jnp.dtype(dtype).type(F**0.5),
+    ]
+
+
+def run(name, arguments):
+    """The back end's answer, as float32; finite always."""
+    out = RUN[name](*map(jnp.asarray, arguments))
+    assert out.shape == arguments[0].shape
+    assert out.dtype == arguments[0].dtype
+    out = np.asarray(out.astype(jnp.float32))
+    assert np.isfinite(out).all()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("bfloat16", BATCH), ("float32", BATCH), ("float32", ALONE), ("float32", MANY_EXPERTS)],
+)
+@pytest.mark.parametrize("name", RUN)
+def test_expert_ffn_matches_numpy(name, dtype, shape):
+    arguments = case(shape, dtype)
+    want = oracle.expert_ffn(*arguments)
+    assert np.abs(want).max() > 0.3  # nothing here passes for being small
+    np.testing.assert_allclose(run(name, arguments), want, atol=TOLERANCE[dtype])
+
+
+def test_triton_programs_need_no_order(monkeypatch):
+    def backwards(*arguments):
+        table = tile_table(*arguments)
+        turned = {name: getattr(table, name)[::-1] for name in ("expert", "first", "length")}
+        return table._replace(**turned)
+
+    arguments = case(BATCH)
+    want = run("triton", arguments)
+    monkeypatch.setattr(triton, "tile_table", backwards)
+    unjitted = triton.expert_ffn.__wrapped__  # its cache would know the other table
+    call = jax.jit(functools.partial(unjitted, tiling=SMALL_TILES, interpret=True))
+    assert np.array_equal(call(*map(jnp.asarray, arguments)), want)
+
+
+def test_grouped_reads_each_expert_once_and_only_those_with_rows(monkeypatch):
+    read = []
+    of_expert = grouped._of_expert
+
+    def watched(weights, expert):
+        jax.debug.callback(lambda e: read.append(int(e)), expert)
+        return of_expert(weights, expert)
+
+    monkeypatch.setattr(grouped, "_of_expert", watched)
+    arguments = case(MANY_EXPERTS)
+    jax.block_until_ready(jax.jit(grouped.expert_ffn)(*map(jnp.asarray, arguments)))
+    jax.effects_barrier()
+    touched = np.intersect1d(arguments[1], np.arange(70)).tolist()
+    assert 0 < len(touched) < 12
+    assert sorted(read) == sorted(2 * touched)  # both of its matrices
+
+
+@st.composite
+def routings(draw):
+    """Ids of BATCH: all of one expert, none, skewed, ends of the range, twice the same."""
+    T, k, E, _, _ = BATCH
+    some = draw(st.lists(st.integers(-2, E + 1), min_size=1, max_size=3))
+    seed = draw(st.integers(0, 2**16))
+    skew = draw(st.sampled_from([0.0, 0.9, 1.0]))
+    rng = np.random.default_rng(seed)
+    ids = np.where(rng.random((T, k)) < skew, rng.choice(some, (T, k)), rng.integers(0, E, (T, k)))
+    return ids.astype(np.int32)
+
+
+@settings(max_examples=25)
+@given(ids=routings())
+def test_expert_ffn_takes_any_routing_and_ignores_what_goes_nowhere(ids):
+    arguments = case(BATCH)
+    arguments[1] = ids
+    x, _, weights, w_gate_up, w_down = arguments
+    want = oracle.expert_ffn(*arguments)
+    E = len(w_down)
+    routed = (ids >= 0) & (ids < E)
+    unused = np.setdiff1d(np.arange(E), ids)
+    x[~routed.any(axis=1)] = np.nan
+    weights[~routed] = np.nan
+    w_gate_up[unused], w_down[unused] = np.nan, np.inf
+    for name in RUN:
+        got = run(name, arguments)
+        np.testing.assert_allclose(got, want, atol=TOLERANCE["float32"])
+        assert not got[~routed.any(axis=1)].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RUN)
+def test_expert_ffn_row_has_the_same_bits_whatever_the_others_hold(name, dtype):
+    arguments = case(BATCH, dtype)
+    before = run(name, arguments)
+    others = case(BATCH, dtype, seed=1)
+    others[0][::2] = np.nan
+    for mine in (0, 17, 42):
+        # The row stands elsewhere, among rows of other values and other experts.
+        there = (mine + 5) % 43
+        for argument, other in zip(arguments[:3], others[:3], strict=True):
+            other[there] = argument[mine]
+        out = RUN[name](*map(jnp.asarray, others[:3] + arguments[3:]))
+        assert np.array_equal(np.asarray(out[there], np.float32), before[mine])
+
+
+@pytest.mark.parametrize("name", ["grouped", "triton"])
+def test_expert_ffn_row_alone_has_the_bits_it_has_in_a_batch(name):
+    arguments = case(BATCH)
+    together = run(name, arguments)
+    alone = run(name, [a[17:18] for a in arguments[:3]] + arguments[3:])
+    assert np.array_equal(alone[0], together[17])
+
+
+def test_expert_ffn_under_vmap_is_more_rows():
+    arguments = list(map(jnp.asarray, case(BATCH)))
+    halves = [a[:42].reshape(2, 21, -1) for a in arguments[:3]]
+    halves[2] = halves[2][0]  # the router's weights are the same in both calls
+    over_rows = jax.jit(jax.vmap(RUN["grouped"], in_axes=(0, 0, None, None, None)))
+    out = over_rows(*halves, *arguments[3:])
+    arguments[2] = jnp.concatenate([halves[2], halves[2], arguments[2][42:]])
+    assert np.array_equal(out.reshape(42, -1), RUN["grouped"](*arguments)[:42])
+
+
+def test_expert_ffn_under_vmap_takes_experts_of_each_call():
+    calls = [case(BATCH, seed=seed) for seed in (0, 1)]
+    stacked = [jnp.asarray(np.stack(pair)) for pair in zip(*calls, strict=True)]
+    out = jax.jit(jax.vmap(RUN["grouped"]))(*stacked)
+    for got, call in zip(out, calls, strict=True):
+        assert np.array_equal(got, run("grouped", call))
+
+
+def test_expert_ffn_has_the_gradient_of_the_reference():
+    arguments = case(BATCH)
+    arguments[0][4], arguments[1][4] = np.nan, -1  # in a row of no expert
+    arguments = list(map(jnp.asarray, arguments))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(function, x, weights, w_gate_up, w_down):
+        def total(*over):
+            out = function(over[0], arguments[1], *over[1:])
+            return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape).astype("f4"))).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2, 3))(x, weights, w_gate_up, w_down)
+
+    over = [arguments[i] for i in (0, 2, 3, 4)]
+    got, want = gradient(RUN["grouped"], *over), gradient(reference.expert_ffn, *over)
+    for a, b in zip(got, want, strict=True):
+        assert 0.1 < np.abs(b).max() < 1e3
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_never_holds_more_than_one_expert(dtype):
+    shape = jax.ShapeDtypeStruct
+    T, k, E, D, F = 64, 2, 64, 256, 128
+    program = RUN["grouped"].lower(
+        shape((T, D), dtype),
+        shape((T, k), jnp.int32),
+        shape((T, k), jnp.float32),
+        shape((E, D, 2, F), dtype),
+        shape((E, F, D), dtype),
+    )
+    pairs_bytes = (T * k + 64) * D * 4
+    expert_bytes = 3 * D * F * 4
+    temporary = program.compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 2 * (pairs_bytes + expert_bytes) < E * expert_bytes / 8
+
+
+@settings(max_examples=200)
+@given(
+    shape=st.sampled_from([(1, 1, 1, 1), (7, 3, 5, 4), (19, 2, 40, 16), (40, 2, 3, 16)]),
+    data=st.data(),
+)
+def test_tile_table_holds_each_routed_pair_once(shape, data):
+    T, k, E, tile_rows = shape
+    id_ = st.integers(-1, E) if data.draw(st.booleans()) else st.sampled_from([0, E - 1])
+    ids = data.draw(st.lists(id_, min_size=T * k, max_size=T * k))
+    ids = np.asarray(ids, np.int32).reshape(T, k)
+    table = jax.tree.map(np.asarray, _table(ids, E, tile_rows))
+    assert len(table.length) == max_tiles(T * k, E, tile_rows)
+    want = []  # (expert, pairs) of each tile, by definition
+    for expert in range(E):
+        pairs = [p for p, e in enumerate(ids.reshape(-1)) if e == expert]
+        want += [(expert, pairs[i : i + tile_rows]) for i in range(0, len(pairs), tile_rows)]
+    got = [
+        (int(e), table.pair[first : first + n].tolist())
+        for e, first, n in zip(table.expert, table.first, table.length, strict=True)
+    ]
+    assert got[: len(want)] == want
+    assert not table.length[len(want) :].any()
+    assert ((table.expert >= 0) & (table.expert < E)).all()
+    assert (table.first <= T * k).all()
+    ends = table.first + table.length
+    followed = slice(0, max(len(want) - 1, 0))
+    assert (table.first[1:][followed] == ends[followed]).all()
+    routed = (ids >= 0) & (ids < E)
+    assert (table.pair[table.place[routed]] == np.flatnonzero(routed)).all()
+    assert (table.place[~routed] >= T * k + 10**6).all()
+
+
+_table = jax.jit(tile_table, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "rows"), [(40, 8, 4), (3, 8, 4), (41, 8, 4), (9, 1, 8)]
+)
+def test_max_tiles_is_what_the_worst_routing_needs(pairs, experts, rows):
+    ids = np.minimum(np.arange(pairs), experts - 1)[:, None].astype(np.int32)
+    table = _table(ids, experts, rows)
+    assert (np.asarray(table.length) > 0).all()
+
+
+def test_combine_sees_no_place_that_holds_nothing():
+    results = np.full((20, 2), np.nan, np.float32)
+    results[[3, 9]] = [[1, 2], [10, 20]]
+    nowhere = np.iinfo(np.int32).max
+    place = np.asarray([[3, 9], [nowhere, 9], [nowhere, nowhere]], np.int32)
+    got = combine(jnp.asarray(results), jnp.asarray(place))
+    assert got.tolist() == [[11, 22], [10, 20], [0, 0]]
+
+
+def test_expert_ffn_chooses_what_was_measured_to_be_fastest(monkeypatch):
+    def chosen(T, k, E, D, F):
+        shape = jax.ShapeDtypeStruct
+        return api.choose(shape((T, D), "float32"), shape((T, k), "int32"), shape((E, F, D), "f4"))
+
+    assert chosen(64, 2, 4, 32, 64) == "dense"  # the models of tests
+    assert chosen(16, 4, 16, 1024, 512) == "dense"
+    assert chosen(32, 4, 16, 1024, 512) == "grouped"
+    assert chosen(8, 8, 64, 1024, 512) == "grouped"
+    assert chosen(4, 8, 256, 2048, 512) == "grouped"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen(4, 8, 256, 2048, 512) == "triton"
+    assert chosen(4, 8, 256, 2048, 500) == "grouped"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_expert_ffn_of_no_rows_gives_none(monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    x, ids, weights, *experts = map(jnp.asarray, case(BATCH, "bfloat16"))
+    arguments = (x[:0], ids[:0], weights[:0], *experts)
+    for name in (None, "dense", "grouped"):
+        out = expert_ffn(*arguments, implementation=name)
+        assert (out.shape, out.dtype) == ((0, 32), jnp.bfloat16)
+    if platform == "gpu":
+        with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
+            expert_ffn(*arguments, implementation="triton")
+
+
+def test_expert_ffn_refuses_what_it_cannot_do():
+    arguments = list(map(jnp.asarray, case(BATCH)))
+    with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "grouped"'):
+        expert_ffn(*arguments, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
+        expert_ffn(*arguments, implementation="cudnn")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"must both be \[T k\] with T=43"):
+        expert_ffn(arguments[0], arguments[1][:5], *arguments[2:])
+    with pytest.raises(ValueError, match=r"must be \[E D 2 F\] and \[E F D\]"):
+        expert_ffn(*arguments[:3], arguments[3].swapaxes(2, 3), arguments[4])
+    with pytest.raises(ValueError, match="must be an integer type"):
+        expert_ffn(arguments[0], arguments[2], *arguments[2:])
+    odd = jnp.zeros((2, 24, 32))
+    assert triton.unsupported_arguments(arguments[0], odd) == (
+        "needs widths that are multiples of 16, got D=32 and F=24"
+    )
+    reason = triton.unsupported_arguments(arguments[0].astype(jnp.float8_e4m3fn), arguments[4])
+    assert reason == "needs bfloat16, float16 or float32, got float8_e4m3fn"
+    assert triton.unsupported_arguments(arguments[0], arguments[4]) is None
+
+
+MODELS = {  # E D F k
+    "LLaDA2-mini": (256, 2048, 512, 8),
+    "LLaDA2-flash": (256, 4096, 1024, 8),
+    "SDAR-30B-A3B": (128, 2048, 768, 8),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", MODELS)
+def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    E, D, F, k = MODELS[model]
+    shape = jax.ShapeDtypeStruct
+    for T in (4, 32, 128, 1024):
+        with jax.sharding.use_abstract_mesh(H200):
+            traced = jax.jit(expert_ffn).trace(
+                shape((T, D), dtype),
+                shape((T, k), jnp.int32),
+                shape((T, k), jnp.float32),
+                shape((E, D, 2, F), dtype),
+                shape((E, F, D), dtype),
+            )
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
+        tiles = max_tiles(T * k, E, triton.Tiling().rows)
+        assert grids == [(F // 64, tiles, 1), (D // 128, tiles, 1)]

@@ -1,0 +1,177 @@
+"""The Mosaic kernel of the token readout: in the interpreter with races looked for, and lowered.
+
+`test_token_readout.py` holds it to the oracle as every back end; here are its tiles, what blocks
+of a cluster share, which rows it is chosen for and what it refuses.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.kernels.token_readout import api, choose, mosaic, token_readout
+from dllm_jax.kernels.token_readout.mosaic import Tiling
+from dllm_jax.models.head import Head
+from dllm_jax.runner import readout
+from dllm_jax.runner.forward import greedy
+from tests.kernels.test_layer_mosaic import (
+    SHARED_BYTES,
+    interpreted,
+    lowered,
+    real,
+    slow,
+)
+from tests.kernels.test_token_readout import HEADS, PLAIN, check, draw
+from tests.oracles import token_readout as oracle
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
+
+
+# Of wider tiles XLA shares the work among threads that the interpreter holds up: it may hang.
+@pytest.mark.parametrize(
+    ("rows", "ids", "width", "tiling"),
+    [
+        # Two tiles of rows, four of ids, the last begins early; a cluster takes all in turn.
+        (129, 200, 192, Tiling(ids=64, stages=3, shared="head", blocks=2)),
+        # An odd number of tiles of ids: the last of the pair's is all its neighbour's.
+        slow(100, 136, 128, Tiling(ids=64, stages=2, shared="rows", blocks=2)),
+        slow(300, 136, 192, Tiling(ids=64, stages=2, shared=None, blocks=2)),
+        slow(257, 264, 256, Tiling(ids=64, stages=4, shared=None, blocks=1)),
+        slow(64, 64, 64, Tiling(ids=64, shared=None)),  # a step in all
+        slow(512, 72, 128, Tiling(ids=64, stages=2, shared="head", blocks=2)),
+    ],
+)
+def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
+    """Products of small whole numbers are exact; their rows differ, and are full of ties."""
+    rng = np.random.default_rng(rows)
+    x, head = (rng.integers(-1, 2, (n, width)).astype(jnp.bfloat16) for n in (rows, ids))
+    odd = np.arange(ids) // mosaic._CHUNK % 2 == 1
+    head[odd] = head[np.flatnonzero(odd) - mosaic._CHUNK]  # ties of neighbours among a tile's parts
+    forbidden = rng.random(ids) < 0.02
+    loss = np.where(np.arange(rows) % 9, 3.0, np.inf).astype(np.float32)
+    penalty = rng.integers(0, ids, rows).astype(np.int32), loss
+    options = PLAIN | {"scale": 0.25, "penalty": penalty}
+    got = interpreted(mosaic.read, x, head, forbidden, **options, tiling=tiling)
+    want = oracle.token_readout(*map(jnp.asarray, (x, head, forbidden)), **options)
+    assert got.token.tolist() == want[1].tolist()
+    check(got, want)
+
+
+def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():
+    num_ids, ids = 200, 64
+    penalised = np.full(256, -1, np.int32)
+    for row, which in ((0, 63), (63, 64), (64, 127), (128, 136), (255, 199)):
+        penalised[row] = which
+    forbidden = np.arange(num_ids) == 70
+    tiling = mosaic.Tiling(ids=ids, stages=4, shared="head")
+    has_forbidden = mosaic._has_forbidden(forbidden, tiling)
+    assert isinstance(has_forbidden, np.ndarray)  # a constant of the program
+    assert has_forbidden.tolist() == [0, 1, 0, 1]  # what is past the last id is
+    assert mosaic._has_forbidden(jnp.asarray(forbidden), tiling).tolist() == [0, 1, 0, 1]
+    assert mosaic._special(has_forbidden, None, num_ids, ids).tolist() == [[0, 1, 0, 1]]
+    got = mosaic._special(has_forbidden, jnp.asarray(penalised), num_ids, ids)
+    want = np.zeros((4, 4), int)
+    want[:, 1] = 1  # holds what is forbidden
+    want[:, 3] = 1  # begins early: tokens of its neighbour's
+    want[0, 0] = want[2, 2] = 1  # 63; 136 is in the third tile and, as its first, in the fourth
+    assert got.tolist() == want.tolist()
+    alone = mosaic._special(np.zeros(4, np.int32), jnp.asarray(penalised), 256, ids)
+    assert alone.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "model", ["SDAR-1.7B", *(slow(model) for model in HEADS if model != "SDAR-1.7B")]
+)
+def test_mosaic_lowers_for_published_heads(on_hopper, model):
+    V, D = HEADS[model]
+    for R in (128, 1024):
+        call = functools.partial(token_readout, implementation="mosaic", scale=0.5, cap=30.0)
+        given = real(R, D), real(V, D), real(V, dtype=bool)
+        assert lowered(call, *given) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [(1024, (1, 0)), (64, (0, 1)), slow(4096, (1, 0)), slow(8192, (1, 0)), slow(256, (1, 0))],
+)
+def test_a_window_is_read_by_the_kernel_for_its_rows(on_hopper, rows, kernels):
+    V, D = HEADS["SDAR-1.7B"]
+
+    def read(hidden, weights):
+        plain = greedy(rows)
+        stats = readout.read_stats(
+            Head(weights), hidden, plain, None, forbidden=lambda ids: ids == 7
+        )
+        return stats.token, stats.confidence
+
+    assert lowered(read, real(rows, D), real(V, D)) == kernels
+
+
+@pytest.mark.slow
+def test_many_at_once_are_one_kernel_many_times(on_hopper):
+    call = functools.partial(mosaic.read, **PLAIN)
+    many = jax.vmap(call, in_axes=(0, None, None))
+    given = real(3, 128, 2048), real(1024, 2048), real(1024, dtype=bool)
+    assert lowered(many, *given) == (1, 0)
+
+
+def test_mosaic_is_chosen_for_the_rows_it_was_measured_to_win(on_hopper):
+    def chosen(rows, dtype="bfloat16", num_top=0, ids=151936):
+        return choose(real(rows, 2048, dtype=dtype), real(ids, 2048, dtype=dtype), num_top)
+
+    assert [chosen(R) for R in (api.FEWEST_MOSAIC_ROWS, 1024, api.MOSAIC_ROWS)] == ["mosaic"] * 3
+    assert chosen(api.FEWEST_MOSAIC_ROWS - 1) == "triton"
+    assert chosen(api.MOSAIC_ROWS + 1) == "xla"
+    assert chosen(1024, num_top=2) == "triton"
+    assert chosen(1024, ids=151665) == "triton"
+    assert chosen(1024, dtype="float32") == "xla"
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "ids", "shared"),
+    [  # us with 256 and with 192 ids in benchmarks/results/readout_mosaic_h200.json
+        ("SDAR-1.7B", 128, 192, "rows"),  # 170, 165
+        ("SDAR-1.7B", 256, 256, "head"),  # 246, 257
+        ("SDAR-1.7B", 1024, 256, "head"),  # 904, 911
+        ("SDAR-1.7B", 4096, 256, "head"),  # 3,558, 3,550
+        ("SDAR-8B", 128, 192, "rows"),  # 326, 309
+        ("SDAR-8B", 1024, 256, "head"),  # 1,775, 1,771
+        ("LLaDA2-mini", 128, 256, "rows"),  # not timed, as the next: 5 turns, and 7
+        ("SDAR-1.7B", 300, 256, "rows"),
+    ],
+)
+def test_tiles_are_those_that_were_measured_or_leave_the_least_idle(model, rows, ids, shared):
+    tiling = mosaic.choose_tiling(rows, HEADS[model][0])
+    assert (tiling.ids, tiling.shared) == (ids, shared)
+    bytes_of_a_step = 2 * 64 * (128 + ids)
+    room = SHARED_BYTES - tiling.stages * bytes_of_a_step
+    assert 0 < room < bytes_of_a_step
+
+
+def test_mosaic_refuses_what_it_cannot_do(monkeypatch):
+    hidden, head, forbidden = draw((16, 304, 64))
+    with pytest.raises(NotImplementedError, match='"mosaic": needs an NVIDIA GPU of the Hopper'):
+        token_readout(hidden, head, forbidden, implementation="mosaic")
+    why = mosaic.unsupported_arguments
+    assert "got float32 and bfloat16" in str(why(hidden.astype("float32"), head, 0))
+    assert "got D=40, V=304" in str(why(hidden[:, :40], head[:, :40], 0))
+    assert "got D=64, V=301" in str(why(hidden, head[:301], 0))
+    assert "192 or more, got D=64, V=184" in str(why(hidden, head[:184], 0))
+    assert why(hidden, head, 1) == "names no likeliest ids but the first, got num_top=1"
+    assert why(hidden[:0], head, 0) == "needs at least one row"
+    assert why(hidden, head, 0) is None
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    assert str(why(hidden, head, 0)).startswith("needs jax 0.11.2, got ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("R", [130, 512, 1000])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.9, "cap": 8.0}])
+def test_readout_of_many_rows_matches_numpy_on_a_gpu(R, options):
+    arguments = draw((R, 5008, 256))
+    got = jax.jit(functools.partial(mosaic.read, **PLAIN | options))(*arguments)
+    check(got, oracle.token_readout(*arguments, **options), atol=1e-4)

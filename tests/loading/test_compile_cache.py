@@ -1,0 +1,130 @@
+"""Proves that an entry of the compilation cache that was cut off costs a compilation, nothing else.
+
+JAX itself compiles where it cannot read one, with the warning that pyproject filters (two workers
+share a folder). For users each start removes what a killed process left, whole entries stay, and
+the folder is locked and bounded, unless they chose otherwise or it cannot be locked.
+"""
+
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from dllm_jax.loading.compile_cache import MOST_BYTES, cache_folder, enable_compile_cache
+
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(monkeypatch, tmp_path):
+    """No cache is set up, as where users begin; what the tests had comes back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+def turn_on():
+    """As a process of its own does; every program counts as worth keeping."""
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    reset_cache()
+    enable_compile_cache()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def triple(number):
+    """A program that is the same to the disk and new to the memory each time."""
+    return int(jax.jit(lambda x: x * jnp.int32(3))(jnp.int32(number)))
+
+
+def entries():
+    return {path.name: path for path in cache_folder().glob("*-cache") if "lambda" in path.name}
+
+
+class Killed(BaseException):
+    """Stands for a signal that no process hears."""
+
+
+def test_half_an_entry_is_compiled_anew_with_the_warning_that_is_filtered(monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    assert triple(4) == 12
+    (entry,) = entries().values()
+    entry.write_bytes(entry.read_bytes()[:-20])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert triple(5) == 15
+    (text,) = (str(warning.message) for warning in caught)
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    kinds = settings["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    (kind,) = (kind for kind in kinds if "compilation cache" in kind)
+    action, pattern, category = kind.split(":")
+    assert (action, category) == ("ignore", "UserWarning")
+    assert re.match(pattern, text)
+    assert triple(6) == 18  # under that filter
+
+
+def test_what_a_killed_process_left_goes_at_the_next_start_and_the_rest_stays(monkeypatch):
+    turn_on()
+    assert triple(4) == 12
+    (whole,) = entries().values()
+    content = whole.read_bytes()
+
+    def cut(path, data):
+        with open(path, "wb") as file:
+            file.write(data[: len(data) // 2])
+        raise Killed
+
+    other = jax.jit(lambda x: x * jnp.int32(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(epath.Path(cache_folder())), "write_bytes", cut)
+        with pytest.raises(Killed):
+            other(jnp.int32(4))
+    assert len(entries()) == 2
+    turn_on()
+    assert entries() == {whole.name: whole}
+    assert whole.read_bytes() == content
+    assert other(jnp.int32(4)) == 20  # and is kept now: nothing warns here, for that is an error
+    assert len(entries()) == 2
+
+
+def test_the_folder_is_locked_and_bounded_unless_the_user_chose(monkeypatch):
+    turn_on()
+    assert getattr(jax.config, SETTINGS[0]) == str(cache_folder())
+    assert getattr(jax.config, SETTINGS[1]) == MOST_BYTES
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_max_size", 1000)
+    enable_compile_cache()
+    assert getattr(jax.config, SETTINGS[1]) == 1000
+
+
+@pytest.mark.parametrize("what", ["owner", "lock"])
+def test_a_folder_that_cannot_be_locked_is_used_without(monkeypatch, what):
+    def fail(*_, **__):
+        raise {"owner": KeyError, "lock": NotImplementedError}[what]
+
+    if what == "owner":
+        monkeypatch.setattr(Path, "owner", fail)
+    else:
+        monkeypatch.setattr("filelock.FileLock", fail)
+    turn_on()
+    assert getattr(jax.config, SETTINGS[0]) == str(cache_folder())
+    assert getattr(jax.config, SETTINGS[1]) == -1
+    assert triple(4) == 12
+    (entry,) = entries().values()
+    turn_on()
+    assert entry.exists()

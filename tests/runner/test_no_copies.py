@@ -1,0 +1,191 @@
+"""The decode loop never copies the cache: read from the compiled program of every strategy.
+
+Proves, for each case of the contract's gate (toys, `AR`, `BlockDiffusion`, `MultiBD`), that prefill
+and the decode loop on the device, compiled as one program with the state donated, reuse the pools
+in place (they are aliased), hold no instruction that makes another array of a pool's size (copy,
+select, transpose, convert, broadcast, ...) and need far less scratch memory than the cache; and
+that this loop emits what a dense run emits. Each of the engine's programs by itself works
+in place too: admission, prefill, decode, restore, a page's copy. The pool has a prime number of
+pages, so its shape is unique in the program text. float32 everywhere; bfloat16 where XLA's CPU
+scatter keeps it (jax >= 0.11; 0.10 widens it to float32).
+"""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.api import generate
+from dllm_jax.runner import decode, warmup
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies import DFlash
+from dllm_jax.strategies.core.state import RUNNING
+from tests.contract import engine as toy
+from tests.contract import harness
+from tests.contract.cases import NAMES, SWIFT, case, truth
+
+NUM_PAGES, PAGE_SIZE = 4099, 8
+_NEW_ARRAY = (
+    r"(copy|copy-start|select|transpose|convert|broadcast|concatenate|pad|reverse|gather)\("
+)
+
+
+def pool_sized(program: str, shape: str = rf"(\d+,)*{NUM_PAGES}(,\d+)*") -> list[str]:
+    """Instructions of a compiled program that write a new array with the pool's page axis."""
+    made = re.compile(rf"= \w+\[{shape}\]\S* {_NEW_ARRAY}")
+    return [line.strip() for line in program.splitlines() if made.search(line)]
+
+
+# Level 0 skips LLVM's work only: the program text, and so its copies, are the same.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def compiled(name: str, dtype=jnp.float32, options=QUICK, strategy=None):
+    """The whole loop of a case, ready to run, and the arguments for it."""
+    c = case(name)
+
+    def cast(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+    model = c.model.replace(params=cast(c.model.params))
+    aux = {name: other.replace(params=cast(other.params)) for name, other in c.aux}
+    requests = [*c.requests, *[None] * (harness.SLOTS - len(c.requests))]
+    bare, state, prompt = harness.fresh_state(
+        strategy or c.strategy, model, aux, requests, PAGE_SIZE, seed=3, num_pages=NUM_PAGES
+    )
+
+    def loop(strategy, model, aux, state, prompt):
+        forward = ModelForward(model, aux=aux)
+        state = decode.prefill(strategy, forward, state, prompt, chunk_size=8)
+        spec = decode.slot_spec(strategy, model, harness.SLOTS)
+        return decode.run(strategy, forward, state, spec)
+
+    state = jax.tree.map(jnp.copy, state)  # leaves that share a buffer cannot be donated
+    arguments = (bare, model, aux, state, prompt)
+    lowered = jax.jit(loop, donate_argnames=("state",)).lower(*arguments)
+    return lowered.compile(options), arguments
+
+
+def check(program, arguments) -> None:
+    cache = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[3].pools))
+    memory = program.memory_analysis()
+    assert not pool_sized(program.as_text())
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS
+
+
+# Gathered context, scores and logits of a few slots; the cache of these tests is above 8 MB.
+ACTIVATIONS = 1_000_000
+
+
+@pytest.mark.parametrize("name", SWIFT)
+def test_the_loop_works_in_place_and_equals_the_dense_run(name):
+    program, arguments = compiled(name)
+    check(program, arguments)
+    pools = jax.tree.leaves(arguments[3].pools)
+    state = program(*arguments)
+    assert all(pool.is_deleted() for pool in pools)
+    assert not (np.asarray(state.finish) == RUNNING).any()
+    rows = truth(name)
+    assert np.asarray(state.buffer.nfe)[: len(rows)].tolist() == [row.nfe for row in rows]
+    for b, row in enumerate(rows):
+        assert state.output[b, : int(state.output_len[b])].tolist() == row.tokens
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="XLA's CPU scatter widens bfloat16 before jax 0.11"
+)
+@pytest.mark.parametrize("name", ["multi_bd", "speculate"])
+def test_the_loop_works_in_place_in_bfloat16(name):
+    check(*compiled(name, jnp.bfloat16))
+
+
+CHOOSES = DFlash(4, (0, 1))
+
+
+@pytest.mark.one_python
+def test_a_choice_among_widths_works_in_place():
+    """Three loops over passes of the target within one, the first of them without a draft."""
+    assert CHOOSES.choices == (1, 2, 4)
+    program, arguments = compiled("dflash", strategy=CHOOSES)
+    assert len(re.findall(r" while\(", program.as_text())) >= 1 + 3
+    check(program, arguments)
+
+
+def test_the_loop_of_generate_works_in_place():
+    """The product's own program, as `--watch` and streaming run it between two looks."""
+    c = case("multi_bd")
+    prompts = [[1] * 30, [2] * 5, [3]]
+    session = generate.start(c.model, prompts, c.strategy, max_tokens=100)
+    pools = jax.tree.leaves(session.state.pools)
+    program = generate._advance.lower(
+        c.model, session.by_class, session.aux, session.state, jnp.int32(3), None
+    ).compile()
+    shape = ",".join(map(str, pools[0].shape))
+    assert f"[{shape}]" in program.as_text()
+    assert not pool_sized(program.as_text(), shape)
+    assert program.memory_analysis().alias_size_in_bytes >= sum(pool.nbytes for pool in pools)
+    generate.advance(c.model, session)
+    assert all(pool.is_deleted() for pool in pools)
+
+
+# Between them: both prefill kinds of a full prompt, a copied page, a boundary, a `cond`, a drafter.
+ENGINE = ("d2f_whole_full", "block_cache", "speculate")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ENGINE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_the_programs_of_the_engine_work_in_place(name):
+    device = toy.make_device(name, allocate=False, num_pages=NUM_PAGES)
+    if device.facts.prompt_mode.endswith("causal"):  # as on accelerators
+        device.facts = dataclasses.replace(device.facts, prompts_a_pass=3)
+    shapes = jax.tree.leaves(device.shapes().pools)
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
+    assert all(leaf.shape[0] == NUM_PAGES for leaf in shapes)
+    work = warmup.every_program(device.facts, device.num_words)
+    for one in work:
+        program = device.lower(one.run).compile(QUICK)
+        memory = program.memory_analysis()
+        assert str(NUM_PAGES) in program.as_text(), one.name
+        assert not pool_sized(program.as_text()), one.name
+        assert memory.alias_size_in_bytes >= cache, one.name
+        assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS, one.name
+    words = {one.name.split()[0] for one in work}
+    wanted = {"decode", "admit", "restore"}
+    wanted |= {"prefill"} if device.facts.prompt_mode != "in_window" else set()
+    wanted |= {"begin"} if device.facts.prompt_mode != "whole_causal" else set()
+    wanted |= {"copy"} if device.facts.is_full else set()
+    assert words == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["multi_bd", "block_diffusion", "ar", "speculate", "dflash"])
+def test_the_loop_works_in_place_on_a_gpu(name):
+    """As above but for scratch memory, which on a GPU holds the libraries' workspaces too."""
+    strategy = CHOOSES if name == "dflash" else None
+    program, arguments = compiled(name, jnp.bfloat16, options=None, strategy=strategy)
+    cache = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[3].pools))
+    assert not pool_sized(program.as_text())
+    assert program.memory_analysis().alias_size_in_bytes >= cache
+
+
+@pytest.mark.parametrize("kind", ["select", "read_after_write"])
+def test_a_copied_cache_is_seen(kind):
+    """The detector itself: two programs that must copy a donated pool."""
+
+    def bad(pool, where, rows, keep):
+        new = pool.at[where].set(rows, mode="drop")
+        if kind == "select":
+            return jnp.where(keep, new, pool)
+        return new.at[where].add(pool[where + 1] * new[where + 2])
+
+    pool = jnp.zeros((NUM_PAGES, 2, PAGE_SIZE, 8))
+    where = jnp.arange(5) * 7
+    arguments = (pool, where, jnp.ones((5, *pool.shape[1:])), jnp.asarray(True))
+    program = jax.jit(bad, donate_argnums=0).lower(*arguments).compile()
+    assert pool_sized(program.as_text())

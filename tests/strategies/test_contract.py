@@ -1,0 +1,272 @@
+"""The gate of the contract: strangers' strategies on real paging against cache-free truths.
+
+Proves, on toy models in float32, that each toy strategy and the real `AR`, `BlockDiffusion` and
+`MultiBD` emit, through the window, permuted pages and the engine's half of the step, the tokens,
+the number of forwards and the finish reason that a dense recomputation of every step gives, request
+by request; that a request's slot, its neighbours, a move to another slot in the middle, pages that
+end at the limit and the size of prefill chunks change nothing; that what lies in the cache is what
+a dense pass over the same text computes, and a prefill of it; and that the invariants of
+contract.md §6 hold at every step (`contract/invariants.py`).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies.core.random import position_keys
+from dllm_jax.strategies.core.state import STOP, TO_CACHE
+from tests.contract import dense, harness
+from tests.contract.cases import NAMES, PAGE_SIZE, case, once, paged, truth
+from tests.contract.harness import SLOTS, Request
+from tests.contract.models import PADDED
+from tests.contract.toys_models import Speculate
+
+CACHED = [name for name in NAMES if not name.startswith("full_sequence")]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
+
+
+def ends(rows) -> list[tuple[list[int], str | None, int]]:
+    return [(row.tokens, row.reason, row.nfe) for row in rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_equals_the_dense_run(name):
+    assert ends(once(name).rows) == ends(truth(name))
+    assert all(row.reason == "length" for row in once(name).rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_ids_end_a_request_where_the_dense_run_ends(name):
+    requests = [
+        dataclasses.replace(r, stops=(seen.tokens[len(seen.tokens) // 2],))
+        for r, seen in zip(case(name).requests, truth(name), strict=True)
+    ]
+    wanted = [case(name).truth(request=r) for r in requests]
+    assert all(one.reason == "stop" for one in wanted)
+    assert ends(paged(name, requests).rows) == ends(wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moving_every_request_in_the_middle_changes_nothing(name):
+    first_end = min(len(row.steps) for row in once(name).rows)
+    traces = harness.step_by_class._cache_size()
+    for at in (1, max(2, first_end - 1)):
+        assert ends(paged(name, seed=5, move_at=at).rows) == ends(once(name).rows)
+    assert harness.step_by_class._cache_size() == traces, (
+        "the state a step leaves is not what it takes"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neighbours_and_slot_change_nothing(name):
+    for i, request in enumerate(case(name).requests):
+        alone = paged(name, [None] * (SLOTS - 1 - i) + [request], seed=6)
+        assert ends(alone.rows) == ends(once(name).rows)[i : i + 1]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "block_cache"])
+def test_writes_past_the_pages_are_dropped(name):
+    # A provisional cache is read past the limit as well, so its pages must cover the window.
+    assert ends(paged(name, seed=7, tight=True).rows) == ends(once(name).rows)
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_the_cache_holds_what_a_dense_pass_computes(name):
+    decoded = once(name)
+    for row, request in zip(decoded.rows, case(name).requests, strict=True):
+        text = [*request.prompt, *row.tokens]
+        length = min(len(text), row.cached) // case(name).grid * case(name).grid
+        if name.endswith("whole_full"):  # the grid starts at the prompt's end
+            length = len(request.prompt) + (row.cached - len(request.prompt)) // 4 * 4
+        assert length >= row.cached - 4
+        wanted = case(name).cache(request, text[:length])
+        for pool, layers in wanted.items():
+            for got, want in zip(decoded.cache(row, pool), layers, strict=True):
+                for a, b in zip(got, want, strict=True):
+                    np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["multi_bd", "ar", "speculate", "canvas"])
+def test_the_cache_of_a_text_is_its_prefill(name):
+    decoded, c = once(name), case(name)
+    texts = [
+        [*request.prompt, *row.tokens][: row.cached // c.grid * c.grid]
+        for row, request in zip(decoded.rows, c.requests, strict=True)
+    ]
+    _, state = prefilled(name, [Request(tuple(text), 2) for text in texts], chunk_size=8)
+    for b, (row, text) in enumerate(zip(decoded.rows, texts, strict=True)):
+        for pool, layers in state.pools.items():
+            again = harness.read_cache(layers, np.asarray(state.page_table)[b], len(text))
+            for got, want in zip(again, decoded.cache(row, pool), strict=True):
+                for a, b_ in zip(got, want, strict=True):
+                    np.testing.assert_allclose(a, b_[: len(text)], **TOLERANCE)
+
+
+def prefilled(name, requests, chunk_size):
+    """The bare strategy and the state after prefill."""
+    c = case(name)
+    requests = list(requests) + [None] * (SLOTS - len(requests))
+    aux = dict(c.aux)
+    bare, state, prompt = harness.fresh_state(
+        c.strategy, c.model, aux, requests, PAGE_SIZE[name], seed=1
+    )
+    return bare, harness.prefill(bare, c.model, aux, state, prompt, chunk_size)
+
+
+@pytest.mark.parametrize("name", ["multi_bd_shifted", "speculate"])
+def test_prefill_in_chunks_equals_one_shot(name):
+    c = case(name)
+    (_, one), (_, many) = (prefilled(name, c.requests, size) for size in (harness.BUCKET, 8))
+    for pool in one.pools:
+        for a, b in zip(
+            jax.tree.leaves(one.pools[pool]), jax.tree.leaves(many.pools[pool]), strict=True
+        ):
+            np.testing.assert_allclose(a, b, **TOLERANCE)
+    np.testing.assert_allclose(one.boundary, many.boundary, **TOLERANCE)
+    np.testing.assert_array_equal(one.buffer.tokens, many.buffer.tokens)
+
+
+# --- that the cases have teeth --------------------------------------------------------------------
+
+
+def test_two_blocks_commit_at_once_on_a_shifted_model():
+    assert any(count == 2 for t in truth("multi_bd_shifted") for count in t.log)
+    lengths = [int(i.commit_len) for r in once("multi_bd_shifted").rows for _, i in r.steps]
+    assert 8 in lengths
+
+
+def test_the_block_cache_runs_narrow_and_wide_rows_together():
+    kinds = [t.log for t in truth("block_cache")]
+    assert any(len(set(step)) == 2 for step in zip(*kinds, strict=False))
+    # Alone, a request whose pass is narrow runs the narrow program (neighbours test).
+    assert all(True in kind and False in kind for kind in kinds)
+
+
+def test_a_canvas_is_encoded_while_another_is_denoised():
+    steps = zip(*(row.steps for row in once("canvas").rows), strict=False)
+    status = [[int(old.buffer.status[0]) for old, _ in step] for step in steps]
+    assert any(TO_CACHE in step and set(step) != {TO_CACHE} for step in status)
+
+
+def test_soft_tokens_change_after_they_were_filled():
+    changes = 0
+    for row in once("soft_parallel").rows:
+        for (old, info), (new, _) in zip(row.steps, row.steps[1:], strict=False):
+            if not info.commit_len:
+                changes += int((old.buffer.filled & (old.buffer.tokens != new.buffer.tokens)).sum())
+    assert changes > 0
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+def test_the_drafter_sees_the_targets_features():
+    for row, seen in zip(once("speculate").rows, truth("speculate"), strict=True):
+        # Each step's state holds the rows that the step before it left.
+        shown = [old.carry.slot["drafted_rows"][:4] for old, _ in row.steps[1:]]
+        for got, (_, want) in zip(shown, seen.log, strict=False):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("wrong", "counts"), [(0, 4), (1, 1)])
+def test_scripted_drafts_are_accepted_exactly_where_they_are_right(wrong, counts):
+    request = dataclasses.replace(case("speculate").requests[1], max_tokens=13)
+    truth_of = dense.decode_tokens(dense.Net(case("speculate").model), request)
+    start = len(request.prompt)
+    script = np.full((SLOTS, 64), 0, np.int32)
+    script[:, start : start + 13] = [(t + wrong) % PADDED for t in truth_of.tokens]
+    decoded = paged("speculate", [request], strategy=Speculate(script=jnp.asarray(script)))
+    assert decoded.rows[0].tokens == truth_of.tokens
+    # The first token comes with prefill; the other twelve in rounds of `counts`.
+    assert [int(info.accepted) for _, info in decoded.rows[0].steps] == [counts] * (12 // counts)
+
+
+def test_a_draft_that_is_sometimes_right_emits_what_the_dense_loop_emits():
+    requests = case("speculate").requests
+    text = once("ar").rows
+    script = np.full((SLOTS, 64), 0, np.int32)
+    for b, (request, row) in enumerate(zip(requests, text, strict=True)):
+        right = np.asarray(
+            [t if i % (b + 3) else (t + 1) % PADDED for i, t in enumerate(row.tokens)]
+        )
+        script[b, len(request.prompt) : len(request.prompt) + len(right)] = right
+    decoded = paged("speculate", strategy=Speculate(script=jnp.asarray(script)))
+    wanted = [case("speculate").truth(request=r, script=script[b]) for b, r in enumerate(requests)]
+    assert ends(decoded.rows) == ends(wanted)
+    assert [row.tokens for row in decoded.rows] == [row.tokens for row in text]
+    accepted = [[int(info.accepted) for _, info in row.steps] for row in decoded.rows]
+    assert accepted == [[count for count, _ in t.log] for t in wanted]
+    assert {n for row in accepted for n in row} >= {1, 3, 4}
+
+
+# --- narrow passes and dropped writes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [3, 5, 8])
+def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
+    """Live ranges that touch the window's end, are shorter or longer than the width, or empty."""
+    _, state = prefilled("multi_bd_shifted", case("multi_bd_shifted").requests, 8)
+    model = case("multi_bd_shifted").model
+    edges = np.array([[9, 12], [10, 12], [1, 8], [0, 0]])
+    cell = np.arange(12)[None]
+
+    def cells(length):
+        inside = (cell >= edges[:, :1]) & (cell < np.minimum(edges[:, 1:], edges[:, :1] + length))
+        return jnp.asarray(inside).reshape(SLOTS, 3, 4)
+
+    @jax.jit
+    def run(state):
+        forward = ModelForward(model)
+        wide, narrow = (
+            forward(state, live=cells(width)),
+            forward(state, live=cells(12), width=width),
+        )
+        how = {"where": cells(12), "sampling": state.sampling, "keys": position_keys(state)}
+        told = [wide.predict(**how, num_top=2, width=w) for w in (None, 2)]
+        return [
+            (o.hidden, o.predict().confidence, o.store(state, cells(12))) for o in (wide, narrow)
+        ], told
+
+    ((wide, wide_sure, wide_state), (narrow, sure, narrow_state)), (every, two) = run(state)
+    asked = np.asarray(every.confidence > -np.inf).reshape(SLOTS, -1)
+    asked = asked & (np.cumsum(asked, axis=1) <= 2)
+    assert asked.sum() > SLOTS
+    np.testing.assert_array_equal(np.asarray(two.confidence > -np.inf).reshape(SLOTS, -1), asked)
+    for a, b in zip(*map(jax.tree.leaves, (two, every)), strict=True):
+        a, b = (np.asarray(leaf).reshape(SLOTS, 12, -1)[asked] for leaf in (a, b))
+        np.testing.assert_allclose(a, b, **TOLERANCE)
+    mask = np.asarray(cells(width))
+    np.testing.assert_allclose(narrow[mask], wide[mask], **TOLERANCE)
+    np.testing.assert_allclose(sure, wide_sure, **TOLERANCE)
+    for a, b in zip(*map(jax.tree.leaves, (narrow_state.pools, wide_state.pools)), strict=True):
+        np.testing.assert_allclose(a, b, **TOLERANCE)
+
+
+def test_store_writes_where_it_may_and_drops_the_rest():
+    """Past the table's last column, on a page of -1, of a finished row: nothing is written."""
+    _, state = prefilled("multi_bd", case("multi_bd").requests, 8)
+    size, columns = PAGE_SIZE["multi_bd"], state.page_table.shape[1]
+    num_pages = state.pools["target"][0][0].shape[0]
+    assert num_pages > 3 * columns + 2
+    table = np.arange(SLOTS * columns).reshape(SLOTS, columns) % num_pages
+    table[1, 3] = -1
+    table[3] = -1
+    # Slot 0 ends eight cells behind the table's end, slot 1 runs into a hole, slot 2 is done.
+    start = np.array([columns * size - 4, 3 * size - 4, 8, 0])
+    state = state.replace(
+        page_table=jnp.asarray(table, jnp.int32),
+        buffer=state.buffer.replace(start=jnp.asarray(start, jnp.int32)),
+        finish=state.finish.at[2].set(STOP),
+    )
+    everywhere = jnp.ones((SLOTS, 3, 4), bool)
+    forward = ModelForward(case("multi_bd").model)
+    new = jax.jit(lambda s: forward(s, live=everywhere).store(s, everywhere))(state)
+    written = {(int(table[0, -1]), i) for i in range(size - 4, size)}
+    written |= {(int(table[1, 2]), i) for i in range(size - 4, size)}
+    for old, leaf in zip(*map(jax.tree.leaves, (state.pools, new.pools)), strict=True):
+        differs = (np.asarray(old) != np.asarray(leaf)).any(axis=(1, 3))
+        assert set(zip(*np.nonzero(differs), strict=True)) == written

@@ -1,0 +1,479 @@
+"""`D2F`: the trace of design/strategies.md §7.1, the list decoder, the authors' loop, mutants.
+
+Proves that `D2F` writes what §7.1 traces, on a shifted model through the real forward (the row
+before the window comes from the cache) and by script; that its prefill is clause 1 of the notes'
+mask: every prompt row sees the whole prompt, where `multi_bd`'s sees its block; that over random
+scripts, on both grids, it agrees step by step with an unbounded list decoder, and aligned to the
+prompt, token for token, with the authors' own loop; that each of its rules, broken once, is
+noticed; and that a LLaDA or Dream folder with a D2F adapter is decoded by it, as NumPy on the
+files' tensors says, preempted or not. Pages, preemption and prefix hits on both grids, shifted and
+not, are proven with all strategies' (test_contract.py, test_engine_device.py).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import strategies
+from dllm_jax.api import defaults
+from dllm_jax.cli import strategy as cli_strategy
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.loading.model import Model
+from dllm_jax.models import dense
+from dllm_jax.models.architecture import Architecture, arch_of
+from dllm_jax.models.families import parse_config, with_d2f_adapter
+from dllm_jax.strategies import D2F, MultiBD, load_strategy
+from dllm_jax.strategies.testing.script import Trace, run_script
+from tests.contract import harness, models
+from tests.contract.dense_blocks import decode_blocks
+from tests.contract.dense_toys import threshold_rule
+from tests.contract.harness import Request
+from tests.models.test_family_decode import MASK_ID, Files
+from tests.oracles.checkpoints import write_adapter, write_tiny
+from tests.oracles.d2f_decoder import d2f_decode, paper_decode
+from tests.oracles.families import run
+from tests.oracles.mutants import Mutant, load_mutant
+from tests.oracles.tiny_configs import CONFIGS
+from tests.strategies.test_strategy_fuzz import (
+    Case,
+    check_agreement,
+    check_invariants,
+    draw_case,
+    draw_threshold,
+    mask_of,
+)
+from tests.strategies.test_traces import MASK, column, draw, script, windows
+from tests.strategies.test_traces import VOCAB as TRACE_VOCAB
+
+FIELDS = {"block_size": 4, "buffer_size": 2}
+
+# ---- §7.1: the trace ----
+
+# Row r predicts position r + 1 (Dream's shift); the first row is the prompt's last.
+ROWS = [
+    {3: (9, 0.95)},  # prefill
+    {4: (10, 0.95), 5: (11, 0.3), 6: (12, 0.2)},
+    {4: (20, 0.99), 5: (11, 0.95), 6: (12, 0.95)},
+    {7: (25, 0.95)},
+    {7: (26, 0.99)},  # the row of position 7 is not run any more
+]
+WINDOWS = [
+    "A[9 10 _ _] D",
+    "T[9 10 11 12] A[_ _ _ _]",
+    "A[25 _ _ _] D",
+    "A[25 1 _ _] A[_ _ _ _]",  # opened before the forward: 1 of 4 is filled
+]
+
+
+def trace_with(accept: float = 0.9) -> D2F:
+    return D2F(accept_threshold=accept, **FIELDS)
+
+
+def test_the_trace_by_script():
+    """Each position as the rows above predict it, the row before the window from the forward that
+    committed it."""
+    aligned = [
+        {4: (9, 0.95), 5: (10, 0.95), 6: (11, 0.3), 7: (12, 0.2)},
+        {5: (20, 0.99), 6: (11, 0.95), 7: (12, 0.95)},
+        {8: (25, 0.95)},
+        {},
+    ]
+    token, prob = script(aligned)
+    trace = run_script(
+        trace_with(), [1, 2, 3, 4], token, prob, max_tokens=32, mask_id=MASK, vocab_size=TRACE_VOCAB
+    )
+    assert windows(trace)[:4] == WINDOWS
+    assert column(trace, "start")[:4] == [4, 4, 8, 8]
+    assert column(trace, "new_tokens")[:4] == [2, 2, 1, 1]
+
+
+def scripted_model() -> Any:
+    """A shifted model whose raw rows are the script of the forward that runs, as log-probabilities.
+
+    Its layers are real, so that keys and values go where they should.
+    """
+
+    def trunk(params, cfg, x, positions, attend, hidden_layers=()):
+        dense.trunk(params, cfg, x, positions, attend, hidden_layers)
+        return params["rows"][params["forward"], positions], ()
+
+    def unembed(params, cfg, rows):
+        return rows
+
+    cfg = dataclasses.replace(models.CONFIG, vocab_size=TRACE_VOCAB, mask_token_id=MASK, shift=True)
+    assert cfg.hidden_size == cfg.vocab_size
+    rows = np.zeros((len(ROWS), 64, TRACE_VOCAB), np.float32)
+    for forward, listed in enumerate(ROWS):
+        for position in range(64):
+            token, p = listed.get(position, (1, 0.2))
+            # 31 ids may be predicted: all but the mask.
+            rows[forward, position] = np.log((1 - p) / 30)
+            rows[forward, position, token] = np.log(p)
+    arch = Architecture(
+        param_shapes=dense.param_shapes, embed=dense.embed, trunk=trunk, unembed=unembed
+    )
+    params = models.weights(cfg, 1) | {"rows": jnp.asarray(rows), "forward": jnp.int32(0)}
+    defaults = dataclasses.replace(models.DEFAULTS, vocab_limit=TRACE_VOCAB)
+    return Model(params=params, config=cfg, arch=arch, defaults=defaults)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_the_trace_on_a_shifted_model(aligned):
+    """The prompt is a block, so both grids give the trace."""
+    model = scripted_model()
+    strategy = trace_with().replace(align_blocks_to_prompt=aligned)
+    requests = [Request((1, 2, 3, 4), 28), None, None, None]
+    bare, state, prompt = harness.fresh_state(strategy, model, {}, requests, 8, seed=1)
+    state = harness.prefill(bare, model, {}, state, prompt, 32)
+    assert int(np.argmax(state.boundary[0])) == 9  # the cached row
+    shown, boundary = [], []
+    for forward in range(1, len(ROWS)):
+        now = model.replace(params=model.params | {"forward": jnp.int32(forward)})
+        state, _ = harness.step(bare, now, {}, state)
+        buffer = state.buffer
+        tokens = np.where(buffer.filled, buffer.tokens, MASK)
+        shown.append(draw(tokens[0], buffer.status[0]))
+        boundary.append(int(np.argmax(state.boundary[0])))
+    assert shown == WINDOWS
+    assert boundary == [9, 9, 25, 25]
+
+
+# ---- the prompt ----
+
+
+def seen_by(strategy: Any, prompt: list[int], kept: int) -> np.ndarray:
+    """[kept kept]: whether the cached values of row q change where prompt token k does."""
+    model = models.plain()
+
+    def values(ids):
+        requests = [Request(tuple(ids), 8), None, None, None]
+        bare, state, padded = harness.fresh_state(strategy, model, {}, requests, 8, seed=1)
+        state = harness.prefill(bare, model, {}, state, padded, 32)
+        pages = np.asarray(state.page_table)[0]
+        # Values of the second layer: the first has no attention behind it yet.
+        return harness.read_cache(state.pools["target"], pages, kept)[1][1]
+
+    before, rows = values(prompt), []
+    for k in range(len(prompt)):
+        changed = values([*prompt[:k], (prompt[k] + 1) % 30, *prompt[k + 1 :]])
+        rows.append((changed != before).any(axis=(1, 2)))
+    return np.array(rows).T
+
+
+def test_every_row_of_the_prompt_sees_all_of_it():
+    """§7.1's mask check, L = 5: rows 0-4 see keys 0-4; multi_bd: rows 0-3 see 0-3."""
+    prompt = [3, 1, 4, 1, 5]
+    assert seen_by(D2F(**FIELDS), prompt, 4).all()
+    assert seen_by(D2F(align_blocks_to_prompt=True, **FIELDS), prompt, 5).all()
+    causal = seen_by(MultiBD(**FIELDS), prompt, 4)
+    assert causal[:, :4].all()
+    assert not causal[:, 4].any()
+
+
+def test_the_option_decides_how_the_prompt_is_taken_in():
+    assert load_strategy("d2f") == D2F()
+    assert load_strategy("d2f").needs.prompt == "grid_full"
+    aligned = load_strategy("d2f", align_blocks_to_prompt=True)
+    assert aligned.needs.prompt == "whole_full"
+    told = (D2F().add_block_threshold, D2F().semi_complete_threshold, D2F().accept_threshold)
+    assert (*told, D2F().block_size, D2F().buffer_size) == (0.1, 0.9, 0.95, 32, 4)
+    with pytest.raises(ValueError, match="D2F has no such field to set; its fields are accept_"):
+        load_strategy("d2f", needs="grid_causal")
+
+
+def test_the_command_line_sets_the_option():
+    parsed = parse_config({**CONFIGS["llada"], "mask_token_id": 47})
+    model = Model({}, parsed.config, arch_of(parsed.config), with_d2f_adapter(parsed.defaults))
+    found = cli_strategy.resolve(model, None, None, {"align_blocks_to_prompt": True})
+    assert found == D2F(align_blocks_to_prompt=True)
+    with pytest.raises(UsageError, match="align_blocks_to_prompt=3 is not true or false"):
+        cli_strategy.resolve(model, "d2f", None, {"align_blocks_to_prompt": 3})
+
+
+# ---- random scripts ----
+
+
+def setting(rng: np.random.Generator) -> dict[str, float]:
+    accept, add, semi = (draw_threshold(rng) for _ in range(3))
+    if rng.random() < 0.15:  # blocks open at once and fill slowly: the window is full
+        accept, add, semi = 0.9, 0.0, 1.5
+    return {"accept": accept, "add": add, "semi": semi}
+
+
+def value(package: Any, thresholds: dict[str, float], **fields: Any) -> Any:
+    return package.D2F(
+        accept_threshold=thresholds["accept"],
+        add_block_threshold=thresholds["add"],
+        semi_complete_threshold=thresholds["semi"],
+        **fields,
+    )
+
+
+def run_both(package: Any, seed: Any, aligned: bool, S: int, K: int) -> tuple[Trace, Any, Case]:
+    rng = np.random.default_rng(seed)
+    case = draw_case(rng, S)
+    thresholds = setting(rng)
+    strategy = value(
+        package, thresholds, align_blocks_to_prompt=aligned, block_size=S, buffer_size=K
+    )
+    trace = package.testing.run_script(strategy, case.prompt, case.token, case.prob, **case.limits)
+    truth = d2f_decode(
+        case.prompt,
+        case.token,
+        case.prob,
+        aligned=aligned,
+        block_size=S,
+        buffer_size=K,
+        **thresholds,
+        **case.limits,
+    )
+    return trace, truth, case
+
+
+def compare(aligned: bool, S: int, K: int, first: int, count: int) -> list[Trace]:
+    traces = []
+    for number in range(first, first + count):
+        seed = (7, int(aligned), S, K, number)
+        trace, truth, case = run_both(strategies, seed, aligned, S, K)
+        check_agreement(trace, truth, seed)
+        if not aligned:
+            check_invariants(trace, case, S, seed)
+        starts = [step.start for step in trace.steps]
+        origin = len(case.prompt) if aligned else 0
+        assert all((start - origin) % S == 0 for start in starts), f"{seed=}"
+        traces.append(trace)
+    return traces
+
+
+@pytest.mark.parametrize(("S", "K"), [(2, 3), (4, 2), (4, 4)])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_d2f_agrees_with_the_list_decoder(aligned, S, K):
+    traces = compare(aligned, S, K, first=0, count=40)
+    assert {trace.finish_reason for trace in traces} >= {"stop", "length", "nfe"}
+    assert max(len(s.status) - s.status.count(0) for t in traces for s in t.steps) >= min(K, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("S", "K"), [(2, 1), (2, 3), (4, 1), (4, 2), (4, 3), (4, 4)])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_d2f_agrees_over_a_long_sweep(aligned, S, K):
+    compare(aligned, S, K, first=1000, count=600)
+
+
+# ---- the authors' loop ----
+
+
+def compare_with_the_authors(S: int, first: int, count: int) -> list[tuple[Trace, int]]:
+    """The window holds as many blocks as a text can have, as their loop's does."""
+    found = []
+    for number in range(first, first + count):
+        seed = (8, S, number)
+        rng = np.random.default_rng(seed)
+        case = draw_case(rng, S)
+        thresholds = setting(rng)
+        for name in ("add", "semi"):  # above 1, theirs never begins or never ends
+            thresholds[name] = min(thresholds[name], 1.0)
+        most = int(rng.integers(S, 4 * S + 1))
+        # Theirs needs a forward a token at most; the script repeats its last row.
+        token, prob = (np.concatenate([x, x, x]) for x in (case.token, case.prob))
+        said = {"mask_id": mask_of(S), "vocab_size": case.limits["vocab_size"]}
+        eos = case.limits["eos_ids"]
+        theirs, forwards = paper_decode(
+            case.prompt,
+            token,
+            prob,
+            block_size=S,
+            max_new_tokens=most,
+            eos_ids=eos,
+            **thresholds,
+            **said,
+        )
+        strategy = value(
+            strategies, thresholds, align_blocks_to_prompt=True, block_size=S, buffer_size=5
+        )
+        ours = run_script(strategy, case.prompt, token, prob, max_tokens=most, eos_ids=eos, **said)
+        stop = next((i for i, cell in enumerate(theirs) if cell in eos), None)
+        if stop is not None:
+            assert (ours.output, ours.finish_reason) == (theirs[:stop], "stop"), f"{seed=}"
+            assert ours.nfe <= forwards, f"{seed=}"
+        else:
+            # Theirs stops at whole blocks; to there the texts are one.
+            assert len(theirs) == most // S * S, f"{seed=}"
+            assert ours.output[: len(theirs)] == theirs, f"{seed=}"
+            assert most % S or (ours.finish_reason, ours.nfe) == ("length", forwards), f"{seed=}"
+        found.append((ours, forwards))
+    return found
+
+
+@pytest.mark.parametrize("S", [4])
+def test_aligned_blocks_write_the_authors_text(S):
+    found = compare_with_the_authors(S, first=0, count=100)
+    assert any(ours.finish_reason == "stop" and ours.nfe < forwards for ours, forwards in found)
+    assert {ours.finish_reason for ours, _ in found} == {"stop", "length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("S", [2, 4])
+def test_aligned_blocks_write_the_authors_text_over_a_long_sweep(S):
+    compare_with_the_authors(S, first=1000, count=1000)
+
+
+# ---- mutants ----
+
+_OPEN = "        state = blocks.open_next(state, self.add_block_threshold)\n"
+_FORWARD = "        out = forward(state)\n"
+_RETURN = "        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)\n"
+_ABOVE = "sampling.above(stats, self.accept_threshold)"
+_FORCED = """ | sampling.forced_top1(
+            stats, state, self.semi_complete_threshold
+        )
+"""
+_AFTER = f"""
+        written = blocks.write(state, stats.token, {_ABOVE})
+        may = blocks.semi_complete_before(written, self.semi_complete_threshold)
+        accept |= sampling.top_n(stats.confidence, may.astype("int32"), holes)
+"""
+_BESIDE = f"""
+        may = blocks.semi_complete_before(state, self.semi_complete_threshold)
+        accept |= sampling.top_n(stats.confidence, may.astype("int32"), holes & ~{_ABOVE})
+"""
+_LAST = """\
+        state, info = blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+        return blocks.open_next(state, self.add_block_threshold), info
+"""
+_ALIGN = '"whole_full" if self.align_blocks_to_prompt else "grid_full"'
+
+MUTANTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "always_on_the_grid": ((_ALIGN, '"grid_full"'),),
+    "always_aligned": ((_ALIGN, '"whole_full"'),),
+    "aligned_the_wrong_way_round": (
+        (_ALIGN, '"grid_full" if self.align_blocks_to_prompt else "whole_full"'),
+    ),
+    "two_openings": ((_OPEN, _OPEN + _OPEN),),
+    "opens_last": ((_OPEN, ""), (_RETURN, _LAST)),
+    "opens_one_at_a_time": (("open_next(state, self.add_block_threshold)", "open_next(state)"),),
+    "opens_by_the_gate": ((_OPEN, _OPEN.replace("add_block", "semi_complete")),),
+    "accepts_by_the_gate": ((_ABOVE, _ABOVE.replace("accept", "semi_complete")),),
+    "never_forces": ((_FORCED, "\n"),),
+    "forces_only": ((_ABOVE + " | ", ""),),
+    "forces_by_the_add_threshold": (
+        ("stats, state, self.semi_complete_threshold", "stats, state, self.add_block_threshold"),
+    ),
+    "gate_after_writes": ((_FORCED, _AFTER),),
+    "forces_beside_accepted": ((_FORCED, _BESIDE),),
+    "accepts_all_holes": ((f"accept = {_ABOVE}", "accept = holes"),),
+    "fills_dummies_too": (("where=holes", "where=~state.buffer.filled"),),
+    "writes_before_it_finishes_are_lost": (
+        (
+            "blocks.finish_step(blocks.write(state, stats.token, accept), accept)",
+            "blocks.finish_step(state, accept)",
+        ),
+    ),
+}
+
+
+@pytest.fixture
+def compile_quickly() -> Iterator[None]:
+    """A mutant is compiled for a few scripts of a few steps."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def noticed(package: ModuleType) -> bool:
+    for number in range(200):
+        seed = (9, number)
+        trace, truth, _ = run_both(package, seed, aligned=number % 2 == 0, S=4, K=3)
+        try:
+            check_agreement(trace, truth, seed)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", *MUTANTS])
+def test_a_broken_rule_is_noticed(name: str, tmp_path: Path, compile_quickly: None) -> None:
+    changes = tuple(("d2f.py", *change) for change in MUTANTS.get(name, ()))
+    mutant = Mutant(f"d2f_{name}", "d2f", changes)
+    package = load_mutant(mutant.name, mutant.changes, tmp_path)
+    assert noticed(package) == (name != "none")
+
+
+# ---- folders with a D2F adapter ----
+
+
+class Adapted(Files):
+    """A checkpoint with an adapter, as `dense_blocks` takes a network."""
+
+    def __init__(self, folder: Path, family: str, adapter: Path):
+        super().__init__(folder, family)
+        self.adapter = adapter
+
+    def __call__(self, inputs, positions, sees, modes=None):
+        found = run(self.folder, inputs, sees, adapter=self.adapter, positions=positions)
+        return SimpleNamespace(logits=found.logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "aligned"),
+    [
+        ("dream", True),
+        *(
+            pytest.param(*which, marks=pytest.mark.slow)
+            for which in (("dream", False), ("llada", True), ("llada", False))
+        ),
+    ],
+)
+def test_a_folder_with_an_adapter_is_decoded_by_d2f(family, aligned, tmp_path):
+    folder = write_tiny(family, tmp_path / "base", seed=3, mask_token_id=MASK_ID)
+    adapter = write_adapter(folder, tmp_path / "D2F_adapter")
+    model = dj.load(folder, lora=adapter, dtype="float32")
+    strategy = defaults.resolve_strategy(model, None)
+    assert strategy == D2F()  # the published settings are its defaults
+    strategy = D2F(0.12, 0.25, 0.5, aligned, block_size=4, buffer_size=3)
+    prompts = [
+        np.random.default_rng(5).choice(np.arange(6, MASK_ID), n).tolist() for n in (3, 22, 16)
+    ]
+    wanted = []
+    for prompt in prompts:
+        found = decode_blocks(
+            Adapted(folder, family, adapter),
+            Request(tuple(prompt), 18),
+            threshold_rule(0.12, 0.5),
+            size=4,
+            depth=3,
+            add=0.25,
+            prompt=strategy.needs.prompt,
+        )
+        wanted.append((found.tokens, found.nfe))
+    config = EngineConfig(
+        max_num_seqs=3,
+        max_model_len=64,
+        page_size=8,
+        num_pages=11,  # for texts of 21, 40 and 34 tokens: somebody has to go
+        slot_buckets=(3,),
+        page_buckets=(8,),
+        prefill_buckets=(32,),
+        max_steps_per_chunk=2,
+    )
+    llm = dj.LLM(model, strategy, config=config, progress=False)
+    params = dj.SamplingParams(max_tokens=18, ignore_eos=True)
+    outs = llm.generate(prompts, params)
+    assert [(o.outputs[0].token_ids, o.metrics.nfe) for o in outs] == wanted
+    assert sum(o.metrics.num_preemptions for o in outs)
+    # The whole prompt is found or nothing; the short pool may have lost it before the first.
+    for again in (llm.generate([prompts[1]], params)[0] for _ in range(2)):
+        assert (again.outputs[0].token_ids, again.metrics.nfe) == wanted[1]
+    assert again.metrics.cached_tokens == (22 if aligned else 20)
+    [longer] = llm.generate([[*prompts[1], *prompts[0]]], params)
+    assert longer.metrics.cached_tokens == 0

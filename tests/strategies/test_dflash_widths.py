@@ -1,0 +1,397 @@
+"""How many drafts `DFlash` judges: no choice changes a token, and the choice pays.
+
+Proves that texts are those of `ar`, and rounds those of plain lists, where the width changes from
+step to step, 1 among them, however it is chosen; that the choice is the one of lists in float64
+(`oracles/draft_widths.py`); that it goes to all drafts where they are right, to none where they are
+wrong, looks again every so often, and comes back; and that rows that have ended do not count.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from dllm_jax.runner import decode
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.strategies import AR, DFlash
+from dllm_jax.strategies.core import drafting, driver
+from dllm_jax.strategies.core.state import EMPTY, NO_LIMIT, RUNNING, Carry
+from tests.contract import drafters, harness, models
+from tests.contract.harness import SLOTS, Request
+from tests.oracles import draft_widths
+from tests.oracles.dflash_decoder import Rounds, dflash_rounds
+from tests.strategies.test_dflash import (
+    LAYERS,
+    ROUND,
+    TARGET,
+    Wish,
+    draw_wish,
+    hints_of,
+    run,
+    same_text,
+    table_of,
+    told_of,
+    with_stops,
+)
+
+WIDTHS = (1, 2, 4, 5)
+WANDERED = (1, 3, 5)
+ORDER = (0, 2, 1, 0, 0, 2, 2, 1, 1, 2)  # of the widths of `wandering`
+
+
+def wandering(kind: Any) -> Any:
+    """A width for each step that has nothing to do with what pays."""
+
+    class Wandering(kind):
+        def choice(self, state: Any) -> Any:
+            return jnp.asarray(ORDER, jnp.int32)[jnp.max(state.buffer.nfe) % len(ORDER)]
+
+    return Wandering(ROUND, LAYERS, widths=WANDERED)
+
+
+def wandering_rounds(wish: Wish, text: list[int], table: np.ndarray) -> Rounds:
+    """What `wandering` makes of a request that is there from the first step on."""
+    steps = itertools.cycle(ORDER)
+
+    def drafts(position: int, anchor: int) -> list[int]:
+        said = table[position, anchor, 1 : WANDERED[next(steps)]]
+        return np.where(said == models.MASK, -1, said).tolist()  # never its mask
+
+    prompt = wish.request.prompt
+    how = (wish.request.stops, drafts, wish.request.max_tokens)
+    return dflash_rounds([*prompt, *text], len(prompt), *how)
+
+
+def check_wandering(first: int, count: int, kind: Any = DFlash) -> set[int]:
+    """Random batches whose widths wander; the sizes of their rounds."""
+    strategy = wandering(kind)
+    sizes: set[int] = set()
+    for number in range(first, first + count):
+        rng = np.random.default_rng((11, number))
+        wishes = [draw_wish(rng) for _ in range(4)]
+        texts = [one.output for one in run(AR(), wishes)]
+        table = hints_of(rng, ROUND, wishes, texts)
+        wishes = [with_stops(rng, w, text) for w, text in zip(wishes, texts, strict=True)]
+        got = run(strategy, wishes, drafters.hinted(TARGET, table), seed=number)
+        for wish, text, one in zip(wishes, texts, got, strict=True):
+            truth = wandering_rounds(wish, text, table)
+            wanted = (truth.output, truth.finish_reason, truth.counts, told_of(strategy, truth))
+            said = (one.output, one.finish_reason, one.counts, one.drafted)
+            assert said == wanted, f"{number=}"
+            sizes |= set(one.counts)
+    return sizes
+
+
+def test_widths_that_change_from_step_to_step_change_no_token() -> None:
+    assert check_wandering(0, 3) >= {1, 3, 5}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        wandering(DFlash),
+        pytest.param(
+            DFlash(ROUND, LAYERS, widths=WIDTHS, costs=(1, 1.5, 2.2, 2.6)), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_stretches_of_one_width_are_the_steps_one_by_one(strategy: Any) -> None:
+    """A loop a width, entered once a stretch, leaves what a branch in every step leaves."""
+    rng = np.random.default_rng(4)
+    wishes = [draw_wish(rng) for _ in range(SLOTS)]
+    table = hints_of(rng, ROUND, wishes, [one.output for one in run(AR(), wishes)])
+    aux = {"draft": drafters.hinted(TARGET, table)}
+    requests: list[Request | None] = [wish.request for wish in wishes]
+    bare, state, prompt = harness.fresh_state(strategy, TARGET, aux, requests, 8, 4)
+
+    @functools.partial(jax.jit, compiler_options=harness._QUICK)
+    def both(model: Any, aux: Any, state: Any, prompt: Any) -> Any:
+        forward = ModelForward(model, aux=aux)
+        state = decode.prefill(bare, forward, state, prompt, 16)
+        spec = decode.slot_spec(bare, model, SLOTS)
+
+        def one(carry: Any) -> Any:
+            return carry[0] + 1, driver.decode_step(bare, forward, carry[1], spec)[0]
+
+        until = (lambda carry: driver.any_running(carry[1])), one, (jnp.int32(0), state)
+        stretches = driver.decode_while(
+            lambda _, now: driver.any_running(now), bare, forward, state, spec
+        )
+        single = jax.lax.while_loop(*until)
+        return [(n, now.replace(keys=None)) for n, now in (stretches, single)]
+
+    stretches, single = both(TARGET, aux, state, prompt)
+    assert int(stretches[0]) > len(WIDTHS)
+    leaves = map(jax.tree.leaves, (stretches, single))
+    for got, wanted in zip(*leaves, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_widths_that_change_over_a_long_sweep() -> None:
+    assert check_wandering(1000, 60) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "costs", [None, (1.0, 1.3, 1.4, 1.5), (1.0, 1.5, 2.2, 2.6), (1.0, 3.0, 4.0, 5.0)]
+)
+def test_the_own_choice_changes_no_token(costs: Any) -> None:
+    strategy = DFlash(ROUND, LAYERS, widths=WIDTHS, costs=costs)
+    for number in range(20):
+        rng = np.random.default_rng((12, number))
+        wishes = [draw_wish(rng) for _ in range(4)]
+        texts = run(AR(), wishes)
+        table = hints_of(rng, ROUND, wishes, [one.output for one in texts])
+        got = run(strategy, wishes, drafters.hinted(TARGET, table), seed=number)
+        told = [(one.output, one.finish_reason) for one in got]
+        assert told == [(one.output, one.finish_reason) for one in texts], f"{number=}"
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+class _Buffer(struct.PyTreeNode):
+    start: Any
+    limit: Any
+    tokens: Any
+    filled: Any
+
+
+class _Limits(struct.PyTreeNode):
+    stop_ids: Any
+    max_run: Any
+
+
+class _State(struct.PyTreeNode):
+    """What of a state the choice reads."""
+
+    finish: Any
+    carry: Any
+    buffer: Any
+    limits: Any
+
+
+def state_of(rows: list[draft_widths.Row], finish: list[int] | None = None) -> Any:
+    """Requests at the start of a round, nothing counted."""
+    size, B = rows[0].places + 1, len(rows)
+    zeros = {k: jnp.repeat(v, B, axis=0) for k, v in drafting.no_counts(size).items()}
+    lasting = {
+        drafting.CHANCE: jnp.asarray([r.chance for r in rows], jnp.float32),
+        drafting.IDLE: jnp.asarray([r.idle for r in rows], jnp.int32),
+    }
+    start = jnp.arange(B, dtype=jnp.int32) * 3
+    limit = start + 1 + jnp.asarray([r.room for r in rows], jnp.int32)
+    cells = jnp.zeros((B, 1, size + 1), jnp.int32)
+    return _State(
+        finish=jnp.asarray(finish or [RUNNING] * B, jnp.int32),
+        carry=Carry(slot=zeros, lasting=lasting),
+        buffer=_Buffer(start, limit, cells, cells > 0),
+        limits=_Limits(jnp.full((B, 1), -1, jnp.int32), jnp.full((B,), NO_LIMIT, jnp.int32)),
+    )
+
+
+def chosen(
+    rows: list[draft_widths.Row],
+    costs: Any,
+    widths: tuple[int, ...] = WIDTHS,
+    of: Any = drafting,
+    **how: Any,
+) -> int:
+    """The index of the width that a module's `choose_width` takes."""
+    costs = jnp.asarray(costs, jnp.float32)
+    return int(_chosen(of.choose_width, state_of(rows, **how), widths, costs))
+
+
+_chosen = jax.jit(lambda choose, *args: choose(*args), static_argnums=(0, 2))
+
+
+def check_choice(of: Any = drafting) -> None:
+    rng = np.random.default_rng(0)
+    seen: set[tuple[bool, int]] = set()
+    for _ in range(300):
+        widths = WIDTHS[int(rng.random() < 0.3) :]
+        costs = np.cumsum(rng.uniform(0.05, 1.5, len(widths))) + (0 if rng.random() < 0.3 else 3)
+        rows = [
+            draft_widths.Row(
+                4,
+                int(rng.integers(1, 7)),
+                int(rng.choice([rng.integers(0, 140), rng.integers(120, 700)])),
+                (rng.random(4) ** rng.choice([0.2, 1, 5])).tolist(),
+            )
+            for _ in range(3)
+        ]
+        told = sorted(draft_widths.scores(rows, widths, costs.tolist()))
+        if told[-1] - told[-2] < 1e-4 * told[-1]:
+            continue
+        wanted = draft_widths.choice(rows, widths, costs.tolist())
+        assert chosen(rows, costs, widths, of) == wanted, (rows, costs, widths)
+        seen.add((len(widths) == 4, wanted))
+    assert seen == {(True, i) for i in range(4)} | {(False, i) for i in range(3)}
+
+
+def test_the_choice_is_that_of_lists() -> None:
+    check_choice()
+
+
+def check_learning(of: Any = drafting) -> None:
+    rng = np.random.default_rng(1)
+    rows = [draft_widths.Row(4) for _ in range(4)]
+    for _ in range(40):
+        for row in rows:
+            row.room = int(rng.integers(1, 9))
+        width = int(rng.choice(WIDTHS))
+        right = np.minimum(rng.integers(0, 5, 4), width - 1)
+        after = _counted(of.count, state_of(rows), jnp.asarray(right, jnp.int32), width)
+        for row, count in zip(rows, right, strict=True):
+            row.see(int(count), width)
+        lasting = after.carry.lasting
+        assert lasting[drafting.IDLE].tolist() == [row.idle for row in rows]
+        wanted = [row.chance for row in rows]
+        np.testing.assert_allclose(lasting[drafting.CHANCE], wanted, rtol=0, atol=1e-6)
+
+
+_counted = jax.jit(lambda count, *args: count(*args), static_argnums=0)
+
+
+def test_what_is_learned_of_a_round_is_that_of_lists() -> None:
+    check_learning()
+
+
+def check_runs(of: Any = drafting) -> None:
+    """A round that emits all of its tokens at once ends where single tokens would."""
+    rng = np.random.default_rng(2)
+    places = set()
+    for _ in range(60):
+        rows = [draft_widths.Row(4) for _ in range(4)]
+        tokens = rng.integers(1, 3, (4, 6))
+        before, most = rng.integers(1, 4, 4), rng.integers(3, 6, 4)
+        state = state_of(rows)
+        carry = state.carry.replace(slot=state.carry.slot | {of.RUN: jnp.asarray(before)})
+        limits = state.limits.replace(max_run=jnp.asarray(most))
+        found = of.run_end(state.replace(carry=carry, limits=limits), jnp.asarray(tokens))
+        for row, had, longest, end in zip(tokens, before, most, found, strict=True):
+            text, place = [row[0]] * had, 0
+            while place < 6 and (
+                place == 0 or len(set(text[-longest:])) > 1 or len(text) < longest
+            ):
+                place += 1
+                text += row[place : place + 1].tolist()
+            assert end == place
+            places.add(place)
+    assert places == set(range(1, 7))
+
+
+def test_a_run_ends_a_round_where_single_tokens_end_there() -> None:
+    check_runs()
+
+
+def check_single(of: Any = drafting) -> None:
+    """A step that is known to have no drafts counts as one of width 1 does."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        state = state_of([draft_widths.Row(4, idle=int(rng.integers(0, 9))) for _ in range(6)])
+        tokens = jnp.asarray(rng.integers(1, 3, state.buffer.tokens.shape), jnp.int32)
+        filled = jnp.broadcast_to(jnp.arange(6) < 2, tokens.shape)
+        runs = {drafting.RUN: jnp.asarray(rng.integers(1, 4, 6), jnp.int32)}
+        carry = state.carry.replace(slot=state.carry.slot | runs)
+        state = state.replace(
+            carry=carry, buffer=state.buffer.replace(tokens=tokens, filled=filled)
+        )
+        right = jnp.zeros(6, jnp.int32)
+        general = _counted(drafting.count, state, right, 1)
+        single = of.count(state, right, 1)
+        for got, wanted in zip(*map(jax.tree.leaves, (single, general)), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_step_without_drafts_counts_as_one_of_width_1() -> None:
+    check_single()
+
+
+def test_rows_that_have_ended_do_not_count() -> None:
+    good, bad = draft_widths.Row(4, chance=[0.9] * 4), draft_widths.Row(4, chance=[0.01] * 4)
+    costs = (1.0, 1.2, 1.3, 1.4)
+    assert chosen([good, bad], costs, finish=[EMPTY, RUNNING]) == 0
+    assert chosen([good, bad], costs, finish=[RUNNING, EMPTY]) == 3
+    waits = draft_widths.Row(4, idle=128, chance=[0.01] * 4)
+    assert chosen([waits, bad], costs, finish=[EMPTY, RUNNING]) == 0
+    assert chosen([waits, bad], costs, finish=[RUNNING, EMPTY]) == 1
+
+
+def test_a_probe_that_could_not_pay_is_left_out() -> None:
+    waits = [draft_widths.Row(4, idle=1000)]
+    assert chosen(waits, (1.0, 2.1, 4.1, 5.1)) == 0
+    assert chosen(waits, (1.0, 2.1, 4.1, 4.9)) == 1
+    inf = float("inf")
+    for i in range(4):  # how an engine has one width run, to time it
+        assert chosen(waits, [1.0 if j == i else inf for j in range(4)]) == i
+
+
+# --- how it goes ----------------------------------------------------------------------------------
+
+
+def long_wish(count: int) -> tuple[list[Wish], list[int]]:
+    wishes, text = same_text(0.9, [count])
+    return wishes, text[:count]
+
+
+@pytest.mark.slow
+def test_right_drafts_are_all_judged_and_wrong_ones_soon_left() -> None:
+    wishes, text = long_wish(32)
+    right = table_of(wishes[0], text)
+    wrong = np.where(right == drafters.NO_HINT, right, (right + 1) % models.MASK)
+    strategy = DFlash(ROUND, LAYERS, costs=(1.0, 1.3, 1.4))
+    assert strategy.choices == (1, 3, 5)
+    (one,) = run(strategy, wishes, drafters.hinted(TARGET, right))
+    assert one.output == text
+    # A last token alone is not worth a draft.
+    assert one.counts == [5] * 6 + [1]
+    assert one.drafted is not None
+    assert one.drafted.counts == (0, 0, 0, 0, 6)
+    (one,) = run(strategy, wishes, drafters.hinted(TARGET, wrong))
+    assert one.output == text
+    assert one.counts == [1] * 31
+    assert one.drafted is not None
+    assert 2 <= one.drafted.rounds <= 9
+
+
+def test_drafting_is_taken_up_again_where_drafts_come_right() -> None:
+    """By the lists: wrong for long, then right; the choice by lists is proved above."""
+    row, costs, drafted = draft_widths.Row(4), (1.0, 1.2, 1.3, 1.4), []
+    for step in range(500):
+        width = WIDTHS[draft_widths.choice([row], WIDTHS, costs)]
+        row.see(width - 1 if step >= 200 else 0, width)
+        drafted.append(width)
+    off = drafted.index(1)
+    assert 2 <= off <= 12
+    assert drafted[off : off + 128] == [1] * 128
+    assert drafted[off + 128] == 2, "a look"
+    assert drafted[off + 129 : off + 256] == [1] * 127
+    back = next(i for i in range(201, 500) if drafted[i] > 1)
+    assert back <= 329
+    assert drafted[-50:] == [5] * 50
+
+
+@pytest.mark.parametrize(
+    ("size", "widths"), [(2, (1, 2)), (3, (1, 2, 3)), (10, (1, 5, 10)), (16, (1, 8, 16))]
+)
+def test_widths_to_choose_from(size: int, widths: tuple[int, ...]) -> None:
+    strategy = DFlash(size, LAYERS)
+    assert strategy.choices == widths
+    assert strategy.cells == tuple((w, size if w > 1 else 0) for w in widths)
+
+
+def test_a_request_of_one_width_has_no_estimates() -> None:
+    spec: Any = type("Spec", (), {"block_size": 6})
+    assert {*DFlash(5, LAYERS, 5).init(spec).slot} == {
+        drafting.ROUNDS,
+        drafting.PROPOSED,
+        drafting.ACCEPTED,
+        drafting.RUN,
+    }

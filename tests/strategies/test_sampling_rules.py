@@ -1,0 +1,195 @@
+"""The acceptance rules that strategies share, against plain Python over sorted lists.
+
+Proves of the factor rule that it takes the cells its formula names (worked by hand and over random
+statistics), a knob a slot, ties by position, only holes, the surest in any case, and that its run
+is the paper's largest n; of the margin that it is the gap of the two likeliest tokens of a law,
+that it ranks otherwise than confidence does, and refuses statistics without them; and that a
+strategy of a few lines decodes by them.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.strategies import as_strategy
+from dllm_jax.strategies.core import blocks, sampling
+from dllm_jax.strategies.core.protocol import PerSlot, TokenStats
+from dllm_jax.strategies.testing.script import run_script
+
+
+def stats_of(confidence):
+    """Statistics of which only the confidences count."""
+    confidence = jnp.asarray(confidence, jnp.float32)
+    none = jnp.zeros((*confidence.shape, 0))
+    token = jnp.zeros(confidence.shape, jnp.int32)
+    return TokenStats(token, confidence, -confidence, none.astype(jnp.int32), none)
+
+
+def per_slot(*values):
+    return PerSlot(jnp.asarray(values, jnp.float32))
+
+
+def taken(confidence, factor, among=None):
+    """The factor rule on one block, as a list of 0 and 1."""
+    stats = stats_of([[confidence]])
+    among = np.ones((1, 1, len(confidence)), bool) if among is None else np.array([[among]], bool)
+    got = sampling.factor_bounded(stats, per_slot(factor), jnp.asarray(among))
+    return np.asarray(got)[0, 0].astype(int).tolist()
+
+
+# ---- the factor rule ----
+
+
+@pytest.mark.parametrize(
+    ("confidence", "factor", "expected"),
+    [
+        # 2 x .05 = .1, 3 x .1 = .3, 4 x .4 = 1.6: two of them below 1.
+        ([0.6, 0.95, 0.5, 0.9], 1.0, [0, 1, 0, 1]),
+        ([0.6, 0.95, 0.5, 0.9], 2.0, [1, 1, 0, 1]),  # 5 x .5 = 2.5
+        ([0.6, 0.95, 0.5, 0.9], 3.0, [1, 1, 1, 1]),
+        ([0.6, 0.95, 0.5, 0.9], 0.0, [0, 1, 0, 0]),  # the surest, whatever the factor
+        ([0.1, 0.2, 0.1, 0.1], 1.0, [0, 1, 0, 0]),
+        ([1.0, 1.0, 1.0, 1.0], 1.0, [1, 1, 1, 1]),
+        ([0.75, 0.75, 0.75, 0.75], 1.0, [1, 1, 0, 0]),  # .5, .75, then 4 x .25 = 1 is not below
+        ([0.5, 0.5, 0.5, 0.5], 1.5, [1, 0, 0, 0]),  # 3 x .5 = 1.5 is not below
+    ],
+)
+def test_the_factor_rule_takes_what_its_formula_names(confidence, factor, expected):
+    assert taken(confidence, factor) == expected
+
+
+def test_the_factor_rule_counts_holes_only():
+    confidence = [0.99, 0.9, 0.99, 0.8]
+    assert taken(confidence, 1.0, [0, 1, 0, 1]) == [0, 1, 0, 1]  # .2, then 3 x .2 = .6
+    assert taken(confidence, 0.5, [0, 1, 0, 1]) == [0, 1, 0, 0]
+    assert taken(confidence, 1.0, [0, 0, 0, 0]) == [0, 0, 0, 0]
+    # As `predict` leaves them: cells not asked for are at -inf.
+    assert taken([-np.inf, 0.9, -np.inf, 0.8], 1.0, [0, 1, 0, 1]) == [0, 1, 0, 1]
+
+
+def by_lists(confidence, factor, among):
+    """The largest n with (n + 1)(1 - c_n) < f over the sorted holes, at least one."""
+    holes = sorted(np.flatnonzero(among), key=lambda i: (-confidence[i], i))
+    one = np.float32(1)
+    doubts = [np.float32(n + 2) * (one - confidence[i]) for n, i in enumerate(holes)]
+    largest = max((n + 1 for n, doubt in enumerate(doubts) if doubt < factor), default=1)
+    return sorted(holes[:largest])
+
+
+def test_the_factor_rule_is_the_papers_largest_n_with_a_factor_a_slot():
+    rng = np.random.default_rng(3)
+    B, K, S = 4, 3, 4  # B == S: a knob along positions would show
+    for _ in range(100):
+        confidence = rng.random((B, K, S)).astype(np.float32) ** np.float32(0.3)
+        if rng.random() < 0.5:
+            confidence = np.round(confidence * 8).astype(np.float32) / 8  # ties
+        among = rng.random((B, K, S)) < 0.7
+        factors = rng.choice([0.0, 0.25, 0.5, 1.0, 2.0, 5.0], B).astype(np.float32)
+        got = sampling.factor_bounded(stats_of(confidence), per_slot(*factors), jnp.asarray(among))
+        for b in range(B):
+            for k in range(K):
+                wanted = by_lists(confidence[b, k], factors[b], among[b, k])
+                assert np.flatnonzero(np.asarray(got)[b, k]).tolist() == wanted
+
+
+# ---- the margin ----
+
+
+def law_stats(probs, num_top=2):
+    """Statistics of laws given as rows of probabilities, one block of one slot."""
+    rows = jnp.log(jnp.asarray(probs, jnp.float32))
+    R = len(probs)
+    stats = sampling.token_stats(
+        rows,
+        temperature=jnp.zeros(R),
+        top_k=jnp.zeros(R, jnp.int32),
+        top_p=jnp.ones(R),
+        num_top=num_top,
+    )
+    return TokenStats(
+        stats.token[None, None],
+        stats.confidence[None, None],
+        stats.entropy[None, None],
+        stats.top_ids[None, None],
+        stats.top_probs[None, None],
+    )
+
+
+LAWS = [
+    [0.5, 0.45, 0.03, 0.02],  # surest token, but torn: .05
+    [0.4, 0.2, 0.2, 0.2],  # less sure, nothing near it: .2
+    [0.25, 0.25, 0.25, 0.25],
+    [0.1, 0.8, 0.05, 0.05],
+]
+
+
+@pytest.mark.parametrize("num_top", [2, 3])
+def test_the_margin_is_the_gap_of_the_two_likeliest(num_top):
+    got = sampling.margin(law_stats(LAWS, num_top))
+    np.testing.assert_allclose(got[0, 0], [0.05, 0.2, 0.0, 0.7], atol=1e-6)
+
+
+def test_the_margin_ranks_otherwise_than_confidence():
+    stats, among = law_stats(LAWS), jnp.ones((1, 1, 4), bool)
+    two = jnp.full((1, 1), 2)
+    assert np.flatnonzero(sampling.top_n(stats.confidence, two, among)).tolist() == [0, 3]
+    assert np.flatnonzero(sampling.top_n(sampling.margin(stats), two, among)).tolist() == [1, 3]
+
+
+def test_cells_not_asked_for_have_no_margin():
+    stats = law_stats(LAWS)
+    asked = jnp.array([[[True, False, True, True]]])
+    stats = stats.replace(confidence=jnp.where(asked, stats.confidence, -jnp.inf))
+    got = np.asarray(sampling.margin(stats))[0, 0]
+    assert np.isneginf(got).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("num_top", [0, 1])
+def test_a_margin_without_two_tokens_is_refused(num_top):
+    with pytest.raises(ValueError, match=f"has {num_top}; predict with num_top=2"):
+        sampling.margin(law_stats(LAWS, num_top))
+
+
+# ---- in a strategy ----
+
+
+def _by_factor(forward, state):
+    state = blocks.open_next(state)
+    out = forward(state)
+    state = out.store(state, blocks.to_cache(state))
+    holes = blocks.holes(state)
+    stats = out.predict(where=holes)
+    one = PerSlot(jnp.ones_like(state.sampling.temperature))
+    accept = sampling.factor_bounded(stats, one, holes)
+    return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+
+def _by_margin(forward, state):
+    state = blocks.open_next(state)
+    out = forward(state)
+    state = out.store(state, blocks.to_cache(state))
+    holes = blocks.holes(state)
+    stats = out.predict(where=holes, num_top=2)
+    one = jnp.ones_like(state.buffer.status)
+    accept = sampling.top_n(sampling.margin(stats), one, holes)
+    return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+
+@pytest.mark.parametrize(
+    ("step", "new"),
+    [
+        # [.95, .9 | .6, .5]; then .6 alone, as 3 x .5 is above 1; then the last; then the commit.
+        (_by_factor, [2, 1, 1, 0]),
+        (_by_margin, [1, 1, 1, 1, 0]),
+    ],
+)
+def test_a_strategy_of_a_few_lines_decodes_by_them(step, new):
+    token = np.full((12, 16), 5, np.int32)
+    prob = np.tile(np.float32([0.6, 0.95, 0.5, 0.9] * 4), (12, 1))
+    strategy = as_strategy(step, block_size=4, buffer_size=1)
+    trace = run_script(strategy, [1, 2, 3, 4], token, prob, max_tokens=8, mask_id=31, vocab_size=32)
+    assert [one.new_tokens for one in trace.steps] == [*new, *new[:-1]]
+    assert trace.output == [5] * 8
+    shown = [[cell != 31 for cell in one.tokens[0]] for one in trace.steps[:2]]
+    order = [[False, True, False, True], [True, True, False, True]]
+    assert shown == (order if step is _by_factor else [[False, True, False, False], order[0]])

@@ -1,0 +1,211 @@
+"""Several short prompts in one prefill pass, as accelerators take them: the tokens are the same.
+
+Proves that small pieces wait for more of their kind, that as many as a pass takes go in together
+and what is left over by itself, and that nothing passes them that must not: a second piece or a new
+request of their slot, a chunk, somebody who waits, a state that starts over. Whole runs of the
+gate's cases, with preemption and with a pass that fails, end as each request alone.
+"""
+
+import dataclasses
+from concurrent.futures import CancelledError, Future
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from dllm_jax.bench import measure
+from dllm_jax.engine.layout import EngineConfig, Placement
+from dllm_jax.runner import buckets, programs, warmup
+from dllm_jax.runner.runner import Device
+from dllm_jax.strategies import AR, MultiBD
+from tests.contract import engine as toy
+from tests.contract import models
+from tests.contract.cases import case
+from tests.contract.engine import ends, run, wanted, wish
+
+COUNT = 3
+AT_ONCE = Placement(
+    tail=(),
+    prompt_len=8,
+    limit=12,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    stop_ids=(),
+    max_nfe=9,
+    max_run=9,
+    knobs={},
+    seed=0,
+    fold=0,
+)
+
+
+def make_device(name: str, **how: Any) -> Device:
+    made = toy.make_device(name, **how)
+    made.facts = dataclasses.replace(made.facts, prompts_a_pass=COUNT)
+    return made
+
+
+class Dispatched:
+    """A device whose programs are noted, not run: name and slots of each."""
+
+    def __init__(self):
+        self.device = make_device("ar", allocate=False)
+        self.names: list[tuple[str, list[int]]] = []
+        self.futures: list[Future] = []
+        self.device._run = self.note
+
+    def note(self, key: tuple, program: Any, *args: Any, **static: Any) -> Future:
+        self.device._flush()
+        some = key[0] in ("admit", "prefill", "decode")
+        self.names.append((key[0], args[0][:, 0].tolist() if some else []))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def admit(self, *slots: int) -> None:
+        for slot in slots:
+            self.device.admit(slot, AT_ONCE)
+
+    def prefill(self, *slots: int, size: int | None = None) -> list[Future]:
+        facts = self.device.facts
+        size, columns = size or facts.prefill_buckets[0], facts.page_buckets[0]
+        pages = np.zeros((columns,), np.int32)
+        ask = self.device.prefill
+        return [ask(slot, (5,), 0, 1, 1, True, pages, size, "causal") for slot in slots]
+
+    def new(self) -> list[tuple[str, list[int]]]:
+        names, self.names = self.names, []
+        return names
+
+
+def test_small_pieces_wait_for_more_and_nothing_passes_them():
+    ran = Dispatched()
+    device, num_slots = ran.device, ran.device.facts.num_slots
+    ran.admit(0, 1, 2)
+    handles = ran.prefill(0, 1)
+    assert ran.new() == []
+    handles += ran.prefill(2)
+    filled = [0, 1, 2, *[num_slots] * (device._admit_rows - 3)]
+    assert ran.new() == [("admit", filled), ("prefill", [0, 1, 2])]
+    ran.futures[-1].set_result("row")
+    assert [handle.result(0) for handle in handles] == ["row"] * 3
+
+    pages = np.zeros((num_slots, device.facts.page_buckets[0]), np.int32)
+    for behind, name in (
+        (lambda: device.decode(np.arange(num_slots), 1, pages, 1, True), "decode"),
+        (lambda: device.copy_page(0, 1), "copy"),
+        (lambda: device.begin(2, np.zeros((1,))), "begin"),
+        (lambda: ran.prefill(2, size=2 * device.facts.prefill_buckets[0]), "prefill"),
+    ):
+        first, second = ran.prefill(0, 1)
+        behind()
+        assert [one for one, _ in ran.new()] == ["prefill", "prefill", name]
+        assert not first.done()
+        ran.futures[-3].set_result("first")
+        ran.futures[-2].set_exception(ValueError("broken"))
+        assert first.result(0) == "first"
+        with pytest.raises(ValueError, match="broken"):
+            second.result(0)
+
+    ran.prefill(0, 1, 0)
+    assert ran.new() == [("prefill", [0]), ("prefill", [1])]
+    ran.admit(2)  # another slot: the order does not matter
+    assert ran.new() == []
+    ran.admit(0)
+    assert [one for one, _ in ran.new()] == ["admit", "prefill"]
+
+
+def test_who_waits_does_not_wait_for_more():
+    ran = Dispatched()
+    for wait in (ran.device.join, lambda handle: ran.device.harvest(mock.Mock(packed=handle))):
+        (handle,) = ran.prefill(0)
+        waits = mock.patch.object(Future, "result", side_effect=ZeroDivisionError)
+        with waits, pytest.raises(ZeroDivisionError):
+            wait(handle)
+        assert ran.new() == [("prefill", [0])]
+    (handle,) = ran.prefill(0)
+    with mock.patch.object(ran.device, "_submit"):
+        ran.device.reset()
+    with pytest.raises(CancelledError):
+        handle.result(0)
+    ran.device._flush()
+    assert ran.new() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ar",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("multi_bd_shifted", "block_diffusion", "block_cache", "speculate")
+        ),
+    ],
+)
+def test_tokens_are_those_of_each_alone(name):
+    made = make_device(name, prefill_buckets=(24,))  # most prompts are one piece
+    long = [one for one in case(name).requests if made.facts.prefill_len(len(one.prompt))]
+    requests = [*long, *long, *long, *case(name).requests]
+    truths = [wanted(name, request) for request in requests]
+    for between in (None, toy.preempting()):
+        engine = toy.make_engine(name, on=made, prefix_caching=False)
+        with measure.recording(engine) as ran:
+            got = run(engine, [wish(request) for request in requests], between)
+        assert ends(got) == truths
+        passes = [(prompts, count) for (*_, prompts), count in ran.passes.items()]
+        taken = sum(prompts * count for prompts, count in passes)
+        assert taken == sum(one.metrics.prefill_nfe for one in got)
+        assert between or {COUNT, 1} == {prompts for prompts, _ in passes}
+    several = next(bucket for bucket in made.passes if bucket[-1] == COUNT)
+    with measure.recording(engine) as ran:
+        assert measure.prefill_pass_ms(engine, *several, passes=2, repeats=1) != 0.0
+    assert ran.passes == {several: 1 + 3 + 1}
+
+    # A pass that fails takes all of its prompts along, and they start over.
+    prefill, failed = programs.prefill, []
+
+    def fails_once(of: Any, state: Any, pieces: Any, **static: Any) -> Any:
+        if pieces.shape[0] == COUNT and not failed:
+            failed.append(pieces)
+            raise jax.errors.JaxRuntimeError("no more")
+        return prefill(of, state, pieces, **static)
+
+    engine = toy.make_engine(name, on=made, prefix_caching=False)
+    with mock.patch.object(programs, "prefill", fails_once):
+        got = run(engine, [wish(request) for request in requests])
+    assert ends(got) == truths
+    assert (len(failed), engine.stats().num_failures) == (1, 1)
+
+
+def test_accelerators_take_short_prompts_in_together(monkeypatch):
+    monkeypatch.setattr(buckets, "is_on_cpu", lambda model: False)
+
+    def facts(strategy: Any, model: Any, **sizes: Any) -> Any:
+        return buckets.make_facts(model, strategy, {}, EngineConfig(max_model_len=64, **sizes))
+
+    for sizes, count in (
+        ({}, 4),  # 4 x 128 tokens
+        ({"prefill_buckets": (64,)}, 8),
+        ({"prefill_buckets": (16, 64), "max_num_seqs": 64}, 8),
+        ({"prefill_buckets": (16,), "max_num_seqs": 3}, 3),
+        ({"max_num_seqs": 1}, 1),
+        ({"prefill_buckets": (300,)}, 1),
+    ):
+        found = facts(AR(), models.causal(), **sizes)
+        assert found.prompts_a_pass == count
+        names = [work.name for work in warmup.every_program(found, 5)]
+        size = found.prefill_buckets[0]
+        several = f"prefill {count} prompts of {size} tokens, {found.page_buckets[0]} pages, causal"
+        assert names.count(several) == (count > 1)
+        largest = [work.name for work in warmup.largest_programs(found)]
+        assert (several in largest) == (count * size > found.prefill_buckets[-1] and count > 1)
+    ran = Dispatched()
+    found = dataclasses.replace(ran.device.facts, prompts_a_pass=COUNT)
+    warmup._short_prompts(found).run(ran.device)
+    assert ran.new() == [("prefill", [*range(COUNT)])]
+    whole = MultiBD(block_size=4, buffer_size=3).needs
+    assert whole.prompt == "grid_causal"
+    monkeypatch.setattr(buckets, "is_on_cpu", lambda model: True)
+    assert facts(AR(), models.causal()).prompts_a_pass == 1

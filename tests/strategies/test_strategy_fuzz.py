@@ -1,0 +1,352 @@
+"""Random scripts: `run_script` must agree with the list decoder, step by step.
+
+Proves that the vectorised window (`strategies/`) emits the same tokens, windows, statuses, counts
+and reasons as unbounded Python lists, over random prompts (mask and stop ids among them), limits,
+thresholds at and beyond their edges, tied and distinct probabilities; that every trace keeps the
+invariants of contract.md §6; and traps 21, 22, 23 of strategies.md §7b. A failure prints the
+seed, which makes its script again. Shapes are constant, so a parametrised case compiles once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dllm_jax import strategies
+from dllm_jax.strategies.testing.script import Trace, run_script
+from tests.oracles.list_decoder import (
+    ACTIVE,
+    DUMMY,
+    TO_CACHE,
+    Result,
+    Rule,
+    block_diffusion_rule,
+    list_ar,
+    list_decode,
+    multi_bd_rule,
+)
+
+FORWARDS, POSITIONS, VOCAB = 24, 40, 6
+# With 6 ids, p = .2 leaves exactly .2 on each of the four others: a tie of all five tokens.
+GRID = np.array([0.0, 0.05, 0.2, 0.25, 0.5, 0.75, 0.9, 1.0], np.float32)
+THRESHOLDS = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request with the model that answers it."""
+
+    prompt: list[int]
+    token: np.ndarray
+    prob: np.ndarray
+    limits: dict[str, Any]
+
+    @property
+    def limit(self) -> int:
+        limit = len(self.prompt) + self.limits["max_tokens"]
+        return min(limit, self.limits.get("max_model_len") or limit)
+
+
+def mask_of(block_size: int) -> int:
+    """The mask is the highest id with blocks of two, the lowest with blocks of four."""
+    return VOCAB - 1 if block_size == 2 else 0
+
+
+def draw_case(rng: np.random.Generator, block_size: int) -> Case:
+    mask_id = mask_of(block_size)
+    ids = np.array([i for i in range(VOCAB) if i != mask_id])
+    stops = rng.choice(ids, size=rng.choice([0, 1, 2], p=[0.3, 0.5, 0.2]), replace=False)
+    weight = np.where(np.isin(ids, stops), rng.choice([0.01, 0.1, 1.0]), 1.0)
+    shape = (FORWARDS, POSITIONS)
+    token = rng.choice(ids, size=shape, p=weight / weight.sum()).astype(np.int32)
+    if rng.random() < 0.6:
+        part = rng.choice(GRID, size=rng.integers(1, len(GRID) + 1), replace=False)
+        prob = rng.choice(part, size=shape)
+    else:
+        prob = rng.random(shape) ** rng.choice([0.2, 1.0])
+    prompt = rng.integers(0, VOCAB, size=rng.integers(1, 10)).tolist()
+    limits: dict[str, Any] = {
+        "max_tokens": int(rng.integers(1, 6 * block_size + 1)),
+        "eos_ids": tuple(int(i) for i in stops),
+        "mask_id": mask_id,
+        "vocab_size": VOCAB,
+    }
+    if rng.random() < 0.3:
+        limits["max_model_len"] = len(prompt) + int(rng.integers(1, 6 * block_size + 1))
+    if rng.random() < 0.3:
+        limits["max_nfe"] = int(rng.integers(1, 11))
+    return Case(prompt, token, prob.astype(np.float32), limits)
+
+
+def draw_threshold(rng: np.random.Generator) -> float:
+    return float(rng.choice(THRESHOLDS) if rng.random() < 0.8 else rng.random())
+
+
+def check_agreement(trace: Trace, truth: Result, seed: Any) -> None:
+    assert (trace.output, trace.finish_reason, trace.nfe) == (
+        truth.output,
+        truth.finish_reason,
+        truth.nfe,
+    ), f"{seed=}"
+    assert len(trace.steps) == len(truth.steps), f"{seed=}"
+    for number, (step, true) in enumerate(zip(trace.steps, truth.steps, strict=True)):
+        assert step.new_tokens == true.new_tokens, f"{seed=} {number=}"
+        if true.tokens is not None:  # the row did not finish in this step
+            window = (step.start, step.tokens, step.status)
+            assert window == (true.start, true.tokens, true.status), f"{seed=} {number=}"
+
+
+def check_invariants(trace: Trace, case: Case, block_size: int, seed: Any) -> None:
+    """contract.md §6, as far as the trace of one mask-to-token request shows it."""
+    mask_id, prompt_len = case.limits["mask_id"], len(case.prompt)
+    text: dict[int, int] = dict(enumerate(case.prompt))
+    start, committing, reach = prompt_len // block_size * block_size, 0, prompt_len
+    unfinished = trace.steps if trace.finish_reason is None else trace.steps[:-1]
+    for number, step in enumerate(unfinished):
+        where = f"{seed=} {number=}"
+        assert step.start == start + committing * block_size, where
+        assert step.status == sorted(step.status, key=(TO_CACHE, ACTIVE, DUMMY).index), where
+        assert committing or step.new_tokens >= 1, f"{where}: the first slot never starves"
+        start, committing = step.start, step.status.count(TO_CACHE)
+        for slot, (cells, status) in enumerate(zip(step.tokens, step.status, strict=True)):
+            block_start = start + slot * block_size
+            assert status == DUMMY or block_start < case.limit, where
+            filled = 0
+            for position, cell in enumerate(cells, block_start):
+                if position >= prompt_len and cell == mask_id:
+                    assert position not in text, f"{where}: a written cell became a hole"
+                    continue
+                assert status != DUMMY, f"{where}: a dummy was filled"
+                assert text.setdefault(position, cell) == cell, f"{where}: a cell changed"
+                filled += 1
+            assert status != TO_CACHE or filled == block_size, where
+        assert all(position in text for position in range(start)), where
+        assert reach <= next(p for p in range(POSITIONS + 1) if p not in text), where
+        reach = next(p for p in range(POSITIONS + 1) if p not in text)
+    assert mask_id not in trace.output, f"{seed=}"
+    assert not set(trace.output) & set(case.limits["eos_ids"]), f"{seed=}"
+    assert prompt_len + len(trace.output) <= case.limit, f"{seed=}"
+    for position, token in enumerate(trace.output, prompt_len):
+        assert text.get(position, token) == token, f"{seed=}: emitted other than it settled"
+    assert trace.nfe == len(trace.steps), f"{seed=}"
+
+
+# ---- MultiBD ----
+
+
+def compare_multi_bd(block_size: int, buffer_size: int, first: int, count: int) -> list[Trace]:
+    traces = []
+    for number in range(first, first + count):
+        seed = (block_size, buffer_size, number)
+        rng = np.random.default_rng(seed)
+        case = draw_case(rng, block_size)
+        accept, add, semi = (draw_threshold(rng) for _ in range(3))
+        if rng.random() < 0.15:  # blocks open at once and fill slowly: the window is full
+            accept, add, semi = 0.9, 0.0, 1.5
+        trace = run_script(
+            strategies.MultiBD(
+                accept_threshold=accept,
+                add_block_threshold=add,
+                semi_complete_threshold=semi,
+                block_size=block_size,
+                buffer_size=buffer_size,
+            ),
+            case.prompt,
+            case.token,
+            case.prob,
+            **case.limits,
+        )
+        truth = list_decode(
+            multi_bd_rule(accept, semi),
+            case.prompt,
+            case.token,
+            case.prob,
+            block_size=block_size,
+            buffer_size=buffer_size,
+            add_block_threshold=add,
+            **case.limits,
+        )
+        check_agreement(trace, truth, seed)
+        check_invariants(trace, case, block_size, seed)
+        traces.append(trace)
+    return traces
+
+
+@pytest.mark.parametrize("buffer_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_multi_bd_agrees_with_the_list_decoder(block_size: int, buffer_size: int) -> None:
+    traces = compare_multi_bd(block_size, buffer_size, first=0, count=200)
+    # The draw is worth something: every ending occurs, and windows held several blocks at once.
+    assert {trace.finish_reason for trace in traces} >= {"stop", "length", "nfe"}
+    widest = max(len(s.status) - s.status.count(DUMMY) for t in traces for s in t.steps)
+    assert widest == buffer_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffer_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_multi_bd_agrees_over_a_long_sweep(block_size: int, buffer_size: int) -> None:
+    compare_multi_bd(block_size, buffer_size, first=1000, count=2500)
+
+
+# ---- BlockDiffusion ----
+
+BLOCK_DIFFUSION = [
+    ("sequential", 2, None),
+    ("sequential", 4, 2),
+    ("static", 2, 1),
+    ("static", 4, 3),
+    ("dynamic", 2, None),
+    ("dynamic", 4, None),
+    ("dynamic", 4, 3),
+    ("entropy", 2, None),
+    ("entropy", 4, None),
+]
+
+
+def compare_block_diffusion(
+    remasking: str, block_size: int, denoising_steps: int | None, first: int, count: int
+) -> None:
+    undecided = 0
+    for number in range(first, first + count):
+        seed = (block_size, denoising_steps or 0, number)
+        rng = np.random.default_rng(seed)
+        case = draw_case(rng, block_size)
+        accept = draw_threshold(rng)
+        bound = float(rng.choice([0.0, 0.3, 1.0, 2.0, 4.0]))
+        if remasking == "entropy":
+            # A sum over ids rounds by their order: entropies tie exactly for one token only.
+            if number % 2:
+                case.token[:] = case.token[:, :1]
+            else:
+                case.prob[:] = rng.random(case.prob.shape)
+        trace = run_script(
+            strategies.BlockDiffusion(
+                remasking=remasking,
+                accept_threshold=accept,
+                entropy_bound=bound,
+                denoising_steps=denoising_steps,
+                block_size=block_size,
+            ),
+            case.prompt,
+            case.token,
+            case.prob,
+            **case.limits,
+        )
+        truth = Result()
+        rule: Rule = block_diffusion_rule(
+            remasking,
+            accept_threshold=accept,
+            entropy_bound=bound,
+            denoising_steps=denoising_steps,
+            result=truth,
+        )
+        list_decode(
+            rule,
+            case.prompt,
+            case.token,
+            case.prob,
+            block_size=block_size,
+            buffer_size=1,
+            result=truth,
+            **case.limits,
+        )
+        check_invariants(trace, case, block_size, seed)
+        if truth.undecided:
+            undecided += 1
+        else:
+            check_agreement(trace, truth, seed)
+    assert undecided <= count // 20
+
+
+@pytest.mark.parametrize(("remasking", "block_size", "denoising_steps"), BLOCK_DIFFUSION)
+def test_block_diffusion_agrees_with_the_list_decoder(
+    remasking: str, block_size: int, denoising_steps: int | None
+) -> None:
+    compare_block_diffusion(remasking, block_size, denoising_steps, first=0, count=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remasking", "block_size", "denoising_steps"), BLOCK_DIFFUSION)
+def test_block_diffusion_agrees_over_a_long_sweep(
+    remasking: str, block_size: int, denoising_steps: int | None
+) -> None:
+    compare_block_diffusion(remasking, block_size, denoising_steps, first=1000, count=500)
+
+
+# ---- AR ----
+
+
+def test_ar_agrees_with_a_plain_loop() -> None:
+    reasons = set()
+    for seed in range(150):
+        case = draw_case(np.random.default_rng((1, seed)), block_size=2)
+        trace = run_script(strategies.AR(), case.prompt, case.token, case.prob, **case.limits)
+        truth = list_ar(case.prompt, case.token, case.prob, **case.limits)
+        check_agreement(trace, truth, seed)
+        reasons.add(trace.finish_reason)
+    assert reasons >= {"stop", "length", "nfe"}
+
+
+# ---- The traps of §7b that need two runs or a whole one ----
+
+
+def decode(case: Case, **fields: Any) -> Trace:
+    strategy = strategies.MultiBD(**fields)
+    return run_script(strategy, case.prompt, case.token, case.prob, **case.limits)
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_a_buffer_that_never_adds_is_a_buffer_of_one(block_size: int) -> None:
+    """Trap 21: add_block_threshold > 1, K = 4 gives K = 1's tokens with K = 1's bubbles."""
+    for seed in range(50):
+        case = draw_case(np.random.default_rng((21, block_size, seed)), block_size)
+        fields: dict[str, Any] = {"accept_threshold": 0.5, "block_size": block_size}
+        one = decode(case, buffer_size=1, **fields)
+        four = decode(case, buffer_size=4, add_block_threshold=1.5, **fields)
+        assert (one.output, one.finish_reason, one.nfe) == (
+            four.output,
+            four.finish_reason,
+            four.nfe,
+        ), f"{seed=}"
+        assert [s.start for s in one.steps] == [s.start for s in four.steps], f"{seed=}"
+        assert [s.tokens[0] for s in one.steps] == [s.tokens[0] for s in four.steps], f"{seed=}"
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_an_unreachable_gate_cannot_starve_a_request(block_size: int) -> None:
+    """Trap 22: nothing is confident and no block ever lets the next be forced; slot 0 always is."""
+    finished = 0
+    for seed in range(50):
+        case = draw_case(np.random.default_rng((22, block_size, seed)), block_size)
+        limits = {**case.limits, "max_tokens": 8, "max_nfe": None, "eos_ids": ()}
+        trace = decode(
+            Case(case.prompt, case.token, case.prob, limits),
+            accept_threshold=1.5,
+            semi_complete_threshold=1.5,
+            add_block_threshold=0.0,
+            block_size=block_size,
+            buffer_size=4,
+        )
+        assert trace.finish_reason == "length", f"{seed=}"
+        assert all(step.new_tokens <= 1 for step in trace.steps), f"{seed=}"
+        finished += len(trace.output) == 8
+    assert finished > 30  # the others met max_model_len
+
+
+def test_certainty_at_threshold_one_and_anything_at_zero() -> None:
+    """Trap 23: 1.0 is not above 1.0, so a token a step; everything is above 0."""
+    for seed in range(20):
+        case = draw_case(np.random.default_rng((23, seed)), 4)
+        limits = {**case.limits, "max_nfe": None, "eos_ids": (), "max_tokens": 12}
+        sure = Case(case.prompt, case.token, np.ones_like(case.prob), limits)
+        fields: dict[str, Any] = {"block_size": 4, "buffer_size": 1}
+        strict = decode(sure, accept_threshold=1.0, **fields)
+        assert max(step.new_tokens for step in strict.steps) == 1, f"{seed=}"
+        easy = Case(case.prompt, case.token, case.prob, limits)
+        free = decode(easy, accept_threshold=0.0, **fields)
+        first_cells = 4 - len(case.prompt) % 4
+        blocks = 1 + max(0, -(-(easy.limit - len(case.prompt) - first_cells) // 4))
+        assert free.nfe == 2 * blocks - 1, f"{seed=}"
+        assert free.steps[0].new_tokens == first_cells, f"{seed=}"

@@ -1,0 +1,137 @@
+"""The page of traps (docs/traps.md) names tests that exist, and those that no other file holds.
+
+Proves that the page has every trap and a test for each; that stability and thresholds are what
+traps 28 and 29 ask; and, on models, that `dmax` never draws or mixes what is no token, that what
+`edit` and `dmax` told is never taken back while their windows change.
+"""
+
+import ast
+import dataclasses
+import functools
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import strategies
+from dllm_jax.strategies import load_strategy
+from dllm_jax.strategies.core.protocol import knob_ranges
+from tests.contract import engine as toy
+from tests.contract import models
+from tests.contract.cases import case
+from tests.contract.harness import Request, decode_paged
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = re.compile(r"^\| (D?)(\d+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+
+
+@functools.cache
+def named_in(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_trap_has_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
+    rows = ROW.findall(page)
+    numbers = [(of, int(number)) for of, number, *_ in rows]
+    assert numbers == [("", i) for i in range(1, 31)] + [("D", i) for i in range(1, 32)]
+    without = [of + number for of, number, _, tests in rows if not NAMED.search(tests)]
+    assert without == ["27"], "there is no guessed limit of forwards"
+    missing = [
+        f"{file}::{name}" for file, name in NAMED.findall(page) if name not in named_in(file)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", sorted(set(strategies.strategy_names()) - {"dmax"}))
+def test_strategies_that_rewrite_nothing_have_no_stability(name: str) -> None:
+    """Trap 28: the reference lets such a gate shut every block behind an incomplete one."""
+    with pytest.raises(ValueError, match=r"token_stability_threshold=0.5: \w+ has no such field"):
+        load_strategy(name, token_stability_threshold=0.5)
+
+
+@pytest.mark.parametrize("name", strategies.strategy_names())
+def test_thresholds_given_in_part_leave_the_others(name: str) -> None:
+    """Trap 29: the reference wants all of them or none."""
+    plain = load_strategy(name)
+    for knob in knob_ranges(plain):
+        changed = load_strategy(name, **{knob: 0.25})
+        assert getattr(changed, knob) == 0.25
+        assert changed.replace(**{knob: getattr(plain, knob)}) == plain
+
+
+BARRED = (models.MASK, models.PADDED, 4, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [{}, {"compat": "diffulex"}, {"merge": "iter_smooth_topk", "token_merge_top_k": 3}]
+)
+def test_dmax_never_draws_or_mixes_what_is_no_token(fields: dict[str, Any]) -> None:
+    """Traps 10 and 11, on a head whose likeliest ids are those; greedy, and the draw wild."""
+    model = models.plain()
+    defaults = dataclasses.replace(model.defaults, forbidden_token_ids=(4, 9))
+    head = model.params["lm_head"]
+    loud = model.replace(
+        defaults=defaults,
+        params=model.params | {"lm_head": head.at[jnp.asarray(BARRED)].mul(20.0)},
+    )
+    strategy = strategies.DMax(accept_threshold=0.2, block_size=4, buffer_size=2, **fields)
+    requests: list[Request | None] = [
+        Request(tuple(range(5, 16)), 14, seed=1, temperature=3.0),
+        Request((7, 7, 7), 11, seed=2),
+    ]
+    decoded = decode_paged(strategy, loud, requests)
+    mixed = 0
+    for row in decoded.rows:
+        assert not set(BARRED) & set(row.tokens)
+        for old, _ in row.steps:
+            carry = old.carry.tokens
+            shown = carry["merge_ids"][carry["merge_on"] & (carry["merge_probs"][..., 0] > 0)]
+            assert not set(BARRED) & set(shown.ravel().tolist())
+            mixed += shown.size
+    assert mixed > 20
+    plain = loud.logits(jnp.arange(8, 16)[None])
+    assert set(BARRED) & set(np.asarray(plain).argmax(-1).ravel().tolist()), "none was likely"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["edit", "dmax"])
+def test_what_was_told_is_never_taken_back(name: str) -> None:
+    """Trap 9: a listener hears more of a text, never another one, though the window changes it."""
+    told: dict[int, list[list[int]]] = {}
+    windows: dict[int, list[dict[int, int]]] = {}
+
+    def between(engine: Any) -> None:
+        for sample in engine.scheduler.live:
+            told.setdefault(sample.rank[1], []).append(list(sample.tokens))
+            if sample.saved is not None:
+                got, row = sample.saved
+                buffer = engine.device.unpack(got.saved(row))["buffer"]
+                cells = np.asarray(buffer.tokens).ravel().tolist()
+                filled = np.asarray(buffer.filled).ravel().tolist()
+                start = int(np.asarray(buffer.start).ravel()[0])
+                seen = {start + i: t for i, t in enumerate(cells) if filled[i]}
+                windows.setdefault(sample.rank[1], []).append(seen)
+
+    requests = case(name).requests
+    with toy.steps_a_chunk(1):
+        outputs = toy.run(toy.make_engine(name), [toy.wish(r) for r in requests], between)
+    assert toy.ends(outputs) == [toy.wanted(name, r) for r in requests]
+    for texts, output in zip(told.values(), outputs, strict=True):
+        final = output.outputs[0].token_ids
+        assert len(texts) > 3
+        assert all(final[: len(text)] == text for text in texts)
+    changed = sum(
+        before[position] != after.get(position, before[position])
+        for seen in windows.values()
+        for before, after in itertools.pairwise(seen)
+        for position in before
+    )
+    assert changed > 0, "no window changed what it held"
