@@ -1,13 +1,13 @@
 """What the host loop costs by itself, on one core: a request's life, and a pass over 128 slots.
 
-The device is a null one: it does nothing, and what its harvests say was prepared before.
+The device is a null one: it does nothing, and what its fetches say was prepared before.
 
 * life: what the scheduler does for a request of 512 tokens (448 of prompt, 64 of text): admit, hash
   and look up its pages, plan its prefill, grow, publish, finish, in a pool of which it must evict
   the pages of those before it.
 * add: `Engine.add` for it, which checks and queues it.
 * pass: `Engine.step` over 128 decoding slots: plan, grow, gather the page table, dispatch, and read
-  the chunk before (`device.Harvest` included), in which every row settled 0, 4 or 32 tokens.
+  the chunk before (`device.Fetched` included), in which every row settled 0, 4 or 32 tokens.
 
     python benchmarks/bookkeeping.py --out benchmarks/results/bookkeeping.json
 
@@ -31,10 +31,10 @@ import numpy as np
 
 from dllm_jax.engine.admission import accept
 from dllm_jax.engine.engine import Engine
-from dllm_jax.engine.layout import Facts
+from dllm_jax.engine.layout import EngineLayout
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import DECODE, Scheduler
-from dllm_jax.runner.runner import Harvest
+from dllm_jax.runner.runner import Fetched
 
 BARS_US = {"life": 60.0, "pass_4_tokens": 150.0}
 NUM_SLOTS, BLOCK, PAGE = 128, 32, 64
@@ -43,9 +43,9 @@ STEPS, NUM_PASSES = 8, 64  # steps of a chunk; chunks of a measurement
 HEAD = 6  # start, finish, nfe, length, before, steps
 
 
-def make_facts(num_slots: int, num_pages: int) -> Facts:
+def make_layout(num_slots: int, num_pages: int) -> EngineLayout:
     """An engine as `sizing` makes it for a model of 4096 positions."""
-    return Facts(
+    return EngineLayout(
         num_slots=num_slots,
         num_pages=num_pages,
         page_size=PAGE,
@@ -64,13 +64,13 @@ def make_facts(num_slots: int, num_pages: int) -> Facts:
 
 
 class NullDevice:
-    """Does nothing; hands out prepared harvests in order."""
+    """Does nothing; hands out prepared fetches in order."""
 
     num_late_compiles = 0
     most_new = 8 * BLOCK
 
-    def __init__(self, facts: Facts, prepared: list[np.ndarray]):
-        self.facts, self._prepared, self._next = facts, prepared, iter(prepared)
+    def __init__(self, layout: EngineLayout, prepared: list[np.ndarray]):
+        self.layout, self._prepared, self._next = layout, prepared, iter(prepared)
 
     def admit(self, *_: Any) -> None:
         pass
@@ -84,8 +84,8 @@ class NullDevice:
     def decode(self, *_: Any) -> None:
         return None
 
-    def harvest(self, _: None) -> Harvest:
-        return Harvest(next(self._next), self)  # type: ignore[arg-type]
+    def fetch(self, _: None) -> Fetched:
+        return Fetched(next(self._next), self)  # type: ignore[arg-type]
 
     class cost:
         """Predicted seconds."""
@@ -119,22 +119,22 @@ def prepared_passes(tokens: int) -> list[np.ndarray]:
 
 def time_passes(tokens: int) -> list[float]:
     """Microseconds of each `Engine.step` over 128 slots."""
-    facts = make_facts(NUM_SLOTS, 128 * 70)
-    engine = Engine(NullDevice(facts, prepared_passes(tokens)), clock=lambda: 0.0)
+    layout = make_layout(NUM_SLOTS, 128 * 70)
+    engine = Engine(NullDevice(layout, prepared_passes(tokens)), clock=lambda: 0.0)
     rng = random.Random(tokens)
     params = SamplingParams(max_tokens=3000, ignore_eos=True)
     for _ in range(NUM_SLOTS):
-        prompt = [rng.randrange(facts.vocab_size) for _ in range(PROMPT)]
+        prompt = [rng.randrange(layout.vocab_size) for _ in range(PROMPT)]
         engine.add(Request(prompt_token_ids=prompt, params=params))
     while engine.stats().num_chunks_in_flight == 0 or any(
-        sample.stage != DECODE for sample in engine.scheduler.live
+        sequence.stage != DECODE for sequence in engine.scheduler.live
     ):
-        dispatched = engine._dispatch()  # the prepared harvests are for rounds of all slots
+        dispatched = engine._dispatch()  # the prepared fetches are for rounds of all slots
         assert dispatched
         engine._rounds.clear()
-        for sample in engine.scheduler.live:
-            sample.in_flight = 0
-        if all(sample.stage == DECODE for sample in engine.scheduler.live):
+        for sequence in engine.scheduler.live:
+            sequence.in_flight = 0
+        if all(sequence.stage == DECODE for sequence in engine.scheduler.live):
             break
     engine._step_s = 1e-3  # as if measured
     engine.step()  # the first chunk: nothing to read
@@ -150,48 +150,48 @@ def time_passes(tokens: int) -> list[float]:
 
 def time_lives(count: int) -> list[float]:
     """Microseconds of the scheduler's part of each of some requests' lives."""
-    facts = make_facts(1, 64)
-    scheduler = Scheduler(facts)
+    layout = make_layout(1, 64)
+    scheduler = Scheduler(layout)
     rng = random.Random(0)
     times = []
     for number in range(count):
-        prompt = [rng.randrange(facts.vocab_size) for _ in range(PROMPT)]
-        text = [rng.randrange(facts.vocab_size) for _ in range(TEXT)]
+        prompt = [rng.randrange(layout.vocab_size) for _ in range(PROMPT)]
+        text = [rng.randrange(layout.vocab_size) for _ in range(TEXT)]
         request = Request(
             prompt_token_ids=prompt, params=SamplingParams(max_tokens=TEXT, ignore_eos=True)
         )
         live = accept(request, str(number), number, 0.0, scheduler, None, 0)
         began = time.perf_counter_ns()
-        live_through(scheduler, live.samples[0], text)
+        live_through(scheduler, live.sequences[0], text)
         times.append((time.perf_counter_ns() - began) / 1e3)
     return times
 
 
-def live_through(scheduler: Scheduler, sample: Any, text: list[int]) -> None:
+def live_through(scheduler: Scheduler, sequence: Any, text: list[int]) -> None:
     """Admit, compute, decode a block a chunk, and leave."""
-    scheduler.add(sample)
+    scheduler.add(sequence)
     scheduler.admit()
-    while (piece := scheduler.next_pass(sample, 1024)) is not None:
-        sample.done = piece.end
-    sample.stage = DECODE
+    while (piece := scheduler.next_pass(sequence, 1024)) is not None:
+        sequence.done = piece.end
+    sequence.stage = DECODE
     for end in range(BLOCK, TEXT + 1, BLOCK):
-        scheduler.grow([sample], 1)
-        sample.tokens[end - BLOCK :] = text[end - BLOCK : end]
-        sample.start = PROMPT + end
-        if not sample.is_sound:
-            sample.is_sound = True
-            scheduler.publish(sample)
-    scheduler.leave(sample)
+        scheduler.grow([sequence], 1)
+        sequence.tokens[end - BLOCK :] = text[end - BLOCK : end]
+        sequence.start = PROMPT + end
+        if not sequence.is_sound:
+            sequence.is_sound = True
+            scheduler.publish(sequence)
+    scheduler.leave(sequence)
 
 
 def time_adds(count: int) -> list[float]:
     """Microseconds of `Engine.add` for each of some requests."""
-    facts = make_facts(1, 64)
-    engine = Engine(NullDevice(facts, []), clock=lambda: 0.0)
+    layout = make_layout(1, 64)
+    engine = Engine(NullDevice(layout, []), clock=lambda: 0.0)
     rng = random.Random(0)
     times = []
     for _ in range(count):
-        prompt = [rng.randrange(facts.vocab_size) for _ in range(PROMPT)]
+        prompt = [rng.randrange(layout.vocab_size) for _ in range(PROMPT)]
         request = Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=TEXT))
         began = time.perf_counter_ns()
         engine.add(request)

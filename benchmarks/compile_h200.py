@@ -32,7 +32,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import buckets, warmup
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
 # XLA's description of the device: what it reckons with when it fuses.
@@ -74,7 +74,7 @@ class Hopper:
     compute_capability = "9.0"
 
 
-def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding) -> Device:
+def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding) -> ModelRunner:
     """An engine's device for one bucket each of decoding and prefill, without any arrays."""
     parsed = parse_config(PUBLISHED[name], name=name)
     arch = arch_of(parsed.config)
@@ -94,8 +94,8 @@ def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding)
         num_pages=shape.slots * columns + 1,
     )
     placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)})  # it asks where that is
-    facts = buckets.make_facts(placed, strategy, {}, config)
-    return Device(model, split_knobs(strategy)[0], {}, facts, allocate=False)
+    layout = buckets.make_layout(placed, strategy, {}, config)
+    return ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
 
 
 def launches(text: str) -> list[tuple[str, dict[str, int]]]:
@@ -135,7 +135,7 @@ def main() -> None:
     jax.default_backend = lambda: "gpu"
     jax.devices = lambda *_: [Hopper()]
     for shape, device in devices:
-        for work in warmup.every_program(device.facts, device.num_words):
+        for work in warmup.every_program(device.layout, device.num_words):
             if not work.name.startswith(args.only or ""):
                 continue
             began = time.perf_counter()

@@ -110,22 +110,22 @@ def ragged(model, args, say):
     work = random_work(model, count, inputs, outputs, seed=0)
     ran = run(llm, [work])
     check_outputs(ran.outputs)
-    facts, wall_s = llm.engine.facts, sum(ran.walls_s)
+    layout, wall_s = llm.engine.layout, sum(ran.walls_s)
     context = int(mean_context(ran))
     widest = max(columns for _, columns in ran.steps)
     step_ms = {
         columns: measure.decode_step_ms(llm.engine, slots, columns, context)
-        for columns in sorted({widest, facts.page_buckets[0]})
+        for columns in sorted({widest, layout.page_buckets[0]})
     }
-    size = facts.prefill_buckets[-1]
+    size = layout.prefill_buckets[-1]
     kind = next(iter(ran.passes))[2]
     pass_ms = {
         columns: measure.prefill_pass_ms(llm.engine, size, columns, kind)
-        for columns in facts.page_buckets
-        if columns * facts.page_size >= size
+        for columns in layout.page_buckets
+        if columns * layout.page_size >= size
     }
     decode_tokens = sum(len(o.outputs[0].token_ids) for o in ran.outputs)
-    prefill_tokens = sum(facts.prefill_len(len(o.prompt_token_ids)) for o in ran.outputs)
+    prefill_tokens = sum(layout.prefill_len(len(o.prompt_token_ids)) for o in ran.outputs)
     prefill_tokens -= sum(o.metrics.cached_tokens for o in ran.outputs)
 
     def efficiency(columns):
@@ -143,16 +143,16 @@ def ragged(model, args, say):
         "times from the same process; at_smallest uses the smallest page bucket's step",
         "bar": LEAST_EFFICIENCY,
         "efficiency": efficiency(widest),
-        "efficiency_at_smallest": efficiency(facts.page_buckets[0]),
+        "efficiency_at_smallest": efficiency(layout.page_buckets[0]),
         "wall_s": wall_s,
         "decode_tokens": decode_tokens,
         "prefill_tokens": prefill_tokens,
         "full_slot_step_ms": step_ms,
         "prefill_pass_ms": pass_ms,
         "prefill_tok_s": size / min(pass_ms.values()) * 1e3,
-        "slot_buckets": facts.slot_buckets,
-        "page_buckets": facts.page_buckets,
-        "prefill_buckets": facts.prefill_buckets,
+        "slot_buckets": layout.slot_buckets,
+        "page_buckets": layout.page_buckets,
+        "prefill_buckets": layout.prefill_buckets,
         "compile_s": llm.warm_up_s,
         "requests": count,
         "inputs": str(inputs),
@@ -228,7 +228,7 @@ def long_prompt(model, args, say):
     ms_before, ms_after = percentiles(before), percentiles(after)
     metrics = ended[late_id].metrics
     told = {
-        "how": "wall between two harvests over the steps read in between, one sample a step; "
+        "how": "wall between two fetches over the steps read in between, one sample a step; "
         "before: the running requests alone; after: from the arrival of the long prompt to its "
         "end, its prefill and its decoding",
         "bar": MOST_RISE,
@@ -276,7 +276,7 @@ def memory(model, args, say):
         say(f"memory     not measured: {jax.devices()[0].device_kind} counts none")
         return {"not_measured": "the device counts none", "predicted": str(predicted)}
     work = random_work(
-        model, 2 * llm.engine.facts.num_slots, Lengths(64, length // 2), Lengths(16, 64), 3
+        model, 2 * llm.engine.layout.num_slots, Lengths(64, length // 2), Lengths(16, 64), 3
     )
     check_outputs(run(llm, [work]).outputs)
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]

@@ -87,10 +87,12 @@ def counted():
 
 def fill(llm):
     """Every slot with a text of nearly the longest length."""
-    facts = llm.engine.facts
-    length = max(1, min(facts.max_model_len, 4096) - 32)
+    layout = llm.engine.layout
+    length = max(1, min(layout.max_model_len, 4096) - 32)
     draw = np.random.default_rng(0)
-    prompts = [draw.integers(0, facts.vocab_size, length).tolist() for _ in range(facts.num_slots)]
+    prompts = [
+        draw.integers(0, layout.vocab_size, length).tolist() for _ in range(layout.num_slots)
+    ]
     llm.generate(prompts, dj.SamplingParams(max_tokens=16, ignore_eos=True))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/soak.py --out benchmarks/results/soak_cpu.json
 
 Prompts of mixed length and kind (random, sharing a prefix, word problems), greedy and drawn, with
-stop strings, several samples, priorities, deadlines, streams, thresholds of their own; one in
+stop strings, several sequences, priorities, deadlines, streams, thresholds of their own; one in
 twenty is aborted at a random moment. The pool is small: pages are evicted and requests preempted.
 After each twentieth of the run the engine is drained and looked at: pages held, live Python
 objects, device arrays, resident memory. Over the last half they must be flat within 5 %, nothing
@@ -302,7 +302,7 @@ def soak(model, total, seed=0, say=print, longest_prompt=96, most_tokens=24, **s
         "texts": running.texts,
         "tokens": running.tokens,
         "seed": seed,
-        "sizes": llm.engine.facts.__dict__ | {"salt": "", "knobs": None},
+        "sizes": llm.engine.layout.__dict__ | {"salt": "", "knobs": None},
         **where,
         "seconds": seconds,
         "finish_reasons": dict(running.reasons),

@@ -67,9 +67,9 @@ class Clock:
         jax.monitoring.register_event_duration_secs_listener(self._took)
         jax.monitoring.register_event_listener(self._happened)
 
-    def _took(self, event, seconds, **facts):
+    def _took(self, event, seconds, **layout):
         if event in EVENTS:
-            name = str(facts.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
+            name = str(layout.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
             self.programs[name][EVENTS[event]] += seconds
             self.programs[name]["count"] += EVENTS[event] == "load_s"
 

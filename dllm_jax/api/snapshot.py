@@ -2,7 +2,7 @@
 
 A snapshot is a folder: `snapshot.json` says which model, strategy and sizes, and of each text its
 prompt, what was settled and how its slot was set up; `slots.npz` holds the slots as they were last
-harvested. Numbers and words only: reading one runs nothing that it brings, but imports the strategy
+fetched. Numbers and words only: reading one runs nothing that it brings, but imports the strategy
 it names. Keys and values are not in it, they are computed again from the tokens, as after a
 preemption.
 """
@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from dllm_jax.api.generate import bind_draft, check_fit
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import Sample
+from dllm_jax.engine.scheduler import Sequence
 from dllm_jax.loading.compile_cache import cache_folder
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import buckets
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import Needs, split_knobs
 from dllm_jax.strategies.core.resolve import load_strategy
 
@@ -45,7 +46,7 @@ class SavedText:
 
     Attributes:
         tokens: Settled ids.
-        start: Tokens in the cache at the last harvest.
+        start: Tokens in the cache at the last fetch.
         slot: The slot then, None where it had not decoded yet.
     """
 
@@ -90,8 +91,8 @@ def snapshot_saver(
     config: EngineConfig,
     folder: Path | None = None,
     draft: Model | None = None,
-) -> Callable[[Sequence[Sample]], str]:
-    """What the engine calls with the samples that a device failure ended.
+) -> Callable[[abc.Sequence[Sequence]], str]:
+    """What the engine calls with the sequences that a device failure ended.
 
     Args:
         folder: Of all snapshots; None: `snapshot_folder()`.
@@ -102,25 +103,25 @@ def snapshot_saver(
         way: the engine says so in its message.
     """
 
-    def save(samples: Sequence[Sample]) -> str:
-        facts = {
+    def save(sequences: abc.Sequence[Sequence]) -> str:
+        layout = {
             "version": VERSION,
             "dllm_jax": __version__,
             "model": _model_facts(model),
             "draft": None if draft is None else _model_facts(draft),
             "strategy": _strategy_facts(strategy),
             "config": dataclasses.asdict(config),
-            "texts": [_text_facts(sample) for sample in samples],
+            "texts": [_text_facts(sequence) for sequence in sequences],
         }
         slots = {
-            str(i): sample.saved[0].saved(sample.saved[1])
-            for i, sample in enumerate(samples)
-            if sample.saved is not None
+            str(i): sequence.saved[0].saved(sequence.saved[1])
+            for i, sequence in enumerate(sequences)
+            if sequence.saved is not None
         }
         target = _new_folder(snapshot_folder() if folder is None else folder)
         np.savez(target / SLOTS, **slots)
         # Last: a folder without it is not a snapshot.
-        (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (target / FACTS).write_text(json.dumps(layout, indent=1) + "\n", encoding="utf-8")
         return str(target)
 
     return save
@@ -197,17 +198,17 @@ def _field(name: str, value: Any) -> Any:
     raise SnapshotError(f"the strategy's {name}={value!r} is no number, word or function")
 
 
-def _text_facts(sample: Sample) -> dict[str, Any]:
-    params = sample.owner.params
+def _text_facts(sequence: Sequence) -> dict[str, Any]:
+    params = sequence.owner.params
     return {
-        "request_id": sample.owner.id,
-        "index": sample.index,
-        "prompt": list(sample.prompt),
-        "tokens": list(sample.tokens),
-        "start": sample.start,
-        "nfe": sample.nfe,
+        "request_id": sequence.owner.id,
+        "index": sequence.index,
+        "prompt": list(sequence.prompt),
+        "tokens": list(sequence.tokens),
+        "start": sequence.start,
+        "nfe": sequence.nfe,
         "params": dataclasses.asdict(params),
-        "placement": dataclasses.asdict(sample.placement),
+        "placement": dataclasses.asdict(sequence.placement),
     }
 
 
@@ -227,22 +228,22 @@ def load_snapshot(path: str | Path) -> Snapshot:
             "error message named"
         )
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        version = facts["version"]
+        layout = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        version = layout["version"]
         if version != VERSION:
             raise SnapshotError(
                 f"snapshot {str(path)!r} has version {version}, this program reads {VERSION}; "
-                f"use dllm-jax {facts.get('dllm_jax')}"
+                f"use dllm-jax {layout.get('dllm_jax')}"
             )
         with np.load(folder / SLOTS, allow_pickle=False) as slots:
-            texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(facts["texts"])]
+            texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(layout["texts"])]
         return Snapshot(
             folder,
-            facts["model"],
-            facts["strategy"],
-            _of(EngineConfig, facts["config"]),
+            layout["model"],
+            layout["strategy"],
+            _of(EngineConfig, layout["config"]),
             texts,
-            facts["draft"],
+            layout["draft"],
         )
     except SnapshotError:
         raise
@@ -253,18 +254,18 @@ def load_snapshot(path: str | Path) -> Snapshot:
         ) from error
 
 
-def _saved_text(facts: Mapping[str, Any], slot: np.ndarray | None) -> SavedText:
+def _saved_text(layout: Mapping[str, Any], slot: np.ndarray | None) -> SavedText:
     if slot is not None and (slot.ndim != 1 or slot.dtype != np.int32):
         raise ValueError(f"a slot is {slot.dtype}{slot.shape}")
     return SavedText(
-        request_id=str(facts["request_id"]),
-        index=int(facts["index"]),
-        prompt=[int(token) for token in facts["prompt"]],
-        tokens=[int(token) for token in facts["tokens"]],
-        start=int(facts["start"]),
-        nfe=int(facts["nfe"]),
-        params=_of(SamplingParams, facts["params"]),
-        placement=_of(Placement, facts["placement"]),
+        request_id=str(layout["request_id"]),
+        index=int(layout["index"]),
+        prompt=[int(token) for token in layout["prompt"]],
+        tokens=[int(token) for token in layout["tokens"]],
+        start=int(layout["start"]),
+        nfe=int(layout["nfe"]),
+        params=_of(SamplingParams, layout["params"]),
+        placement=_of(Placement, layout["placement"]),
         slot=slot,
     )
 
@@ -280,13 +281,13 @@ def saved_strategy(snapshot: Snapshot) -> Any:
     Raises:
         SnapshotError: It cannot be imported any more, or has other fields.
     """
-    facts = snapshot.strategy
+    layout = snapshot.strategy
     try:
-        fields = {name: _field_value(value) for name, value in facts["fields"].items()}
-        return load_strategy(facts["spec"]).replace(**fields)
+        fields = {name: _field_value(value) for name, value in layout["fields"].items()}
+        return load_strategy(layout["spec"]).replace(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SnapshotError(
-            f"the snapshot's strategy {facts.get('spec')!r} is not what it was ({error}); "
+            f"the snapshot's strategy {layout.get('spec')!r} is not what it was ({error}); "
             "run it where it was made"
         ) from error
 
@@ -308,18 +309,18 @@ def _field_value(value: Any) -> Any:
 
 
 class SavedSlot:
-    """A slot of a snapshot in the place of a harvest, for `Sample.saved`."""
+    """A slot of a snapshot in the place of a fetch, for `Sequence.saved`."""
 
     def __init__(self, slot: np.ndarray):
         self._slot = slot
 
     def saved(self, row: int) -> np.ndarray:
-        """As `Harvest.saved`."""
+        """As `Fetched.saved`."""
         del row
         return self._slot
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
-        """Nothing: it has not been harvested here yet."""
+        """Nothing: it has not been fetched here yet."""
         del row, length
         return ()
 
@@ -351,7 +352,7 @@ def resume(
     implementation: str | None = None,
     draft: str | None = None,
 ) -> tuple[Engine, str]:
-    """An engine with one text of the snapshot, where its last harvest left it.
+    """An engine with one text of the snapshot, where its last fetch left it.
 
     Args:
         which: Index into `snapshot.texts`.
@@ -382,8 +383,8 @@ def resume(
         num_pages=-(-max(written, window) // snapshot.config.page_size) + 1,
         max_steps_per_chunk=1,
     )
-    facts = buckets.make_facts(model, strategy, aux, config)
-    device = Device(model, split_knobs(strategy)[0], aux, facts, implementation)
+    layout = buckets.make_layout(model, strategy, aux, config)
+    device = ModelRunner(model, split_knobs(strategy)[0], aux, layout, implementation)
     engine = Engine(device, model.tokenizer)
     request_id = engine.add(
         Request(
@@ -394,20 +395,20 @@ def resume(
             denoise=True,
         )
     )
-    (sample,) = engine.samples(request_id)
-    _restore(sample, text, written, device)
+    (sequence,) = engine.sequences(request_id)
+    _restore(sequence, text, written, device)
     return engine, request_id
 
 
-def _restore(sample: Sample, text: SavedText, written: int, device: Device) -> None:
-    """Bring a fresh sample, not admitted yet, to where the text was."""
-    sample.placement, sample.capacity = text.placement, written
-    if text.slot is None or device.facts.starts_over:
+def _restore(sequence: Sequence, text: SavedText, written: int, device: ModelRunner) -> None:
+    """Bring a fresh sequence, not admitted yet, to where the text was."""
+    sequence.placement, sequence.capacity = text.placement, written
+    if text.slot is None or device.layout.starts_over:
         return
     if len(text.slot) != device.num_words:
         raise SnapshotError(
             f"a slot of the snapshot has {len(text.slot)} words, one of this model and strategy "
             f"has {device.num_words}; was the strategy changed since?"
         )
-    sample.saved = (SavedSlot(text.slot), 0)
-    sample.tokens, sample.start, sample.nfe = list(text.tokens), text.start, text.nfe
+    sequence.saved = (SavedSlot(text.slot), 0)
+    sequence.tokens, sequence.start, sequence.nfe = list(text.tokens), text.start, text.nfe

@@ -21,7 +21,7 @@ from dllm_jax.bench.head import has_head
 from dllm_jax.engine.admission import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import Sample, Scheduler
+from dllm_jax.engine.scheduler import Scheduler, Sequence
 from dllm_jax.models import reference
 from dllm_jax.runner.cost import begin
 from dllm_jax.runner.decode import PassKind
@@ -45,7 +45,7 @@ class Recording:
 
     def __init__(self, inner: Any, scheduler: Scheduler):
         self._inner, self._scheduler = inner, scheduler
-        self._flying: dict[int, tuple[Any, Decode, list[Sample | None]]] = {}
+        self._flying: dict[int, tuple[Any, Decode, list[Sequence | None]]] = {}
         self.firsts: dict[str, int] = {}
         self.steps: Counter[Decode] = Counter()
         self.tokens: Counter[Decode] = Counter()
@@ -58,20 +58,20 @@ class Recording:
         """As `Device.decode`."""
         handle = self._inner.decode(rows, num_active, pages, num_steps, early)
         # The handle is kept: its id is another's once it is gone.
-        samples = [self._scheduler.slots[row] for row in rows[:num_active]]
-        self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), samples
+        sequences = [self._scheduler.slots[row] for row in rows[:num_active]]
+        self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), sequences
         return handle
 
-    def harvest(self, handle: Any) -> Any:
-        """As `Device.harvest`."""
-        got = self._inner.harvest(handle)
-        _, bucket, samples = self._flying.pop(id(handle), (None, None, []))
+    def fetch(self, handle: Any) -> Any:
+        """As `Device.fetch`."""
+        got = self._inner.fetch(handle)
+        _, bucket, sequences = self._flying.pop(id(handle), (None, None, []))
         if bucket is not None:
             self.steps[bucket] += got.steps
-            for sample, length, before in zip(samples, got.length, got.before, strict=False):
+            for sequence, length, before in zip(sequences, got.length, got.before, strict=False):
                 self.tokens[bucket] += length - before
-                if sample is not None and sample.first_s is None:  # it is set when this is read
-                    self.firsts[sample.owner.id] = length
+                if sequence is not None and sequence.first_s is None:  # it is set when this is read
+                    self.firsts[sequence.owner.id] = length
         return got
 
     @property
@@ -160,17 +160,17 @@ def _bare_loop(
     engine: Engine, rows: int, columns: int, context: int, text_len: int | None
 ) -> Iterator[Callable[[int], tuple[float, int]]]:
     """A function of a number of steps: the seconds of one dispatch of them, and those that ran."""
-    with borrowed(engine, rows, columns, context, text_len) as (samples, table):
+    with borrowed(engine, rows, columns, context, text_len) as (sequences, table):
         slots = np.arange(rows, dtype=np.int32)
         bare = engine.device
 
         def spend(count: int) -> tuple[float, int]:
-            for slot, sample in enumerate(samples):
-                bare.admit(slot, sample.placement)
-                begin(bare, slot, sample.placement.prompt_len, table[slot])
+            for slot, sequence in enumerate(sequences):
+                bare.admit(slot, sequence.placement)
+                begin(bare, slot, sequence.placement.prompt_len, table[slot])
             bare.wait()
             began = time.perf_counter()
-            got = bare.harvest(bare.decode(slots, rows, table, count, False))
+            got = bare.fetch(bare.decode(slots, rows, table, count, False))
             return time.perf_counter() - began, got.steps
 
         yield spend
@@ -189,17 +189,17 @@ def prefill_pass_ms(
     """Milliseconds of one prefill pass of a compiled bucket, one after another, the median.
 
     Args:
-        prompts: How many the pass takes in: 1, or `Facts.prompts_a_pass` of the smallest sizes.
+        prompts: How many the pass takes in: 1, or `EngineLayout.prompts_a_pass` of the smallest sizes.
         first: Position at which the pass begins, moved down to where the bucket holds it whole.
     """
-    room = columns * engine.facts.page_size
-    first = max(0, min(first, room - size)) // engine.facts.block_size * engine.facts.block_size
+    room = columns * engine.layout.page_size
+    first = max(0, min(first, room - size)) // engine.layout.block_size * engine.layout.block_size
     end = min(first + size, room)
-    with borrowed(engine, prompts, columns, engine.facts.block_size) as (samples, table):
+    with borrowed(engine, prompts, columns, engine.layout.block_size) as (sequences, table):
         pages = [_stretched(engine, row) for row in table]
         bare = engine.device
-        for slot, sample in enumerate(samples):
-            bare.admit(slot, sample.placement)
+        for slot, sequence in enumerate(sequences):
+            bare.admit(slot, sequence.placement)
         tokens = [0] * (end - first)
 
         def spend(count: int) -> float:
@@ -218,7 +218,7 @@ def prefill_pass_ms(
 
 def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
     """Whether every step of the compiled decode program computes logits of all words."""
-    return has_head(decode_program(engine, rows, columns), engine.facts.vocab_size)
+    return has_head(decode_program(engine, rows, columns), engine.layout.vocab_size)
 
 
 def decode_program(engine: Engine, rows: int, columns: int) -> str:
@@ -235,7 +235,7 @@ def first_token_is_the_models(llm: Any) -> bool:
     The prompt leaves one hole in its last block, which `FixedWork` and, at a threshold that nothing
     reaches, `MultiBD` fill first. A model without masks continues a prompt token by token.
     """
-    model, size = llm.model, llm.engine.facts.block_size
+    model, size = llm.model, llm.engine.layout.block_size
     mask = model.config.mask_token_id
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, model.defaults.vocab_limit, 2 * size - 1).tolist()
@@ -258,23 +258,23 @@ def first_token_is_the_models(llm: Any) -> bool:
 @contextlib.contextmanager
 def borrowed(
     engine: Engine, rows: int, columns: int, context: int, text_len: int | None = None
-) -> Iterator[tuple[list[Sample], np.ndarray]]:
-    """Samples that are in no queue, and a page table for them over pages of their own.
+) -> Iterator[tuple[list[Sequence], np.ndarray]]:
+    """Sequences that are in no queue, and a page table for them over pages of their own.
 
     Args:
         text_len: Tokens that the texts need behind their context; None: half of the room.
     """
-    facts, scheduler = engine.facts, engine.scheduler
+    layout, scheduler = engine.layout, engine.scheduler
     if engine.has_work:
         raise ValueError("the engine is at work; measure it before or after")
-    pool, size = scheduler.pool, facts.block_size
+    pool, size = scheduler.pool, layout.block_size
     each = min(columns, pool.num_available // rows)
-    room = min(each * facts.page_size - size, facts.max_model_len)
-    if facts.prompt_mode == "in_window":
-        room = facts.window
-    if facts.max_model_len < 2 * size:
+    room = min(each * layout.page_size - size, layout.max_model_len)
+    if layout.prompt_mode == "in_window":
+        room = layout.window
+    if layout.max_model_len < 2 * size:
         raise ValueError(
-            f"max_model_len={facts.max_model_len} is less than the two blocks of {size} that are "
+            f"max_model_len={layout.max_model_len} is less than the two blocks of {size} that are "
             "measured; raise it"
         )
     if room < 2 * size:
@@ -294,7 +294,7 @@ def borrowed(
     table = np.full((rows, columns), -1, np.int32)
     table[:, :each] = np.array(pages, np.int32).reshape(rows, each)
     try:
-        yield live.samples * rows, table
+        yield live.sequences * rows, table
         engine.device.wait()
     finally:
         pool.release(pages)

@@ -192,7 +192,7 @@ def _tpot_s(output: RequestOutput, firsts: Mapping[str, int]) -> float | None:
 
 def setting(llm: Any) -> dict[str, Any]:
     """Model, strategy, sizes, device, versions, commit."""
-    model, strategy, facts = llm.model, llm.strategy, llm.engine.facts
+    model, strategy, layout = llm.model, llm.strategy, llm.engine.layout
     return {
         "model": model.source,
         "draft_model": next((one.source for one in llm.engine.device.programs.aux.values()), None),
@@ -202,16 +202,16 @@ def setting(llm: Any) -> dict[str, Any]:
         "strategy": type(strategy).__name__,
         "thresholds": {name: float(getattr(strategy, name)) for name in knob_ranges(strategy)},
         "tokens_per_step": getattr(strategy, "tokens_per_step", None),
-        "block_size": facts.block_size,
+        "block_size": layout.block_size,
         "buffer_size": strategy.buffer_size,
-        "num_slots": facts.num_slots,
-        "num_pages": facts.num_pages,
-        "page_size": facts.page_size,
-        "max_model_len": facts.max_model_len,
-        "slot_buckets": facts.slot_buckets,
-        "page_buckets": facts.page_buckets,
-        "prefill_buckets": facts.prefill_buckets,
-        "prefix_caching": facts.prefix_caching,
+        "num_slots": layout.num_slots,
+        "num_pages": layout.num_pages,
+        "page_size": layout.page_size,
+        "max_model_len": layout.max_model_len,
+        "slot_buckets": layout.slot_buckets,
+        "page_buckets": layout.page_buckets,
+        "prefill_buckets": layout.prefill_buckets,
+        "prefix_caching": layout.prefix_caching,
         **environment(),
     }
 

@@ -165,11 +165,11 @@ def pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int 
     Args:
         engine: Idle; its free pages are borrowed.
     """
-    with measure.borrowed(engine, rows, columns, context) as (samples, table):
+    with measure.borrowed(engine, rows, columns, context) as (sequences, table):
         device, slots = engine.device, np.arange(rows, dtype=np.int32)
-        for slot, sample in enumerate(samples):
-            device.admit(slot, sample.placement)
-            begin(device, slot, sample.placement.prompt_len, table[slot])
+        for slot, sequence in enumerate(sequences):
+            device.admit(slot, sequence.placement)
+            begin(device, slot, sequence.placement.prompt_len, table[slot])
 
         def spend(count: int) -> float:
             device.wait()

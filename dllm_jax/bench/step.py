@@ -309,8 +309,8 @@ def _bare(llm: LLM, context: int, steps: int, repeats: int, text: int) -> dict[s
 
 def _bucket(llm: LLM) -> measure.Decode:
     """Rows and columns of the one decode program."""
-    facts = llm.engine.facts
-    return facts.slot_buckets[-1], facts.page_buckets[-1]
+    layout = llm.engine.layout
+    return layout.slot_buckets[-1], layout.page_buckets[-1]
 
 
 def _floors(model: Any, slots: int, strategy: Any, found: dict[str, Any]) -> dict[str, Any]:

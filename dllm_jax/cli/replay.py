@@ -95,10 +95,10 @@ class _Steps:
         from dllm_jax.cli.watch import Watch
 
         self._args, self._model, self._engine = args, model, engine
-        (self._sample,) = engine.samples(request_id)
+        (self._sequence,) = engine.sequences(request_id)
         self._request_id, self._text = request_id, text
         self._watch = Watch()
-        self._settled = 0 if self._sample.saved is None else len(text.tokens)
+        self._settled = 0 if self._sequence.saved is None else len(text.tokens)
         self._output: Any = None
         self.num_steps = 0
 
@@ -130,7 +130,7 @@ class _Steps:
         self.num_steps += 1
         if self._args.watch:
             if not output.finished:
-                self._watch.show(frame(self._model, output, self._sample))
+                self._watch.show(frame(self._model, output, self._sequence))
             return
         status = self._status()
         if self._args.json:
@@ -170,8 +170,8 @@ class _Steps:
 
     def _status(self) -> list[str]:
         """What the blocks of the window are; of an ended text nothing is left to see."""
-        if self._sample.saved is None:
+        if self._sequence.saved is None:
             return []
-        harvest, row = self._sample.saved
-        slot = self._engine.device.unpack(harvest.saved(row))
+        fetch, row = self._sequence.saved
+        slot = self._engine.device.unpack(fetch.saved(row))
         return [STATUS[int(status)] for status in slot["buffer"].status]

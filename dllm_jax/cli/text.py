@@ -3,27 +3,27 @@
 Nothing here knows where the ids come from.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 from dllm_jax.cli.watch import END_MARK, Frame
 from dllm_jax.engine.requests import RequestOutput
-from dllm_jax.engine.scheduler import Sample
+from dllm_jax.engine.scheduler import Sequence
 
 
-def frame(model: Any, output: RequestOutput, sample: Sample) -> Frame:
+def frame(model: Any, output: RequestOutput, sequence: Sequence) -> Frame:
     """The window of a text as it stands: end marks are small squares.
 
     Args:
         output: Of a request with `denoise`.
-        sample: What the engine keeps of it; its `start` says what has left the window.
+        sequence: What the engine keeps of it; its `start` says what has left the window.
     """
-    one, placement = output.outputs[0], sample.placement
+    one, placement = output.outputs[0], sequence.placement
     behind = placement.given[placement.limit - placement.prompt_len :]
-    committed = min(max(0, sample.start - len(sample.prompt)), len(one.token_ids))
+    committed = min(max(0, sequence.start - len(sequence.prompt)), len(one.token_ids))
     settled = one.token_ids[committed:]
     return Frame(
-        nfe=sample.nfe,
+        nfe=sequence.nfe,
         committed=model.tokenizer.decode(one.token_ids[:committed], skip_special_tokens=True),
         cells=cell_texts(model, (*settled, *one.window)),
         num_settled=len(settled),
@@ -31,7 +31,7 @@ def frame(model: Any, output: RequestOutput, sample: Sample) -> Frame:
     )
 
 
-def cell_texts(model: Any, cells: Sequence[int | None]) -> tuple[str | None, ...]:
+def cell_texts(model: Any, cells: abc.Sequence[int | None]) -> tuple[str | None, ...]:
     """Each cell alone as text, None for a hole, line ends made visible; ids without a tokenizer."""
     return tuple(None if cell is None else _cell_text(model, cell) for cell in cells)
 

@@ -1,4 +1,4 @@
-"""From a request to the samples the engine runs: everything that can be refused, refused here.
+"""From a request to the sequences the engine runs: everything that can be refused, refused here.
 
 Nothing here has a slot, a page or a device.
 """
@@ -7,15 +7,15 @@ import dataclasses
 from typing import Any
 
 from dllm_jax.engine.detokenize import TextStream
-from dllm_jax.engine.layout import HOLE, NO_LIMIT, Facts, Placement
+from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.requests import MAX_SEED, Request, SamplingParams
-from dllm_jax.engine.scheduler import Sample, Scheduler
+from dllm_jax.engine.scheduler import Scheduler, Sequence
 
 STOP_WIDTH = 32  # stop ids of a request, the model's own included
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Live:
+class ActiveRequest:
     """A request in the engine; `error` says why it ended with "error"."""
 
     id: str
@@ -23,7 +23,7 @@ class Live:
     params: SamplingParams
     added_s: float
     deadline_s: float | None
-    samples: list[Sample]
+    sequences: list[Sequence]
     error: str | None = None
 
 
@@ -35,26 +35,26 @@ def accept(
     scheduler: Scheduler,
     tokenizer: Any,
     seed: int,
-) -> Live:
-    """A request as samples, not queued yet.
+) -> ActiveRequest:
+    """A request as sequences, not queued yet.
 
     Args:
-        number: Samples submitted before: their order, and their key where no seed is given.
+        number: Sequences submitted before: their order, and their key where no seed is given.
         seed: Of requests without one.
 
     Raises:
         ValueError: It can never run, or asks for what does not exist.
     """
-    facts, params = scheduler.facts, request.params
+    layout, params = scheduler.layout, request.params
     prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
-    _check(request, prompt, suffix, facts, tokenizer)
+    _check(request, prompt, suffix, layout, tokenizer)
     limit, capacity = _limits(scheduler, len(prompt), params.max_tokens, suffix)
-    first = facts.prefill_len(len(prompt))
-    stops = params.stop_token_ids + (() if params.ignore_eos else facts.stop_token_ids)
+    first = layout.prefill_len(len(prompt))
+    stops = params.stop_token_ids + (() if params.ignore_eos else layout.stop_token_ids)
     deadline = None if request.deadline_s is None else now + request.deadline_s
-    live = Live(request_id, request, params, now, deadline, [])
+    live = ActiveRequest(request_id, request, params, now, deadline, [])
     placement = Placement(
-        tail=tuple(prompt[first : first + facts.window]),
+        tail=tuple(prompt[first : first + layout.window]),
         prompt_len=len(prompt),
         limit=limit,
         temperature=float(params.temperature),
@@ -63,27 +63,27 @@ def accept(
         stop_ids=tuple(dict.fromkeys(stops)),
         max_nfe=params.max_nfe or NO_LIMIT,
         max_run=params.max_repetition_run or NO_LIMIT,
-        knobs={**facts.knob_values, **params.strategy_overrides},
+        knobs={**layout.knob_values, **params.strategy_overrides},
         seed=seed if params.seed is None else params.seed,
         fold=0,
         given=(HOLE,) * params.max_tokens + suffix if suffix else (),
     )
     for index in range(params.n):
         fold = number + index if params.seed is None else index
-        sample = Sample(
+        sequence = Sequence(
             owner=live,
             index=index,
             rank=(request.priority, number + index),
             prompt=prompt,
             placement=dataclasses.replace(placement, fold=fold),
             capacity=capacity,
-            leader=live.samples[0] if index else None,
+            leader=live.sequences[0] if index else None,
         )
-        sample.publishes = facts.prefix_caching or params.n > 1
-        sample.watched = request.stream or request.denoise or bool(params.stop)
-        if tokenizer is not None and sample.watched:
-            sample.stream = TextStream(tokenizer, params.stop)
-        live.samples.append(sample)
+        sequence.publishes = layout.prefix_caching or params.n > 1
+        sequence.watched = request.stream or request.denoise or bool(params.stop)
+        if tokenizer is not None and sequence.watched:
+            sequence.stream = TextStream(tokenizer, params.stop)
+        live.sequences.append(sequence)
     return live
 
 
@@ -91,13 +91,13 @@ def _limits(
     scheduler: Scheduler, prompt_len: int, max_tokens: int, suffix: tuple[int, ...]
 ) -> tuple[int, int]:
     """`Scheduler.limits` of a text; one with a suffix is never cut short."""
-    facts, inner_len = scheduler.facts, _inner_len(suffix)
+    layout, inner_len = scheduler.layout, _inner_len(suffix)
     text_len, total = max_tokens + inner_len, prompt_len + max_tokens + len(suffix)
     limit, capacity = scheduler.limits(prompt_len, text_len, len(suffix) - inner_len)
-    if suffix and (limit < prompt_len + text_len or total > facts.max_model_len):
+    if suffix and (limit < prompt_len + text_len or total > layout.max_model_len):
         raise ValueError(
             f"prompt, max_tokens and suffix are {total} tokens; the engine takes "
-            f"{facts.max_model_len} and its pool {facts.num_pages * facts.page_size}, a block more "
+            f"{layout.max_model_len} and its pool {layout.num_pages * layout.page_size}, a block more "
             "included: lower max_tokens, or raise max_model_len or num_pages"
         )
     return limit, capacity
@@ -112,39 +112,39 @@ def _check(
     request: Request,
     prompt: list[int],
     suffix: tuple[int, ...],
-    facts: Facts,
+    layout: EngineLayout,
     tokenizer: Any,
 ) -> None:
     params = request.params
     if not (prompt or suffix):
         raise ValueError("the prompt is empty; give at least one token")
-    if not prompt and facts.compute_at_least:
+    if not prompt and layout.compute_at_least:
         raise ValueError(
             "nothing stands before the text, and the model tells a token from the one before it; "
             "give at least one token as the prompt"
         )
     given = [token for token in suffix if token != HOLE]
     for token in (min(prompt, default=0), max(prompt, default=0), *given):
-        if not 0 <= token < facts.vocab_size:
+        if not 0 <= token < layout.vocab_size:
             raise ValueError(
-                f"the prompt holds id {token}, outside the vocabulary [0, {facts.vocab_size}); "
+                f"the prompt holds id {token}, outside the vocabulary [0, {layout.vocab_size}); "
                 "was it tokenized for another model?"
             )
-    if suffix and facts.prompt_mode != "in_window":
+    if suffix and layout.prompt_mode != "in_window":
         raise ValueError(
             "a suffix needs a strategy that keeps the prompt in its window; "
             'use strategy="full_sequence"'
         )
     for name, value in params.strategy_overrides.items():
-        if name not in facts.knobs:
-            known = ", ".join(sorted(facts.knobs)) or "none"
+        if name not in layout.knobs:
+            known = ", ".join(sorted(layout.knobs)) or "none"
             raise ValueError(
                 f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}"
             )
-        low, high = facts.knobs[name]
+        low, high = layout.knobs[name]
         if not low <= value <= high:
             raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose one inside")
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.stop_token_ids)}
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else layout.stop_token_ids)}
     if len(stops) > STOP_WIDTH:
         raise ValueError(
             f"{len(stops)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "

@@ -1,28 +1,28 @@
 """The host loop: requests in, tokens out, two chunks of decode steps always on their way.
 
 One `step` admits, dispatches prefill passes and decode chunks, and then reads the chunk before:
-the device never waits for the host, and the host blocks only in the harvest. Nothing here imports
+the device never waits for the host, and the host blocks only in the fetch. Nothing here imports
 JAX: the device is an argument (`device.Device`, or a test's own).
 
-Where a chunk says something of a stay that has ended (`Sample.epoch`), it is not listened to. So
-preemption, abort and recovery need no synchronisation: a sample goes on from its last harvest, and
+Where a chunk says something of a stay that has ended (`Sequence.epoch`), it is not listened to. So
+preemption, abort and recovery need no synchronisation: a sequence goes on from its last fetch, and
 what the device still writes for it is overwritten by what is dispatched later.
 """
 
 import dataclasses
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from dllm_jax.engine.admission import Live, accept
-from dllm_jax.engine.layout import DeviceFailure, Facts
+from dllm_jax.engine.admission import ActiveRequest, accept
+from dllm_jax.engine.layout import DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import output
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, all_end, groups, num_steps
-from dllm_jax.engine.scheduler import DECODE, DONE, PREFILL, Pass, Sample, Scheduler
+from dllm_jax.engine.scheduler import DECODE, DONE, PREFILL, Pass, Scheduler, Sequence
 
 RUNNING_CODE = 1
 ERROR_CODE = 7
@@ -61,7 +61,7 @@ class Stats:
 @dataclasses.dataclass(slots=True)
 class _Chunk:
     handle: Any
-    samples: list[Sample]
+    sequences: list[Sequence]
     epochs: list[int]
     steps: int
 
@@ -78,11 +78,11 @@ class Engine:
     """Continuous batching over a device.
 
     Args:
-        device: Runs the programs (`device.Device`); `device.facts` are the rules.
+        device: Runs the programs (`device.Device`); `device.layout` are the rules.
         tokenizer: For texts and stop strings; None: texts are empty.
         seed: Of requests without one.
         clock: Seconds; for deadlines and metrics.
-        save_snapshot: Saves samples that ended by a device failure; returns where.
+        save_snapshot: Saves sequences that ended by a device failure; returns where.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class Engine:
         tokenizer: Any = None,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
-        save_snapshot: Callable[[Sequence[Sample]], str] | None = None,
+        save_snapshot: Callable[[abc.Sequence[Sequence]], str] | None = None,
     ):
         self.device = device
-        self.facts: Facts = device.facts
-        self.scheduler = Scheduler(self.facts)
+        self.layout: EngineLayout = device.layout
+        self.scheduler = Scheduler(self.layout)
         self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
         self._save_snapshot = save_snapshot
-        self._requests: dict[str, Live] = {}
+        self._requests: dict[str, ActiveRequest] = {}
         self._deadlines = 0
-        self._moved: list[Live] = []
+        self._moved: list[ActiveRequest] = []
         self._rounds: deque[_Round] = deque()
-        self._num_samples = self._num_requests = 0
+        self._num_sequences = self._num_requests = 0
         self._step_s = 0.0
-        self._last_harvest_s: float | None = None
+        self._last_fetch_s: float | None = None
         self._counts = dict.fromkeys(
             ("finished", "steps", "failures", "prompt_tokens", "generated_tokens", "nfe"), 0
         )
@@ -127,7 +127,7 @@ class Engine:
         live = accept(
             request,
             request_id,
-            self._num_samples,
+            self._num_sequences,
             self._clock(),
             self.scheduler,
             self._tokenizer,
@@ -135,11 +135,11 @@ class Engine:
         )
         self._requests[live.id] = live
         self._num_requests += 1
-        self._num_samples += len(live.samples)
+        self._num_sequences += len(live.sequences)
         self._deadlines += live.deadline_s is not None
-        self._counts["prompt_tokens"] += len(live.samples[0].prompt)
-        for sample in live.samples:
-            self.scheduler.add(sample)
+        self._counts["prompt_tokens"] += len(live.sequences[0].prompt)
+        for sequence in live.sequences:
+            self.scheduler.add(sequence)
         return live.id
 
     def step(self) -> list[RequestOutput]:
@@ -153,11 +153,11 @@ class Engine:
             self._end_late_ones()
         if not self.scheduler.live:  # what is in flight is nobody's, and idle time no step's
             self._rounds.clear()
-            self._last_harvest_s = None
+            self._last_fetch_s = None
         try:
             dispatched = self._dispatch()
             if self._rounds and (len(self._rounds) > 1 or not dispatched):
-                self._harvest(self._rounds.popleft())
+                self._fetch(self._rounds.popleft())
         except DeviceFailure as failure:
             self._recover(failure)
         return self._report()
@@ -171,8 +171,8 @@ class Engine:
         live = self._requests.get(request_id)
         if live is None:
             return False
-        for sample in live.samples:
-            self._end(sample, "abort")
+        for sequence in live.sequences:
+            self._end(sequence, "abort")
         return True
 
     def outputs(self) -> list[RequestOutput]:
@@ -180,10 +180,10 @@ class Engine:
         now = self._clock()
         return [output(live, self._tokenizer, now) for live in list(self._requests.values())]
 
-    def samples(self, request_id: str) -> list[Sample]:
+    def sequences(self, request_id: str) -> list[Sequence]:
         """What the engine keeps of a request's texts: to look at, and for `snapshot.restore`."""
         live = self._requests.get(request_id)
-        return [] if live is None else live.samples
+        return [] if live is None else live.sequences
 
     @property
     def has_work(self) -> bool:
@@ -226,111 +226,113 @@ class Engine:
     def _dispatch(self) -> bool:
         scheduler = self.scheduler
         if scheduler.has_waiting:
-            for sample in scheduler.admit():
-                self._place(sample)
-        decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
+            for sequence in scheduler.admit():
+                self._place(sequence)
+        decoding = [sequence for sequence in scheduler.live if sequence.stage == DECODE]
         steps = num_steps(self._step_s, scheduler, decoding, self.device.cost)
         last_pass = None
         if len(decoding) < len(scheduler.live):
             last_pass = self._prefill(decoding, steps)
-            decoding = [sample for sample in scheduler.live if sample.stage == DECODE]
+            decoding = [sequence for sequence in scheduler.live if sequence.stage == DECODE]
             steps = num_steps(self._step_s, scheduler, decoding, self.device.cost)
         in_flight = [chunk for one in self._rounds for chunk in one.chunks]
-        if not decoding or all_end(self.facts, in_flight, decoding):
+        if not decoding or all_end(self.layout, in_flight, decoding):
             if last_pass is not None:
                 self._rounds.append(_Round([], last_pass))
             return last_pass is not None
         steps = scheduler.grow(decoding, steps)
-        decoding = [sample for sample in decoding if sample.stage == DECODE]
+        decoding = [sequence for sequence in decoding if sequence.stage == DECODE]
         sized = groups(scheduler, decoding, steps, self.device.cost)
         self._rounds.append(_Round([self._decode(*group) for group in sized], None))
         return True
 
-    def _place(self, sample: Sample) -> None:
-        self.device.admit(sample.slot, sample.placement)
-        for source, target in sample.copies:
+    def _place(self, sequence: Sequence) -> None:
+        self.device.admit(sequence.slot, sequence.placement)
+        for source, target in sequence.copies:
             self.device.copy_page(source, target)
-        if sample.done >= sample.goal:
-            self._begin(sample)
+        if sequence.done >= sequence.goal:
+            self._begin(sequence)
 
-    def _begin(self, sample: Sample, prefilled: bool = False) -> None:
+    def _begin(self, sequence: Sequence, prefilled: bool = False) -> None:
         """The prefix is in the cache (or dispatched): let the slot decode."""
-        if sample.saved is not None:
-            harvest, row = sample.saved
-            self.device.restore(sample.slot, sample.placement, harvest.saved(row), sample.tokens)
+        if sequence.saved is not None:
+            fetch, row = sequence.saved
+            self.device.restore(
+                sequence.slot, sequence.placement, fetch.saved(row), sequence.tokens
+            )
         elif not prefilled:
-            self.device.begin(sample.slot, sample.boundary)
-        sample.stage = DECODE
+            self.device.begin(sequence.slot, sequence.boundary)
+        sequence.stage = DECODE
 
-    def _prefill(self, decoding: list[Sample], steps: int) -> Any:
-        """Dispatch passes within the round's budget, best-ranked samples first.
+    def _prefill(self, decoding: list[Sequence], steps: int) -> Any:
+        """Dispatch passes within the round's budget, best-ranked sequences first.
 
         Returns:
             The last one's handle; None where there was none.
         """
-        waiting = [sample for sample in self.scheduler.live if sample.stage == PREFILL]
+        waiting = [sequence for sequence in self.scheduler.live if sequence.stage == PREFILL]
         budget = Budget(self.scheduler, decoding, steps, self.device.cost)
         last = None
-        for sample in waiting:
-            while sample.done < sample.goal:
-                piece = budget.take(sample, forced=last is None)
+        for sequence in waiting:
+            while sequence.done < sequence.goal:
+                piece = budget.take(sequence, forced=last is None)
                 if piece is None:
                     return last
-                last = self._run_pass(sample, piece)
+                last = self._run_pass(sequence, piece)
         return last
 
-    def _run_pass(self, sample: Sample, piece: Pass) -> Any:
+    def _run_pass(self, sequence: Sequence, piece: Pass) -> Any:
         columns = self.scheduler.page_bucket(piece.end)
-        last = piece.end >= sample.goal and sample.saved is None
+        last = piece.end >= sequence.goal and sequence.saved is None
         boundary = self.device.prefill(
-            sample.slot,
-            sample.text_ids(piece.first, piece.live_end),
+            sequence.slot,
+            sequence.text_ids(piece.first, piece.live_end),
             piece.first,
             piece.end,
             piece.live_end,
             last,
-            self.scheduler.table[sample.slot, :columns],
+            self.scheduler.table[sequence.slot, :columns],
             piece.size,
             piece.kind,
         )
-        sample.prefill_nfe += 1
-        sample.done = piece.end
+        sequence.prefill_nfe += 1
+        sequence.done = piece.end
         if piece.kind == "full":
-            sample.boundary = boundary
-        if sample.done >= sample.goal:
-            self._begin(sample, prefilled=True)
+            sequence.boundary = boundary
+        if sequence.done >= sequence.goal:
+            self._begin(sequence, prefilled=True)
         return boundary
 
-    def _decode(self, group: list[Sample], columns: int, steps: int) -> _Chunk:
+    def _decode(self, group: list[Sequence], columns: int, steps: int) -> _Chunk:
         scheduler = self.scheduler
         rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
         pages = scheduler.table[rows, :columns]
         handle = self.device.decode(rows, len(group), pages, steps, True)
-        for sample in group:
-            sample.in_flight += steps
-        return _Chunk(handle, group, [sample.epoch for sample in group], steps)
+        for sequence in group:
+            sequence.in_flight += steps
+        return _Chunk(handle, group, [sequence.epoch for sequence in group], steps)
 
-    # --- harvest ---------------------------------------------------------------------------------
+    # --- fetch ---------------------------------------------------------------------------------
 
-    def _harvest(self, one: _Round) -> None:
+    def _fetch(self, one: _Round) -> None:
         if one.last_pass is not None:
             self.device.join(one.last_pass)
         ran = 0
         for chunk in one.chunks:
-            got = self.device.harvest(chunk.handle)
+            got = self.device.fetch(chunk.handle)
             ran = max(ran, got.steps)
             self._read(chunk, got)
         self._counts["steps"] += ran
         now = self._clock()
-        if ran and self._last_harvest_s is not None:
-            step_s = (now - self._last_harvest_s) / ran
+        if ran and self._last_fetch_s is not None:
+            step_s = (now - self._last_fetch_s) / ran
             self._step_s = 0.8 * self._step_s + 0.2 * step_s if self._step_s else step_s
-        self._last_harvest_s = now
+        self._last_fetch_s = now
 
     def _read(self, chunk: _Chunk, got: Any) -> None:
         rows = zip(
-            range(len(chunk.samples)),  # the bucket may be wider than the group
-            chunk.samples,
+            range(len(chunk.sequences)),  # the bucket may be wider than the group
+            chunk.sequences,
             chunk.epochs,
             got.start,
             got.finish,
@@ -340,35 +342,35 @@ class Engine:
             got.emitted,
             strict=False,
         )
-        for i, sample, epoch, start, finish, nfe, length, before, emitted in rows:
-            if sample.epoch != epoch:
+        for i, sequence, epoch, start, finish, nfe, length, before, emitted in rows:
+            if sequence.epoch != epoch:
                 continue
-            sample.in_flight -= chunk.steps
-            sample.saved = (got, i)
-            sample.nfe = nfe
+            sequence.in_flight -= chunk.steps
+            sequence.saved = (got, i)
+            sequence.nfe = nfe
             moved = length > before
             if moved:
                 # One that started over still has what it had said: these are the same tokens.
-                sample.tokens[before:length] = emitted[: length - before]
-            if start > sample.start:
-                sample.start = start
-                if sample.first_s is None:
-                    sample.first_s = self._clock()
+                sequence.tokens[before:length] = emitted[: length - before]
+            if start > sequence.start:
+                sequence.start = start
+                if sequence.first_s is None:
+                    sequence.first_s = self._clock()
             if finish == ERROR_CODE:
-                sample.is_sound = False
-            elif not sample.is_sound:
-                sample.is_sound = True
-                self.scheduler.publish(sample)
+                sequence.is_sound = False
+            elif not sequence.is_sound:
+                sequence.is_sound = True
+                self.scheduler.publish(sequence)
             if finish != RUNNING_CODE or (
-                sample.watched and (moved or sample.owner.request.denoise)
+                sequence.watched and (moved or sequence.owner.request.denoise)
             ):
-                self._settle(sample, finish)
+                self._settle(sequence, finish)
 
-    def _settle(self, sample: Sample, finish: int) -> None:
+    def _settle(self, sequence: Sequence, finish: int) -> None:
         """Text of what moved, and the end of what ended."""
-        live = sample.owner
+        live = sequence.owner
         ended = finish != RUNNING_CODE
-        if sample.stream is not None and not self._feed(sample, ended):
+        if sequence.stream is not None and not self._feed(sequence, ended):
             return
         if finish == ERROR_CODE:
             live.error = (
@@ -376,42 +378,42 @@ class Engine:
                 "check the weights and the prompt, or use float32"
             )
         if ended:
-            self._end(sample, REASONS[finish])
+            self._end(sequence, REASONS[finish])
         elif live.request.stream:
             self._moved.append(live)
 
-    def _feed(self, sample: Sample, last: bool) -> bool:
-        """Give the new tokens to the sample's text; False where that ended it."""
+    def _feed(self, sequence: Sequence, last: bool) -> bool:
+        """Give the new tokens to the sequence's text; False where that ended it."""
         try:
-            sample.stream.feed(sample.tokens, last)
+            sequence.stream.feed(sequence.tokens, last)
         except Exception as error:  # whatever a tokenizer raises is this request's own business
-            sample.owner.error = f"the tokenizer failed: {type(error).__name__}: {error}"
-            self._end(sample, "error")
+            sequence.owner.error = f"the tokenizer failed: {type(error).__name__}: {error}"
+            self._end(sequence, "error")
             return False
-        if sample.stream.stopped is None:
+        if sequence.stream.stopped is None:
             return True
-        del sample.tokens[sample.stream.stopped :]
-        self._end(sample, "stop")
+        del sequence.tokens[sequence.stream.stopped :]
+        self._end(sequence, "stop")
         return False
 
-    def _end(self, sample: Sample, reason: str) -> None:
-        if sample.stage == DONE:
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        if sequence.stage == DONE:
             return
-        self.scheduler.leave(sample)
-        sample.finish_reason = reason
-        sample.end_s = self._clock()
-        if sample.first_s is None:
-            sample.first_s = sample.end_s
-        if sample.saved is not None:
-            harvest, row = sample.saved
-            sample.drafted = harvest.drafted(row)
-        sample.saved = None
-        if sample.drafted is not None:
+        self.scheduler.leave(sequence)
+        sequence.finish_reason = reason
+        sequence.end_s = self._clock()
+        if sequence.first_s is None:
+            sequence.first_s = sequence.end_s
+        if sequence.saved is not None:
+            fetch, row = sequence.saved
+            sequence.drafted = fetch.drafted(row)
+        sequence.saved = None
+        if sequence.drafted is not None:
             told = self._drafted
-            self._drafted = sample.drafted if told is None else told + sample.drafted
-        self._counts["generated_tokens"] += sample.placement.num_written(len(sample.tokens))
-        self._counts["nfe"] += sample.nfe
-        self._moved.append(sample.owner)
+            self._drafted = sequence.drafted if told is None else told + sequence.drafted
+        self._counts["generated_tokens"] += sequence.placement.num_written(len(sequence.tokens))
+        self._counts["nfe"] += sequence.nfe
+        self._moved.append(sequence.owner)
 
     def _end_late_ones(self) -> None:
         now = self._clock()
@@ -422,36 +424,36 @@ class Engine:
     # --- failure ---------------------------------------------------------------------------------
 
     def _recover(self, failure: DeviceFailure) -> None:
-        """The donated state is gone: start over from the last harvests.
+        """The donated state is gone: start over from the last fetches.
 
-        A sample that got no further since the failure before is given up: it would fail again.
+        A sequence that got no further since the failure before is given up: it would fail again.
         """
         self._counts["failures"] += 1
         self._rounds.clear()
-        self._last_harvest_s = None
+        self._last_fetch_s = None
         lost = list(self.scheduler.live)
         self._give_up([s for s in lost if s.nfe <= s.failed_at], str(failure))
-        for sample in lost:
-            sample.failed_at = sample.nfe
+        for sequence in lost:
+            sequence.failed_at = sequence.nfe
         self.scheduler.lose_everything()
         try:
             self.device.reset()
         except DeviceFailure as second:
-            everyone = [s for live in self._requests.values() for s in live.samples]
+            everyone = [s for live in self._requests.values() for s in live.sequences]
             self._give_up([s for s in everyone if s.stage != DONE], str(second))
 
-    def _give_up(self, samples: list[Sample], why: str) -> None:
-        where = self._save(samples)
+    def _give_up(self, sequences: list[Sequence], why: str) -> None:
+        where = self._save(sequences)
         first_line = why.strip().splitlines()[0] if why.strip() else "no message"
-        for sample in samples:
-            sample.owner.error = f"the device failed twice ({first_line}){where}"
-            self._end(sample, "error")
+        for sequence in sequences:
+            sequence.owner.error = f"the device failed twice ({first_line}){where}"
+            self._end(sequence, "error")
 
-    def _save(self, samples: list[Sample]) -> str:
-        if self._save_snapshot is None or not samples:
+    def _save(self, sequences: list[Sequence]) -> str:
+        if self._save_snapshot is None or not sequences:
             return ""
         try:
-            path = self._save_snapshot(samples)
+            path = self._save_snapshot(sequences)
         except Exception as error:  # a full disk must not take the other requests along
             return f"; it could not be saved ({type(error).__name__}: {error})"
         return f"; saved: `dllm-jax replay {path}` runs it again"
@@ -464,7 +466,7 @@ class Engine:
         moved, self._moved = list(dict.fromkeys(self._moved)), []
         outputs = []
         for live in moved:
-            done = all(sample.stage == DONE for sample in live.samples)
+            done = all(sequence.stage == DONE for sequence in live.sequences)
             if not done and not live.request.stream:
                 continue
             if live.id not in self._requests:

@@ -135,11 +135,11 @@ class News:
 
     def __init__(self, every: bool):
         self._every = every
-        self._told: dict[int, tuple[int, int]] = {}  # characters and ids of each sample
+        self._told: dict[int, tuple[int, int]] = {}  # characters and ids of each sequence
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[StreamEvent]:
-        """An event for each sample that moved."""
+        """An event for each sequence that moved."""
         events = []
         for one in output.outputs:
             if one.index in self._ended:

@@ -76,7 +76,7 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class EngineLayout:
     """The rules and sizes the host loop plans by.
 
     Attributes:
@@ -156,13 +156,13 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One sample as its slot sees it, in host numbers.
+    """One sequence as its slot sees it, in host numbers.
 
     Attributes:
         tail: Prompt tokens from the first cell of the window on, at most W.
         limit: First absolute position that may not be emitted.
-        knobs: One value for each of `Facts.knobs`.
-        seed, fold: The sample's random key is `fold_in(key(seed), fold)`.
+        knobs: One value for each of `EngineLayout.knobs`.
+        seed, fold: The sequence's random key is `fold_in(key(seed), fold)`.
         given: Ids from the prompt's end on, `HOLE` for a cell to be written (prompts in the
             window); the text behind them is to be written too.
     """

@@ -4,13 +4,13 @@ Nothing here changes a request, but for an error of its tokenizer.
 """
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
-from dllm_jax.engine.admission import Live
+from dllm_jax.engine.admission import ActiveRequest
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
-from dllm_jax.engine.scheduler import DONE, Sample
+from dllm_jax.engine.scheduler import DONE, Sequence
 
 WARN_ROUNDS = 64  # after which drafts are judged
 WARN_LENGTH = 1.15  # tokens a round; 1 is the target's own alone
@@ -39,82 +39,84 @@ def draft_warning(drafted: DraftMetrics | None) -> str | None:
     )
 
 
-def output(live: Live, tokenizer: Any, now: float) -> RequestOutput:
+def output(live: ActiveRequest, tokenizer: Any, now: float) -> RequestOutput:
     """The request as it stands at `now` on the engine's clock."""
-    completions = [_completion(live, sample, tokenizer) for sample in live.samples]
+    completions = [_completion(live, sequence, tokenizer) for sequence in live.sequences]
     return RequestOutput(
         request_id=live.id,
         prompt=live.request.prompt,
-        prompt_token_ids=live.samples[0].prompt,
+        prompt_token_ids=live.sequences[0].prompt,
         outputs=completions,
-        finished=all(sample.stage == DONE for sample in live.samples),
+        finished=all(sequence.stage == DONE for sequence in live.sequences),
         metrics=_metrics(live, completions, now),
         error=live.error,
     )
 
 
-def _completion(live: Live, sample: Sample, tokenizer: Any) -> CompletionOutput:
-    text = _text(live, sample, tokenizer)
-    tokens = list(sample.tokens)
-    if live.params.stop and sample.stage != DONE and sample.stream is not None:
-        del tokens[sample.stream.num_shown :]  # what is shown is never taken back
+def _completion(live: ActiveRequest, sequence: Sequence, tokenizer: Any) -> CompletionOutput:
+    text = _text(live, sequence, tokenizer)
+    tokens = list(sequence.tokens)
+    if live.params.stop and sequence.stage != DONE and sequence.stream is not None:
+        del tokens[sequence.stream.num_shown :]  # what is shown is never taken back
     window: tuple[int | None, ...] = ()
-    if live.request.denoise and sample.saved is not None:
-        harvest, row = sample.saved
-        window = harvest.window(row, len(tokens))
+    if live.request.denoise and sequence.saved is not None:
+        fetch, row = sequence.saved
+        window = fetch.window(row, len(tokens))
     return CompletionOutput(
-        index=sample.index,
+        index=sequence.index,
         text=text,
         token_ids=tokens,
-        finish_reason=sample.finish_reason,
+        finish_reason=sequence.finish_reason,
         window=window,
     )
 
 
-def _text(live: Live, sample: Sample, tokenizer: Any) -> str:
-    if sample.stream is None:
-        if tokenizer is None or sample.stage != DONE:
+def _text(live: ActiveRequest, sequence: Sequence, tokenizer: Any) -> str:
+    if sequence.stream is None:
+        if tokenizer is None or sequence.stage != DONE:
             return ""
-        sample.stream = TextStream(tokenizer, live.params.stop)
+        sequence.stream = TextStream(tokenizer, live.params.stop)
     try:
-        if sample.stage == DONE:
-            sample.stream.feed(sample.tokens, last=True)
+        if sequence.stage == DONE:
+            sequence.stream.feed(sequence.tokens, last=True)
     except Exception as error:  # as in the engine's `_feed`
         live.error = f"the tokenizer failed: {type(error).__name__}: {error}"
-        sample.finish_reason = "error"
-    if sample.stream.stopped is not None:  # also in what an abort has brought to light
-        del sample.tokens[sample.stream.stopped :]
-        if sample.finish_reason == "abort":
-            sample.finish_reason = "stop"
-    return sample.stream.text
+        sequence.finish_reason = "error"
+    if sequence.stream.stopped is not None:  # also in what an abort has brought to light
+        del sequence.tokens[sequence.stream.stopped :]
+        if sequence.finish_reason == "abort":
+            sequence.finish_reason = "stop"
+    return sequence.stream.text
 
 
-def _metrics(live: Live, completions: Sequence[CompletionOutput], now: float) -> Metrics:
-    samples = live.samples
-    nfe = sum(sample.nfe for sample in samples)
+def _metrics(
+    live: ActiveRequest, completions: abc.Sequence[CompletionOutput], now: float
+) -> Metrics:
+    sequences = live.sequences
+    nfe = sum(sequence.nfe for sequence in sequences)
     tokens = sum(
-        sample.placement.num_written(len(one.token_ids))
-        for sample, one in zip(samples, completions, strict=True)
+        sequence.placement.num_written(len(one.token_ids))
+        for sequence, one in zip(sequences, completions, strict=True)
     )
-    firsts = [sample.first_s for sample in samples if sample.first_s is not None]
-    ends = [sample.end_s for sample in samples if sample.end_s is not None]
-    if len(ends) == len(samples):
+    firsts = [sequence.first_s for sequence in sequences if sequence.first_s is not None]
+    ends = [sequence.end_s for sequence in sequences if sequence.end_s is not None]
+    if len(ends) == len(sequences):
         now = max(ends)
     return Metrics(
         nfe=nfe,
-        prefill_nfe=sum(sample.prefill_nfe for sample in samples),
-        cached_tokens=sum(sample.cached_tokens or 0 for sample in samples),
-        num_preemptions=sum(sample.num_preemptions for sample in samples),
+        prefill_nfe=sum(sequence.prefill_nfe for sequence in sequences),
+        cached_tokens=sum(sequence.cached_tokens or 0 for sequence in sequences),
+        num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
         tokens_per_forward=tokens / max(nfe, 1),
         ttfb_s=min(firsts) - live.added_s if firsts else None,
         e2e_s=now - live.added_s,
-        draft=DraftMetrics.together(map(_drafted, samples)),
+        draft=DraftMetrics.together(map(_drafted, sequences)),
     )
 
 
-def _drafted(sample: Sample) -> DraftMetrics | None:
-    """How its drafts fared, by its last harvest."""
-    if sample.saved is None:
-        return sample.drafted
-    harvest, row = sample.saved
-    return harvest.drafted(row)
+def _drafted(sequence: Sequence) -> DraftMetrics | None:
+    """How its drafts fared, by its last fetch."""
+    if sequence.saved is None:
+        return sequence.drafted
+    fetch, row = sequence.saved
+    return fetch.drafted(row)

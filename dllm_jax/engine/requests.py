@@ -184,14 +184,14 @@ class Metrics:
     """What a text cost.
 
     Attributes:
-        nfe: Forwards after prefill in which it took part, over all its samples.
+        nfe: Forwards after prefill in which it took part, over all its sequences.
         prefill_nfe: Prefill passes, recomputation after preemption included.
         cached_tokens: Prompt tokens found in the prefix cache when first admitted.
         num_preemptions: How often it lost its slot.
         tokens_per_forward: Visible tokens / nfe; what was given between holes is none.
         ttfb_s: Seconds from `add` to the first committed block, or to the end if none committed.
         e2e_s: Seconds from `add`.
-        draft: How drafts fared, all its samples together; None without a drafting strategy, and
+        draft: How drafts fared, all its sequences together; None without a drafting strategy, and
             before the first of its steps was read.
         trajectory: Where `LLM.generate` was asked for it, an event for each forward and text, as
             `stream(events="denoise")` gives them; they join to the texts.
@@ -232,7 +232,7 @@ class RequestOutput:
     """A request as it stands.
 
     Attributes:
-        outputs: Its texts, by sample index.
+        outputs: Its texts, by sequence index.
         error: Why it ended with "error", else None.
     """
 
@@ -250,10 +250,10 @@ class StreamEvent:
     """A piece of a streamed request.
 
     Attributes:
-        text: Settled text that is new; the pieces of a sample join to its whole text.
+        text: Settled text that is new; the pieces of a sequence join to its whole text.
         token_ids: Settled ids that are new.
         window: The provisional window (`events="denoise"`), None for a hole.
-        finish_reason: Set on the last event of the sample.
+        finish_reason: Set on the last event of the sequence.
         error: Why it ended with "error", else None.
     """
 

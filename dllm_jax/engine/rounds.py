@@ -8,11 +8,11 @@ predictions of `device.cost`; without them rounds are sized by tokens. Nothing h
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import abc
 from typing import Protocol
 
-from dllm_jax.engine.layout import NO_LIMIT, Facts
-from dllm_jax.engine.scheduler import DECODE, Pass, Sample, Scheduler
+from dllm_jax.engine.layout import NO_LIMIT, EngineLayout
+from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
 
 # How long a dispatch should last. Beside its steps each takes 1.6 ms on an H200 (SDAR-1.7B; a model
 # of a few layers 0.8): 1.2 in the call, which looks at each of some 300 arrays, 0.25 to update
@@ -29,13 +29,13 @@ BESIDE = 0.5
 MINOR = 4  # a group of so many times fewer rows than the largest is one that runs beside it
 
 # Rows of one dispatch, the columns of their page table, and their steps.
-Group = tuple[list[Sample], int, int]
+Group = tuple[list[Sequence], int, int]
 
 
 class Dispatched(Protocol):
-    """A chunk that is not harvested yet, of so many steps at most."""
+    """A chunk that is not fetched yet, of so many steps at most."""
 
-    samples: list[Sample]
+    sequences: list[Sequence]
     steps: int
 
 
@@ -52,15 +52,15 @@ class Cost(Protocol):
 
 
 def num_steps(
-    step_s: float, scheduler: Scheduler, decoding: list[Sample], cost: Cost | None
+    step_s: float, scheduler: Scheduler, decoding: list[Sequence], cost: Cost | None
 ) -> int:
     """Steps of the next chunk: as many as last a while, fewer where somebody waits.
 
     Args:
         step_s: What a step took lately; 0: nobody knows.
     """
-    watched = [sample for sample in decoding if sample.watched]
-    if not step_s or any(sample.owner.request.denoise for sample in watched):
+    watched = [sequence for sequence in decoding if sequence.watched]
+    if not step_s or any(sequence.owner.request.denoise for sequence in watched):
         return 1
     wanted = CHUNK_S_WATCHED if watched else CHUNK_S
     has_prefix = len(decoding) < len(scheduler.live)
@@ -70,48 +70,50 @@ def num_steps(
     has_minor = len(set(scheduler.columns(decoding))) > 1
     if decoding and cost is not None and (has_prefix or has_minor):
         steps = max(steps, _steps_beside(scheduler, decoding, cost))
-    return max(1, min(scheduler.facts.max_steps_per_chunk, steps))
+    return max(1, min(scheduler.layout.max_steps_per_chunk, steps))
 
 
-def all_end(facts: Facts, in_flight: Sequence[Dispatched], decoding: list[Sample]) -> bool:
+def all_end(
+    layout: EngineLayout, in_flight: abc.Sequence[Dispatched], decoding: list[Sequence]
+) -> bool:
     """Whether what is in flight ends all texts: a chunk behind it would find nothing to do.
 
     Where a stop id may end them, that chunk is dispatched all the same: it hides what the host does
     between two chunks, 0.6 ms on an H200, at each of them, and where it finds nothing it takes
     1.9 ms of the next call, once.
     """
-    known = all(sample.in_flight for sample in decoding)
-    return known and all(_ends(facts, chunk) for chunk in in_flight)
+    known = all(sequence.in_flight for sequence in decoding)
+    return known and all(_ends(layout, chunk) for chunk in in_flight)
 
 
-def _ends(facts: Facts, chunk: Dispatched) -> bool:
+def _ends(layout: EngineLayout, chunk: Dispatched) -> bool:
     """Whether a chunk must end all its texts.
 
     It ends with the first of them: it ends several only where all end in the same step, and none
     may do so sooner.
     """
-    left = _steps_left(facts, chunk.samples[0])
+    left = _steps_left(layout, chunk.sequences[0])
     if left > chunk.steps:
         return False
-    return len(chunk.samples) == 1 or not any(
-        _may_stop(sample) or _steps_left(facts, sample) != left for sample in chunk.samples
+    return len(chunk.sequences) == 1 or not any(
+        _may_stop(sequence) or _steps_left(layout, sequence) != left for sequence in chunk.sequences
     )
 
 
-def _steps_left(facts: Facts, sample: Sample) -> int:
-    """The most steps that a text can take from its last harvest on; many where none is known."""
-    asked = sample.placement
-    left = asked.max_nfe - sample.nfe  # a step is a forward at least
-    if facts.prompt_mode == "whole_causal":  # and writes a token at least
-        left = min(left, asked.limit - asked.prompt_len - len(sample.tokens))
+def _steps_left(layout: EngineLayout, sequence: Sequence) -> int:
+    """The most steps that a text can take from its last fetch on; many where none is known."""
+    asked = sequence.placement
+    left = asked.max_nfe - sequence.nfe  # a step is a forward at least
+    if layout.prompt_mode == "whole_causal":  # and writes a token at least
+        left = min(left, asked.limit - asked.prompt_len - len(sequence.tokens))
     return left
 
 
-def _may_stop(sample: Sample) -> bool:
-    return bool(sample.placement.stop_ids) or sample.placement.max_run < NO_LIMIT
+def _may_stop(sequence: Sequence) -> bool:
+    return bool(sequence.placement.stop_ids) or sequence.placement.max_run < NO_LIMIT
 
 
-def _steps_beside(scheduler: Scheduler, decoding: list[Sample], cost: Cost) -> int:
+def _steps_beside(scheduler: Scheduler, decoding: list[Sequence], cost: Cost) -> int:
     """Steps of most rows beside which a step of each minor group, and a piece of a prefix, fits."""
     sized = groups(scheduler, decoding, 1, cost)
     most, wide, _ = max(sized, key=lambda group: len(group[0]))
@@ -120,7 +122,7 @@ def _steps_beside(scheduler: Scheduler, decoding: list[Sample], cost: Cost) -> i
         for rows, columns, _ in sized
         if _is_minor(rows, most)
     )
-    prefix = next((sample for sample in scheduler.live if sample.stage != DECODE), None)
+    prefix = next((sequence for sequence in scheduler.live if sequence.stage != DECODE), None)
     piece = scheduler.next_pass(prefix, 1) if prefix else None
     if piece is not None and piece.kind != "full":
         columns = scheduler.page_bucket(max(1, piece.end))
@@ -130,7 +132,7 @@ def _steps_beside(scheduler: Scheduler, decoding: list[Sample], cost: Cost) -> i
 
 
 def groups(
-    scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost | None
+    scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost | None
 ) -> list[Group]:
     """Rows by page bucket, neighbours merged where one dispatch is cheaper than two.
 
@@ -167,11 +169,11 @@ def groups(
     ]
 
 
-def _is_minor(rows: list[Sample], most: list[Sample]) -> bool:
+def _is_minor(rows: list[Sequence], most: list[Sequence]) -> bool:
     return MINOR * len(rows) <= len(most)
 
 
-def _step_s(scheduler: Scheduler, cost: Cost, rows: list[Sample], columns: int) -> float:
+def _step_s(scheduler: Scheduler, cost: Cost, rows: list[Sequence], columns: int) -> float:
     return cost.decode_s(scheduler.slot_bucket(len(rows)), columns)
 
 
@@ -180,7 +182,9 @@ def _within(seconds: float, step_s: float, steps: int) -> int:
     return max(1, min(steps, int(seconds / step_s))) if step_s else steps
 
 
-def _seconds_beside(scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost) -> float:
+def _seconds_beside(
+    scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost
+) -> float:
     """What is left for prefill beside the decode steps of a round."""
     sized = groups(scheduler, decoding, steps, cost)
     most = max((rows for rows, _, _ in sized), key=len)
@@ -194,32 +198,34 @@ def _seconds_beside(scheduler: Scheduler, decoding: list[Sample], steps: int, co
 class Budget:
     """Prefill tokens, and seconds, a round may spend."""
 
-    def __init__(self, scheduler: Scheduler, decoding: list[Sample], steps: int, cost: Cost | None):
-        facts = scheduler.facts
+    def __init__(
+        self, scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost | None
+    ):
+        layout = scheduler.layout
         self._scheduler, self._cost = scheduler, cost
         shares = 1
-        asked = [sample.owner.request for sample in scheduler.live]
+        asked = [sequence.owner.request for sequence in scheduler.live]
         if not any(request.stream or request.denoise for request in asked):
             shares = len(scheduler.live) - len(decoding)
-        largest = facts.prefill_buckets[-1]
+        largest = layout.prefill_buckets[-1]
         self._tokens = max(PREFILL_ALONE, shares) * largest
         self._seconds = None
         if decoding and cost is None:
             self._tokens = shares * largest
         elif decoding and cost is not None:
             self._seconds = shares * _seconds_beside(scheduler, decoding, steps, cost)
-        if facts.max_num_batched_tokens is not None:
-            self._tokens = min(self._tokens, facts.max_num_batched_tokens)
+        if layout.max_num_batched_tokens is not None:
+            self._tokens = min(self._tokens, layout.max_num_batched_tokens)
 
-    def take(self, sample: Sample, forced: bool) -> Pass | None:
-        """The sample's next pass, paid for; None where nothing is left to compute or to spend.
+    def take(self, sequence: Sequence, forced: bool) -> Pass | None:
+        """The sequence's next pass, paid for; None where nothing is left to compute or to spend.
 
         Args:
             forced: Take the smallest piece whatever it costs: a prefix always gets on.
         """
         most = self._tokens
-        while (piece := self._scheduler.next_pass(sample, most)) is not None:
-            smallest = self._scheduler.facts.prefill_buckets[0]
+        while (piece := self._scheduler.next_pass(sequence, most)) is not None:
+            smallest = self._scheduler.layout.prefill_buckets[0]
             indivisible = piece.kind == "full" or piece.size == smallest
             price = self._price(piece)
             fits = piece.size <= self._tokens

@@ -1,6 +1,6 @@
 """Who gets a slot and pages, who gives way, and what of which prefix is computed next.
 
-First come first served: a sample's rank is (priority, arrival), and the worst-ranked one gives its
+First come first served: a sequence's rank is (priority, arrival), and the worst-ranked one gives its
 slot and pages up when the pool is short. Plain Python over ints, no JAX: nothing here dispatches
 or knows about time.
 """
@@ -8,37 +8,38 @@ or knows about time.
 import bisect
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
-from dllm_jax.engine.layout import Facts, Placement
+from dllm_jax.engine.layout import EngineLayout, Placement
 from dllm_jax.engine.pages import Chain, OutOfPages, PagePool, digest
 
 WAITING, PREFILL, DECODE, DONE = range(4)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Sample:
+class Sequence:
     """One text being made: what the host knows of it.
 
     Attributes:
         owner: The request it belongs to; opaque here.
         rank: (priority, arrival): lower goes first, no two are equal.
         placement: Its slot when fresh.
-        leader: The first sample of its request, whose prompt pages it waits for and shares.
+        leader: The first sequence of its request, whose prompt pages it waits for and shares.
         capacity: Positions it can ever write.
         epoch: Counts its stays in a slot: what a dispatch of an earlier stay says is void.
         done, goal: Prefix positions computed (or found), and to compute, in this stay.
         prefix_len: Tokens of the prompt that prefill stores.
-        start: Tokens in the cache at its last harvest; on a fresh sample what prefill will store.
-        tokens: Settled output as harvested.
-        saved: The last harvest and its row there; None: it starts over.
-        in_flight: Decode steps dispatched and not harvested.
+        start: Tokens in the cache at its last fetch; on a fresh sequence what prefill will store.
+        tokens: Settled output as fetched.
+        saved: The last fetch and its row there; None: it starts over.
+        in_flight: Decode steps dispatched and not fetched.
         covered: Positions its pages hold.
         publishes: Others may share its pages.
-        is_sound: A harvest of this stay has found what it computed finite.
+        is_sound: A fetch of this stay has found what it computed finite.
         num_published: Pages that were found or published in this stay.
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
         watched: Somebody wants to hear of each move: a stream, a stop string.
@@ -51,7 +52,7 @@ class Sample:
     prompt: list[int]
     placement: Placement
     capacity: int
-    leader: "Sample | None" = None
+    leader: "Sequence | None" = None
     stage: int = WAITING
     slot: int = -1
     epoch: int = 0
@@ -107,25 +108,25 @@ class Scheduler:
 
     Attributes:
         pool: The page books.
-        slots: Which sample is in each slot.
-        live: Samples in slots, best rank first.
+        slots: Which sequence is in each slot.
+        live: Sequences in slots, best rank first.
         table: Pages of each slot in order of position, -1 behind them.
     """
 
-    def __init__(self, facts: Facts):
-        self.facts = facts
-        self.pool = PagePool(facts.num_pages)
-        self.slots: list[Sample | None] = [None] * facts.num_slots
-        self.live: list[Sample] = []
-        self.table = np.full((facts.num_slots, facts.page_buckets[-1]), -1, np.int32)
-        self._free_slots = list(range(facts.num_slots - 1, -1, -1))
-        self._unit_pages = facts.unit // facts.page_size
+    def __init__(self, layout: EngineLayout):
+        self.layout = layout
+        self.pool = PagePool(layout.num_pages)
+        self.slots: list[Sequence | None] = [None] * layout.num_slots
+        self.live: list[Sequence] = []
+        self.table = np.full((layout.num_slots, layout.page_buckets[-1]), -1, np.int32)
+        self._free_slots = list(range(layout.num_slots - 1, -1, -1))
+        self._unit_pages = layout.unit // layout.page_size
         # The bucket for each number of pages.
         self._buckets = [
-            next(size for size in facts.page_buckets if size >= count)
-            for count in range(facts.page_buckets[-1] + 1)
+            next(size for size in layout.page_buckets if size >= count)
+            for count in range(layout.page_buckets[-1] + 1)
         ]
-        self._waiting: list[tuple[tuple[int, int], Sample]] = []
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self.num_preemptions = 0
 
     # --- the queue ----------------------------------------------------------------------------
@@ -138,62 +139,64 @@ class Scheduler:
         Raises:
             ValueError: The request can never run.
         """
-        facts = self.facts
-        beyond = facts.block_size + suffix_len
-        if prompt_len >= facts.max_model_len:
+        layout = self.layout
+        beyond = layout.block_size + suffix_len
+        if prompt_len >= layout.max_model_len:
             raise ValueError(
-                f"the prompt has {prompt_len} tokens; the engine takes {facts.max_model_len}, "
+                f"the prompt has {prompt_len} tokens; the engine takes {layout.max_model_len}, "
                 "prompt and text together: shorten it or raise max_model_len"
             )
         total = prompt_len + text_len + suffix_len
-        if facts.prompt_mode == "in_window" and total > facts.window:
+        if layout.prompt_mode == "in_window" and total > layout.window:
             raise ValueError(
                 f"prompt, text and suffix are {prompt_len} + {text_len} + {suffix_len} tokens, the "
-                f"window has {facts.window}; use buffer_size={-(-total // facts.block_size)} or "
+                f"window has {layout.window}; use buffer_size={-(-total // layout.block_size)} or "
                 "lower max_tokens"
             )
-        room = facts.num_pages * facts.page_size - beyond
-        limit = min(prompt_len + text_len, facts.max_model_len, room)
+        room = layout.num_pages * layout.page_size - beyond
+        limit = min(prompt_len + text_len, layout.max_model_len, room)
         if limit <= prompt_len:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens and needs "
-                f"{facts.pages_for(prompt_len + 1 + beyond)} pages of {facts.page_size}; the pool "
-                f"has {facts.num_pages}: raise num_pages or shorten the prompt"
+                f"{layout.pages_for(prompt_len + 1 + beyond)} pages of {layout.page_size}; the pool "
+                f"has {layout.num_pages}: raise num_pages or shorten the prompt"
             )
-        in_table = facts.page_buckets[-1] * facts.page_size  # the device drops what lies behind it
+        in_table = (
+            layout.page_buckets[-1] * layout.page_size
+        )  # the device drops what lies behind it
         return limit, min(limit + beyond, in_table)
 
-    def add(self, sample: Sample) -> None:
-        """Queue a sample."""
-        sample.start = sample.prefix_len = self.facts.prefill_len(len(sample.prompt))
-        heapq.heappush(self._waiting, (sample.rank, sample))
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        sequence.start = sequence.prefix_len = self.layout.prefill_len(len(sequence.prompt))
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     @property
     def num_waiting(self) -> int:
-        """Samples without a slot."""
-        return sum(sample.stage == WAITING for _, sample in self._waiting)
+        """Sequences without a slot."""
+        return sum(sequence.stage == WAITING for _, sequence in self._waiting)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether some sample has no slot."""
+        """Whether some sequence has no slot."""
         while self._waiting and self._waiting[0][1].stage != WAITING:
             heapq.heappop(self._waiting)  # ended while it waited
         return bool(self._waiting)
 
-    def admit(self) -> list[Sample]:
-        """Give slots and the pages of their prefixes to waiting samples, in order of rank.
+    def admit(self) -> list[Sequence]:
+        """Give slots and the pages of their prefixes to waiting sequences, in order of rank.
 
-        A sample that waits for the prompt pages of its request's first one lets others pass;
+        A sequence that waits for the prompt pages of its request's first one lets others pass;
         one that does not fit does not.
         """
         placed, passed = [], []
         while self._free_slots and self.has_waiting:
             entry = heapq.heappop(self._waiting)
-            sample = entry[1]
-            if self._waits_for_leader(sample):
+            sequence = entry[1]
+            if self._waits_for_leader(sequence):
                 passed.append(entry)
-            elif self._place(sample):
-                placed.append(sample)
+            elif self._place(sequence):
+                placed.append(sequence)
             else:
                 passed.append(entry)
                 break
@@ -201,243 +204,245 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
         return placed
 
-    def _waits_for_leader(self, sample: Sample) -> bool:
-        leader = sample.leader
+    def _waits_for_leader(self, sequence: Sequence) -> bool:
+        leader = sequence.leader
         return leader is not None and leader.stage != DONE and not leader.prompt_published
 
-    def _place(self, sample: Sample) -> bool:
-        facts = self.facts
-        hits = self._hits(sample)
+    def _place(self, sequence: Sequence) -> bool:
+        layout = self.layout
+        hits = self._hits(sequence)
         # A prompt shared as a whole may end within a page, which its text then needs for itself.
-        copied = bool(hits) and facts.is_full and sample.prefix_len % facts.page_size > 0
-        if not self._fits(sample, hits, copied):
+        copied = bool(hits) and layout.is_full and sequence.prefix_len % layout.page_size > 0
+        if not self._fits(sequence, hits, copied):
             # The copied page counts twice: where that is too much, the prompt is computed again.
-            if not (copied and self._fits(sample, [], False)):
+            if not (copied and self._fits(sequence, [], False)):
                 return False
             hits, copied = [], False
-        self._take_prefix(sample, hits, copied)
-        self._enter(sample)
+        self._take_prefix(sequence, hits, copied)
+        self._enter(sequence)
         return True
 
-    def _fits(self, sample: Sample, hits: list[int], copied: bool) -> bool:
-        pool, pages_for = self.pool, self.facts.pages_for
-        first_steps = min(sample.start + self.facts.window, sample.capacity)
-        wanted = pages_for(max(sample.start, first_steps)) - len(hits) + copied
+    def _fits(self, sequence: Sequence, hits: list[int], copied: bool) -> bool:
+        pool, pages_for = self.pool, self.layout.pages_for
+        first_steps = min(sequence.start + self.layout.window, sequence.capacity)
+        wanted = pages_for(max(sequence.start, first_steps)) - len(hits) + copied
         idle = sum(pool.owners(page) == 0 for page in hits)
         # A page for each neighbour to grow into, or it would have to give way at once.
         return wanted + idle + len(self.live) <= pool.num_available
 
-    def _take_prefix(self, sample: Sample, hits: list[int], copied: bool) -> None:
-        facts, pool = self.facts, self.pool
+    def _take_prefix(self, sequence: Sequence, hits: list[int], copied: bool) -> None:
+        layout, pool = self.layout, self.pool
         for page in hits:
             pool.share(page)
         shared = hits[:-1] if copied else hits
-        sample.pages = shared + pool.take(facts.pages_for(sample.start) - len(shared))
-        sample.copies = []
+        sequence.pages = shared + pool.take(layout.pages_for(sequence.start) - len(shared))
+        sequence.copies = []
         if copied:
-            sample.copies = [(hits[-1], sample.pages[len(shared)])]
+            sequence.copies = [(hits[-1], sequence.pages[len(shared)])]
             # Device order: the copy is dispatched before anything that could overwrite its source.
             pool.release(hits[-1:])
-        sample.done, sample.goal = len(shared) * facts.page_size, sample.start
-        if facts.is_full and hits:
-            sample.done = sample.prefix_len
-            sample.boundary = pool.payload(hits[-1])
-        if sample.cached_tokens is None:
-            sample.cached_tokens = min(sample.done, len(sample.prompt))
+        sequence.done, sequence.goal = len(shared) * layout.page_size, sequence.start
+        if layout.is_full and hits:
+            sequence.done = sequence.prefix_len
+            sequence.boundary = pool.payload(hits[-1])
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.done, len(sequence.prompt))
 
-    def _enter(self, sample: Sample) -> None:
-        sample.stage = PREFILL
-        sample.slot = self._free_slots.pop()
-        sample.epoch += 1
-        sample.in_flight = sample.num_published = 0
-        sample.is_sound = False
-        sample.covered = len(sample.pages) * self.facts.page_size
-        self.slots[sample.slot] = sample
-        bisect.insort(self.live, sample, key=_rank)
-        row = self.table[sample.slot]
+    def _enter(self, sequence: Sequence) -> None:
+        sequence.stage = PREFILL
+        sequence.slot = self._free_slots.pop()
+        sequence.epoch += 1
+        sequence.in_flight = sequence.num_published = 0
+        sequence.is_sound = False
+        sequence.covered = len(sequence.pages) * self.layout.page_size
+        self.slots[sequence.slot] = sequence
+        bisect.insort(self.live, sequence, key=_rank)
+        row = self.table[sequence.slot]
         row[:] = -1
-        row[: len(sample.pages)] = sample.pages
+        row[: len(sequence.pages)] = sequence.pages
 
     # --- the prefix cache -----------------------------------------------------------------------
 
-    def _salt(self, sample: Sample) -> bytes:
-        """Without prefix caching only the samples of one request share."""
-        if self.facts.prefix_caching:
-            return self.facts.salt
-        leader = sample.leader or sample
-        return b"%s|%d" % (self.facts.salt, leader.rank[1])
+    def _salt(self, sequence: Sequence) -> bytes:
+        """Without prefix caching only the sequences of one request share."""
+        if self.layout.prefix_caching:
+            return self.layout.salt
+        leader = sequence.leader or sequence
+        return b"%s|%d" % (self.layout.salt, leader.rank[1])
 
-    def _chain(self, sample: Sample) -> Chain:
-        if sample.chain is None:
-            sample.chain = Chain(self._salt(sample), self.facts.unit, self.facts.page_size)
-        return sample.chain
+    def _chain(self, sequence: Sequence) -> Chain:
+        if sequence.chain is None:
+            sequence.chain = Chain(self._salt(sequence), self.layout.unit, self.layout.page_size)
+        return sequence.chain
 
-    def _prompt_keys(self, sample: Sample) -> list[Any]:
+    def _prompt_keys(self, sequence: Sequence) -> list[Any]:
         """Keys of a prompt that is reusable only as a whole; the last page may be partly filled."""
-        count = self.facts.pages_for(sample.prefix_len)
-        whole = digest(b"whole|" + self._salt(sample), sample.prompt)
+        count = self.layout.pages_for(sequence.prefix_len)
+        whole = digest(b"whole|" + self._salt(sequence), sequence.prompt)
         return [(whole, page) for page in range(count)]
 
-    def _hits(self, sample: Sample) -> list[int]:
-        """Pages of the sample's prefix that are in the pool."""
-        facts, goal = self.facts, sample.start
-        if goal == 0 or not (facts.prefix_caching or sample.leader or sample.saved):
+    def _hits(self, sequence: Sequence) -> list[int]:
+        """Pages of the sequence's prefix that are in the pool."""
+        layout, goal = self.layout, sequence.start
+        if goal == 0 or not (layout.prefix_caching or sequence.leader or sequence.saved):
             return []
-        if facts.is_full:
-            keys = self._prompt_keys(sample)
+        if layout.is_full:
+            keys = self._prompt_keys(sequence)
             hits = self.pool.find(keys)
             return hits if len(hits) == len(keys) else []
-        # A harvested slot brings its boundary row along: all of its prefix may be found.
-        reusable = goal if sample.saved else goal - facts.compute_at_least
-        chain = self._chain(sample)
-        if chain.length + facts.unit <= reusable:
-            chain.extend(sample.text_ids(chain.length, reusable))
-        hits = self.pool.find(chain.keys[: max(reusable, 0) // facts.unit * self._unit_pages])
+        # A fetched slot brings its boundary row along: all of its prefix may be found.
+        reusable = goal if sequence.saved else goal - layout.compute_at_least
+        chain = self._chain(sequence)
+        if chain.length + layout.unit <= reusable:
+            chain.extend(sequence.text_ids(chain.length, reusable))
+        hits = self.pool.find(chain.keys[: max(reusable, 0) // layout.unit * self._unit_pages])
         # Eviction takes single pages: what is left of a unit may end within a block.
         return hits[: len(hits) // self._unit_pages * self._unit_pages]
 
-    def publish(self, sample: Sample) -> None:
+    def publish(self, sequence: Sequence) -> None:
         """Make the pages known that are full, final and written.
 
-        Call it after the first harvest of a stay, for those who wait for the prompt; what follows
-        the prompt is published when the sample leaves its slot.
+        Call it after the first fetch of a stay, for those who wait for the prompt; what follows
+        the prompt is published when the sequence leaves its slot.
         """
-        if not sample.publishes:
+        if not sequence.publishes:
             return
-        if self.facts.is_full:
-            self._publish_prompt(sample)
+        if self.layout.is_full:
+            self._publish_prompt(sequence)
         else:
             # A text that ended may have committed more than it said: a stop id, cells past a limit.
-            end = min(sample.start, len(sample.prompt) + len(sample.tokens))
-            if self.facts.soft_commits or self.facts.prompt_mode == "in_window":
-                end = min(end, sample.prefix_len)
-            self._publish_up_to(sample, end)
-        sample.prompt_published = True
+            end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))
+            if self.layout.soft_commits or self.layout.prompt_mode == "in_window":
+                end = min(end, sequence.prefix_len)
+            self._publish_up_to(sequence, end)
+        sequence.prompt_published = True
 
-    def _publish_prompt(self, sample: Sample) -> None:
-        if sample.num_published:
+    def _publish_prompt(self, sequence: Sequence) -> None:
+        if sequence.num_published:
             return
-        keys = self._prompt_keys(sample)
+        keys = self._prompt_keys(sequence)
         for i, key in enumerate(keys, 1):
-            self.pool.publish(key, sample.pages[i - 1], sample.boundary if i == len(keys) else None)
-        sample.num_published = len(keys)
+            self.pool.publish(
+                key, sequence.pages[i - 1], sequence.boundary if i == len(keys) else None
+            )
+        sequence.num_published = len(keys)
 
-    def _publish_up_to(self, sample: Sample, end: int) -> None:
-        chain = self._chain(sample)
-        if chain.length + self.facts.unit <= end:
-            chain.extend(sample.text_ids(chain.length, end))
-        count = end // self.facts.unit * self._unit_pages
-        for i in range(sample.num_published, count):
-            self.pool.publish(chain.keys[i], sample.pages[i])
-        sample.num_published = count
+    def _publish_up_to(self, sequence: Sequence, end: int) -> None:
+        chain = self._chain(sequence)
+        if chain.length + self.layout.unit <= end:
+            chain.extend(sequence.text_ids(chain.length, end))
+        count = end // self.layout.unit * self._unit_pages
+        for i in range(sequence.num_published, count):
+            self.pool.publish(chain.keys[i], sequence.pages[i])
+        sequence.num_published = count
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def next_pass(self, sample: Sample, most: int) -> Pass | None:
-        """The next piece of a sample's prefix, at most `most` tokens unless it cannot be split."""
-        facts = self.facts
-        prompt_len = len(sample.prompt)
-        if facts.is_full and sample.done < sample.prefix_len:
-            size = next(size for size in facts.prefill_buckets if size >= prompt_len)
-            return Pass("full", 0, sample.prefix_len, prompt_len, size)
-        left = sample.goal - sample.done
+    def next_pass(self, sequence: Sequence, most: int) -> Pass | None:
+        """The next piece of a sequence's prefix, at most `most` tokens unless it cannot be split."""
+        layout = self.layout
+        prompt_len = len(sequence.prompt)
+        if layout.is_full and sequence.done < sequence.prefix_len:
+            size = next(size for size in layout.prefill_buckets if size >= prompt_len)
+            return Pass("full", 0, sequence.prefix_len, prompt_len, size)
+        left = sequence.goal - sequence.done
         if left <= 0:
             return None
-        buckets = facts.prefill_buckets
+        buckets = layout.prefill_buckets
         size = buckets[max(bisect.bisect(buckets, most) - 1, 0)]
         if left < size:
             size = buckets[bisect.bisect_left(buckets, left)]
-        end = sample.done + min(size, left)
-        kind = "causal" if facts.prompt_mode == "whole_causal" else "blocks"
-        return Pass(kind, sample.done, end, end, size)
+        end = sequence.done + min(size, left)
+        kind = "causal" if layout.prompt_mode == "whole_causal" else "blocks"
+        return Pass(kind, sequence.done, end, end, size)
 
     # --- growing and giving way -----------------------------------------------------------------
 
-    def reach(self, sample: Sample, steps: int) -> int:
+    def reach(self, sequence: Sequence, steps: int) -> int:
         """Positions that must be covered before `steps` more steps are dispatched.
 
         A step commits and writes a window at most. Chunks of several steps end before they emit
-        more than `Facts.most_new`; what is emitted may be a window ahead of what is committed.
+        more than `EngineLayout.most_new`; what is emitted may be a window ahead of what is committed.
         """
-        return min(sample.start + self._ahead(sample.in_flight, steps), sample.capacity)
+        return min(sequence.start + self._ahead(sequence.in_flight, steps), sequence.capacity)
 
     def _ahead(self, in_flight: int, steps: int) -> int:
-        facts = self.facts
+        layout = self.layout
         chunks = 2 if in_flight else 1
-        emitted = chunks * max(facts.most_new, facts.window) + 2 * facts.window
-        return min((in_flight + steps) * facts.window, emitted)
+        emitted = chunks * max(layout.most_new, layout.window) + 2 * layout.window
+        return min((in_flight + steps) * layout.window, emitted)
 
-    def grow(self, samples: Sequence[Sample], steps: int) -> int:
+    def grow(self, sequences: abc.Sequence[Sequence], steps: int) -> int:
         """Cover what the dispatched steps and `steps` more can write; the worst-ranked give way.
 
         Args:
-            samples: In order of rank.
+            sequences: In order of rank.
 
         Returns:
-            The steps covered: fewer, by halves, where the pool is short for more. Samples that
+            The steps covered: fewer, by halves, where the pool is short for more. Sequences that
             lost their slot are WAITING.
         """
-        facts, pool = self.facts, self.pool
-        ahead = {n: self._ahead(n, steps) for n in {s.in_flight for s in samples}}
+        layout, pool = self.layout, self.pool
+        ahead = {n: self._ahead(n, steps) for n in {s.in_flight for s in sequences}}
         short = [
             s
-            for s in samples
+            for s in sequences
             if s.start + ahead[s.in_flight] > s.covered and s.covered < s.capacity
         ]
-        wanted = [(s, facts.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
+        wanted = [(s, layout.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
         if sum(max(count, 0) for _, count in wanted) > pool.num_available and steps > 1:
-            return self.grow(samples, steps // 2)
-        for sample, count in wanted:
-            while count > 0 and sample.stage == DECODE:
+            return self.grow(sequences, steps // 2)
+        for sequence, count in wanted:
+            while count > 0 and sequence.stage == DECODE:
                 try:
                     pages = pool.take(count)
                 except OutOfPages:
                     self.preempt(self.live[-1])
                     continue
-                self.table[sample.slot, len(sample.pages) : len(sample.pages) + count] = pages
-                sample.pages += pages
-                sample.covered = len(sample.pages) * facts.page_size
+                self.table[sequence.slot, len(sequence.pages) : len(sequence.pages) + count] = pages
+                sequence.pages += pages
+                sequence.covered = len(sequence.pages) * layout.page_size
                 break
         return steps
 
-    def preempt(self, sample: Sample) -> None:
-        """Take slot and pages; the sample goes on from its last harvest once it is admitted.
+    def preempt(self, sequence: Sequence) -> None:
+        """Take slot and pages; the sequence goes on from its last fetch once it is admitted.
 
-        One whose slot does not say all of it (`Facts.starts_over`) starts over.
+        One whose slot does not say all of it (`EngineLayout.starts_over`) starts over.
         """
-        self._vacate(sample)
-        sample.stage = WAITING
-        sample.num_preemptions += 1
+        self._vacate(sequence)
+        sequence.stage = WAITING
+        sequence.num_preemptions += 1
         self.num_preemptions += 1
-        if self.facts.starts_over:
-            sample.saved = None
-        if sample.saved is None:
-            sample.start = sample.prefix_len
-        heapq.heappush(self._waiting, (sample.rank, sample))
+        if self.layout.starts_over:
+            sequence.saved = None
+        if sequence.saved is None:
+            sequence.start = sequence.prefix_len
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
 
-    def leave(self, sample: Sample) -> None:
-        """A sample has ended, wherever it was."""
-        if sample.slot >= 0:
-            self._vacate(sample)
-        sample.stage = DONE
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence has ended, wherever it was."""
+        if sequence.slot >= 0:
+            self._vacate(sequence)
+        sequence.stage = DONE
 
-    def _vacate(self, sample: Sample) -> None:
-        if sample.is_sound:
-            self.publish(sample)
-        self.pool.release(sample.pages)
-        sample.pages, sample.covered = [], 0
-        sample.boundary = None
-        self.slots[sample.slot] = None
-        self._free_slots.append(sample.slot)
-        self.live.remove(sample)
-        sample.slot, sample.in_flight = -1, 0
-        sample.epoch += 1
+    def _vacate(self, sequence: Sequence) -> None:
+        if sequence.is_sound:
+            self.publish(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.covered = [], 0
+        sequence.boundary = None
+        self.slots[sequence.slot] = None
+        self._free_slots.append(sequence.slot)
+        self.live.remove(sequence)
+        sequence.slot, sequence.in_flight = -1, 0
+        sequence.epoch += 1
 
-    def lose_everything(self) -> list[Sample]:
-        """The pools are gone: every page is free, every live sample waits again."""
+    def lose_everything(self) -> list[Sequence]:
+        """The pools are gone: every page is free, every live sequence waits again."""
         lost = list(self.live)
-        for sample in lost:
-            self.preempt(sample)
+        for sequence in lost:
+            self.preempt(sequence)
         self.pool.reset()
         return lost
 
@@ -445,26 +450,26 @@ class Scheduler:
 
     def slot_bucket(self, count: int) -> int:
         """The smallest compiled bucket that holds so many slots."""
-        return next(size for size in self.facts.slot_buckets if size >= count)
+        return next(size for size in self.layout.slot_buckets if size >= count)
 
     def page_bucket(self, positions: int) -> int:
         """The smallest compiled page table that covers so many positions."""
-        return self._buckets[self.facts.pages_for(positions)]
+        return self._buckets[self.layout.pages_for(positions)]
 
-    def columns(self, samples: Sequence[Sample]) -> list[int]:
-        """For each sample the smallest compiled page table that holds its pages."""
+    def columns(self, sequences: abc.Sequence[Sequence]) -> list[int]:
+        """For each sequence the smallest compiled page table that holds its pages."""
         buckets = self._buckets
-        return [buckets[len(sample.pages)] for sample in samples]
+        return [buckets[len(sequence.pages)] for sequence in sequences]
 
-    def rows(self, samples: Iterable[Sample], bucket: int) -> list[int]:
-        """Slots of the samples, filled up to the bucket with others, all distinct."""
-        slots = [sample.slot for sample in samples]
+    def rows(self, sequences: Iterable[Sequence], bucket: int) -> list[int]:
+        """Slots of the sequences, filled up to the bucket with others, all distinct."""
+        slots = [sequence.slot for sequence in sequences]
         taken = set(slots)
-        others = (slot for slot in range(self.facts.num_slots) if slot not in taken)
+        others = (slot for slot in range(self.layout.num_slots) if slot not in taken)
         while len(slots) < bucket:
             slots.append(next(others))
         return slots
 
 
-def _rank(sample: Sample) -> tuple[int, int]:
-    return sample.rank
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dllm_jax.engine.layout import EngineConfig, Facts
+from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs
@@ -25,12 +25,12 @@ PREFILL_BUCKETS = (128, 256, 512, 1024)
 CPU_PREFILL_BUCKETS = (64,)
 
 
-def make_facts(
+def make_layout(
     model: Model,
     strategy: Any,
     aux: Mapping[str, Model],
     config: EngineConfig,
-) -> Facts:
+) -> EngineLayout:
     """The sizes and rules of an engine.
 
     Args:
@@ -63,7 +63,7 @@ def make_facts(
     prefill = _prefill_buckets(prefill, needs.prompt, max_len, S)
     most = min(PROMPTS_A_PASS, TOKENS_A_PASS // prefill[0], config.max_num_seqs)
     has_pieces = needs.prompt in ("grid_causal", "whole_causal")
-    return Facts(
+    return EngineLayout(
         num_slots=config.max_num_seqs,
         num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
         page_size=config.page_size,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.engine.layout import NO_LIMIT, Facts, Placement
+from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
 from dllm_jax.runner.pass_time import USUAL_TEXT
 from dllm_jax.runner.warmup import pass_kinds
 
@@ -77,7 +77,7 @@ def calibrate(
     until = clock() + budget_s
     decode: dict[tuple[int, int], float] = {}
     prefill: dict[str, dict[tuple[int, int], float]] = {}
-    for size, columns, kind in _in_order(device.facts):
+    for size, columns, kind in _in_order(device.layout):
         times = decode if kind is None else prefill.setdefault(kind, {})
         if clock() < until or not times:
             measure = functools.partial(_step_s if kind is None else _pass_s, device, clock)
@@ -96,11 +96,11 @@ def of_choices(
     Args:
         device: As of `calibrate`; its strategy `weighs_costs`. Its `choice_costs` are lost.
     """
-    facts: Facts = device.facts
-    columns = next((n for n in facts.page_buckets if n * facts.page_size >= USUAL_TEXT), None)
-    columns = facts.page_buckets[-1] if columns is None else columns
+    layout: EngineLayout = device.layout
+    columns = next((n for n in layout.page_buckets if n * layout.page_size >= USUAL_TEXT), None)
+    columns = layout.page_buckets[-1] if columns is None else columns
     taken = {}
-    for rows in _some(facts.slot_buckets):
+    for rows in _some(layout.slot_buckets):
         count = len(device.strategy.choices)
         steps = _Steps(device, rows, columns, count)
         each = [steps.each_s(choice, clock) for choice in range(count)]
@@ -126,7 +126,7 @@ class _Steps:
         self._slots = np.arange(rows, dtype=np.int32)
         self._pages = np.full((rows, columns), -1, np.int32)
         runs = num_choices * REPEATS
-        self._placement = made_up(device.facts, columns, runs * (FEW + MANY))
+        self._placement = made_up(device.layout, columns, runs * (FEW + MANY))
         self._begin()
 
     def each_s(self, choice: int, clock: Callable[[], float]) -> float:
@@ -147,8 +147,8 @@ class _Steps:
         device, rows = self._device, len(self._slots)
         device.wait()
         began = clock()
-        harvest = device.harvest(device.decode(self._slots, rows, self._pages, steps, False))
-        return clock() - began, harvest.steps
+        fetch = device.fetch(device.decode(self._slots, rows, self._pages, steps, False))
+        return clock() - began, fetch.steps
 
     def _begin(self) -> None:
         for slot in self._slots.tolist():
@@ -156,17 +156,17 @@ class _Steps:
             begin(self._device, slot, self._placement.prompt_len, self._pages[slot])
 
 
-def _in_order(facts: Facts) -> list[tuple[int, int, str | None]]:
+def _in_order(layout: EngineLayout) -> list[tuple[int, int, str | None]]:
     """Slots or tokens, pages, kind of pass (None: decode), the most important first.
 
     The largest of each number of pages, which stand in for what is not timed any more; then the
     rest from few pages up, as most texts are short.
     """
     jobs = []
-    for kind in (None, *pass_kinds(facts)):
-        sizes = facts.slot_buckets if kind is None else facts.prefill_buckets
+    for kind in (None, *pass_kinds(layout)):
+        sizes = layout.slot_buckets if kind is None else layout.prefill_buckets
         for size in sizes:
-            for columns in facts.page_buckets:
+            for columns in layout.page_buckets:
                 is_rest = size != sizes[-1]
                 jobs.append(((is_rest, columns if is_rest else -columns), (size, columns, kind)))
     return [job for _, job in sorted(jobs, key=lambda one: one[0])]
@@ -182,7 +182,7 @@ def _typical(measure: Callable[[], float]) -> float:
 
 def _step_s(device: Any, clock: Callable[[], float], rows: int, columns: int, kind: None) -> float:
     """One decode step of so many slots."""
-    placement = made_up(device.facts, columns)
+    placement = made_up(device.layout, columns)
     slots = np.arange(rows, dtype=np.int32)
     pages = np.full((rows, columns), -1, np.int32)
     for slot in range(rows):
@@ -192,30 +192,30 @@ def _step_s(device: Any, clock: Callable[[], float], rows: int, columns: int, ki
     for steps in (SHORT, LONG):
         device.wait()
         began = clock()
-        harvest = device.harvest(device.decode(slots, rows, pages, steps, False))
+        fetch = device.fetch(device.decode(slots, rows, pages, steps, False))
         taken.append(clock() - began)
-        ran.append(harvest.steps)
+        ran.append(fetch.steps)
     return _each_s(taken, ran)
 
 
 def begin(device: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:
     """Let a slot decode; a causal prompt's last token is computed, which is where it begins."""
-    facts: Facts = device.facts
-    if facts.prompt_mode != "whole_causal":
+    layout: EngineLayout = device.layout
+    if layout.prompt_mode != "whole_causal":
         device.begin(slot)
         return
-    size = facts.prefill_buckets[0]
+    size = layout.prefill_buckets[0]
     device.prefill(slot, (0,), prompt_len - 1, prompt_len, prompt_len, True, pages, size, "causal")
 
 
 def _pass_s(device: Any, clock: Callable[[], float], size: int, columns: int, kind: str) -> float:
     """One prefill pass at the far end of what the pages hold."""
-    facts: Facts = device.facts
-    first = max(0, columns * facts.page_size - size) // facts.block_size * facts.block_size
+    layout: EngineLayout = device.layout
+    first = max(0, columns * layout.page_size - size) // layout.block_size * layout.block_size
     first = 0 if kind == "full" else first
     end = first + size
     pages = np.full((columns,), -1, np.int32)
-    device.admit(0, made_up(facts, columns))
+    device.admit(0, made_up(layout, columns))
     taken = []
     for passes in (SHORT, LONG):
         device.wait()
@@ -238,24 +238,24 @@ def _each_s(taken: list[float], ran: list[int]) -> float:
     return taken[1] / max(1, ran[1])
 
 
-def made_up(facts: Facts, columns: int, steps: int = SHORT + LONG) -> Placement:
+def made_up(layout: EngineLayout, columns: int, steps: int = SHORT + LONG) -> Placement:
     """A request with as much context as the pages hold, and room for steps behind it."""
-    most = min(columns * facts.page_size, facts.max_model_len)
-    room = steps * facts.window
-    prompt_len = max(0, most - room) // facts.block_size * facts.block_size
-    if facts.prompt_mode == "in_window" or not prompt_len:
+    most = min(columns * layout.page_size, layout.max_model_len)
+    room = steps * layout.window
+    prompt_len = max(0, most - room) // layout.block_size * layout.block_size
+    if layout.prompt_mode == "in_window" or not prompt_len:
         prompt_len = 1
     return Placement(
-        tail=(0,) * (prompt_len - facts.prefill_len(prompt_len)),
+        tail=(0,) * (prompt_len - layout.prefill_len(prompt_len)),
         prompt_len=prompt_len,
-        limit=min(prompt_len + room, facts.max_model_len),
+        limit=min(prompt_len + room, layout.max_model_len),
         temperature=0.0,
         top_k=0,
         top_p=1.0,
         stop_ids=(),
         max_nfe=NO_LIMIT,
         max_run=NO_LIMIT,
-        knobs=facts.knob_values,
+        knobs=layout.knob_values,
         seed=0,
         fold=0,
     )

@@ -2,7 +2,7 @@
 
 `admit` puts a fresh request into its slot, `prefill` computes one piece of its prefix, `begin` lets
 it decode without one, `decode` gathers a bucket of slots, steps them and scatters them back,
-`restore` puts a harvested slot back, `copy_page` makes a private copy. Slot leaves are kept at
+`restore` puts a fetched slot back, `copy_page` makes a private copy. Slot leaves are kept at
 `max_num_seqs`, pools never move, and the page table is an argument: the host owns it.
 """
 
@@ -24,7 +24,7 @@ from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import ByClass, SlotSpec
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
 
-# Columns of a harvested row before its new tokens: start, finish, nfe, output length, that length
+# Columns of a fetched row before its new tokens: start, finish, nfe, output length, that length
 # before the chunk, steps.
 HEAD = 6
 NUMBERS = 7  # words of a request before its stop ids
@@ -170,11 +170,11 @@ def admit(programs, state, requests, knobs):
     return _put_rows(state, slots[:, 0], fresh.replace(pools=state.pools)), None
 
 
-@functools.partial(jax.jit, static_argnames=("knobs", "layout"), donate_argnames=("state",))
-def restore(programs, state, slot, ints, floats, saved, output, knobs, layout):
-    """A harvested slot (`words`) and what it had emitted, back in a slot."""
+@functools.partial(jax.jit, static_argnames=("knobs", "slot_layout"), donate_argnames=("state",))
+def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
+    """A fetched slot (`words`) and what it had emitted, back in a slot."""
     old = _rows(state, slot[None])
-    slot_leaves = packing.unpack(saved, layout)
+    slot_leaves = packing.unpack(saved, slot_layout)
     carry = slot_leaves["carry"].replace(lasting=old.carry.lasting)
     # Recomputing its prefix may have met a value that is not finite.
     finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])

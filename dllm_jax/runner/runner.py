@@ -2,7 +2,7 @@
 
 On a GPU a program whose loop asks the device whether to go on keeps its caller until the loop ends.
 So programs run in a thread of their own, in the order of dispatch, and the next one is there when
-the last one returns; the host loop waits in `harvest` alone. Nothing here schedules.
+the last one returns; the host loop waits in `fetch` alone. Nothing here schedules.
 """
 
 import atexit
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.admission import STOP_WIDTH
-from dllm_jax.engine.layout import DeviceFailure, Facts, Placement
+from dllm_jax.engine.layout import DeviceFailure, EngineLayout, Placement
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import cost, memory, pass_time, programs, warmup
@@ -56,7 +56,7 @@ class _Piece:
     boundary: Future
 
 
-class Harvest:
+class Fetched:
     """What a decode chunk says of its rows, on the host.
 
     Attributes:
@@ -68,7 +68,7 @@ class Harvest:
         steps: Decode steps the chunk ran.
     """
 
-    def __init__(self, packed: np.ndarray, device: "Device"):
+    def __init__(self, packed: np.ndarray, device: "ModelRunner"):
         self._packed, self._device = packed, device
         head = packed[:, :HEAD].T.tolist()
         self.start: list[int] = head[_START]
@@ -81,21 +81,21 @@ class Harvest:
         self.emitted: list[list[int]] = packed[:, HEAD : HEAD + most].tolist()
 
     def saved(self, row: int) -> np.ndarray:
-        """The slot as `Device.restore` takes it; a copy."""
-        return self._packed[row, HEAD + self._device.facts.most_new :].copy()
+        """The slot as `ModelRunner.restore` takes it; a copy."""
+        return self._packed[row, HEAD + self._device.layout.most_new :].copy()
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells behind the first `length` output tokens, None for a hole."""
-        slot = self._device.unpack(self._packed[row, HEAD + self._device.facts.most_new :])
+        slot = self._device.unpack(self._packed[row, HEAD + self._device.layout.most_new :])
         return provisional(slot, length)
 
     def drafted(self, row: int) -> DraftMetrics | None:
         """How the drafts of a request fared so far; None where the strategy counts none."""
-        return self._device.drafted(self._packed[row, HEAD + self._device.facts.most_new :])
+        return self._device.drafted(self._packed[row, HEAD + self._device.layout.most_new :])
 
 
 def provisional(slot: Mapping[str, Any], length: int) -> tuple[int | None, ...]:
-    """The open cells of a harvested slot behind `length` tokens of output."""
+    """The open cells of a fetched slot behind `length` tokens of output."""
     buffer = slot["buffer"]
     tokens, filled = buffer.tokens.reshape(-1), buffer.filled.reshape(-1)
     first = int(buffer.prompt_len) + length - int(buffer.start)
@@ -106,14 +106,14 @@ def provisional(slot: Mapping[str, Any], length: int) -> tuple[int | None, ...]:
     )
 
 
-class Device:
+class ModelRunner:
     """The state on the device and the programs over it.
 
     Args:
         model: Weights and network.
         strategy: Bare (`split_knobs`).
         aux: Models the strategy needs beside it.
-        facts: Sizes; every program is compiled for a bucket of them.
+        layout: Sizes; every program is compiled for a bucket of them.
         implementation: Attention back end, None for the best.
         allocate: Make the state now; otherwise `reset` does, before anything is run.
     """
@@ -123,21 +123,21 @@ class Device:
         model: Model,
         strategy: Any,
         aux: Mapping[str, Model],
-        facts: Facts,
+        layout: EngineLayout,
         implementation: str | None = None,
         allocate: bool = True,
     ):
-        self.facts = facts
+        self.layout = layout
         self.memory: memory.MemoryPlan | None = None  # what it holds, where it was planned
-        self._knobs = tuple(sorted(facts.knobs))
+        self._knobs = tuple(sorted(layout.knobs))
         self._programs = Programs(
             model=model,
             aux=dict(aux),
             by_class=ByClass(strategy),
-            spec=decoding.slot_spec(strategy, model, facts.num_slots),
+            spec=decoding.slot_spec(strategy, model, layout.num_slots),
             kept=decoding.boundary_size(strategy, model),
-            max_output=facts.max_model_len,
-            most_new=facts.most_new,
+            max_output=layout.max_model_len,
+            most_new=layout.most_new,
             implementation=implementation,
         )
         self.cost: Any = None  # predicted seconds of programs, once they were timed
@@ -145,21 +145,21 @@ class Device:
         # By slots, in any unit; by arithmetic until `warm_up` has timed them.
         self.choice_costs: dict[int, Sequence[float]] = {}
         if self._weighs:
-            context = min(facts.max_model_len, pass_time.USUAL_TEXT)
+            context = min(layout.max_model_len, pass_time.USUAL_TEXT)
             of = (context, jax.default_backend())
             self.choice_costs = {
                 rows: pass_time.choice_costs(strategy, model, aux, rows, *of)
-                for rows in facts.slot_buckets
+                for rows in layout.slot_buckets
             }
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
-        self._layout = words.layout_of(words.kept_part(self.shapes(num_pages=1)))
+        self._slot_layout = words.layout_of(words.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._lost: BaseException | None = None  # what took the state, until `reset`
         self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
-        self._admit_rows = min(ADMIT_ROWS, facts.num_slots)
+        self._admit_rows = min(ADMIT_ROWS, layout.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         # Prefill passes so far, by tokens and pages of a prompt, kind, prompts.
         self.passes: Counter[tuple[int, int, decoding.PassKind, int]] = Counter()
@@ -182,7 +182,7 @@ class Device:
         return programs.make_state.eval_shape(self._programs, **sizes)
 
     def _state_sizes(self) -> dict[str, Any]:
-        num_pages, page_size = self.facts.num_pages, self.facts.page_size
+        num_pages, page_size = self.layout.num_pages, self.layout.page_size
         return {"num_pages": num_pages, "page_size": page_size, "knobs": self._knobs}
 
     def reset(self) -> None:
@@ -271,7 +271,7 @@ class Device:
         if admitted:
             self._run_admit(admitted)
         # As many as one pass takes, or each by itself: nothing is computed for nobody.
-        count = self.facts.prompts_a_pass if len(pieces) == self.facts.prompts_a_pass else 1
+        count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
         for i in range(0, len(pieces), count):
             self._run_prefill(pieces[i : i + count])
 
@@ -282,13 +282,13 @@ class Device:
             rows.append(np.concatenate([(slot, begins), ints, floats.view(np.int32)]))
         rows += [rows[0].copy() for _ in range(self._admit_rows - len(rows))]
         requests = np.stack(rows).astype(np.int32)
-        requests[len(admitted) :, 0] = self.facts.num_slots
+        requests[len(admitted) :, 0] = self.layout.num_slots
         self._run(("admit",), programs.admit, requests, knobs=self._knobs)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
     ) -> None:
-        """Put a harvested slot back, with what it had emitted; its pages hold its prefix again."""
+        """Put a fetched slot back, with what it had emitted; its pages hold its prefix again."""
         ints, floats = self._numbers(placement)
         output = np.zeros((self._programs.max_output,), np.int32)
         output[: len(tokens)] = tokens
@@ -301,7 +301,7 @@ class Device:
             saved[None],
             output,
             knobs=self._knobs,
-            layout=self._layout,
+            slot_layout=self._slot_layout,
         )
 
     def prefill(
@@ -334,15 +334,15 @@ class Device:
         piece[:PIECE] = slot, first, end, live_end, last
         piece[PIECE : PIECE + len(tokens)] = tokens
         piece[PIECE + size :] = pages  # a copy: the host's page table changes before its turn
-        asked, facts = _Piece(slot, piece, size, kind, Future()), self.facts
-        is_small = (size, len(pages)) == (facts.prefill_buckets[0], facts.page_buckets[0])
-        if facts.prompts_a_pass == 1 or not is_small:
+        asked, layout = _Piece(slot, piece, size, kind, Future()), self.layout
+        is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
+        if layout.prompts_a_pass == 1 or not is_small:
             self._run_prefill([asked])
             return asked.boundary
         if any(slot == one.slot for one in self._pieces):
             self._flush()
         self._pieces.append(asked)
-        if len(self._pieces) == facts.prompts_a_pass:
+        if len(self._pieces) == layout.prompts_a_pass:
             self._flush()
         return asked.boundary
 
@@ -388,7 +388,7 @@ class Device:
         asked = np.empty((len(rows), ASKED + pages.shape[1]), np.int32)
         asked[:, 0], asked[:, 1:ASKED] = rows, (num_active, num_steps, early)
         asked[:, ASKED:] = pages
-        many = self.facts.many_rows
+        many = self.layout.many_rows
         program = programs.decode if many is None or len(rows) < many else programs.decode_many
         key, of = ("decode", *pages.shape), self._priced(len(rows))
         return Chunk(self._run(key, program, asked, programs=of))
@@ -405,7 +405,7 @@ class Device:
         costs = np.asarray(self.choice_costs[min(known)], np.float32)
         return self._programs.replace(by_class=ByClass(strategy.replace(costs=costs)))
 
-    def harvest(self, chunk: Chunk) -> Harvest:
+    def fetch(self, chunk: Chunk) -> Fetched:
         """Wait for a chunk and read it.
 
         Raises:
@@ -413,7 +413,7 @@ class Device:
         """
         self._flush()  # the device need not wait
         try:
-            return Harvest(np.asarray(chunk.packed.result()), self)
+            return Fetched(np.asarray(chunk.packed.result()), self)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise self._failure(error) from error
 
@@ -421,7 +421,7 @@ class Device:
         """Wait for a prefill pass.
 
         Raises:
-            DeviceFailure: As `harvest`.
+            DeviceFailure: As `fetch`.
         """
         self._flush()
         try:
@@ -442,22 +442,22 @@ class Device:
     @property
     def num_words(self) -> int:
         """Words of a saved slot."""
-        return self._layout.size
+        return self._slot_layout.size
 
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
-        return words.host_unpack(saved, self._layout)
+        return words.host_unpack(saved, self._slot_layout)
 
     def drafted(self, saved: np.ndarray) -> DraftMetrics | None:
         """The counts of `core.drafting` in a saved slot; None where the strategy has none."""
         names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
-        leaves = [words.slot_leaf(saved, self._layout, name) for name in names]
+        leaves = [words.slot_leaf(saved, self._slot_layout, name) for name in names]
         found = [tuple(leaf.tolist()) for leaf in leaves if leaf is not None]
         return DraftMetrics(*found) if len(found) == len(names) else None
 
     # --- before the first request -------------------------------------------------------------
 
-    def lower(self, run: Callable[["Device"], Any]) -> jax.stages.Lowered:
+    def lower(self, run: Callable[["ModelRunner"], Any]) -> jax.stages.Lowered:
         """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
         asked: list[tuple[Any, Any, tuple, dict]] = []
         twin = copy.copy(self)
@@ -488,7 +488,7 @@ class Device:
             DeviceFailure: A program does not compile, or run.
             ValueError: What they need was planned and does not fit.
         """
-        work = warmup.every_program(self.facts, self._layout.size)
+        work = warmup.every_program(self.layout, self._slot_layout.size)
         began = time.perf_counter()
         if self.state is None:  # by the worker, which has nothing else to do
             self._submit(self._compile_reset)
@@ -529,7 +529,7 @@ class Device:
 
     def _numbers(self, p: Placement) -> tuple[np.ndarray, np.ndarray]:
         """A placement as two arrays: one transfer each, one program for all."""
-        W = self.facts.window
+        W = self.layout.window
         ints = np.zeros((NUMBERS + STOP_WIDTH + 2 * W,), np.int32)
         seed = np.array([p.seed], np.uint32).view(np.int32)[0]
         ints[:NUMBERS] = (

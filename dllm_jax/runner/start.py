@@ -16,7 +16,7 @@ from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import buckets, memory, warmup
 from dllm_jax.runner.memory import MemoryPlan
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
 REASONABLE_LEN = 2048  # tokens the pool must hold of a model whose longest text was not asked for
@@ -32,22 +32,22 @@ def start(
     warm_up: bool = True,
     calibrate: bool | None = None,
     progress: warmup.Progress | None = None,
-) -> Device:
+) -> ModelRunner:
     """A device with its state, as large as memory allows.
 
     Args:
         strategy: With its numbers and sizes.
         warm_up: Compile everything now; otherwise each size when it is first met.
         calibrate: Time the programs as well; None: on an accelerator.
-        progress: As `Device.warm_up` takes it.
+        progress: As `ModelRunner.warm_up` takes it.
 
     Raises:
         ValueError: The configuration does not fit the model or the memory.
         DeviceFailure: The device failed otherwise.
     """
-    facts = buckets.make_facts(model, strategy, aux, config)
+    layout = buckets.make_layout(model, strategy, aux, config)
     bare = split_knobs(strategy)[0]
-    device = Device(model, bare, aux, facts, implementation, allocate=False)
+    device = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
     try:
         device.memory = _planned(device, model, aux, config, warm_up, progress)
         if not warm_up:
@@ -65,7 +65,7 @@ def start(
 
 
 def _planned(
-    device: Device,
+    device: ModelRunner,
     model: Model,
     aux: Mapping[str, Model],
     config: EngineConfig,
@@ -78,10 +78,10 @@ def _planned(
         measured: Compile the largest programs of an accelerator, for what they need.
     """
     gc.collect()  # an engine that went is often still there, with its pools
-    facts, shapes = device.facts, device.shapes(num_pages=1)
+    layout, shapes = device.layout, device.shapes(num_pages=1)
     leaves = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
     weights = list({id(leaf): leaf for leaf in leaves}.values())  # a drafter shares its target's
-    text = facts.max_model_len
+    text = layout.max_model_len
     if config.max_model_len is None:
         text = min(text, REASONABLE_LEN)
     plan = memory.measure(
@@ -90,25 +90,25 @@ def _planned(
         shapes.replace(pools=None),
         shapes.pools,
         config.memory_utilization,
-        num_slots=facts.num_slots,
-        num_pages=facts.num_pages,
-        page_size=facts.page_size,
-        needed_tokens=text + facts.block_size,
+        num_slots=layout.num_slots,
+        num_pages=layout.num_pages,
+        page_size=layout.page_size,
+        needed_tokens=text + layout.block_size,
     )
     if config.num_pages is not None:
         return plan
     elements = max(leaf.size for leaf in jax.tree.leaves(shapes.pools))
-    plan = _resized(device, memory.fill(plan, facts.num_pages, elements))
+    plan = _resized(device, memory.fill(plan, layout.num_pages, elements))
     if not plan.is_counted or not measured:
         return plan
     # What was left for temporaries is a guess: see what they take, and guess no more.
-    temp_bytes = device.compile_ahead(warmup.largest_programs(facts), progress)
+    temp_bytes = device.compile_ahead(warmup.largest_programs(layout), progress)
     plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
     if plan.peak_bytes <= plan.utilization * plan.limit_bytes:
         return plan
-    return _resized(device, memory.fill(plan, facts.num_pages, elements))
+    return _resized(device, memory.fill(plan, layout.num_pages, elements))
 
 
-def _resized(device: Device, plan: MemoryPlan) -> MemoryPlan:
-    device.facts = dataclasses.replace(device.facts, num_pages=plan.num_pages)
+def _resized(device: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
+    device.layout = dataclasses.replace(device.layout, num_pages=plan.num_pages)
     return plan

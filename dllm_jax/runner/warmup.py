@@ -1,6 +1,6 @@
 """Everything an engine will run, compiled before its first request.
 
-Data flow: facts -> a list of calls of the device -> each lowered, one after another, and compiled
+Data flow: layout -> a list of calls of the device -> each lowered, one after another, and compiled
 ahead, several at a time -> each run once on empty slots, which compiles nothing any more. Which
 programs there are is the device's business; here is which sizes of them.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.engine.layout import PASS_KINDS, Facts, Placement
+from dllm_jax.engine.layout import PASS_KINDS, EngineLayout, Placement
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,29 +34,29 @@ class Work:
     run: Callable[[Any], Any]
 
 
-def pass_kinds(facts: Facts) -> tuple[str, ...]:
+def pass_kinds(layout: EngineLayout) -> tuple[str, ...]:
     """Which prefill passes there are (`decode.PassKind`)."""
-    if facts.prompt_mode == "in_window":
+    if layout.prompt_mode == "in_window":
         return ()
-    kinds = {PASS_KINDS[facts.prompt_mode]}
-    if facts.is_full and not facts.starts_over:
+    kinds = {PASS_KINDS[layout.prompt_mode]}
+    if layout.is_full and not layout.starts_over:
         kinds.add("blocks")  # text behind the prompt, where it is computed again
     return tuple(sorted(kinds))
 
 
-def every_program(facts: Facts, saved_size: int) -> list[Work]:
+def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
     """All of them, the largest first: they take longest to compile.
 
     Args:
         saved_size: Words of a saved slot.
     """
     work = []
-    for columns in reversed(facts.page_buckets):
-        work += [_decode(rows, columns) for rows in reversed(facts.slot_buckets)]
-        for kind in pass_kinds(facts):
-            work += [_prefill(size, columns, kind) for size in reversed(facts.prefill_buckets)]
-    if facts.prompts_a_pass > 1:
-        work.append(_short_prompts(facts))
+    for columns in reversed(layout.page_buckets):
+        work += [_decode(rows, columns) for rows in reversed(layout.slot_buckets)]
+        for kind in pass_kinds(layout):
+            work += [_prefill(size, columns, kind) for size in reversed(layout.prefill_buckets)]
+    if layout.prompts_a_pass > 1:
+        work.append(_short_prompts(layout))
     empty = Placement(
         tail=(),
         prompt_len=1,
@@ -67,7 +67,7 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
         stop_ids=(),
         max_nfe=1,
         max_run=1,
-        knobs=facts.knob_values,
+        knobs=layout.knob_values,
         seed=0,
         fold=0,
     )
@@ -76,21 +76,21 @@ def every_program(facts: Facts, saved_size: int) -> list[Work]:
         Work("admit", lambda device: device.admit(0, empty)),
         Work("restore", lambda device: device.restore(0, empty, saved, ())),
     ]
-    if facts.prompt_mode != "whole_causal":  # whose prompts always leave a token to compute
+    if layout.prompt_mode != "whole_causal":  # whose prompts always leave a token to compute
         work.append(Work("begin", lambda device: device.begin(0)))
-    if facts.is_full:
+    if layout.is_full:
         work.append(Work("copy", lambda device: device.copy_page(0, 0)))
     return work
 
 
-def largest_programs(facts: Facts) -> list[Work]:
+def largest_programs(layout: EngineLayout) -> list[Work]:
     """Those that need the most memory."""
-    columns = facts.page_buckets[-1]
-    largest = facts.prefill_buckets[-1]
-    work = [_decode(facts.slot_buckets[-1], columns)]
-    work += [_prefill(largest, columns, kind) for kind in pass_kinds(facts)]
-    if facts.prompts_a_pass * facts.prefill_buckets[0] > largest:
-        work.append(_short_prompts(facts))
+    columns = layout.page_buckets[-1]
+    largest = layout.prefill_buckets[-1]
+    work = [_decode(layout.slot_buckets[-1], columns)]
+    work += [_prefill(largest, columns, kind) for kind in pass_kinds(layout)]
+    if layout.prompts_a_pass * layout.prefill_buckets[0] > largest:
+        work.append(_short_prompts(layout))
     return work
 
 
@@ -111,10 +111,10 @@ def _prefill(size: int, columns: int, kind: str, slot: int = 0) -> Work:
     )
 
 
-def _short_prompts(facts: Facts) -> Work:
+def _short_prompts(layout: EngineLayout) -> Work:
     """The pass that takes several prompts in."""
-    count, size, columns = facts.prompts_a_pass, facts.prefill_buckets[0], facts.page_buckets[0]
-    (kind,) = pass_kinds(facts)
+    count, size, columns = layout.prompts_a_pass, layout.prefill_buckets[0], layout.page_buckets[0]
+    (kind,) = pass_kinds(layout)
     each = [_prefill(size, columns, kind, slot) for slot in range(count)]
     return Work(
         f"prefill {count} prompts of {size} tokens, {columns} pages, {kind}",

@@ -232,7 +232,7 @@ def test_keys_are_those_of_the_functional_form(model):
     params = SamplingParams(**HOT)
     assert [tokens(one)[0] for one in llm.generate(PROMPTS[:1], params)] == want[:1]
     assert [tokens(one)[0] for one in llm.generate(PROMPTS[1:], params)] == want[1:]
-    # A seed: folded with the sample's index, whatever went before.
+    # A seed: folded with the sequence's index, whatever went before.
     (output,) = llm.generate(PROMPTS[:1], SamplingParams(**HOT, seed=np.uint32(4), n=3))
     key = jax.random.key(4)
     want = [one for one, _ in decoded(model, PROMPTS[:1] * 3, STRATEGY, **HOT, key=key)]
@@ -406,14 +406,14 @@ def test_callers_take_turns_and_lose_nothing(llm, model, truth):
 
 def test_stream_that_goes_within_a_step_ends_after_it(llm, model, truth, monkeypatch):
     held, other = [llm.stream(PROMPTS[0], GREEDY)], llm.stream(PROMPTS[1], GREEDY)
-    harvest, running = llm.engine.device.harvest, []
+    fetch, running = llm.engine.device.fetch, []
 
     def collected(*args):
         held.clear()  # as a garbage collector would
         running.append(llm.engine.stats().num_running)
-        return harvest(*args)
+        return fetch(*args)
 
-    monkeypatch.setattr(llm.engine.device, "harvest", collected)
+    monkeypatch.setattr(llm.engine.device, "fetch", collected)
     assert "".join(event.text for event in other) == model.tokenizer.decode(truth[1][0])
     assert running[0] == 2
     assert set(running[1:]) == {1}
@@ -449,17 +449,17 @@ def test_stream_that_fails_says_why(llm, model, monkeypatch):
 @pytest.mark.parametrize("way", ["generate", "stream"])
 def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, monkeypatch, way):
     other = llm.stream(PROMPTS[2], GREEDY)
-    harvest, at = llm.engine.device.harvest, []
+    fetch, at = llm.engine.device.fetch, []
 
     def interrupted(*args):
         at.append("before")
         if len(at) == 3:
             signal.raise_signal(signal.SIGINT)
-        got = harvest(*args)
+        got = fetch(*args)
         at.append("after")  # the step goes on to its end
         return got
 
-    monkeypatch.setattr(llm.engine.device, "harvest", interrupted)
+    monkeypatch.setattr(llm.engine.device, "fetch", interrupted)
     stream = llm.stream(PROMPTS[0], GREEDY) if way == "stream" else None  # and is held on to
     call = {
         "generate": lambda: llm.generate(PROMPTS[:2], GREEDY),
@@ -478,16 +478,16 @@ def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, mo
 
 
 def test_handler_that_only_takes_note_interrupts_nothing(llm, truth, monkeypatch):
-    harvest, noted = llm.engine.device.harvest, []
+    fetch, noted = llm.engine.device.fetch, []
 
     def pressed(*args):
         signal.raise_signal(signal.SIGINT)
-        return harvest(*args)
+        return fetch(*args)
 
     before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    monkeypatch.setattr(llm.engine.device, "harvest", pressed)
+    monkeypatch.setattr(llm.engine.device, "fetch", pressed)
     try:
-        (output,) = llm.generate(PROMPTS[0], GREEDY, trajectory=True)  # a harvest for each forward
+        (output,) = llm.generate(PROMPTS[0], GREEDY, trajectory=True)  # a fetch for each forward
     finally:
         signal.signal(signal.SIGINT, before)
     assert tokens(output) == [truth[0][0]]

@@ -43,17 +43,17 @@ def make_llm(model, folder, strategy=STRATEGY):
 
 
 def break_device(llm, after, monkeypatch):
-    """Let every harvest, of one step each, fail once `after` of them have worked."""
+    """Let every fetch, of one step each, fail once `after` of them have worked."""
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
-    harvest, left = llm.engine.device.harvest, [after]
+    fetch, left = llm.engine.device.fetch, [after]
 
     def failing(chunk):
         if left[0] == 0:
             raise DeviceFailure("RESOURCE_EXHAUSTED: Out of memory\ntable of allocations")
         left[0] -= 1
-        return harvest(chunk)
+        return fetch(chunk)
 
-    monkeypatch.setattr(llm.engine.device, "harvest", failing)
+    monkeypatch.setattr(llm.engine.device, "fetch", failing)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_failure_ends_requests_with_one_line_that_says_where(killed):
 @pytest.mark.parametrize("which", [0, 1])
 def test_replay_gives_the_tokens_of_an_undisturbed_run(killed, capsys, which):
     path, broken, whole = killed
-    assert main(["replay", str(path), "--sample", str(which), "--json"]) == 0
+    assert main(["replay", str(path), "--sequence", str(which), "--json"]) == 0
     *steps, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert last["token_ids"] == whole[which]
     before = broken[which].outputs[0].token_ids
@@ -104,7 +104,7 @@ def test_replay_prints_a_line_a_forward_and_stops_after_steps(model, killed, cap
     assert main(["replay", str(path), "--steps", "2"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     settled = broken[0].outputs[0].token_ids
-    assert head.startswith("text 0 of 2 (request 0, sample 0): 21 prompt tokens, ")
+    assert head.startswith("text 0 of 2 (request 0, sequence 0): 21 prompt tokens, ")
     assert f"{len(settled)} settled after" in head
     forwards = [line for line in lines if line.startswith("forward ")]
     assert len(forwards) == 2
@@ -171,32 +171,32 @@ def test_folder_is_read_without_pickle_and_says_what_it_holds(killed):
 def damage(path, tmp_path, change):
     folder = tmp_path / "copy"
     shutil.copytree(path, folder)
-    facts = json.loads((folder / "snapshot.json").read_text())
-    change(facts, folder)
-    (folder / "snapshot.json").write_text(json.dumps(facts))
+    layout = json.loads((folder / "snapshot.json").read_text())
+    change(layout, folder)
+    (folder / "snapshot.json").write_text(json.dumps(layout))
     return folder
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda facts, folder: facts.update(version=99), "has version 99, this program reads 2"),
-        (lambda facts, folder: facts.pop("texts"), "is damaged (KeyError: 'texts')"),
-        (lambda facts, folder: (folder / "slots.npz").write_bytes(b"PK"), "is damaged ("),
+        (lambda layout, folder: layout.update(version=99), "has version 99, this program reads 2"),
+        (lambda layout, folder: layout.pop("texts"), "is damaged (KeyError: 'texts')"),
+        (lambda layout, folder: (folder / "slots.npz").write_bytes(b"PK"), "is damaged ("),
         (
-            lambda facts, folder: np.savez(folder / "slots.npz", **{"0": np.zeros(3, np.int32)}),
+            lambda layout, folder: np.savez(folder / "slots.npz", **{"0": np.zeros(3, np.int32)}),
             "a slot of the snapshot has 3 words, one of this model and strategy has",
         ),
         (
-            lambda facts, folder: np.savez(folder / "slots.npz", **{"0": np.zeros(3)}),
+            lambda layout, folder: np.savez(folder / "slots.npz", **{"0": np.zeros(3)}),
             "is damaged (ValueError: a slot is float64(3,))",
         ),
         (
-            lambda facts, folder: facts["strategy"].update(spec="no_such.module:Thing"),
+            lambda layout, folder: layout["strategy"].update(spec="no_such.module:Thing"),
             "strategy 'no_such.module:Thing' is not what it was (",
         ),
         (
-            lambda facts, folder: facts["model"].update(weights="0"),
+            lambda layout, folder: layout["model"].update(weights="0"),
             "it differs in its weights; give the same one by --model",
         ),
     ],
@@ -210,32 +210,32 @@ def test_damaged_snapshot_is_one_line(killed, tmp_path, capsys, change, told):
     assert told in err
 
 
-def test_path_and_sample_that_are_not_there(killed, tmp_path, capsys):
+def test_path_and_sequence_that_are_not_there(killed, tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 1
     assert "is no snapshot: there is no snapshot.json in it" in capsys.readouterr().err
-    assert main(["replay", str(killed[0]), "--sample", "2"]) == 2
-    assert "--sample 2: the snapshot holds 2 texts" in capsys.readouterr().err
+    assert main(["replay", str(killed[0]), "--sequence", "2"]) == 2
+    assert "--sequence 2: the snapshot holds 2 texts" in capsys.readouterr().err
     assert main(["replay", str(killed[0]), "--model", "builtin:tiny-sdar"]) == 1
     assert "'builtin:tiny-sdar' is not the snapshot's" in capsys.readouterr().err
 
 
 def test_strategy_is_found_again_by_its_name(tmp_path):
     def round_trip(strategy):
-        facts = json.loads(json.dumps(snapshot._strategy_facts(strategy)))
-        return facts, snapshot.saved_strategy(
-            snapshot.Snapshot(tmp_path, {}, facts, dj.EngineConfig(), [])
+        layout = json.loads(json.dumps(snapshot._strategy_facts(strategy)))
+        return layout, snapshot.saved_strategy(
+            snapshot.Snapshot(tmp_path, {}, layout, dj.EngineConfig(), [])
         )
 
     needs = Needs("whole_causal", hidden_layers=(1, 2))
     made = as_strategy(half_step, 8, 2, needs)
-    facts, again = round_trip(made)
+    layout, again = round_trip(made)
     assert again == made
-    assert facts["spec"].endswith("test_snapshot:half_step")
+    assert layout["spec"].endswith("test_snapshot:half_step")
     (tmp_path / "mine.py").write_text(
         "from dllm_jax.strategies.multi_bd import MultiBD\nMine = MultiBD\n"
     )
-    facts, again = round_trip(STRATEGY.replace(accept_threshold=np.float32(0.5)))
-    assert facts["spec"] == "dllm_jax.strategies.multi_bd:MultiBD"
+    layout, again = round_trip(STRATEGY.replace(accept_threshold=np.float32(0.5)))
+    assert layout["spec"] == "dllm_jax.strategies.multi_bd:MultiBD"
     assert again.accept_threshold == 0.5
     (tmp_path / "own.py").write_text(
         "import strategies\n"
@@ -243,8 +243,8 @@ def test_strategy_is_found_again_by_its_name(tmp_path):
         "    return strategies.AR().step(forward, state)\n"
     )
     made = load_strategy(f"{tmp_path / 'own.py'}:step", block_size=4)
-    facts, again = round_trip(made)
-    assert facts["spec"] == f"{tmp_path / 'own.py'}:step"
+    layout, again = round_trip(made)
+    assert layout["spec"] == f"{tmp_path / 'own.py'}:step"
     assert (again.fn.__name__, again.block_size) == ("step", 4)
 
 

@@ -199,7 +199,7 @@ def test_measuring_an_engine_at_work_is_refused(llm, work):
 
 
 def test_a_model_len_without_room_to_measure_is_named(llm, monkeypatch):
-    facts = dataclasses.replace(llm.engine.facts, max_model_len=15)
+    facts = dataclasses.replace(llm.engine.layout, max_model_len=15)
     monkeypatch.setattr(llm.engine, "facts", facts)
     with pytest.raises(ValueError, match="max_model_len=15 is less than the two blocks of 8 that"):
         measure.decode_step_ms(llm.engine, 1, 7, 16)
@@ -214,7 +214,7 @@ class Ticking:
     launch_s, step_s, pass_s = 0.5, 0.002, 0.03
 
     def __init__(self, facts):
-        self.facts, self.now = facts, 0.0
+        self.layout, self.now = facts, 0.0
         self.tables = []
 
     def __getattr__(self, name):
@@ -239,7 +239,7 @@ class Ticking:
 
 
 def test_bare_times_are_differences_in_which_launch_cancels(llm, monkeypatch):
-    device = Ticking(llm.engine.facts)
+    device = Ticking(llm.engine.layout)
     engine = dj.Engine(device)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: device.now)
     assert measure.decode_step_ms(engine, 3, 7, 32, steps=8) == pytest.approx(2.0)

@@ -41,10 +41,10 @@ def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, c
     argv = ["--model", str(random_folder), "--shapes", "2x1", "--context", "67", "--steps", "8"]
     argv += ["--repeats", "1", "--profile", "--plot", str(png), "--output", str(out)]
     assert main(["bench", "step", *argv]) == 0
-    facts, told = json.loads(out.read_text()), capsys.readouterr().out
-    (row,) = facts["rows"]
-    assert (facts["command"], facts["mode"]) == ("bench step", "fixed")
-    assert {"device", "jax", "dllm_jax", "commit", "config", "dtype"} <= set(facts)
+    layout, told = json.loads(out.read_text()), capsys.readouterr().out
+    (row,) = layout["rows"]
+    assert (layout["command"], layout["mode"]) == ("bench step", "fixed")
+    assert {"device", "jax", "dllm_jax", "commit", "config", "dtype"} <= set(layout)
     # 67 tokens are 8 whole blocks of 8; 8 forwards of 2 slots, and a token each.
     assert (row["shape"], row["context"], row["steps"], row["nfe"]) == ("2x1x8", 64, 8, 16)
     assert row["occupancy"] == 1

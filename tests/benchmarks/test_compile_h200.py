@@ -20,12 +20,12 @@ def test_programs_are_those_of_an_engine_and_hold_no_weights():
     sharding = SingleDeviceSharding(jax.devices()[0])
     shape = Shape.parse("3x2x32")
     device = compile_h200.shaped_device("JetLM/SDAR-8B-Chat", shape, 512, 64, sharding)
-    names = [work.name for work in warmup.every_program(device.facts, device.num_words)]
+    names = [work.name for work in warmup.every_program(device.layout, device.num_words)]
     # Room for two windows of 64 tokens, twice, behind the context.
     assert names[:2] == ["decode 3 slots, 12 pages", "prefill 64 tokens, 12 pages, blocks"]
     (begin,) = [
         work
-        for work in warmup.every_program(device.facts, device.num_words)
+        for work in warmup.every_program(device.layout, device.num_words)
         if work.name == "begin"
     ]
     assert "bf16" in device.lower(begin.run).as_text()

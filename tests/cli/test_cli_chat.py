@@ -179,9 +179,9 @@ def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gon
     shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns(*gone))
     config = bare / "tokenizer_config.json"
     if config.exists() and "chat_template" in config.read_text():
-        facts = json.loads(config.read_text())
-        del facts["chat_template"]
-        config.write_text(json.dumps(facts))
+        layout = json.loads(config.read_text())
+        del layout["chat_template"]
+        config.write_text(json.dumps(layout))
     assert main(["chat", "--model", str(bare)]) == 1
     err = capsys.readouterr().err
     assert err == f"error: model '{bare}' {told}\n"

@@ -159,23 +159,23 @@ def test_flags_reach_the_engine(random_folder, monkeypatch, capsys):
     class Spy(llm.LLM):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            made.append((self.engine.facts, kwargs))
+            made.append((self.engine.layout, kwargs))
             raise ValueError("seen enough")
 
     made = []
     monkeypatch.setattr(llm, "LLM", Spy)
     base = ["generate", PROMPTS[0], "--model", str(random_folder), "--max-tokens", "4"]
     assert main(base) == 1
-    facts, _ = made.pop()
+    layout, _ = made.pop()
     # One prompt: one slot and its pages, no more positions than a power of two that suffices.
-    assert (facts.num_slots, facts.max_model_len, facts.prefix_caching) == (1, 256, True)
-    assert facts.num_pages == -(-(256 + 8) // 64)
+    assert (layout.num_slots, layout.max_model_len, layout.prefix_caching) == (1, 256, True)
+    assert layout.num_pages == -(-(256 + 8) // 64)
     sizes = ["--page-size", "16", "--max-model-len", "128", "--no-prefix-caching", "--seed", "3"]
     sizes += ["--max-num-batched-tokens", "64", "--memory-utilization", "0.02"]
     assert main([*base, *sizes]) == 1
-    facts, given = made.pop()
-    assert (facts.page_size, facts.max_model_len, facts.prefix_caching) == (16, 128, False)
-    assert facts.max_num_batched_tokens == 64
+    layout, given = made.pop()
+    assert (layout.page_size, layout.max_model_len, layout.prefix_caching) == (16, 128, False)
+    assert layout.max_num_batched_tokens == 64
     assert (given["config"].memory_utilization, given["seed"]) == (0.02, 3)
 
 
@@ -331,16 +331,16 @@ def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
         "import hashlib, sys\n"
         "from dllm_jax import engine\n"
         "from dllm_jax.cli import main\n"
-        "from dllm_jax.runner.runner import Device\n"
+        "from dllm_jax.runner.runner import ModelRunner\n"
         "engine.num_steps = lambda *_: 1\n"
-        "harvest, calls = Device.harvest, []\n"
+        "fetch, calls = ModelRunner.fetch, []\n"
         "def stuck(device, chunk):\n"
         "    calls.append(1)\n"
         "    if len(calls) == 16:\n"
         "        print('stuck', file=sys.stderr, flush=True)\n"
         "        hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
-        "    return harvest(device, chunk)\n"
-        "Device.harvest = stuck\n"
+        "    return fetch(device, chunk)\n"
+        "ModelRunner.fetch = stuck\n"
         "sys.exit(main())\n"
     )
     argv = ["generate", PROMPTS[0], "--json", "--max-tokens", "20", "--model", random_folder]

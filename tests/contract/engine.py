@@ -1,14 +1,15 @@
 """The engine on the real device programs, over the toys of the gate: small pools, few buckets.
 
-One `Device` a case serves every test, its pools full of garbage and of what earlier tests left
+One `ModelRunner` a case serves every test, its pools full of garbage and of what earlier tests left
 there, as a server's are. What a test varies (pages the host may use, prefix caching, chunkings,
-buckets) it varies in the host's `Facts`, so that programs are compiled once.
+buckets) it varies in the host's `EngineLayout`, so that programs are compiled once.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.engine.engine import Engine
-from dllm_jax.engine.layout import EngineConfig, Facts
+from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
-from dllm_jax.engine.scheduler import Sample
+from dllm_jax.engine.scheduler import Sequence
 from dllm_jax.runner import buckets, decode
 from dllm_jax.runner.forward import ModelForward, WindowOutput
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import ByClass, split_knobs
 from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import dense, harness
@@ -59,15 +60,15 @@ def config_of(name: str, **more: Any) -> EngineConfig:
     return EngineConfig(**(sizes | more))
 
 
-def make_device(name: str, model: Any = None, allocate: bool = True, **config: Any) -> Device:
+def make_device(name: str, model: Any = None, allocate: bool = True, **config: Any) -> ModelRunner:
     """A device of the case; `model` instead of the case's, `config` over `config_of`."""
     c = case(name)
     strategy, aux = strategy_of(name), dict(c.aux)
     model = model or c.model
-    facts = buckets.make_facts(model, strategy, aux, config_of(name, **config))
+    layout = buckets.make_layout(model, strategy, aux, config_of(name, **config))
     # The page buckets end with what a request needs.
-    facts = dataclasses.replace(facts, page_buckets=facts.page_buckets[-1:])
-    made = Device(model, split_knobs(strategy)[0], aux, facts, allocate=allocate)
+    layout = dataclasses.replace(layout, page_buckets=layout.page_buckets[-1:])
+    made = ModelRunner(model, split_knobs(strategy)[0], aux, layout, allocate=allocate)
     if not allocate:
         return made
     made.state = made.state.replace(
@@ -80,19 +81,19 @@ device = functools.cache(make_device)
 
 
 class Sized:
-    """A device under other facts than it was made with: fewer pages, other buckets."""
+    """A device under other layout than it was made with: fewer pages, other buckets."""
 
-    def __init__(self, inner: Device, **facts: Any):
+    def __init__(self, inner: ModelRunner, **layout: Any):
         self._inner = inner
-        self.facts: Facts = dataclasses.replace(inner.facts, **facts)
+        self.layout: EngineLayout = dataclasses.replace(inner.layout, **layout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def make_engine(name: str, on: Any = None, engine: dict[str, Any] | None = None, **facts: Any):
-    """An engine of the case; its device is `on`, or the shared one under other facts."""
-    return Engine(Sized(on or device(name), **facts), **(engine or {}))
+def make_engine(name: str, on: Any = None, engine: dict[str, Any] | None = None, **layout: Any):
+    """An engine of the case; its device is `on`, or the shared one under other layout."""
+    return Engine(Sized(on or device(name), **layout), **(engine or {}))
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ End = tuple[list[int], str | None, int]
 
 
 def wanted(name: str, request: harness.Request, index: int = 0) -> End:
-    """How sample `index` of a request of the case ends: its dense, cache-free truth."""
+    """How sequence `index` of a request of the case ends: its dense, cache-free truth."""
     key = (name, request, index)
     if key not in _TRUTHS:
         folded = dataclasses.replace(request, fold=(index,))
@@ -137,7 +138,7 @@ _TRUTHS: dict[Any, End] = {}
 
 def run(
     engine: Engine,
-    requests: Sequence[Request],
+    requests: abc.Sequence[Request],
     between: Callable[[Engine], None] | None = None,
     most: int = 2000,
 ) -> list[RequestOutput]:
@@ -174,69 +175,70 @@ def finish(
 
 def check_books(engine: Engine) -> None:
     """Pages are conserved, and no live one is under two writers."""
-    engine.scheduler.pool.check(sample.pages for sample in engine.scheduler.live)
+    engine.scheduler.pool.check(sequence.pages for sequence in engine.scheduler.live)
 
 
-def ends(outputs: Sequence[RequestOutput]) -> list[End]:
-    """Tokens, reason and forwards of requests of one sample each."""
+def ends(outputs: abc.Sequence[RequestOutput]) -> list[End]:
+    """Tokens, reason and forwards of requests of one sequence each."""
     return [
         (one.outputs[0].token_ids, one.outputs[0].finish_reason, one.metrics.nfe) for one in outputs
     ]
 
 
 def preempting(statuses: set[tuple[int, ...]] | None = None) -> Callable[[Engine], None]:
-    """Between steps: every sample loses its slot after each of its harvests.
+    """Between steps: every sequence loses its slot after each of its fetches.
 
-    One that starts over loses its first stay after one harvest, its second after two, and so on.
+    One that starts over loses its first stay after one fetch, its second after two, and so on.
 
     Args:
         statuses: Takes the block statuses of each window that was given up.
     """
-    last: dict[Sample, Any] = {}
-    stayed: dict[Sample, int] = {}
+    last: dict[Sequence, Any] = {}
+    stayed: dict[Sequence, int] = {}
 
     def between(engine: Engine) -> None:
-        for sample in list(engine.scheduler.live):
-            if sample.saved is None or last.get(sample) is sample.saved:
+        for sequence in list(engine.scheduler.live):
+            if sequence.saved is None or last.get(sequence) is sequence.saved:
                 continue
-            last[sample] = sample.saved
-            stayed[sample] = stayed.get(sample, 0) + 1
-            if engine.facts.starts_over and stayed[sample] <= sample.num_preemptions:
+            last[sequence] = sequence.saved
+            stayed[sequence] = stayed.get(sequence, 0) + 1
+            if engine.layout.starts_over and stayed[sequence] <= sequence.num_preemptions:
                 continue
-            stayed[sample] = 0
+            stayed[sequence] = 0
             if statuses is not None:
-                statuses.add(window_status(engine, sample))
-            engine.scheduler.preempt(sample)
+                statuses.add(window_status(engine, sequence))
+            engine.scheduler.preempt(sequence)
 
     return between
 
 
-def window_status(engine: Engine, sample: Sample) -> tuple[int, ...]:
-    """Statuses of the blocks of a sample's last harvest."""
-    got, row = sample.saved
+def window_status(engine: Engine, sequence: Sequence) -> tuple[int, ...]:
+    """Statuses of the blocks of a sequence's last fetch."""
+    got, row = sequence.saved
     slot = engine.device.unpack(got.saved(row))
     return tuple(np.asarray(slot["buffer"].status).reshape(-1).tolist())
 
 
 def watch_cache(engine: Engine) -> dict[int, tuple[list[int], int, dict[str, Any]]]:
-    """Fills with (text, cached positions, pools as layers of K and V) of each sample that ends.
+    """Fills with (text, cached positions, pools as layers of K and V) of each sequence that ends.
 
-    Keyed by the sample's place in the order of arrival.
+    Keyed by the sequence's place in the order of arrival.
     """
     seen: dict[int, tuple[list[int], int, dict[str, Any]]] = {}
     leave = engine.scheduler.leave
 
-    def watched(sample: Sample) -> None:
-        if sample.slot >= 0:
-            pages = np.array(sample.pages, np.int32)
-            text = [*sample.prompt, *sample.tokens]
+    def watched(sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            pages = np.array(sequence.pages, np.int32)
+            text = [*sequence.prompt, *sequence.tokens]
             engine.device.wait()
             pools = engine.device.state.pools
             layers = {
-                name: harness.read_cache(pool, pages, sample.start) for name, pool in pools.items()
+                name: harness.read_cache(pool, pages, sequence.start)
+                for name, pool in pools.items()
             }
-            seen[sample.rank[1]] = (text, sample.start, layers)
-        leave(sample)
+            seen[sequence.rank[1]] = (text, sequence.start, layers)
+        leave(sequence)
 
     engine.scheduler.leave = watched
     return seen

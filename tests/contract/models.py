@@ -58,9 +58,9 @@ def weights(cfg: DenseConfig, seed: int, dtype=jnp.float32):
     return params | {"lm_head": params["lm_head"] * 3}
 
 
-def plain(seed: int = 1, dtype=jnp.float32, **facts) -> Model:
-    """A dense model; `facts` override its configuration."""
-    cfg = dataclasses.replace(CONFIG, **facts)
+def plain(seed: int = 1, dtype=jnp.float32, **layout) -> Model:
+    """A dense model; `layout` override its configuration."""
+    cfg = dataclasses.replace(CONFIG, **layout)
     return Model(params=weights(cfg, seed, dtype), config=cfg, arch=DENSE, defaults=DEFAULTS)
 
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import dllm_jax
-from dllm_jax.engine.admission import Live
+from dllm_jax.engine.admission import ActiveRequest
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.outputs import output
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import DONE, Sample
+from dllm_jax.engine.scheduler import DONE, Sequence
 from dllm_jax.loading.tokenizer import read_tokenizer
 
 BUILTIN = Path(dllm_jax.__file__).parent / "builtin" / "tiny-sdar"
@@ -275,17 +275,17 @@ def test_tokenizer_that_shows_every_broken_byte_is_waited_for():
 def test_stop_string_that_an_abort_brings_to_light_ends_the_text(tokenizers):
     tokenizer = tokenizers["fallback"]
     params = SamplingParams(stop="€")
-    live = Live("0", Request(prompt_token_ids=[5], params=params), params, 0.0, None, [])
+    live = ActiveRequest("0", Request(prompt_token_ids=[5], params=params), params, 0.0, None, [])
     place = SimpleNamespace(num_written=lambda length: length)
-    sample = Sample(owner=live, index=0, rank=(0, 0), prompt=[5], placement=place, capacity=64)
-    live.samples.append(sample)
-    sample.stream = TextStream(tokenizer, params.stop)
-    sample.tokens = [3, *bytes_of(tokenizer, "fallback", "é€")]
-    sample.stream.feed(sample.tokens)
-    assert sample.stream.text == "a"  # the run of bytes could go on
+    sequence = Sequence(owner=live, index=0, rank=(0, 0), prompt=[5], placement=place, capacity=64)
+    live.sequences.append(sequence)
+    sequence.stream = TextStream(tokenizer, params.stop)
+    sequence.tokens = [3, *bytes_of(tokenizer, "fallback", "é€")]
+    sequence.stream.feed(sequence.tokens)
+    assert sequence.stream.text == "a"  # the run of bytes could go on
     (one,) = output(live, tokenizer, 1.0).outputs
     assert (one.text, one.token_ids, one.finish_reason) == ("a", [3], None)
-    sample.stage, sample.finish_reason, sample.end_s = DONE, "abort", 1.0
+    sequence.stage, sequence.finish_reason, sequence.end_s = DONE, "abort", 1.0
     (one,) = output(live, tokenizer, 2.0).outputs
     assert (one.text, len(one.token_ids), one.finish_reason) == ("aé", 3, "stop")
 

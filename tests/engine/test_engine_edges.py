@@ -66,7 +66,7 @@ def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     request = cut(name, 9, max_tokens=55)
     (got,) = run(engine, [wish(request)])
     assert got.outputs[0].finish_reason == "length"
-    room = 3 * engine.facts.page_size - engine.facts.block_size - 9
+    room = 3 * engine.layout.page_size - engine.layout.block_size - 9
     assert ends([got]) == [wanted(name, dataclasses.replace(request, max_tokens=min(room, 55)))]
 
 

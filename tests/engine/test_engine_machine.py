@@ -106,7 +106,7 @@ def make_world(host: SimpleNamespace, number: int = 0) -> World:
     fitting = (
         world
         for world in worlds
-        if world.facts.num_slots > 1 and not world.tokenizer and world.facts.max_model_len > 30
+        if world.layout.num_slots > 1 and not world.tokenizer and world.layout.max_model_len > 30
     )
     for _ in range(number):
         next(fitting)
@@ -120,7 +120,7 @@ def ask(world: World, max_tokens: int = 12) -> str:
 
 
 def test_a_device_that_keeps_failing_ends_its_requests(host: SimpleNamespace) -> None:
-    for program in ("decode", "harvest", "admit"):
+    for program in ("decode", "fetch", "admit"):
         world = make_world(host)
         names = {ask(world), ask(world)}
         ended = {}
@@ -141,7 +141,7 @@ def test_a_device_that_keeps_failing_ends_its_requests(host: SimpleNamespace) ->
 
 def test_a_device_that_cannot_be_reset_ends_everybody() -> None:
     world = make_world(HOST)
-    names = {ask(world) for _ in range(world.facts.num_slots + 2)}
+    names = {ask(world) for _ in range(world.layout.num_slots + 2)}
     world.device.planned = ["admit", "reset"]
     outputs = world.engine.step()
     assert {output.request_id for output in outputs} == names
@@ -150,8 +150,8 @@ def test_a_device_that_cannot_be_reset_ends_everybody() -> None:
 
 def test_a_snapshot_is_saved_of_what_is_given_up() -> None:
     for saver, said in (
-        (lambda samples: f"{len(samples)} texts", "`dllm-jax replay 2 texts` runs it again"),
-        (lambda samples: 1 / 0, r"it could not be saved (ZeroDivisionError"),
+        (lambda sequences: f"{len(sequences)} texts", "`dllm-jax replay 2 texts` runs it again"),
+        (lambda sequences: 1 / 0, r"it could not be saved (ZeroDivisionError"),
     ):
         world = make_world(HOST)
         world.engine._save_snapshot = saver
@@ -167,7 +167,7 @@ def test_one_chunk_is_on_its_way_while_another_is_read(host: SimpleNamespace) ->
     ask(world, max_tokens=26)
     world.engine.step()
     calls = world.device.calls
-    while not calls["harvest"]:
+    while not calls["fetch"]:
         world.engine.step()
     assert calls["decode"] == 2
     assert world.engine.stats().num_chunks_in_flight == 1
@@ -177,11 +177,11 @@ def test_nothing_is_dispatched_behind_a_chunk_that_ends_all(host: SimpleNamespac
     counted_out = 0
     for number in range(12):
         world = make_world(host, number)
-        if world.facts.prompt_mode == "in_window":  # whose window may be too short for the text
+        if world.layout.prompt_mode == "in_window":  # whose window may be too short for the text
             continue
         requests, ran = world.host.requests, []
         params = requests.SamplingParams(max_tokens=26, max_nfe=5, ignore_eos=True)
-        with mock.patch.object(world.device, "harvest", noted(world.device.harvest, ran)):
+        with mock.patch.object(world.device, "fetch", noted(world.device.fetch, ran)):
             world.engine.add(requests.Request(prompt_token_ids=[5, 4], params=params))
             while world.engine.has_work:
                 outputs = world.engine.step()
@@ -206,7 +206,7 @@ def test_idle_time_is_no_steps_time(host: SimpleNamespace) -> None:
     world = make_world(host)
     for _ in range(3):
         name = ask(world, max_tokens=26)
-        while world.engine._last_harvest_s is None:
+        while world.engine._last_fetch_s is None:
             world.engine.step()
         world.engine.step()
         world.engine.abort(name)  # with a chunk in flight
@@ -221,8 +221,8 @@ def test_a_request_is_looked_at_while_it_runs() -> None:
     world.engine.step()
     (output,) = world.engine.outputs()
     assert (output.request_id, output.finished) == (name, False)
-    assert [sample.index for sample in world.engine.samples(name)] == [0]
-    assert world.engine.samples("nobody") == []
+    assert [sequence.index for sequence in world.engine.sequences(name)] == [0]
+    assert world.engine.sequences("nobody") == []
 
 
 def test_a_name_is_used_once_at_a_time() -> None:

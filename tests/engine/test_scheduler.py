@@ -20,7 +20,7 @@ def host() -> SimpleNamespace:
     return host_of()
 
 
-def make_facts(host: SimpleNamespace, **changed: Any) -> Any:
+def make_layout(host: SimpleNamespace, **changed: Any) -> Any:
     sizes = {
         "num_slots": 3,
         "num_pages": 12,
@@ -39,15 +39,15 @@ def make_facts(host: SimpleNamespace, **changed: Any) -> Any:
         "page_buckets": (2, 6, 11),
         "prefill_buckets": (4, 8, 16),
     }
-    return host.facts.Facts(**{**sizes, **changed})
+    return host.layout.EngineLayout(**{**sizes, **changed})
 
 
 class Books:
-    """A scheduler and samples for it, made as the engine makes them."""
+    """A scheduler and sequences for it, made as the engine makes them."""
 
     def __init__(self, host: SimpleNamespace, **changed: Any):
         self.host = host
-        self.scheduler = host.scheduler.Scheduler(make_facts(host, **changed))
+        self.scheduler = host.scheduler.Scheduler(make_layout(host, **changed))
         self.pool = self.scheduler.pool
         self.number = 0
 
@@ -62,40 +62,40 @@ class Books:
         return live
 
     def add(self, prompt: Any, **wishes: Any) -> Any:
-        """Queue a request; its first sample."""
+        """Queue a request; its first sequence."""
         live = self.accept(prompt, **wishes)
-        for sample in live.samples:
-            self.scheduler.add(sample)
-        return live.samples[0]
+        for sequence in live.sequences:
+            self.scheduler.add(sequence)
+        return live.sequences[0]
 
     def admit(self) -> list[Any]:
         """Admit who can be; they are as after their prefill."""
         placed = self.scheduler.admit()
-        for sample in placed:
-            sample.done, sample.stage = sample.goal, self.host.scheduler.DECODE
+        for sequence in placed:
+            sequence.done, sequence.stage = sequence.goal, self.host.scheduler.DECODE
         return placed
 
     def run(self, prompt: Any, text: Any = (), **wishes: Any) -> Any:
-        """A sample that was admitted, computed and has settled some text, all committed."""
-        sample = self.add(prompt, **wishes)
-        assert sample in self.admit()
-        self.settle(sample, text)
-        return sample
+        """A sequence that was admitted, computed and has settled some text, all committed."""
+        sequence = self.add(prompt, **wishes)
+        assert sequence in self.admit()
+        self.settle(sequence, text)
+        return sequence
 
-    def settle(self, sample: Any, text: Any) -> None:
-        """As harvests say: tokens, their blocks committed."""
-        if not sample.is_sound:
-            sample.is_sound = True
-            self.scheduler.publish(sample)
+    def settle(self, sequence: Any, text: Any) -> None:
+        """As fetches say: tokens, their blocks committed."""
+        if not sequence.is_sound:
+            sequence.is_sound = True
+            self.scheduler.publish(sequence)
         if text:
-            self.scheduler.grow([sample], 4)
-        sample.tokens += list(text)
-        S = self.scheduler.facts.block_size
-        ids = len(sample.prompt) + len(sample.tokens)
-        sample.start = max(sample.start, ids // S * S if self.scheduler.facts.is_grid else ids)
+            self.scheduler.grow([sequence], 4)
+        sequence.tokens += list(text)
+        S = self.scheduler.layout.block_size
+        ids = len(sequence.prompt) + len(sequence.tokens)
+        sequence.start = max(sequence.start, ids // S * S if self.scheduler.layout.is_grid else ids)
 
     def check(self) -> None:
-        self.pool.check([sample.pages for sample in self.scheduler.live])
+        self.pool.check([sequence.pages for sequence in self.scheduler.live])
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -134,11 +134,11 @@ def test_a_window_holds_prompt_text_and_suffix(host: SimpleNamespace) -> None:
 
 def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=6)
-    sample = books.run(range(2, 19), max_tokens=99)
-    assert sample.placement.limit == 20
+    sequence = books.run(range(2, 19), max_tokens=99)
+    assert sequence.placement.limit == 20
     for _ in range(3):
-        assert books.scheduler.grow([sample], 4) == 4
-    assert (len(sample.pages), sample.num_preemptions) == (6, 0)
+        assert books.scheduler.grow([sequence], 4) == 4
+    assert (len(sequence.pages), sequence.num_preemptions) == (6, 0)
 
 
 # --- the queue ------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: SimpleNamespace) -
 
 def test_priority_then_arrival_decide(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30, num_slots=5, slot_buckets=(5,))
-    samples = [books.add([5] * 4, priority=priority) for priority in (0, 1, 0, -1)]
-    assert books.admit() == [samples[3], samples[0], samples[2], samples[1]]
-    assert books.scheduler.live == [samples[3], samples[0], samples[2], samples[1]]
+    sequences = [books.add([5] * 4, priority=priority) for priority in (0, 1, 0, -1)]
+    assert books.admit() == [sequences[3], sequences[0], sequences[2], sequences[1]]
+    assert books.scheduler.live == [sequences[3], sequences[0], sequences[2], sequences[1]]
 
 
 def test_nobody_passes_one_that_does_not_fit(host: SimpleNamespace) -> None:
@@ -180,7 +180,7 @@ def test_ended_ones_in_the_queue_are_passed_over(host: SimpleNamespace) -> None:
     assert not books.scheduler.has_waiting
 
 
-def test_samples_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNamespace) -> None:
+def test_sequences_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30, prefix_caching=False)
     first = books.add([5] * 8, n=2)
     other = books.add([5] * 8)
@@ -193,7 +193,9 @@ def test_samples_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNames
     books.check()
 
 
-def test_without_the_cache_samples_share_with_their_own_request_only(host: SimpleNamespace) -> None:
+def test_without_the_cache_sequences_share_with_their_own_request_only(
+    host: SimpleNamespace,
+) -> None:
     books = Books(host, num_pages=30, num_slots=5, slot_buckets=(5,), prefix_caching=False)
     for _ in range(2):
         first = books.add([5] * 8, n=2)
@@ -203,7 +205,9 @@ def test_without_the_cache_samples_share_with_their_own_request_only(host: Simpl
         assert second.pages == first.pages
 
 
-def test_a_sample_whose_first_one_failed_computes_the_prompt_itself(host: SimpleNamespace) -> None:
+def test_a_sequence_whose_first_one_failed_computes_the_prompt_itself(
+    host: SimpleNamespace,
+) -> None:
     books = Books(host)
     first = books.add([5] * 8, n=2)
     books.admit()
@@ -243,24 +247,24 @@ def test_text_of_soft_commits_is_not_shared_but_the_prompt_is(host: SimpleNamesp
     assert second.cached_tokens == 8
 
 
-def test_nothing_is_known_before_a_harvest_says_it_is_sound(host: SimpleNamespace) -> None:
+def test_nothing_is_known_before_a_fetch_says_it_is_sound(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30)
     first = books.add(range(2, 14))
     books.admit()
     second = books.add(range(2, 14))
     books.admit()
     assert second.cached_tokens == 0
-    for sample in (first, second):
-        books.scheduler.leave(sample)
+    for sequence in (first, second):
+        books.scheduler.leave(sequence)
     assert books.pool._page_of == {}
 
 
 def test_a_stop_id_in_the_cache_is_not_taken_for_text(host: SimpleNamespace) -> None:
     """The block of a stop id is committed whole; what it holds was never said."""
     books = Books(host, num_pages=30)
-    sample = books.run(range(2, 10), text=range(20, 26))
-    sample.start = 16
-    books.scheduler.leave(sample)
+    sequence = books.run(range(2, 10), text=range(20, 26))
+    sequence.start = 16
+    books.scheduler.leave(sequence)
     assert len(books.pool._page_of) == 3
 
 
@@ -270,8 +274,8 @@ def test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it(
     for least, found in ((0, 12), (1, 8), (4, 8)):
         books = Books(host, num_pages=30, compute_at_least=least)
         books.run(range(2, 14))
-        sample = books.run(range(2, 14))
-        assert (sample.cached_tokens, sample.goal) == (found, 12), least
+        sequence = books.run(range(2, 14))
+        assert (sequence.cached_tokens, sequence.goal) == (found, 12), least
 
 
 def test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together(
@@ -280,13 +284,13 @@ def test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together(
     """Pages of 4, blocks of 6: 12 tokens are shared together or not at all."""
     rules = {"num_pages": 30, "block_size": 6, "window": 6, "prefill_buckets": (6, 12, 42)}
     books = Books(host, **rules)
-    assert books.scheduler.facts.unit == 12
+    assert books.scheduler.layout.unit == 12
     first = books.run(range(2, 28))  # 24 of 26 in the cache
     second = books.run([*range(2, 22), 60, 61, 62, 63, 64, 65])
     assert (second.cached_tokens, second.pages[:3]) == (12, first.pages[:3])
     pages = first.pages[:6]
-    for sample in (first, second):
-        books.scheduler.leave(sample)
+    for sequence in (first, second):
+        books.scheduler.leave(sequence)
     taken = books.pool.take(30 - len(books.pool._page_of) + 2)  # evict two, the last ones first
     books.pool.release(taken)
     third = books.run(range(2, 28))
@@ -324,7 +328,7 @@ def test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page(host: SimpleN
 def test_a_causal_prompt_is_shared_at_any_page(host: SimpleNamespace) -> None:
     rules = {"prompt_mode": "whole_causal", "compute_at_least": 1, "num_pages": 30, "window": 4}
     books = Books(host, **rules)
-    assert books.scheduler.facts.unit == 4
+    assert books.scheduler.layout.unit == 4
     books.run(range(2, 15))
     assert books.run(range(2, 15)).cached_tokens == 12
     assert books.run(range(2, 14)).cached_tokens == 8
@@ -333,34 +337,34 @@ def test_a_causal_prompt_is_shared_at_any_page(host: SimpleNamespace) -> None:
 # --- prefill --------------------------------------------------------------------------------------
 
 
-def passes(books: Books, sample: Any, most: int) -> list[tuple]:
+def passes(books: Books, sequence: Any, most: int) -> list[tuple]:
     found = []
-    while (piece := books.scheduler.next_pass(sample, most)) is not None:
+    while (piece := books.scheduler.next_pass(sequence, most)) is not None:
         found.append((piece.kind, piece.first, piece.end, piece.live_end, piece.size))
-        sample.done = piece.end
+        sequence.done = piece.end
     return found
 
 
 def test_a_prefix_is_computed_in_pieces_of_compiled_sizes(host: SimpleNamespace) -> None:
     books = Books(host)
     books.add(range(2, 29))  # 24 of 27 are prefilled
-    (sample,) = books.scheduler.admit()
-    assert passes(books, sample, 16) == [("blocks", 0, 16, 16, 16), ("blocks", 16, 24, 24, 8)]
-    sample.done = 0
-    assert passes(books, sample, 15) == [("blocks", i, i + 8, i + 8, 8) for i in (0, 8, 16)]
-    sample.done = 20
-    assert passes(books, sample, 99) == [("blocks", 20, 24, 24, 4)]
-    sample.done = 0
-    assert passes(books, sample, 1)[0] == ("blocks", 0, 4, 4, 4)
+    (sequence,) = books.scheduler.admit()
+    assert passes(books, sequence, 16) == [("blocks", 0, 16, 16, 16), ("blocks", 16, 24, 24, 8)]
+    sequence.done = 0
+    assert passes(books, sequence, 15) == [("blocks", i, i + 8, i + 8, 8) for i in (0, 8, 16)]
+    sequence.done = 20
+    assert passes(books, sequence, 99) == [("blocks", 20, 24, 24, 4)]
+    sequence.done = 0
+    assert passes(books, sequence, 1)[0] == ("blocks", 0, 4, 4, 4)
 
 
 def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: SimpleNamespace) -> None:
     books = Books(host, prompt_mode="grid_full", prefill_buckets=(8, 40))
-    sample = books.run(range(2, 13), text=range(20, 30))  # 8 of 11 are stored, all are computed
-    sample.saved = ("harvest", 0)
+    sequence = books.run(range(2, 13), text=range(20, 30))  # 8 of 11 are stored, all are computed
+    sequence.saved = ("fetch", 0)
     books.pool.reset()
-    sample.done, sample.goal = 0, sample.start
-    assert passes(books, sample, 4) == [
+    sequence.done, sequence.goal = 0, sequence.start
+    assert passes(books, sequence, 4) == [
         ("full", 0, 8, 11, 40),
         ("blocks", 8, 16, 16, 8),
         ("blocks", 16, 20, 20, 8),
@@ -370,47 +374,47 @@ def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: SimpleNam
 def test_a_budget_is_spent_best_first_and_always_gets_on(host: SimpleNamespace) -> None:
     books = Books(host, max_num_batched_tokens=20)
     books.add(range(2, 40))
-    (sample,) = books.scheduler.admit()
+    (sequence,) = books.scheduler.admit()
     budget = host.planning.Budget(books.scheduler, [], 1, None)
-    piece = budget.take(sample, forced=True)
+    piece = budget.take(sequence, forced=True)
     assert piece.size == 16
-    sample.done = piece.end
-    piece = budget.take(sample, forced=False)
+    sequence.done = piece.end
+    piece = budget.take(sequence, forced=False)
     assert piece.size == 4
-    sample.done = piece.end
-    assert budget.take(sample, forced=False) is None
-    assert budget.take(sample, forced=True).size == 4
+    sequence.done = piece.end
+    assert budget.take(sequence, forced=False) is None
+    assert budget.take(sequence, forced=True).size == 4
 
 
 def test_a_budget_beside_decoding_is_what_its_steps_take(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30)
     decoding = [books.run([5] * 4, max_tokens=8)]
     books.add(range(2, 36))
-    (sample,) = books.scheduler.admit()
+    (sequence,) = books.scheduler.admit()
     # Of a step of one row over 2 columns 12 s may be spent; 4 tokens over 2 columns take 24 s, 8
     # take 48 s, and 16 over 6 columns 160 s.
     cost = Cost(12 / (4 + 1) / (4 + 2) / host.planning.BESIDE, 1.0)
     for steps, size in ((1, 0), (3, 4), (5, 8), (13, 8), (14, 16)):
         budget = host.planning.Budget(books.scheduler, decoding, steps, cost)
-        piece = budget.take(sample, forced=False)
+        piece = budget.take(sequence, forced=False)
         assert (piece.size if piece else 0) == size, steps
     spent = host.planning.Budget(books.scheduler, decoding, 5, cost)
-    assert spent.take(sample, forced=False).size == 8
-    assert spent.take(sample, forced=False) is None
+    assert spent.take(sequence, forced=False).size == 8
+    assert spent.take(sequence, forced=False) is None
 
 
 def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNamespace) -> None:
-    def tokens(cost: Any, watched: bool, **facts: Any) -> int:
+    def tokens(cost: Any, watched: bool, **layout: Any) -> int:
         """What three prompts get beside a decoding row and two of its steps."""
         sizes = {"num_slots": 4, "slot_buckets": (1, 4), "num_pages": 60}
-        books = Books(host, prefill_buckets=(4,), **sizes, **facts)
+        books = Books(host, prefill_buckets=(4,), **sizes, **layout)
         decoding = [books.run([5] * 4, max_tokens=8)]
         for first in (2, 3, 4):
             books.add(range(first, first + 36), denoise=watched and first == 4)
         waiting = books.scheduler.admit()
         waiting[0].watched = True  # for a stop string, say, which no delay is noticed by
         budget = host.planning.Budget(books.scheduler, decoding, 2, cost)
-        pieces = [budget.take(sample, forced=False) for sample in waiting]
+        pieces = [budget.take(sequence, forced=False) for sequence in waiting]
         return sum(piece.size for piece in pieces if piece)
 
     # One budget is a little more than what 4 tokens over 2 columns take.
@@ -425,35 +429,35 @@ def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNames
 
 def test_growth_covers_the_steps_in_flight_and_the_next(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=40, page_buckets=(11,))
-    sample = books.run([5] * 4, max_tokens=36)
-    assert sample.start == 4
+    sequence = books.run([5] * 4, max_tokens=36)
+    assert sequence.start == 4
     for in_flight, steps, end in ((0, 1, 12), (1, 1, 20), (1, 2, 28), (2, 2, 36), (4, 4, 44)):
-        sample.in_flight = in_flight
-        assert books.scheduler.reach(sample, steps) == end
-        books.scheduler.grow([sample], steps)
-        assert sample.covered >= end
-        assert sample.covered == len(sample.pages) * 4
-    held = books.scheduler.table[sample.slot].tolist()
-    assert held[: len(sample.pages)] == sample.pages
-    assert len(sample.pages) == 11  # never past what it can write
+        sequence.in_flight = in_flight
+        assert books.scheduler.reach(sequence, steps) == end
+        books.scheduler.grow([sequence], steps)
+        assert sequence.covered >= end
+        assert sequence.covered == len(sequence.pages) * 4
+    held = books.scheduler.table[sequence.slot].tolist()
+    assert held[: len(sequence.pages)] == sequence.pages
+    assert len(sequence.pages) == 11  # never past what it can write
 
 
 def test_growth_is_bounded_by_what_chunks_may_emit(host: SimpleNamespace) -> None:
     """A chunk ends before it emits more than 32; two windows of 8 may be ahead of that."""
     books = Books(host, num_pages=200, max_model_len=390, page_buckets=(99,))
-    assert books.scheduler.facts.most_new == 32
-    sample = books.run([5] * 4, max_tokens=386)
+    assert books.scheduler.layout.most_new == 32
+    sequence = books.run([5] * 4, max_tokens=386)
     for in_flight, steps, ahead in ((0, 9, 48), (0, 6, 48), (0, 5, 40), (9, 9, 80), (1, 9, 80)):
-        sample.in_flight = in_flight
-        assert books.scheduler.reach(sample, steps) == 4 + ahead, (in_flight, steps)
+        sequence.in_flight = in_flight
+        assert books.scheduler.reach(sequence, steps) == 4 + ahead, (in_flight, steps)
 
 
 def test_a_narrow_window_ends_no_chunk_before_its_steps(host: SimpleNamespace) -> None:
     """A token a step of plain decoding; drafts may bring two."""
-    facts = make_facts(host, window=2, block_size=2, max_steps_per_chunk=64, max_model_len=390)
-    assert facts.most_new == 128
-    assert make_facts(host, max_model_len=390).most_new == 4 * 8
-    assert make_facts(host, window=2, block_size=2, max_steps_per_chunk=64).most_new == 40
+    layout = make_layout(host, window=2, block_size=2, max_steps_per_chunk=64, max_model_len=390)
+    assert layout.most_new == 128
+    assert make_layout(host, max_model_len=390).most_new == 4 * 8
+    assert make_layout(host, window=2, block_size=2, max_steps_per_chunk=64).most_new == 40
 
 
 def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
@@ -461,8 +465,8 @@ def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
     first, second = books.run([5] * 4), books.run([6] * 4)
     books.pool.take(books.pool.num_available - 5)  # one step needs 4 pages, four steps 10
     assert books.scheduler.grow([first, second], 4) == 1
-    assert [sample.num_preemptions for sample in (first, second)] == [0, 0]
-    assert [len(sample.pages) for sample in (first, second)] == [3, 3]
+    assert [sequence.num_preemptions for sequence in (first, second)] == [0, 0]
+    assert [len(sequence.pages) for sequence in (first, second)] == [3, 3]
 
 
 def test_half_the_steps_come_before_one(host: SimpleNamespace) -> None:
@@ -470,53 +474,53 @@ def test_half_the_steps_come_before_one(host: SimpleNamespace) -> None:
     first, second = books.run([5] * 4), books.run([6] * 4)
     books.pool.take(books.pool.num_available - 9)  # two steps need 8 pages
     assert books.scheduler.grow([first, second], 4) == 2
-    assert [len(sample.pages) for sample in (first, second)] == [5, 5]
+    assert [len(sequence.pages) for sequence in (first, second)] == [5, 5]
 
 
 def test_the_worst_ranked_gives_way_and_only_it(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=9)
-    samples = [books.run([token] * 4, priority=p) for token, p in ((5, 0), (6, 2), (7, 1))]
-    first, worst, second = samples
+    sequences = [books.run([token] * 4, priority=p) for token, p in ((5, 0), (6, 2), (7, 1))]
+    first, worst, second = sequences
     taken = books.pool.take(books.pool.num_available - 3)  # each needs 2 and holds 1
     assert books.scheduler.grow([first, second, worst], 1) == 1
-    assert [s.num_preemptions for s in samples] == [0, 1, 0]
+    assert [s.num_preemptions for s in sequences] == [0, 1, 0]
     assert (worst.stage, worst.pages, worst.slot) == (host.scheduler.WAITING, [], -1)
-    assert [len(sample.pages) for sample in books.scheduler.live] == [3, 3]
+    assert [len(sequence.pages) for sequence in books.scheduler.live] == [3, 3]
     books.pool.check([*(s.pages for s in books.scheduler.live), taken])
 
 
-def test_a_preempted_one_goes_on_from_its_last_harvest(host: SimpleNamespace) -> None:
+def test_a_preempted_one_goes_on_from_its_last_fetch(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30)
-    sample = books.run(range(2, 10), text=range(20, 29))
-    sample.saved = ("harvest", 0)
-    epoch, slot = sample.epoch, sample.slot
-    books.scheduler.preempt(sample)
-    assert (sample.start, sample.tokens) == (16, [*range(20, 29)])
+    sequence = books.run(range(2, 10), text=range(20, 29))
+    sequence.saved = ("fetch", 0)
+    epoch, slot = sequence.epoch, sequence.slot
+    books.scheduler.preempt(sequence)
+    assert (sequence.start, sequence.tokens) == (16, [*range(20, 29)])
     assert books.scheduler.slots[slot] is None
-    assert books.scheduler.admit() == [sample]
-    assert (sample.done, sample.goal) == (16, 16)  # its own pages were still there
-    assert sample.epoch > epoch
-    assert sample.in_flight == 0
+    assert books.scheduler.admit() == [sequence]
+    assert (sequence.done, sequence.goal) == (16, 16)  # its own pages were still there
+    assert sequence.epoch > epoch
+    assert sequence.in_flight == 0
 
 
 def test_one_that_cannot_be_taken_up_starts_over(host: SimpleNamespace) -> None:
-    for rules, saved in (({"starts_over": True}, ("harvest", 0)), ({}, None)):
+    for rules, saved in (({"starts_over": True}, ("fetch", 0)), ({}, None)):
         books = Books(host, num_pages=30, **rules)
-        sample = books.run(range(2, 10), text=range(20, 29))
-        sample.saved = saved
-        books.scheduler.preempt(sample)
-        assert (sample.start, sample.saved) == (8, None)
-        assert sample.tokens == [*range(20, 29)], "what was said stays said"
+        sequence = books.run(range(2, 10), text=range(20, 29))
+        sequence.saved = saved
+        books.scheduler.preempt(sequence)
+        assert (sequence.start, sequence.saved) == (8, None)
+        assert sequence.tokens == [*range(20, 29)], "what was said stays said"
 
 
 def test_losing_everything_frees_all_pages_and_queues_all(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30)
-    samples = [books.run([token] * 8) for token in (5, 6)]
-    assert books.scheduler.lose_everything() == samples
+    sequences = [books.run([token] * 8) for token in (5, 6)]
+    assert books.scheduler.lose_everything() == sequences
     assert (books.pool.num_held, books.pool._page_of) == (0, {})
     assert books.scheduler.live == []
-    assert books.scheduler.admit() == samples
-    assert [sample.done for sample in samples] == [0, 0]
+    assert books.scheduler.admit() == sequences
+    assert [sequence.done for sequence in sequences] == [0, 0]
 
 
 # --- rows, buckets and rounds ---------------------------------------------------------------------
@@ -524,11 +528,11 @@ def test_losing_everything_frees_all_pages_and_queues_all(host: SimpleNamespace)
 
 def test_rows_are_distinct_and_fill_their_bucket(host: SimpleNamespace) -> None:
     books = Books(host, num_pages=30)
-    samples = [books.run([token] * 4) for token in (5, 6, 7)]
+    sequences = [books.run([token] * 4) for token in (5, 6, 7)]
     scheduler = books.scheduler
     assert [scheduler.slot_bucket(count) for count in (1, 2, 3)] == [1, 3, 3]
-    rows = scheduler.rows(samples[1:], 3)
-    assert rows[:2] == [sample.slot for sample in samples[1:]]
+    rows = scheduler.rows(sequences[1:], 3)
+    assert rows[:2] == [sequence.slot for sequence in sequences[1:]]
     assert sorted(rows) == [0, 1, 2]
     assert [scheduler.page_bucket(end) for end in (1, 8, 9, 24, 25, 44)] == [2, 2, 6, 6, 11, 11]
 
@@ -572,10 +576,10 @@ def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: SimpleName
     def ends(steps: int, wishes: tuple[dict, ...], in_flight: int = 9, **rules: Any) -> bool:
         books = Books(host, num_pages=40, **rules)
         rows = [books.run([5] * 4, **{"ignore_eos": True, **wish}) for wish in wishes]
-        for sample in rows:
-            sample.in_flight, sample.nfe, sample.tokens = in_flight, 3, [7, 7]
-        chunk = SimpleNamespace(samples=rows, steps=steps)
-        return host.planning.all_end(books.scheduler.facts, [chunk], rows)
+        for sequence in rows:
+            sequence.in_flight, sequence.nfe, sequence.tokens = in_flight, 3, [7, 7]
+        chunk = SimpleNamespace(sequences=rows, steps=steps)
+        return host.planning.all_end(books.scheduler.layout, [chunk], rows)
 
     nine = {"max_nfe": 9}
     for steps, is_last in ((5, False), (6, True), (9, True)):
@@ -611,8 +615,8 @@ def test_what_makes_no_sense_is_refused(prompt: list, wishes: dict, message: str
 
 
 def test_ids_of_the_vocabulary_are_taken(host: SimpleNamespace) -> None:
-    (sample,) = Books(host).accept([0, 99]).samples
-    assert sample.prompt == [0, 99]
+    (sequence,) = Books(host).accept([0, 99]).sequences
+    assert sequence.prompt == [0, 99]
 
 
 def test_ids_outside_the_vocabulary_are_refused(host: SimpleNamespace) -> None:
@@ -626,19 +630,23 @@ def test_bounds_belong_to_their_ranges(host: SimpleNamespace) -> None:
     for value in (0.0, 1.0):
         books.accept([5], strategy_overrides={"accept_threshold": value})
     most = tuple(range(2, 2 + host.intake.STOP_WIDTH - 1))
-    (sample,) = books.accept([5], stop_token_ids=most).samples
-    assert len(sample.placement.stop_ids) == host.intake.STOP_WIDTH
+    (sequence,) = books.accept([5], stop_token_ids=most).sequences
+    assert len(sequence.placement.stop_ids) == host.intake.STOP_WIDTH
 
 
-def test_samples_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> None:
+def test_sequences_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> None:
     books = Books(host)
     books.accept([5])
     live = books.accept([5], n=3, priority=2)
-    assert [s.rank for s in live.samples] == [(2, 1), (2, 2), (2, 3)]
-    assert [(s.placement.seed, s.placement.fold) for s in live.samples] == [(9, 1), (9, 2), (9, 3)]
+    assert [s.rank for s in live.sequences] == [(2, 1), (2, 2), (2, 3)]
+    assert [(s.placement.seed, s.placement.fold) for s in live.sequences] == [
+        (9, 1),
+        (9, 2),
+        (9, 3),
+    ]
     live = books.accept([5], n=2, seed=4)
-    assert [(s.placement.seed, s.placement.fold) for s in live.samples] == [(4, 0), (4, 1)]
-    assert [s.leader for s in live.samples] == [None, live.samples[0]]
+    assert [(s.placement.seed, s.placement.fold) for s in live.sequences] == [(4, 0), (4, 1)]
+    assert [s.leader for s in live.sequences] == [None, live.sequences[0]]
 
 
 WINDOW = {"prompt_mode": "in_window", "window": 24, "page_buckets": (2, 11)}
@@ -649,7 +657,7 @@ def test_a_suffix_may_hold_cells_to_be_written(host: SimpleNamespace) -> None:
 
     def placed(prompt: list, suffix: tuple) -> Any:
         live = books.accept(prompt, max_tokens=2, suffix_token_ids=suffix)
-        return live.samples[0].placement
+        return live.sequences[0].placement
 
     inner = placed([5, 6], (7, -1, -1, 8, -1, 9, 9))
     assert (inner.prompt_len, inner.limit) == (2, 9)
@@ -694,10 +702,10 @@ def test_a_text_with_a_suffix_is_not_cut_short(host: SimpleNamespace) -> None:
 def test_a_placement_says_what_the_slot_needs(host: SimpleNamespace) -> None:
     books = Books(host)
     wishes = {"stop_token_ids": (3, 1, 3), "strategy_overrides": {"accept_threshold": 0.5}}
-    placement = books.accept(range(2, 16), max_nfe=7, top_k=4, **wishes).samples[0].placement
+    placement = books.accept(range(2, 16), max_nfe=7, top_k=4, **wishes).sequences[0].placement
     assert placement.tail == (14, 15)
     assert (placement.prompt_len, placement.limit, placement.max_nfe) == (14, 30, 7)
     assert (placement.stop_ids, placement.top_k, placement.top_p) == ((3, 1), 4, 1.0)
     assert placement.knobs == {"accept_threshold": 0.5}
-    plain = books.accept([5], stop_token_ids=(3,), ignore_eos=True).samples[0].placement
+    plain = books.accept([5], stop_token_ids=(3,), ignore_eos=True).sequences[0].placement
     assert (plain.stop_ids, plain.knobs) == ((3,), {"accept_threshold": 0.9})

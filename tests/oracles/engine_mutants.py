@@ -7,13 +7,13 @@ the seeded runs of test_engine_machine.py.
 
 Left out as equivalent:
 * `_enter` without `epoch += 1`: `_vacate` has counted the end of the stay before.
-* `_run_pass` calling the last piece the last of a sample that is restored: `restore` sets `finish`.
+* `_run_pass` calling the last piece the last of a sequence that is restored: `restore` sets `finish`.
 * `_report` without its second look into `_requests`: each request is in `_moved` once.
 * `_deadlines` never counted down: deadlines are then looked for in vain, which costs time alone.
 * `_recover` without `_rounds.clear()`: nobody is live then, and the next step clears them.
 * `_feed` without cutting at the stop string: `reporting` cuts there again.
 * `limits` without its first refusal: the rule behind it refuses the same, in other words.
-* `_fits` without `max(sample.start, ...)`: what is written never ends before `start`.
+* `_fits` without `max(sequence.start, ...)`: what is written never ends before `start`.
 """
 
 import importlib
@@ -162,9 +162,9 @@ QUEUE = [
     *_broken(
         "scheduler.py",
         "test_scheduler.test_a_text_ends_at_its_tokens_the_model_or_the_pool",
-        limit_ignores_the_pool=("facts.max_model_len, room)", "facts.max_model_len)"),
+        limit_ignores_the_pool=("layout.max_model_len, room)", "layout.max_model_len)"),
         last_block_is_not_reserved=(
-            "beyond = facts.block_size + suffix_len",
+            "beyond = layout.block_size + suffix_len",
             "beyond = suffix_len",
         ),
     ),
@@ -178,13 +178,13 @@ QUEUE = [
         "machine",
         prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
         last_come_first_served=(
-            "        heapq.heappush(self._waiting, (sample.rank, sample))\n\n    @property",
-            "        heapq.heappush(self._waiting, ((sample.rank[0], -sample.rank[1]), sample))\n\n"
+            "        heapq.heappush(self._waiting, (sequence.rank, sequence))\n\n    @property",
+            "        heapq.heappush(self._waiting, ((sequence.rank[0], -sequence.rank[1]), sequence))\n\n"
             "    @property",
         ),
         live_ones_not_in_order=(
-            "bisect.insort(self.live, sample, key=_rank)",
-            "self.live.append(sample)",
+            "bisect.insort(self.live, sequence, key=_rank)",
+            "self.live.append(sequence)",
         ),
     ),
     *_broken(
@@ -197,8 +197,8 @@ QUEUE = [
     ),
     *_broken(
         "scheduler.py",
-        "test_scheduler.test_samples_of_a_request_wait_for_the_prompt_of_the_first",
-        samples_do_not_wait_for_the_prompt=("if self._waits_for_leader(sample):", "if False:"),
+        "test_scheduler.test_sequences_of_a_request_wait_for_the_prompt_of_the_first",
+        sequences_do_not_wait_for_the_prompt=("if self._waits_for_leader(sequence):", "if False:"),
         waits_for_the_end_of_the_first=(
             "leader.stage != DONE and not leader.prompt_published",
             "leader.stage != DONE",
@@ -206,12 +206,12 @@ QUEUE = [
     ),
     *_broken(
         "scheduler.py",
-        "test_scheduler.test_without_the_cache_samples_share_with_their_own_request_only",
+        "test_scheduler.test_without_the_cache_sequences_share_with_their_own_request_only",
         strangers_share_without_the_cache=("leader.rank[1])", "0)"),
     ),
     *_broken(
         "scheduler.py",
-        "test_scheduler.test_a_sample_whose_first_one_failed_computes_the_prompt_itself",
+        "test_scheduler.test_a_sequence_whose_first_one_failed_computes_the_prompt_itself",
         waits_for_one_that_failed=(
             "leader.stage != DONE and not leader.prompt_published",
             "not leader.prompt_published",
@@ -225,7 +225,7 @@ QUEUE = [
             "wanted + idle + len(self.live) <= pool",
             "wanted + idle + len(self.live) < pool",
         ),
-        first_steps_are_not_reserved=("max(sample.start, first_steps)", "sample.start"),
+        first_steps_are_not_reserved=("max(sequence.start, first_steps)", "sequence.start"),
     ),
     *_broken(
         "scheduler.py",
@@ -242,7 +242,7 @@ QUEUE = [
         "scheduler.py",
         "test_scheduler.test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page",
         copy_that_does_not_fit_waits_for_ever=(
-            "if not (copied and self._fits(sample, [], False)):",
+            "if not (copied and self._fits(sequence, [], False)):",
             "if True:",
         ),
     ),
@@ -257,7 +257,7 @@ PREFIXES = [
     *_broken(
         "scheduler.py",
         "test_scheduler.test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it",
-        hit_leaves_nothing_to_compute=("else goal - facts.compute_at_least", "else goal"),
+        hit_leaves_nothing_to_compute=("else goal - layout.compute_at_least", "else goal"),
     ),
     *_broken(
         "scheduler.py",
@@ -268,7 +268,7 @@ PREFIXES = [
         ),
     ),
     *_broken(
-        "facts.py",
+        "layout.py",
         "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
         unit_is_a_page=(
             "return math.lcm(self.page_size, self.block_size if self.is_grid else 1)",
@@ -283,12 +283,12 @@ PREFIXES = [
             "return hits",
         ),
         whole_prompt_keyed_by_what_is_stored=(
-            'digest(b"whole|" + self._salt(sample), sample.prompt)',
-            'digest(b"whole|" + self._salt(sample), sample.prompt[: sample.prefix_len])',
+            'digest(b"whole|" + self._salt(sequence), sequence.prompt)',
+            'digest(b"whole|" + self._salt(sequence), sequence.prompt[: sequence.prefix_len])',
         ),
         text_is_published_before_it_is_stored=(
-            "end = min(sample.start, len(sample.prompt) + len(sample.tokens))",
-            "end = len(sample.prompt) + len(sample.tokens)",
+            "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
+            "end = len(sequence.prompt) + len(sequence.tokens)",
         ),
         recomputed_text_is_one_off=(
             "self.tokens[max(first - split, 0) : max(end - split, 0)]",
@@ -299,48 +299,48 @@ PREFIXES = [
         "scheduler.py",
         "test_scheduler.test_a_stop_id_in_the_cache_is_not_taken_for_text",
         unsaid_text_is_published=(
-            "end = min(sample.start, len(sample.prompt) + len(sample.tokens))",
-            "end = sample.start",
+            "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
+            "end = sequence.start",
         ),
     ),
     *_broken(
         "scheduler.py",
         "test_scheduler.test_text_of_soft_commits_is_not_shared_but_the_prompt_is",
-        text_of_soft_commits_is_shared=("if self.facts.soft_commits or", "if"),
+        text_of_soft_commits_is_shared=("if self.layout.soft_commits or", "if"),
     ),
     *_broken(
         "scheduler.py",
         "test_scheduler.test_a_second_turn_finds_the_first_ones_text",
         text_is_never_published=(
-            "        if sample.is_sound:\n            self.publish(sample)\n",
+            "        if sequence.is_sound:\n            self.publish(sequence)\n",
             "",
         ),
     ),
     *_broken(
         "scheduler.py",
-        "test_scheduler.test_nothing_is_known_before_a_harvest_says_it_is_sound",
-        pages_published_unseen=("        if sample.is_sound:\n", "        if True:\n"),
+        "test_scheduler.test_nothing_is_known_before_a_fetch_says_it_is_sound",
+        pages_published_unseen=("        if sequence.is_sound:\n", "        if True:\n"),
     ),
     *_broken(
         "engine.py",
         "machine",
         broken_prompt_is_published=(
-            "                sample.is_sound = False\n            elif not",
+            "                sequence.is_sound = False\n            elif not",
             "                pass\n            if not",
         ),
         published_before_it_is_written=(
-            "        self.device.admit(sample.slot, sample.placement)\n",
-            "        self.device.admit(sample.slot, sample.placement)\n"
-            "        self.scheduler.publish(sample)\n",
+            "        self.device.admit(sequence.slot, sequence.placement)\n",
+            "        self.device.admit(sequence.slot, sequence.placement)\n"
+            "        self.scheduler.publish(sequence)\n",
         ),
         copy_is_not_dispatched=("self.device.copy_page(source, target)", "pass"),
         boundary_is_not_handed_on=(
-            "self.device.begin(sample.slot, sample.boundary)",
-            "self.device.begin(sample.slot)",
+            "self.device.begin(sequence.slot, sequence.boundary)",
+            "self.device.begin(sequence.slot)",
         ),
         prompt_is_cut_at_what_is_stored=(
-            "sample.text_ids(piece.first, piece.live_end),",
-            "sample.text_ids(piece.first, piece.end),",
+            "sequence.text_ids(piece.first, piece.live_end),",
+            "sequence.text_ids(piece.first, piece.end),",
         ),
     ),
 ]
@@ -350,12 +350,12 @@ GROWTH = [
         "scheduler.py",
         "test_scheduler.test_growth_covers_the_steps_in_flight_and_the_next",
         growth_for_the_next_steps_only=(
-            "min((in_flight + steps) * facts.window",
-            "min(steps * facts.window",
+            "min((in_flight + steps) * layout.window",
+            "min(steps * layout.window",
         ),
         growth_for_the_steps_in_flight_only=(
-            "min((in_flight + steps) * facts.window",
-            "min(in_flight * facts.window",
+            "min((in_flight + steps) * layout.window",
+            "min(in_flight * layout.window",
         ),
     ),
     *_broken(
@@ -363,29 +363,29 @@ GROWTH = [
         "test_scheduler.test_growth_is_bounded_by_what_chunks_may_emit",
         growth_for_one_chunk=("chunks = 2 if in_flight else 1", "chunks = 1"),
         growth_for_every_step=(
-            "return min((in_flight + steps) * facts.window, emitted)",
-            "return (in_flight + steps) * facts.window",
+            "return min((in_flight + steps) * layout.window, emitted)",
+            "return (in_flight + steps) * layout.window",
         ),
-        committed_text_is_not_ahead=("+ 2 * facts.window\n", "+ facts.window\n"),
+        committed_text_is_not_ahead=("+ 2 * layout.window\n", "+ layout.window\n"),
     ),
     *_broken(
         "scheduler.py",
         "machine",
         growth_that_just_fits_is_skipped=(
             "s.start + ahead[s.in_flight] > s.covered and",
-            "s.start + ahead[s.in_flight] > s.covered + facts.page_size and",
+            "s.start + ahead[s.in_flight] > s.covered + layout.page_size and",
         ),
         text_past_its_capacity=(
-            "return min(sample.start + self._ahead(sample.in_flight, steps), sample.capacity)",
-            "return sample.start + self._ahead(sample.in_flight, steps)",
+            "return min(sequence.start + self._ahead(sequence.in_flight, steps), sequence.capacity)",
+            "return sequence.start + self._ahead(sequence.in_flight, steps)",
         ),
         page_bucket_too_small=(
-            "return [buckets[len(sample.pages)] for",
-            "return [buckets[max(len(sample.pages) - 1, 0)] for",
+            "return [buckets[len(sequence.pages)] for",
+            "return [buckets[max(len(sequence.pages) - 1, 0)] for",
         ),
         pages_not_in_the_table=(
-            "len(sample.pages) + count] = pages",
-            "len(sample.pages) + count] = -1",
+            "len(sequence.pages) + count] = pages",
+            "len(sequence.pages) + count] = -1",
         ),
     ),
     *_broken(
@@ -400,35 +400,35 @@ GROWTH = [
         "scheduler.py",
         "test_scheduler.test_the_worst_ranked_gives_way_and_only_it",
         best_ranked_gives_way=("self.preempt(self.live[-1])", "self.preempt(self.live[0])"),
-        the_short_one_gives_way=("self.preempt(self.live[-1])", "self.preempt(sample)"),
+        the_short_one_gives_way=("self.preempt(self.live[-1])", "self.preempt(sequence)"),
         preempted_one_keeps_its_pages=(
-            "sample.pages)\n        sample.pages, sample.covered = [], 0\n",
-            "[])\n        sample.covered = 0\n",
+            "sequence.pages)\n        sequence.pages, sequence.covered = [], 0\n",
+            "[])\n        sequence.covered = 0\n",
         ),
     ),
     *_broken(
         "scheduler.py",
         "test_scheduler.test_one_that_cannot_be_taken_up_starts_over",
-        hidden_state_is_taken_up=("if self.facts.starts_over:", "if False:"),
+        hidden_state_is_taken_up=("if self.layout.starts_over:", "if False:"),
         start_is_not_reset=(
-            "            sample.start = sample.prefix_len\n        heapq",
+            "            sequence.start = sequence.prefix_len\n        heapq",
             "            pass\n        heapq",
         ),
     ),
     *_broken(
         "scheduler.py",
-        "test_scheduler.test_a_preempted_one_goes_on_from_its_last_harvest",
-        harvest_is_thrown_away=("if self.facts.starts_over:", "if True:"),
+        "test_scheduler.test_a_preempted_one_goes_on_from_its_last_fetch",
+        fetch_is_thrown_away=("if self.layout.starts_over:", "if True:"),
     ),
     *_broken(
         "scheduler.py",
         "machine",
-        released_pages_are_not_returned=("        self.pool.release(sample.pages)\n", ""),
+        released_pages_are_not_returned=("        self.pool.release(sequence.pages)\n", ""),
         stay_does_not_end=(
-            "sample.slot, sample.in_flight = -1, 0\n        sample.epoch += 1\n",
-            "sample.slot, sample.in_flight = -1, 0\n",
+            "sequence.slot, sequence.in_flight = -1, 0\n        sequence.epoch += 1\n",
+            "sequence.slot, sequence.in_flight = -1, 0\n",
         ),
-        slot_is_not_returned=("        self._free_slots.append(sample.slot)\n", ""),
+        slot_is_not_returned=("        self._free_slots.append(sequence.slot)\n", ""),
         lost_pages_are_still_known=(
             "        self.pool.reset()\n        return lost",
             "        return lost",
@@ -459,7 +459,7 @@ ROUNDS = [
             "if True:",
         ),
         tokens_a_round_are_not_bounded=(
-            "if facts.max_num_batched_tokens is not None:",
+            "if layout.max_num_batched_tokens is not None:",
             "if False:",
         ),
     ),
@@ -472,14 +472,14 @@ ROUNDS = [
     *_broken(
         "planning.py",
         "test_scheduler.test_texts_that_must_end_in_flight_are_not_dispatched_again",
-        steps_left_forget_those_made=("asked.max_nfe - sample.nfe", "asked.max_nfe"),
-        a_stop_id_ends_all=("_may_stop(sample) or _steps_left", "_steps_left"),
-        the_first_text_ends_all=("len(chunk.samples) == 1 or not", "True or not"),
+        steps_left_forget_those_made=("asked.max_nfe - sequence.nfe", "asked.max_nfe"),
+        a_stop_id_ends_all=("_may_stop(sequence) or _steps_left", "_steps_left"),
+        the_first_text_ends_all=("len(chunk.sequences) == 1 or not", "True or not"),
     ),
     *_broken(
         "engine.py",
         "test_engine_machine.test_nothing_is_dispatched_behind_a_chunk_that_ends_all",
-        dispatched_behind_the_end=("or all_end(self.facts, in_flight, decoding):", "or False:"),
+        dispatched_behind_the_end=("or all_end(self.layout, in_flight, decoding):", "or False:"),
     ),
     *_broken(
         "planning.py",
@@ -503,36 +503,36 @@ ROUNDS = [
     *_broken(
         "engine.py",
         "machine",
-        epoch_is_not_checked=("if sample.epoch != epoch:", "if False:"),
-        steps_in_flight_not_counted=("sample.in_flight += steps", "pass"),
-        steps_read_are_still_in_flight=("            sample.in_flight -= chunk.steps\n", ""),
+        epoch_is_not_checked=("if sequence.epoch != epoch:", "if False:"),
+        steps_in_flight_not_counted=("sequence.in_flight += steps", "pass"),
+        steps_read_are_still_in_flight=("            sequence.in_flight -= chunk.steps\n", ""),
         restored_with_fewer_tokens=(
-            "harvest.saved(row), sample.tokens)",
-            "harvest.saved(row), [])",
+            "fetch.saved(row), sequence.tokens)",
+            "fetch.saved(row), [])",
         ),
         begins_without_what_was_saved=(
-            "        if sample.saved is not None:\n            harvest, row = sample.saved\n"
+            "        if sequence.saved is not None:\n            fetch, row = sequence.saved\n"
             "            self.device.restore(",
-            "        if False:\n            harvest, row = sample.saved\n"
+            "        if False:\n            fetch, row = sequence.saved\n"
             "            self.device.restore(",
         ),
-        stream_takes_tokens_back=("sample.tokens[before:length] =", "sample.tokens[before:] ="),
-        start_is_not_read=("                sample.start = start\n", ""),
-        ends_twice=("        if sample.stage == DONE:\n            return\n", ""),
+        stream_takes_tokens_back=("sequence.tokens[before:length] =", "sequence.tokens[before:] ="),
+        start_is_not_read=("                sequence.start = start\n", ""),
+        ends_twice=("        if sequence.stage == DONE:\n            return\n", ""),
         deadline_never_comes=("now >= live.deadline_s", "now >= live.deadline_s + 1e9"),
         deadline_comes_at_once=("now >= live.deadline_s", "now >= live.added_s"),
         first_failure_is_the_last=("[s for s in lost if s.nfe <= s.failed_at]", "lost"),
         lost_state_is_gone_on_with=("        self.scheduler.lose_everything()\n", ""),
         half_a_request_is_reported_as_ended=(
-            "done = all(sample.stage == DONE for",
-            "done = any(sample.stage == DONE for",
+            "done = all(sequence.stage == DONE for",
+            "done = any(sequence.stage == DONE for",
         ),
     ),
     *_broken(
         "engine.py",
         "test_engine_machine.test_a_device_that_keeps_failing_ends_its_requests",
         never_gives_up=("[s for s in lost if s.nfe <= s.failed_at]", "[]"),
-        failures_are_not_remembered=("sample.failed_at = sample.nfe", "pass"),
+        failures_are_not_remembered=("sequence.failed_at = sequence.nfe", "pass"),
     ),
 ]
 
@@ -540,22 +540,22 @@ INTAKE = [
     *_broken(
         "intake.py",
         "machine",
-        samples_share_a_key=("number + index if params.seed is None else index", "index"),
+        sequences_share_a_key=("number + index if params.seed is None else index", "index"),
         own_stop_ids_are_kept=(
-            "() if params.ignore_eos else facts.stop_token_ids)\n    deadline",
-            "facts.stop_token_ids)\n    deadline",
+            "() if params.ignore_eos else layout.stop_token_ids)\n    deadline",
+            "layout.stop_token_ids)\n    deadline",
         ),
         deadline_on_the_clock=("else now + request.deadline_s", "else request.deadline_s"),
         hole_of_the_suffix_is_not_text=("enumerate(suffix, 1)", "enumerate(suffix[:0], 1)"),
         stop_string_among_what_is_given=("if params.stop and any(", "if False and any("),
-        tail_is_cut=("prompt[first : first + facts.window]", "prompt[first : first + 1]"),
+        tail_is_cut=("prompt[first : first + layout.window]", "prompt[first : first + 1]"),
         overrides_are_forgotten=(
-            "{**facts.knob_values, **params.strategy_overrides}",
-            "{**facts.knob_values}",
+            "{**layout.knob_values, **params.strategy_overrides}",
+            "{**layout.knob_values}",
         ),
     ),
     *_broken(
-        "facts.py",
+        "layout.py",
         "machine",
         given_ids_count_as_written=("sum(token != HOLE for", "sum(0 for"),
     ),
@@ -566,7 +566,7 @@ INTAKE = [
             "if suffix and (limit < prompt_len + text_len or",
             "if suffix and (",
         ),
-        suffix_may_lie_past_the_model=("or total > facts.max_model_len)", ")"),
+        suffix_may_lie_past_the_model=("or total > layout.max_model_len)", ")"),
     ),
     *_broken(
         "intake.py",

@@ -27,7 +27,7 @@ from tests.oracles.fake_device import (
 )
 
 HOST_MODULES = (
-    "facts",
+    "layout",
     "requests",
     "pages",
     "text",
@@ -59,7 +59,7 @@ def host_of(package: str = "dllm_jax") -> SimpleNamespace:
 
 
 class Truth(NamedTuple):
-    """What a sample gives alone; `raw`: were it not for its stop strings; `nfe` None: with them."""
+    """What a sequence gives alone; `raw`: were it not for its stop strings; `nfe` None: with them."""
 
     tokens: list[int]
     reason: str
@@ -105,10 +105,10 @@ class World:
 
     def __init__(self, host: SimpleNamespace, rng: random.Random):
         self.host = host
-        self.facts = draw_facts(rng, host.facts.Facts)
+        self.layout = draw_facts(rng, host.layout.EngineLayout)
         cost = Cost(0.0001, rng.choice((0.00001, 0.001))) if rng.random() < 0.5 else None
         self.clock = Clock()
-        self.device = FakeDevice(self.facts, host.facts.DeviceFailure, self.clock, cost)
+        self.device = FakeDevice(self.layout, host.layout.DeviceFailure, self.clock, cost)
         self.tokenizer = rng.choice((None, None, Letters(), Letters(breaks_at=9)))
         self.engine = host.engine.Engine(
             self.device, self.tokenizer, seed=ENGINE_SEED, clock=self.clock
@@ -116,9 +116,9 @@ class World:
         self.scheduler = self.engine.scheduler
         self.expected: dict[str, Expected] = {}
         self.texts: list[list[int]] = [
-            [rng.randrange(VOCAB - 1) for _ in range(self.facts.max_model_len)] for _ in range(3)
+            [rng.randrange(VOCAB - 1) for _ in range(self.layout.max_model_len)] for _ in range(3)
         ]
-        self.num_added = self.num_samples = self.num_tokens = self.num_forwards = 0
+        self.num_added = self.num_sequences = self.num_tokens = self.num_forwards = 0
         self.counts: Counter[str] = Counter()
 
     # --- what can be done -------------------------------------------------------------------------
@@ -149,13 +149,13 @@ class World:
         self.expected[name] = Expected(request, truths, self.device.num_failures, deadline)
         self.counts["holes"] += HOLE in request.suffix_token_ids
         self.num_added += 1
-        self.num_samples += request.params.n
+        self.num_sequences += request.params.n
         self.check()
 
     def step(self, rng: random.Random | None = None) -> None:
         """One step of the engine; what it reports is compared."""
         scheduler = self.scheduler
-        before = {id(sample) for sample in scheduler.live}
+        before = {id(sequence) for sequence in scheduler.live}
         preempted = {id(s): s.num_preemptions for s in scheduler.live}
         blocked = {id(s) for s in self._waiting() if waits_for_leader(s, self.host)}
         failures, now = self.device.num_failures, self.clock.now
@@ -180,15 +180,15 @@ class World:
         self.check()
 
     def preempt(self, rng: random.Random) -> None:
-        """Take the slot of a random sample."""
+        """Take the slot of a random sequence."""
         if self.scheduler.live:
             self.scheduler.preempt(rng.choice(self.scheduler.live))
             self.counts["preempt"] += 1
         self.check()
 
     def fail(self, rng: random.Random) -> None:
-        """Lose the device soon: in a program, in a harvest, once or twice, or for good a while."""
-        programs = ("decode", "decode", "harvest", "prefill", "admit", "restore", "begin", "join")
+        """Lose the device soon: in a program, in a fetch, once or twice, or for good a while."""
+        programs = ("decode", "decode", "fetch", "prefill", "admit", "restore", "begin", "join")
         again = rng.random() < 0.4
         self.device.planned = [rng.choice(programs) for _ in range(1 + again)]
         if rng.random() < 0.1:
@@ -228,9 +228,9 @@ class World:
     # --- what must come out -----------------------------------------------------------------------
 
     def _draw_request(self, rng: random.Random) -> Any:
-        facts, requests = self.facts, self.host.requests
+        layout, requests = self.layout, self.host.requests
         base = rng.choice(self.texts)
-        prompt = base[: rng.randint(1, max(1, facts.max_model_len - 1))]
+        prompt = base[: rng.randint(1, max(1, layout.max_model_len - 1))]
         if rng.random() < 0.5:
             prompt = prompt[: rng.randint(1, 12)]
         if rng.random() < 0.2:
@@ -248,7 +248,7 @@ class World:
             strategy_overrides=rng.choice(({}, {"threshold": 0.25})),
         )
         suffix: tuple[int, ...] = ()
-        if facts.prompt_mode == "in_window" and rng.random() < 0.5:
+        if layout.prompt_mode == "in_window" and rng.random() < 0.5:
             suffix = tuple(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 3)))
             if rng.random() < 0.5:
                 suffix = (*suffix, *rng.choice(((HOLE,), (HOLE, HOLE, 3), (3, HOLE, 1, HOLE))))
@@ -265,26 +265,26 @@ class World:
 
     def _limit(self, request: Any) -> int | None:
         """First position that may not be emitted; None: it can never run."""
-        facts = self.facts
+        layout = self.layout
         prompt, cells = len(request.prompt_token_ids), cells_of(request)
-        if prompt == 0 and (not request.suffix_token_ids or facts.compute_at_least):
+        if prompt == 0 and (not request.suffix_token_ids or layout.compute_at_least):
             return None
         last = prompt + 1 + max(i for i, token in enumerate(cells) if token == HOLE)
-        if facts.prompt_mode == "in_window" and prompt + len(cells) > facts.window:
+        if layout.prompt_mode == "in_window" and prompt + len(cells) > layout.window:
             return None
         if request.suffix_token_ids:
             if request.params.stop and set(cells[: last - prompt]) != {HOLE}:
                 return None
             total = prompt + len(cells)
-            in_pool = facts.num_pages * facts.page_size - facts.block_size
-            return last if total <= min(facts.max_model_len, in_pool) else None
-        in_pool = facts.num_pages * facts.page_size - facts.block_size
-        limit = min(last, facts.max_model_len, in_pool)
+            in_pool = layout.num_pages * layout.page_size - layout.block_size
+            return last if total <= min(layout.max_model_len, in_pool) else None
+        in_pool = layout.num_pages * layout.page_size - layout.block_size
+        limit = min(last, layout.max_model_len, in_pool)
         return limit if limit > prompt else None
 
     def _truth(self, request: Any, limit: int, index: int) -> Truth:
         prompt = request.prompt_token_ids
-        tokens, reason, nfe = alone(self.facts, prompt, self._placement(request, limit, index))
+        tokens, reason, nfe = alone(self.layout, prompt, self._placement(request, limit, index))
         text = Letters().decode(tokens, True)
         found = [(at + len(s), at) for s in request.params.stop if (at := text.find(s)) >= 0]
         if found:
@@ -292,11 +292,11 @@ class World:
         return Truth(tokens, reason, nfe, tokens)
 
     def _placement(self, request: Any, limit: int, index: int) -> Placement:
-        facts, params = self.facts, request.params
+        layout, params = self.layout, request.params
         prompt = list(request.prompt_token_ids)
-        first = facts.prefill_len(len(prompt))
+        first = layout.prefill_len(len(prompt))
         return Placement(
-            tail=tuple(prompt[first : first + facts.window]),
+            tail=tuple(prompt[first : first + layout.window]),
             prompt_len=len(prompt),
             limit=limit,
             temperature=params.temperature,
@@ -307,7 +307,7 @@ class World:
             max_run=params.max_repetition_run or NO_LIMIT,
             knobs={"threshold": params.strategy_overrides.get("threshold", 0.5)},
             seed=ENGINE_SEED if params.seed is None else params.seed,
-            fold=index + (self.num_samples if params.seed is None else 0),
+            fold=index + (self.num_sequences if params.seed is None else 0),
             given=tuple(cells_of(request)) if request.suffix_token_ids else (),
         )
 
@@ -315,34 +315,34 @@ class World:
         """What a step reports of a request."""
         one = self.expected[output.request_id]  # a KeyError: it ended twice
         assert output.prompt_token_ids == list(one.request.prompt_token_ids)
-        assert [sample.index for sample in output.outputs] == list(range(one.request.params.n))
-        assert output.finished == all(sample.finish_reason for sample in output.outputs)
+        assert [sequence.index for sequence in output.outputs] == list(range(one.request.params.n))
+        assert output.finished == all(sequence.finish_reason for sequence in output.outputs)
         assert output.finished or one.request.stream
-        reasons = {sample.finish_reason for sample in output.outputs}
+        reasons = {sequence.finish_reason for sequence in output.outputs}
         assert (output.error is not None) == ("error" in reasons)
-        for sample, truth in zip(output.outputs, one.truths, strict=True):
-            shown = one.shown.get(sample.index, [])
-            assert sample.token_ids[: len(shown)] == shown, "a stream took tokens back"
-            one.shown[sample.index] = list(sample.token_ids)
-            spoken = one.spoken.get(sample.index, "")
-            assert sample.text.startswith(spoken), "a stream took text back"
-            one.spoken[sample.index] = sample.text
-            assert sample.token_ids == truth.raw[: len(sample.token_ids)]
-            if sample.finish_reason is not None:
-                self._check_end(one, sample, truth, output.error)
+        for sequence, truth in zip(output.outputs, one.truths, strict=True):
+            shown = one.shown.get(sequence.index, [])
+            assert sequence.token_ids[: len(shown)] == shown, "a stream took tokens back"
+            one.shown[sequence.index] = list(sequence.token_ids)
+            spoken = one.spoken.get(sequence.index, "")
+            assert sequence.text.startswith(spoken), "a stream took text back"
+            one.spoken[sequence.index] = sequence.text
+            assert sequence.token_ids == truth.raw[: len(sequence.token_ids)]
+            if sequence.finish_reason is not None:
+                self._check_end(one, sequence, truth, output.error)
         if output.finished:
             self._check_metrics(one, output)
             del self.expected[output.request_id]
             self.counts["ended"] += 1
             self._remember(one, output)
 
-    def _check_end(self, one: Expected, sample: Any, truth: Truth, error: str | None) -> None:
-        self.counts[sample.finish_reason] += 1
-        cut = sample.finish_reason == "abort" and (
+    def _check_end(self, one: Expected, sequence: Any, truth: Truth, error: str | None) -> None:
+        self.counts[sequence.finish_reason] += 1
+        cut = sequence.finish_reason == "abort" and (
             one.aborted or (one.deadline is not None and self.clock.now >= one.deadline)
         )
-        said = error or ""  # of a request: of one of its samples
-        is_error, is_alone = sample.finish_reason == "error", one.request.params.n == 1
+        said = error or ""  # of a request: of one of its sequences
+        is_error, is_alone = sequence.finish_reason == "error", one.request.params.n == 1
         gave_up = (
             is_error
             and self.device.num_failures >= one.failures_before + 2
@@ -350,15 +350,15 @@ class World:
         )
         unreadable = (
             is_error
-            and getattr(self.tokenizer, "breaks_at", -1) in sample.token_ids
+            and getattr(self.tokenizer, "breaks_at", -1) in sequence.token_ids
             and (said.startswith("the tokenizer failed: OverflowError") or not is_alone)
         )
         if cut or gave_up or unreadable:
             self.counts["cut"] += 1
             return
-        assert (sample.token_ids, sample.finish_reason) == (truth.tokens, truth.reason)
+        assert (sequence.token_ids, sequence.finish_reason) == (truth.tokens, truth.reason)
         if self.tokenizer:
-            assert sample.text == self.tokenizer.decode(truth.tokens, True)
+            assert sequence.text == self.tokenizer.decode(truth.tokens, True)
 
     def _check_metrics(self, one: Expected, output: Any) -> None:
         metrics = output.metrics
@@ -371,12 +371,12 @@ class World:
         self.num_forwards += metrics.nfe
         cells = cells_of(one.request)
         written = [
-            sum(token == HOLE for token, _ in zip(cells, sample.token_ids, strict=False))
-            for sample in output.outputs
+            sum(token == HOLE for token, _ in zip(cells, sequence.token_ids, strict=False))
+            for sequence in output.outputs
         ]
         assert metrics.tokens_per_forward == sum(written) / max(metrics.nfe, 1)
         self.num_tokens += sum(written)
-        if not self.facts.prefix_caching and one.request.params.n == 1:
+        if not self.layout.prefix_caching and one.request.params.n == 1:
             assert metrics.cached_tokens == 0 or metrics.num_preemptions
 
     def _remember(self, one: Expected, output: Any) -> None:
@@ -390,35 +390,35 @@ class World:
         """The books after any action."""
         scheduler, stages = self.scheduler, self.host.scheduler
         live = scheduler.live
-        scheduler.pool.check([sample.pages for sample in live])
+        scheduler.pool.check([sequence.pages for sequence in live])
         assert [s for s in scheduler.slots if s is not None] == sorted(live, key=lambda s: s.slot)
         assert [s.rank for s in live] == sorted(s.rank for s in live)
-        for sample in live:
-            assert scheduler.slots[sample.slot] is sample
-            assert sample.stage in (stages.PREFILL, stages.DECODE)
-            held = scheduler.table[sample.slot].tolist()
-            assert held[: len(sample.pages)] == sample.pages
-            assert set(held[len(sample.pages) :]) <= {-1}
-            assert sample.in_flight == self._steps_in_flight(sample)
+        for sequence in live:
+            assert scheduler.slots[sequence.slot] is sequence
+            assert sequence.stage in (stages.PREFILL, stages.DECODE)
+            held = scheduler.table[sequence.slot].tolist()
+            assert held[: len(sequence.pages)] == sequence.pages
+            assert set(held[len(sequence.pages) :]) <= {-1}
+            assert sequence.in_flight == self._steps_in_flight(sequence)
         waiting = self._waiting()
-        assert len({id(sample) for sample in waiting}) == len(waiting), "queued twice"
+        assert len({id(sequence) for sequence in waiting}) == len(waiting), "queued twice"
         assert scheduler.num_waiting == len(waiting)
         alive = {
-            id(sample)
+            id(sequence)
             for one in self.engine._requests.values()
-            for sample in one.samples
-            if sample.stage != stages.DONE
+            for sequence in one.sequences
+            if sequence.stage != stages.DONE
         }
-        assert alive == {id(s) for s in live} | {id(s) for s in waiting}, "a sample is lost"
+        assert alive == {id(s) for s in live} | {id(s) for s in waiting}, "a sequence is lost"
 
-    def _steps_in_flight(self, sample: Any) -> int:
-        """Steps that were dispatched in this stay of the sample and not read."""
+    def _steps_in_flight(self, sequence: Any) -> int:
+        """Steps that were dispatched in this stay of the sequence and not read."""
         return sum(
             chunk.steps
             for round_ in self.engine._rounds
             for chunk in round_.chunks
-            for one, epoch in zip(chunk.samples, chunk.epochs, strict=True)
-            if one is sample and epoch == sample.epoch
+            for one, epoch in zip(chunk.sequences, chunk.epochs, strict=True)
+            if one is sequence and epoch == sequence.epoch
         )
 
     def _waiting(self) -> list[Any]:
@@ -429,12 +429,12 @@ class World:
         """Nobody was passed by a worse-ranked one, and only the worst-ranked gave way."""
         live = self.scheduler.live
         waiting = [s for s in self._waiting() if id(s) not in blocked]
-        for sample in live:
-            if id(sample) not in before:
-                assert all(other.rank > sample.rank for other in waiting), "passed in the queue"
-        for sample in waiting:
-            if sample.num_preemptions > preempted.get(id(sample), NO_LIMIT):
-                assert all(other.rank < sample.rank for other in live), "the wrong one gave way"
+        for sequence in live:
+            if id(sequence) not in before:
+                assert all(other.rank > sequence.rank for other in waiting), "passed in the queue"
+        for sequence in waiting:
+            if sequence.num_preemptions > preempted.get(id(sequence), NO_LIMIT):
+                assert all(other.rank < sequence.rank for other in live), "the wrong one gave way"
 
 
 DRAWN = POISON_ID
@@ -445,8 +445,8 @@ def cells_of(request: Any) -> list[int]:
     return [HOLE] * request.params.max_tokens + list(request.suffix_token_ids)
 
 
-def waits_for_leader(sample: Any, host: SimpleNamespace) -> bool:
-    leader = sample.leader
+def waits_for_leader(sequence: Any, host: SimpleNamespace) -> bool:
+    leader = sequence.leader
     return leader is not None and leader.stage != host.scheduler.DONE
 
 

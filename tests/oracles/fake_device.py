@@ -8,7 +8,7 @@ it read, of the request's key, of the window and of the step. So a wrong, stale,
 page changes tokens, as it does on a real device, and `alone` says what the tokens must be.
 
 Programs take effect when they are dispatched, in order; what a chunk says is seen when it is
-harvested. What `runner.runner` requires of its caller (bucket sizes, distinct rows) is checked.
+fetched. What `runner.runner` requires of its caller (bucket sizes, distinct rows) is checked.
 """
 
 import dataclasses
@@ -67,8 +67,8 @@ class Slot:
         )
 
 
-class Harvest:
-    """What a chunk says, as `device.Harvest`."""
+class Fetched:
+    """What a chunk says, as `device.Fetched`."""
 
     def __init__(self, slots: Sequence[Slot], before: list[int], steps: int):
         self.start = [slot.start for slot in slots]
@@ -95,28 +95,28 @@ class FakeDevice:
 
     Args:
         failure: What a lost device raises.
-        clock: Moved on by harvests.
+        clock: Moved on by fetches.
         cost: Predicted seconds of programs, or None.
 
     Attributes:
-        planned: Programs ("decode", "harvest", "reset", ...) whose next call fails, in order.
+        planned: Programs ("decode", "fetch", "reset", ...) whose next call fails, in order.
     """
 
-    def __init__(self, facts: Any, failure: type[Exception], clock: Clock, cost: Any = None):
-        self.facts, self.cost, self.clock = facts, cost, clock
+    def __init__(self, layout: Any, failure: type[Exception], clock: Clock, cost: Any = None):
+        self.layout, self.cost, self.clock = layout, cost, clock
         self.num_late_compiles = 0
         self.failure = failure
         self.planned: list[str] = []
         self.num_failures = self.life = 0
         self.calls: Counter[str] = Counter()
-        self.has_boundary = facts.compute_at_least > 0
+        self.has_boundary = layout.compute_at_least > 0
         self._start_over()
 
     def _start_over(self) -> None:
-        facts = self.facts
+        layout = self.layout
         self.life += 1
-        self.pages = [[0] * facts.page_size for _ in range(facts.num_pages)]
-        self.slots: list[Slot | None] = [None] * facts.num_slots
+        self.pages = [[0] * layout.page_size for _ in range(layout.num_pages)]
+        self.slots: list[Slot | None] = [None] * layout.num_slots
         self.is_lost = False
 
     def _call(self, program: str) -> None:
@@ -142,7 +142,7 @@ class FakeDevice:
 
     def admit(self, slot: int, placement: Any) -> None:
         self._call("admit")
-        self.slots[slot] = fresh_slot(self.facts, placement)
+        self.slots[slot] = fresh_slot(self.layout, placement)
 
     def restore(self, slot: int, placement: Any, saved: Any, tokens: Sequence[int]) -> None:
         self._call("restore")
@@ -175,13 +175,13 @@ class FakeDevice:
         kind: str,
     ) -> int:
         self._call("prefill")
-        facts, row = self.facts, self._slot(slot)
-        assert size in facts.prefill_buckets
-        assert len(pages) in facts.page_buckets
+        layout, row = self.layout, self._slot(slot)
+        assert size in layout.prefill_buckets
+        assert len(pages) in layout.page_buckets
         assert 0 <= first <= end <= live_end == first + len(tokens) <= first + size
-        grain = 1 if kind == "causal" else facts.block_size
+        grain = 1 if kind == "causal" else layout.block_size
         if kind != "full":
-            origin = 0 if facts.is_grid or kind == "causal" else row.placement.prompt_len
+            origin = 0 if layout.is_grid or kind == "causal" else row.placement.prompt_len
             assert (first - origin) % grain == 0
             assert (end - origin) % grain == 0
         broken = row.finish == ERROR or POISON_ID in tokens
@@ -200,14 +200,14 @@ class FakeDevice:
 
     def decode(
         self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
-    ) -> Harvest:
+    ) -> Fetched:
         self._call("decode")
-        facts = self.facts
+        layout = self.layout
         names, table = rows.tolist(), pages.tolist()
-        assert len(names) in facts.slot_buckets
+        assert len(names) in layout.slot_buckets
         assert len(set(names)) == len(names)
-        assert len(table[0]) in facts.page_buckets
-        assert 1 <= num_steps <= facts.max_steps_per_chunk
+        assert len(table[0]) in layout.page_buckets
+        assert 1 <= num_steps <= layout.max_steps_per_chunk
         assert 1 <= num_active <= len(names) == len(table)
         slots = [self._slot(name) for name in names[:num_active]]
         before = [len(slot.output) for slot in slots]
@@ -225,20 +225,20 @@ class FakeDevice:
                 if slot.finish == RUNNING:
                     self._step(slot, columns)
             steps += 1
-        done = Harvest(slots, before, steps)
+        done = Fetched(slots, before, steps)
         done.life = self.life
         return done
 
     def _is_full(self, emitted: int) -> bool:
         """Whether a further step could emit more than a chunk brings back."""
-        facts = self.facts
-        return facts.most_new < facts.max_model_len and emitted + facts.window > facts.most_new
+        layout = self.layout
+        return layout.most_new < layout.max_model_len and emitted + layout.window > layout.most_new
 
     def join(self, last_pass: Any) -> None:
         self._call("join")
 
-    def harvest(self, chunk: Harvest) -> Harvest:
-        self._call("harvest")
+    def fetch(self, chunk: Fetched) -> Fetched:
+        self._call("fetch")
         assert chunk.life == self.life, "a chunk of a state that was lost"
         self.clock.now += 0.001 * chunk.steps
         return chunk
@@ -247,7 +247,7 @@ class FakeDevice:
 
     def _step(self, slot: Slot, columns: list[int]) -> None:
         """Fill some holes, emit what is settled, commit what is complete (`core.driver`)."""
-        facts, asked, window = self.facts, slot.placement, slot.window
+        layout, asked, window = self.layout, slot.placement, slot.window
         context = self._read(columns, slot.start)
         ahead = self._read(columns, max(slot.written, slot.start))[slot.start :]
         style = random_key(asked)
@@ -259,13 +259,13 @@ class FakeDevice:
             return
         slot.nfe += 1
         complete = leading(window)
-        fill(facts, slot, seen, style)
+        fill(layout, slot, seen, style)
         filled = leading(window)
         commit, settled = self._progress(slot, complete, filled, seen, style)
-        _finish(facts, slot, settled)
-        if facts.starts_over and not facts.soft_commits and facts.prompt_mode != "in_window":
+        _finish(layout, slot, settled)
+        if layout.starts_over and not layout.soft_commits and layout.prompt_mode != "in_window":
             # A cache of the window, which the next step reads.
-            slot.written = min(slot.start + facts.window, asked.limit + facts.block_size)
+            slot.written = min(slot.start + layout.window, asked.limit + layout.block_size)
             ahead = [hash((seen, i)) for i in range(slot.written - slot.start)]
             self._write(columns, slot.start, ahead)
         self._commit(slot, columns, context, commit, style)
@@ -274,10 +274,10 @@ class FakeDevice:
         self, slot: Slot, complete: int, filled: int, seen: int, style: int
     ) -> tuple[int, int]:
         """How many leading cells leave the window, and how many are settled."""
-        facts, S = self.facts, self.facts.block_size
-        if facts.prompt_mode == "in_window":
+        layout, S = self.layout, self.layout.block_size
+        if layout.prompt_mode == "in_window":
             return 0, filled
-        if facts.prompt_mode == CAUSAL:
+        if layout.prompt_mode == CAUSAL:
             return max(filled - (seen >> 20) % 2, 0), filled
         # Either at once, or in the step after a block was completed.
         ready = (filled if style & 1 else complete) // S * S
@@ -290,10 +290,10 @@ class FakeDevice:
     ) -> None:
         if not count:
             return
-        facts = self.facts
-        grain = 1 if facts.prompt_mode == CAUSAL else facts.block_size
+        layout = self.layout
+        grain = 1 if layout.prompt_mode == CAUSAL else layout.block_size
         tokens: list[Any] = slot.window[:count]
-        salt = hash((style, slot.nfe)) if facts.soft_commits else 0
+        salt = hash((style, slot.nfe)) if layout.soft_commits else 0
         contents = computed(context, tokens, grain, salt)
         self._write(columns, slot.start, contents)
         slot.start += count
@@ -304,7 +304,7 @@ class FakeDevice:
 
     def _read(self, columns: list[int], end: int) -> list[int]:
         """Contents of the positions before `end`; 0 where the table has no page."""
-        Z = self.facts.page_size
+        Z = self.layout.page_size
         context: list[int] = []
         for page in columns[: -(-end // Z)]:
             context += self.pages[page] if page >= 0 else [0] * Z
@@ -313,7 +313,7 @@ class FakeDevice:
 
     def _write(self, columns: list[int], first: int, contents: Sequence[int]) -> None:
         """Put contents from a position on; the table must have its page by now."""
-        Z = self.facts.page_size
+        Z = self.layout.page_size
         for position, content in enumerate(contents, first):
             column = position // Z
             assert column < len(columns), f"position {position} is outside the page bucket"
@@ -324,10 +324,10 @@ class FakeDevice:
 # --- what a decoder of block diffusion does, in plain numbers ------------------------------------
 
 
-def fresh_slot(facts: Any, placement: Any) -> Slot:
+def fresh_slot(layout: Any, placement: Any) -> Slot:
     """A slot before its prefill."""
-    start = facts.prefill_len(placement.prompt_len)
-    window: list[int | None] = [None] * facts.window
+    start = layout.prefill_len(placement.prompt_len)
+    window: list[int | None] = [None] * layout.window
     inside = placement.prompt_len - start
     window[:inside] = placement.tail[:inside]
     for position, token in enumerate(placement.given, placement.prompt_len):
@@ -370,12 +370,12 @@ def leading(window: Sequence[int | None]) -> int:
     return window.index(None) if None in window else len(window)
 
 
-def fill(facts: Any, slot: Slot, seen: int, style: int) -> None:
+def fill(layout: Any, slot: Slot, seen: int, style: int) -> None:
     """Put tokens into a few holes of blocks that hold a position to emit."""
     asked, window = slot.placement, slot.window
-    S = facts.block_size
+    S = layout.block_size
     open_end = -(-(asked.limit - slot.start) // S) * S
-    if facts.prompt_mode == "in_window":
+    if layout.prompt_mode == "in_window":
         open_end = asked.limit - slot.start
     holes = [i for i, token in enumerate(window[:open_end]) if token is None]
     if not holes:
@@ -388,7 +388,7 @@ def fill(facts: Any, slot: Slot, seen: int, style: int) -> None:
         window[i] = 7 if drawn >> 8 & 7 == 0 else drawn % DRAWN_IDS
 
 
-def _finish(facts: Any, slot: Slot, settled: int) -> None:
+def _finish(layout: Any, slot: Slot, settled: int) -> None:
     """Emit the settled tokens and see whether the request ends, as `core.driver.finish`."""
     asked = slot.placement
     written = [token == HOLE for token in asked.given] or [True] * (asked.limit - asked.prompt_len)
@@ -420,15 +420,15 @@ def trailing_run(tokens: Sequence[int]) -> int:
 # --- the truth -----------------------------------------------------------------------------------
 
 
-def alone(facts: Any, prompt: Sequence[int], placement: Any) -> tuple[list[int], str, int]:
+def alone(layout: Any, prompt: Sequence[int], placement: Any) -> tuple[list[int], str, int]:
     """Tokens, finish reason and forwards of one text with a device and all pages to itself.
 
     No engine: admitted, prefilled in as few passes as its mode has, then stepped one at a time.
     """
-    size = 4 * (len(prompt) + placement.limit + facts.window)
-    size += -size % facts.block_size
+    size = 4 * (len(prompt) + placement.limit + layout.window)
+    size += -size % layout.block_size
     wide = dataclasses.replace(
-        facts,
+        layout,
         num_slots=1,
         num_pages=1,
         page_size=size,
@@ -485,7 +485,7 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
     columns = -(-max(max_len + S, W) // Z)
     num_slots = rng.randint(1, 5)
     grain = 1 if mode == CAUSAL else S
-    prefill = {-(-size // grain) * grain for size in rng.sample(range(1, 24), rng.randint(1, 3))}
+    prefill = {-(-size // grain) * grain for size in rng.sequence(range(1, 24), rng.randint(1, 3))}
     if mode.endswith("full"):
         prefill.add(-(-max_len // S) * S)
     least = {"grid_causal": rng.choice((0, S)), CAUSAL: 1}.get(mode, rng.choice((0, 1)))
@@ -517,5 +517,5 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
 
 def buckets(rng: random.Random, most: int) -> tuple[int, ...]:
     """A few sizes, the last of which is `most`."""
-    some = rng.sample(range(1, most + 1), min(most, rng.randint(1, 3)))
+    some = rng.sequence(range(1, most + 1), min(most, rng.randint(1, 3)))
     return tuple(sorted({*some, most}))

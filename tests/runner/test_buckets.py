@@ -19,8 +19,8 @@ from tests.contract import models, toys
 MODEL = models.plain()  # 512 positions
 
 
-def facts(strategy=None, model=MODEL, **config):
-    return sizing.make_facts(model, strategy or MultiBD(), {}, EngineConfig(**config))
+def layout(strategy=None, model=MODEL, **config):
+    return sizing.make_layout(model, strategy or MultiBD(), {}, EngineConfig(**config))
 
 
 def multi_bd(prompt, block_size=8, buffer_size=2, **needs):
@@ -40,7 +40,7 @@ def on_accelerator(monkeypatch):
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 31, 32, 33, 100, 512, 600])
 def test_slot_buckets_pad_at_most_twofold_on_an_accelerator(most, on_accelerator):
-    buckets = facts(max_num_seqs=most).slot_buckets
+    buckets = layout(max_num_seqs=most).slot_buckets
     assert buckets[-1] == most, "every slot has a bucket, whatever their number"
     assert list(buckets) == sorted(set(buckets))
     for rows in range(1, most + 1):
@@ -49,7 +49,7 @@ def test_slot_buckets_pad_at_most_twofold_on_an_accelerator(most, on_accelerator
 
 @pytest.mark.parametrize("most", [1, 3, 8, 64, 100])
 def test_slot_buckets_on_the_cpu_are_fewer_and_end_with_every_slot(most):
-    buckets = facts(max_num_seqs=most).slot_buckets
+    buckets = layout(max_num_seqs=most).slot_buckets
     assert buckets[0] == 1
     assert buckets[-1] == most
     assert len(buckets) <= 5
@@ -57,8 +57,8 @@ def test_slot_buckets_on_the_cpu_are_fewer_and_end_with_every_slot(most):
 
 
 def test_given_slot_buckets_are_taken_and_ended_with_every_slot():
-    assert facts(max_num_seqs=6, slot_buckets=(4, 2)).slot_buckets == (2, 4, 6)
-    assert facts(max_num_seqs=4, slot_buckets=(4,)).slot_buckets == (4,)
+    assert layout(max_num_seqs=6, slot_buckets=(4, 2)).slot_buckets == (2, 4, 6)
+    assert layout(max_num_seqs=4, slot_buckets=(4,)).slot_buckets == (4,)
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_given_slot_buckets_are_taken_and_ended_with_every_slot():
     [(64, 32, 512), (16, 8, 512), (7, 8, 100), (12, 5, 61), (1, 4, 33), (64, 3, 65)],
 )
 def test_page_buckets_cover_the_longest_text_and_its_last_block(page_size, block_size, max_len):
-    made = facts(
+    made = layout(
         MultiBD(block_size=block_size, buffer_size=2), page_size=page_size, max_model_len=max_len
     )
     room = made.page_buckets[-1] * page_size
@@ -81,18 +81,18 @@ def test_page_buckets_cover_the_longest_text_and_its_last_block(page_size, block
 
 def test_page_buckets_of_long_texts_grow_fourfold():
     model = models.plain(max_position=32768)
-    made = facts(model=model, page_size=64)
+    made = layout(model=model, page_size=64)
     assert made.page_buckets == (16, 64, 256, 513)
     # None is close below the last one.
-    assert facts(model=model, page_size=64, max_model_len=64 * 65).page_buckets == (16, 66)
+    assert layout(model=model, page_size=64, max_model_len=64 * 65).page_buckets == (16, 66)
 
 
 def test_the_default_page_may_be_longer_than_a_text():
-    assert facts(MultiBD(block_size=4, buffer_size=2), max_model_len=20).page_buckets == (1,)
+    assert layout(MultiBD(block_size=4, buffer_size=2), max_model_len=20).page_buckets == (1,)
 
 
 def test_a_short_text_with_a_wide_window_has_pages_for_the_window():
-    made = facts(MultiBD(block_size=32, buffer_size=4), page_size=16, max_model_len=20)
+    made = layout(MultiBD(block_size=32, buffer_size=4), page_size=16, max_model_len=20)
     assert made.page_buckets[-1] * 16 >= 128
 
 
@@ -101,29 +101,29 @@ def test_a_short_text_with_a_wide_window_has_pages_for_the_window():
 
 @pytest.mark.parametrize("block_size", [3, 5, 8, 32, 48])
 def test_prefill_buckets_are_whole_blocks_where_passes_see_blocks(block_size):
-    made = facts(MultiBD(block_size=block_size, buffer_size=2))
+    made = layout(MultiBD(block_size=block_size, buffer_size=2))
     assert all(size % block_size == 0 for size in made.prefill_buckets)
-    assert facts(AR(), model=models.causal(), prefill_buckets=(7, 50)).prefill_buckets == (7, 50)
+    assert layout(AR(), model=models.causal(), prefill_buckets=(7, 50)).prefill_buckets == (7, 50)
 
 
 @pytest.mark.parametrize("prompt", ["grid_full", "whole_full"])
 @pytest.mark.parametrize("max_len", [20, 64, 100, 512])
 def test_prefill_buckets_of_full_modes_cover_every_prompt(prompt, max_len):
-    made = facts(multi_bd(prompt), max_model_len=max_len, page_size=8)
+    made = layout(multi_bd(prompt), max_model_len=max_len, page_size=8)
     sizes = made.prefill_buckets
     assert sizes[-1] >= max_len
     assert sizes[-1] < max_len + 8, "and not more than its last block"
     assert all(size % 8 == 0 for size in sizes)
     assert all(later <= 2 * size for size, later in itertools.pairwise(sizes))
-    given = facts(multi_bd(prompt), max_model_len=max_len, page_size=8, prefill_buckets=(16,))
+    given = layout(multi_bd(prompt), max_model_len=max_len, page_size=8, prefill_buckets=(16,))
     assert given.prefill_buckets[0] == 16
     assert given.prefill_buckets[-1] == sizes[-1]
 
 
 def test_long_passes_are_for_accelerators(on_accelerator):
     model = models.plain(max_position=4096)
-    assert facts(model=model).prefill_buckets == (128, 256, 512, 1024)
-    assert facts(model=model, max_model_len=64).prefill_buckets == (128,)
+    assert layout(model=model).prefill_buckets == (128, 256, 512, 1024)
+    assert layout(model=model, max_model_len=64).prefill_buckets == (128,)
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -141,40 +141,40 @@ def test_long_passes_are_for_accelerators(on_accelerator):
     ],
 )
 def test_a_prefix_hit_leaves_what_the_strategy_must_compute(strategy, model, least):
-    assert facts(strategy, model).compute_at_least == least
+    assert layout(strategy, model).compute_at_least == least
 
 
 def test_in_window_facts_have_a_window_and_no_prefix():
-    made = facts(toys.FullSequence(), page_size=16, max_model_len=32)
+    made = layout(toys.FullSequence(), page_size=16, max_model_len=32)
     assert made.prompt_mode == "in_window"
     assert made.window == 32
     assert made.prefill_len(20) == 0
 
 
 def test_a_provisional_cache_and_soft_commits_start_over():
-    assert not facts(multi_bd("grid_causal")).starts_over
-    assert facts(multi_bd("grid_causal", soft_commits=True)).starts_over
-    assert facts(multi_bd("grid_causal", provisional_cache=True)).starts_over
-    assert not facts(multi_bd("grid_causal", provisional_cache=True)).soft_commits
+    assert not layout(multi_bd("grid_causal")).starts_over
+    assert layout(multi_bd("grid_causal", soft_commits=True)).starts_over
+    assert layout(multi_bd("grid_causal", provisional_cache=True)).starts_over
+    assert not layout(multi_bd("grid_causal", provisional_cache=True)).soft_commits
 
 
 def test_the_salt_tells_models_masks_and_blocks_apart():
     other = dataclasses.replace(MODEL, source="another")
     made = [
-        facts(),
-        facts(model=other),
-        facts(multi_bd("grid_full", 32, 4)),
-        facts(multi_bd("grid_causal", 16)),
-        facts(multi_bd("grid_causal", 32, prefill_mode=1)),
+        layout(),
+        layout(model=other),
+        layout(multi_bd("grid_full", 32, 4)),
+        layout(multi_bd("grid_causal", 16)),
+        layout(multi_bd("grid_causal", 32, prefill_mode=1)),
     ]
     assert len({one.salt for one in made}) == len(made)
     # Thresholds and the number of slots change no key.
-    assert facts(MultiBD(accept_threshold=0.5), max_num_seqs=3).salt == made[0].salt
+    assert layout(MultiBD(accept_threshold=0.5), max_num_seqs=3).salt == made[0].salt
 
 
 def test_num_pages_is_the_given_one_or_enough_for_every_slot_twice():
-    assert facts(num_pages=5).num_pages == 5
-    made = facts(max_num_seqs=3)
+    assert layout(num_pages=5).num_pages == 5
+    made = layout(max_num_seqs=3)
     assert made.num_pages == 2 * 3 * made.page_buckets[-1]
 
 
@@ -200,4 +200,4 @@ def test_num_pages_is_the_given_one_or_enough_for_every_slot_twice():
 )
 def test_a_configuration_that_cannot_be_is_refused_with_its_remedy(config, said):
     with pytest.raises(ValueError, match=said):
-        facts(**config)
+        layout(**config)

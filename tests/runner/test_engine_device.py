@@ -3,8 +3,8 @@
 Proves for every case of the contract's gate (toy model, real pages, a dense cache-free truth), that
 tokens, finish reason and forwards equal the truth: alone in any slot, in one batch in another
 order, under any chunk length and prefill chunking, when slot and pages are taken away after each
-harvest or because the pool is short, on prefix hits of the same prompt and of a second turn, and as
-sample n of one request; and that the cache holds what a dense pass computes. Where tokens differ,
+fetch or because the pool is short, on prefix hits of the same prompt and of a second turn, and as
+sequence n of one request; and that the cache holds what a dense pass computes. Where tokens differ,
 the request is run again under a recorder, and only a decision within 1e-4 of a threshold or a tie
 excuses it (docs/same_tokens.md). Slots at one compiled bucket are equal bit for bit. `LLM.generate`
 equals `dj.generate`; nothing compiles after `warm_up`.
@@ -22,7 +22,7 @@ import dllm_jax as dj
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.scheduler import DECODE, PREFILL
 from dllm_jax.runner import buckets
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE, Carry
@@ -113,14 +113,14 @@ def test_the_chunk_length_changes_nothing(name, steps):
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", [*sweep(QUICK), *EXTRA])
-def test_preemption_after_every_harvest_changes_nothing(name, caching):
+def test_preemption_after_every_fetch_changes_nothing(name, caching):
     engine = make_engine(name, prefix_caching=caching)
     with steps_a_chunk(1):
         got = run(engine, wishes(name), toy.preempting())
     assert_same(name, ends(got), truths(name))
     least = sum(end[2] for end in truths(name)) - 3
-    assert engine.stats().num_preemptions >= (least if not engine.facts.starts_over else 6)
-    if name in CACHED and not engine.facts.starts_over:
+    assert engine.stats().num_preemptions >= (least if not engine.layout.starts_over else 6)
+    if name in CACHED and not engine.layout.starts_over:
         passes = [one.metrics.prefill_nfe for one in got]
         assert all(passes) if not caching else sum(passes) > 0
 
@@ -128,7 +128,7 @@ def test_preemption_after_every_harvest_changes_nothing(name, caching):
 @pytest.mark.parametrize("name", [*sweep(QUICK), *sweep((), EXTRA)])
 def test_preemption_at_any_step_changes_nothing(name):
     """Of all that have a slot, whatever they do there: in the middle of a prompt as well."""
-    piece = toy.device(name).facts.prefill_buckets[0]
+    piece = toy.device(name).layout.prefill_buckets[0]
     caught = set()
     for at in range(1, 7):
         engine = make_engine(name, max_num_batched_tokens=piece)
@@ -136,9 +136,9 @@ def test_preemption_at_any_step_changes_nothing(name):
 
         def between(engine, at=at, steps=steps):
             if next(steps) == at:
-                for sample in list(engine.scheduler.live):
-                    caught.add(sample.stage)
-                    engine.scheduler.preempt(sample)
+                for sequence in list(engine.scheduler.live):
+                    caught.add(sequence.stage)
+                    engine.scheduler.preempt(sequence)
 
         with steps_a_chunk(1):
             assert_same(name, ends(run(engine, wishes(name), between)), truths(name))
@@ -148,7 +148,7 @@ def test_preemption_at_any_step_changes_nothing(name):
 
 @pytest.mark.one_python
 def test_preemption_meets_every_status_of_the_window():
-    """The window's blocks in each combination that a window of three can show at a harvest."""
+    """The window's blocks in each combination that a window of three can show at a fetch."""
     A, T, D = ACTIVE, TO_CACHE, DUMMY
     met = set()
     for name in ("multi_bd", "multi_bd_shifted", *FULL, "soft_parallel"):
@@ -161,9 +161,9 @@ def test_preemption_meets_every_status_of_the_window():
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_a_short_pool_preempts_and_changes_nothing(name):
     """Every prompt twice in one batch, in pools from the least on that takes the longest."""
-    facts = toy.device(name).facts
+    layout = toy.device(name).layout
     longest = max(len(r.prompt + r.given) for r in case(name).requests)
-    least = facts.pages_for(longest + facts.block_size)
+    least = layout.pages_for(longest + layout.block_size)
     preempted = 0
     for pages in range(least, least + 4):
         engine = make_engine(name, num_pages=pages)
@@ -179,12 +179,12 @@ def test_a_short_pool_preempts_and_changes_nothing(name):
 # --- prefix hits ----------------------------------------------------------------------------------
 
 
-def reusable(facts, prompt_len, known):
+def reusable(layout, prompt_len, known):
     """Tokens of a prompt that a hit must find, where `known` of them were in the cache."""
-    goal = facts.prefill_len(prompt_len)
-    if facts.is_full:
+    goal = layout.prefill_len(prompt_len)
+    if layout.is_full:
         return goal if known >= goal else 0
-    return max(min(known, goal - facts.compute_at_least), 0) // facts.unit * facts.unit
+    return max(min(known, goal - layout.compute_at_least), 0) // layout.unit * layout.unit
 
 
 @pytest.mark.parametrize("name", [*sweep(QUICK), *EXTRA])
@@ -196,7 +196,7 @@ def test_the_same_request_again_finds_its_prompt(name):
     assert_same(name, ends(after), truths(name))
     for one in after:
         count = len(one.prompt_token_ids)
-        assert one.metrics.cached_tokens == reusable(engine.facts, count, count)
+        assert one.metrics.cached_tokens == reusable(engine.layout, count, count)
     found = sum(one.metrics.cached_tokens for one in after)
     assert (found > 0) == (name not in (*WHOLE, "block_cache"))  # a unit of 48 tokens
 
@@ -212,8 +212,8 @@ def test_a_second_turn_finds_the_first_with_its_answer(name):
     second = dataclasses.replace(first, prompt=prompt, max_tokens=7)
     (got,) = run(engine, [wish(second)])
     assert_same(name, ends([got]), [wanted(name, second)], [second])
-    known = 0 if engine.facts.is_full else min(seen[0][1], len(prompt))
-    assert got.metrics.cached_tokens == reusable(engine.facts, len(prompt), known)
+    known = 0 if engine.layout.is_full else min(seen[0][1], len(prompt))
+    assert got.metrics.cached_tokens == reusable(engine.layout, len(prompt), known)
     if name not in (*FULL, "block_cache"):
         assert got.metrics.cached_tokens > len(first.prompt)
 
@@ -238,7 +238,7 @@ def test_soft_commits_share_prompts_only_and_start_over(name):
 def test_a_hit_of_a_whole_prompt_copies_its_partly_filled_page(name):
     """While the first writer of the page goes on writing it; recompute takes two passes."""
     request = dataclasses.replace(case(name).requests[1], max_tokens=20)
-    assert toy.device(name).facts.prefill_len(len(request.prompt)) % toy.PAGE_SIZE[name]
+    assert toy.device(name).layout.prefill_len(len(request.prompt)) % toy.PAGE_SIZE[name]
     engine = make_engine(name)
     copies = []
     copy_page = engine.device.copy_page
@@ -265,17 +265,17 @@ def preempt_once_after(committed):
     done = []
 
     def between(engine):
-        for sample in list(engine.scheduler.live):
-            if not done and sample.start >= len(sample.prompt) + committed:
-                done.append(sample)
-                engine.scheduler.preempt(sample)
+        for sequence in list(engine.scheduler.live):
+            if not done and sequence.start >= len(sequence.prompt) + committed:
+                done.append(sequence)
+                engine.scheduler.preempt(sequence)
 
     return between
 
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", sweep(QUICK))
-def test_samples_of_one_request_are_those_of_their_keys(name, caching):
+def test_sequences_of_one_request_are_those_of_their_keys(name, caching):
     request = dataclasses.replace(case(name).requests[1], temperature=0.7)
     want = [wanted(name, request, index) for index in range(3)]
     engine = make_engine(name, prefix_caching=caching)
@@ -284,7 +284,7 @@ def test_samples_of_one_request_are_those_of_their_keys(name, caching):
         keyed = dataclasses.replace(request, fold=(index,))
         assert_same(name, [(one.token_ids, one.finish_reason)], [(tokens, reason)], [keyed])
     assert got.metrics.nfe == sum(nfe for _, _, nfe in want)
-    count = reusable(engine.facts, len(request.prompt), len(request.prompt))
+    count = reusable(engine.layout, len(request.prompt), len(request.prompt))
     assert got.metrics.cached_tokens == 2 * count
 
 
@@ -307,7 +307,7 @@ class _Counts(AR):
 
 def _counting_device():
     plain = toy.device("ar")
-    return Device(plain.programs.model, _Counts(), {}, plain.facts)
+    return ModelRunner(plain.programs.model, _Counts(), {}, plain.layout)
 
 
 @pytest.mark.one_python
@@ -355,7 +355,7 @@ def test_prefill_chunkings_change_nothing(name):
 @pytest.mark.one_python
 @pytest.mark.parametrize("name", sweep(("d2f_whole_full",)))
 def test_buckets_change_nothing(name):
-    widest = toy.device(name).facts.page_buckets[-1]
+    widest = toy.device(name).layout.page_buckets[-1]
     engine = make_engine(name, slot_buckets=(1, 2, 4), page_buckets=(2, widest))
     shapes = set()
     decode = engine.device.decode
@@ -374,9 +374,9 @@ def test_buckets_change_nothing(name):
 @pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full"])
 def test_rows_that_fill_a_bucket_up_are_left_alone(name):
     """They are requests of another group, which runs beside it over more pages."""
-    facts = toy.device(name).facts
-    widest = facts.page_buckets[-1]
-    engine = make_engine(name, page_buckets=(32 // facts.page_size, widest))
+    layout = toy.device(name).layout
+    widest = layout.page_buckets[-1]
+    engine = make_engine(name, page_buckets=(32 // layout.page_size, widest))
     groups, decode = [], engine.device.decode
 
     def spy(rows, num_active, pages, *more):
@@ -396,25 +396,25 @@ def test_rows_that_fill_a_bucket_up_are_left_alone(name):
 # --- the promise: docs/same_tokens.md -------------------------------------------------------------
 
 
-def slots_of(name, order, free, chosen, **facts):
-    """Every harvested slot of one request, by forwards made, as words; and rows it stood in."""
-    engine = make_engine(name, prefix_caching=False, **facts)
+def slots_of(name, order, free, chosen, **layout):
+    """Every fetched slot of one request, by forwards made, as words; and rows it stood in."""
+    engine = make_engine(name, prefix_caching=False, **layout)
     engine.scheduler._free_slots = list(free)
-    harvests, places = {}, set()
+    fetches, places = {}, set()
 
     def between(engine):
-        for sample in engine.scheduler.live:
-            if sample.owner.id == "chosen" and sample.saved is not None:
-                got, row = sample.saved
-                harvests[sample.nfe] = got.saved(row).tobytes()
-                places.add((sample.slot, row))
+        for sequence in engine.scheduler.live:
+            if sequence.owner.id == "chosen" and sequence.saved is not None:
+                got, row = sequence.saved
+                fetches[sequence.nfe] = got.saved(row).tobytes()
+                places.add((sequence.slot, row))
 
     with steps_a_chunk(1):
         requests = case(name).requests
         for i in order:
             engine.add(wish(requests[i], "chosen" if i == chosen else None))
         toy.finish(engine, between)
-    return harvests, places
+    return fetches, places
 
 
 @pytest.mark.parametrize("name", sweep(QUICK))
@@ -464,8 +464,8 @@ def test_random_requests_have_their_tokens_whatever_happens(name, record_propert
 
     requests = [one() for _ in range(60)]
     want = [wanted(name, request) for request in requests]
-    facts = toy.device(name).facts
-    ways = (({}, None), ({}, toy.preempting()), ({"num_pages": facts.pages_for(64) + 2}, None))
+    layout = toy.device(name).layout
+    ways = (({}, None), ({}, toy.preempting()), ({"num_pages": layout.pages_for(64) + 2}, None))
     excused = 0
     for changed, between in ways:
         with steps_a_chunk(1 if between else 3):
@@ -485,7 +485,7 @@ PROMPTS = [list(request.prompt) for request in case("multi_bd").requests]
 
 def small_llm():
     """The case's model behind an `LLM` whose programs are those of its device here."""
-    widest = toy.device("multi_bd").facts.page_buckets
+    widest = toy.device("multi_bd").layout.page_buckets
     config = toy.config_of("multi_bd", page_buckets=widest)
     strategy, model = case("multi_bd").strategy, case("multi_bd").model
     return dj.LLM(model, strategy, config=config, warm_up=False, seed=5)
@@ -509,7 +509,7 @@ def test_llm_gives_the_tokens_of_generate_with_the_same_keys(asked):
         SamplingParams(max_tokens=10, n=2, **asked),
     ]
     got = [one for output in llm.generate(PROMPTS, every) for one in output.outputs]
-    # Samples are numbered as they are submitted: prompt 0 takes 0 and 1, prompt 1 takes 2.
+    # Sequences are numbered as they are submitted: prompt 0 takes 0 and 1, prompt 1 takes 2.
     seeds = [(7, 0), (7, 1), (5, 2), (5, 3), (5, 4)]
     keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), i) for seed, i in seeds])
     prompts = [PROMPTS[i] for i in (0, 0, 1, 2, 2)]
@@ -529,7 +529,7 @@ def test_llm_gives_the_tokens_of_generate_with_the_same_keys(asked):
 )
 def test_nothing_compiles_after_warm_up(name, compilations):
     """Every bucket met, mixed lengths and parameters, hits, copies, preemptions and a failure."""
-    widest = toy.device(name).facts.page_buckets[-1]
+    widest = toy.device(name).layout.page_buckets[-1]
     slots, pages, prompts, programs = (
         ((4,), (widest,), (64,), 4 + 1 + 2)
         if name in FULL
@@ -537,9 +537,9 @@ def test_nothing_compiles_after_warm_up(name, compilations):
     )
     config = toy.config_of(name, num_pages=39, slot_buckets=slots, prefill_buckets=prompts)
     aux = dict(case(name).aux)
-    facts = buckets.make_facts(case(name).model, case(name).strategy, aux, config)
-    facts = dataclasses.replace(facts, page_buckets=pages)
-    device = Device(case(name).model, split_knobs(case(name).strategy)[0], aux, facts)
+    layout = buckets.make_layout(case(name).model, case(name).strategy, aux, config)
+    layout = dataclasses.replace(layout, page_buckets=pages)
+    device = ModelRunner(case(name).model, split_knobs(case(name).strategy)[0], aux, layout)
     compilations.clear()
     device.warm_up()
     # What drafts may cost is measured besides.

@@ -121,11 +121,11 @@ def test_a_prefix_that_breaks_when_it_is_computed_again_stays_broken():
     saves = []
 
     def between(engine):
-        for sample in list(engine.scheduler.live):
-            if not saves and sample.saved is not None:
-                saves.append(sample.saved)
-                sample.prompt[0] = BROKEN_ID  # as memory would that forgot a bit
-                engine.scheduler.preempt(sample)
+        for sequence in list(engine.scheduler.live):
+            if not saves and sequence.saved is not None:
+                saves.append(sequence.saved)
+                sequence.prompt[0] = BROKEN_ID  # as memory would that forgot a bit
+                engine.scheduler.preempt(sequence)
 
     with steps_a_chunk(1):
         (got,) = run(engine, [wish(request)], between)
@@ -173,7 +173,7 @@ def test_a_prompt_the_tokenizer_cannot_read_fails_alone():
                 raise LookupError(f"no ids for {text!r}")
             return {"input_ids": list(requests[int(text)].prompt)}
 
-    config = toy.config_of(name, page_buckets=toy.device(name).facts.page_buckets)
+    config = toy.config_of(name, page_buckets=toy.device(name).layout.page_buckets)
     with mock.patch.object(Model, "tokenizer", Reader(-1)):
         llm = dj.LLM(case(name).model, case(name).strategy, config=config, warm_up=False)
         got = llm.generate(["0", "one", "0"], SamplingParams(max_tokens=14))
@@ -205,7 +205,7 @@ class Failing:
 
     Args:
         at: Which calls, from 0.
-        when: "before" it ran, "after" (the donated state is deleted), or in the "harvest" of what
+        when: "before" it ran, "after" (the donated state is deleted), or in the "fetch" of what
             it returned.
     """
 
@@ -255,9 +255,9 @@ PLACES = [
     ("prefill", {0}, "after"),
     ("prefill", {1}, "before"),
     ("decode", {0}, "after"),
-    ("decode", {1}, "harvest"),
+    ("decode", {1}, "fetch"),
     ("decode", {3}, "before"),
-    ("decode", {3}, "harvest"),
+    ("decode", {3}, "fetch"),
     ("restore", {0}, "after"),
 ]
 
@@ -268,10 +268,10 @@ def test_one_failure_costs_no_token(name, program, at, when):
     if program == "prefill" and name == "block_cache" and at == {1}:
         pytest.skip("one pass is all it has")
     context, wrapped = failing(program, at, when)
-    engine = make_engine(name, engine={"save_snapshot": lambda samples: pytest.fail("gave up")})
+    engine = make_engine(name, engine={"save_snapshot": lambda sequences: pytest.fail("gave up")})
     between = None
     if program == "restore":
-        if engine.facts.starts_over:
+        if engine.layout.starts_over:
             pytest.skip("it starts over: nothing is restored")
         between = toy.preempting()
     with context, steps_a_chunk(1):
@@ -293,18 +293,18 @@ def test_two_failures_far_apart_cost_no_token(name):
     assert ends(got) == [wanted(name, r) for r in case(name).requests]
 
 
-@pytest.mark.parametrize("when", ["before", "after", "harvest"])
+@pytest.mark.parametrize("when", ["before", "after", "fetch"])
 @pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_a_second_failure_in_a_row_ends_the_live_ones_and_saves_them(program, when):
     """Four slots, six requests: two wait, and complete."""
     name = "multi_bd"
-    if program == "prefill" and when == "harvest":
+    if program == "prefill" and when == "fetch":
         pytest.skip("nobody reads what prefill returns")
     requests = [case(name).requests[1]] * 4 + [case(name).requests[0], case(name).requests[2]]
     saved = []
 
-    def save(samples):
-        saved.append([sample.owner.id for sample in samples])
+    def save(sequences):
+        saved.append([sequence.owner.id for sequence in sequences])
         return "/tmp/where"
 
     engine = make_engine(name, engine={"save_snapshot": save}, prefix_caching=False)

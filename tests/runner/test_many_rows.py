@@ -1,7 +1,7 @@
 """Proves what accelerators do differently for many slots, on a CPU.
 
 The program without command buffers gives the tokens, finish reasons and forwards of the other one,
-and runs from `Facts.many_rows` on; a few rows with long contexts run beside the others within their
+and runs from `EngineLayout.many_rows` on; a few rows with long contexts run beside the others within their
 share (`planning.BESIDE`), and the others run enough steps for one of theirs to fit; and the host
 loop, which imports no JAX, knows the device's codes by the same numbers.
 """
@@ -18,7 +18,7 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import NO_LIMIT, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.runner import buckets, programs
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core import state
 from dllm_jax.strategies.core.protocol import split_knobs
@@ -39,9 +39,9 @@ CONFIG = EngineConfig(
 
 def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
     model = models.plain()
-    facts = buckets.make_facts(model, STRATEGY, {}, CONFIG)
-    device = Device(
-        model, split_knobs(STRATEGY)[0], {}, dataclasses.replace(facts, many_rows=many_rows)
+    layout = buckets.make_layout(model, STRATEGY, {}, CONFIG)
+    device = ModelRunner(
+        model, split_knobs(STRATEGY)[0], {}, dataclasses.replace(layout, many_rows=many_rows)
     )
     ran, call = [], device._call
     device._call = lambda program, *rest: ran.append(program) or call(program, *rest)
@@ -81,8 +81,8 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
 def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
     """Also where they fill a program that admits up: each dispatch costs milliseconds on a GPU."""
     model, size = models.plain(), CONFIG.max_num_seqs
-    facts = buckets.make_facts(model, STRATEGY, {}, CONFIG)
-    made = Engine(Device(model, split_knobs(STRATEGY)[0], {}, facts))
+    layout = buckets.make_layout(model, STRATEGY, {}, CONFIG)
+    made = Engine(ModelRunner(model, split_knobs(STRATEGY)[0], {}, layout))
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, models.MASK, 16).tolist() for _ in range(size)]
     ran, call = [], made.device._call
@@ -101,7 +101,7 @@ def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
 class Plan:
     """A scheduler as planning sees it: rows are numbers, each the columns it needs."""
 
-    facts = SimpleNamespace(page_buckets=(2, 40), many_rows=None, max_steps_per_chunk=64)
+    layout = SimpleNamespace(page_buckets=(2, 40), many_rows=None, max_steps_per_chunk=64)
     live = ()
     has_waiting = False
 

@@ -77,7 +77,7 @@ def test_the_plan_has_the_bytes_of_the_arrays_that_are_there(num_pages):
     assert told.slot_bytes + told.pool_bytes == held
     assert told.weights_bytes == weights
     assert told.peak_bytes == weights + held, "on the CPU nothing else is counted"
-    assert told.num_pages == device.facts.num_pages == (num_pages or 2 * 3 * 4)
+    assert told.num_pages == device.layout.num_pages == (num_pages or 2 * 3 * 4)
 
 
 def test_pages_within_a_number_of_bytes_are_the_most_that_fit():

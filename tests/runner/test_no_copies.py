@@ -142,12 +142,12 @@ ENGINE = ("d2f_whole_full", "block_cache", "speculate")
 )
 def test_the_programs_of_the_engine_work_in_place(name):
     device = toy.make_device(name, allocate=False, num_pages=NUM_PAGES)
-    if device.facts.prompt_mode.endswith("causal"):  # as on accelerators
-        device.facts = dataclasses.replace(device.facts, prompts_a_pass=3)
+    if device.layout.prompt_mode.endswith("causal"):  # as on accelerators
+        device.layout = dataclasses.replace(device.layout, prompts_a_pass=3)
     shapes = jax.tree.leaves(device.shapes().pools)
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
     assert all(leaf.shape[0] == NUM_PAGES for leaf in shapes)
-    work = warmup.every_program(device.facts, device.num_words)
+    work = warmup.every_program(device.layout, device.num_words)
     for one in work:
         program = device.lower(one.run).compile(QUICK)
         memory = program.memory_analysis()
@@ -157,9 +157,9 @@ def test_the_programs_of_the_engine_work_in_place(name):
         assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS, one.name
     words = {one.name.split()[0] for one in work}
     wanted = {"decode", "admit", "restore"}
-    wanted |= {"prefill"} if device.facts.prompt_mode != "in_window" else set()
-    wanted |= {"begin"} if device.facts.prompt_mode != "whole_causal" else set()
-    wanted |= {"copy"} if device.facts.is_full else set()
+    wanted |= {"prefill"} if device.layout.prompt_mode != "in_window" else set()
+    wanted |= {"begin"} if device.layout.prompt_mode != "whole_causal" else set()
+    wanted |= {"copy"} if device.layout.is_full else set()
     assert words == wanted
 
 

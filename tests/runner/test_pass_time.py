@@ -24,7 +24,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import buckets, pass_time
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash
 from tests.contract import models
 from tests.oracles import draft_widths
@@ -168,9 +168,9 @@ def test_an_engine_goes_by_them_until_it_has_timed_its_own():
     draft = models.drafter(target)
     strategy, config = DFlash(4, (0, 1)), dj.EngineConfig(max_num_seqs=2, max_model_len=64)
     aux = {"draft": draft}
-    facts = buckets.make_facts(target, strategy, aux, config)
-    costs = Device(target, strategy, aux, facts, allocate=False).choice_costs
+    layout = buckets.make_layout(target, strategy, aux, config)
+    costs = ModelRunner(target, strategy, aux, layout, allocate=False).choice_costs
     assert costs == {
         slots: pass_time.choice_costs(strategy, target, aux, slots, 64, jax.default_backend())
-        for slots in facts.slot_buckets
+        for slots in layout.slot_buckets
     }

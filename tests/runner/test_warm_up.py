@@ -29,7 +29,7 @@ from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.loading import compile_cache
 from dllm_jax.runner import buckets, cost, start, warmup
 from dllm_jax.runner.cost import MeasuredCost, calibrate
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR, MultiBD, Needs
 from dllm_jax.strategies.core.protocol import split_knobs
 from tests.contract import models, toys
@@ -49,18 +49,18 @@ CONFIG = EngineConfig(
 SMALL = dataclasses.replace(CONFIG, page_buckets=None)
 
 
-def facts(strategy=STRATEGY, model=None, **config):
+def layout(strategy=STRATEGY, model=None, **config):
     config = dataclasses.replace(CONFIG, **config)
-    return buckets.make_facts(model or models.plain(), strategy, {}, config)
+    return buckets.make_layout(model or models.plain(), strategy, {}, config)
 
 
-def device(allocate=False, **config) -> Device:
+def device(allocate=False, **config) -> ModelRunner:
     bare, sizes = split_knobs(STRATEGY)[0], dataclasses.replace(SMALL, **config)
-    made = buckets.make_facts(models.plain(), STRATEGY, {}, sizes)
-    return Device(models.plain(), bare, {}, made, allocate=allocate)
+    made = buckets.make_layout(models.plain(), STRATEGY, {}, sizes)
+    return ModelRunner(models.plain(), bare, {}, made, allocate=allocate)
 
 
-def tokens(on: Device) -> list[list[int]]:
+def tokens(on: ModelRunner) -> list[list[int]]:
     """Texts of three requests, one of them sampled."""
     engine = Engine(on)
     for i, ids in enumerate(([1, 2, 3], [5] * 9, [7, 8, 9, 10, 11])):
@@ -88,7 +88,7 @@ def compiled():
 
 
 @pytest.fixture(scope="module")
-def warm() -> Device:
+def warm() -> ModelRunner:
     """A device after warm-up and timing."""
     made = device(allocate=True)
     made.warm_up(calibrate=True)
@@ -100,7 +100,7 @@ def warm() -> Device:
 
 def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     made = device(max_model_len=52, slot_buckets=(3,))  # sizes no other test has
-    work = warmup.every_program(made.facts, made._layout.size)
+    work = warmup.every_program(made.layout, made._layout.size)
     compiled.clear()
     told = []
     made.compile_ahead(work, lambda *progress: told.append(progress))
@@ -214,7 +214,7 @@ from tests.cross_lowering import H200
 class Device:
     compute_capability = "9.0"
 
-jax.devices = lambda *_: [Device()]
+jax.devices = lambda *_: [ModelRunner()]
 printed, texts = [], []
 name, serialize = layout_inference.ValueSite.__str__, core._run_serde_pass
 
@@ -251,13 +251,13 @@ def test_what_a_kernel_is_made_of_is_not_printed_to_name_it():
 
 
 def test_every_size_of_every_program_is_listed_once_largest_first():
-    work = warmup.every_program(facts(), 5)
+    work = warmup.every_program(layout(), 5)
     names = [one.name for one in work]
     assert len(names) == len(set(names)) == 2 * 2 + 2 + 3
     assert names[0] == "decode 3 slots, 8 pages"
     assert "prefill 8 tokens, 3 pages, blocks" in names
     assert names[-3:] == ["admit", "restore", "begin"]
-    largest = [one.name for one in warmup.largest_programs(facts())]
+    largest = [one.name for one in warmup.largest_programs(layout())]
     assert largest == ["decode 3 slots, 8 pages", "prefill 8 tokens, 8 pages, blocks"]
 
 
@@ -273,26 +273,26 @@ def test_every_size_of_every_program_is_listed_once_largest_first():
 )
 def test_the_passes_of_each_prompt_mode(strategy, model, kinds):
     """Text behind a prompt of a full mode is computed as blocks, unless a request starts over."""
-    assert warmup.pass_kinds(facts(strategy, model)) == kinds
+    assert warmup.pass_kinds(layout(strategy, model)) == kinds
 
 
 def test_the_memory_of_programs_is_that_of_the_hungriest():
     made = device()
-    work = warmup.every_program(made.facts, made._layout.size)
+    work = warmup.every_program(made.layout, made._layout.size)
     needs = {}
     for one in work:
         told = made.lower(one.run).compile().memory_analysis()
         fresh = told.output_size_in_bytes - told.alias_size_in_bytes
         needs[one.name] = told.temp_size_in_bytes + fresh
     assert made.compile_ahead(work) == max(needs.values()) > 0
-    largest = {one.name for one in warmup.largest_programs(made.facts)}
+    largest = {one.name for one in warmup.largest_programs(made.layout)}
     assert max(needs, key=needs.__getitem__) in largest, "which sizes the pool of an accelerator"
 
 
 def test_temporaries_do_not_depend_on_the_pool():
     """So they may be measured before the pool's size is known."""
     took = [
-        made.compile_ahead(warmup.largest_programs(made.facts))
+        made.compile_ahead(warmup.largest_programs(made.layout))
         for made in (device(num_pages=8), device(num_pages=800))
     ]
     assert took[0] == took[1]
@@ -353,7 +353,7 @@ def test_an_accelerator_that_is_out_of_memory_says_what_to_lower(monkeypatch):
 def test_what_programs_need_counts_before_memory_is_taken(monkeypatch):
     monkeypatch.setattr(warmup, "compile_ahead", lambda *_: 2**60)
     made = []
-    monkeypatch.setattr(Device, "_reset", lambda self: made.append(self))
+    monkeypatch.setattr(ModelRunner, "_reset", lambda self: made.append(self))
     with pytest.raises(ValueError, match=r"num_pages=\d+ needs .* temporaries 1073741824.0 GiB"):
         start.start(models.plain(), STRATEGY, {}, SMALL)
     assert not made
@@ -363,7 +363,7 @@ def test_llm_tells_its_memory_with_what_programs_need():
     llm = dj.LLM(models.plain(), STRATEGY, config=SMALL, progress=False)
     plan = llm.memory
     assert plan.temp_bytes > 0
-    assert plan.num_pages == llm.engine.facts.num_pages == 2 * 3 * 8
+    assert plan.num_pages == llm.engine.layout.num_pages == 2 * 3 * 8
     assert plan.peak_bytes < plan.limit_bytes
     assert llm.engine.device.compile_s > 0
 
@@ -399,14 +399,14 @@ def test_an_accelerators_pool_leaves_what_the_programs_need(monkeypatch, hungry)
     asked = []
 
     def compile_ahead(device, work, progress=None):
-        asked.append((device.facts.num_pages, len(work)))
+        asked.append((device.layout.num_pages, len(work)))
         return limit // 4 if hungry else 4096
 
     monkeypatch.setattr(warmup, "compile_ahead", compile_ahead)
     monkeypatch.setattr(warmup, "run_each", lambda *_: None)
     made = start.start(models.plain(), STRATEGY, {}, CONFIG, calibrate=False)
     plan = made.memory
-    assert plan.num_pages == made.facts.num_pages == made.state.pools["target"][0][0].shape[0]
+    assert plan.num_pages == made.layout.num_pages == made.state.pools["target"][0][0].shape[0]
     assert plan.temp_bytes == (limit // 4 if hungry else 4096)
     assert 0.95 * 0.9 * limit <= plan.peak_bytes <= 0.9 * limit
     # The largest were compiled first; where the guess held, for the pool that then came.
@@ -420,8 +420,8 @@ def test_an_accelerators_pool_leaves_what_the_programs_need(monkeypatch, hungry)
 class TimedDevice:
     """Programs that take what they are said to, on a clock of its own."""
 
-    def __init__(self, facts, step_s, pass_s, last_step=10**9):
-        self.facts, self.now, self.last_step = facts, 0.0, last_step
+    def __init__(self, layout, step_s, pass_s, last_step=10**9):
+        self.layout, self.now, self.last_step = layout, 0.0, last_step
         self.step_s, self.pass_s = step_s, pass_s
         self.log, self.is_new = [], False
 
@@ -429,7 +429,7 @@ class TimedDevice:
         return self.now
 
     def admit(self, slot, placement):
-        assert 0 < placement.prompt_len < placement.limit <= self.facts.max_model_len
+        assert 0 < placement.prompt_len < placement.limit <= self.layout.max_model_len
         self.now += 0.001
 
     def begin(self, slot):
@@ -443,8 +443,8 @@ class TimedDevice:
         self.now += 0.005 + steps * self.step_s(*pages.shape)
         return steps
 
-    def harvest(self, steps):
-        return dataclasses.make_dataclass("Harvest", ["steps"])(steps)
+    def fetch(self, steps):
+        return dataclasses.make_dataclass("Fetched", ["steps"])(steps)
 
     def prefill(self, slot, ids, first, end, live_end, last, pages, size, kind):
         assert first + len(ids) == end == live_end
@@ -470,20 +470,20 @@ def pass_s(size, columns, kind):
 
 @pytest.mark.parametrize("prompt", ["grid_causal", "grid_full", "whole_full", "whole_causal"])
 def test_each_cost_is_found_free_of_what_a_dispatch_costs(prompt):
-    made = TimedDevice(facts(STRATEGY.replace(needs=Needs(prompt))), step_s, pass_s)
+    made = TimedDevice(layout(STRATEGY.replace(needs=Needs(prompt))), step_s, pass_s)
     found = calibrate(made, made.clock)
-    for columns in made.facts.page_buckets:
-        for rows in made.facts.slot_buckets:
+    for columns in made.layout.page_buckets:
+        for rows in made.layout.slot_buckets:
             assert found.decode_s(rows, columns) == pytest.approx(step_s(rows, columns))
-        for kind in warmup.pass_kinds(made.facts):
-            for size in made.facts.prefill_buckets:
+        for kind in warmup.pass_kinds(made.layout):
+            for size in made.layout.prefill_buckets:
                 told = found.prefill_s(size, columns, kind)
                 assert told == pytest.approx(pass_s(size, columns, kind))
     assert made.is_new, "the made-up requests are gone"
 
 
 def test_a_model_whose_prompts_stay_in_the_window_has_decode_costs_alone():
-    made = TimedDevice(facts(toys.FullSequence()), step_s, pass_s)
+    made = TimedDevice(layout(toys.FullSequence()), step_s, pass_s)
     found = calibrate(made, made.clock)
     assert set(found.decode) == {(rows, columns) for rows in (1, 3) for columns in (3, 8, 9)}
     assert found.prefill == {}
@@ -491,28 +491,28 @@ def test_a_model_whose_prompts_stay_in_the_window_has_decode_costs_alone():
 
 
 def test_texts_that_end_early_are_timed_by_the_steps_they_ran():
-    made = TimedDevice(facts(), step_s, pass_s, last_step=1)
+    made = TimedDevice(layout(), step_s, pass_s, last_step=1)
     found = calibrate(made, made.clock)
     assert found.decode_s(3, 8) == pytest.approx(step_s(3, 8) + 0.005)
 
 
 def test_a_clock_too_coarse_for_one_step_gives_the_share_of_the_whole_run():
     """Never zero: a round's prefill may cost what its decode steps do."""
-    made = TimedDevice(facts(), lambda *_: 0.0, lambda *_: 0.0)
+    made = TimedDevice(layout(), lambda *_: 0.0, lambda *_: 0.0)
     found = calibrate(made, made.clock)
     assert found.decode_s(3, 8) == pytest.approx(0.005 / cost.LONG)
     assert found.prefill_s(8, 8, "blocks") == pytest.approx(0.0005 / cost.LONG)
 
 
 def test_slow_programs_are_timed_once_and_fast_ones_three_times():
-    made = TimedDevice(facts(), lambda rows, columns: 0.2 if columns == 8 else 0.002, pass_s)
+    made = TimedDevice(layout(), lambda rows, columns: 0.2 if columns == 8 else 0.002, pass_s)
     calibrate(made, made.clock)
     assert made.log.count(("decode", 3, 8)) == 2, "a short and a long run"
     assert made.log.count(("decode", 3, 3)) == 2 * 3
 
 
 def test_the_budget_ends_the_timing_and_larger_sizes_stand_in():
-    made = TimedDevice(facts(), lambda rows, columns: 3.0 * rows, pass_s)
+    made = TimedDevice(layout(), lambda rows, columns: 3.0 * rows, pass_s)
     found = calibrate(made, made.clock, budget_s=1.0)
     assert list(found.decode) == [(3, 8)], "the largest is timed whatever the budget"
     assert found.decode_s(1, 3) == found.decode_s(3, 8) == pytest.approx(9.0)
@@ -521,7 +521,7 @@ def test_the_budget_ends_the_timing_and_larger_sizes_stand_in():
 
 
 def test_the_largest_of_each_width_are_timed_first_then_short_texts():
-    order = cost._in_order(facts(prefill_buckets=(8, 16)))
+    order = cost._in_order(layout(prefill_buckets=(8, 16)))
     assert order[:4] == [(3, 8, None), (16, 8, "blocks"), (3, 3, None), (16, 3, "blocks")]
     assert order[4:] == [(1, 3, None), (8, 3, "blocks"), (1, 8, None), (8, 8, "blocks")]
 
@@ -540,9 +540,9 @@ def test_sizes_that_were_not_timed_cost_what_the_nearest_larger_do():
 def test_every_real_program_is_timed(warm):
     found = warm.cost
     assert set(found.decode) == {
-        (rows, columns) for rows in warm.facts.slot_buckets for columns in warm.facts.page_buckets
+        (rows, columns) for rows in warm.layout.slot_buckets for columns in warm.layout.page_buckets
     }
-    assert set(found.prefill["blocks"]) == {(8, c) for c in warm.facts.page_buckets}
+    assert set(found.prefill["blocks"]) == {(8, c) for c in warm.layout.page_buckets}
     every = [*found.decode.values(), *found.prefill["blocks"].values()]
     assert all(0 < seconds < 1.0 for seconds in every)
 
@@ -564,7 +564,7 @@ def test_timing_leaves_slots_pool_and_tokens_as_they_were(warm):
 @pytest.mark.slow
 def test_costs_are_measured_on_an_accelerator_unless_told(monkeypatch):
     done = []
-    monkeypatch.setattr(Device, "warm_up", lambda self, progress, timed: done.append(timed))
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress, timed: done.append(timed))
     for on_cpu, asked in ((True, None), (False, None), (True, True), (False, False)):
         monkeypatch.setattr(buckets, "is_on_cpu", lambda model, on_cpu=on_cpu: on_cpu)
         start.start(models.plain(), STRATEGY, {}, CONFIG, calibrate=asked)

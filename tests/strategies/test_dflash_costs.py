@@ -18,7 +18,7 @@ from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.protocol import ByClass, weighs_costs
 from tests.contract import models
 from tests.contract.engine import make_device
-from tests.runner.test_warm_up import TimedDevice, facts, pass_s
+from tests.runner.test_warm_up import TimedDevice, layout, pass_s
 
 LAYERS = (0, 1)
 
@@ -28,8 +28,8 @@ class ChoosingDevice(TimedDevice):
 
     strategy = DFlash(8, LAYERS)
 
-    def __init__(self, facts, step_s, text_steps=10**9):
-        super().__init__(facts, step_s, pass_s)
+    def __init__(self, layout, step_s, text_steps=10**9):
+        super().__init__(layout, step_s, pass_s)
         self.choice_costs, self.text_steps, self.left = {}, text_steps, 0
 
     def admit(self, slot, placement):
@@ -53,7 +53,7 @@ def step_s(rows, choice):
 @pytest.mark.parametrize("text_steps", [10**9, 11])
 def test_each_choice_is_timed_free_of_what_a_dispatch_costs(text_steps):
     sizes = dataclasses.replace(
-        facts(), prompt_mode="whole_causal", slot_buckets=(1, 2, 4, 8, 20, 24)
+        layout(), prompt_mode="whole_causal", slot_buckets=(1, 2, 4, 8, 20, 24)
     )
     made = ChoosingDevice(sizes, step_s, text_steps)
     found = cost.of_choices(made, made.clock)
@@ -64,7 +64,7 @@ def test_each_choice_is_timed_free_of_what_a_dispatch_costs(text_steps):
 
 
 def test_a_wider_choice_costs_no_less():
-    made = ChoosingDevice(facts(), lambda rows, choice: (2e-3, 1e-3, 3e-3)[choice])
+    made = ChoosingDevice(layout(), lambda rows, choice: (2e-3, 1e-3, 3e-3)[choice])
     for costs in cost.of_choices(made, made.clock).values():
         assert costs == pytest.approx([2e-3, 2e-3, 3e-3])
 

@@ -141,5 +141,5 @@ def test_tokens_of_the_first_commit_are_those_that_are_there_then(name):
     if name == "ar":
         assert seen == [[2] * len(wishes), [4] * len(wishes)]
     else:
-        size = engine.facts.block_size - 1
+        size = engine.layout.block_size - 1
         assert 2 <= min(seen[0]) < max(seen[0]) <= size + 1 < max(seen[1])

@@ -700,7 +700,7 @@ def truth_with_soft_commits(request: Request) -> dense.Truth:
 
 @pytest.mark.slow
 def test_the_engine_starts_soft_commits_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempted after every harvest and with prompts found again, the tokens are the same."""
+    """Preempted after every fetch and with prompts found again, the tokens are the same."""
     gate = gate_case("dmax")
     name, strategy = "dmax_diffulex", gate.strategy.replace(compat="diffulex")
     made = dataclasses.replace(
@@ -711,8 +711,8 @@ def test_the_engine_starts_soft_commits_over(monkeypatch: pytest.MonkeyPatch) ->
     wanted = [on_device.wanted(name, request) for request in made.requests]
     wishes = [on_device.wish(request) for request in made.requests]
     engine = on_device.make_engine(name)
-    assert engine.facts.soft_commits
-    assert engine.facts.starts_over
+    assert engine.layout.soft_commits
+    assert engine.layout.starts_over
     with on_device.steps_a_chunk(1):
         assert on_device.ends(on_device.run(engine, wishes, on_device.preempting())) == wanted
     assert engine.stats().num_preemptions >= 6

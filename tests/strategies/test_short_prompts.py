@@ -18,7 +18,7 @@ import pytest
 from dllm_jax.bench import measure
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.runner import buckets, programs, warmup
-from dllm_jax.runner.runner import Device
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR, MultiBD
 from tests.contract import engine as toy
 from tests.contract import models
@@ -42,9 +42,9 @@ AT_ONCE = Placement(
 )
 
 
-def make_device(name: str, **how: Any) -> Device:
+def make_device(name: str, **how: Any) -> ModelRunner:
     made = toy.make_device(name, **how)
-    made.facts = dataclasses.replace(made.facts, prompts_a_pass=COUNT)
+    made.layout = dataclasses.replace(made.layout, prompts_a_pass=COUNT)
     return made
 
 
@@ -69,8 +69,8 @@ class Dispatched:
             self.device.admit(slot, AT_ONCE)
 
     def prefill(self, *slots: int, size: int | None = None) -> list[Future]:
-        facts = self.device.facts
-        size, columns = size or facts.prefill_buckets[0], facts.page_buckets[0]
+        layout = self.device.layout
+        size, columns = size or layout.prefill_buckets[0], layout.page_buckets[0]
         pages = np.zeros((columns,), np.int32)
         ask = self.device.prefill
         return [ask(slot, (5,), 0, 1, 1, True, pages, size, "causal") for slot in slots]
@@ -82,7 +82,7 @@ class Dispatched:
 
 def test_small_pieces_wait_for_more_and_nothing_passes_them():
     ran = Dispatched()
-    device, num_slots = ran.device, ran.device.facts.num_slots
+    device, num_slots = ran.device, ran.device.layout.num_slots
     ran.admit(0, 1, 2)
     handles = ran.prefill(0, 1)
     assert ran.new() == []
@@ -92,12 +92,12 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
     ran.futures[-1].set_result("row")
     assert [handle.result(0) for handle in handles] == ["row"] * 3
 
-    pages = np.zeros((num_slots, device.facts.page_buckets[0]), np.int32)
+    pages = np.zeros((num_slots, device.layout.page_buckets[0]), np.int32)
     for behind, name in (
         (lambda: device.decode(np.arange(num_slots), 1, pages, 1, True), "decode"),
         (lambda: device.copy_page(0, 1), "copy"),
         (lambda: device.begin(2, np.zeros((1,))), "begin"),
-        (lambda: ran.prefill(2, size=2 * device.facts.prefill_buckets[0]), "prefill"),
+        (lambda: ran.prefill(2, size=2 * device.layout.prefill_buckets[0]), "prefill"),
     ):
         first, second = ran.prefill(0, 1)
         behind()
@@ -119,7 +119,7 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
 
 def test_who_waits_does_not_wait_for_more():
     ran = Dispatched()
-    for wait in (ran.device.join, lambda handle: ran.device.harvest(mock.Mock(packed=handle))):
+    for wait in (ran.device.join, lambda handle: ran.device.fetch(mock.Mock(packed=handle))):
         (handle,) = ran.prefill(0)
         waits = mock.patch.object(Future, "result", side_effect=ZeroDivisionError)
         with waits, pytest.raises(ZeroDivisionError):
@@ -146,7 +146,7 @@ def test_who_waits_does_not_wait_for_more():
 )
 def test_tokens_are_those_of_each_alone(name):
     made = make_device(name, prefill_buckets=(24,))  # most prompts are one piece
-    long = [one for one in case(name).requests if made.facts.prefill_len(len(one.prompt))]
+    long = [one for one in case(name).requests if made.layout.prefill_len(len(one.prompt))]
     requests = [*long, *long, *long, *case(name).requests]
     truths = [wanted(name, request) for request in requests]
     for between in (None, toy.preempting()):
@@ -182,8 +182,8 @@ def test_tokens_are_those_of_each_alone(name):
 def test_accelerators_take_short_prompts_in_together(monkeypatch):
     monkeypatch.setattr(buckets, "is_on_cpu", lambda model: False)
 
-    def facts(strategy: Any, model: Any, **sizes: Any) -> Any:
-        return buckets.make_facts(model, strategy, {}, EngineConfig(max_model_len=64, **sizes))
+    def layout(strategy: Any, model: Any, **sizes: Any) -> Any:
+        return buckets.make_layout(model, strategy, {}, EngineConfig(max_model_len=64, **sizes))
 
     for sizes, count in (
         ({}, 4),  # 4 x 128 tokens
@@ -193,7 +193,7 @@ def test_accelerators_take_short_prompts_in_together(monkeypatch):
         ({"max_num_seqs": 1}, 1),
         ({"prefill_buckets": (300,)}, 1),
     ):
-        found = facts(AR(), models.causal(), **sizes)
+        found = layout(AR(), models.causal(), **sizes)
         assert found.prompts_a_pass == count
         names = [work.name for work in warmup.every_program(found, 5)]
         size = found.prefill_buckets[0]
@@ -202,10 +202,10 @@ def test_accelerators_take_short_prompts_in_together(monkeypatch):
         largest = [work.name for work in warmup.largest_programs(found)]
         assert (several in largest) == (count * size > found.prefill_buckets[-1] and count > 1)
     ran = Dispatched()
-    found = dataclasses.replace(ran.device.facts, prompts_a_pass=COUNT)
+    found = dataclasses.replace(ran.device.layout, prompts_a_pass=COUNT)
     warmup._short_prompts(found).run(ran.device)
     assert ran.new() == [("prefill", [*range(COUNT)])]
     whole = MultiBD(block_size=4, buffer_size=3).needs
     assert whole.prompt == "grid_causal"
     monkeypatch.setattr(buckets, "is_on_cpu", lambda model: True)
-    assert facts(AR(), models.causal()).prompts_a_pass == 1
+    assert layout(AR(), models.causal()).prompts_a_pass == 1
