@@ -1,150 +1,87 @@
-"""Proves the import direction of the four packages (docs/adr/0002), by reading the source.
+"""Proves that imports go down the floors of the house (docs/adr/0016), by reading the source.
 
-Each rule is a table below; the walker is itself tested on sources that break the rules, so an
-empty or misspelt table cannot pass for a clean project. No project module is imported here.
+The table below is the whole rule. The walker is itself tested on sources that break the rule, so a
+misspelt table cannot pass. No module of the project is imported here.
 """
 
 import ast
+import graphlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("dllm_jax", "strategies", "pallas_kernels", "checkpoints_convert")
 
-# package -> what of ours it may import, by dotted prefix
-PACKAGE_MAY = {
-    "dllm_jax": OURS,
-    "strategies": ("strategies",),
-    "pallas_kernels": ("pallas_kernels",),
-    "checkpoints_convert": ("checkpoints_convert", "dllm_jax.models"),
+# A module imports its own room and rooms on lower floors.
+FLOORS = {
+    "cli": 9,
+    "bench": 8,
+    "training": 7,
+    "tasks": 6,
+    "trace": 6,
+    "api": 5,
+    "runner": 4,
+    "loading": 3,
+    "engine": 3,
+    "models": 2,
+    "convert": 1,
+    "strategies": 0,
+    "kernels": 0,
 }
-
-# inside dllm_jax: the lower a layer, the smaller its number; a module imports its own package and
-# layers below, never one beside it or above. Every module must be named here.
-LAYERS = {
-    "dllm_jax.models": 0,
-    "dllm_jax.engine.requests": 0,
-    "dllm_jax.engine.layout": 0,
-    "dllm_jax.engine.pages": 0,
-    "dllm_jax.engine.detokenize": 0,
-    "dllm_jax.loading.async_dispatch": 0,
-    "dllm_jax.loading.compile_cache": 0,
-    "dllm_jax.runner.memory": 0,
-    "dllm_jax.runner.cache": 1,
-    "dllm_jax.runner.readout": 1,
-    "dllm_jax.loading.tokenizer": 1,
-    "dllm_jax.engine.scheduler": 1,
-    "dllm_jax.runner.warmup": 1,
-    "dllm_jax.runner.cost": 4,
-    "dllm_jax.loading.model": 2,
-    "dllm_jax.api.drafts": 3,
-    "dllm_jax.engine.admission": 2,
-    "dllm_jax.runner.pass_time": 3,
-    "dllm_jax.engine.rounds": 2,
-    "dllm_jax.runner.forward": 3,
-    "dllm_jax.loading.hub_errors": 0,
-    "dllm_jax.loading.hub_transfer": 0,
-    "dllm_jax.loading.hub": 1,
-    "dllm_jax.loading.hub_headers": 2,
-    "dllm_jax.loading.chat": 3,
-    "dllm_jax.api.defaults": 4,
-    "dllm_jax.loading.sources": 3,
-    "dllm_jax.api.infilling": 3,
-    "dllm_jax.loading.load": 4,
-    "dllm_jax.engine.outputs": 3,
-    "dllm_jax.runner.decode": 4,
-    "dllm_jax.engine.engine": 4,
-    "dllm_jax.engine.inbox": 5,
-    "dllm_jax.runner.buckets": 4,
-    "dllm_jax.runner.packing": 4,
-    "dllm_jax.runner.programs": 5,
-    "dllm_jax.runner.runner": 6,
-    "dllm_jax.api.generate": 5,
-    "dllm_jax.api.snapshot": 7,
-    "dllm_jax.trace.trajectory": 6,
-    "dllm_jax.trace": 7,
-    "dllm_jax.runner.start": 7,
-    "dllm_jax.training": 6,
-    "dllm_jax.api.llm": 8,
-    "dllm_jax.tasks.evaluate": 7,
-    "dllm_jax.bench": 9,
-    "dllm_jax.cli": 10,
+# Rooms that import less than their floor allows.
+ONLY = {
+    "engine": (),
+    "models": ("convert", "kernels"),
+    "convert": (),
+    "strategies": (),
+    "kernels": (),
 }
-
-# inside strategies: the machinery, which imports no algorithm, then algorithms, which import
-# nothing but the machinery.
-STRATEGY_MACHINERY = (
-    "state",
-    "protocol",
-    "resolve",
-    "driver",
-    "random",
-    "random_world",
-    "random_requests",
-    "blocks",
-    "block_rewrite",
-    "sampling",
-    "token_merge",
-    "drafting",
-    "dual_cache",
-    "remasking",
-    "recording",
-)
-
-# third parties a package may import; the rest of its imports is the standard library or ours
+# The only third parties of a room.
 THIRD_PARTIES = {
-    "strategies": ("jax", "flax", "jaxtyping", "numpy"),
-    "pallas_kernels": ("jax", "flax", "jaxtyping", "numpy"),
-    "checkpoints_convert": (
-        "jax",
-        "numpy",
-        "ml_dtypes",
-        "safetensors",
-        "orbax",
-        "tensorstore",
-        "tqdm",
-    ),
-    "dllm_jax.models": ("jax", "jaxtyping", "numpy"),
-    # The host loop is plain Python over ints.
-    "dllm_jax.engine.requests": (),
-    "dllm_jax.engine.layout": (),
-    "dllm_jax.engine.pages": (),
-    "dllm_jax.engine.detokenize": (),
-    "dllm_jax.engine.admission": (),
-    "dllm_jax.engine.rounds": (),
-    "dllm_jax.engine.outputs": (),
-    "dllm_jax.engine.scheduler": ("numpy",),
-    "dllm_jax.engine.engine": ("numpy",),
-    "dllm_jax.engine.inbox": (),
+    "engine": {"numpy"},
+    "strategies": {"jax", "flax", "jaxtyping", "numpy"},
+    "kernels": {"jax", "flax", "jaxtyping", "numpy"},
+    "models": {"jax", "jaxtyping", "numpy"},
 }
+# Rooms whose folder is a top-level package of its own.
+FOLDERS = {
+    "strategies": "strategies",
+    "kernels": "pallas_kernels",
+    "convert": "checkpoints_convert",
+}
+
+
+def room_of(module: str) -> str | None:
+    """The room in a dotted name, None for the face of the package."""
+    parts = module.split(".")
+    if parts[0] in FOLDERS.values():
+        return next(room for room, folder in FOLDERS.items() if folder == parts[0])
+    return parts[1] if parts[0] == "dllm_jax" and len(parts) > 1 else None
 
 
 def sources() -> dict[str, tuple[Path, str]]:
     """Module name -> (path, text) of every file of ours."""
     found = {}
-    for package in OURS:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = (path, path.read_text(encoding="utf-8"))
+    for room in FLOORS:
+        folder = ROOT / FOLDERS[room] if room in FOLDERS else ROOT / "dllm_jax" / room
+        for path in sorted(folder.rglob("*.py")):
+            parts = ("dllm_jax", room, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = path, path.read_text("utf-8")
     return found
 
 
-def type_checking_only(tree: ast.AST) -> set[ast.AST]:
-    """Nodes under `if TYPE_CHECKING:`, which never run."""
+def imports(module: str, text: str, is_package: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports when it runs; `from a import b` gives `a.b`."""
+    tree = ast.parse(text)
     hidden: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for child in node.body:
-                hidden.update(ast.walk(child))
-    return hidden
-
-
-def imports(module: str, text: str, is_package: bool) -> Iterator[str]:
-    """Dotted names a module imports, wherever in it; `from a import b` gives `a.b`."""
-    tree = ast.parse(text)
-    hidden = type_checking_only(tree)
+        if isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            # Types are no imports; nor is the hook that shares modules (docs/adr/0016).
+            if test.endswith("TYPE_CHECKING") or test.startswith("__name__ == "):
+                hidden.update(child for part in node.body for child in ast.walk(part))
     for node in ast.walk(tree):
         if node in hidden:
             continue
@@ -154,126 +91,114 @@ def imports(module: str, text: str, is_package: bool) -> Iterator[str]:
             base = node.module or ""
             if node.level:
                 parts = module.split(".")
-                anchor = parts[: len(parts) - node.level + (1 if is_package else 0)]
+                anchor = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*anchor, base]) if base else ".".join(anchor)
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def under(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
-
-
-def layer(module: str) -> int | None:
-    return next((rank for prefix, rank in LAYERS.items() if under(module, prefix)), None)
-
-
 def breaches(module: str, text: str, is_package: bool = False) -> list[str]:
-    """Every rule a module breaks, as sentences."""
-    package = module.split(".")[0]
+    """Every rule that a module breaks, as sentences."""
+    mine = room_of(module)
+    assert mine is not None
     problems = []
     for name in imports(module, text, is_package):
-        top = name.split(".")[0]
-        where = f"{module} imports {name}"
-        if top in OURS:
-            if not any(under(name, allowed) for allowed in PACKAGE_MAY[package]):
-                problems.append(f"{where}: {package} may import {PACKAGE_MAY[package]}")
-            leaf = ("dllm_jax.models", "pallas_kernels")  # operations know no model
-            if under(module, leaf[0]) and not any(under(name, prefix) for prefix in leaf):
-                problems.append(f"{where}: {leaf[0]} is a leaf")
-            low, high = layer(name), layer(module)
-            same = module.split(".")[:2] == name.split(".")[:2]
-            if low is not None and high is not None and not same and low >= high:
-                problems.append(f"{where}: layer {low} from layer {high}")
-            if package == top == "strategies":
-                problems += strategy_breach(module, name, where)
-        else:
-            for prefix, allowed in THIRD_PARTIES.items():
-                if under(module, prefix) and is_third_party(top) and top not in allowed:
-                    problems.append(f"{where}: {prefix} may import {allowed}")
+        top, room = name.split(".")[0], room_of(name)
+        if room in FLOORS:
+            allowed = ONLY.get(mine, FLOORS)
+            if room != mine and (room not in allowed or FLOORS[room] >= FLOORS[mine]):
+                problems.append(f"{module} imports {name}: {room} is not below {mine}")
+            if mine == "strategies" and room == mine:
+                problems += algorithm_breach(module, name)
+        elif top == "dllm_jax":
+            if mine in ONLY:
+                problems.append(f"{module} imports {name}: the face is above {mine}")
+        elif top in ("tests", "torch", "hypothesis", "pytest", "benchmarks"):
+            problems.append(f"{module} imports {name}: that is for tests alone")
+        elif top not in sys.stdlib_module_names and top not in THIRD_PARTIES.get(mine, {top}):
+            problems.append(f"{module} imports {name}: {mine} may import {THIRD_PARTIES[mine]}")
     return problems
 
 
-def strategy_breach(module: str, name: str, where: str) -> list[str]:
-    me, other = module.split(".")[1:2], name.split(".")[1:2]
-    if not me or me == ["testing"] or me == other:
+def algorithm_breach(module: str, name: str) -> list[str]:
+    """An algorithm imports the machinery alone, and the machinery imports no algorithm."""
+    of, imported = module.split(".")[2:3], name.split(".")[2:3]
+    if not of or of == ["testing"] or imported == ["core"] or (of == imported and of != ["core"]):
         return []
-    if not other or not (ROOT / "strategies" / f"{other[0]}.py").exists():
-        return [f"{where}: inside strategies import the module, not the package"]
-    if other[0] in STRATEGY_MACHINERY:
-        return []
-    return [f"{where}: {me[0]} may import {STRATEGY_MACHINERY}"]
+    return [f"{module} imports {name}: only strategies.core may be imported there"]
 
 
-def is_third_party(top: str) -> bool:
-    import sys
+def project() -> dict[str, list[str]]:
+    """Every module with the modules of ours that it imports, scripts of benchmarks/ included."""
+    files = sources()
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        files[path.stem] = path, path.read_text("utf-8")
+    edges = {}
+    for module, (path, text) in files.items():
+        found = set()
+        for name in imports(module, text, path.name == "__init__.py"):
+            target = name if name in files else name.rpartition(".")[0]
+            if target in files and target != module:
+                found.add(target)
+        edges[module] = sorted(found)
+    return edges
 
-    return bool(top) and top not in sys.stdlib_module_names and top not in OURS
+
+def test_every_folder_is_a_room():
+    here = {path.parent.name for path in (ROOT / "dllm_jax").glob("*/__init__.py")}
+    assert here == {*FLOORS}
+    assert {path.name for path in (ROOT / "dllm_jax").glob("*.py")} == {"__init__.py"}
+    for room, folder in FOLDERS.items():
+        assert (ROOT / "dllm_jax" / room).resolve() == ROOT / folder
 
 
-def test_sources_are_found():
-    names = sources()
-    assert {name.split(".")[0] for name in names} == set(OURS)
-    assert "dllm_jax.models.dense" in names
-
-
-def test_every_module_has_a_layer():
-    without = {name for name in sources() if under(name, "dllm_jax") and layer(name) is None}
-    assert without <= {"dllm_jax"}
-
-
-@pytest.mark.parametrize("package", OURS)
-def test_imports_only_what_its_layer_may(package):
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_down(room):
     problems = [
         problem
-        for name, (path, text) in sources().items()
-        if name.split(".")[0] == package
-        for problem in breaches(name, text, path.name == "__init__.py")
+        for module, (path, text) in sources().items()
+        if room_of(module) == room
+        for problem in breaches(module, text, path.name == "__init__.py")
     ]
     assert not problems, "\n".join(problems)
 
 
-def test_no_module_names_tests_or_oracles():
-    for name, (path, text) in sources().items():
-        for imported in imports(name, text, path.name == "__init__.py"):
-            assert imported.split(".")[0] not in ("tests", "torch", "hypothesis", "pytest"), name
+def test_no_files_import_each_other_in_a_circle():
+    graphlib.TopologicalSorter(project()).prepare()
 
 
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        ("strategies.mine", "import dllm_jax"),
-        ("strategies.mine", "from pallas_kernels import paged_attention"),
-        ("strategies.mine", "def f():\n    import checkpoints_convert.sdar"),
-        ("dllm_jax.strategies.multi_bd", "from strategies import block_diffusion"),
-        ("dllm_jax.strategies.core.blocks", "from dllm_jax.strategies.multi_bd import MultiBD"),
-        ("dllm_jax.strategies.core.blocks", "import torch"),
-        ("dllm_jax.kernels.kv_write", "from strategies import state"),
-        ("checkpoints_convert.sdar", "from dllm_jax import loading"),
-        ("checkpoints_convert.sdar", "import dllm_jax"),
-        ("dllm_jax.models.dense", "from dllm_jax.runner.cache import PagedCache"),
-        ("dllm_jax.models.dense", "from strategies import state"),
-        ("dllm_jax.runner.forward", "from dllm_jax.api.generate import generate"),
-        ("dllm_jax.api.generate", "from . import cli"),
-        ("dllm_jax.runner.decode", "from .cli import main"),
-    ],
-)
+BREACHES = [
+    ("strategies.mine", "import dllm_jax"),
+    ("strategies.mine", "from dllm_jax.kernels import paged_attention"),
+    ("strategies.mine", "def f():\n    import checkpoints_convert.sdar"),
+    ("strategies.multi_bd", "from .block_diffusion import BlockDiffusion"),
+    ("strategies.core.blocks", "from ..multi_bd import MultiBD"),
+    ("strategies.core.blocks", "import torch"),
+    ("kernels.kv_write", "from strategies import state"),
+    ("convert.sdar", "from dllm_jax.loading import load"),
+    ("models.dense", "from dllm_jax.runner.cache import PagedCache"),
+    ("models.dense", "from dllm_jax.strategies import state"),
+    ("engine.engine", "import jax"),
+    ("engine.engine", "from dllm_jax.models import dense"),
+    ("runner.forward", "from dllm_jax.api.generate import generate"),
+    ("tasks.evaluate", "from dllm_jax.trace import page"),
+    ("api.llm", "from dllm_jax.cli import main"),
+]
+KEPT = [
+    ("api.generate", "from dllm_jax.strategies.core import blocks"),
+    ("cli.generate", "from dllm_jax.api.generate import generate"),
+    ("models.moe", "from dllm_jax.kernels.expert_ffn import expert_ffn"),
+    ("strategies.multi_bd", "from .core import blocks, sampling"),
+    ("strategies.core.blocks", "from .state import DecodeState"),
+    ("engine.engine", "import numpy\nfrom dllm_jax.engine import pages"),
+    ("strategies.x", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dllm_jax"),
+]
+
+
+@pytest.mark.parametrize(("module", "text"), BREACHES)
 def test_walker_sees_a_breach(module, text):
-    assert breaches(module, text)
+    assert breaches(f"dllm_jax.{module}", text)
 
 
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        ("dllm_jax.api.generate", "from strategies import blocks"),
-        ("dllm_jax.cli.generate", "from dllm_jax.api.generate import generate"),
-        ("checkpoints_convert.sdar", "from dllm_jax.models.dense import param_shapes"),
-        ("dllm_jax.models.moe", "from dllm_jax.kernels.expert_ffn import expert_ffn"),
-        ("dllm_jax.strategies.multi_bd", "from strategies import blocks, sampling"),
-        (
-            "strategies.mine",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dllm_jax",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "text"), KEPT)
 def test_walker_lets_the_rest_pass(module, text):
-    assert not breaches(module, text)
+    assert not breaches(f"dllm_jax.{module}", text)
