@@ -11,7 +11,7 @@ from pathlib import Path
 from dllm_jax.loading import hub
 from dllm_jax.loading.hub_headers import fetch_headers
 
-_BUILTIN = Path(__file__).parent / "builtin"
+_BUILTIN = Path(__file__).parents[1] / "builtin"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
