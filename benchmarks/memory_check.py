@@ -56,7 +56,7 @@ def measure(args):
     )
     ready = time.perf_counter()
     fill(llm)
-    plan, peak, device = llm.memory, counted(), llm.engine.device
+    plan, peak, device = llm.memory, counted(), llm.engine.runner
     cost = device.cost
     return {
         "model": args.model,

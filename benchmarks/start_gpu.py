@@ -115,7 +115,7 @@ def first_token(name, began=None):
     sizes |= {"page_buckets": (5,), "prefill_buckets": (SHORT,), "num_pages": 10}
     llm = make_llm(model, calibrate=False, progress=False, config=dj.EngineConfig(**sizes))
     clock.end("engine_s")
-    clock.stages["engine_programs_s"] = llm.engine.device.compile_s  # of it, until they were there
+    clock.stages["engine_programs_s"] = llm.engine.runner.compile_s  # of it, until they were there
     params = dj.SamplingParams(max_tokens=SHORT, max_nfe=1, ignore_eos=True)
     (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
     clock.end("first_forward_s")

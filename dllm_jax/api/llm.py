@@ -155,7 +155,7 @@ class LLM:
     @property
     def memory(self) -> MemoryPlan:
         """What the engine holds on its device, and the peak that was predicted."""
-        return self.engine.device.memory
+        return self.engine.runner.memory
 
     def generate(
         self,

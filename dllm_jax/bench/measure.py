@@ -89,12 +89,12 @@ class Recording:
 @contextlib.contextmanager
 def recording(engine: Engine) -> Iterator[Recording]:
     """Count what an engine runs inside the block."""
-    inner = engine.device
-    engine.device = Recording(inner, engine.scheduler)
+    inner = engine.runner
+    engine.runner = Recording(inner, engine.scheduler)
     try:
-        yield engine.device
+        yield engine.runner
     finally:
-        engine.device = inner
+        engine.runner = inner
 
 
 def decode_step_ms(
@@ -162,7 +162,7 @@ def _bare_loop(
     """A function of a number of steps: the seconds of one dispatch of them, and those that ran."""
     with borrowed(engine, rows, columns, context, text_len) as (sequences, table):
         slots = np.arange(rows, dtype=np.int32)
-        bare = engine.device
+        bare = engine.runner
 
         def spend(count: int) -> tuple[float, int]:
             for slot, sequence in enumerate(sequences):
@@ -197,7 +197,7 @@ def prefill_pass_ms(
     end = min(first + size, room)
     with borrowed(engine, prompts, columns, engine.layout.block_size) as (sequences, table):
         pages = [_stretched(engine, row) for row in table]
-        bare = engine.device
+        bare = engine.runner
         for slot, sequence in enumerate(sequences):
             bare.admit(slot, sequence.placement)
         tokens = [0] * (end - first)
@@ -225,7 +225,7 @@ def decode_program(engine: Engine, rows: int, columns: int) -> str:
     """The optimised decode program of a bucket, as XLA prints it."""
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
-    lowered = engine.device.lower(lambda bare: bare.decode(slots, rows, table, 2, False))
+    lowered = engine.runner.lower(lambda bare: bare.decode(slots, rows, table, 2, False))
     return lowered.compile().as_text() or ""
 
 
@@ -295,7 +295,7 @@ def borrowed(
     table[:, :each] = np.array(pages, np.int32).reshape(rows, each)
     try:
         yield live.sequences * rows, table
-        engine.device.wait()
+        engine.runner.wait()
     finally:
         pool.release(pages)
 

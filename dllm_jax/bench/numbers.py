@@ -195,7 +195,7 @@ def setting(llm: Any) -> dict[str, Any]:
     model, strategy, layout = llm.model, llm.strategy, llm.engine.layout
     return {
         "model": model.source,
-        "draft_model": next((one.source for one in llm.engine.device.programs.aux.values()), None),
+        "draft_model": next((one.source for one in llm.engine.runner.programs.aux.values()), None),
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "mode": "fixed" if isinstance(strategy, FixedWork) else "adaptive",

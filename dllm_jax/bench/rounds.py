@@ -56,7 +56,7 @@ class Rounds:
 
     def floor_ms(self, engine: Engine, context: float) -> float | None:
         """The least it can take; None where the device's rates are not known."""
-        of, kind = engine.device.programs, jax.devices()[0].device_kind
+        of, kind = engine.runner.programs, jax.devices()[0].device_kind
         size = of.strategy.block_size - 1
         draft = roofline.floor_ms(of.aux[DRAFT], self.rows, size, context, kind)
         found = 0.0
@@ -89,7 +89,7 @@ def time_rounds(
     """Time the rounds of a bucket; the engine is idle, and its free pages are borrowed."""
     return Rounds(
         rows,
-        engine.device.strategy.choices,
+        engine.runner.strategy.choices,
         shares,
         _width_ms(engine, rows, columns, context, steps, repeats),
         pass_ms(engine, rows, columns, context, repeats),
@@ -145,7 +145,7 @@ def _width_ms(
     engine: Engine, rows: int, columns: int, context: int, steps: int, repeats: int
 ) -> list[float]:
     """Milliseconds of a bare round of each width that the strategy may choose."""
-    device, count = engine.device, len(engine.device.strategy.choices)
+    device, count = engine.runner, len(engine.runner.strategy.choices)
     kept = device.choice_costs
     try:
         found = []
@@ -166,7 +166,7 @@ def pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int 
         engine: Idle; its free pages are borrowed.
     """
     with measure.borrowed(engine, rows, columns, context) as (sequences, table):
-        device, slots = engine.device, np.arange(rows, dtype=np.int32)
+        device, slots = engine.runner, np.arange(rows, dtype=np.int32)
         for slot, sequence in enumerate(sequences):
             device.admit(slot, sequence.placement)
             begin(device, slot, sequence.placement.prompt_len, table[slot])

@@ -34,7 +34,7 @@ class Clock:
 
     def watch(self, llm: Any) -> None:
         """Leave out what this engine compiles from now on."""
-        self._device = llm.engine.device
+        self._device = llm.engine.runner
 
 
 def make_llm(

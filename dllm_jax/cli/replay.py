@@ -173,5 +173,5 @@ class _Steps:
         if self._sequence.saved is None:
             return []
         fetch, row = self._sequence.saved
-        slot = self._engine.device.unpack(fetch.saved(row))
+        slot = self._engine.runner.unpack(fetch.saved(row))
         return [STATUS[int(status)] for status in slot["buffer"].status]

@@ -2,7 +2,7 @@
 
 One `step` admits, dispatches prefill passes and decode chunks, and then reads the chunk before:
 the device never waits for the host, and the host blocks only in the fetch. Nothing here imports
-JAX: the device is an argument (`device.Device`, or a test's own).
+JAX: the runner is an argument (`runner.ModelRunner`, or a test's own).
 
 Where a chunk says something of a stay that has ended (`Sequence.epoch`), it is not listened to. So
 preemption, abort and recovery need no synchronisation: a sequence goes on from its last fetch, and
@@ -78,7 +78,7 @@ class Engine:
     """Continuous batching over a device.
 
     Args:
-        device: Runs the programs (`device.Device`); `device.layout` are the rules.
+        runner: Runs the programs (`runner.ModelRunner`); `runner.layout` holds sizes and rules.
         tokenizer: For texts and stop strings; None: texts are empty.
         seed: Of requests without one.
         clock: Seconds; for deadlines and metrics.
@@ -87,14 +87,14 @@ class Engine:
 
     def __init__(
         self,
-        device: Any,
+        runner: Any,
         tokenizer: Any = None,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         save_snapshot: Callable[[abc.Sequence[Sequence]], str] | None = None,
     ):
-        self.device = device
-        self.layout: EngineLayout = device.layout
+        self.runner = runner
+        self.layout: EngineLayout = runner.layout
         self.scheduler = Scheduler(self.layout)
         self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
         self._save_snapshot = save_snapshot
@@ -209,7 +209,7 @@ class Engine:
             num_steps=counts["steps"],
             num_preemptions=self.scheduler.num_preemptions,
             num_failures=counts["failures"],
-            num_late_compiles=self.device.num_late_compiles,
+            num_late_compiles=self.runner.num_late_compiles,
             prompt_tokens=counts["prompt_tokens"],
             generated_tokens=counts["generated_tokens"],
             nfe=counts["nfe"],
@@ -229,12 +229,12 @@ class Engine:
             for sequence in scheduler.admit():
                 self._place(sequence)
         decoding = [sequence for sequence in scheduler.live if sequence.stage == DECODE]
-        steps = num_steps(self._step_s, scheduler, decoding, self.device.cost)
+        steps = num_steps(self._step_s, scheduler, decoding, self.runner.cost)
         last_pass = None
         if len(decoding) < len(scheduler.live):
             last_pass = self._prefill(decoding, steps)
             decoding = [sequence for sequence in scheduler.live if sequence.stage == DECODE]
-            steps = num_steps(self._step_s, scheduler, decoding, self.device.cost)
+            steps = num_steps(self._step_s, scheduler, decoding, self.runner.cost)
         in_flight = [chunk for one in self._rounds for chunk in one.chunks]
         if not decoding or all_end(self.layout, in_flight, decoding):
             if last_pass is not None:
@@ -242,14 +242,14 @@ class Engine:
             return last_pass is not None
         steps = scheduler.grow(decoding, steps)
         decoding = [sequence for sequence in decoding if sequence.stage == DECODE]
-        sized = groups(scheduler, decoding, steps, self.device.cost)
+        sized = groups(scheduler, decoding, steps, self.runner.cost)
         self._rounds.append(_Round([self._decode(*group) for group in sized], None))
         return True
 
     def _place(self, sequence: Sequence) -> None:
-        self.device.admit(sequence.slot, sequence.placement)
+        self.runner.admit(sequence.slot, sequence.placement)
         for source, target in sequence.copies:
-            self.device.copy_page(source, target)
+            self.runner.copy_page(source, target)
         if sequence.done >= sequence.goal:
             self._begin(sequence)
 
@@ -257,11 +257,11 @@ class Engine:
         """The prefix is in the cache (or dispatched): let the slot decode."""
         if sequence.saved is not None:
             fetch, row = sequence.saved
-            self.device.restore(
+            self.runner.restore(
                 sequence.slot, sequence.placement, fetch.saved(row), sequence.tokens
             )
         elif not prefilled:
-            self.device.begin(sequence.slot, sequence.boundary)
+            self.runner.begin(sequence.slot, sequence.boundary)
         sequence.stage = DECODE
 
     def _prefill(self, decoding: list[Sequence], steps: int) -> Any:
@@ -271,7 +271,7 @@ class Engine:
             The last one's handle; None where there was none.
         """
         waiting = [sequence for sequence in self.scheduler.live if sequence.stage == PREFILL]
-        budget = Budget(self.scheduler, decoding, steps, self.device.cost)
+        budget = Budget(self.scheduler, decoding, steps, self.runner.cost)
         last = None
         for sequence in waiting:
             while sequence.done < sequence.goal:
@@ -284,7 +284,7 @@ class Engine:
     def _run_pass(self, sequence: Sequence, piece: Pass) -> Any:
         columns = self.scheduler.page_bucket(piece.end)
         last = piece.end >= sequence.goal and sequence.saved is None
-        boundary = self.device.prefill(
+        boundary = self.runner.prefill(
             sequence.slot,
             sequence.text_ids(piece.first, piece.live_end),
             piece.first,
@@ -307,7 +307,7 @@ class Engine:
         scheduler = self.scheduler
         rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
         pages = scheduler.table[rows, :columns]
-        handle = self.device.decode(rows, len(group), pages, steps, True)
+        handle = self.runner.decode(rows, len(group), pages, steps, True)
         for sequence in group:
             sequence.in_flight += steps
         return _Chunk(handle, group, [sequence.epoch for sequence in group], steps)
@@ -316,10 +316,10 @@ class Engine:
 
     def _fetch(self, one: _Round) -> None:
         if one.last_pass is not None:
-            self.device.join(one.last_pass)
+            self.runner.join(one.last_pass)
         ran = 0
         for chunk in one.chunks:
-            got = self.device.fetch(chunk.handle)
+            got = self.runner.fetch(chunk.handle)
             ran = max(ran, got.steps)
             self._read(chunk, got)
         self._counts["steps"] += ran
@@ -437,7 +437,7 @@ class Engine:
             sequence.failed_at = sequence.nfe
         self.scheduler.lose_everything()
         try:
-            self.device.reset()
+            self.runner.reset()
         except DeviceFailure as second:
             everyone = [s for live in self._requests.values() for s in live.sequences]
             self._give_up([s for s in everyone if s.stage != DONE], str(second))

@@ -183,7 +183,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
     # A greedy accept threshold of one hole more a forward leaves something to replay.
     llm = make_llm(model, max_steps_per_chunk=1)
     llm.engine._save_snapshot = snapshot.snapshot_saver(model, STRATEGY, llm.config, tmp_path)
-    fetch, left = llm.engine.device.fetch, [1]
+    fetch, left = llm.engine.runner.fetch, [1]
 
     def failing(chunk):
         left[0] -= 1
@@ -191,7 +191,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
             raise DeviceFailure("gone")
         return fetch(chunk)
 
-    monkeypatch.setattr(llm.engine.device, "fetch", failing)
+    monkeypatch.setattr(llm.engine.runner, "fetch", failing)
     llm.engine.add(request)
     while llm.engine.has_work:
         outputs = llm.engine.step()

@@ -406,14 +406,14 @@ def test_callers_take_turns_and_lose_nothing(llm, model, truth):
 
 def test_stream_that_goes_within_a_step_ends_after_it(llm, model, truth, monkeypatch):
     held, other = [llm.stream(PROMPTS[0], GREEDY)], llm.stream(PROMPTS[1], GREEDY)
-    fetch, running = llm.engine.device.fetch, []
+    fetch, running = llm.engine.runner.fetch, []
 
     def collected(*args):
         held.clear()  # as a garbage collector would
         running.append(llm.engine.stats().num_running)
         return fetch(*args)
 
-    monkeypatch.setattr(llm.engine.device, "fetch", collected)
+    monkeypatch.setattr(llm.engine.runner, "fetch", collected)
     assert "".join(event.text for event in other) == model.tokenizer.decode(truth[1][0])
     assert running[0] == 2
     assert set(running[1:]) == {1}
@@ -449,7 +449,7 @@ def test_stream_that_fails_says_why(llm, model, monkeypatch):
 @pytest.mark.parametrize("way", ["generate", "stream"])
 def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, monkeypatch, way):
     other = llm.stream(PROMPTS[2], GREEDY)
-    fetch, at = llm.engine.device.fetch, []
+    fetch, at = llm.engine.runner.fetch, []
 
     def interrupted(*args):
         at.append("before")
@@ -459,7 +459,7 @@ def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, mo
         at.append("after")  # the step goes on to its end
         return got
 
-    monkeypatch.setattr(llm.engine.device, "fetch", interrupted)
+    monkeypatch.setattr(llm.engine.runner, "fetch", interrupted)
     stream = llm.stream(PROMPTS[0], GREEDY) if way == "stream" else None  # and is held on to
     call = {
         "generate": lambda: llm.generate(PROMPTS[:2], GREEDY),
@@ -478,14 +478,14 @@ def test_interrupt_ends_its_requests_and_leaves_the_engine_usable(llm, truth, mo
 
 
 def test_handler_that_only_takes_note_interrupts_nothing(llm, truth, monkeypatch):
-    fetch, noted = llm.engine.device.fetch, []
+    fetch, noted = llm.engine.runner.fetch, []
 
     def pressed(*args):
         signal.raise_signal(signal.SIGINT)
         return fetch(*args)
 
     before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    monkeypatch.setattr(llm.engine.device, "fetch", pressed)
+    monkeypatch.setattr(llm.engine.runner, "fetch", pressed)
     try:
         (output,) = llm.generate(PROMPTS[0], GREEDY, trajectory=True)  # a fetch for each forward
     finally:

@@ -45,7 +45,7 @@ def make_llm(model, folder, strategy=STRATEGY):
 def break_device(llm, after, monkeypatch):
     """Let every fetch, of one step each, fail once `after` of them have worked."""
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
-    fetch, left = llm.engine.device.fetch, [after]
+    fetch, left = llm.engine.runner.fetch, [after]
 
     def failing(chunk):
         if left[0] == 0:
@@ -53,7 +53,7 @@ def break_device(llm, after, monkeypatch):
         left[0] -= 1
         return fetch(chunk)
 
-    monkeypatch.setattr(llm.engine.device, "fetch", failing)
+    monkeypatch.setattr(llm.engine.runner, "fetch", failing)
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ def test_what_an_engine_ran_is_counted_as_its_books_say(llm, work):
     assert set(ran.steps) <= {(1, 7), (3, 7)}
     assert sum(ran.passes.values()) == sum(o.metrics.prefill_nfe for o in outputs) > 0
     assert len(ran.walls_s) == 2
-    assert not isinstance(llm.engine.device, measure.Recording)
+    assert not isinstance(llm.engine.runner, measure.Recording)
 
     told = numbers.numbers(llm, ran)
     decode_s = sum(ran.walls_s) - told["prefill_s"]

@@ -215,7 +215,7 @@ def preempting(statuses: set[tuple[int, ...]] | None = None) -> Callable[[Engine
 def window_status(engine: Engine, sequence: Sequence) -> tuple[int, ...]:
     """Statuses of the blocks of a sequence's last fetch."""
     got, row = sequence.saved
-    slot = engine.device.unpack(got.saved(row))
+    slot = engine.runner.unpack(got.saved(row))
     return tuple(np.asarray(slot["buffer"].status).reshape(-1).tolist())
 
 
@@ -231,8 +231,8 @@ def watch_cache(engine: Engine) -> dict[int, tuple[list[int], int, dict[str, Any
         if sequence.slot >= 0:
             pages = np.array(sequence.pages, np.int32)
             text = [*sequence.prompt, *sequence.tokens]
-            engine.device.wait()
-            pools = engine.device.state.pools
+            engine.runner.wait()
+            pools = engine.runner.state.pools
             layers = {
                 name: harness.read_cache(pool, pages, sequence.start)
                 for name, pool in pools.items()

@@ -132,7 +132,7 @@ def test_memory_is_planned_for_both_caches(folder):
         return 16 * 4 * 2 * config["num_hidden_layers"] * heads
 
     assert llm.memory.page_bytes == bytes_of(CONFIGS["qwen3"]) + bytes_of(CONFIG)
-    pools = llm.engine.device.state.pools
+    pools = llm.engine.runner.state.pools
     pages = {name: pool[0][0].shape[0] for name, pool in pools.items()}
     assert pages == dict.fromkeys(("target", "draft"), llm.memory.num_pages), "one table for both"
 

@@ -329,14 +329,14 @@ PREFIXES = [
             "                pass\n            if not",
         ),
         published_before_it_is_written=(
-            "        self.device.admit(sequence.slot, sequence.placement)\n",
-            "        self.device.admit(sequence.slot, sequence.placement)\n"
+            "        self.runner.admit(sequence.slot, sequence.placement)\n",
+            "        self.runner.admit(sequence.slot, sequence.placement)\n"
             "        self.scheduler.publish(sequence)\n",
         ),
-        copy_is_not_dispatched=("self.device.copy_page(source, target)", "pass"),
+        copy_is_not_dispatched=("self.runner.copy_page(source, target)", "pass"),
         boundary_is_not_handed_on=(
-            "self.device.begin(sequence.slot, sequence.boundary)",
-            "self.device.begin(sequence.slot)",
+            "self.runner.begin(sequence.slot, sequence.boundary)",
+            "self.runner.begin(sequence.slot)",
         ),
         prompt_is_cut_at_what_is_stored=(
             "sequence.text_ids(piece.first, piece.live_end),",
@@ -512,9 +512,9 @@ ROUNDS = [
         ),
         begins_without_what_was_saved=(
             "        if sequence.saved is not None:\n            fetch, row = sequence.saved\n"
-            "            self.device.restore(",
+            "            self.runner.restore(",
             "        if False:\n            fetch, row = sequence.saved\n"
-            "            self.device.restore(",
+            "            self.runner.restore(",
         ),
         stream_takes_tokens_back=("sequence.tokens[before:length] =", "sequence.tokens[before:] ="),
         start_is_not_read=("                sequence.start = start\n", ""),

@@ -241,8 +241,8 @@ def test_a_hit_of_a_whole_prompt_copies_its_partly_filled_page(name):
     assert toy.device(name).layout.prefill_len(len(request.prompt)) % toy.PAGE_SIZE[name]
     engine = make_engine(name)
     copies = []
-    copy_page = engine.device.copy_page
-    engine.device.copy_page = lambda *pages: (copies.append(pages), copy_page(*pages))
+    copy_page = engine.runner.copy_page
+    engine.runner.copy_page = lambda *pages: (copies.append(pages), copy_page(*pages))
     with steps_a_chunk(1):
         engine.add(wish(request, "first"))
         for _ in range(3):
@@ -358,13 +358,13 @@ def test_buckets_change_nothing(name):
     widest = toy.device(name).layout.page_buckets[-1]
     engine = make_engine(name, slot_buckets=(1, 2, 4), page_buckets=(2, widest))
     shapes = set()
-    decode = engine.device.decode
+    decode = engine.runner.decode
 
     def spy(rows, num_active, pages, *more):
         shapes.add(pages.shape)
         return decode(rows, num_active, pages, *more)
 
-    engine.device.decode = spy
+    engine.runner.decode = spy
     got = run(engine, wishes(name)) + run(engine, wishes(name)[:1])
     want = truths(name)
     assert_same(name, ends(got), [*want, want[0]], [*case(name).requests, case(name).requests[0]])
@@ -377,14 +377,14 @@ def test_rows_that_fill_a_bucket_up_are_left_alone(name):
     layout = toy.device(name).layout
     widest = layout.page_buckets[-1]
     engine = make_engine(name, page_buckets=(32 // layout.page_size, widest))
-    groups, decode = [], engine.device.decode
+    groups, decode = [], engine.runner.decode
 
     def spy(rows, num_active, pages, *more):
         running = {s.slot for s in engine.scheduler.live if s.stage == DECODE}
         groups.append(len(running & set(rows[num_active:].tolist())))
         return decode(rows, num_active, pages, *more)
 
-    engine.device.decode = spy
+    engine.runner.decode = spy
     lengths = zip(case(name).requests, (25, 30, 20), strict=True)
     requests = [dataclasses.replace(r, max_tokens=length) for r, length in lengths]
     with steps_a_chunk(1):

@@ -342,7 +342,7 @@ def test_an_error_of_the_code_is_told_as_it_is():
         pytest.raises(TypeError, match="no such leaf"),
     ):
         toy.finish(engine)
-    engine.device.reset()
+    engine.runner.reset()
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -85,15 +85,15 @@ def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
     made = Engine(ModelRunner(model, split_knobs(STRATEGY)[0], {}, layout))
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, models.MASK, 16).tolist() for _ in range(size)]
-    ran, call = [], made.device._call
-    made.device._call = lambda program, *rest: ran.append(program) or call(program, *rest)
+    ran, call = [], made.runner._call
+    made.runner._call = lambda program, *rest: ran.append(program) or call(program, *rest)
     for _ in range(2):
         ran.clear()
         for prompt in prompts:
             made.add(Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=8)))
         while made.has_work:
             made.step()
-        made.device.wait()
+        made.runner.wait()
     assert ran[0] is programs.admit
     assert set(ran[1:]) == {programs.decode}
 
