@@ -88,8 +88,8 @@ class Watched(OneText):
 
         super().show(output)
         if not output.finished:
-            (sample,) = self._llm.engine.samples(output.request_id)
-            self._watch.show(frame(self._llm.model, output, sample))
+            (sequence,) = self._llm.engine.sequences(output.request_id)
+            self._watch.show(frame(self._llm.model, output, sequence))
 
     def _print(self, text: str) -> None:
         self._text = text
