@@ -8,6 +8,7 @@ folders `strategies`, `pallas_kernels` and `checkpoints_convert` (docs/adr/0016)
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -101,12 +102,22 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = importlib.import_module(self._target + spec.name.removeprefix(self._prefix))
-        self._specs = module.__spec__
+        module = importlib.import_module(self._real_name(spec.name))
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._specs  # the import system has put the other name's there
+        # The import system has replaced the module's own spec by the one that was found here.
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+    def get_code(self, fullname: str) -> Any:
+        """The code that `python -m checkpoints_convert` runs."""
+        spec: Any = importlib.util.find_spec(self._real_name(fullname))
+        return spec.loader.get_code(spec.name)
+
+    def _real_name(self, fullname: str) -> str:
+        return self._target + fullname.removeprefix(self._prefix)
 
 
 def share_modules(name: str, target: str) -> None:

@@ -1,8 +1,8 @@
 """Proves what a user installs: the wheel's content, the public names, and the pinned versions.
 
-The wheel is really built, and installed into a folder of its own that works far from the checkout.
-Importing the package must load no JAX; each public name must resolve
-to the object of the module that defines it.
+The wheel is built and installed into a folder of its own, where it works far from the checkout and
+beside foreign packages called `strategies`. Importing the package must load no JAX; each public
+name must resolve to the object of the module that defines it.
 """
 
 import configparser
@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -21,7 +22,13 @@ from packaging.requirements import Requirement
 import dllm_jax
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"dllm_jax", "strategies", "pallas_kernels", "checkpoints_convert"}
+# A top-level folder and its import path (docs/adr/0016).
+LINKS = {
+    "strategies": "dllm_jax/strategies",
+    "pallas_kernels": "dllm_jax/kernels",
+    "checkpoints_convert": "dllm_jax/convert",
+}
+PACKAGES = {"dllm_jax", *LINKS}
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +36,48 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    target = tmp_path_factory.mktemp("wheel")
+def build_wheel(source, target):
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", "-w", str(target), str(ROOT)],
+        [*command, "--disable-pip-version-check", "-w", str(target), str(source)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     (built,) = target.glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    with zipfile.ZipFile(build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))) as archive:
         yield archive
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of a plain install of the wheel."""
+    target = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    options = ["--no-compile", "--disable-pip-version-check", "--target", str(target)]
+    subprocess.run([*command, *options, wheel.filename], check=True, cwd=target.parent)
+    return target
+
+
+def run_installed(target, folder, *arguments):
+    """Run Python in `folder`, which comes first on its path, with the installed package behind."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=env | {"PYTHONPATH": os.pathsep.join([str(folder), str(target)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_wheel_holds_the_four_packages_and_nothing_else(wheel):
@@ -52,14 +87,40 @@ def test_wheel_holds_the_four_packages_and_nothing_else(wheel):
     assert tops - info == PACKAGES
 
 
-def test_wheel_holds_every_source_and_data_file(wheel):
-    names = set(wheel.namelist())
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                assert path.relative_to(ROOT).as_posix() in names
+def source_files(folder):
+    return {
+        path.relative_to(ROOT / folder).as_posix()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_wheel_holds_every_source_and_data_file_once(wheel):
+    expected = {f"dllm_jax/{name}" for name in source_files("dllm_jax")}
+    for folder, path in LINKS.items():
+        expected |= {f"{path}/{name}" for name in source_files(folder)} | {f"{folder}/__init__.py"}
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
     for name in ("tiny-sdar", "tiny-qwen3", "tiny-qwen3-dflash"):
-        assert f"dllm_jax/builtin/{name}/model.safetensors" in names
+        assert f"dllm_jax/builtin/{name}/model.safetensors" in expected
+
+
+def test_links_lead_to_the_top_level_folders():
+    for folder, path in LINKS.items():
+        assert (ROOT / path).is_symlink()
+        assert (ROOT / path).resolve() == ROOT / folder
+
+
+def test_a_wheel_of_the_source_distribution_is_the_same(wheel, tmp_path):
+    """It is what pip builds where there is no wheel; a tar has no links."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (tmp_path / "wheel").mkdir()
+    built = build_wheel(archive.with_name(archive.name.removesuffix(".tar.gz")), tmp_path / "wheel")
+    with zipfile.ZipFile(built) as other:
+        assert sorted(other.namelist()) == sorted(wheel.namelist())
 
 
 def test_wheel_names_the_command_and_the_licence(wheel):
@@ -73,8 +134,7 @@ def test_wheel_names_the_command_and_the_licence(wheel):
 
 INSTALLED = """
 import importlib, json, sys
-target, *packages = sys.argv[1:]
-sys.path.insert(0, target)
+packages = sys.argv[1:]
 files = {name: importlib.import_module(name).__file__ for name in packages}
 import dllm_jax
 model = dllm_jax.load("builtin:tiny-sdar")
@@ -84,28 +144,50 @@ print(json.dumps({"files": files, "vocab_size": model.config.vocab_size, "text":
 """
 
 
-def test_wheel_works_where_there_is_no_checkout(wheel, tmp_path):
-    target = tmp_path / "installed"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
-    options = ["--no-compile", "--disable-pip-version-check", "--target", str(target)]
-    subprocess.run([*command, *options, wheel.filename], check=True, cwd=tmp_path)
-    installed = {path.name for path in target.iterdir()}
-    assert installed >= PACKAGES
-    assert not installed & {"tests", "docs", "benchmarks", "examples"}
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALLED, str(target), *sorted(PACKAGES)],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_wheel_works_where_there_is_no_checkout(installed, tmp_path):
+    there = {path.name for path in installed.iterdir()}
+    assert there >= PACKAGES
+    assert not there & {"tests", "docs", "benchmarks", "examples"}
+    out = run_installed(installed, tmp_path, "-c", INSTALLED, *sorted(PACKAGES))
+    found = json.loads(out)
     assert (found["vocab_size"], found["text"]) == (768, "17+25=42")
     assert len(found["files"]) > 30
     for name, file in found["files"].items():
-        assert Path(file).is_relative_to(target), name
+        assert Path(file).is_relative_to(installed), name
+
+
+SAME_MODULES = """
+import strategies.multi_bd, pallas_kernels, checkpoints_convert
+import dllm_jax.strategies.testing
+from dllm_jax import convert, kernels
+assert strategies is dllm_jax.strategies
+assert strategies.multi_bd is dllm_jax.strategies.multi_bd
+assert pallas_kernels is kernels
+assert checkpoints_convert is convert
+assert strategies.MultiBD.__module__ == "dllm_jax.strategies.multi_bd"
+"""
+
+
+def test_top_level_names_are_the_modules_of_dllm_jax(installed, tmp_path):
+    run_installed(installed, tmp_path, "-c", SAME_MODULES)
+    told = run_installed(installed, tmp_path, "-m", "checkpoints_convert", "--help")
+    assert "usage: python -m checkpoints_convert" in told
+
+
+SHADOWED = """
+import dllm_jax, strategies, pallas_kernels, checkpoints_convert
+import dllm_jax.strategies.testing, dllm_jax.kernels.layer, dllm_jax.convert
+assert strategies.NAME == pallas_kernels.NAME == checkpoints_convert.NAME == "foreign"
+dllm_jax.load("builtin:tiny-sdar").logits([[1, 2, 3]])
+dllm_jax.strategies.load_strategy("multi_bd")
+"""
+
+
+def test_packages_of_the_same_name_on_the_path_do_no_harm(installed, tmp_path):
+    for folder in LINKS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text('NAME = "foreign"\n', encoding="utf-8")
+    run_installed(installed, tmp_path, "-c", SHADOWED)
 
 
 def test_import_loads_no_jax():
