@@ -11,17 +11,20 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 comma := ,
-FAST_MARKS := not slow and not gpu and not network
-LONG_MARKS := not gpu and not network
+SHORT := not slow and not long and not gpu and not network
+LONG := long and not slow and not gpu and not network
+VERSIONS := versions and not slow and not gpu and not network
+ALL := not gpu and not network
 # A worker keeps neighbours, which share programs, and takes of another's only when it is out of work.
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: help generate test test-all check format gpu bench wheel setup setup-dev clean distclean
+.PHONY: help generate test test-long test-versions test-all check format gpu bench wheel setup setup-dev clean distclean
 
 help:
 	@echo "make generate   solve a held-out word problem with the built-in model (SEED=3, ARGS=--watch)"
-	@echo "make test       the tests, twelve to sixteen minutes on two cores"
-	@echo "make test-all   the long fuzzing and sweeps too"
+	@echo "make test       what matters for a change, under four minutes on two cores"
+	@echo "make test-long  the rest of what CI runs; test-versions: what depends on the version of JAX"
+	@echo "make test-all   everything, the long fuzzing and sweeps too"
 	@echo "make check      format, lint, types, layering"
 	@echo "make format     rewrite the files as ruff wants them"
 	@echo "make gpu        the tests that need an NVIDIA GPU (installs jax[cuda13])"
@@ -33,10 +36,16 @@ generate: setup
 	@$(BIN)/dllm-jax generate --seed $(SEED) $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest -q $(SPREAD) -m "$(FAST_MARKS)" $(ARGS)
+	$(BIN)/python -m pytest -q $(SPREAD) --durations=10 -m "$(SHORT)" $(ARGS)
+
+test-long: setup-dev
+	$(BIN)/python -m pytest -q $(SPREAD) --durations=10 -m "$(LONG)" $(ARGS)
+
+test-versions: setup-dev
+	$(BIN)/python -m pytest -q $(SPREAD) -m "$(VERSIONS)" $(ARGS)
 
 test-all: setup-dev
-	$(BIN)/python -m pytest -q $(SPREAD) -m "$(LONG_MARKS)" $(ARGS)
+	$(BIN)/python -m pytest -q $(SPREAD) -m "$(ALL)" $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff format --check .

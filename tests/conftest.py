@@ -3,14 +3,19 @@
 Fixtures shared by several files are here; oracles live in tests/oracles/.
 """
 
+import functools
 import gc
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests import tiers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,117 +66,53 @@ def pytest_configure(config: pytest.Config) -> None:
     enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
 
 
-# What these prove hardly depends on the version of JAX: CI runs them under one interpreter.
-ONE_PYTHON = {
-    f"test_{name}.py"
-    for name in (
-        "bench",
-        "bench_step",
-        "block_rewrite",
-        "builtin",
-        "cli_bench",
-        "cli_chat",
-        "cli_drafts",
-        "cli_errors",
-        "cli_generate",
-        "cli_verbs",
-        "compile_h200",
-        "convert_config",
-        "convert_drafts",
-        "convert_families",
-        "convert_faults",
-        "convert_memory",
-        "credit_decoding",
-        "d2f",
-        "data",
-        "dflash",
-        "dflash_costs",
-        "dflash_counts",
-        "dflash_drafts",
-        "dflash_gpu",
-        "dflash_mutants",
-        "dflash_rejection",
-        "dflash_widths",
-        "dmax",
-        "dmax_mutants",
-        "docs",
-        "draft_model",
-        "draft_traps",
-        "edit",
-        "engine_edges",
-        "engine_machine",
-        "engine_mutants",
-        "evaluate",
-        "examples",
-        "family_configs",
-        "family_decode",
-        "family_defaults",
-        "family_routing",
-        "fast_dllm_v2",
-        "full_sequence",
-        "hub",
-        "infill",
-        "invariants",
-        "layering",
-        "llm",
-        "lora",
-        "memory",
-        "mutants",
-        "packaging",
-        "pages",
-        "pass_time",
-        "published",
-        "recording",
-        "requests",
-        "rope_scaling",
-        "rule_mutants",
-        "run_gpu",
-        "sampling_rules",
-        "scheduler",
-        "short_prompts",
-        "sizing",
-        "snapshot",
-        "start_gpu",
-        "strategy_batch",
-        "strategy_fuzz",
-        "strategy_results",
-        "text",
-        "tokenizers",
-        "trace",
-        "traces",
-        "traps",
-        "training_answers",
-        "training_decode",
-        "training_draft",
-        "training_kinds",
-        "training_objective",
-        "training_tokenizer",
-        "warm_up",
-    )
-}
+def _path(path: Path) -> str:
+    """A file's path as tests/tiers.py writes it."""
+    return path.relative_to(ROOT / "tests").as_posix()
 
 
-# Files whose cases (tests/contract/cases.py) are alike to a version of JAX, but for these.
-UNLIKE = ("multi_bd", "d2f_whole_full", "block_cache", "canvas", "dflash")
-OF_ENGINE = ("multi_bd_shifted", "d2f_whole_full", "ar", "full_sequence", "canvas", "speculate")
-ALIKE = {
-    "test_contract.py": UNLIKE,
-    "test_no_copies.py": UNLIKE,
-    "test_engine_device.py": OF_ENGINE,
-    "test_engine_faults.py": OF_ENGINE,
-}
+def _depends_on_version(path: str) -> bool:
+    return path.startswith(tiers.VERSIONS)
+
+
+@functools.cache
+def _kernels_changed() -> bool:
+    """Whether pallas_kernels/ changed since the last commit but one."""
+    command = ["git", "diff", "--quiet", "HEAD~1", "--", "pallas_kernels"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
+
+
+def _long(path: str) -> str | None:
+    """The entry of tests/tiers.py: None for a file that is long as a whole, "" for none."""
+    return "" if path.startswith("kernels/") and _kernels_changed() else tiers.LONG.get(path, "")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which `-m` selects no test."""
+    marks = config.getoption("-m") or ""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    path = _path(collection_path)
+    if "not long" in marks and _long(path) is None:
+        return True
+    return True if marks.startswith("versions") and not _depends_on_version(path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of those files."""
+    """Mark tests `long` and `versions`, as tests/tiers.py has them."""
     for item in items:
-        skip = item.get_closest_marker("skipif")
-        # What wants the newer JAX would run nowhere.
-        wants_version = skip is not None and "jax 0." in skip.kwargs.get("reason", "")
-        of = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-        is_alike = of is not None and of not in ALIKE.get(item.path.name, (of,))
-        if (item.path.name in ONE_PYTHON or is_alike) and not wants_version:
-            item.add_marker(pytest.mark.one_python)
+        path = _path(item.path)
+        of_gate = path in tiers.CASE_FILES and hasattr(item, "callspec")
+        case = item.callspec.params.get("name") if of_gate else None
+        names = _long(path)
+        is_long = names is None or bool(names and re.search(names, item.name))
+        if is_long or (case is not None and case not in tiers.GATE):
+            item.add_marker(pytest.mark.long)
+        one_version = item.get_closest_marker("one_version") is not None
+        if case is not None and case not in tiers.VERSION_CASES:
+            one_version = True
+        if _depends_on_version(path) and not one_version:
+            item.add_marker(pytest.mark.versions)
 
 
 # Every program that XLA compiles for a CPU maps its kernels into memory, and Linux ends a process
