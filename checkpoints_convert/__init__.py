@@ -1,16 +1,28 @@
-"""Checkpoints in and out: Hugging Face folders to parameter trees, Orbax folders and back."""
+"""Checkpoints in and out: Hugging Face folders to parameter trees, Orbax folders and back.
+
+The modules here take the model families as an argument. The public functions are those of
+`dllm_jax.loading.checkpoints`, which fills it in; they are imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "checkpoints_convert":  # the same modules under the folder's name
     from dllm_jax import share_modules
 
     share_modules(__name__, "dllm_jax.convert")
 
-from .conversion import convert, load_params
-from .export import export_hf
-from .inspection import inspect
-from .planning import Plan, plan
-from .report import Report
-from .spec import ConversionError
+if TYPE_CHECKING:
+    from dllm_jax.loading.checkpoints import (
+        ConversionError,
+        Plan,
+        Report,
+        convert,
+        export_hf,
+        inspect,
+        load_params,
+        plan,
+    )
 
 __all__ = [
     "ConversionError",
@@ -22,3 +34,9 @@ __all__ = [
     "load_params",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no public name {name!r}")
+    return getattr(importlib.import_module("dllm_jax.loading.checkpoints"), name)

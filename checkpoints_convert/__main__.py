@@ -6,10 +6,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .conversion import convert
+from . import convert, inspect, plan
 from .copying import Progress
-from .inspection import inspect
-from .planning import plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell(args: argparse.Namespace) -> int:
-    """Print the report and the size of the conversion; reads headers only."""
+    """Print the report and the size of the conversion, from headers alone."""
     report = inspect(args.src, lora=args.lora, allow_extra=args.allow_extra)
     print(report)
     if not report.is_ok:
@@ -45,7 +43,7 @@ def _tell(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Convert, with a bar of bytes and their rate."""
+    """Convert with a progress bar of bytes."""
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
 
         def advance(done: int, total: int) -> None:

@@ -1,23 +1,18 @@
-"""What a config asks for against what the headers hold: every difference, in words.
-
-Knows a family only by its table. Nothing here opens a file.
-"""
+"""The tensors that a config requires against those in the headers: every difference, in words."""
 
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dllm_jax.models.dense import DenseConfig
-
 from .dtypes import STORED
+from .rules import Placement, Shape, find, listed, numbered, tensor_shapes
 from .shards import Stored
-from .spec import Placement, Shape, find, listed, numbered, tensor_shapes
-from .table import IGNORED, Table
+from .tensor_names import IGNORED, Table
 
 _LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
-# Layers that predict further tokens, which nobody reads when blocks are denoised: what they are
-# called, and what only they have where they are numbered on behind the others.
+# Multi-token-prediction layers, which block decoding does not use: their names, and tensors that
+# only they have where they are numbered after the others.
 _NEXT_TOKENS = re.compile(r"(.*\.)?(mtp\w*|nextn\w*)(\..*)?")
 _OF_NEXT_TOKENS = re.compile(r".*\.(eh_proj|enorm|hnorm)\..*")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -26,14 +21,14 @@ _LEAVES_OF_EXPERTS = ("router", "router_bias", "experts_", "shared_")
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a config asks for.
+    """The tensors that a config requires.
 
     Attributes:
         shapes: The parameter tree.
-        further_layers: Layers past the last that the config names, which predict further tokens.
+        further_layers: Multi-token-prediction layers after the last layer of the config.
     """
 
-    cfg: DenseConfig
+    cfg: Any
     table: Table
     shapes: Any
     places: Sequence[Placement]
@@ -44,7 +39,7 @@ def compare(
     asked: Asked, held: Mapping[str, Stored], *, allow_extra: bool
 ) -> tuple[list[str], list[str]]:
     """Problems and notes: missing, superfluous and wrong tensors."""
-    if not held:  # the reason is told already
+    if not held:  # already a problem
         return [], []
     wanted = tensor_shapes(asked.places)
     problems = _missing(asked, [name for name in wanted if name not in held])
@@ -87,7 +82,7 @@ def _missing(asked: Asked, missing: list[str]) -> list[str]:
 
 
 def _extra(asked: Asked, names: list[str]) -> tuple[list[str], list[str]]:
-    """Superfluous tensors that do no harm and are worth a note, and the others."""
+    """Superfluous tensors that only need a note, and the others."""
     past = asked.cfg.num_layers
     further = {past + i for i in range(asked.further_layers)}
     further |= {n for name in names if _OF_NEXT_TOKENS.match(name) and (n := _layer(name)) >= past}
@@ -95,7 +90,7 @@ def _extra(asked: Asked, names: list[str]) -> tuple[list[str], list[str]]:
     rest: list[str] = []
     for name in names:
         if name == asked.table.lm_head and asked.cfg.tie_embeddings:
-            continue  # compared with the embedding when weights are read
+            continue  # compared with the embedding when the weights are read
         if _layer(name) in further or _NEXT_TOKENS.fullmatch(name):
             dropped.append(name)
         elif not IGNORED.fullmatch(name):
@@ -104,13 +99,13 @@ def _extra(asked: Asked, names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _layer(name: str) -> int:
-    """The number of the layer a tensor belongs to, -1 for none."""
+    """The layer number of a tensor, -1 for none."""
     match = _LAYER.search(name)
     return int(match[1]) if match else -1
 
 
 def _out_of_place(asked: Asked, extra: list[str]) -> tuple[list[str], list[str]]:
-    """Problems of tensors that the family has elsewhere, and the names that it never has."""
+    """Problems of tensors that the family knows, and the names that it does not know."""
     rules = asked.table.every_rule()
     found: dict[str, list[str]] = {}
     unknown: list[str] = []
@@ -124,7 +119,7 @@ def _out_of_place(asked: Asked, extra: list[str]) -> tuple[list[str], list[str]]
 
 
 def _reason(asked: Asked, name: str) -> str | None:
-    """Why a tensor that the family knows is not asked for; None if there is no telling."""
+    """Why the config does not require a tensor that the family knows; None if unclear."""
     parts = numbered(asked.table.every_rule(), name)
     if parts is None:
         return None
@@ -160,7 +155,7 @@ def _wrong(table: Table, name: str, shape: Shape, tensor: Stored) -> Iterable[st
 
 
 def _short(names: Iterable[str]) -> str:
-    """Names for a message, those that differ in the number of an expert told once."""
+    """Names for a message; those that differ only in the expert's number are counted."""
     counts: dict[str, int] = {}
     for name in names:
         key = _EXPERT.sub(".experts.*.", name)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .dtypes import all_finite, raw
-from .spec import Array, Shape
+from .rules import Array, Shape
 
 Progress = Callable[[int, int], None]
 _Made = tuple[int, str | None]  # bytes of a piece, and what is wrong with it

@@ -5,7 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .spec import Array
+from .rules import Array
 
 # safetensors' name -> NumPy type, for every type that weights may have.
 STORED: dict[str, np.dtype[Any]] = {

@@ -10,52 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.families import config_json
+from .dtypes import STORED, raw
+from .rules import Placement, find, placements, tensor_shapes
+from .tensor_names import table_of
 
-from .dtypes import STORED, as_dtype, raw
-from .naming import table_of
-from .spec import Placement, find, placements, tensor_shapes
-
-_ALIGNMENT = 8  # of the header's length, and the bytes that state it
+_ALIGNMENT = 8  # the header's length is a multiple of it, and stored in so many bytes
 
 
-def export_hf(
-    params: Any,
-    cfg: Any,
-    dst: str | os.PathLike[str],
-    dtype: str = "bfloat16",
-    *,
-    family: str = "sdar",
-    extra_config: Mapping[str, Any] | None = None,
-) -> Path:
+def write_folder(
+    params: Any, shapes: Any, folder: Path, family: str, config: Mapping[str, Any]
+) -> None:
     """Write `model.safetensors` and `config.json`; other files of the folder stay as they are.
 
-    Each file is written beside its place and renamed into it, the weights first, so that an
-    interrupted export leaves the old file or the new one and never half of one.
+    Each file is written beside its place and renamed, the weights first. An interrupted export
+    leaves the old file or the new one, never half of one.
 
     Args:
         params: The network's tree, on any device.
-        cfg: The network's `DenseConfig` or `MoEConfig`.
-        dst: Folder, made where it is missing.
-        dtype: Type of every stored tensor but those that stay float32.
-        family: Whose names and `config.json` to write.
-        extra_config: Further entries of `config.json`: `eos_token_id`, `pad_token_id`,
-            `block_size`, and under `dllm_jax` the default strategy and its settings.
-
-    Returns:
-        The folder.
+        shapes: Shapes and stored types of the tree.
+        folder: Made where it is missing.
+        family: Whose tensor names to write.
+        config: The entries of `config.json`.
     """
-    folder = Path(dst)
-    shapes = arch_of(cfg).param_shapes(cfg, as_dtype(dtype))
     places = placements(table_of(family).rules_for(), shapes)
     folder.mkdir(parents=True, exist_ok=True)
-    entries = {**config_json(family, cfg, dtype), **(extra_config or {})}
     with _replaced(folder / "model.safetensors") as path:
         _write(path, places, params, shapes)
     with _replaced(folder / "config.json") as path:
-        path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-    return folder
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write(path: Path, places: Sequence[Placement], params: Any, shapes: Any) -> None:
@@ -90,7 +72,7 @@ def _write(path: Path, places: Sequence[Placement], params: Any, shapes: Any) ->
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Generator[Path, None, None]:
-    """A path to write to; what is written takes the place of `path` if all went well."""
+    """A path to write to; the file replaces `path` if no exception is raised."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from .dtypes import STORED, all_finite
+from .rules import Array, ConversionError, Shape, listed
 from .shards import ADAPTER, Shards, Stored, read_header
-from .spec import Array, ConversionError, Shape, listed
 from .tokenizer_files import json_object, read_json
 
 CONFIG = "adapter_config.json"

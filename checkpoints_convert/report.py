@@ -1,44 +1,48 @@
-"""What is known of a checkpoint without its weights: the value `inspect` and `describe` return."""
+"""What is known of a checkpoint without reading its weights, and the size of its conversion."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.families import FamilyDefaults
+import jax
 
+from .dtypes import STORED, as_dtype
 from .lora import AdapterFacts, Factors
+from .rules import ConversionError, Placement, tensor_shapes
 from .shards import Stored
-from .spec import ConversionError, Placement
 
 META = "meta.json"
-FORMAT = "dllm-jax"  # what the file says it belongs to
+FORMAT = "dllm-jax"  # the value of its "format"
 _SHOWN_SHAPES = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `inspect` found. `str()` of it is meant to be read.
+    """The result of `inspect`; `str()` of it is for people.
 
     Attributes:
         kind: "hf" for a Hugging Face folder, "converted" for one of ours.
-        dtype: Type of most of the weights' bytes, None if there are none.
+        config: The network's config, as the family's parser returns it.
+        defaults: The family's decoding defaults.
+        dtype: The weights' type, by most elements; None if there are no weights.
         shapes: Stored tensors (or leaves) and their shapes.
         problems: Every reason why the checkpoint cannot be loaded; empty if it can.
-        notes: What a user should know although it loads.
+        notes: Warnings about a checkpoint that can be loaded.
+        param_shapes: `dtype -> the parameter tree's shapes`; None beside a config that is refused.
         placements: Where each tensor goes; empty unless kind is "hf".
         stored: The headers' entries; empty unless kind is "hf".
         adapter: The LoRA adapter that is merged into the weights, or will be.
-        factors: What it adds, by tensor; empty unless kind is "hf".
+        factors: The adapter's update of each tensor; empty unless kind is "hf".
     """
 
     source: str
     folder: Path
     kind: str
     family: str | None = None
-    config: DenseConfig | None = None
-    defaults: FamilyDefaults | None = None
+    config: Any = None
+    defaults: Any = None
     dtype: str | None = None
     num_tensors: int = 0
     num_params: int = 0
@@ -48,6 +52,9 @@ class Report:
     tokenizer_files: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    param_shapes: Callable[[Any], Any] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
     placements: tuple[Placement, ...] = ()
     stored: Mapping[str, Stored] = dataclasses.field(default_factory=dict[str, Stored])
     adapter: AdapterFacts | None = None
@@ -55,11 +62,11 @@ class Report:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing speaks against loading."""
+        """Whether the checkpoint can be loaded."""
         return not self.problems
 
-    def require_ok(self) -> tuple[DenseConfig, FamilyDefaults]:
-        """The config and the defaults, which a checkpoint without problems has.
+    def require_ok(self) -> tuple[Any, Any]:
+        """The config and the defaults of a checkpoint without problems.
 
         Raises:
             ConversionError: With all problems, if there are any.
@@ -67,6 +74,16 @@ class Report:
         if self.problems or self.config is None or self.defaults is None:
             raise ConversionError(self.source, self.problems)
         return self.config, self.defaults
+
+    def shapes_in(self, dtype: Any) -> Any:
+        """The shapes of the parameter tree with leaves of `dtype`; some stay float32.
+
+        Raises:
+            ConversionError: As `require_ok`.
+        """
+        self.require_ok()
+        assert self.param_shapes is not None
+        return self.param_shapes(dtype)
 
     def __str__(self) -> str:
         kind = "Hugging Face folder" if self.kind == "hf" else "converted folder"
@@ -96,3 +113,60 @@ class Report:
         lines += [f"problem: {problem}" for problem in self.problems]
         lines.append("no problems" if self.is_ok else f"{len(self.problems)} problem(s)")
         return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The size of a conversion; `str()` of it is for people.
+
+    Attributes:
+        num_tensors: Tensors to read.
+        num_leaves: Arrays to write.
+        peak_bytes: Most memory that reading takes, beyond that of the idle process.
+    """
+
+    num_tensors: int
+    num_leaves: int
+    read_bytes: int
+    result_bytes: int
+    peak_bytes: int
+    dtype: str
+
+    def __str__(self) -> str:
+        def shown(size: int) -> str:
+            return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+        return (
+            f"would read {self.num_tensors} tensors ({shown(self.read_bytes)}) and write "
+            f"{self.num_leaves} arrays ({shown(self.result_bytes)}, {self.dtype}), "
+            f"with at most {shown(self.peak_bytes)} of memory"
+        )
+
+
+def plan(report: Report, dtype: str = "auto") -> Plan:
+    """The size of a conversion.
+
+    Args:
+        report: On a Hugging Face folder or a converted one, free of problems.
+        dtype: Type of the leaves; "auto" is the checkpoint's own.
+    """
+    report.require_ok()
+    name = report.dtype or "float32" if dtype == "auto" else dtype
+    leaves = jax.tree.leaves(report.shapes_in(as_dtype(name)))
+    result = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    if report.kind == "hf":
+        sizes = [
+            math.prod(shape) * STORED[report.stored[tensor].dtype].itemsize
+            for tensor, shape in tensor_shapes(report.placements).items()
+        ]
+    else:
+        item = as_dtype(str(report.dtype)).itemsize
+        sizes = [math.prod(shape) * item for shape in report.shapes.values()]
+    return Plan(
+        num_tensors=len(sizes),
+        num_leaves=len(leaves),
+        read_bytes=sum(sizes),
+        result_bytes=result,
+        peak_bytes=result + 2 * max(sizes),
+        dtype=name,
+    )

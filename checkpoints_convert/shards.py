@@ -1,17 +1,17 @@
-"""Which safetensors files make up a checkpoint, and what their headers say.
+"""The safetensors files of a checkpoint and the tensors in their headers.
 
-Reads headers and the index only, never weights. File names are free: the index, where there is
-one, decides. Nothing here knows which tensors a family needs.
+Only headers and the index are read, never weights. The index, if there is one, names the files.
 """
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .spec import Shape, listed
+from .rules import Shape, listed
 from .tokenizer_files import json_object, read_json
 
 ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA adapter
@@ -19,6 +19,24 @@ ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA adapter
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz")
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
+# Pieces of tensor names and the quantisation method they belong to; the first match counts.
+_PIECES = {
+    ".weight_scale_inv": "fp8, blockwise",
+    ".weight_packed": "compressed-tensors",
+    ".weight_shape": "compressed-tensors",
+    ".weight_zero_point": "compressed-tensors",
+    ".weight_scale": "fp8",
+    ".input_scale": "fp8",
+    ".g_idx": "GPTQ",
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".scales": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    "quant_state": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
+_SMALL_TYPES = ("F8_", "F4", "F6_", "I8", "U8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +55,7 @@ class Stored:
 
 @dataclasses.dataclass
 class Shards:
-    """What a folder's headers say together, and what is wrong with them."""
+    """All tensors in a folder's headers, and the problems found."""
 
     files: tuple[str, ...] = ()
     tensors: dict[str, Stored] = dataclasses.field(default_factory=dict[str, Stored])
@@ -64,6 +82,22 @@ def read_shards(folder: Path) -> Shards:
     if weight_map is not None:
         _check_index(weight_map, shards)
     return shards
+
+
+def quantised(tensors: Mapping[str, Stored]) -> list[str]:
+    """A problem for each quantisation method, recognised by the names and types of tensors."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        method = next((m for piece, m in _PIECES.items() if piece in name), None)
+        if method is None and tensor.dtype.startswith(_SMALL_TYPES):
+            method = "fp8" if tensor.dtype.startswith("F8_") else tensor.dtype
+        if method is not None:
+            found.setdefault(method, []).append(f"{name} ({tensor.dtype})")
+    return [
+        f"the weights are quantised ({method}), which is not supported; use the bfloat16 "
+        f"checkpoint: {listed(names)}"
+        for method, names in found.items()
+    ]
 
 
 def open_tensors(path: Path) -> Any:
@@ -138,7 +172,7 @@ def read_header(path: Path, shards: Shards) -> None:
 
 
 def _tensors(path: Path) -> dict[str, Stored]:
-    """The entries of a header, which safetensors' own reader has found in order."""
+    """The entries of a header that safetensors' own reader accepts."""
     with open_tensors(path) as file, path.open("rb") as raw:
         size = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
         entries = json_object(json.loads(raw.read(size)))
@@ -151,7 +185,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is plainly wrong with a file, said better than the reader would."""
+    """The reason why a file is plainly wrong, clearer than safetensors' own error."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(64)
@@ -171,7 +205,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _check_index(weight_map: dict[str, str], shards: Shards) -> None:
-    """The index must say what the headers say."""
+    """The index and the headers must agree."""
     readable = {stored.file for stored in shards.tensors.values()}
     lies = [
         f"{name} ({file})"

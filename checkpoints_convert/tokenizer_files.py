@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from dllm_jax.models.special_tokens import TokenizerFacts
+from .config.special_tokens import TokenizerFacts
 
 # Every file a tokenizer may consist of; these travel with a converted checkpoint.
 TOKENIZER_FILES = (

@@ -1,7 +1,6 @@
 """Reading the weights of an inspected Hugging Face folder into a parameter tree.
 
-The tree is allocated once, in its final form; `copying` fills it. Knows nothing of families: the
-report has already decided what goes where.
+The tree is allocated once, in its final form; `copying` fills it as the report's placements say.
 """
 
 import math
@@ -11,14 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax.models.architecture import arch_of
-
 from .copying import Copy, Progress, copy_all
 from .dtypes import STORED, as_dtype, raw
-from .naming import table_of
 from .report import Report
+from .rules import Array, ConversionError, Placement, find
 from .shards import Stored
-from .spec import Array, ConversionError, Placement, find
+from .tensor_names import table_of
 
 _COMPARED_BYTES = 16 << 20
 
@@ -34,13 +31,13 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
     """
-    cfg, _ = report.require_ok()
+    report.require_ok()
     target = as_dtype(report.dtype or "float32" if dtype == "auto" else dtype)
 
     def allocate(leaf: Any) -> Array:
         return np.empty(leaf.shape, leaf.dtype)
 
-    tree: Any = jax.tree.map(allocate, arch_of(cfg).param_shapes(cfg, target))
+    tree: Any = jax.tree.map(allocate, report.shapes_in(target))
 
     def where(place: Placement) -> tuple[str, int, int]:
         stored = report.stored[place.name]
@@ -69,7 +66,7 @@ def _copy(report: Report, place: Placement, tree: Any) -> Copy:
 
 
 def _tied_head(report: Report) -> Iterator[str]:
-    """A head beside a tied embedding must be its copy; it is not read otherwise."""
+    """A head beside a tied embedding must be a copy of it."""
     table = table_of(str(report.family))
     head, embed = (report.stored.get(name) for name in (table.lm_head, table.embed))
     wanted = {place.name for place in report.placements}

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from dllm_jax.cli.folders import checkpoint_folder, headers_folder
-    from dllm_jax.convert import convert, inspect, plan
+    from dllm_jax.loading.checkpoints import convert, inspect, plan
     from dllm_jax.loading.sources import find_adapter
 
     lora = None if args.lora is None else find_adapter(args.lora)

@@ -141,7 +141,7 @@ def _readout() -> str:
 
 def _models() -> dict[str, str]:
     from dllm_jax.cli.folders import BUILTIN, builtin_names
-    from dllm_jax.convert import inspect
+    from dllm_jax.loading.checkpoints import inspect
     from dllm_jax.models.family_table import DRAFTS
 
     found = {}

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; a checkpoint that cannot be loaded is a failure."""
     from dllm_jax.cli.folders import headers_folder
-    from dllm_jax.convert import inspect
+    from dllm_jax.loading.checkpoints import inspect
     from dllm_jax.loading.sources import find_adapter
 
     adapter = None if args.lora is None else find_adapter(args.lora)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _notes(report: Any) -> list[str]:
     """What to know of how it is decoded."""
-    from dllm_jax.api.defaults import alternatives_note
+    from dllm_jax.api.strategy import alternatives_note
     from dllm_jax.models.dflash import DFlashConfig
 
     if report.defaults is None:

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from dllm_jax import convert as checkpoints_convert
 from dllm_jax.convert import tokenizer_files
+from dllm_jax.loading import checkpoints
 from dllm_jax.loading.async_dispatch import enable_async_dispatch
 from dllm_jax.loading.model import Model, TokenizerSource
 from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, join
@@ -80,7 +80,7 @@ def _from_folder(
     progress: Callable[[int, int], None] | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-    params, report = checkpoints_convert.load_params(folder, target, progress, lora=adapter)
+    params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
     for note in report.notes:
         warnings.warn(f"{source}: {note}", stacklevel=3)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.families import FamilyDefaults
+from dllm_jax.models.family_table import FamilyDefaults
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,57 +1,40 @@
 """From a checkpoint's `config.json` to a family, a network config and the family's defaults.
 
-Data flow: `config.json` -> which row of `family_table` -> facts of the network (by the dialect's
-parser) and how it is usually decoded (`FamilyDefaults`). Works on dictionaries only: nothing here
-reads a file, knows a tensor name or runs a strategy. Every problem of a config is collected into
-one `ConfigError`.
+Data flow: `config.json` -> row of `family_table` -> network config (by the dialect's parser) and
+`FamilyDefaults`. One `ConfigError` lists every problem of a config.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dllm_jax.models import family_defaults
-from dllm_jax.models.config_fields import Fields, Json, well_formed
-from dllm_jax.models.config_parsers import PARSERS
-from dllm_jax.models.config_writers import config_json
+from dllm_jax.convert.config.drafts import dflash
+from dllm_jax.convert.config.fields import ConfigError, Fields, Json, well_formed
+from dllm_jax.convert.config.parsers import PARSERS
+from dllm_jax.convert.config.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
+from dllm_jax.convert.config.writers import WRITERS
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.dflash import DFlashConfig
-from dllm_jax.models.draft_config import dflash
-from dllm_jax.models.family_defaults import FamilyDefaults, as_tuple, with_d2f_adapter
 from dllm_jax.models.family_settings import settings_of
-from dllm_jax.models.family_table import DRAFTS, FAMILIES, RELATIVES, UNI, Family, family_named
+from dllm_jax.models.family_table import (
+    DRAFTS,
+    FAMILIES,
+    RELATIVES,
+    UNI,
+    Family,
+    FamilyDefaults,
+    family_named,
+)
 from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig
-from dllm_jax.models.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
-
-__all__ = [
-    "FAMILIES",
-    "ConfigError",
-    "Family",
-    "FamilyDefaults",
-    "Parsed",
-    "config_from_json",
-    "config_json",
-    "defaults_from_json",
-    "family_named",
-    "find_family",
-    "parse_config",
-    "with_d2f_adapter",
-]
 
 _PARSERS = {**PARSERS, "dflash": dflash}
-
-
-class ConfigError(ValueError):
-    """A `config.json` that cannot be used; `problems` lists every reason."""
-
-    def __init__(self, problems: Iterable[str]):
-        self.problems = tuple(problems)
-        super().__init__("; ".join(self.problems))
+# Families whose model_type is also another's.
+_MODEL_TYPES = {"dream": "Dream", "dream_reasoner": "Dream", "stable_diffcoder": "llama"}
 
 
 class Parsed(NamedTuple):
-    """The outcome of `parse_config`; `notes` are the warnings worth showing to a user."""
+    """The result of `parse_config`; `notes` are warnings for the user."""
 
     family: str
     config: DenseConfig
@@ -70,10 +53,10 @@ def parse_config(
 
     Args:
         config: The parsed file.
-        generation_config: The parsed `generation_config.json`, where the folder has one. Only its
-            ids are read: its temperature is that of another loop (Dream's goes with another
-            order of filling, SDAR's with drawing every token), and the table has the card's.
-        tokenizer: What the folder's tokenizer files say.
+        generation_config: The parsed `generation_config.json`, if the folder has one. Only its
+            ids are read. Its temperature belongs to another decoding loop; the table has the
+            card's.
+        tokenizer: The contents of the folder's tokenizer files.
         name: Name of the folder or repository; `-b32` in it states the native block size, other
             parts of it change defaults.
 
@@ -85,27 +68,44 @@ def parse_config(
     fields = Fields(well_formed(config, problems), problems, notes)
     family = find_family(fields.config, name)
     generation, facts = generation_config or {}, tokenizer or TokenizerFacts()
-    network = _PARSERS[family.dialect](fields, family.block)
+    network = _PARSERS[family.dialect](fields, family.layers)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
     settings = settings_of(fields, family, network, name)
     cfg = None
     if not problems:
         try:
             mask = {"mask_token_id": tokens.pop("mask_token_id")}
-            cfg = _config_class(family)(**{"shift": family.shift, **mask, **network})
+            cfg = config_from_json(family.name, {"shift": family.shift, **mask, **network})
         except ValueError as error:
             problems.append(str(error))
     if problems or cfg is None:
         raise ConfigError(problems)
-    defaults = FamilyDefaults(family=family.name, **settings, **tokens)
+    defaults = FamilyDefaults(**settings, **tokens)
     return Parsed(family.name, cfg, defaults, tuple(notes))
 
 
-def find_family(config: Json, name: str = "") -> Family:
-    """Which family a config belongs to: its architecture, then `auto_map`, then `model_type`.
+def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The `config.json` of a network: `parse_config` reads it back to the same `cfg`.
 
-    `model_type` speaks only where no class is named: a Qwen3 classifier or a diffusion model that
-    calls itself "llama" must not pass for the plain language model.
+    Raises:
+        ValueError: An unknown family.
+    """
+    row = family_named(family)
+    mask = {} if cfg.mask_token_id < 0 else {"mask_token_id": cfg.mask_token_id}
+    return {
+        "architectures": [row.architecture],
+        "model_type": (*row.model_types, _MODEL_TYPES.get(family))[0],
+        **WRITERS[row.dialect](cfg, row.layers),
+        "torch_dtype": dtype,
+        **mask,
+    }
+
+
+def find_family(config: Json, name: str = "") -> Family:
+    """The family of a config, by its architecture, then `auto_map`, then `model_type`.
+
+    `model_type` counts only where no class is named: a Qwen3 classifier, or a diffusion model of
+    type "llama", must not pass for the plain language model.
 
     Raises:
         ConfigError: If the family is not known.
@@ -132,13 +132,13 @@ def find_family(config: Json, name: str = "") -> Family:
 
 
 def config_from_json(family: str, mapping: Mapping[str, Any]) -> DenseConfig:
-    """The network config whose `dataclasses.asdict` went through JSON.
+    """A network config from its fields, as `dataclasses.asdict` or JSON gives them.
 
     Raises:
         TypeError: An unknown entry, or one that is missing.
-        ValueError: An unknown family, or an entry of a value that does not exist.
+        ValueError: An unknown family, or an entry with an invalid value.
     """
-    entries = {key: as_tuple(value) for key, value in mapping.items()}
+    entries = {key: _as_tuple(value) for key, value in mapping.items()}
     if entries.get("rope_scaling") is not None:
         scaling = entries["rope_scaling"]
         kind = YarnScaling if "beta_fast" in scaling else Llama3Scaling
@@ -147,17 +147,23 @@ def config_from_json(family: str, mapping: Mapping[str, Any]) -> DenseConfig:
 
 
 def defaults_from_json(mapping: Mapping[str, Any]) -> FamilyDefaults:
-    """The defaults whose `dataclasses.asdict` went through JSON.
+    """Defaults from their fields, as `dataclasses.asdict` or JSON gives them.
 
-    What an older version did not write is the family's.
+    The family's row fills in entries that older versions did not write.
 
     Raises:
         TypeError: An unknown entry, or one that is missing.
-        ValueError: An unknown family, or an entry of a value that does not exist.
+        ValueError: An unknown family, or an entry with an invalid value.
     """
     row = family_named(str(mapping.get("family")))
     usual = {"attention": row.attention, "alternatives": row.alternatives}
-    return family_defaults.defaults_from_json({**usual, **mapping})
+    entries = {name: _as_tuple(value) for name, value in mapping.items()}
+    return FamilyDefaults(**{**usual, **entries})
+
+
+def _as_tuple(value: Any) -> Any:
+    """A JSON list as the tuple it was."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _config_class(family: Family) -> type[DenseConfig]:
@@ -169,7 +175,7 @@ def _config_class(family: Family) -> type[DenseConfig]:
 def _tokens(
     fields: Fields, family: Family, rows: int, generation: Json, facts: TokenizerFacts
 ) -> dict[str, Any]:
-    """Ids of mask, ends and padding, and where the vocabulary ends.
+    """Ids of mask, end and padding tokens, and the end of the vocabulary.
 
     Args:
         rows: Rows of the embedding.

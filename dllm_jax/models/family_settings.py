@@ -1,48 +1,39 @@
-"""Strategy, sizes and thresholds of a checkpoint: the table, then the config, then our own entry.
+"""Decoding settings of a checkpoint: from the table, then the config, then its "dllm_jax" entry."""
 
-Nothing here knows special tokens or runs a strategy.
-"""
-
+import dataclasses
 import math
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
-from dllm_jax.models.config_fields import Fields
-from dllm_jax.models.family_table import BLOCK_ROUTED, Family
+from dllm_jax.convert.config.fields import Fields
+from dllm_jax.models.family_table import BLOCK_ROUTED, Decoding, Family
 
-# Settings a config.json of ours may carry under "dllm_jax", with their types.
-_OURS = {
-    "strategy": str,
-    "block_size": int,
-    "buffer_size": int,
-    "accept_threshold": float,
-    "add_block_threshold": float,
-    "semi_complete_threshold": float,
-    "edit_threshold": float,
-    "temperature": float,
-    "top_p": float,
+_FIELDS = {field.name: field.type for field in dataclasses.fields(Decoding)}
+_NOT_OURS = ("family", "remasking", "block_length", "attention", "alternatives")
+# Settings that a config.json of ours may carry under "dllm_jax", with their types.
+_OURS: dict[str, Any] = {
+    name: (*get_args(kind), kind)[0] for name, kind in _FIELDS.items() if name not in _NOT_OURS
 }
-_FROM_TABLE = (*_OURS, "remasking", "block_length", "attention", "alternatives")
 
 
 def settings_of(
     fields: Fields, family: Family, network: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """Strategy settings, as arguments of `FamilyDefaults`.
+    """The fields of `Decoding` for a checkpoint.
 
     Args:
-        network: What the config says of the network, by fields of its config class.
-        name: Of the folder or repository.
+        network: Fields of the network's config class.
+        name: Name of the folder or repository.
     """
-    settings: dict[str, Any] = {key: getattr(family, key) for key in _FROM_TABLE}
+    settings: dict[str, Any] = {key: getattr(family, key) for key in _FIELDS}
     routing_block = network.get("routing_block") or 1
     if network.get("expert_capacity"):
         settings |= BLOCK_ROUTED
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
-    if "block_size" in network:  # a drafter's is a fact of the network
+    if "block_size" in network:  # a drafter's config has it
         settings["block_size"] = network["block_size"]
     hinted = _hinted(fields, family, settings["strategy"], name)
     trained_len = hinted.pop("trained_len", family.trained_len)
@@ -66,7 +57,7 @@ def settings_of(
 
 
 def _native_block(fields: Fields, family: Family, routing_block: int, name: str) -> Any:
-    """Tokens of a block as the config states it, else as the name does, else as the table."""
+    """Tokens of a block: stated by the config, else by the name, else by the table."""
     config = fields.config
     suffix = re.search(r"-b(\d+)(?=-|$)", name)
     keys: Iterable[str] = ("bd_size", "block_size")
@@ -85,7 +76,7 @@ def _native_block(fields: Fields, family: Family, routing_block: int, name: str)
 
 
 def _hinted(fields: Fields, family: Family, strategy: str, name: str) -> dict[str, Any]:
-    """What the name changes; a strategy it points to is only told."""
+    """Settings implied by the name; an implied strategy is only noted."""
     changes: dict[str, Any] = {}
     for hint in family.hints:
         if not re.search(hint.pattern, name, re.IGNORECASE):

@@ -1,61 +1,42 @@
 """The table of model families: how each is recognised, its constants, and how it is decoded.
 
-One row a family: adding a family that writes its config in a known dialect is adding
-a row. Source: config.json, tokenizer files and cards of the published checkpoints named in each
-row. What a folder itself says comes before what is said here.
+One row is one family. A family that writes its config in a known dialect needs a row and nothing
+else here. Source: config.json, tokenizer files and cards of the published checkpoints named in each
+row. The files of a checkpoint take precedence over its row.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from dllm_jax.models.config_parsers import Block
-from dllm_jax.models.family_defaults import Attention
+from dllm_jax.convert.config.parsers import Layers
 
+Attention = Literal["full", "causal", "block_causal", "d2f"]
 Dialect = Literal["hf", "qwen_moe", "llada", "llada2", "dflash"]
-_PLAIN = Block()
+
+D2F_BLOCK = 32
+_PLAIN = Layers()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hint:
-    """What a part of a folder's or repository's name says.
+class Decoding:
+    """How a family is decoded when the user names no settings.
 
     Attributes:
-        pattern: A regular expression, found anywhere in the name, in any case.
-        settings: Defaults, and `trained_len`, that it changes.
-        strategy: What such a checkpoint was made for; told in a note, for a name is no proof.
+        family: Name of the family.
+        strategy: Name of the strategy the model was made for.
+        block_size: Tokens of a block; 1 for an autoregressive model.
+        buffer_size: Blocks in the window.
+        edit_threshold: Threshold of a strategy that edits; None is the strategy's own default.
+        remasking, block_length: Settings of `full_sequence`; None is its own default.
+        temperature, top_p: Defaults of requests without sampling parameters.
+        attention: Attention mask of training: all positions, those before, or those of the same
+            block and before. "d2f": blocks behind a prompt with full attention.
+        alternatives: Other strategies that a checkpoint of this form may be trained for; its
+            files do not tell which.
     """
 
-    pattern: str
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    strategy: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """One row.
-
-    Attributes:
-        architecture: The class that `architectures` or `auto_map` names.
-        also: Further names of it.
-        model_types: Believed only where no class is named; none where it would not be clear.
-        dialect: How the config is written.
-        block: What the layers have whatever the config says.
-        mask_token_id: None for a model without a mask token.
-        mask_tokens: Texts under which the vocabulary has it.
-        forbidden: Entries of the config with ids that only the family's own strategy may draw.
-        trained_len: Longest texts of training, where the config states more.
-        hints: What the name may tell.
-    """
-
-    name: str
-    architecture: str
-    also: tuple[str, ...] = ()
-    model_types: tuple[str, ...] = ()
-    dialect: Dialect = "hf"
-    block: Block = _PLAIN
-    shift: bool
-    attention: Attention
+    family: str
     strategy: str
     block_size: int
     buffer_size: int = 1
@@ -67,7 +48,73 @@ class Family:
     block_length: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
+    attention: Attention = "block_causal"
     alternatives: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyDefaults(Decoding):
+    """How one checkpoint is decoded by default. Hashable: static in a `Model`.
+
+    Attributes:
+        stop_token_ids: Ids that end a text, ascending.
+        forbidden_token_ids: Ids that only the family's own strategy may draw.
+        vocab_limit: Rows of the vocabulary at or past this id belong to no token.
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
+    forbidden_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    vocab_limit: int
+
+    def __post_init__(self):
+        if self.attention not in get_args(Attention):
+            raise ValueError(
+                f"attention={self.attention!r} is unknown; use one of "
+                f"{', '.join(get_args(Attention))}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hint:
+    """A setting that the name of a folder or repository implies.
+
+    Attributes:
+        pattern: A regular expression, searched anywhere in the name, in any case.
+        settings: Fields of `Decoding`, and `trained_len`, that it changes.
+        strategy: The strategy such a checkpoint was trained for. It is only noted, because a name
+            proves nothing.
+    """
+
+    pattern: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    strategy: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family(Decoding):
+    """One row.
+
+    Attributes:
+        architecture: The class that `architectures` or `auto_map` names.
+        also: Other names of that class.
+        model_types: Used only where no class is named; empty where they would be ambiguous.
+        dialect: How the config is written.
+        layers: Properties of the layers that the config does not state.
+        shift: Row i of the output predicts position i + 1.
+        mask_token_id: None for a model without a mask token.
+        mask_tokens: Texts of the mask in the vocabulary.
+        forbidden: Entries of the config with ids that only the family's own strategy may draw.
+        trained_len: Longest texts of training, where the config states more.
+        hints: Settings implied by the name.
+    """
+
+    architecture: str
+    also: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    dialect: Dialect = "hf"
+    layers: Layers = _PLAIN
+    shift: bool
     mask_token_id: int | None
     mask_tokens: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...]
@@ -76,9 +123,38 @@ class Family:
     trained_len: int | None = None
     hints: tuple[Hint, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Name of the family."""
+        return self.family
 
-_QWEN2 = Block(qkv_bias=True)
-_QWEN3 = Block(qk_norm=True)
+
+def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
+    """The defaults of a model after a D2F adapter was merged into its weights.
+
+    The adapter changes the attention mask, hence the strategy; token ids stay the base's.
+
+    Source: the settings of the published D2F runs (Wang et al. 2025, arXiv 2508.09192).
+    """
+    return dataclasses.replace(
+        defaults,
+        strategy="d2f",
+        block_size=D2F_BLOCK,
+        buffer_size=4,
+        accept_threshold=0.95,
+        add_block_threshold=0.1,
+        semi_complete_threshold=0.9,
+        temperature=0.0,
+        top_p=None,
+        remasking=None,
+        block_length=None,
+        attention="d2f",
+        alternatives=(),
+    )
+
+
+_QWEN2 = Layers(qkv_bias=True)
+_QWEN3 = Layers(qk_norm=True)
 _QWEN_ENDS = (151643, 151645)  # <|endoftext|>, <|im_end|>
 _LLADA_ENDS = (126081, 126348)  # <|endoftext|>, <|eot_id|>
 
@@ -86,7 +162,7 @@ FAMILIES = (
     # GSAI-ML/LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5. As their authors decode: the surest token
     # of 32 each forward; a threshold of 1 takes nothing beside it (Fast-dLLM's is 0.9).
     Family(
-        name="llada",
+        family="llada",
         architecture="LLaDAModelLM",
         model_types=("llada",),
         dialect="llada",
@@ -104,12 +180,12 @@ FAMILIES = (
         pad_token_id=126081,
     ),
     # Dream-org/Dream-v0-Base-7B, -Instruct-7B; apple/DiffuCoder-7B-*, which its config does not
-    # tell apart. "Dream" is also the reasoner's model_type, so that alone says nothing. Decoded as
-    # their cards do: the least entropy first, a forward a token, the text as one block.
+    # tell apart. "Dream" is also the reasoner's model_type, so it identifies neither. Decoded as on
+    # their cards: the least entropy first, a forward a token, the text as one block.
     Family(
-        name="dream",
+        family="dream",
         architecture="DreamModel",
-        block=_QWEN2,
+        layers=_QWEN2,
         shift=True,
         attention="full",
         strategy="full_sequence",
@@ -131,9 +207,9 @@ FAMILIES = (
     ),
     # Dream-org/DreamReasoner-8B
     Family(
-        name="dream_reasoner",
+        family="dream_reasoner",
         architecture="DreamForCausalLM",
-        block=_QWEN3,
+        layers=_QWEN3,
         shift=False,
         attention="block_causal",
         strategy="multi_bd",
@@ -146,7 +222,7 @@ FAMILIES = (
     ),
     # ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; model_type is "llama"
     Family(
-        name="stable_diffcoder",
+        family="stable_diffcoder",
         architecture="StableDiffcoderForCausalLM",
         shift=False,
         attention="block_causal",
@@ -160,10 +236,10 @@ FAMILIES = (
     # Efficient-Large-Model/Fast_dLLM_v2_1.5B, _7B. Their top_p of 0.95 does nothing at
     # temperature 0; here it would raise every confidence, which is of the law after top-p.
     Family(
-        name="fast_dllm_v2",
+        family="fast_dllm_v2",
         architecture="Fast_dLLM_QwenForCausalLM",
         model_types=("Fast_dLLM_Qwen",),
-        block=_QWEN2,
+        layers=_QWEN2,
         shift=True,
         attention="block_causal",
         strategy="fast_dllm_v2",
@@ -176,10 +252,10 @@ FAMILIES = (
     ),
     # JetLM/SDAR-*-Chat (a -b8 to -b64 in the name states the block), TraDo
     Family(
-        name="sdar",
+        family="sdar",
         architecture="SDARForCausalLM",
         model_types=("sdar",),
-        block=_QWEN3,
+        layers=_QWEN3,
         shift=False,
         attention="block_causal",
         strategy="multi_bd",
@@ -191,11 +267,11 @@ FAMILIES = (
     ),
     # JetLM/SDAR-30B-A3B-Chat
     Family(
-        name="sdar_moe",
+        family="sdar_moe",
         architecture="SDARMoeForCausalLM",
         model_types=("sdar_moe",),
         dialect="qwen_moe",
-        block=Block(qk_norm=True, norm_topk=True),
+        layers=Layers(qk_norm=True, norm_topk=True),
         shift=False,
         attention="block_causal",
         strategy="multi_bd",
@@ -207,7 +283,7 @@ FAMILIES = (
     ),
     # inclusionAI/LLaDA2.0-*, LLaDA2.1-*, LLaDA2.2-*; Zigeng/DMax-*; MBD-LLaDA2-*
     Family(
-        name="llada2",
+        family="llada2",
         architecture="LLaDA2MoeModelLM",
         model_types=("llada2_moe", "llada2_moe_veomni"),
         dialect="llada2",
@@ -229,10 +305,10 @@ FAMILIES = (
     ),
     # Qwen/Qwen3-*, the autoregressive targets of drafters
     Family(
-        name="qwen3",
+        family="qwen3",
         architecture="Qwen3ForCausalLM",
         model_types=("qwen3",),
-        block=_QWEN3,
+        layers=_QWEN3,
         shift=True,
         attention="causal",
         strategy="ar",
@@ -243,11 +319,11 @@ FAMILIES = (
     ),
     # Qwen/Qwen3-30B-A3B
     Family(
-        name="qwen3_moe",
+        family="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         model_types=("qwen3_moe",),
         dialect="qwen_moe",
-        block=_QWEN3,
+        layers=_QWEN3,
         shift=True,
         attention="causal",
         strategy="ar",
@@ -258,7 +334,7 @@ FAMILIES = (
     ),
     # meta-llama/Llama-3.1-8B-Instruct
     Family(
-        name="llama",
+        family="llama",
         architecture="LlamaForCausalLM",
         model_types=("llama",),
         shift=True,
@@ -270,17 +346,17 @@ FAMILIES = (
     ),
 )
 
-# What is no model by itself: drafters, which a target is given. How they are decoded is the
-# target's business; what they saw in training is the text's features and their own block.
+# Drafters: decoded with a target, never alone. In training they saw features of the text and
+# their own block.
 DRAFTS = (
     # z-lab/*-DFlash*; meta-models/Muse-Glimmer-30B-assistant. model_type is "qwen3" or the like.
     Family(
-        name="dflash",
+        family="dflash",
         architecture="DFlashDraftModel",
         also=("MuseGlimmerAssistantModel",),
         model_types=("muse_glimmer_assistant",),
         dialect="dflash",
-        block=_QWEN3,
+        layers=_QWEN3,
         shift=False,
         attention="block_causal",
         strategy="dflash",
@@ -290,7 +366,7 @@ DRAFTS = (
     ),
 )
 
-# LLaDA2.2: what stands in a config with routing blocks is decoded so.
+# LLaDA2.2: settings of a config with routing blocks.
 BLOCK_ROUTED: Mapping[str, Any] = {
     "strategy": "edit",
     "accept_threshold": 0.5,
@@ -299,7 +375,7 @@ BLOCK_ROUTED: Mapping[str, Any] = {
 }
 
 _HYBRID = "its linear attention keeps a state beside keys and values, which is not run here"
-# Classes that are easily taken for one of the above; the text says what they are.
+# Unsupported classes that are easily confused with one above, and how they differ.
 RELATIVES = {
     "DFlash2DraftModel": "DFlash 2 has convolutions and a selector; use a draft of the first "
     "version",

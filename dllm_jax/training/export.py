@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 
-import dllm_jax.convert.export
+from dllm_jax.loading import checkpoints
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig
@@ -53,7 +53,7 @@ def rounded(params: Any, cfg: DenseConfig, dtype: str, family: str = "qwen3") ->
 def save_draft(params: Any, cfg: DFlashConfig, target: Model, folder: pathlib.Path) -> None:
     """Write a drafter in z-lab's layout: weights (bf16) and configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    dllm_jax.convert.export.export_hf(
+    checkpoints.export_hf(
         params,
         cfg,
         folder,
@@ -67,7 +67,7 @@ def save_causal(
 ) -> None:
     """Write a causal model of `ar`: weights (bf16), configuration, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    dllm_jax.convert.export.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
+    checkpoints.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
     generation = {**_IDS, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_tokenizer(tokenizer, folder, cfg.max_position)
@@ -86,7 +86,7 @@ def save_folder(
 ) -> None:
     """Write weights (bf16), configuration, tokenizer and curves; `write_card` adds the card."""
     folder.mkdir(parents=True, exist_ok=True)
-    dllm_jax.convert.export.export_hf(
+    checkpoints.export_hf(
         run["params"],
         config.model,
         folder,

@@ -343,7 +343,7 @@ def test_an_interrupt_between_the_renames_brings_the_old_folder_back(tmp_path, m
 
 
 def test_a_place_that_cannot_be_written_is_found_before_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr("dllm_jax.convert.conversion.read_weights", pytest.fail)
+    monkeypatch.setattr("dllm_jax.loading.checkpoints.read_weights", pytest.fail)
     (tmp_path / "file").write_text("text")
     words = r"cannot be made \(.+file.*\); choose a destination in a folder that can be written"
     for target in (tmp_path / "file" / "below", tmp_path / "file" / "far" / "below"):
@@ -428,7 +428,7 @@ def test_any_view_is_filled_in_the_order_of_the_file(
 
 
 def test_a_place_without_room_is_found_before_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr("dllm_jax.convert.conversion.read_weights", pytest.fail)
+    monkeypatch.setattr("dllm_jax.loading.checkpoints.read_weights", pytest.fail)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(OSError, match=r"needs 0\.00 GB but .* has 0\.00 GB free; choose another"):

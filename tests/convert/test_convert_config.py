@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dllm_jax.convert.config.special_tokens import TokenizerFacts
 from dllm_jax.convert.tokenizer_files import read_facts
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import ConfigError, config_json, parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.models.special_tokens import TokenizerFacts
 
 BASE = {
     "architectures": ["SDARForCausalLM"],

@@ -19,12 +19,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from dllm_jax.convert import ConversionError, convert, export_hf, inspect, load_params, plan
-from dllm_jax.convert.accounting import unaccounted
-from dllm_jax.convert.naming import table_of
-from dllm_jax.convert.spec import Part, Placement, placements
+from dllm_jax.convert.rules import Part, Placement, placements
+from dllm_jax.convert.tensor_names import table_of
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
+from tests.convert.accounting import unaccounted
 from tests.convert.test_convert import assert_same
 from tests.golden.folders import edit_config, read_config, read_tensors, write_tensors
 from tests.oracles.checkpoints import has_experts, tensor_shapes, write_tiny

@@ -20,8 +20,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from dllm_jax.convert import export_hf
-from dllm_jax.convert.naming import table_of
-from dllm_jax.convert.spec import placements
+from dllm_jax.convert.rules import placements
+from dllm_jax.convert.tensor_names import table_of
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import convert as checkpoints_convert
 from dllm_jax.convert import ConversionError, convert, export_hf
+from dllm_jax.loading import checkpoints
 from dllm_jax.loading.load import LoadError, _draw, load
 from dllm_jax.models.architecture import DENSE, MOE
 from dllm_jax.models.dense import DenseConfig
@@ -245,7 +245,7 @@ def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compiled, smal
 def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_read_into(
     compiled, monkeypatch, folder
 ):
-    given, read = [], checkpoints_convert.load_params
+    given, read = [], checkpoints.load_params
 
     def aligned(leaf):
         """As a CPU of JAX takes it without a copy."""
@@ -259,7 +259,7 @@ def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_rea
         params, report = read(*args, **kwargs)
         return jax.tree.map(aligned, params), report
 
-    monkeypatch.setattr(checkpoints_convert, "load_params", load_params)
+    monkeypatch.setattr(checkpoints, "load_params", load_params)
     leaves = jax.tree.leaves(load(folder).params)
     assert compiled == []
     for leaf, was_given in zip(leaves, given, strict=True):

@@ -21,7 +21,8 @@ from dllm_jax.convert.tokenizer_files import read_facts
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.loading import chat
 from dllm_jax.loading.tokenizer import encode, read_tokenizer
-from dllm_jax.models.families import FAMILIES, parse_config
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.family_table import FAMILIES
 from tests.oracles.tiny_configs import CONFIGS
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

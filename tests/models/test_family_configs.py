@@ -14,19 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dllm_jax.convert.config.special_tokens import TokenizerFacts
 from dllm_jax.models.families import (
-    FAMILIES,
     ConfigError,
     config_from_json,
     config_json,
     defaults_from_json,
     find_family,
     parse_config,
-    with_d2f_adapter,
 )
+from dllm_jax.models.family_table import FAMILIES, with_d2f_adapter
 from dllm_jax.models.layers import Llama3Scaling
 from dllm_jax.models.moe import MoEConfig
-from dllm_jax.models.special_tokens import TokenizerFacts
 from tests.oracles.tiny_configs import CONFIGS
 
 
@@ -322,7 +321,7 @@ def test_norm_topk_is_the_configs_in_qwen3_moe_and_always_on_in_sdar_moe():
     assert not parse("qwen3_moe", norm_topk_prob=False).config.norm_topk
     assert not parse("qwen3_moe", norm_topk_prob=...).config.norm_topk
     assert parse("sdar_moe", norm_topk_prob=...).config.norm_topk
-    words = "norm_topk_prob=false is passed over: the family's own code always divides"
+    words = "norm_topk_prob=false is ignored: the family's own code always divides"
     assert noted("sdar_moe", words, norm_topk_prob=False).config.norm_topk
 
 

@@ -11,11 +11,11 @@ import math
 import jax
 import pytest
 
-from dllm_jax.convert.naming import table_of
-from dllm_jax.convert.spec import placements, tensor_shapes
+from dllm_jax.convert.rules import placements, tensor_shapes
+from dllm_jax.convert.tensor_names import table_of
 from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.families import FAMILIES, parse_config
-from dllm_jax.models.family_table import DRAFTS
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.family_table import DRAFTS, FAMILIES
 from dllm_jax.models.published import PUBLISHED
 
 # Published: total_size of model.safetensors.index.json, or the number of parameters on the hub.

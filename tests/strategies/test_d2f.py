@@ -23,14 +23,15 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import strategies
-from dllm_jax.api import defaults
+from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.loading.model import Model
 from dllm_jax.models import dense
 from dllm_jax.models.architecture import Architecture, arch_of
-from dllm_jax.models.families import parse_config, with_d2f_adapter
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.family_table import with_d2f_adapter
 from dllm_jax.strategies import D2F, MultiBD, load_strategy
 from dllm_jax.strategies.testing.script import Trace, run_script
 from tests.contract import harness, models
@@ -438,7 +439,7 @@ def test_a_folder_with_an_adapter_is_decoded_by_d2f(family, aligned, tmp_path):
     folder = write_tiny(family, tmp_path / "base", seed=3, mask_token_id=MASK_ID)
     adapter = write_adapter(folder, tmp_path / "D2F_adapter")
     model = dj.load(folder, lora=adapter, dtype="float32")
-    strategy = defaults.resolve_strategy(model, None)
+    strategy = resolve_strategy(model, None)
     assert strategy == D2F()  # the published settings are its defaults
     strategy = D2F(0.12, 0.25, 0.5, aligned, block_size=4, buffer_size=3)
     prompts = [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dllm_jax.convert import conversion
+from dllm_jax.loading import checkpoints
 from dllm_jax.models import dense
 from dllm_jax.training import export, loop, optimizer, report, run_folder, run_state, sdar, stream
 
@@ -179,7 +179,7 @@ def test_an_exported_run_loads_like_any_checkpoint(whole_run, tmp_path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["SDARForCausalLM"]
     assert (config["mask_token_id"], config["block_size"], config["head_dim"]) == (1, 32, 16)
-    loaded, _ = conversion.load_params(tmp_path)
+    loaded, _ = checkpoints.load_params(tmp_path)
     want = jax.tree.map(lambda w: np.asarray(jnp.asarray(w, jnp.bfloat16)), run["params"])
     same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), b), loaded, want)
     assert all(jax.tree.leaves(same))

@@ -1,12 +1,11 @@
-"""The `config.json` of DFlash drafters: what the layers see, and what is refused by name.
+"""The `config.json` of DFlash drafters: attention windows, target layers, refusals.
 
-What is trained and cannot be guessed (which states of the target are read, the mask) must be
-stated. Nothing here knows the target.
+The target layers and the mask token depend on the draft's training, so the config must state them.
 """
 
-from typing import Any
+from typing import Any, cast
 
-from dllm_jax.models.config_fields import (
+from .fields import (
     Fields,
     Json,
     common_refusals,
@@ -14,9 +13,9 @@ from dllm_jax.models.config_fields import (
     rope,
     shown,
 )
-from dllm_jax.models.config_parsers import Block, decoder
+from .parsers import Layers, decoder
 
-_BLOCK_SIZE = 16  # where a config names none, as z-lab/dflash reads it
+_BLOCK_SIZE = 16  # the default of z-lab/dflash
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MUSE = {"MuseGlimmerAssistantModel", "muse_glimmer_assistant"}
 _DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -37,7 +36,7 @@ _READ = (
 )
 
 
-def dflash(fields: Fields, block: Block) -> dict[str, Any]:
+def dflash(fields: Fields, layers: Layers) -> dict[str, Any]:
     """Qwen3's names, and `dflash_config`; entries of that come before those at the top.
 
     Source: z-lab/dflash (dflash/model.py), vllm (models/qwen3_dflash.py) for which entry wins.
@@ -52,7 +51,7 @@ def dflash(fields: Fields, block: Block) -> dict[str, Any]:
         fields.notes.append(f"dflash_config holds entries that are not read: {', '.join(unread)}")
     theta, scaling, partial = rope(fields)
     no_partial_rope(fields, partial)
-    # A config without one is read as well: the target has it.
+    # vocab_size is optional: the target states it too.
     vocab = {} if fields.config.get("vocab_size") is not None else {"vocab_size": 1}
     network = decoder(Fields({**fields.config, **vocab}, fields.problems, fields.notes))
     windows, causal = _views(own, said, network["num_layers"])
@@ -72,7 +71,7 @@ def dflash(fields: Fields, block: Block) -> dict[str, Any]:
         "tie_embeddings": False,  # there is neither embedding nor head
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "qk_norm": block.qk_norm,
+        "qk_norm": layers.qk_norm,
         "qkv_bias": bias,
         "o_bias": bias,
         "mask_token_id": mask,
@@ -117,11 +116,12 @@ def _refuse(fields: Fields) -> None:
 
 def _taps(own: Fields) -> tuple[int, ...]:
     """Layers of the target whose states are read; a wrong guess would only draft badly."""
-    ids = own.config.get("target_layer_ids")
-    is_list = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-    if not is_list or not ids or len(set(ids)) < len(ids):
+    stated = own.config.get("target_layer_ids")
+    ids = cast("list[Any]", stated) if isinstance(stated, list) else []
+    are_layers = all(type(i) is int and i >= 0 for i in ids)
+    if not are_layers or not ids or len(set(ids)) < len(ids):
         own.problems.append(
-            f"target_layer_ids={ids!r} must list different layers of the target, counted from 0; "
+            f"target_layer_ids={stated!r} must list different layers of the target, counted from 0; "
             "take them from the training of this draft"
         )
         return ()

@@ -1,32 +1,42 @@
-"""`meta.json` of a converted folder: what it says, and whether the folder keeps to it.
+"""Converted folders: an Orbax parameter tree, `meta.json` and the tokenizer's files.
 
-Written when a checkpoint is converted and read by `inspect`, so nothing here needs Orbax.
+    DST/params/         Orbax checkpoint, one uncompressed array a leaf
+    DST/meta.json       format, family, config, defaults, dtype, source digests
+    DST/tokenizer.json  and the other tokenizer files of the source
+
+Orbax writes the parameters; importing it takes a second. Each leaf is one plain array in one file,
+which is read as any other, so reading and inspecting do not need Orbax.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.families import config_from_json, defaults_from_json
-
+from .copying import Copy, Progress, copy_all
 from .dtypes import as_dtype
 from .lora import AdapterFacts
+from .networks import Networks
 from .report import FORMAT, META, Report
+from .rules import Array, ConversionError
 from .shards import ADAPTER
 from .tokenizer_files import present, read_json
 
 PARAMS = "params"  # the folder of the weights
 _VERSION = 3
-_SHOWN = 5  # damaged leaves that are told one by one
+_SHOWN = 5  # damaged leaves that are listed one by one
 AGAIN = "convert the checkpoint again"
-# How Orbax stores an array that is neither cut nor compressed, apart from shape and type.
+# Orbax's header of an array that is neither chunked nor compressed, without shape and type.
 _PLAIN = {
     "zarr_format": 2,
     "order": "C",
@@ -36,13 +46,16 @@ _PLAIN = {
 }
 
 
-def write_meta(report: Report, dtype: str, folder: Path) -> None:
-    """Say in a converted folder what is in it.
+def save(params: Any, report: Report, folder: Path) -> None:
+    """Fill an empty folder with a converted checkpoint.
 
     Args:
-        report: On the checkpoint it was made from.
-        dtype: Type of the weights.
+        params: NumPy arrays in the tree of the network.
+        report: On the checkpoint they came from.
     """
+    _write_params(params, folder.absolute() / PARAMS)
+    for name in report.tokenizer_files:
+        shutil.copyfile(report.folder / name, folder / name)
     config, defaults = report.require_ok()
     meta = {
         "format": FORMAT,
@@ -50,7 +63,7 @@ def write_meta(report: Report, dtype: str, folder: Path) -> None:
         "family": report.family,
         "config": dataclasses.asdict(config),
         "defaults": dataclasses.asdict(defaults),
-        "dtype": dtype,
+        "dtype": str(params["final_norm"].dtype),
         "source": report.source,
         "digests": {name: _digest(report.folder / name) for name in report.files},
         "tokenizer_files": list(report.tokenizer_files),
@@ -59,7 +72,37 @@ def write_meta(report: Report, dtype: str, folder: Path) -> None:
     (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def describe(folder: Path, source: str) -> Report:
+def restore(report: Report, dtype: str = "auto", progress: Progress | None = None) -> Any:
+    """The parameter tree of a converted folder as NumPy arrays.
+
+    Args:
+        dtype: Type of the result; "auto" is the stored one.
+        progress: Called with bytes read so far and in all, after each piece.
+
+    Raises:
+        ConversionError: With every NaN, Inf and overflow found.
+    """
+    report.require_ok()
+    stored = as_dtype(str(report.dtype))
+    shapes = leaf_shapes(report.shapes_in(stored))
+
+    def allocate(leaf: Any) -> Array:
+        return np.empty(leaf.shape, leaf.dtype)
+
+    wanted = report.shapes_in(stored if dtype == "auto" else as_dtype(dtype))
+    tree: Any = jax.tree.map(allocate, wanted)
+    leaves = leaf_shapes(tree)
+    copies = [
+        Copy(f"{PARAMS}/{name}", _file(report, name, leaf.ndim), 0, shapes[name].dtype, leaf)
+        for name, leaf in leaves.items()
+    ]
+    problems = copy_all(copies, progress)
+    if problems:
+        raise ConversionError(report.source, problems)
+    return tree
+
+
+def describe(folder: Path, source: str, networks: Networks) -> Report:
     """The report on a converted folder, from its `meta.json` and the sizes of its files."""
     report = Report(source=source, folder=folder, kind="converted")
     try:
@@ -69,15 +112,16 @@ def describe(folder: Path, source: str) -> Report:
                 f"{META} is of format {meta.get('format')!r} version {meta.get('version')!r}, "
                 f"not {FORMAT!r} version {_VERSION}; convert the checkpoint again"
             )
-        config = config_from_json(meta["family"], meta["config"])
-        defaults = defaults_from_json(meta["defaults"])
+        config = networks.config_from_json(meta["family"], meta["config"])
+        defaults = networks.defaults_from_json(meta["defaults"])
         dtype = as_dtype(meta["dtype"])
         adapter = _adapter_facts(meta["adapter"])
     except KeyError as error:
         return dataclasses.replace(report, problems=(f"{META} lacks {error}; convert it again",))
     except (AttributeError, TypeError, ValueError) as error:
         return dataclasses.replace(report, problems=(str(error),))
-    shapes = leaf_shapes(arch_of(config).param_shapes(config, dtype))
+    param_shapes = functools.partial(networks.param_shapes, config)
+    shapes = leaf_shapes(param_shapes(dtype))
     return dataclasses.replace(
         report,
         family=meta["family"],
@@ -91,6 +135,7 @@ def describe(folder: Path, source: str) -> Report:
         files=(META,),
         tokenizer_files=present(folder),
         adapter=adapter,
+        param_shapes=param_shapes,
         problems=tuple(_first(_damage(folder / PARAMS, shapes))),
     )
 
@@ -103,7 +148,7 @@ def leaf_shapes(tree: Any) -> dict[str, Any]:
 
 
 def _adapter(report: Report) -> dict[str, Any] | None:
-    """What to remember of the merged adapter, and the digest of its file."""
+    """The facts of the merged adapter, and the digest of its file."""
     if report.adapter is None:
         return None
     digest = _digest(Path(report.adapter.source) / ADAPTER)
@@ -121,7 +166,7 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _damage(params: Path, shapes: Mapping[str, Any]) -> Iterator[str]:
-    """Leaves that are not stored as we store them: their files hold the arrays and no more."""
+    """Leaves that are not stored as `save` does: one file that holds the array and no more."""
     for name, leaf in shapes.items():
         folder, want = params / name, _bytes(leaf)
         files = folder.iterdir() if folder.is_dir() else ()
@@ -149,7 +194,7 @@ def _damage(params: Path, shapes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _first(problems: Iterable[str]) -> Iterator[str]:
-    """The first of many problems of one kind, and how many more there are."""
+    """The first of many problems, and the number of the others."""
     problems = list(problems)
     yield from problems[:_SHOWN]
     if len(problems) > _SHOWN:
@@ -159,3 +204,38 @@ def _first(problems: Iterable[str]) -> Iterator[str]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _file(report: Report, name: str, ndim: int) -> Path:
+    """The file of a leaf's one chunk."""
+    return report.folder / PARAMS / name / ".".join("0" * ndim)
+
+
+def _write_params(params: Any, path: Path) -> None:
+    """Write with Orbax, one uncompressed file a leaf, straight from our arrays.
+
+    By default Orbax first copies the whole tree; and bfloat16 weights compress by a fifth only.
+    """
+    import orbax.checkpoint  # pyright: ignore[reportMissingTypeStubs]
+
+    ocp: Any = orbax.checkpoint
+    with _quiet():
+        arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, use_compression=False, type_handler_registry=registry
+        )
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(params))
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """Suppress Orbax's log lines; one of them warns of missing files that are not needed."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,8 +1,6 @@
-"""How checkpoint tensors fill parameter leaves: rules as data, one direction stated, both used.
+"""Rules: which slice of which parameter leaf a stored tensor is, and in which axis order.
 
-A rule says which slice of which leaf a tensor is, and in which axis order. Reading assigns to that
-slice, writing reads it, so import and export cannot disagree. Nothing here knows a tensor name of
-a family, opens a file or imports jax.
+Reading assigns to that slice and writing reads it, so import and export cannot disagree.
 """
 
 import dataclasses
@@ -27,8 +25,7 @@ _SHOWN = 10  # names, or problems, shown of a long list
 class ConversionError(ValueError):
     """A checkpoint that cannot be read; `problems` holds every reason, the text the first ones.
 
-    A wrong base or size in `config.json` is one mistake and a problem of every tensor, thousands
-    of them in a model of experts.
+    A wrong size in `config.json` is a problem of every tensor, thousands in a mixture of experts.
     """
 
     def __init__(self, source: str, problems: Iterable[str]):

@@ -1,28 +1,27 @@
-"""The facts of a network in the `config.json` of each dialect: names of fields, traps, refusals.
+"""Network fields from the `config.json` of each dialect: names of entries, traps, refusals.
 
-A dialect is a way of writing configs (and, in `checkpoints_convert`, tensors); several families
-share one. Each parser gives the arguments of the family's config class. Nothing here knows special
-tokens or how a model is decoded.
+A dialect is a way of writing configs; several families share one. Each parser returns the fields
+of the family's config class as a dictionary.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dllm_jax.models.config_fields import Fields, common_refusals, no_partial_rope, rope
+from .fields import Fields, common_refusals, no_partial_rope, rope
 
-_MAX_POSITION = 32768  # where a config names no length
-_MOST_LAYERS = 10_000  # a typing error beyond
-_ROUTING_BLOCK = 32  # LLaDA2.2, where a config names none
+_MAX_POSITION = 32768  # default, where a config has no length
+_MOST_LAYERS = 10_000  # more are a typing error
+_ROUTING_BLOCK = 32  # LLaDA2.2's default
 
 
-class Block(NamedTuple):
-    """What a family's layers have whatever its config says.
+class Layers(NamedTuple):
+    """Properties of a family's layers that its config does not state.
 
     Attributes:
-        qk_norm: Queries and keys are normed.
-        qkv_bias: They and the values have a bias, and the output projection has none (Qwen2).
-        norm_topk: Weights of experts are divided by their sum (SDAR-MoE's own code).
+        qk_norm: Queries and keys are normalised.
+        qkv_bias: Queries, keys and values have a bias, the output projection has none (Qwen2).
+        norm_topk: Expert weights are divided by their sum (SDAR-MoE's own code).
     """
 
     qk_norm: bool = False
@@ -30,29 +29,28 @@ class Block(NamedTuple):
     norm_topk: bool = False
 
 
-def hf(fields: Fields, block: Block) -> dict[str, Any]:
-    """Llama's names: Llama, Qwen2 and Qwen3 and all that descend from them."""
+def hf(fields: Fields, layers: Layers) -> dict[str, Any]:
+    """Llama's names, which Qwen2, Qwen3 and their descendants share."""
     common_refusals(fields)
     if fields.config.get("mlp_bias"):
         fields.problems.append("mlp_bias=true is not supported; these families have no bias there")
     theta, scaling, partial = rope(fields)
     no_partial_rope(fields, partial)
-    # Dream's and Fast-dLLM's Qwen2 layers have their bias whatever attention_bias says: it is
-    # false or missing in their configs.
-    bias = False if block.qkv_bias else fields.flag("attention_bias")
+    # Qwen2 layers always have a bias; Dream and Fast-dLLM state attention_bias=false or nothing.
+    bias = False if layers.qkv_bias else fields.flag("attention_bias")
     return {
         **decoder(fields),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "qk_norm": block.qk_norm,
-        "qkv_bias": block.qkv_bias or bias,
+        "qk_norm": layers.qk_norm,
+        "qkv_bias": layers.qkv_bias or bias,
         "o_bias": bias,
     }
 
 
-def qwen_moe(fields: Fields, block: Block) -> dict[str, Any]:
+def qwen_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
     """Qwen3-MoE's names: experts in every layer but some."""
-    config, network = fields.config, hf(fields, block)
+    config, network = fields.config, hf(fields, layers)
     step = fields.whole("decoder_sparse_step", 1)
     dense = set(_layer_numbers(fields, "mlp_only_layers"))
     alias = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
@@ -60,10 +58,10 @@ def qwen_moe(fields: Fields, block: Block) -> dict[str, Any]:
         fields.problems.append(
             f"num_experts={config['num_experts']!r} and {alias}={config[alias]!r} must be equal"
         )
-    norm = fields.flag("norm_topk_prob", block.norm_topk)
-    if block.norm_topk and not norm:
+    norm = fields.flag("norm_topk_prob", layers.norm_topk)
+    if layers.norm_topk and not norm:
         fields.notes.append(
-            "norm_topk_prob=false is passed over: the family's own code always divides the "
+            "norm_topk_prob=false is ignored: the family's own code always divides the "
             "weights of the chosen experts by their sum"
         )
     return {
@@ -75,13 +73,13 @@ def qwen_moe(fields: Fields, block: Block) -> dict[str, Any]:
             i not in dense and step > 0 and (i + 1) % step == 0
             for i in range(network["num_layers"])
         ),
-        "norm_topk": norm or block.norm_topk,
+        "norm_topk": norm or layers.norm_topk,
     }
 
 
-def llada(fields: Fields, block: Block) -> dict[str, Any]:
+def llada(fields: Fields, layers: Layers) -> dict[str, Any]:
     """LLaDA-8B's own names, which are OLMo's."""
-    del block
+    del layers
     config, problems = fields.config, fields.problems
     common_refusals(fields)
     for key, allowed, why in (
@@ -126,9 +124,9 @@ def llada(fields: Fields, block: Block) -> dict[str, Any]:
     }
 
 
-def llada2(fields: Fields, block: Block) -> dict[str, Any]:
+def llada2(fields: Fields, layers: Layers) -> dict[str, Any]:
     """LLaDA2's names, which are those of Ling: fused projections, sigmoid routing, groups."""
-    del block
+    del layers
     common_refusals(fields)
     for key, allowed, why in (
         ("use_qk_norm", True, "queries and keys are normed"),
@@ -233,7 +231,7 @@ def _groups(fields: Fields, experts: int) -> tuple[int, int]:
 
 
 def _layer_numbers(fields: Fields, key: str) -> list[int]:
-    numbers = fields.config.get(key) or []
+    numbers: Any = fields.config.get(key) or []
     if isinstance(numbers, Mapping) or not all(
         isinstance(i, int) and not isinstance(i, bool) for i in numbers
     ):

@@ -1,48 +1,25 @@
-"""The `config.json` of a network in its family's dialect: what the parsers read back.
+"""The entries of a `config.json` in each dialect; the parser of the dialect reads them back.
 
-Data flow: config -> dictionary. Nothing here writes a file or knows how a model is decoded.
+Each writer takes a network config and the `Layers` of its family.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.family_table import Family, family_named
-from dllm_jax.models.layers import YarnScaling
+from .parsers import Layers
 
 
-def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The `config.json` of a network: what `parse_config` reads back to the same `cfg`.
-
-    Raises:
-        ValueError: An unknown family.
-    """
-    row = family_named(family)
-    mask = {} if cfg.mask_token_id < 0 else {"mask_token_id": cfg.mask_token_id}
-    return {
-        "architectures": [row.architecture],
-        "model_type": (*row.model_types, _MODEL_TYPES.get(family))[0],
-        **_WRITERS[row.dialect](row, cfg),
-        "torch_dtype": dtype,
-        **mask,
-    }
-
-
-# Families whose model_type is also another's.
-_MODEL_TYPES = {"dream": "Dream", "dream_reasoner": "Dream", "stable_diffcoder": "llama"}
-
-
-def _hf(family: Family, cfg: Any) -> dict[str, Any]:
+def _hf(cfg: Any, layers: Layers) -> dict[str, Any]:
     return {
         **_decoder(cfg),
-        **({} if family.block.qkv_bias else {"attention_bias": cfg.qkv_bias}),
+        **({} if layers.qkv_bias else {"attention_bias": cfg.qkv_bias}),
     }
 
 
-def _qwen_moe(family: Family, cfg: Any) -> dict[str, Any]:
+def _qwen_moe(cfg: Any, layers: Layers) -> dict[str, Any]:
     return {
-        **_hf(family, cfg),
+        **_hf(cfg, layers),
         "num_experts": cfg.num_experts,
         "num_experts_per_tok": cfg.experts_per_token,
         "moe_intermediate_size": cfg.expert_size,
@@ -52,8 +29,8 @@ def _qwen_moe(family: Family, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _llada(family: Family, cfg: Any) -> dict[str, Any]:
-    del family
+def _llada(cfg: Any, layers: Layers) -> dict[str, Any]:
+    del layers
     return {
         "d_model": cfg.hidden_size,
         "n_layers": cfg.num_layers,
@@ -84,8 +61,8 @@ def _llada(family: Family, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _llada2(family: Family, cfg: Any) -> dict[str, Any]:
-    del family
+def _llada2(cfg: Any, layers: Layers) -> dict[str, Any]:
+    del layers
     rotary = cfg.head_dim if cfg.rotary_dim is None else cfg.rotary_dim
     routing = {"expert_capacity": cfg.expert_capacity, "block_size": cfg.routing_block}
     return {
@@ -112,15 +89,15 @@ def _llada2(family: Family, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _dflash(family: Family, cfg: Any) -> dict[str, Any]:
+def _dflash(cfg: Any, layers: Layers) -> dict[str, Any]:
     sliding = tuple(reach is not None for reach in cfg.windows)
-    is_mixed = len({*cfg.causal}) > 1  # which only the windows of layers can say
+    is_mixed = len({*cfg.causal}) > 1  # a config states this only through the layers' windows
     if len({*cfg.windows} - {None}) > 1 or (is_mixed and cfg.causal != sliding):
         raise ValueError(
             f"windows={cfg.windows} with causal={cfg.causal} have no form in a config.json; use "
             "one window, and token order in all layers, in none or in those with the window"
         )
-    entries = _hf(family, cfg)
+    entries = _hf(cfg, layers)
     if not cfg.vocab_size:
         del entries["vocab_size"]
     return {
@@ -137,15 +114,6 @@ def _dflash(family: Family, cfg: Any) -> dict[str, Any]:
             "final_logit_softcapping": cfg.logit_cap,
         },
     }
-
-
-_WRITERS: dict[str, Callable[[Family, Any], dict[str, Any]]] = {
-    "hf": _hf,
-    "qwen_moe": _qwen_moe,
-    "llada": _llada,
-    "llada2": _llada2,
-    "dflash": _dflash,
-}
 
 
 def _decoder(cfg: Any) -> dict[str, Any]:
@@ -172,5 +140,14 @@ def _scaling(cfg: Any) -> dict[str, Any] | None:
         return None
     entries = dataclasses.asdict(scaling)
     longest = entries.pop("original_max_position")
-    kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"
+    kind = "yarn" if "beta_fast" in entries else "llama3"
     return {"rope_type": kind, **entries, "original_max_position_embeddings": longest}
+
+
+WRITERS: dict[str, Callable[[Any, Layers], dict[str, Any]]] = {
+    "hf": _hf,
+    "qwen_moe": _qwen_moe,
+    "llada": _llada,
+    "llada2": _llada2,
+    "dflash": _dflash,
+}

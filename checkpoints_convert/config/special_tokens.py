@@ -1,26 +1,23 @@
-"""Which ids mean hole, end and padding, where several files of a checkpoint have a say.
-
-Functions of plain values: nothing here reads a file or knows a family.
-"""
+"""Ids of the mask, end and padding tokens, where the files of a checkpoint disagree."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What a folder's tokenizer files say; None or nothing where they say nothing.
+    """The contents of a folder's tokenizer files; None or empty where they state nothing.
 
     Attributes:
-        num_tokens: Ids in use, added tokens counted: the highest id plus one. No row of the
-            embedding from there on belongs to a token.
-        mask_token_id: The token that the files call `mask_token`; None where they name none, and
-            where what they name is no token (SDAR's files say `<|MASK|>`, its vocabulary `<MASK>`).
-        mask_token: The text they call so, a token or not.
-        bos_token_id, eos_token_id, pad_token_id: Of the tokens they call so, where these exist.
-        special_token_ids: Tokens flagged special or named for a role, ascending: the ones that a
-            decoded text leaves out.
+        num_tokens: The highest token id plus one, added tokens included. Later rows of the
+            embedding belong to no token.
+        mask_token_id: Id of `mask_token`; None without one, or if its text is not in the
+            vocabulary (SDAR's files say `<|MASK|>`, its vocabulary `<MASK>`).
+        mask_token: The text of `mask_token`, in the vocabulary or not.
+        bos_token_id, eos_token_id, pad_token_id: Ids of these roles, if they exist.
+        special_token_ids: Tokens flagged special or named for a role, ascending. Decoded text
+            leaves them out.
         vocabulary: Every token's id by its text, added ones included; an id may have two texts.
             Not part of comparisons.
     """
@@ -41,19 +38,21 @@ class TokenizerFacts:
         return next((self.vocabulary[text] for text in texts if text in self.vocabulary), None)
 
     def mask_id(self, *usual: str) -> int | None:
-        """The mask's id as far as the tokenizer knows it.
+        """Id of `mask_token`, else of the first of the family's `usual` texts that is a token.
 
-        That of the token the files call `mask_token`; where they name none, or one that is no
-        token, that of the first of the family's `usual` texts which is one: LLaDA2's and Fast-dLLM
-        v2's folders have their mask among the added tokens and give it no role.
+        LLaDA2's and Fast-dLLM v2's folders list their mask as an added token without a role.
         """
         return self.id_of(*usual) if self.mask_token_id is None else self.mask_token_id
 
 
+def _listed(value: Any) -> list[Any]:
+    """A list as it is, anything else as a list of one."""
+    return list(cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else [value]
+
+
 def ids(value: Any) -> list[int]:
     """An id, a list of ids or nothing, as a list."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+    return [item for item in _listed(value) if isinstance(item, int) and not isinstance(item, bool)]
 
 
 def first_id(limit: int, candidates: Iterable[Any]) -> int:
@@ -64,15 +63,14 @@ def first_id(limit: int, candidates: Iterable[Any]) -> int:
 def stop_ids(
     stated: Iterable[Any], usual: Iterable[int], vocab: int, limit: int, notes: list[str]
 ) -> tuple[int, ...]:
-    """The union of what the files state and the family's own ids, ascending.
+    """The ids that the files state and the family's own, ascending.
 
     Args:
         stated: Each file's `eos_token_id`: an id, a list of ids or None.
         usual: The family's ids; those at or past `limit` belong to another vocabulary.
-        vocab: Rows of the embedding; a stated id outside them is noted and left out, as is what
-            is no id.
+        vocab: Rows of the embedding; a stated value outside them is noted and left out.
     """
-    items = [i for value in stated for i in (value if isinstance(value, list | tuple) else [value])]
+    items = [item for value in stated for item in _listed(value)]
     for item in items:
         if item is not None and not ids(item):
             notes.append(f"eos_token_id={item!r} is no id; ignored")
@@ -91,11 +89,11 @@ def mask_id(
 ) -> int:
     """The id of the first source that has one.
 
-    A source whose mask is a pad or end id is wrong (published SDAR-MoE configs have been): it is
-    passed over where another source has an answer. Any disagreement is noted.
+    Published SDAR-MoE configs name a pad or end id as the mask: such a source is skipped if
+    another one has an id. Any disagreement is noted.
 
     Args:
-        sources: What each source says, by name, in the order in which they are believed.
+        sources: Each source's id by its name, the most trusted first.
         ends: Ids of padding and of ends of text.
     """
     said = {where: i for where, i in sources.items() if i is not None}

@@ -1,21 +1,19 @@
-"""Typed reading of a `config.json`, and what must not be in one of any family.
+"""Typed reading of a `config.json`, and the entries that no family supports.
 
 Both spellings of rotary embedding are read: top-level `rope_theta` / `rope_scaling`, and the
-`rope_parameters` of transformers 5. Nothing here knows families or special tokens.
+`rope_parameters` of transformers 5.
 """
 
 import math
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from dllm_jax.models.layers import Llama3Scaling, RopeScaling, YarnScaling
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 Json = Mapping[str, Any]
 
-# Entries that are no plain values: what they must be where they are given.
+# The JSON type of each entry that is a list or an object.
 _KINDS: dict[str, Any] = {
-    "architectures": list | str,
+    "architectures": (list, str),
     "auto_map": Mapping,
     "layer_types": list,
     "mlp_only_layers": list,
@@ -30,8 +28,16 @@ _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)
 
 
+class ConfigError(ValueError):
+    """A `config.json` that cannot be used; `problems` lists every reason."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("; ".join(self.problems))
+
+
 def well_formed(config: Json, problems: list[str]) -> Json:
-    """The config without the entries of a wrong JSON type, each of which is a problem."""
+    """The config without the entries of a wrong JSON type; each of them becomes a problem."""
     kept = dict(config)
     for key, kind in _KINDS.items():
         if kept.get(key) is not None and not isinstance(kept[key], kind):
@@ -97,7 +103,7 @@ class Fields:
     def object(self, key: str) -> Json:
         """A JSON object, empty where there is none."""
         value = self.config.get(key)
-        return value if isinstance(value, Mapping) else {}
+        return cast("Json", value) if isinstance(value, Mapping) else {}
 
     def divided(self, heads_key: str, width_key: str, stated_by: str | None = None) -> int:
         """Width of a head where the config does not state it.
@@ -118,16 +124,22 @@ class Fields:
 
 
 class Rope(NamedTuple):
-    """What a config says of rotary embedding; `partial` is the share of a head, None: unsaid."""
+    """Rotary embedding as a config states it.
+
+    Attributes:
+        scaling: Fields of `Llama3Scaling` or `YarnScaling`, None without scaling.
+        partial: Share of a head that is rotated, None where the config does not say.
+    """
 
     theta: float
-    scaling: RopeScaling | None
+    scaling: dict[str, Any] | None
     partial: float | None
 
 
 def rope(fields: Fields) -> Rope:
-    """Rotary embedding in either spelling; what we lack is a problem with its name."""
-    config, scaling, said = fields.config, None, []
+    """Rotary embedding in either spelling; an unsupported kind becomes a problem."""
+    config, scaling = fields.config, None
+    said: list[Any] = []
     for key in _ROPE_KEYS:
         entry = fields.object(key)
         if any(isinstance(value, Mapping) for value in entry.values()):
@@ -158,7 +170,7 @@ def common_refusals(fields: Fields, *, windows: bool = False) -> None:
     """Problems of any family: quantised weights, sliding windows, unknown activations.
 
     Args:
-        windows: Sliding windows are read, by the caller.
+        windows: The caller reads sliding windows.
     """
     config = fields.config
     fields.must_be("hidden_act", "silu", why="the feed-forward half is SwiGLU")
@@ -185,7 +197,7 @@ def no_partial_rope(fields: Fields, partial: float | None) -> None:
         )
 
 
-def _llama3(fields: Fields, key: str) -> Llama3Scaling | None:
+def _llama3(fields: Fields, key: str) -> dict[str, Any] | None:
     entry, before = fields.object(key), len(fields.problems)
     factor, low, high, length = (fields.number(name, inside=entry) for name in _LLAMA3)
     if len(fields.problems) > before:
@@ -196,16 +208,16 @@ def _llama3(fields: Fields, key: str) -> Llama3Scaling | None:
             f"original_max_position_embeddings={length} whole; correct config.json"
         )
         return None
-    return Llama3Scaling(
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=int(length),
-    )
+    return {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position": int(length),
+    }
 
 
-def _yarn(fields: Fields, key: str) -> YarnScaling | None:
-    """As transformers reads it: what is not said follows from the rest."""
+def _yarn(fields: Fields, key: str) -> dict[str, Any] | None:
+    """YaRN scaling; missing entries have the defaults of transformers."""
     entry, before = fields.object(key), len(fields.problems)
     config = fields.config
     unsaid = entry.get(_LENGTH, config.get("max_position_embeddings"))
@@ -235,14 +247,14 @@ def _yarn(fields: Fields, key: str) -> YarnScaling | None:
             f"and {_LENGTH}={longest} whole; correct config.json"
         )
         return None
-    return YarnScaling(
-        factor=factor,
-        original_max_position=int(longest),
-        attention_factor=attention,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=truncate,
-    )
+    return {
+        "factor": factor,
+        "original_max_position": int(longest),
+        "attention_factor": attention,
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "truncate": truncate,
+    }
 
 
 def _has_share(entry: Json) -> bool:

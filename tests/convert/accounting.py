@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .spec import Part, Placement, Shape, find, listed
+from dllm_jax.convert.rules import Part, Placement, Shape, find, listed
 
 _Box = tuple[tuple[int, int], ...]
 

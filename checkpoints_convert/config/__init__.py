@@ -1,0 +1,1 @@
+"""The `config.json` of each family: read into plain network fields, and written back."""

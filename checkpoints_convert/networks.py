@@ -1,0 +1,25 @@
+"""What conversion needs to know of the model families, as arguments."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks:
+    """Functions of the model families; `dllm_jax.loading.checkpoints` has the value.
+
+    Attributes:
+        parse_config: `(config.json, generation_config.json or None, TokenizerFacts, name=...)` ->
+            a record with `family`, `config`, `defaults` and `notes`.
+        param_shapes: `(config, dtype)` -> tree of shapes.
+        config_from_json: `(family, fields)` -> config.
+        defaults_from_json: `fields` -> defaults.
+        with_d2f_adapter: `defaults` -> the defaults after a D2F adapter is merged.
+    """
+
+    parse_config: Callable[..., Any]
+    param_shapes: Callable[[Any, Any], Any]
+    config_from_json: Callable[[str, Any], Any]
+    defaults_from_json: Callable[[Any], Any]
+    with_d2f_adapter: Callable[[Any], Any]

@@ -1,0 +1,268 @@
+"""The tensor names of every family, and the part of a parameter leaf that each tensor fills.
+
+Leaves have their input axis first and are fused as the forward pass reads them (see
+`dllm_jax.models.dense` and `moe`); files hold torch's `[out, in]` matrices. `TABLES` at the end
+gives the table of each family.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from .rules import Part, Rule, numbered
+
+Rules = tuple[Rule, ...]
+Forms = tuple[Rules, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigKeys:
+    """Names in `config.json` of the facts that tensors may contradict."""
+
+    layers: str = "num_hidden_layers"
+    tied: str = "tie_word_embeddings"
+    vocab: str = "vocab_size"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """How the tensors of a family fill the tree.
+
+    Attributes:
+        rules: The rules that every checkpoint follows.
+        choices: Alternatives, the usual one first; a checkpoint follows one of each.
+        embed: Name of the embedding.
+        lm_head: Name of the head. A tied model may hold it as a copy of the embedding.
+    """
+
+    rules: Rules
+    choices: tuple[Forms, ...] = ()
+    embed: str = "model.embed_tokens.weight"
+    lm_head: str = "lm_head.weight"
+    keys: ConfigKeys = ConfigKeys()
+
+    def rules_for(self, names: Iterable[str] = ()) -> Rules:
+        """The rules of files with tensors of these names; without names, the usual rules."""
+        held = tuple(names)
+        chosen = [max(forms, key=lambda form: _known(form, held)) for forms in self.choices]
+        return self.rules + tuple(rule for form in chosen for rule in form)
+
+    def every_rule(self) -> Rules:
+        """The rules of all forms."""
+        return self.rules + tuple(r for forms in self.choices for form in forms for r in form)
+
+
+def _known(rules: Rules, names: tuple[str, ...]) -> int:
+    """The number of names that match a rule."""
+    return sum(numbered(rules, name) is not None for name in names)
+
+
+# Tensors that are silently ignored: rotary tables of old versions, averaged copies of weights.
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rope\.freqs|(.*[._])?ema([._].*)?")
+
+# Parts of leaves.
+
+VECTOR = Part((0,))
+ROWS = Part((0, 1))  # [V, D] on both sides
+MATRIX = Part((1, 0))  # [in, out] of ours, [out, in] in the file
+
+# wqkv [D, G, n + 2, H]: for each KV group its n query heads, its key, its value.
+QUERIES = Part((1, 2, 3, 0), (3, 1), np.s_[:, :, :-2])  # [D, G, n, H] -> [G n H, D]
+KEY = Part((1, 2, 0), (2, 1), np.s_[:, :, -2])  # [D, G, H] -> [G H, D]
+VALUE = Part((1, 2, 0), (2, 1), np.s_[:, :, -1])
+# bqkv [G, n + 2, H]
+QUERY_BIAS = Part((0, 1, 2), (3,), np.s_[:, :-2])
+KEY_BIAS = Part((0, 1), (2,), np.s_[:, -2])
+VALUE_BIAS = Part((0, 1), (2,), np.s_[:, -1])
+OUTPUT = Part((2, 0, 1), (1, 2))  # [N, H, D] -> [D, N H]
+
+# w_gate_up [D, C, 2, W], F = C W
+GATE = Part((1, 2, 0), (2, 1), np.s_[:, :, 0])  # [D, C, W] -> [F, D]
+UP = Part((1, 2, 0), (2, 1), np.s_[:, :, 1])
+# the same of one expert, [D, 2, F]
+EXPERT_GATE = Part((1, 0), index=np.s_[:, 0])  # [D, F] -> [F, D]
+EXPERT_UP = Part((1, 0), index=np.s_[:, 1])
+
+# experts_gate_up [E, D, 2, F] and experts_down [E, F, D], all experts in one tensor
+ALL_GATES = Part((0, 2, 1), index=np.s_[:, :, 0])  # [E, D, F] -> [E, F, D]
+ALL_UPS = Part((0, 2, 1), index=np.s_[:, :, 1])
+ALL_GATES_AND_UPS = Part((0, 2, 3, 1), (1, 2, 1))  # [E, D, 2, F] -> [E, 2 F, D]
+ALL_DOWNS = Part((0, 2, 1))  # [E, F, D] -> [E, D, F]
+
+# Llama, Qwen2, Qwen3 and their descendants. A rule without a leaf in the tree (a bias, the norms of
+# queries and keys) is skipped.
+
+_FROM = "model.layers.{i}."
+_TO = "layers.{i}."
+
+_ENDS = (
+    Rule("model.embed_tokens.weight", "embed", ROWS),
+    Rule("model.norm.weight", "final_norm", VECTOR),
+    Rule("lm_head.weight", "lm_head", ROWS),
+)
+_NORMS = (
+    Rule(_FROM + "input_layernorm.weight", _TO + "attn_norm", VECTOR),
+    Rule(_FROM + "post_attention_layernorm.weight", _TO + "mlp_norm", VECTOR),
+)
+_ATTENTION = (
+    Rule(_FROM + "self_attn.q_proj.weight", _TO + "wqkv", QUERIES),
+    Rule(_FROM + "self_attn.k_proj.weight", _TO + "wqkv", KEY),
+    Rule(_FROM + "self_attn.v_proj.weight", _TO + "wqkv", VALUE),
+    Rule(_FROM + "self_attn.q_proj.bias", _TO + "bqkv", QUERY_BIAS),
+    Rule(_FROM + "self_attn.k_proj.bias", _TO + "bqkv", KEY_BIAS),
+    Rule(_FROM + "self_attn.v_proj.bias", _TO + "bqkv", VALUE_BIAS),
+    Rule(_FROM + "self_attn.q_norm.weight", _TO + "q_norm", VECTOR),
+    Rule(_FROM + "self_attn.k_norm.weight", _TO + "k_norm", VECTOR),
+    Rule(_FROM + "self_attn.o_proj.weight", _TO + "wo", OUTPUT),
+    Rule(_FROM + "self_attn.o_proj.bias", _TO + "bo", VECTOR),
+)
+_MLP = (
+    Rule(_FROM + "mlp.gate_proj.weight", _TO + "w_gate_up", GATE),
+    Rule(_FROM + "mlp.up_proj.weight", _TO + "w_gate_up", UP),
+    Rule(_FROM + "mlp.down_proj.weight", _TO + "w_down", MATRIX),
+)
+
+_DENSE = Table((*_ENDS, *_NORMS, *_ATTENTION, *_MLP))
+
+# SDAR-MoE and Qwen3-MoE: the dense names, and experts in one of three forms. The hub holds a tensor
+# for each expert; training frameworks merge them; transformers 5 packs gates and ups together.
+
+_EXPERTS = "model.layers.{i}.mlp.experts."
+_GATE_UP = "layers.{i}.experts_gate_up"
+_DOWN = "layers.{i}.experts_down"
+_ALL_DOWNS = Rule(_EXPERTS + "down_proj", _DOWN, ALL_DOWNS)
+
+_SPLIT = (
+    Rule(_EXPERTS + "{e}.gate_proj.weight", _GATE_UP, EXPERT_GATE),
+    Rule(_EXPERTS + "{e}.up_proj.weight", _GATE_UP, EXPERT_UP),
+    Rule(_EXPERTS + "{e}.down_proj.weight", _DOWN, MATRIX),
+)
+_MERGED = (
+    Rule(_EXPERTS + "gate_proj", _GATE_UP, ALL_GATES),
+    Rule(_EXPERTS + "up_proj", _GATE_UP, ALL_UPS),
+    _ALL_DOWNS,
+)
+_PACKED = (
+    Rule(_EXPERTS + "gate_up_proj", _GATE_UP, ALL_GATES_AND_UPS),
+    _ALL_DOWNS,
+)
+_FORMS = (_SPLIT, _MERGED, _PACKED)
+_ROUTER = Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.router", MATRIX)
+
+_MOE = Table((*_DENSE.rules, _ROUTER), choices=(_FORMS,))
+
+# LLaDA-8B has OLMo's names. A block's `ff_proj` is the gate, `up_proj` the factor and `ff_out` the
+# way down; the `ff_out` outside the blocks is the head.
+
+_ROOT = "model.transformer."
+_BLOCK = _ROOT + "blocks.{i}."
+
+_LLADA = Table(
+    (
+        Rule(_ROOT + "wte.weight", "embed", ROWS),
+        Rule(_ROOT + "ln_f.weight", "final_norm", VECTOR),
+        Rule(_ROOT + "ff_out.weight", "lm_head", ROWS),
+        Rule(_BLOCK + "attn_norm.weight", _TO + "attn_norm", VECTOR),
+        Rule(_BLOCK + "q_proj.weight", _TO + "wqkv", QUERIES),
+        Rule(_BLOCK + "k_proj.weight", _TO + "wqkv", KEY),
+        Rule(_BLOCK + "v_proj.weight", _TO + "wqkv", VALUE),
+        Rule(_BLOCK + "q_proj.bias", _TO + "bqkv", QUERY_BIAS),
+        Rule(_BLOCK + "k_proj.bias", _TO + "bqkv", KEY_BIAS),
+        Rule(_BLOCK + "v_proj.bias", _TO + "bqkv", VALUE_BIAS),
+        Rule(_BLOCK + "attn_out.weight", _TO + "wo", OUTPUT),
+        Rule(_BLOCK + "ff_norm.weight", _TO + "mlp_norm", VECTOR),
+        Rule(_BLOCK + "ff_proj.weight", _TO + "w_gate_up", GATE),
+        Rule(_BLOCK + "up_proj.weight", _TO + "w_gate_up", UP),
+        Rule(_BLOCK + "ff_out.weight", _TO + "w_down", MATRIX),
+    ),
+    embed=_ROOT + "wte.weight",
+    lm_head=_ROOT + "ff_out.weight",
+    keys=ConfigKeys(layers="n_layers", tied="weight_tying", vocab="embedding_size"),
+)
+
+# LLaDA2 (2.0 to 2.2, DMax): Ling's attention names, and the expert forms of Qwen3-MoE. One tensor
+# holds all queries, then all keys, then all values.
+
+_FUSED = _FROM + "attention.query_key_value."
+_SHARED = _FROM + "mlp.shared_experts."
+_BIAS = _TO + "router_bias"
+
+_LLADA2_RULES = (
+    Rule("model.word_embeddings.weight", "embed", ROWS),
+    Rule("model.norm.weight", "final_norm", VECTOR),
+    Rule("lm_head.weight", "lm_head", ROWS),
+    *_NORMS,
+    Rule(_FUSED + "weight", _TO + "wqkv", QUERIES),
+    Rule(_FUSED + "weight", _TO + "wqkv", KEY),
+    Rule(_FUSED + "weight", _TO + "wqkv", VALUE),
+    Rule(_FUSED + "bias", _TO + "bqkv", QUERY_BIAS),
+    Rule(_FUSED + "bias", _TO + "bqkv", KEY_BIAS),
+    Rule(_FUSED + "bias", _TO + "bqkv", VALUE_BIAS),
+    Rule(_FROM + "attention.query_layernorm.weight", _TO + "q_norm", VECTOR),
+    Rule(_FROM + "attention.key_layernorm.weight", _TO + "k_norm", VECTOR),
+    Rule(_FROM + "attention.dense.weight", _TO + "wo", OUTPUT),
+    Rule(_FROM + "attention.dense.bias", _TO + "bo", VECTOR),
+    *_MLP,
+    _ROUTER,
+    Rule(_SHARED + "gate_proj.weight", _TO + "shared_gate_up", GATE),
+    Rule(_SHARED + "up_proj.weight", _TO + "shared_gate_up", UP),
+    Rule(_SHARED + "down_proj.weight", _TO + "shared_down", MATRIX),
+)
+_BIAS_NAMES = (
+    (Rule(_FROM + "mlp.gate.expert_bias", _BIAS, VECTOR),),
+    (Rule(_FROM + "mlp.gate.e_score_correction_bias", _BIAS, VECTOR),),
+)
+
+_LLADA2 = Table(
+    _LLADA2_RULES,
+    choices=(_FORMS, _BIAS_NAMES),
+    embed="model.word_embeddings.weight",
+)
+
+# DFlash drafters: Qwen3's layers, a projection of the target's states, no embedding. z-lab's names
+# have no prefix, NeMo Automodel's have `model.`, and transformers calls the projection an encoder.
+
+_BARE = tuple(
+    Rule(rule.pattern.removeprefix("model."), rule.path, rule.part)
+    for rule in (*_NORMS, *_ATTENTION, *_MLP)
+)
+_FINAL = Rule("norm.weight", "final_norm", VECTOR)
+
+
+def _ends(projection: str, norm: str) -> Rules:
+    return (
+        Rule(f"{projection}.weight", "fc", MATRIX),
+        Rule(f"{norm}.weight", "context_norm", VECTOR),
+    )
+
+
+def _prefixed(rules: Rules) -> Rules:
+    return tuple(Rule(f"model.{rule.pattern}", rule.path, rule.part) for rule in rules)
+
+
+_Z_LAB = (*_ends("fc", "hidden_norm"), _FINAL, *_BARE)
+_MUSE = (*_ends("encoder.fc", "encoder.output_norm_enc"), _FINAL, *_BARE)
+
+_DFLASH = Table((), choices=((_Z_LAB, _prefixed(_Z_LAB), _MUSE, _prefixed(_MUSE)),))
+
+TABLES = {
+    **dict.fromkeys(("sdar", "qwen3", "dream", "dream_reasoner"), _DENSE),
+    **dict.fromkeys(("stable_diffcoder", "fast_dllm_v2", "llama"), _DENSE),
+    **dict.fromkeys(("sdar_moe", "qwen3_moe"), _MOE),
+    "llada": _LLADA,
+    "llada2": _LLADA2,
+    "dflash": _DFLASH,
+}
+
+
+def table_of(family: str) -> Table:
+    """The table of a family.
+
+    Raises:
+        ValueError: For a family without one.
+    """
+    if family not in TABLES:
+        raise ValueError(f"{family=} has no table of weights; known are {', '.join(TABLES)}")
+    return TABLES[family]

@@ -1,0 +1,188 @@
+"""Inspect, load, convert and export checkpoints of the model families of this package.
+
+`checkpoints_convert` takes what it needs of the families as arguments; here they are filled in.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.convert import converted, export, inspection
+from dllm_jax.convert.copying import Progress
+from dllm_jax.convert.dtypes import as_dtype
+from dllm_jax.convert.networks import Networks
+from dllm_jax.convert.placing import placed, require_place
+from dllm_jax.convert.report import Plan, Report, plan
+from dllm_jax.convert.rules import ConversionError
+from dllm_jax.convert.weights import read_weights
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import (
+    config_from_json,
+    config_json,
+    defaults_from_json,
+    parse_config,
+)
+from dllm_jax.models.family_table import with_d2f_adapter
+
+__all__ = [
+    "ConversionError",
+    "Plan",
+    "Report",
+    "convert",
+    "export_hf",
+    "inspect",
+    "load_params",
+    "plan",
+]
+
+
+def _param_shapes(cfg: Any, dtype: Any) -> Any:
+    return arch_of(cfg).param_shapes(cfg, dtype)
+
+
+_NETWORKS = Networks(
+    parse_config=parse_config,
+    param_shapes=_param_shapes,
+    config_from_json=config_from_json,
+    defaults_from_json=defaults_from_json,
+    with_d2f_adapter=with_d2f_adapter,
+)
+
+
+def inspect(
+    src: str | os.PathLike[str],
+    *,
+    lora: str | os.PathLike[str] | None = None,
+    allow_extra: bool = False,
+) -> Report:
+    """Describe a checkpoint folder and list every problem, without reading weights.
+
+    Args:
+        src: A Hugging Face folder or a converted one.
+        lora: The folder of a LoRA adapter for it.
+        allow_extra: Tensors of unknown name become a note instead of a problem.
+    """
+    return inspection.inspect(src, _NETWORKS, lora, allow_extra)
+
+
+def load_params(
+    src: str | os.PathLike[str],
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    *,
+    lora: str | os.PathLike[str] | None = None,
+    allow_extra: bool = False,
+) -> tuple[Any, Report]:
+    """Read a checkpoint's weights into host memory.
+
+    Args:
+        src: A Hugging Face folder or a converted one.
+        dtype: "auto" (the checkpoint's own), "bfloat16", "float32" or "float16".
+        progress: Called with bytes read so far and in all, after each piece of a few megabytes.
+        lora: The folder of a LoRA adapter to merge into a Hugging Face folder's weights.
+        allow_extra: Leave tensors of unknown name out instead of refusing them.
+
+    Returns:
+        The parameter tree, and the report on the checkpoint.
+
+    Raises:
+        ConversionError: With every problem found.
+    """
+    report = inspect(src, lora=lora, allow_extra=allow_extra)
+    report.require_ok()
+    return _read(report, dtype, progress), report
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    lora: str | os.PathLike[str] | None = None,
+    *,
+    force: bool = False,
+    allow_extra: bool = False,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Path:
+    """Write a checkpoint as a converted folder: parameters in Orbax form, `meta.json`, tokenizer.
+
+    The folder appears whole or not at all: it is written beside its place and renamed.
+
+    Args:
+        src: A Hugging Face folder.
+        dst: Folder to make.
+        dtype: Type of the leaves; "auto" is the checkpoint's own.
+        lora: The folder of a LoRA adapter to merge into the weights.
+        force: Replace an existing converted folder; anything else in its place is refused.
+        allow_extra: Leave tensors of unknown name out instead of refusing them.
+        progress: Called with bytes read and bytes in all.
+        dry_run: Make every check that needs no weights, and write nothing. `plan` gives the sizes.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConversionError: With every problem found; nothing is written then.
+        FileExistsError: If the folder is there and may not be replaced.
+        OSError: If the folder cannot be written or does not fit; checked before weights are read.
+        ValueError: If `dst` is `src` or holds it.
+    """
+    report = inspect(src, lora=lora, allow_extra=allow_extra)
+    report.require_ok()
+    target = Path(dst)
+    require_place(target, Path(src), force=force)
+    _require_space(target, plan(report, dtype).result_bytes)
+    if dry_run:
+        return target.absolute()
+    with placed(target, Path(src), force=force) as folder:
+        converted.save(_read(report, dtype, progress), report, folder)
+    return target.absolute()
+
+
+def _require_space(target: Path, size: int) -> None:
+    """Refuse a disk without room for the result; a replaced folder is deleted only afterwards."""
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise OSError(
+            f"{str(target)!r} needs {size / 1e9:.2f} GB but {str(there)!r} has {free / 1e9:.2f} GB "
+            "free; choose another destination"
+        )
+
+
+def _read(report: Report, dtype: str, progress: Progress | None) -> Any:
+    """The weights of an inspected checkpoint without problems."""
+    if report.kind == "converted":
+        return converted.restore(report, dtype, progress)
+    return read_weights(report, dtype, progress)
+
+
+def export_hf(
+    params: Any,
+    cfg: Any,
+    dst: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    *,
+    family: str = "sdar",
+    extra_config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a Hugging Face folder: `model.safetensors` and `config.json`; other files stay.
+
+    Args:
+        params: The network's tree, on any device.
+        cfg: The network's `DenseConfig` or `MoEConfig`.
+        dst: Folder, made where it is missing.
+        dtype: Type of every stored tensor but those that stay float32.
+        family: Whose tensor names and `config.json` to write.
+        extra_config: Further entries of `config.json`: `eos_token_id`, `pad_token_id`,
+            `block_size`, and under `dllm_jax` the default strategy and its settings.
+
+    Returns:
+        The folder.
+    """
+    folder, shapes = Path(dst), _param_shapes(cfg, as_dtype(dtype))
+    entries = {**config_json(family, cfg, dtype), **(extra_config or {})}
+    export.write_folder(params, shapes, folder, family, entries)
+    return folder
