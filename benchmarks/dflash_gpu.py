@@ -47,9 +47,9 @@ from strategies_gpu import read_program
 
 import dllm_jax as dj
 from dllm_jax.api import generate
-from dllm_jax.api.drafts import with_target
+from dllm_jax.api.strategy import with_target
 from dllm_jax.bench.numbers import environment
-from dllm_jax.bench.roofline import RATES, floor_ms
+from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
@@ -59,6 +59,7 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import decode
 from dllm_jax.runner.cache import page_slots, write_rows
 from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.runner.timing import RATES
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core import drafting, random
 from dllm_jax.strategies.dflash import DRAFT
@@ -117,7 +118,7 @@ def begin(model, strategy, draft, slots, context, max_tokens):
     """A bare strategy, its models, and requests whose prompts are cached as random numbers."""
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
-    _, (by_class, aux, batch), max_tokens = generate._prepare(
+    _, (bare, aux, batch), max_tokens = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         strategy,
@@ -125,7 +126,6 @@ def begin(model, strategy, draft, slots, context, max_tokens):
         ignore_eos=True,
         draft=draft,
     )
-    bare = by_class.strategy
     state = generate._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
@@ -135,7 +135,7 @@ def begin(model, strategy, draft, slots, context, max_tokens):
     ]
     boundary = jax.random.normal(keys[-1], state.boundary.shape, state.boundary.dtype)
     state = state.replace(pools=jax.tree.unflatten(shape, drawn), boundary=boundary)
-    return by_class, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
+    return bare, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
 
 
 class Bare(struct.PyTreeNode):
@@ -199,10 +199,10 @@ def bare_steps(model, state, count, rows):
 
 
 @jax.jit
-def draft_passes(model, by_class, aux, state, count):
+def draft_passes(model, bare, aux, state, count):
     """The drafter's pass with its readout, again and again, each from what the last one guessed."""
     draft = ModelForward(model, aux=aux).aux[DRAFT]
-    size = by_class.strategy.block_size - 1
+    size = bare.block_size - 1
     cell = _cells(state)
 
     def one(_, tokens):
@@ -215,10 +215,10 @@ def draft_passes(model, by_class, aux, state, count):
 
 
 @jax.jit
-def verify_passes(model, by_class, aux, state, count):
+def verify_passes(model, bare, aux, state, count):
     """The target's pass over a block with taps and readout, each over what the last one said."""
     forward = ModelForward(model, aux=aux)
-    size = by_class.strategy.block_size - 1
+    size = bare.block_size - 1
     cell = _cells(state)
 
     def one(_, carry):
@@ -229,7 +229,7 @@ def verify_passes(model, by_class, aux, state, count):
             inputs=tokens,
             live=cell < size,
             causal=True,
-            hidden_layers=by_class.strategy.needs.hidden_layers,
+            hidden_layers=bare.needs.hidden_layers,
             width=size,
         )
         keys = random.position_keys(view)
@@ -292,8 +292,8 @@ def loops_of(model, draft, slots, context, max_tokens, names):
     advance = functools.partial(Loop, program=generate._advance, after=(None,), donates=True)
 
     def step(name, strategy, draft=None):
-        by_class, aux, state = begun(strategy, draft)
-        return advance(name, model, before=(model, by_class, aux), state=state)
+        bare, aux, state = begun(strategy, draft)
+        return advance(name, model, before=(model, bare, aux), state=state)
 
     def plain(name, rows):
         *_, state = begun(AR(), None)
@@ -308,8 +308,8 @@ def loops_of(model, draft, slots, context, max_tokens, names):
         return Loop(name, model, bare_steps, (model,), mine, (rows,), donates=True)
 
     def one_pass(name, program):
-        by_class, aux, state = begun(DFlash(width=draft.config.block_size), draft)
-        return Loop(name, model, program, (model, by_class, aux), state)
+        bare, aux, state = begun(DFlash(width=draft.config.block_size), draft)
+        return Loop(name, model, program, (model, bare, aux), state)
 
     def rounds(name, **how):
         return step(name, DFlash(**how), draft)

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.api.generate import check_fit
+from dllm_jax.api.strategy import check_fit
 from dllm_jax.bench.numbers import environment
 from dllm_jax.strategies import (
     AR,

@@ -1,13 +1,11 @@
-"""`generate`: a batch of prompts to tokens, one jit, no scheduler; and the same in pieces.
+"""`generate`: a batch of prompts to tokens as one jitted program, without a scheduler.
 
-The host side here checks input and pads it to a bucket; the device side is `decode`. `generate`
-may be called under jit and vmapped over a strategy's thresholds. `start` and `advance` are its
-two halves for callers who want to look in between (streaming, `--watch`).
+The host side checks and pads the input; the device side is `runner.decode`. `generate` may be
+called under jit and vmapped over a strategy's thresholds. `start` and `advance` are its two halves
+for callers that read the state between steps.
 """
 
 import functools
-import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,17 +16,14 @@ from flax import struct
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from dllm_jax.api.defaults import resolve_strategy
-from dllm_jax.api.drafts import with_target
-from dllm_jax.engine.requests import token_ids
+from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
+from dllm_jax.engine.checks import token_ids
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
-from dllm_jax.loading.sources import LoadError
-from dllm_jax.models.dflash import DFlashConfig
-from dllm_jax.runner import decode, pass_time
+from dllm_jax.runner import decode, timing
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.strategies.core.protocol import ByClass, split_knobs, weighs_costs
+from dllm_jax.strategies.core.protocol import Strategy, split_knobs
 from dllm_jax.strategies.core.state import NO_LIMIT, DecodeState, Limits, Sampling
 
 MIN_PROMPT_BUCKET = 64
@@ -56,7 +51,7 @@ class GenerateOutput(struct.PyTreeNode):
 class Session(struct.PyTreeNode):
     """A batch in the middle of decoding: strategy, auxiliary models, state."""
 
-    by_class: ByClass
+    strategy: Strategy
     aux: dict[str, Model]
     state: DecodeState
 
@@ -74,7 +69,7 @@ def generate(
     ignore_eos: bool = False,
     max_nfe: int | Array | None = None,
     prompt_len: Int[Array, " B"] | None = None,
-    draft: Model | str | os.PathLike[str] | None = None,
+    draft: Source | None = None,
     key: PRNGKeyArray | None = None,
     attention_implementation: str | None = None,
 ) -> GenerateOutput:
@@ -98,22 +93,17 @@ def generate(
     Raises:
         ValueError: An argument outside its range, an empty prompt, or one longer than the model.
     """
-    model, call, max_tokens = _prepare(
-        model,
-        prompts,
-        strategy,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos,
-        max_nfe=max_nfe,
-        prompt_len=prompt_len,
-        draft=draft,
-        key=key,
-    )
-    return _generate(model, *call, max_tokens, attention_implementation)
+    request = {name: value for name, value in locals().items() if name in _REQUEST}
+    model, bound, batch, max_tokens = _prepare(model, prompts, strategy, **request)
+    return _generate(model, *bound, batch, max_tokens, attention_implementation)
+
+
+# The keywords that `start` and `trace.record` take too, with their defaults.
+_REQUEST = {
+    name: value
+    for name, value in (generate.__kwdefaults__ or {}).items()
+    if name != "attention_implementation"
+}
 
 
 def start(
@@ -125,18 +115,18 @@ def start(
     **request: Any,
 ) -> Session:
     """Prefill a batch and stop before its first step; `request` is `generate`'s keywords."""
-    model, call, max_tokens = _prepare(model, prompts, strategy, **request)
-    state = _start(model, *call, max_tokens, attention_implementation)
-    return Session(call[0], call[1], state)
+    model, bound, batch, max_tokens = _prepare(model, prompts, strategy, **_REQUEST | request)
+    state = _start(model, *bound, batch, max_tokens, attention_implementation)
+    return Session(*bound, state)
 
 
 def advance(
     model: Model, session: Session, num_steps: int = 1, attention_implementation: str | None = None
 ) -> Session:
-    """Run up to `num_steps` decode steps; the old session's state is donated, hence gone."""
+    """Run up to `num_steps` decode steps; the state of the old session is donated."""
     state = _advance(
         model,
-        session.by_class,
+        session.strategy,
         session.aux,
         session.state,
         jnp.int32(num_steps),
@@ -145,7 +135,7 @@ def advance(
     return session.replace(state=state)
 
 
-# --- the host side: check, pad, resolve --------------------------------------------------------
+# --- the host side --------------------------------------------------------
 
 
 def _prepare(
@@ -153,29 +143,28 @@ def _prepare(
     prompts: Any,
     strategy: Any,
     *,
-    max_tokens: int = 256,
-    temperature: Any = 0.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    stop_token_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    max_nfe: Any = None,
-    prompt_len: Any = None,
-    draft: Any = None,
-    key: Any = None,
-) -> tuple[Model, tuple[ByClass, dict[str, Model], decode.Batch], int]:
-    """Check a call's arguments and turn them into arrays of bucketed shapes."""
+    max_tokens: int,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    stop_token_ids: Sequence[int],
+    ignore_eos: bool,
+    max_nfe: Any,
+    prompt_len: Any,
+    draft: Any,
+    key: Any,
+) -> tuple[Model, Bound, decode.Batch, int]:
+    """Check the arguments of a call and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
-    strategy, aux = bind_draft(resolve_strategy(model, strategy, draft), draft, model)
+    strategy, aux = bind_strategy(model, strategy, draft)
     bare, knobs = split_knobs(strategy)
-    _check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
-    _check_number("temperature", temperature, 0.0, _FINITE)
-    _check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
-    _check_number("top_p", top_p, 0.0, 1.0)
-    _check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
+    check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
+    check_number("temperature", temperature, 0.0, _FINITE)
+    check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
+    check_number("top_p", top_p, 0.0, 1.0)
+    check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
     for stop in stop_token_ids:
-        _check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
-    check_fit(model, strategy)
+        check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
     last = model.config.max_position
@@ -211,104 +200,15 @@ def _prepare(
         knobs={name: a_row(name, value, jnp.float32) for name, value in knobs.items()},
         keys=_row_keys(key, B),
     )
-    if weighs_costs(bare):  # nothing is timed here
-        context = min(ids.shape[1] + min(max_tokens, pass_time.USUAL_TEXT), last)
+    if bare.weighs_costs:  # estimated: nothing is timed here
+        context = min(ids.shape[1] + min(max_tokens, timing.USUAL_TEXT), last)
         of = (bare, model, aux, B, context, jax.default_backend())
-        bare = bare.replace(costs=np.asarray(pass_time.choice_costs(*of), np.float32))
-    return model, (ByClass(bare), aux, batch), max_tokens
-
-
-def bind_draft(
-    strategy: Any, draft: Model | str | os.PathLike[str] | None, target: Model
-) -> tuple[Any, dict[str, Model]]:
-    """A strategy that knows its draft, and the auxiliary models it needs by name.
-
-    Models are loaded and beside their target. What a draft was trained for (its block, the layers
-    it reads) is static, and told to strategies that ask: those with a `bind`.
-
-    Raises:
-        ValueError: A draft where none is needed, none where one is, or one that does not fit.
-    """
-    names = strategy.needs.aux
-    if not names and draft is None:
-        return strategy, {}
-    name = type(strategy).__name__
-    told = f"draft={_source(draft)!r}"
-    if not names:
-        other = ", or use the strategy 'dflash'" if target.config.shift else ""
-        raise ValueError(
-            f"{told} does not fit {name}, which uses no draft; leave the draft out{other}"
-        )
-    if len(names) > 1:
-        raise ValueError(
-            f"{told}: {name} needs {len(names)} models beside its own ({', '.join(names)}), one "
-            "can be given; use a strategy that needs one"
-        )
-    if draft is None:
-        raise ValueError(
-            f"{told}: {name} drafts with a model of its own; give one (draft=, --draft)"
-        )
-    if not isinstance(draft, Model):
-        try:
-            draft = load(draft, dtype=str(target.params["embed"].dtype))
-        except LoadError as error:
-            raise LoadError(f"draft: {error}") from error
-    bound = with_target(target, draft)
-    if hasattr(strategy, "bind") and isinstance(draft.config, DFlashConfig):
-        strategy = strategy.bind(draft.config)
-    return strategy, {names[0]: bound}
-
-
-def _source(model: Model | str | os.PathLike[str] | None) -> str | None:
-    """Where a model comes from, as its user would say it."""
-    if isinstance(model, Model):
-        return model.source
-    return None if model is None else os.fspath(model)
-
-
-def _check_number(
-    name: str, value: Any, low: float, high: float | None, whole: bool = False
-) -> None:
-    """Check a plain number; arrays of rows and tracers are the caller's own."""
-    if value is None or isinstance(value, Tracer) or np.ndim(value) > 0:
-        return
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name}={value} must be {kind} in [{low}, {high}]; choose a value there")
-
-
-def check_fit(model: Model, strategy: Any) -> None:
-    """Refuse what the model cannot do, before anything is allocated or compiled."""
-    cfg, name = model.config, type(strategy).__name__
-    for field in ("block_size", "buffer_size"):
-        _check_number(field, getattr(strategy, field), 1, cfg.max_position, whole=True)
-    window = strategy.block_size * strategy.buffer_size
-    if window > cfg.max_position:
-        raise ValueError(
-            f"block_size={strategy.block_size} times buffer_size={strategy.buffer_size} is "
-            f"{window} tokens, more than the model's {cfg.max_position} positions; "
-            "choose smaller ones"
-        )
-    instead = f"use the family's own strategy, {model.defaults.strategy!r}"
-    if strategy.needs.boundary and not cfg.shift:
-        raise ValueError(
-            f"{name} continues from the row before its window, which predicts the next token only "
-            f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
-        )
-    denoises = strategy.needs.prompt.startswith("grid") or strategy.needs.prompt == "in_window"
-    if denoises and cfg.mask_token_id < 0:
-        raise ValueError(
-            f"{name} denoises masks, and {model.defaults.family} has no mask token: {instead}"
-        )
-    _check_routing(model, strategy, name)
+        bare = bare.replace(costs=np.asarray(timing.estimate_choices(*of), np.float32))
+    return model, Bound(bare, aux), batch, max_tokens
 
 
 def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:
-    """Refuse texts that the window does not hold, where their lengths are known."""
+    """Refuse texts longer than the window, where their lengths are concrete."""
     if isinstance(lengths, Tracer):
         return
     S, window = strategy.block_size, strategy.block_size * strategy.buffer_size
@@ -320,24 +220,8 @@ def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:
         )
 
 
-def _check_routing(model: Model, strategy: Any, name: str) -> None:
-    """Where a block of tokens chooses its experts together, passes hold whole such blocks."""
-    routing = model.routing_block
-    if strategy.block_size % routing:
-        raise ValueError(
-            f"block_size={strategy.block_size} must be a multiple of {routing}, the tokens of "
-            f"{model.defaults.family} that are routed together; use {model.defaults.block_size}"
-        )
-    if routing > 1 and not strategy.needs.prompt.startswith("grid"):
-        raise ValueError(
-            f"{name} takes the prompt in as {strategy.needs.prompt!r}, which splits the blocks of "
-            f"{routing} tokens that {model.defaults.family} routes together; use a strategy on the "
-            f"grid of blocks, such as {model.defaults.strategy!r}"
-        )
-
-
 def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Array]:
-    """Prompts as [B, bucket] and their lengths, checked where they are concrete."""
+    """Prompts as [B, bucket] and their lengths; concrete ones are checked."""
     if isinstance(prompts, Tracer) or isinstance(prompt_len, Tracer):
         ids = jnp.asarray(prompts, jnp.int32)
         B, T = ids.shape
@@ -350,7 +234,7 @@ def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Ar
         B, T = prompts.shape
         lengths = np.broadcast_to(T if prompt_len is None else np.asarray(prompt_len), (B,))
         for i, length in enumerate(lengths):
-            _check_number(f"prompt_len[{i}]", length, 0, T, whole=True)
+            check_number(f"prompt_len[{i}]", length, 0, T, whole=True)
         prompts = [row[:n].tolist() for row, n in zip(np.asarray(prompts), lengths, strict=True)]
     elif prompt_len is not None:
         raise ValueError("prompt_len goes with an array of prompts; lists have their own lengths")
@@ -393,7 +277,7 @@ def _too_long(index: int, length: int, most: int) -> str:
 
 
 def _bucket(length: int) -> int:
-    """Prompt lengths compile once per power of two."""
+    """The compiled length for a prompt: a power of two."""
     return max(MIN_PROMPT_BUCKET, 1 << (length - 1).bit_length())
 
 
@@ -418,7 +302,7 @@ def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
 def _fresh(
     model: Model, strategy: Any, aux: Mapping[str, Model], batch: decode.Batch, max_tokens: int
 ) -> DecodeState:
-    """A state whose rows own enough pages for all they can ever write."""
+    """A state in which each row owns the pages for everything it can write."""
     B, T = batch.prompt.shape
     last = min(T + max_tokens, model.config.max_position)
     pages = -(-(last + strategy.buffer_size * strategy.block_size) // PAGE_SIZE)
@@ -428,24 +312,21 @@ def _fresh(
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
-def _start(model, by_class, aux, batch, max_tokens, implementation):
-    strategy = by_class.strategy
+def _start(model, strategy, aux, batch, max_tokens, implementation):
     forward = ModelForward(model, aux=aux, implementation=implementation)
     state = _fresh(model, strategy, aux, batch, max_tokens)
     return decode.prefill(strategy, forward, state, batch.prompt)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
-def _advance(model, by_class, aux, state, num_steps, implementation):
-    strategy = by_class.strategy
+def _advance(model, strategy, aux, state, num_steps, implementation):
     forward = ModelForward(model, aux=aux, implementation=implementation)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
     return decode.run(strategy, forward, state, spec, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
-def _generate(model, by_class, aux, batch, max_tokens, implementation):
-    strategy = by_class.strategy
+def _generate(model, strategy, aux, batch, max_tokens, implementation):
     forward = ModelForward(model, aux=aux, implementation=implementation)
     state = _fresh(model, strategy, aux, batch, max_tokens)
     state = decode.prefill(strategy, forward, state, batch.prompt)

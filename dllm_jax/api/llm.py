@@ -1,7 +1,7 @@
 """`LLM`: a model, a strategy and an engine behind a few calls: generate, chat, stream, infill.
 
-The wiring is here and nowhere else; requests are made of what users write, and outputs put back in
-their order. Nothing here schedules or touches arrays.
+Data flow: what the user writes -> `Request`s -> an inbox of the engine -> outputs in the order of
+the prompts.
 """
 
 import dataclasses
@@ -13,12 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from dllm_jax.api.defaults import default_params, family_strategy, resolve_strategy, usual_strategy
-from dllm_jax.api.generate import bind_draft, check_fit
-from dllm_jax.api.infilling import check_infills, holed_text
 from dllm_jax.api.snapshot import snapshot_saver
+from dllm_jax.api.strategy import Source, bind_strategy, default_params
+from dllm_jax.engine import checks
 from dllm_jax.engine.inbox import News, SharedEngine, TextEvents
-from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.engine.layout import HOLE, EngineConfig
 from dllm_jax.engine.requests import (
     MAX_SEED,
     CompletionOutput,
@@ -27,8 +26,6 @@ from dllm_jax.engine.requests import (
     RequestOutput,
     SamplingParams,
     StreamEvent,
-    token_ids,
-    whole_number,
 )
 from dllm_jax.loading import chat
 from dllm_jax.loading.chat import Messages
@@ -44,7 +41,7 @@ Prompt = str | Sequence[int]
 
 
 class _Ends(NamedTuple):
-    """What stands before and behind a hole."""
+    """The texts before and behind the tokens to write."""
 
     prefix: Prompt
     suffix: Prompt | None
@@ -58,22 +55,16 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype: As in `dj.load`.
-        max_num_seqs: Texts decoded at once.
-        max_model_len: Most tokens of prompt and text together; None: the model's positions.
-        page_size: Tokens of a page of the cache.
-        memory_utilization: Share of the device's memory to use, weights included.
-        num_pages: Pages of the cache; None: what memory holds.
-        enable_prefix_caching: Reuse what equal prefixes have in the cache.
+        dtype, revision, lora: As in `dj.load`.
+        max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
+        enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: 1; more is not supported yet.
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
-        max_num_batched_tokens: Most prefill tokens between two decode steps.
-        revision, lora: As in `dj.load`.
-        warm_up: Compile everything now; otherwise each size when it is first met.
+        warm_up: Compile every size now; otherwise each size when it is first needed.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
-        config: Further sizes, in the place of the arguments that are its fields.
+        config: All sizes at once, instead of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal).
         clock: Seconds; of deadlines and metrics.
 
@@ -83,55 +74,48 @@ class LLM:
 
     def __init__(
         self,
-        model: Model | str | os.PathLike[str] = "builtin:tiny-sdar",
+        model: Source = "builtin:tiny-sdar",
         strategy: Any = None,
         block_size: int | None = None,
         buffer_size: int | None = None,
         dtype: str = "auto",
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        page_size: int = 64,
-        memory_utilization: float = 0.9,
-        num_pages: int | None = None,
-        enable_prefix_caching: bool = True,
+        max_num_seqs: int = EngineConfig.max_num_seqs,
+        max_model_len: int | None = EngineConfig.max_model_len,
+        page_size: int = EngineConfig.page_size,
+        memory_utilization: float = EngineConfig.memory_utilization,
+        num_pages: int | None = EngineConfig.num_pages,
+        enable_prefix_caching: bool = EngineConfig.enable_prefix_caching,
         tensor_parallel_size: int = 1,
         attention_implementation: str | None = None,
-        draft: Model | str | os.PathLike[str] | None = None,
+        draft: Source | None = None,
         seed: int = 0,
         *,
         revision: str | None = None,
         lora: str | os.PathLike[str] | None = None,
-        max_num_batched_tokens: int | None = None,
+        max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         warm_up: bool = True,
         calibrate: bool | None = None,
         config: EngineConfig | None = None,
         progress: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        fields = {field.name for field in dataclasses.fields(EngineConfig)}
+        sizes = {name: value for name, value in locals().items() if name in fields}
         if tensor_parallel_size != 1:
             raise ValueError(f"{tensor_parallel_size=} is not supported yet; use 1")
-        seed = whole_number("seed", seed, 0, MAX_SEED)
-        config = _config(
-            config,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            memory_utilization=memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        seed = checks.whole_number("seed", seed, 0, MAX_SEED)
+        self.config = _config(config, sizes)
         enable_compile_cache()
         self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
-        wanted = _strategy(self.model, strategy, block_size, buffer_size, draft)
-        self.strategy, aux = bind_draft(wanted, draft, self.model)
-        check_fit(self.model, self.strategy)
-        self.config = config
+        bound = bind_strategy(
+            self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
+        )
+        self.strategy = bound.strategy
         device = start(
             self.model,
             self.strategy,
-            aux,
-            config,
+            bound.aux,
+            self.config,
             attention_implementation,
             warm_up=warm_up,
             calibrate=calibrate,
@@ -142,19 +126,17 @@ class LLM:
             self.model.tokenizer,
             seed=seed,
             clock=clock,
-            save_snapshot=snapshot_saver(
-                self.model, self.strategy, config, draft=next(iter(aux.values()), None)
-            ),
+            save_snapshot=snapshot_saver(self.model, self.strategy, self.config, draft=bound.draft),
         )
 
     @property
     def default_params(self) -> SamplingParams:
-        """Of calls without any: with the family's temperature and top-p under its own strategy."""
+        """Sampling parameters of calls without any, see `api.strategy.default_params`."""
         return default_params(self.model, self.strategy)
 
     @property
     def memory(self) -> MemoryPlan:
-        """What the engine holds on its device, and the peak that was predicted."""
+        """The engine's memory on its device, and the predicted peak."""
         return self.engine.runner.memory
 
     def generate(
@@ -168,14 +150,14 @@ class LLM:
         """Texts for prompts, in their order.
 
         A prompt that is refused or fails ends with "error" (`RequestOutput.error` says why) and
-        the others go on. An interrupt ends those that run and leaves the engine as it was.
+        the others continue. An interrupt aborts the running requests; the engine stays usable.
 
         Args:
             prompts: A text, or a list of texts and of lists of token ids.
             params: One for all or one a prompt; None: `default_params`.
             use_tqdm: A progress bar, on a terminal.
-            trajectory: Keep what every forward wrote in `metrics.trajectory`; slower, for each
-                forward is then read by itself.
+            trajectory: Keep what every forward wrote in `metrics.trajectory`; slower, because each
+                forward is read by itself.
 
         Raises:
             ValueError: Every prompt is refused; the reason is the first one's.
@@ -209,8 +191,8 @@ class LLM:
     ) -> TextEvents:
         """Pieces of a text as they settle; leaving the loop ends the request.
 
-        It is queued at once and runs while anything runs on this engine: streams may be read in
-        turns, and `generate` be called in between.
+        The request is queued at once and runs whenever the engine runs. Streams may be read in
+        turns, with calls of `generate` in between.
 
         Args:
             events: "denoise" adds an event for each forward, with the provisional window.
@@ -234,16 +216,14 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """What stands between two texts, or in the holes of one; else as `generate`.
+        """Write the text between two texts, or in the holes of one; otherwise as `generate`.
 
-        With a suffix `max_tokens` tokens are written between the two. A mask token in either, its
-        text or its id, is one token to be written too; without a suffix these are all, and
-        `max_tokens` is not looked at. What was given stays as it is.
+        With a suffix, `max_tokens` tokens are written between prefix and suffix. Each mask token in
+        either, as text or as id, is one more token to write. Without a suffix the mask tokens are
+        all, and `max_tokens` is ignored. Given tokens stay as they are.
 
-        `outputs[0].text` goes from the first hole to the last one, and holds what was given between
-        them: the whole text is what stands before the first hole, that, and what stands behind the
-        last. It ends early at a stop id that was written, as every text does; `ignore_eos=True`
-        fills the holes behind it as well.
+        `outputs[0].text` spans the first hole to the last, given tokens included. It ends early at
+        a stop id that was written; `ignore_eos=True` fills the holes behind it as well.
 
         Args:
             prefix: A text or a list of token ids, or a list of such.
@@ -251,14 +231,18 @@ class LLM:
             params: One for all or one a prefix; None: `default_params`.
 
         Raises:
-            ValueError: The strategy does not see what follows a hole, or every text is refused: it
-                has no hole, say, or does not fit the window.
+            ValueError: The strategy does not see the text behind a hole, or every text is refused,
+                for example because it has no hole or does not fit the window.
 
         Example:
             >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
             >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
         """
-        check_infills(self.strategy)
+        if self.strategy.needs.prompt != "in_window":
+            raise ValueError(
+                f"{type(self.strategy).__name__} does not see what stands behind a hole; "
+                'use strategy="full_sequence"'
+            )
         prefixes = _texts(prefix)
         suffixes: list[Prompt | None] = [None] if suffix is None else [*_texts(suffix)]
         if len(suffixes) == 1:
@@ -267,29 +251,29 @@ class LLM:
             raise ValueError(
                 f"{len(suffixes)} suffixes for {len(prefixes)} prefixes; give one, or one a prefix"
             )
-        asked = [_Ends(*ends) for ends in zip(prefixes, suffixes, strict=True)]
-        return self._run(self._infill_request, asked, params, use_tqdm)
+        ends = [_Ends(*pair) for pair in zip(prefixes, suffixes, strict=True)]
+        return self._run(self._infill_request, ends, params, use_tqdm)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
-        """A conversation as the text the model reads, up to where it answers.
+        """A conversation as the text the model reads, up to where its answer begins.
 
-        A folder without a chat template is read with its family's, and a warning names it.
+        A folder without a chat template uses its family's, and a warning names it.
 
         Args:
-            template_kwargs: What the template reads beside the messages, as `enable_thinking=False`
-                or `tools=[...]`; one that it does not read is refused. `chat_template` (Jinja, or
-                the name of one of several) takes the place of the model's.
+            template_kwargs: Variables of the template, such as `enable_thinking=False` or
+                `tools=[...]`; one that the template does not read is refused. `chat_template`
+                (Jinja, or the name of one of several) replaces the model's.
 
         Raises:
-            ValueError: The model has no tokenizer or no template, or this is no conversation, or
-                not one that the template takes.
+            ValueError: The model has no tokenizer or no template, or the template does not take
+                this conversation.
         """
         text = chat.render(self.model, conversation, **template_kwargs)
-        if "chat_template" not in template_kwargs and (told := chat.note(self.model)):
-            warnings.warn(told, stacklevel=2)
+        if "chat_template" not in template_kwargs and (note := chat.note(self.model)):
+            warnings.warn(note, stacklevel=2)
         return text
 
-    # --- from here on: how ----------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------
 
     def _request(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> Request:
         text = prompt if isinstance(prompt, str) else None
@@ -306,23 +290,14 @@ class LLM:
 
     def _infill_request(self, ends: _Ends, params: SamplingParams) -> Request:
         prefix, suffix = ends
-        text = holed_text(
-            self.model,
-            self.strategy,
-            self._ids(prefix, special=True),
-            0 if suffix is None else params.max_tokens,
-            [] if suffix is None else self._ids(suffix, special=False),
-        )
-        return Request(
-            prompt_token_ids=text.prompt,
-            params=dataclasses.replace(params, max_tokens=text.num_holes),
-            prompt=prefix if isinstance(prefix, str) else None,
-            suffix_token_ids=text.suffix,
-        )
+        request = self._request(prefix, params)
+        gap = 0 if suffix is None else params.max_tokens
+        ids = [] if suffix is None else self._ids(suffix, special=False)
+        return infill_request(self.model, self.strategy, request, gap, ids)
 
     def _ids(self, prompt: Prompt, special: bool) -> list[int]:
         if not isinstance(prompt, str):
-            return token_ids("the prompt", prompt)
+            return checks.token_ids("the prompt", prompt)
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise ValueError(
@@ -334,20 +309,19 @@ class LLM:
     def _run(
         self,
         make: Callable[[Any, SamplingParams], Request],
-        asked: Sequence[Any],
+        prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         trajectory: bool = False,
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        outputs: list[RequestOutput | None] = [None] * len(asked)
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
         where: dict[str, int] = {}
         refusals: list[Exception] = []
         with self.engine.inbox() as inbox:
-            every = _params_list(self.default_params if params is None else params, len(asked))
-            pairs = zip(asked, every, strict=True)
-            for i, (prompt, one) in enumerate(pairs):
+            every = _params_list(self.default_params if params is None else params, len(prompts))
+            for i, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
                 try:
                     where[inbox.add(make(prompt, one))] = i
                 except Exception as error:  # a tokenizer may raise anything
@@ -356,7 +330,7 @@ class LLM:
             if not where:
                 raise refusals[0]
             hidden = None if use_tqdm else True  # None: shown on a terminal
-            with tqdm(total=len(asked), unit="prompt", leave=False, disable=hidden) as bar:
+            with tqdm(total=len(prompts), unit="prompt", leave=False, disable=hidden) as bar:
                 bar.update(len(refusals))
                 for output in _with_trajectories(inbox) if trajectory else inbox:
                     outputs[where[output.request_id]] = output
@@ -365,7 +339,7 @@ class LLM:
 
 
 def _with_trajectories(inbox: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
-    """The last output of each request; what came before becomes its trajectory."""
+    """The last output of each request, with the earlier ones as its trajectory."""
     news: dict[str, News] = defaultdict(lambda: News(every=True))
     events: dict[str, list[StreamEvent]] = defaultdict(list)
     for output in inbox:
@@ -376,7 +350,59 @@ def _with_trajectories(inbox: Iterable[RequestOutput]) -> Iterator[RequestOutput
             yield dataclasses.replace(output, metrics=metrics)
 
 
-def _config(config: EngineConfig | None, **sizes: Any) -> EngineConfig:
+def infill_request(
+    model: Model, strategy: Any, request: Request, gap: int, suffix: Sequence[int]
+) -> Request:
+    """The request whose prompt is followed by `gap` holes and a suffix.
+
+    A mask token in the prompt or the suffix is a hole as well. The new prompt ends at the first
+    hole, `max_tokens` counts the holes there, and the suffix is the rest.
+
+    Raises:
+        ValueError: There is no hole, or the text does not fit the model or the strategy's window.
+    """
+    mask, most = model.config.mask_token_id, model.config.max_position
+    text = [*request.prompt_token_ids, *[mask] * gap, *suffix]
+    total, window = len(text), strategy.block_size * strategy.buffer_size
+    if total > most:
+        raise ValueError(
+            f"prefix, holes and suffix are {total} tokens, {model.source} takes {most}; "
+            "shorten them or lower max_tokens"
+        )
+    if total > window:
+        raise ValueError(
+            f"prefix, holes and suffix are {total} tokens, the window has {window}; "
+            f"use buffer_size={-(-total // strategy.block_size)} or lower max_tokens"
+        )
+    cells = [HOLE if token == mask else token for token in text]
+    if HOLE not in cells:
+        raise ValueError(f"the text has no hole; {_how_to_ask(model)}")
+    first = cells.index(HOLE)
+    end = next((i for i in range(first, total) if cells[i] != HOLE), total)
+    return dataclasses.replace(
+        request,
+        prompt_token_ids=cells[:first],
+        params=dataclasses.replace(request.params, max_tokens=end - first),
+        suffix_token_ids=cells[end:],
+    )
+
+
+def _how_to_ask(model: Model) -> str:
+    """The remedy for a text without a hole."""
+    mask, tokenizer = model.config.mask_token_id, model.tokenizer
+    if mask < 0:
+        return "the model has no mask token, so give a suffix"
+    text = None if tokenizer is None else tokenizer.decode([mask])
+    if text and encode(tokenizer, text, special=False) == [mask]:
+        return f"write {text} for each token to fill in, or give a suffix"
+    why = "" if tokenizer is None else "its tokenizer has no mask token: "
+    return f"{why}give token ids with {mask} as holes, or a suffix"
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def _config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> EngineConfig:
     sizes = {name: size.item() if hasattr(size, "item") else size for name, size in sizes.items()}
     if config is None:
         return EngineConfig(**sizes)
@@ -405,24 +431,8 @@ def _model(model: Any, **how: Any) -> Model:
     return model
 
 
-def _strategy(
-    model: Model, strategy: Any, block_size: int | None, buffer_size: int | None, draft: Any
-) -> Any:
-    sizes = {"block_size": block_size, "buffer_size": buffer_size}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if not given:
-        return resolve_strategy(model, strategy, draft)
-    if strategy is None:
-        strategy = usual_strategy(model, draft)
-    if not isinstance(strategy, str) or ":" in strategy:
-        raise ValueError(
-            f"{', '.join(given)} go with a strategy given by name; set them on the strategy value"
-        )
-    return resolve_strategy(model, family_strategy(model, strategy, **given))
-
-
 def _texts(given: Any) -> list[Prompt]:
-    """One text, or one list of token ids, or several."""
+    """A list of prompts, from one or several."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given]
     return list(given) if any(not hasattr(one, "__index__") for one in given) else [given]
@@ -471,7 +481,7 @@ def _params_list(params: Any, count: int) -> list[SamplingParams]:
 def _refused(prompt: Any, params: SamplingParams, error: Exception) -> RequestOutput:
     empty = [CompletionOutput(i, "", [], "error") for i in range(params.n)]
     zero = Metrics(0, 0, 0, 0, 0.0, None, 0.0)
-    said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     prompt = prompt.prefix if isinstance(prompt, _Ends) else prompt
     text = prompt if isinstance(prompt, str) else None
-    return RequestOutput("", text, [], empty, True, zero, said)
+    return RequestOutput("", text, [], empty, True, zero, reason)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from dllm_jax import __version__
-from dllm_jax.api.generate import bind_draft, check_fit
+from dllm_jax.api.strategy import bind_draft, check_fit
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
@@ -163,9 +163,9 @@ def _weights(model: Model) -> str | None:
 
 def _strategy_facts(strategy: Any) -> dict[str, Any]:
     fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
-    made_of = type(strategy) if "fn" not in fields else fields.pop("fn")
+    fields.pop("fn", None)
     return {
-        "spec": _spec(made_of),
+        "spec": _spec(strategy.made_of),
         "fields": {name: _field(name, value) for name, value in fields.items()},
     }
 

@@ -233,20 +233,19 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[list[Any]]) -> Any:
     """A warm engine for the work."""
-    from dllm_jax.api.generate import bind_draft
     from dllm_jax.api.llm import LLM
+    from dllm_jax.api.strategy import bind_draft
     from dllm_jax.engine.layout import EngineConfig
 
-    strategy, aux = bind_draft(strategy, args.draft, model)  # it says how large the window is
+    bound = bind_draft(strategy, args.draft, model)  # the drafter sets the size of the window
     work = [one for batch in batches for one in batch]
     longest = max(len(one.prompt) + one.params.max_tokens for one in work)
-    blocks = BARE_ROUNDS if aux else BARE_BLOCKS
-    longest = max(longest, blocks * strategy.block_size)
+    blocks = BARE_ROUNDS if bound.draft else BARE_BLOCKS
+    longest = max(longest, blocks * bound.strategy.block_size)
     return LLM(
         model,
-        strategy,
+        bound,
         attention_implementation=args.attention_implementation,
-        draft=next(iter(aux.values()), None),
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed,
         config=EngineConfig(

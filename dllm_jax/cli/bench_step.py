@@ -130,13 +130,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _draft(args: argparse.Namespace, model: Any) -> Any:
     """The draft beside its target, None without one."""
-    from dllm_jax.api.generate import bind_draft
+    from dllm_jax.api.strategy import bind_draft
     from dllm_jax.strategies import DFlash
 
     if args.draft is None:
         return None
-    _, aux = bind_draft(DFlash(), args.draft, model)
-    return next(iter(aux.values()))
+    return bind_draft(DFlash(), args.draft, model).draft
 
 
 def _work(args: argparse.Namespace, model: Any, draft: Any) -> tuple[tuple[Any, ...], int, int]:
@@ -145,7 +144,7 @@ def _work(args: argparse.Namespace, model: Any, draft: Any) -> tuple[tuple[Any, 
     Raises:
         UsageError: Some shape does not fit; nothing is measured or printed before.
     """
-    from dllm_jax.api.generate import check_fit
+    from dllm_jax.api.strategy import check_fit
     from dllm_jax.bench.roofline import step_parts
     from dllm_jax.bench.step import context_len, step_strategy, usual_sizes
 

@@ -53,10 +53,11 @@ def make_llm(
     Raises:
         ValueError: Sizes that do not fit the model, or each other.
     """
-    from dllm_jax.api.generate import bind_draft
     from dllm_jax.api.llm import LLM
+    from dllm_jax.api.strategy import bind_draft
 
-    strategy, aux = bind_draft(strategy, args.draft, model)  # it says how large the window is
+    bound = bind_draft(strategy, args.draft, model)  # the drafter sets the size of the window
+    strategy = bound.strategy
     length = args.max_model_len
     if length is None and longest is not None:
         length = _enough(longest + args.max_tokens, model.config.max_position)
@@ -66,9 +67,8 @@ def make_llm(
         num_pages = -(-max(length + strategy.block_size, window) // args.page_size)
     llm = LLM(
         model,
-        strategy,
+        bound,
         attention_implementation=args.attention_implementation,
-        draft=next(iter(aux.values()), None),
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed or 0,
         warm_up=False,
@@ -99,7 +99,7 @@ def sampling_params(args: argparse.Namespace, model: Any, strategy: Any) -> Samp
 
     Without a seed of its own request i has `fold_in(key(seed), i)`.
     """
-    from dllm_jax.api.defaults import default_params
+    from dllm_jax.api.strategy import default_params
 
     said = {"temperature": args.temperature, "top_p": args.top_p}
     return default_params(

@@ -5,7 +5,6 @@ a built-in model, `--seed` draws a held-out word problem and the answer is check
 """
 
 import argparse
-import dataclasses
 import sys
 from typing import Any
 
@@ -87,7 +86,11 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     params = sampling_params(args, model, strategy)
     requests = _requests(args, prompts, ids, params)
     if infills:
-        requests = [_infilling(one, model, strategy, suffix) for one in requests]
+        from dllm_jax.api.llm import infill_request
+
+        requests = [
+            infill_request(model, strategy, one, args.max_tokens, suffix) for one in requests
+        ]
     clock = Clock()
     llm = make_llm(args, model, strategy, clock, longest, len(ids))
     request_ids = add(llm.engine, requests)
@@ -157,20 +160,6 @@ def _requests(
         )
         for i, (prompt, one) in enumerate(zip(prompts, ids, strict=True))
     ]
-
-
-def _infilling(request: Any, model: Any, strategy: Any, suffix: list[int]) -> Any:
-    """A request whose text goes on with a suffix, and whose mask tokens are holes."""
-    from dllm_jax.api.infilling import holed_text
-
-    params, ids = request.params, request.prompt_token_ids
-    text = holed_text(model, strategy, ids, params.max_tokens, suffix)
-    return dataclasses.replace(
-        request,
-        prompt_token_ids=text.prompt,
-        params=dataclasses.replace(params, max_tokens=text.num_holes),
-        suffix_token_ids=text.suffix,
-    )
 
 
 def _results(

@@ -40,10 +40,6 @@ def load(spec: str | None) -> Any:
             f"strategy={spec!r} ends the program while it is loaded ({stop.code}); "
             "take the call of exit out of its file"
         ) from stop
-    if not (dataclasses.is_dataclass(value) and hasattr(value, "replace")):
-        raise UsageError(
-            f"strategy={spec!r} is a {type(value).__name__}; make it a flax.struct.PyTreeNode"
-        )
     return value
 
 
@@ -76,8 +72,12 @@ def resolve(
     Raises:
         UsageError: Unknown field, a value of another type, or one out of range.
     """
-    from dllm_jax.api.defaults import family_strategy, resolve_strategy, usual_strategy
-    from dllm_jax.api.drafts import refuse_draft
+    from dllm_jax.api.strategy import (
+        family_strategy,
+        refuse_draft,
+        resolve_strategy,
+        usual_strategy,
+    )
     from dllm_jax.strategies import load_strategy
 
     refuse_draft(model)

@@ -2,7 +2,7 @@
 
 It fills a block of masks behind a text in one pass. Of the text it sees only keys and values, which
 `context_kv` makes of the target's hidden states; its input rows and logits go through the target's
-embedding and head, which `api.drafts` puts beside its own weights. Its layers are `dense`'s.
+embedding and head, which `api.strategy` puts beside its own weights. Its layers are `dense`'s.
 Nothing here knows about pages or how drafts are judged.
 
 Source: arXiv 2602.06036; z-lab/dflash, and MuseGlimmerAssistantModel of transformers 5.
@@ -90,7 +90,7 @@ def embed(params: Any, cfg: DFlashConfig, ids: Int[Array, "..."]) -> Float[Array
     if "embed" not in params:
         raise ValueError(
             "a drafter has no embedding of its own; give it as draft= beside the target it was "
-            "trained for, or join them with dllm_jax.api.drafts.with_target"
+            "trained for, or join them with dllm_jax.api.strategy.with_target"
         )
     rows = dense.embed(params, cfg, ids)
     return rows if cfg.embedding_scale == 1.0 else rows * cfg.embedding_scale
@@ -146,7 +146,7 @@ def context_weights(params: Any) -> Float[Array, "D L G 2 H"]:
     """What makes keys and values of all layers of one row: one product instead of one a layer.
 
     They stand within each layer's `wqkv`, of which XLA would cut and write them anew in every pass
-    on a GPU; so they are kept beside it while decoding (`dllm_jax.api.drafts.with_target`).
+    on a GPU; so they are kept beside it while decoding (`dllm_jax.api.strategy.with_target`).
     """
     return jnp.stack([layer["wqkv"][:, :, -2:] for layer in params["layers"]], axis=1)
 

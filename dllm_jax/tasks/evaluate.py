@@ -25,7 +25,7 @@ from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import BlockDiffusion
 from dllm_jax.strategies.core import drafting, driver
-from dllm_jax.strategies.core.protocol import ByClass
+from dllm_jax.strategies.core.protocol import Strategy
 from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, DecodeState
 from dllm_jax.tasks.problems import Problem, is_correct, problem
 
@@ -169,7 +169,7 @@ def block_of(strategy: Any) -> int | None:
 
 def _finish(model: Model, session: generate.Session) -> Any:
     """Output, its length, forwards, those with an open block, finish and drafts of each row."""
-    state, denoise = _run(model, session.by_class, session.aux, session.state)
+    state, denoise = _run(model, session.strategy, session.aux, session.state)
     nfe, nothing = state.buffer.nfe, jnp.zeros((len(state.finish), 0), jnp.int32)
     names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
     drafts = [state.carry.slot.get(name, nothing) for name in names]
@@ -218,10 +218,9 @@ def encode(model: Model, problems: Sequence[Problem]) -> list[list[int]]:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _run(
-    model: Model, by_class: ByClass, aux: dict[str, Model], state: DecodeState
+    model: Model, strategy: Strategy, aux: dict[str, Model], state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
     """Decode to the end, counting the forwards of each row in which a block was open."""
-    strategy = by_class.strategy
     forward = ModelForward(model, aux=aux)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from dllm_jax.api import generate
-from dllm_jax.api.defaults import resolve_strategy
+from dllm_jax.api.strategy import bind_draft, resolve_strategy
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
@@ -165,18 +165,19 @@ def record(
     """
     model = load(model) if isinstance(model, str) else model
     ids = _ids(model, prompt)
-    chosen = resolve_strategy(model, strategy, request.get("draft"))
+    draft = request.pop("draft", None)
+    chosen = resolve_strategy(model, strategy, draft)
     session = generate.start(
         model,
         [ids],
-        chosen,
+        bind_draft(chosen, draft, model),
         attention_implementation=attention_implementation,
         **request,
     )
     state, steps = session.state, []
     while int(state.finish[0]) == RUNNING:
         state, one = _recorded(
-            model, session.by_class, session.aux, state, attention_implementation
+            model, session.strategy, session.aux, state, attention_implementation
         )
         steps.append(_from_device(jax.tree.map(lambda leaf: leaf[0], jax.device_get(one))))
     length = int(state.output_len[0])
@@ -186,15 +187,14 @@ def record(
         limit=int(state.buffer.limit[0]),
         finish_reason=FINISH_REASONS[int(state.finish[0])] or "",
         model=model.source,
-        strategy=_name(chosen),
+        strategy=chosen.name,
         settings=_settings(chosen),
         steps=steps,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
-def _recorded(model, by_class, aux, state, implementation):
-    strategy = by_class.strategy
+def _recorded(model, strategy, aux, state, implementation):
     forward = ModelForward(model, aux=aux, implementation=implementation)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
     return recorded_step(strategy, forward, state, spec)
@@ -208,12 +208,6 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
             f"model {model.source!r} has no tokenizer to read text with; give a list of token ids"
         )
     return encode(model.tokenizer, prompt)
-
-
-def _name(strategy: Any) -> str:
-    """A function's name, or the class's."""
-    made_of = getattr(strategy, "fn", None) or type(strategy)
-    return getattr(made_of, "__name__", type(strategy).__name__)
 
 
 def _settings(strategy: Any) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import generate
+from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import DENSE
 from dllm_jax.models.dense import DenseConfig, init_params
-from dllm_jax.models.families import FamilyDefaults
+from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.strategies import AR, BlockDiffusion, MultiBD
 from dllm_jax.strategies.core.sampling import token_stats
 from dllm_jax.strategies.core.state import LENGTH, NFE, STOP
@@ -103,7 +104,7 @@ def test_generate_gives_a_row_the_same_tokens_alone_and_in_a_batch(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.one_python] if name in REMASKING else [])
+        pytest.param(name, marks=[pytest.mark.one_version] if name in REMASKING else [])
         for name in STRATEGIES
     ],
 )
@@ -194,11 +195,11 @@ def test_generate_draws_depend_on_the_seed_and_only_when_sampling(model):
 
 def test_generate_default_strategy_is_the_familys(model):
     """None takes strategy and sizes of the family; a name takes its sizes as well."""
-    default = generate.resolve_strategy(model, None)
+    default = resolve_strategy(model, None)
     assert (type(default), default.block_size, default.buffer_size) == (MultiBD, 4, 3)
-    named = generate.resolve_strategy(model, "block_diffusion")
+    named = resolve_strategy(model, "block_diffusion")
     assert (named.block_size, named.buffer_size) == (4, 1)
-    assert generate.resolve_strategy(model, "ar").block_size == 2
+    assert resolve_strategy(model, "ar").block_size == 2
 
 
 def returns_nothing(forward, state):

@@ -16,7 +16,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import Request, SamplingParams
-from dllm_jax.api import infilling, snapshot
+from dllm_jax.api import snapshot
+from dllm_jax.api.llm import infill_request
 from dllm_jax.cli import main
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.strategies.core import blocks
@@ -209,7 +210,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
     [
         (
             lambda llm: llm.infill("no hole here"),
-            f"the text has no hole; write {MASK} for each token that is wanted, or give a suffix",
+            f"the text has no hole; write {MASK} for each token to fill in, or give a suffix",
         ),
         (
             lambda llm: llm.infill([5] * 20, [6] * 20, PARAMS),
@@ -323,13 +324,14 @@ def test_example_fills_its_holes(capsys):
 def test_remedies_follow_model_and_strategy(model):
     with pytest.raises(ValueError, match=r'MultiBD does not see .* use strategy="full_sequence"'):
         make_llm(model, None).infill("a", "b")
+    request = dj.Request(prompt_token_ids=[5])
     for changed, said in (
         ({"tokenizer_source": None}, "has no hole; give token ids with 1 as holes, or a suffix"),
         (mask(model, 600), "no hole; its tokenizer has no mask token: give token ids with 600 as"),
         (mask(model, -1), "the model has no mask token, so give a suffix"),
     ):
         with pytest.raises(ValueError, match=said):
-            infilling.holed_text(model.replace(**changed), STRATEGY, [5], 0, [])
+            infill_request(model.replace(**changed), STRATEGY, request, 0, [])
 
 
 def mask(model, token):

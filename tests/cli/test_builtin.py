@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.api.generate import resolve_strategy
+from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.cli import main
 from dllm_jax.cli.engine import sampling_params
 from dllm_jax.cli.entry import parse

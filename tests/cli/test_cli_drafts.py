@@ -14,7 +14,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import snapshot
-from dllm_jax.api.defaults import resolve_strategy, usual_strategy
+from dllm_jax.api.strategy import resolve_strategy, usual_strategy
 from dllm_jax.bench.rounds import Rounds, told_rounds, width_shares
 from dllm_jax.cli import bench, main
 from dllm_jax.cli.results import figures

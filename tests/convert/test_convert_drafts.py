@@ -16,8 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
-from dllm_jax.api.drafts import check_draft, with_target
-from dllm_jax.api.generate import bind_draft
+from dllm_jax.api.strategy import bind_draft, check_draft, with_target
 from dllm_jax.cli import main
 from dllm_jax.convert import ConversionError, convert, export_hf, inspect, load_params
 from dllm_jax.models.families import ConfigError, config_json, parse_config
@@ -330,7 +329,7 @@ def test_a_draft_by_name_is_loaded_in_its_targets_type(target, tmp_path):
     folder = write_draft(tmp_path / "draft", dtype="bfloat16")
     half = target.replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), target.params))
     for of in (target, half):
-        bound = bind_draft(_Drafts(), str(folder), of)[1]["draft"]
+        bound = bind_draft(_Drafts(), str(folder), of).aux["draft"]
         assert {leaf.dtype for leaf in jax.tree.leaves(bound.params)} == {of.params["embed"].dtype}
         assert bound.config.vocab_size == 50
         assert bound.defaults.vocab_limit == of.defaults.vocab_limit

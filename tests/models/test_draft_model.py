@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
-from dllm_jax.api.drafts import with_target
+from dllm_jax.api.strategy import with_target
 from dllm_jax.models import dense, dflash, reference
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.strategies.core.protocol import Needs, Taps
+from dllm_jax.strategies.core.protocol import Needs, Strategy, Taps
 from dllm_jax.strategies.core.state import ACTIVE, DecodeState, Limits, Sampling
 from dllm_jax.strategies.dflash import DFlash
 from tests.oracles.checkpoints import write_tiny
@@ -39,7 +39,7 @@ BLOCK, MASK, PAGE = CONFIG["dflash_config"]["block_size"], 47, 4
 LENGTHS = (1, BLOCK - 1, BLOCK, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 3 * PAGE + 2)
 
 
-class Drafting(struct.PyTreeNode):
+class Drafting(Strategy):
     """A strategy in name: what a state with a draft's pool is made for."""
 
     block_size: int = struct.field(pytree_node=False, default=BLOCK)

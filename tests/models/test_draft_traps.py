@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.api.defaults import default_params, resolve_strategy
+from dllm_jax.api.strategy import default_params, resolve_strategy
 from dllm_jax.models.families import ConfigError, parse_config
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.state import RUNNING

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.api import defaults, generate
-from dllm_jax.api.generate import check_fit
+from dllm_jax.api import generate
+from dllm_jax.api import strategy as api_strategy
+from dllm_jax.api.strategy import check_fit
 from dllm_jax.cli import entry, info
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.engine import sampling_params
@@ -25,7 +26,8 @@ from dllm_jax.convert import export_hf
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
-from dllm_jax.models.families import FAMILIES, parse_config, with_d2f_adapter
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.family_table import FAMILIES, with_d2f_adapter
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import (
     D2F,
@@ -99,7 +101,7 @@ def dream():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_is_decoded_by_its_own_strategy(family):
     model = tiny(family)
-    chosen = defaults.resolve_strategy(model, None)
+    chosen = api_strategy.resolve_strategy(model, None)
     assert type(chosen) is type(load_strategy(model.defaults.strategy))
     sizes = {"ar": (2, 1), "full_sequence": (32, 8)}  # the window is the 256 positions there are
     usual = (model.defaults.block_size, 1)
@@ -110,46 +112,46 @@ def test_every_family_is_decoded_by_its_own_strategy(family):
 def test_a_strategy_nobody_promised_is_an_error():
     model = tiny("sdar", dllm_jax={"strategy": "multi_db"})
     with pytest.raises(ValueError, match="strategy='multi_db' is unknown; use one of ar, block_d"):
-        defaults.resolve_strategy(model, None)
+        api_strategy.resolve_strategy(model, None)
 
 
 def test_thresholds_of_a_strategy_that_revises_are_for_that_alone():
     model = tiny("llada2_2")
-    own = defaults.resolve_strategy(model, None)
+    own = api_strategy.resolve_strategy(model, None)
     assert own == Edit(accept_threshold=0.5, edit_threshold=0.0, block_size=32, buffer_size=1)
-    stranger = defaults.resolve_strategy(model, "multi_bd")
+    stranger = api_strategy.resolve_strategy(model, "multi_bd")
     assert stranger.accept_threshold == MultiBD().accept_threshold
     plain = tiny("llada2")
     assert plain.defaults.accept_threshold == 0.95
-    assert defaults.resolve_strategy(plain, "edit") == Edit()
+    assert api_strategy.resolve_strategy(plain, "edit") == Edit()
     sdar = tiny("sdar", dllm_jax={"accept_threshold": 0.5})
-    assert defaults.resolve_strategy(sdar, "block_diffusion").accept_threshold == 0.5
+    assert api_strategy.resolve_strategy(sdar, "block_diffusion").accept_threshold == 0.5
 
 
 def test_fast_dllm_v2_decodes_as_its_card_says():
     # Blocks of 32, sub-blocks of 8, threshold 0.9.
-    assert defaults.resolve_strategy(tiny("fast_dllm_v2"), None) == FastDLLMV2()
+    assert api_strategy.resolve_strategy(tiny("fast_dllm_v2"), None) == FastDLLMV2()
 
 
 def test_models_of_full_attention_decode_as_their_cards_say(dream):
-    llada = defaults.resolve_strategy(tiny("llada", max_sequence_length=4096), None)
+    llada = api_strategy.resolve_strategy(tiny("llada", max_sequence_length=4096), None)
     assert llada == FullSequence(block_length=32)
-    chosen = defaults.resolve_strategy(dream, None)
+    chosen = api_strategy.resolve_strategy(dream, None)
     assert chosen == FullSequence(remasking="entropy", buffer_size=8)
-    assert defaults.default_params(dream, chosen) == USUAL
+    assert api_strategy.default_params(dream, chosen) == USUAL
 
 
 def test_a_schedules_threshold_is_for_that_alone(dream):
-    assert defaults.resolve_strategy(dream, "multi_bd").accept_threshold == 0.9
-    stranger = defaults.resolve_strategy(tiny("sdar"), "full_sequence")
+    assert api_strategy.resolve_strategy(dream, "multi_bd").accept_threshold == 0.9
+    stranger = api_strategy.resolve_strategy(tiny("sdar"), "full_sequence")
     assert stranger == FullSequence(buffer_size=8)
 
 
 def test_a_whole_window_is_no_longer_than_the_model():
     model = tiny("llada", max_sequence_length=100)
-    assert defaults.resolve_strategy(model, "full_sequence").buffer_size == 3
-    assert defaults.family_strategy(model, "full_sequence", block_size=8).buffer_size == 12
-    asked = defaults.family_strategy(model, "full_sequence", buffer_size=5)
+    assert api_strategy.resolve_strategy(model, "full_sequence").buffer_size == 3
+    assert api_strategy.family_strategy(model, "full_sequence", block_size=8).buffer_size == 12
+    asked = api_strategy.family_strategy(model, "full_sequence", buffer_size=5)
     with pytest.raises(ValueError, match="160 tokens, more than the model's 100 positions"):
         check_fit(model, asked)
 
@@ -191,7 +193,7 @@ def started(monkeypatch):
 @pytest.mark.parametrize("sizes", [{}, {"block_size": 32}])
 def test_every_entrance_takes_the_familys_own(dream, started, monkeypatch, sizes):
     monkeypatch.setattr(generate, "_generate", lambda _, given, *__: given.strategy)
-    own = defaults.resolve_strategy(dream, None)
+    own = api_strategy.resolve_strategy(dream, None)
     dj.LLM(dream, **sizes)
     assert started == [own]
     assert cli_strategy.resolve(dream, None, None, {}) == own
@@ -215,7 +217,9 @@ def test_a_d2f_adapter_changes_how_the_base_is_decoded():
     changed |= {"remasking": None, "block_length": None}
     assert adapted == dataclasses.replace(base, **changed)
     model = tiny("llada").replace(defaults=adapted)
-    assert defaults.resolve_strategy(model, None) == D2F()  # its defaults are the published ones
+    assert (
+        api_strategy.resolve_strategy(model, None) == D2F()
+    )  # its defaults are the published ones
 
 
 def inspected(folder, capsys):
@@ -226,7 +230,7 @@ def inspected(folder, capsys):
 
 @pytest.mark.parametrize("family", ["llada", "llada2", "sdar"])
 def test_inspect_tells_how_a_checkpoint_is_decoded(family, tmp_path, capsys):
-    note = defaults.alternatives_note(tiny(family))
+    note = api_strategy.alternatives_note(tiny(family))
     assert (note is not None) == (family == "llada2")
     assert inspected(write_tiny(family, tmp_path), capsys) == ([note] if note else [])
     assert note is None or note.startswith(
@@ -265,18 +269,18 @@ USUAL = dj.SamplingParams(temperature=0.2, top_p=0.95)
 
 
 def test_sampling_is_the_familys_where_nothing_is_said(own):
-    assert defaults.default_params(own, MultiBD()) == USUAL
+    assert api_strategy.default_params(own, MultiBD()) == USUAL
     assert sampling_params(command(), own, MultiBD()) == USUAL
     asked = sampling_params(command("--temperature", "0", "--top-p", "1"), own, MultiBD())
     assert asked == dj.SamplingParams(temperature=0.0, top_p=1.0)
-    assert defaults.default_params(tiny("sdar"), MultiBD()) == dj.SamplingParams()
+    assert api_strategy.default_params(tiny("sdar"), MultiBD()) == dj.SamplingParams()
 
 
 def test_sampling_is_greedy_under_another_strategy(own, dream):
     assert (dream.defaults.temperature, dream.defaults.top_p) == (0.2, 0.95)
-    assert defaults.default_params(own, BlockDiffusion()) == dj.SamplingParams()
+    assert api_strategy.default_params(own, BlockDiffusion()) == dj.SamplingParams()
     for strategy in (MultiBD(), BlockDiffusion(), as_strategy(lambda _, state: state)):
-        assert defaults.default_params(dream, strategy) == dj.SamplingParams()
+        assert api_strategy.default_params(dream, strategy) == dj.SamplingParams()
         assert sampling_params(command(), dream, strategy) == dj.SamplingParams()
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import strategies
-from dllm_jax.api.generate import check_fit
+from dllm_jax.api.strategy import check_fit
 from dllm_jax.strategies.core import dual_cache
 from dllm_jax.strategies.core.state import (
     ACTIVE,

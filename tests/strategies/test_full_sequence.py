@@ -25,7 +25,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import strategies
 from dllm_jax.api import generate
-from dllm_jax.api.generate import check_fit
+from dllm_jax.api.strategy import check_fit
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.runner.forward import greedy
 from dllm_jax.runner.readout import read_stats
@@ -540,7 +540,7 @@ def test_guidance_holds_no_logits_of_the_whole_window() -> None:
     strategy = case.strategy.replace(block_size=32, buffer_size=16)
     session = generate.start(case.model, [[1, 2]] * 4, strategy, max_tokens=99)
     program = generate._advance.lower(
-        case.model, session.by_class, session.aux, session.state, jnp.int32(3), None
+        case.model, session.strategy, session.aux, session.state, jnp.int32(3), None
     ).compile()
     text, vocab = program.as_text(), case.model.config.vocab_size
     assert f"f32[512,{vocab}]" in text
