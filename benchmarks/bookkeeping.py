@@ -53,7 +53,6 @@ def make_layout(num_slots: int, num_pages: int) -> EngineLayout:
         max_steps_per_chunk=STEPS,
         block_size=BLOCK,
         window=2 * BLOCK,
-        prompt_mode="grid_causal",
         salt=b"bookkeeping",
         vocab_size=151_936,
         stop_token_ids=(151_643,),

@@ -138,8 +138,8 @@ def prefill(name, prompt, size):
     import dllm_jax as dj
     from dllm_jax.bench import measure
     from dllm_jax.bench.numbers import device_kind
-    from dllm_jax.bench.roofline import RATES, step_parts
-    from dllm_jax.engine.layout import PASS_KINDS
+    from dllm_jax.bench.roofline import step_parts
+    from dllm_jax.runner.timing import RATES
     from dllm_jax.strategies import MultiBD
 
     model = dj.load(name)
@@ -149,7 +149,7 @@ def prefill(name, prompt, size):
     sizes |= {"slot_buckets": (1,), "page_buckets": (columns,), "prefill_buckets": (size,)}
     config = dj.EngineConfig(**sizes, num_pages=2 * columns)
     engine = dj.LLM(model, strategy, calibrate=False, progress=False, config=config).engine
-    kind = PASS_KINDS[strategy.needs.prompt]
+    kind = engine.layout.pass_kind
     passes = [
         measure.prefill_pass_ms(engine, size, columns, kind, first=first)
         for first in range(0, prompt, size)

@@ -23,7 +23,7 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler, Sequence
 from dllm_jax.models import reference
-from dllm_jax.runner.cost import begin
+from dllm_jax.runner.timing import begin
 from dllm_jax.runner.decode import PassKind
 
 FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
@@ -270,7 +270,7 @@ def borrowed(
     pool, size = scheduler.pool, layout.block_size
     each = min(columns, pool.num_available // rows)
     room = min(each * layout.page_size - size, layout.max_model_len)
-    if layout.prompt_mode == "in_window":
+    if layout.in_window:
         room = layout.window
     if layout.max_model_len < 2 * size:
         raise ValueError(

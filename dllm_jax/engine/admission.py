@@ -130,7 +130,7 @@ def _check(
                 f"the prompt holds id {token}, outside the vocabulary [0, {layout.vocab_size}); "
                 "was it tokenized for another model?"
             )
-    if suffix and layout.prompt_mode != "in_window":
+    if suffix and not layout.in_window:
         raise ValueError(
             "a suffix needs a strategy that keeps the prompt in its window; "
             'use strategy="full_sequence"'

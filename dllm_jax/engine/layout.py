@@ -1,6 +1,6 @@
-"""What the host loop must know of the device's programs: sizes and rules, as plain numbers.
+"""What the host loop knows of the device's programs: sizes and rules, as plain numbers.
 
-Made once by `device` from model, strategy and configuration. Nothing here imports JAX.
+`runner.buckets` makes an `EngineLayout` from model, strategy and configuration.
 """
 
 import dataclasses
@@ -9,22 +9,16 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-PromptMode = Literal["grid_causal", "grid_full", "whole_causal", "whole_full", "in_window"]
+from dllm_jax.engine import checks
 
-# How the rows of a prefill pass see each other: blocks and those before them, tokens and those
-# before them, or everything. Text behind a prompt of one of the full modes is recomputed as blocks.
+# How the rows of a prefill pass see each other: their block and those before it, tokens up to their
+# own, or every row. Text behind a prompt of kind "full" is recomputed as "blocks".
 PassKind = Literal["blocks", "causal", "full"]
-PASS_KINDS: dict[str, PassKind] = {
-    "grid_causal": "blocks",
-    "grid_full": "full",
-    "whole_causal": "causal",
-    "whole_full": "full",
-}
 
 NO_LIMIT = 2**31 - 1
-HOLE = -1  # in the place of an id: a cell to be written
-# What a chunk may bring to the host, which also bounds the pages it may need: so many windows, or,
-# where windows are narrow, so many tokens for each of its steps.
+HOLE = -1  # stands for an id that is to be written
+# The most that a chunk returns, which also bounds the pages it needs: windows, or tokens a step
+# where windows are narrow.
 WINDOWS_PER_CHUNK = 4
 TOKENS_PER_STEP = 2
 
@@ -59,20 +53,23 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        whole = ("max_num_seqs", "page_size", "max_steps_per_chunk")
-        optional = ("max_model_len", "num_pages", "max_num_batched_tokens")
-        for name in (*whole, *optional):
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number >= 1; choose one")
+        for name, default in _COUNTS.items():
+            if default is not None or getattr(self, name) is not None:
+                number = checks.whole_number(name, getattr(self, name))
+                object.__setattr__(self, name, number)
         share = self.memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(
                 f"memory_utilization={self.memory_utilization!r} must be in (0, 1]; "
                 "0.9 leaves a tenth for others"
             )
+
+
+_COUNTS = {
+    field.name: field.default
+    for field in dataclasses.fields(EngineConfig)
+    if field.type in (int, int | None)
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,18 +80,21 @@ class EngineLayout:
         num_slots, num_pages, page_size, max_model_len, max_steps_per_chunk: As configured.
         block_size: S, tokens of a block.
         window: W, cells of the window: a step commits and writes at most so many positions.
-        prompt_mode: How prompts are taken in (`dllm_jax.strategies.core.protocol.Needs.prompt`).
+        is_grid: Blocks start at multiples of S, not at the prompt's end.
+        is_full: Prompt rows all see each other: one pass, reusable only as a whole.
+        is_token_causal: Prompt rows see the tokens up to their own.
+        in_window: Prompts stay in the window and are never prefilled.
         compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
         soft_commits: Committed keys depend on more than tokens: generated pages are never shared.
-        starts_over: A preempted request does so: its tokens and its slot do not say all of it.
+        starts_over: A preempted request starts over: its slot does not hold its whole state.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
         vocab_size, mask_id, stop_token_ids: Of the model.
         knobs: The strategy's thresholds, with the range of each.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
-        many_rows: Slot buckets from here on run without command buffers; None: none does.
-        prompts_a_pass: Prompts whose pieces of the smallest size one pass takes in; 1: none does.
+        many_rows: Slot buckets from this size on run without command buffers; None: none.
+        prompts_a_pass: Prompts that share a pass of pieces of the smallest size.
     """
 
     num_slots: int
@@ -104,7 +104,10 @@ class EngineLayout:
     max_steps_per_chunk: int
     block_size: int
     window: int
-    prompt_mode: PromptMode
+    is_grid: bool = True
+    is_full: bool = False
+    is_token_causal: bool = False
+    in_window: bool = False
     compute_at_least: int = 0
     soft_commits: bool = False
     starts_over: bool = False
@@ -122,15 +125,10 @@ class EngineLayout:
     many_rows: int | None = None
     prompts_a_pass: int = 1
 
-    @functools.cached_property
-    def is_grid(self) -> bool:
-        """Blocks lie on the absolute grid."""
-        return self.prompt_mode.startswith("grid")
-
-    @functools.cached_property
-    def is_full(self) -> bool:
-        """Prompt rows all see each other: one pass, reusable only as a whole."""
-        return self.prompt_mode.endswith("full")
+    @property
+    def pass_kind(self) -> PassKind:
+        """How the rows of a prompt's passes see each other."""
+        return "full" if self.is_full else "causal" if self.is_token_causal else "blocks"
 
     @functools.cached_property
     def unit(self) -> int:
@@ -139,13 +137,13 @@ class EngineLayout:
 
     @functools.cached_property
     def most_new(self) -> int:
-        """Tokens a chunk of several steps may emit a row: it ends before it could emit more."""
+        """Tokens that a chunk of several steps may emit a row; it ends before it could exceed them."""
         most = max(WINDOWS_PER_CHUNK * self.window, TOKENS_PER_STEP * self.max_steps_per_chunk)
         return min(most, self.max_model_len)
 
     def prefill_len(self, prompt_len: int) -> int:
         """Tokens of a prompt that go to the cache before decoding."""
-        if self.prompt_mode == "in_window":
+        if self.in_window:
             return 0
         return prompt_len // self.block_size * self.block_size if self.is_grid else prompt_len
 
@@ -159,12 +157,12 @@ class Placement:
     """One sequence as its slot sees it, in host numbers.
 
     Attributes:
-        tail: Prompt tokens from the first cell of the window on, at most W.
+        tail: Prompt tokens from the window's first cell on, at most W.
         limit: First absolute position that may not be emitted.
         knobs: One value for each of `EngineLayout.knobs`.
         seed, fold: The sequence's random key is `fold_in(key(seed), fold)`.
-        given: Ids from the prompt's end on, `HOLE` for a cell to be written (prompts in the
-            window); the text behind them is to be written too.
+        given: Ids behind the prompt, `HOLE` for one to be written; cells behind them are to be
+            written too. Only for prompts in the window.
     """
 
     tail: tuple[int, ...]
@@ -182,7 +180,7 @@ class Placement:
     given: tuple[int, ...] = ()
 
     def num_written(self, length: int) -> int:
-        """How many of the first `length` tokens of the text were written, not given."""
+        """How many of the text's first `length` tokens were written, not given."""
         return length - sum(token != HOLE for token in self.given[:length])
 
 

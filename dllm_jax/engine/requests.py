@@ -1,19 +1,15 @@
-"""What a user asks of the engine and what comes back: plain values, checked where they are made.
+"""Requests and their outputs: plain values, checked where they are made."""
 
-Nothing here imports JAX, runs a model or knows about slots and pages.
-"""
-
-import contextlib
 import dataclasses
 import functools
 import math
-import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dllm_jax.engine import checks
+
 MAX_SEED = 2**32 - 1  # a random key is made from 32 bits
-MOST = 2**31 - 1  # what counts on the device holds
 MOST_TEXTS = 4096  # of one prompt
 _MOST_FLOAT = 3.0e38  # what float32 holds
 
@@ -55,27 +51,29 @@ class SamplingParams:
     strategy_overrides: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        stop = () if self.stop is None else self.stop
         stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         plain: dict[str, Any] = {
-            "max_tokens": whole_number("max_tokens", self.max_tokens, 1, MOST),
-            "temperature": _number("temperature", self.temperature, 0.0, _MOST_FLOAT),
-            "ignore_eos": _truth("ignore_eos", self.ignore_eos),
-            "n": whole_number("n", self.n, 1, MOST_TEXTS),
-            "stop": _stops(() if self.stop is None else self.stop),
-            "stop_token_ids": tuple(token_ids("stop_token_ids", stop_ids, MOST)),
-            "strategy_overrides": _overrides(self.strategy_overrides),
+            "temperature": checks.real_number("temperature", self.temperature, 0.0, _MOST_FLOAT),
+            "ignore_eos": checks.boolean("ignore_eos", self.ignore_eos),
+            "stop": checks.stop_strings(stop),
+            "stop_token_ids": tuple(checks.token_ids("stop_token_ids", stop_ids, checks.MOST)),
+            "strategy_overrides": checks.overrides(self.strategy_overrides),
         }
         if self.top_p is not None:
-            plain["top_p"] = _number("top_p", self.top_p, 0.0, 1.0)
+            plain["top_p"] = checks.real_number("top_p", self.top_p, 0.0, 1.0)
         for name, low, high in (
-            ("top_k", 1, MOST),
+            ("max_tokens", 1, checks.MOST),
+            ("n", 1, MOST_TEXTS),
+            ("top_k", 1, checks.MOST),
             ("seed", 0, MAX_SEED),
-            ("max_nfe", 1, MOST),
-            ("max_repetition_run", 2, MOST),
+            ("max_nfe", 1, checks.MOST),
+            ("max_repetition_run", 2, checks.MOST),
         ):
-            if getattr(self, name) is not None:
-                plain[name] = whole_number(name, getattr(self, name), low, high)
-        _set(self, plain)
+            value = getattr(self, name)
+            if value is not None or name in ("max_tokens", "n"):
+                plain[name] = checks.whole_number(name, value, low, high)
+        checks.set_fields(self, plain)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,34 +104,35 @@ class Request:
 
     def __post_init__(self):
         if not isinstance(self.params, SamplingParams):
-            raise ValueError(f"params is a {_kind(self.params)}; give SamplingParams")
+            raise ValueError(f"params is a {type(self.params).__name__}; give SamplingParams")
         for name in ("prompt", "request_id"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise ValueError(f"{name}={value!r} must be a string; leave it out or give one")
         plain: dict[str, Any] = {
-            name: token_ids(name, getattr(self, name))
-            for name in ("prompt_token_ids", "suffix_token_ids")
+            "prompt_token_ids": checks.token_ids("prompt_token_ids", self.prompt_token_ids),
+            "suffix_token_ids": checks.token_ids("suffix_token_ids", self.suffix_token_ids),
+            "priority": checks.whole_number("priority", self.priority, -checks.MOST),
+            "stream": checks.boolean("stream", self.stream),
+            "denoise": checks.boolean("denoise", self.denoise),
         }
-        plain["priority"] = whole_number("priority", self.priority, -MOST, MOST)
-        plain |= {name: _truth(name, getattr(self, name)) for name in ("stream", "denoise")}
         if self.deadline_s is not None:
-            plain["deadline_s"] = _number("deadline_s", self.deadline_s, 0.0, math.inf)
-        _set(self, plain)
+            plain["deadline_s"] = checks.real_number("deadline_s", self.deadline_s, 0.0)
+        checks.set_fields(self, plain)
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftMetrics:
-    """How drafts fared, of a strategy that has a model judge those of another.
+    """How drafts fared where one model verifies the drafts of another.
 
-    Only what could be emitted counts: drafts for places past the limit, or behind a stop id that
-    was emitted, do not, nor do rounds in which nothing was drafted. Metrics of several texts add.
+    Only drafts that could be emitted count: not those past the limit or behind an emitted stop id,
+    and not rounds without a draft. Metrics of several texts add.
 
     Attributes:
-        counts: Rounds by what they emitted: `counts[i]` emitted i + 1 tokens, the one that the
-            target adds to the drafts it accepts among them.
-        proposed: Drafts that were judged, by place: the first follows the last known token.
-        accepted: Those of them that were emitted.
+        counts: Rounds by tokens emitted: `counts[i]` rounds emitted i + 1 tokens, including the
+            one that the target adds to the accepted drafts.
+        proposed: Verified drafts, by place; the first place follows the last known token.
+        accepted: Emitted drafts, by place.
     """
 
     counts: tuple[int, ...]
@@ -142,23 +141,23 @@ class DraftMetrics:
 
     @property
     def rounds(self) -> int:
-        """Rounds in which drafts were judged."""
+        """Rounds in which drafts were verified."""
         return sum(self.counts)
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens emitted in a round, the target's own one among them; NaN before the first."""
+        """Tokens emitted a round, including the target's own; NaN before the first round."""
         emitted = sum(size * rounds for size, rounds in enumerate(self.counts, 1))
         return emitted / self.rounds if self.rounds else math.nan
 
     @property
     def accepted_per_position(self) -> tuple[float, ...]:
-        """Share of the drafts of each place that was accepted; NaN where none was judged."""
+        """Share of the drafts of each place that was accepted; NaN where none was verified."""
         pairs = zip(self.accepted, self.proposed, strict=True)
-        return tuple(taken / told if told else math.nan for taken, told in pairs)
+        return tuple(taken / count if count else math.nan for taken, count in pairs)
 
     def figures(self) -> dict[str, Any]:
-        """What is reported of it as JSON, where what was never judged is None."""
+        """The metrics as JSON values, None in place of NaN."""
         length, shares = self.mean_accepted_length, self.accepted_per_position
         return {
             "rounds": self.rounds,
@@ -168,15 +167,14 @@ class DraftMetrics:
         }
 
     def __add__(self, other: "DraftMetrics") -> "DraftMetrics":
-        pairs = ((self.counts, other.counts), (self.proposed, other.proposed))
-        more = (*pairs, (self.accepted, other.accepted))
-        return DraftMetrics(*(tuple(map(operator.add, *pair)) for pair in more))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return DraftMetrics(*(tuple(map(operator.add, *pair)) for pair in pairs))
 
     @staticmethod
-    def together(told: Iterable["DraftMetrics | None"]) -> "DraftMetrics | None":
-        """Of several texts as one; None where none of them drafted."""
-        some = [one for one in told if one is not None]
-        return functools.reduce(operator.add, some) if some else None
+    def together(metrics: Iterable["DraftMetrics | None"]) -> "DraftMetrics | None":
+        """The sum over several texts; None where none of them drafted."""
+        drafted = [each for each in metrics if each is not None]
+        return functools.reduce(operator.add, drafted) if drafted else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,95 +263,3 @@ class StreamEvent:
     window: tuple[int | None, ...]
     metrics: Metrics
     error: str | None = None
-
-
-# --- checks: each returns the value as plain Python; NumPy's numbers are as good -----------------
-
-
-def whole_number(name: str, value: Any, low: int, high: int) -> int:
-    """The value as an int; truth values are none.
-
-    Raises:
-        ValueError: It is not whole, or not in [low, high].
-    """
-    number = low - 1
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            number = operator.index(value)
-    if not low <= number <= high:
-        raise ValueError(
-            f"{name}={value!r} must be a whole number in [{low}, {high}]; choose a value there"
-        )
-    return number
-
-
-def token_ids(name: str, ids: Any, most: int | None = None) -> list[int]:
-    """The ids as a list of ints.
-
-    Args:
-        most: Where given, they are in [0, most]; the engine knows its vocabulary better.
-
-    Raises:
-        ValueError: They are something else.
-    """
-    try:
-        plain = list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
-    except TypeError:
-        raise ValueError(
-            f"{name} is {_short(ids)}; give one list of whole numbers, token ids"
-        ) from None
-    if most is not None:
-        for token in plain:
-            whole_number(name, token, 0, most)
-    return plain
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not low <= float(value) <= high:
-        raise ValueError(f"{name}={value!r} must be a number in [{low}, {high}]; choose one there")
-    return float(value)
-
-
-def _truth(name: str, value: Any) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # Python's and NumPy's
-        raise ValueError(f"{name}={value!r} must be True or False; choose one")
-    return bool(value)
-
-
-def _stops(stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Iterable):
-        raise ValueError(f"{stop=} must be a string or several; give those that end the text")
-    stops = tuple(stops)
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop holds {text!r}; give strings of at least one character")
-    return stops
-
-
-def _overrides(overrides: Any) -> dict[str, float]:
-    if not isinstance(overrides, Mapping):
-        raise ValueError(
-            f"strategy_overrides={overrides!r} must be a mapping; "
-            'give thresholds by name, as {"accept_threshold": 0.8}'
-        )
-    return {
-        name: _number(f"strategy_overrides[{name!r}]", value, -math.inf, math.inf)
-        for name, value in overrides.items()
-    }
-
-
-def _set(frozen: Any, plain: Mapping[str, Any]) -> None:
-    """Fields of a frozen value while it is being made: given in any form that means the same."""
-    for name, value in plain.items():
-        object.__setattr__(frozen, name, value)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
-def _short(value: Any) -> str:
-    said = repr(value)
-    return said if len(said) <= 60 and "\n" not in said else f"a {_kind(value)}"

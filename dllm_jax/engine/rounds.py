@@ -104,7 +104,7 @@ def _steps_left(layout: EngineLayout, sequence: Sequence) -> int:
     """The most steps that a text can take from its last fetch on; many where none is known."""
     asked = sequence.placement
     left = asked.max_nfe - sequence.nfe  # a step is a forward at least
-    if layout.prompt_mode == "whole_causal":  # and writes a token at least
+    if layout.is_token_causal:  # and writes a token at least
         left = min(left, asked.limit - asked.prompt_len - len(sequence.tokens))
     return left
 

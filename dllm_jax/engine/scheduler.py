@@ -147,7 +147,7 @@ class Scheduler:
                 "prompt and text together: shorten it or raise max_model_len"
             )
         total = prompt_len + text_len + suffix_len
-        if layout.prompt_mode == "in_window" and total > layout.window:
+        if layout.in_window and total > layout.window:
             raise ValueError(
                 f"prompt, text and suffix are {prompt_len} + {text_len} + {suffix_len} tokens, the "
                 f"window has {layout.window}; use buffer_size={-(-total // layout.block_size)} or "
@@ -312,7 +312,7 @@ class Scheduler:
         else:
             # A text that ended may have committed more than it said: a stop id, cells past a limit.
             end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))
-            if self.layout.soft_commits or self.layout.prompt_mode == "in_window":
+            if self.layout.soft_commits or self.layout.in_window:
                 end = min(end, sequence.prefix_len)
             self._publish_up_to(sequence, end)
         sequence.prompt_published = True
@@ -353,7 +353,7 @@ class Scheduler:
         if left < size:
             size = buckets[bisect.bisect_left(buckets, left)]
         end = sequence.done + min(size, left)
-        kind = "causal" if layout.prompt_mode == "whole_causal" else "blocks"
+        kind = "causal" if layout.is_token_causal else "blocks"
         return Pass(kind, sequence.done, end, end, size)
 
     # --- growing and giving way -----------------------------------------------------------------

@@ -40,7 +40,7 @@ def make_layout(
         ValueError: The configuration does not fit the model.
     """
     cfg, needs = model.config, strategy.needs
-    bare, knobs = split_knobs(strategy)
+    knobs = split_knobs(strategy)[1]
     max_len = cfg.max_position if config.max_model_len is None else config.max_model_len
     if max_len > cfg.max_position:
         raise ValueError(
@@ -48,8 +48,7 @@ def make_layout(
             "lower it"
         )
     S, W = strategy.block_size, strategy.block_size * strategy.buffer_size
-    has_absorb = hasattr(bare, "absorb")
-    keeps = needs.boundary or cfg.shift or has_absorb
+    keeps = needs.boundary or cfg.shift or strategy.absorbs
     least = (S if needs.prompt.startswith("grid") else 1) if keeps else 0
     if needs.prompt == "whole_causal":
         least = 1
@@ -71,7 +70,10 @@ def make_layout(
         max_steps_per_chunk=config.max_steps_per_chunk,
         block_size=S,
         window=W,
-        prompt_mode=needs.prompt,
+        is_grid=needs.prompt.startswith("grid"),
+        is_full=needs.prompt.endswith("full"),
+        is_token_causal=needs.prompt == "whole_causal",
+        in_window=needs.prompt == "in_window",
         compute_at_least=least,
         soft_commits=needs.soft_commits,
         starts_over=needs.soft_commits or bool(needs.provisional_cache),

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.engine.layout import PASS_KINDS, EngineLayout, Placement
+from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,11 +34,11 @@ class Work:
     run: Callable[[Any], Any]
 
 
-def pass_kinds(layout: EngineLayout) -> tuple[str, ...]:
+def pass_kinds(layout: EngineLayout) -> tuple[PassKind, ...]:
     """Which prefill passes there are (`decode.PassKind`)."""
-    if layout.prompt_mode == "in_window":
+    if layout.in_window:
         return ()
-    kinds = {PASS_KINDS[layout.prompt_mode]}
+    kinds = {layout.pass_kind}
     if layout.is_full and not layout.starts_over:
         kinds.add("blocks")  # text behind the prompt, where it is computed again
     return tuple(sorted(kinds))
@@ -76,7 +76,7 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
         Work("admit", lambda device: device.admit(0, empty)),
         Work("restore", lambda device: device.restore(0, empty, saved, ())),
     ]
-    if layout.prompt_mode != "whole_causal":  # whose prompts always leave a token to compute
+    if not layout.is_token_causal:  # whose prompts always leave a token to compute
         work.append(Work("begin", lambda device: device.begin(0)))
     if layout.is_full:
         work.append(Work("copy", lambda device: device.copy_page(0, 0)))

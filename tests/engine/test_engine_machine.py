@@ -13,7 +13,7 @@ import runpy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -22,9 +22,8 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from tests.oracles.engine_world import World, host_of, run
+from tests.oracles.engine_world import HOST, World, run
 
-HOST = host_of()
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = st.integers(0, 2**16)
 ACTIONS = 60  # of a seeded run; sizes and rules are drawn anew for each
@@ -76,7 +75,7 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = hypothesis.settings(max_examples=60, stateful_step_count=40)
 
 
-def run_many(first_seed: int, count: int, host: SimpleNamespace = HOST) -> Counter[str]:
+def run_many(first_seed: int, count: int, host: ModuleType = HOST) -> Counter[str]:
     """Seeded runs; the seed of one that fails is in the message."""
     total: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
@@ -95,11 +94,11 @@ def assert_everything_happened(counts: Counter[str]) -> None:
 
 
 @pytest.fixture
-def host() -> SimpleNamespace:
+def host() -> ModuleType:
     return HOST
 
 
-def make_world(host: SimpleNamespace, number: int = 0) -> World:
+def make_world(host: ModuleType, number: int = 0) -> World:
     """A world with at least two slots, without a tokenizer."""
     seeds = (seed for seed in range(10_000))
     worlds = (World(host, random.Random(seed)) for seed in seeds)
@@ -119,7 +118,7 @@ def ask(world: World, max_tokens: int = 12) -> str:
     return world.engine.add(requests.Request(prompt_token_ids=[5, 4], params=params))
 
 
-def test_a_device_that_keeps_failing_ends_its_requests(host: SimpleNamespace) -> None:
+def test_a_device_that_keeps_failing_ends_its_requests(host: ModuleType) -> None:
     for program in ("decode", "fetch", "admit"):
         world = make_world(host)
         names = {ask(world), ask(world)}
@@ -162,7 +161,7 @@ def test_a_snapshot_is_saved_of_what_is_given_up() -> None:
         assert all(said in output.error for output in outputs)
 
 
-def test_one_chunk_is_on_its_way_while_another_is_read(host: SimpleNamespace) -> None:
+def test_one_chunk_is_on_its_way_while_another_is_read(host: ModuleType) -> None:
     world = make_world(host)
     ask(world, max_tokens=26)
     world.engine.step()
@@ -173,11 +172,11 @@ def test_one_chunk_is_on_its_way_while_another_is_read(host: SimpleNamespace) ->
     assert world.engine.stats().num_chunks_in_flight == 1
 
 
-def test_nothing_is_dispatched_behind_a_chunk_that_ends_all(host: SimpleNamespace) -> None:
+def test_nothing_is_dispatched_behind_a_chunk_that_ends_all(host: ModuleType) -> None:
     counted_out = 0
     for number in range(12):
         world = make_world(host, number)
-        if world.layout.prompt_mode == "in_window":  # whose window may be too short for the text
+        if world.layout.in_window:  # whose window may be too short for the text
             continue
         requests, ran = world.host.requests, []
         params = requests.SamplingParams(max_tokens=26, max_nfe=5, ignore_eos=True)
@@ -202,7 +201,7 @@ def noted(function: Callable[..., Any], returned: list) -> Callable[..., Any]:
     return call
 
 
-def test_idle_time_is_no_steps_time(host: SimpleNamespace) -> None:
+def test_idle_time_is_no_steps_time(host: ModuleType) -> None:
     world = make_world(host)
     for _ in range(3):
         name = ask(world, max_tokens=26)

@@ -6,19 +6,19 @@ it is needed, in which order such pages go, and that a key stands for everything
 """
 
 import random
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 
-from tests.oracles.engine_world import host_of
+from tests.oracles.engine_world import HOST
 
 
 @pytest.fixture
-def host() -> SimpleNamespace:
-    return host_of()
+def host() -> ModuleType:
+    return HOST
 
 
-def test_pages_are_taken_once_and_come_back(host: SimpleNamespace) -> None:
+def test_pages_are_taken_once_and_come_back(host: ModuleType) -> None:
     pool = host.pages.PagePool(5)
     first, second = pool.take(3), pool.take(2)
     assert sorted(first + second) == [0, 1, 2, 3, 4]
@@ -28,7 +28,7 @@ def test_pages_are_taken_once_and_come_back(host: SimpleNamespace) -> None:
     pool.check([second])
 
 
-def test_too_many_pages_take_nothing(host: SimpleNamespace) -> None:
+def test_too_many_pages_take_nothing(host: ModuleType) -> None:
     pool = host.pages.PagePool(3)
     held = pool.take(2)
     with pytest.raises(host.pages.OutOfPages, match="2 pages wanted, 1 available"):
@@ -37,7 +37,7 @@ def test_too_many_pages_take_nothing(host: SimpleNamespace) -> None:
     assert len(pool.take(1)) == 1
 
 
-def test_a_shared_page_is_held_until_its_last_owner_goes(host: SimpleNamespace) -> None:
+def test_a_shared_page_is_held_until_its_last_owner_goes(host: ModuleType) -> None:
     pool = host.pages.PagePool(2)
     (page,) = pool.take(1)
     pool.share(page)
@@ -49,7 +49,7 @@ def test_a_shared_page_is_held_until_its_last_owner_goes(host: SimpleNamespace) 
     assert pool.take(1) == [page]
 
 
-def test_a_known_page_is_found_when_nobody_holds_it(host: SimpleNamespace) -> None:
+def test_a_known_page_is_found_when_nobody_holds_it(host: ModuleType) -> None:
     pool = host.pages.PagePool(3)
     pages = pool.take(2)
     for key, page in zip("ab", pages, strict=True):
@@ -67,7 +67,7 @@ def test_a_known_page_is_found_when_nobody_holds_it(host: SimpleNamespace) -> No
 
 
 def test_unknown_pages_go_before_known_ones_and_those_in_order_of_release(
-    host: SimpleNamespace,
+    host: ModuleType,
 ) -> None:
     pool = host.pages.PagePool(6)
     old, new, other = pool.take(2), pool.take(2), pool.take(2)
@@ -83,7 +83,7 @@ def test_unknown_pages_go_before_known_ones_and_those_in_order_of_release(
     assert pool.evictions == 4
 
 
-def test_a_page_used_again_is_not_the_next_to_go(host: SimpleNamespace) -> None:
+def test_a_page_used_again_is_not_the_next_to_go(host: ModuleType) -> None:
     pool = host.pages.PagePool(2)
     first, second = pool.take(2)
     pool.publish("f", first)
@@ -96,7 +96,7 @@ def test_a_page_used_again_is_not_the_next_to_go(host: SimpleNamespace) -> None:
     assert pool.find("f") == [first]
 
 
-def test_an_evicted_page_is_forgotten(host: SimpleNamespace) -> None:
+def test_an_evicted_page_is_forgotten(host: ModuleType) -> None:
     pool = host.pages.PagePool(1)
     (page,) = pool.take(1)
     pool.publish("key", page, payload="row")
@@ -109,7 +109,7 @@ def test_an_evicted_page_is_forgotten(host: SimpleNamespace) -> None:
     assert pool.find(["other"]) == [page]
 
 
-def test_the_first_page_under_a_key_stays_and_a_page_keeps_its_key(host: SimpleNamespace) -> None:
+def test_the_first_page_under_a_key_stays_and_a_page_keeps_its_key(host: ModuleType) -> None:
     pool = host.pages.PagePool(3)
     pages = pool.take(3)
     pool.publish("key", pages[0])
@@ -120,7 +120,7 @@ def test_the_first_page_under_a_key_stays_and_a_page_keeps_its_key(host: SimpleN
     pool.check([pages])
 
 
-def test_reset_forgets_everything(host: SimpleNamespace) -> None:
+def test_reset_forgets_everything(host: ModuleType) -> None:
     pool = host.pages.PagePool(4)
     pages = pool.take(4)
     pool.publish("key", pages[0], payload=1)
@@ -131,7 +131,7 @@ def test_reset_forgets_everything(host: SimpleNamespace) -> None:
     assert len(pool.take(4)) == 4
 
 
-def test_random_use_keeps_the_books_right(host: SimpleNamespace) -> None:
+def test_random_use_keeps_the_books_right(host: ModuleType) -> None:
     rng = random.Random(0)
     pool, held = host.pages.PagePool(9), []
     for number in range(2000):
@@ -155,7 +155,7 @@ def test_random_use_keeps_the_books_right(host: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("wrong", ["owner", "twice", "lost", "key"])
 def test_check_notices_wrong_books(wrong: str) -> None:
-    pool = host_of().pages.PagePool(3)
+    pool = HOST.pages.PagePool(3)
     pages = pool.take(2)
     pool.publish("key", pages[0])
     if wrong == "owner":
@@ -170,13 +170,13 @@ def test_check_notices_wrong_books(wrong: str) -> None:
         pool.check([pages])
 
 
-def keys(host: SimpleNamespace, tokens: list[int], salt: bytes = b"s", unit: int = 4) -> list:
+def keys(host: ModuleType, tokens: list[int], salt: bytes = b"s", unit: int = 4) -> list:
     chain = host.pages.Chain(salt, unit, page_size=4)
     chain.extend(tokens)
     return chain.keys
 
 
-def test_a_key_stands_for_all_tokens_up_to_its_page(host: SimpleNamespace) -> None:
+def test_a_key_stands_for_all_tokens_up_to_its_page(host: ModuleType) -> None:
     text = list(range(12))
     base = keys(host, text)
     assert len(base) == len(set(base)) == 3
@@ -186,16 +186,16 @@ def test_a_key_stands_for_all_tokens_up_to_its_page(host: SimpleNamespace) -> No
         assert same == [page < i // 4 for page in range(3)]
 
 
-def test_equal_pages_at_different_places_have_different_keys(host: SimpleNamespace) -> None:
+def test_equal_pages_at_different_places_have_different_keys(host: ModuleType) -> None:
     assert len(set(keys(host, [5] * 12))) == 3
 
 
-def test_keys_depend_on_the_salt(host: SimpleNamespace) -> None:
+def test_keys_depend_on_the_salt(host: ModuleType) -> None:
     assert not set(keys(host, [1] * 8, salt=b"one")) & set(keys(host, [1] * 8, salt=b"two"))
     assert host.pages.digest(b"one", [1]) != host.pages.digest(b"two", [1])
 
 
-def test_a_part_of_a_unit_has_no_key(host: SimpleNamespace) -> None:
+def test_a_part_of_a_unit_has_no_key(host: ModuleType) -> None:
     chain = host.pages.Chain(b"", 4, page_size=4)
     chain.extend([1, 2, 3])
     assert (chain.keys, chain.length) == ([], 0)
@@ -203,7 +203,7 @@ def test_a_part_of_a_unit_has_no_key(host: SimpleNamespace) -> None:
     assert (len(chain.keys), chain.length) == (1, 4)
 
 
-def test_a_chain_grows_piece_by_piece(host: SimpleNamespace) -> None:
+def test_a_chain_grows_piece_by_piece(host: ModuleType) -> None:
     text = [7 * i % 11 for i in range(40)]
     chain = host.pages.Chain(b"s", 4, page_size=4)
     for end in (3, 4, 9, 9, 23, 40):
@@ -212,7 +212,7 @@ def test_a_chain_grows_piece_by_piece(host: SimpleNamespace) -> None:
         assert chain.keys == keys(host, text[:end])
 
 
-def test_the_pages_of_a_unit_have_keys_of_their_own(host: SimpleNamespace) -> None:
+def test_the_pages_of_a_unit_have_keys_of_their_own(host: ModuleType) -> None:
     """Pages of 4 and blocks of 6: 12 tokens are keyed together, as three pages."""
     text = list(range(30))
     base = keys(host, text, unit=12)

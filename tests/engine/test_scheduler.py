@@ -6,21 +6,21 @@ test_engine_machine.py's subject. `host` is the package's own modules; test_engi
 broken copies in.
 """
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.oracles.engine_world import host_of
+from tests.oracles.engine_world import HOST
 from tests.oracles.fake_device import Cost
 
 
 @pytest.fixture
-def host() -> SimpleNamespace:
-    return host_of()
+def host() -> ModuleType:
+    return HOST
 
 
-def make_layout(host: SimpleNamespace, **changed: Any) -> Any:
+def make_layout(host: ModuleType, **changed: Any) -> Any:
     sizes = {
         "num_slots": 3,
         "num_pages": 12,
@@ -29,7 +29,6 @@ def make_layout(host: SimpleNamespace, **changed: Any) -> Any:
         "max_steps_per_chunk": 4,
         "block_size": 4,
         "window": 8,
-        "prompt_mode": "grid_causal",
         "salt": b"model",
         "vocab_size": 100,
         "stop_token_ids": (1,),
@@ -45,7 +44,7 @@ def make_layout(host: SimpleNamespace, **changed: Any) -> Any:
 class Books:
     """A scheduler and sequences for it, made as the engine makes them."""
 
-    def __init__(self, host: SimpleNamespace, **changed: Any):
+    def __init__(self, host: ModuleType, **changed: Any):
         self.host = host
         self.scheduler = host.scheduler.Scheduler(make_layout(host, **changed))
         self.pool = self.scheduler.pool
@@ -57,7 +56,7 @@ class Books:
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
         request = host.requests.Request(prompt_token_ids=list(prompt), params=params, **fields)
-        live = host.intake.accept(request, "name", self.number, 0.0, self.scheduler, None, 9)
+        live = host.admission.accept(request, "name", self.number, 0.0, self.scheduler, None, 9)
         self.number += params.n
         return live
 
@@ -101,7 +100,7 @@ class Books:
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: SimpleNamespace) -> None:
+def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: ModuleType) -> None:
     limits = Books(host).scheduler.limits
     assert limits(5, 7, 0) == (12, 16)  # and the rest of the last block is written
     assert limits(5, 99, 0) == (40, 44)
@@ -118,21 +117,27 @@ def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: SimpleNamespace) 
     ],
 )
 def test_what_can_never_run_is_refused(prompt_len: int, pages: int, message: str) -> None:
-    scheduler = Books(host_of(), num_pages=pages).scheduler
+    scheduler = Books(HOST, num_pages=pages).scheduler
     with pytest.raises(ValueError, match=message):
         scheduler.limits(prompt_len, 8, 0)
     assert scheduler.limits(prompt_len - 1, 8, 0)
 
 
-def test_a_window_holds_prompt_text_and_suffix(host: SimpleNamespace) -> None:
-    rules = {"prompt_mode": "in_window", "window": 16, "max_model_len": 16, "page_buckets": (2, 4)}
+def test_a_window_holds_prompt_text_and_suffix(host: ModuleType) -> None:
+    rules = {
+        "is_grid": False,
+        "in_window": True,
+        "window": 16,
+        "max_model_len": 16,
+        "page_buckets": (2, 4),
+    }
     limits = Books(host, **rules).scheduler.limits
     assert limits(6, 7, 3) == (13, 16)  # not 13 + 3 + a block: the table has 4 pages
     with pytest.raises(ValueError, match=r"6 \+ 8 \+ 3 tokens, the window has 16"):
         limits(6, 8, 3)
 
 
-def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: SimpleNamespace) -> None:
+def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: ModuleType) -> None:
     books = Books(host, num_pages=6)
     sequence = books.run(range(2, 19), max_tokens=99)
     assert sequence.placement.limit == 20
@@ -144,14 +149,14 @@ def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: SimpleNamespace) -
 # --- the queue ------------------------------------------------------------------------------------
 
 
-def test_priority_then_arrival_decide(host: SimpleNamespace) -> None:
+def test_priority_then_arrival_decide(host: ModuleType) -> None:
     books = Books(host, num_pages=30, num_slots=5, slot_buckets=(5,))
     sequences = [books.add([5] * 4, priority=priority) for priority in (0, 1, 0, -1)]
     assert books.admit() == [sequences[3], sequences[0], sequences[2], sequences[1]]
     assert books.scheduler.live == [sequences[3], sequences[0], sequences[2], sequences[1]]
 
 
-def test_nobody_passes_one_that_does_not_fit(host: SimpleNamespace) -> None:
+def test_nobody_passes_one_that_does_not_fit(host: ModuleType) -> None:
     books = Books(host, num_pages=8)
     books.run([5] * 16)
     long, short = books.add([6] * 16), books.add([7] * 4)
@@ -160,7 +165,7 @@ def test_nobody_passes_one_that_does_not_fit(host: SimpleNamespace) -> None:
     assert books.scheduler.num_waiting == 2
 
 
-def test_each_neighbour_keeps_a_page_to_grow_into(host: SimpleNamespace) -> None:
+def test_each_neighbour_keeps_a_page_to_grow_into(host: ModuleType) -> None:
     """Three pages for the prompt and two for the first window: seven with two neighbours."""
     for free, fits in ((6, False), (7, True)):
         books = Books(host, num_pages=12)
@@ -171,7 +176,7 @@ def test_each_neighbour_keeps_a_page_to_grow_into(host: SimpleNamespace) -> None
         assert bool(books.admit()) == fits, free
 
 
-def test_ended_ones_in_the_queue_are_passed_over(host: SimpleNamespace) -> None:
+def test_ended_ones_in_the_queue_are_passed_over(host: ModuleType) -> None:
     books = Books(host)
     gone, there = books.add([5] * 4), books.add([6] * 4)
     books.scheduler.leave(gone)
@@ -180,7 +185,7 @@ def test_ended_ones_in_the_queue_are_passed_over(host: SimpleNamespace) -> None:
     assert not books.scheduler.has_waiting
 
 
-def test_sequences_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNamespace) -> None:
+def test_sequences_of_a_request_wait_for_the_prompt_of_the_first(host: ModuleType) -> None:
     books = Books(host, num_pages=30, prefix_caching=False)
     first = books.add([5] * 8, n=2)
     other = books.add([5] * 8)
@@ -194,7 +199,7 @@ def test_sequences_of_a_request_wait_for_the_prompt_of_the_first(host: SimpleNam
 
 
 def test_without_the_cache_sequences_share_with_their_own_request_only(
-    host: SimpleNamespace,
+    host: ModuleType,
 ) -> None:
     books = Books(host, num_pages=30, num_slots=5, slot_buckets=(5,), prefix_caching=False)
     for _ in range(2):
@@ -206,7 +211,7 @@ def test_without_the_cache_sequences_share_with_their_own_request_only(
 
 
 def test_a_sequence_whose_first_one_failed_computes_the_prompt_itself(
-    host: SimpleNamespace,
+    host: ModuleType,
 ) -> None:
     books = Books(host)
     first = books.add([5] * 8, n=2)
@@ -219,7 +224,7 @@ def test_a_sequence_whose_first_one_failed_computes_the_prompt_itself(
 # --- the prefix cache -----------------------------------------------------------------------------
 
 
-def test_a_common_prefix_is_shared_by_whole_pages(host: SimpleNamespace) -> None:
+def test_a_common_prefix_is_shared_by_whole_pages(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     first = books.run([*range(2, 14), 50])
     second = books.run([*range(2, 12), 60, 61, 62])
@@ -230,7 +235,7 @@ def test_a_common_prefix_is_shared_by_whole_pages(host: SimpleNamespace) -> None
     books.check()
 
 
-def test_a_second_turn_finds_the_first_ones_text(host: SimpleNamespace) -> None:
+def test_a_second_turn_finds_the_first_ones_text(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     first = books.run(range(2, 10), text=range(20, 30))
     assert first.start == 16
@@ -240,14 +245,14 @@ def test_a_second_turn_finds_the_first_ones_text(host: SimpleNamespace) -> None:
     assert (second.pages[:4], second.cached_tokens) == (pages, 16)
 
 
-def test_text_of_soft_commits_is_not_shared_but_the_prompt_is(host: SimpleNamespace) -> None:
+def test_text_of_soft_commits_is_not_shared_but_the_prompt_is(host: ModuleType) -> None:
     books = Books(host, num_pages=30, soft_commits=True, starts_over=True)
     books.scheduler.leave(books.run(range(2, 10), text=range(20, 30)))
     second = books.run([*range(2, 10), *range(20, 30)])
     assert second.cached_tokens == 8
 
 
-def test_nothing_is_known_before_a_fetch_says_it_is_sound(host: SimpleNamespace) -> None:
+def test_nothing_is_known_before_a_fetch_says_it_is_sound(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     first = books.add(range(2, 14))
     books.admit()
@@ -259,7 +264,7 @@ def test_nothing_is_known_before_a_fetch_says_it_is_sound(host: SimpleNamespace)
     assert books.pool._page_of == {}
 
 
-def test_a_stop_id_in_the_cache_is_not_taken_for_text(host: SimpleNamespace) -> None:
+def test_a_stop_id_in_the_cache_is_not_taken_for_text(host: ModuleType) -> None:
     """The block of a stop id is committed whole; what it holds was never said."""
     books = Books(host, num_pages=30)
     sequence = books.run(range(2, 10), text=range(20, 26))
@@ -269,7 +274,7 @@ def test_a_stop_id_in_the_cache_is_not_taken_for_text(host: SimpleNamespace) -> 
 
 
 def test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it(
-    host: SimpleNamespace,
+    host: ModuleType,
 ) -> None:
     for least, found in ((0, 12), (1, 8), (4, 8)):
         books = Books(host, num_pages=30, compute_at_least=least)
@@ -279,7 +284,7 @@ def test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it(
 
 
 def test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together(
-    host: SimpleNamespace,
+    host: ModuleType,
 ) -> None:
     """Pages of 4, blocks of 6: 12 tokens are shared together or not at all."""
     rules = {"num_pages": 30, "block_size": 6, "window": 6, "prefill_buckets": (6, 12, 42)}
@@ -298,8 +303,8 @@ def test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together(
     assert third.pages[:3] == pages[:3]
 
 
-def test_a_prompt_that_sees_itself_whole_is_shared_as_a_whole_only(host: SimpleNamespace) -> None:
-    rules = {"prompt_mode": "whole_full", "num_pages": 30, "prefill_buckets": (8, 40)}
+def test_a_prompt_that_sees_itself_whole_is_shared_as_a_whole_only(host: ModuleType) -> None:
+    rules = {"is_grid": False, "is_full": True, "num_pages": 30, "prefill_buckets": (8, 40)}
     books = Books(host, **rules)
     first = books.add(range(2, 12))
     books.admit()
@@ -316,17 +321,23 @@ def test_a_prompt_that_sees_itself_whole_is_shared_as_a_whole_only(host: SimpleN
     books.check()
 
 
-def test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page(host: SimpleNamespace) -> None:
+def test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page(host: ModuleType) -> None:
     """The page to copy counts twice; a pool that is full with it must not wait for ever."""
-    rules = {"prompt_mode": "whole_full", "num_pages": 5, "prefill_buckets": (16, 40)}
+    rules = {"is_grid": False, "is_full": True, "num_pages": 5, "prefill_buckets": (16, 40)}
     books = Books(host, **rules)
     books.scheduler.leave(books.run(range(2, 17)))
     again = books.run(range(2, 17))
     assert (again.cached_tokens, len(again.pages)) == (0, 4)
 
 
-def test_a_causal_prompt_is_shared_at_any_page(host: SimpleNamespace) -> None:
-    rules = {"prompt_mode": "whole_causal", "compute_at_least": 1, "num_pages": 30, "window": 4}
+def test_a_causal_prompt_is_shared_at_any_page(host: ModuleType) -> None:
+    rules = {
+        "is_grid": False,
+        "is_token_causal": True,
+        "compute_at_least": 1,
+        "num_pages": 30,
+        "window": 4,
+    }
     books = Books(host, **rules)
     assert books.scheduler.layout.unit == 4
     books.run(range(2, 15))
@@ -345,7 +356,7 @@ def passes(books: Books, sequence: Any, most: int) -> list[tuple]:
     return found
 
 
-def test_a_prefix_is_computed_in_pieces_of_compiled_sizes(host: SimpleNamespace) -> None:
+def test_a_prefix_is_computed_in_pieces_of_compiled_sizes(host: ModuleType) -> None:
     books = Books(host)
     books.add(range(2, 29))  # 24 of 27 are prefilled
     (sequence,) = books.scheduler.admit()
@@ -358,8 +369,8 @@ def test_a_prefix_is_computed_in_pieces_of_compiled_sizes(host: SimpleNamespace)
     assert passes(books, sequence, 1)[0] == ("blocks", 0, 4, 4, 4)
 
 
-def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: SimpleNamespace) -> None:
-    books = Books(host, prompt_mode="grid_full", prefill_buckets=(8, 40))
+def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: ModuleType) -> None:
+    books = Books(host, is_full=True, prefill_buckets=(8, 40))
     sequence = books.run(range(2, 13), text=range(20, 30))  # 8 of 11 are stored, all are computed
     sequence.saved = ("fetch", 0)
     books.pool.reset()
@@ -371,11 +382,11 @@ def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: SimpleNam
     ]
 
 
-def test_a_budget_is_spent_best_first_and_always_gets_on(host: SimpleNamespace) -> None:
+def test_a_budget_is_spent_best_first_and_always_gets_on(host: ModuleType) -> None:
     books = Books(host, max_num_batched_tokens=20)
     books.add(range(2, 40))
     (sequence,) = books.scheduler.admit()
-    budget = host.planning.Budget(books.scheduler, [], 1, None)
+    budget = host.rounds.Budget(books.scheduler, [], 1, None)
     piece = budget.take(sequence, forced=True)
     assert piece.size == 16
     sequence.done = piece.end
@@ -386,24 +397,24 @@ def test_a_budget_is_spent_best_first_and_always_gets_on(host: SimpleNamespace) 
     assert budget.take(sequence, forced=True).size == 4
 
 
-def test_a_budget_beside_decoding_is_what_its_steps_take(host: SimpleNamespace) -> None:
+def test_a_budget_beside_decoding_is_what_its_steps_take(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     decoding = [books.run([5] * 4, max_tokens=8)]
     books.add(range(2, 36))
     (sequence,) = books.scheduler.admit()
     # Of a step of one row over 2 columns 12 s may be spent; 4 tokens over 2 columns take 24 s, 8
     # take 48 s, and 16 over 6 columns 160 s.
-    cost = Cost(12 / (4 + 1) / (4 + 2) / host.planning.BESIDE, 1.0)
+    cost = Cost(12 / (4 + 1) / (4 + 2) / host.rounds.BESIDE, 1.0)
     for steps, size in ((1, 0), (3, 4), (5, 8), (13, 8), (14, 16)):
-        budget = host.planning.Budget(books.scheduler, decoding, steps, cost)
+        budget = host.rounds.Budget(books.scheduler, decoding, steps, cost)
         piece = budget.take(sequence, forced=False)
         assert (piece.size if piece else 0) == size, steps
-    spent = host.planning.Budget(books.scheduler, decoding, 5, cost)
+    spent = host.rounds.Budget(books.scheduler, decoding, 5, cost)
     assert spent.take(sequence, forced=False).size == 8
     assert spent.take(sequence, forced=False) is None
 
 
-def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNamespace) -> None:
+def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: ModuleType) -> None:
     def tokens(cost: Any, watched: bool, **layout: Any) -> int:
         """What three prompts get beside a decoding row and two of its steps."""
         sizes = {"num_slots": 4, "slot_buckets": (1, 4), "num_pages": 60}
@@ -413,12 +424,12 @@ def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNames
             books.add(range(first, first + 36), denoise=watched and first == 4)
         waiting = books.scheduler.admit()
         waiting[0].watched = True  # for a stop string, say, which no delay is noticed by
-        budget = host.planning.Budget(books.scheduler, decoding, 2, cost)
+        budget = host.rounds.Budget(books.scheduler, decoding, 2, cost)
         pieces = [budget.take(sequence, forced=False) for sequence in waiting]
         return sum(piece.size for piece in pieces if piece)
 
     # One budget is a little more than what 4 tokens over 2 columns take.
-    for cost in (Cost(12.1 / (4 + 1) / (4 + 2) / host.planning.BESIDE, 1.0), None):
+    for cost in (Cost(12.1 / (4 + 1) / (4 + 2) / host.rounds.BESIDE, 1.0), None):
         assert tokens(cost, watched=False) == 12
         assert tokens(cost, watched=True) == 4
         assert tokens(cost, watched=False, max_num_batched_tokens=8) == 8
@@ -427,7 +438,7 @@ def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: SimpleNames
 # --- growing and giving way -----------------------------------------------------------------------
 
 
-def test_growth_covers_the_steps_in_flight_and_the_next(host: SimpleNamespace) -> None:
+def test_growth_covers_the_steps_in_flight_and_the_next(host: ModuleType) -> None:
     books = Books(host, num_pages=40, page_buckets=(11,))
     sequence = books.run([5] * 4, max_tokens=36)
     assert sequence.start == 4
@@ -442,7 +453,7 @@ def test_growth_covers_the_steps_in_flight_and_the_next(host: SimpleNamespace) -
     assert len(sequence.pages) == 11  # never past what it can write
 
 
-def test_growth_is_bounded_by_what_chunks_may_emit(host: SimpleNamespace) -> None:
+def test_growth_is_bounded_by_what_chunks_may_emit(host: ModuleType) -> None:
     """A chunk ends before it emits more than 32; two windows of 8 may be ahead of that."""
     books = Books(host, num_pages=200, max_model_len=390, page_buckets=(99,))
     assert books.scheduler.layout.most_new == 32
@@ -452,7 +463,7 @@ def test_growth_is_bounded_by_what_chunks_may_emit(host: SimpleNamespace) -> Non
         assert books.scheduler.reach(sequence, steps) == 4 + ahead, (in_flight, steps)
 
 
-def test_a_narrow_window_ends_no_chunk_before_its_steps(host: SimpleNamespace) -> None:
+def test_a_narrow_window_ends_no_chunk_before_its_steps(host: ModuleType) -> None:
     """A token a step of plain decoding; drafts may bring two."""
     layout = make_layout(host, window=2, block_size=2, max_steps_per_chunk=64, max_model_len=390)
     assert layout.most_new == 128
@@ -460,7 +471,7 @@ def test_a_narrow_window_ends_no_chunk_before_its_steps(host: SimpleNamespace) -
     assert make_layout(host, window=2, block_size=2, max_steps_per_chunk=64).most_new == 40
 
 
-def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
+def test_fewer_steps_come_before_giving_way(host: ModuleType) -> None:
     books = Books(host, num_pages=12)
     first, second = books.run([5] * 4), books.run([6] * 4)
     books.pool.take(books.pool.num_available - 5)  # one step needs 4 pages, four steps 10
@@ -469,7 +480,7 @@ def test_fewer_steps_come_before_giving_way(host: SimpleNamespace) -> None:
     assert [len(sequence.pages) for sequence in (first, second)] == [3, 3]
 
 
-def test_half_the_steps_come_before_one(host: SimpleNamespace) -> None:
+def test_half_the_steps_come_before_one(host: ModuleType) -> None:
     books = Books(host, num_pages=12)
     first, second = books.run([5] * 4), books.run([6] * 4)
     books.pool.take(books.pool.num_available - 9)  # two steps need 8 pages
@@ -477,7 +488,7 @@ def test_half_the_steps_come_before_one(host: SimpleNamespace) -> None:
     assert [len(sequence.pages) for sequence in (first, second)] == [5, 5]
 
 
-def test_the_worst_ranked_gives_way_and_only_it(host: SimpleNamespace) -> None:
+def test_the_worst_ranked_gives_way_and_only_it(host: ModuleType) -> None:
     books = Books(host, num_pages=9)
     sequences = [books.run([token] * 4, priority=p) for token, p in ((5, 0), (6, 2), (7, 1))]
     first, worst, second = sequences
@@ -489,7 +500,7 @@ def test_the_worst_ranked_gives_way_and_only_it(host: SimpleNamespace) -> None:
     books.pool.check([*(s.pages for s in books.scheduler.live), taken])
 
 
-def test_a_preempted_one_goes_on_from_its_last_fetch(host: SimpleNamespace) -> None:
+def test_a_preempted_one_goes_on_from_its_last_fetch(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     sequence = books.run(range(2, 10), text=range(20, 29))
     sequence.saved = ("fetch", 0)
@@ -503,7 +514,7 @@ def test_a_preempted_one_goes_on_from_its_last_fetch(host: SimpleNamespace) -> N
     assert sequence.in_flight == 0
 
 
-def test_one_that_cannot_be_taken_up_starts_over(host: SimpleNamespace) -> None:
+def test_one_that_cannot_be_taken_up_starts_over(host: ModuleType) -> None:
     for rules, saved in (({"starts_over": True}, ("fetch", 0)), ({}, None)):
         books = Books(host, num_pages=30, **rules)
         sequence = books.run(range(2, 10), text=range(20, 29))
@@ -513,7 +524,7 @@ def test_one_that_cannot_be_taken_up_starts_over(host: SimpleNamespace) -> None:
         assert sequence.tokens == [*range(20, 29)], "what was said stays said"
 
 
-def test_losing_everything_frees_all_pages_and_queues_all(host: SimpleNamespace) -> None:
+def test_losing_everything_frees_all_pages_and_queues_all(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     sequences = [books.run([token] * 8) for token in (5, 6)]
     assert books.scheduler.lose_everything() == sequences
@@ -526,7 +537,7 @@ def test_losing_everything_frees_all_pages_and_queues_all(host: SimpleNamespace)
 # --- rows, buckets and rounds ---------------------------------------------------------------------
 
 
-def test_rows_are_distinct_and_fill_their_bucket(host: SimpleNamespace) -> None:
+def test_rows_are_distinct_and_fill_their_bucket(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     sequences = [books.run([token] * 4) for token in (5, 6, 7)]
     scheduler = books.scheduler
@@ -537,13 +548,13 @@ def test_rows_are_distinct_and_fill_their_bucket(host: SimpleNamespace) -> None:
     assert [scheduler.page_bucket(end) for end in (1, 8, 9, 24, 25, 44)] == [2, 2, 6, 6, 11, 11]
 
 
-def test_rows_are_grouped_by_the_width_of_their_page_tables(host: SimpleNamespace) -> None:
+def test_rows_are_grouped_by_the_width_of_their_page_tables(host: ModuleType) -> None:
     books = Books(host, num_pages=40)
     short = [books.run([token], max_tokens=4) for token in (5, 6)]
     long = books.run([*range(2, 34)], max_tokens=6)
     every = [*short, long]
     books.scheduler.grow(every, 1)
-    groups = host.planning.groups
+    groups = host.rounds.groups
     assert groups(books.scheduler, every, 3, None) == [(short, 2, 3), ([long], 11, 3)]
     assert groups(books.scheduler, every, 3, Cost(0.0, 1.0)) == [(every, 11, 3)]
     apart = groups(books.scheduler, short, 3, Cost(1.0, 1.0))
@@ -551,10 +562,10 @@ def test_rows_are_grouped_by_the_width_of_their_page_tables(host: SimpleNamespac
     assert groups(books.scheduler, [], 3, Cost(1.0, 1.0)) == []
 
 
-def test_chunks_last_a_while_and_less_where_somebody_waits(host: SimpleNamespace) -> None:
+def test_chunks_last_a_while_and_less_where_somebody_waits(host: ModuleType) -> None:
     books = Books(host, num_pages=12, max_steps_per_chunk=1000)
     first = books.run([5] * 4)
-    planning, scheduler = host.planning, books.scheduler
+    planning, scheduler = host.rounds, books.scheduler
 
     def steps(step_s: float) -> int:
         return planning.num_steps(step_s, scheduler, [first], None)
@@ -572,20 +583,20 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: SimpleNamespace
     assert steps(0.001) == int(planning.CHUNK_S_WAITING / 0.001)
 
 
-def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: SimpleNamespace) -> None:
+def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: ModuleType) -> None:
     def ends(steps: int, wishes: tuple[dict, ...], in_flight: int = 9, **rules: Any) -> bool:
         books = Books(host, num_pages=40, **rules)
         rows = [books.run([5] * 4, **{"ignore_eos": True, **wish}) for wish in wishes]
         for sequence in rows:
             sequence.in_flight, sequence.nfe, sequence.tokens = in_flight, 3, [7, 7]
         chunk = SimpleNamespace(sequences=rows, steps=steps)
-        return host.planning.all_end(books.scheduler.layout, [chunk], rows)
+        return host.rounds.all_end(books.scheduler.layout, [chunk], rows)
 
     nine = {"max_nfe": 9}
     for steps, is_last in ((5, False), (6, True), (9, True)):
         assert ends(steps, (nine,)) == is_last
         assert ends(steps, (nine, nine)) == is_last
-        assert ends(steps, ({"max_tokens": 8},), prompt_mode="whole_causal") == is_last
+        assert ends(steps, ({"max_tokens": 8},), is_grid=False, is_token_causal=True) == is_last
     assert not ends(9, (nine,), in_flight=0)
     assert not ends(9, ({"max_tokens": 8},)), "how many steps a block takes is not known"
     for other in ({}, {"max_nfe": 8}, {**nine, "ignore_eos": False}):
@@ -611,30 +622,30 @@ def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: SimpleName
 )
 def test_what_makes_no_sense_is_refused(prompt: list, wishes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Books(host_of()).accept(prompt, **wishes)
+        Books(HOST).accept(prompt, **wishes)
 
 
-def test_ids_of_the_vocabulary_are_taken(host: SimpleNamespace) -> None:
+def test_ids_of_the_vocabulary_are_taken(host: ModuleType) -> None:
     (sequence,) = Books(host).accept([0, 99]).sequences
     assert sequence.prompt == [0, 99]
 
 
-def test_ids_outside_the_vocabulary_are_refused(host: SimpleNamespace) -> None:
+def test_ids_outside_the_vocabulary_are_refused(host: ModuleType) -> None:
     for prompt in ([100, 5], [5, 100, 5], [5, -1, 5]):
         with pytest.raises(ValueError, match="outside the vocabulary"):
             Books(host).accept(prompt)
 
 
-def test_bounds_belong_to_their_ranges(host: SimpleNamespace) -> None:
+def test_bounds_belong_to_their_ranges(host: ModuleType) -> None:
     books = Books(host)
     for value in (0.0, 1.0):
         books.accept([5], strategy_overrides={"accept_threshold": value})
-    most = tuple(range(2, 2 + host.intake.STOP_WIDTH - 1))
+    most = tuple(range(2, 2 + host.admission.STOP_WIDTH - 1))
     (sequence,) = books.accept([5], stop_token_ids=most).sequences
-    assert len(sequence.placement.stop_ids) == host.intake.STOP_WIDTH
+    assert len(sequence.placement.stop_ids) == host.admission.STOP_WIDTH
 
 
-def test_sequences_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> None:
+def test_sequences_have_keys_and_ranks_of_their_own(host: ModuleType) -> None:
     books = Books(host)
     books.accept([5])
     live = books.accept([5], n=3, priority=2)
@@ -649,10 +660,10 @@ def test_sequences_have_keys_and_ranks_of_their_own(host: SimpleNamespace) -> No
     assert [s.leader for s in live.sequences] == [None, live.sequences[0]]
 
 
-WINDOW = {"prompt_mode": "in_window", "window": 24, "page_buckets": (2, 11)}
+WINDOW = {"is_grid": False, "in_window": True, "window": 24, "page_buckets": (2, 11)}
 
 
-def test_a_suffix_may_hold_cells_to_be_written(host: SimpleNamespace) -> None:
+def test_a_suffix_may_hold_cells_to_be_written(host: ModuleType) -> None:
     books = Books(host, **WINDOW)
 
     def placed(prompt: list, suffix: tuple) -> Any:
@@ -671,7 +682,12 @@ def test_a_suffix_may_hold_cells_to_be_written(host: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("prompt", "suffix", "sizes", "message"),
     [
-        ([5], (7,), {"prompt_mode": "grid_causal"}, 'its window; use strategy="full_sequence"'),
+        (
+            [5],
+            (7,),
+            {"is_grid": True, "in_window": False},
+            'its window; use strategy="full_sequence"',
+        ),
         ([5], (100,), {}, "holds id 100, outside"),
         ([5], (-2,), {}, "holds id -2, outside"),
         ([], (), {}, "the prompt is empty; give at least one token"),
@@ -685,10 +701,10 @@ def test_a_suffix_that_cannot_be_had_whole_is_refused(
     prompt: list, suffix: tuple, sizes: dict, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Books(host_of(), **WINDOW | sizes).accept(prompt, max_tokens=4, suffix_token_ids=suffix)
+        Books(HOST, **WINDOW | sizes).accept(prompt, max_tokens=4, suffix_token_ids=suffix)
 
 
-def test_a_text_with_a_suffix_is_not_cut_short(host: SimpleNamespace) -> None:
+def test_a_text_with_a_suffix_is_not_cut_short(host: ModuleType) -> None:
     wishes = {"max_tokens": 4, "suffix_token_ids": (7,) * 4 + (-1,)}
     assert Books(host, **WINDOW | {"num_pages": 5}).accept([5] * 5, **wishes)
     for short in ({"num_pages": 4}, {"max_model_len": 13}):
@@ -699,7 +715,7 @@ def test_a_text_with_a_suffix_is_not_cut_short(host: SimpleNamespace) -> None:
         Books(host, **WINDOW | {"max_model_len": 13}).accept([5] * 5, **wishes)
 
 
-def test_a_placement_says_what_the_slot_needs(host: SimpleNamespace) -> None:
+def test_a_placement_says_what_the_slot_needs(host: ModuleType) -> None:
     books = Books(host)
     wishes = {"stop_token_ids": (3, 1, 3), "strategy_overrides": {"accept_threshold": 0.5}}
     placement = books.accept(range(2, 16), max_nfe=7, top_k=4, **wishes).sequences[0].placement

@@ -7,12 +7,12 @@ alone (`fake_device.alone`) or, where it was cut short, with a beginning of them
 """
 
 import dataclasses
-import importlib
 import random
 from collections import Counter
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import dllm_jax.engine.inbox
 from dllm_jax.engine.layout import Placement
 from tests.oracles.fake_device import (
     END_ID,
@@ -26,17 +26,7 @@ from tests.oracles.fake_device import (
     draw_facts,
 )
 
-HOST_MODULES = (
-    "layout",
-    "requests",
-    "pages",
-    "text",
-    "scheduler",
-    "intake",
-    "planning",
-    "reporting",
-    "engine",
-)
+HOST: ModuleType = dllm_jax.engine  # with all its modules: `inbox` imports the others
 NO_LIMIT = 2**31 - 1
 ENGINE_SEED = 77
 MOST_LIVE = 12  # requests in the engine at a time
@@ -49,13 +39,6 @@ ACTIONS = {
     "fail": 0.4,
     "wait": 1,
 }
-
-
-def host_of(package: str = "dllm_jax") -> SimpleNamespace:
-    """The modules of the host loop, of the package or of a mutated copy."""
-    return SimpleNamespace(
-        **{name: importlib.import_module(f"{package}.{name}") for name in HOST_MODULES}
-    )
 
 
 class Truth(NamedTuple):
@@ -96,14 +79,14 @@ class World:
     """An engine, its device, and what must come out of it.
 
     Args:
-        host: `host_of(...)`.
+        host: The package `dllm_jax.engine`, or a mutated copy.
         rng: Draws the sizes.
 
     Attributes:
         counts: What happened, to see that a run meant something.
     """
 
-    def __init__(self, host: SimpleNamespace, rng: random.Random):
+    def __init__(self, host: ModuleType, rng: random.Random):
         self.host = host
         self.layout = draw_facts(rng, host.layout.EngineLayout)
         cost = Cost(0.0001, rng.choice((0.00001, 0.001))) if rng.random() < 0.5 else None
@@ -248,7 +231,7 @@ class World:
             strategy_overrides=rng.choice(({}, {"threshold": 0.25})),
         )
         suffix: tuple[int, ...] = ()
-        if layout.prompt_mode == "in_window" and rng.random() < 0.5:
+        if layout.in_window and rng.random() < 0.5:
             suffix = tuple(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 3)))
             if rng.random() < 0.5:
                 suffix = (*suffix, *rng.choice(((HOLE,), (HOLE, HOLE, 3), (3, HOLE, 1, HOLE))))
@@ -270,7 +253,7 @@ class World:
         if prompt == 0 and (not request.suffix_token_ids or layout.compute_at_least):
             return None
         last = prompt + 1 + max(i for i, token in enumerate(cells) if token == HOLE)
-        if layout.prompt_mode == "in_window" and prompt + len(cells) > layout.window:
+        if layout.in_window and prompt + len(cells) > layout.window:
             return None
         if request.suffix_token_ids:
             if request.params.stop and set(cells[: last - prompt]) != {HOLE}:
@@ -445,12 +428,12 @@ def cells_of(request: Any) -> list[int]:
     return [HOLE] * request.params.max_tokens + list(request.suffix_token_ids)
 
 
-def waits_for_leader(sequence: Any, host: SimpleNamespace) -> bool:
+def waits_for_leader(sequence: Any, host: ModuleType) -> bool:
     leader = sequence.leader
     return leader is not None and leader.stage != host.scheduler.DONE
 
 
-def run(host: SimpleNamespace, seed: int, actions: int) -> Counter[str]:
+def run(host: ModuleType, seed: int, actions: int) -> Counter[str]:
     """A seeded run: random actions, then to the end; raises where something is wrong."""
     rng = random.Random(seed)
     world = World(host, rng)

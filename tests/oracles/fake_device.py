@@ -263,7 +263,7 @@ class FakeDevice:
         filled = leading(window)
         commit, settled = self._progress(slot, complete, filled, seen, style)
         _finish(layout, slot, settled)
-        if layout.starts_over and not layout.soft_commits and layout.prompt_mode != "in_window":
+        if layout.starts_over and not layout.soft_commits and not layout.in_window:
             # A cache of the window, which the next step reads.
             slot.written = min(slot.start + layout.window, asked.limit + layout.block_size)
             ahead = [hash((seen, i)) for i in range(slot.written - slot.start)]
@@ -275,9 +275,9 @@ class FakeDevice:
     ) -> tuple[int, int]:
         """How many leading cells leave the window, and how many are settled."""
         layout, S = self.layout, self.layout.block_size
-        if layout.prompt_mode == "in_window":
+        if layout.in_window:
             return 0, filled
-        if layout.prompt_mode == CAUSAL:
+        if layout.is_token_causal:
             return max(filled - (seen >> 20) % 2, 0), filled
         # Either at once, or in the step after a block was completed.
         ready = (filled if style & 1 else complete) // S * S
@@ -291,7 +291,7 @@ class FakeDevice:
         if not count:
             return
         layout = self.layout
-        grain = 1 if layout.prompt_mode == CAUSAL else layout.block_size
+        grain = 1 if layout.is_token_causal else layout.block_size
         tokens: list[Any] = slot.window[:count]
         salt = hash((style, slot.nfe)) if layout.soft_commits else 0
         contents = computed(context, tokens, grain, salt)
@@ -375,7 +375,7 @@ def fill(layout: Any, slot: Slot, seen: int, style: int) -> None:
     asked, window = slot.placement, slot.window
     S = layout.block_size
     open_end = -(-(asked.limit - slot.start) // S) * S
-    if layout.prompt_mode == "in_window":
+    if layout.in_window:
         open_end = asked.limit - slot.start
     holes = [i for i, token in enumerate(window[:open_end]) if token is None]
     if not holes:
@@ -441,7 +441,7 @@ def alone(layout: Any, prompt: Sequence[int], placement: Any) -> tuple[list[int]
     end = wide.prefill_len(len(prompt))
     pages = np.zeros((1, 1), np.int32)
     if end:
-        kind = "full" if wide.is_full else "causal" if wide.prompt_mode == CAUSAL else "blocks"
+        kind = wide.pass_kind
         live_end = len(prompt) if wide.is_full else end
         device.prefill(0, prompt[:live_end], 0, end, live_end, True, pages[0], size, kind)
     else:
@@ -485,7 +485,7 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
     columns = -(-max(max_len + S, W) // Z)
     num_slots = rng.randint(1, 5)
     grain = 1 if mode == CAUSAL else S
-    prefill = {-(-size // grain) * grain for size in rng.sequence(range(1, 24), rng.randint(1, 3))}
+    prefill = {-(-size // grain) * grain for size in rng.sample(range(1, 24), rng.randint(1, 3))}
     if mode.endswith("full"):
         prefill.add(-(-max_len // S) * S)
     least = {"grid_causal": rng.choice((0, S)), CAUSAL: 1}.get(mode, rng.choice((0, 1)))
@@ -498,7 +498,10 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
         max_steps_per_chunk=rng.choice((1, 2, 4, 9)),
         block_size=S,
         window=W,
-        prompt_mode=mode,
+        is_grid=mode.startswith("grid"),
+        is_full=mode.endswith("full"),
+        is_token_causal=mode == CAUSAL,
+        in_window=mode == "in_window",
         compute_at_least=least,
         soft_commits=soft,
         starts_over=soft or rng.random() < 0.2,
@@ -517,5 +520,5 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
 
 def buckets(rng: random.Random, most: int) -> tuple[int, ...]:
     """A few sizes, the last of which is `most`."""
-    some = rng.sequence(range(1, most + 1), min(most, rng.randint(1, 3)))
+    some = rng.sample(range(1, most + 1), min(most, rng.randint(1, 3)))
     return tuple(sorted({*some, most}))

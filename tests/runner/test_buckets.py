@@ -146,7 +146,7 @@ def test_a_prefix_hit_leaves_what_the_strategy_must_compute(strategy, model, lea
 
 def test_in_window_facts_have_a_window_and_no_prefix():
     made = layout(toys.FullSequence(), page_size=16, max_model_len=32)
-    assert made.prompt_mode == "in_window"
+    assert made.in_window
     assert made.window == 32
     assert made.prefill_len(20) == 0
 

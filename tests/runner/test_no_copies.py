@@ -107,7 +107,7 @@ def test_the_loop_works_in_place_in_bfloat16(name):
 CHOOSES = DFlash(4, (0, 1))
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 def test_a_choice_among_widths_works_in_place():
     """Three loops over passes of the target within one, the first of them without a draft."""
     assert CHOOSES.choices == (1, 2, 4)
@@ -123,7 +123,7 @@ def test_the_loop_of_generate_works_in_place():
     session = generate.start(c.model, prompts, c.strategy, max_tokens=100)
     pools = jax.tree.leaves(session.state.pools)
     program = generate._advance.lower(
-        c.model, session.by_class, session.aux, session.state, jnp.int32(3), None
+        c.model, session.strategy, session.aux, session.state, jnp.int32(3), None
     ).compile()
     shape = ",".join(map(str, pools[0].shape))
     assert f"[{shape}]" in program.as_text()
@@ -142,7 +142,7 @@ ENGINE = ("d2f_whole_full", "block_cache", "speculate")
 )
 def test_the_programs_of_the_engine_work_in_place(name):
     device = toy.make_device(name, allocate=False, num_pages=NUM_PAGES)
-    if device.layout.prompt_mode.endswith("causal"):  # as on accelerators
+    if device.layout.pass_kind != "full" and not device.layout.in_window:  # as on accelerators
         device.layout = dataclasses.replace(device.layout, prompts_a_pass=3)
     shapes = jax.tree.leaves(device.shapes().pools)
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
@@ -157,8 +157,8 @@ def test_the_programs_of_the_engine_work_in_place(name):
         assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS, one.name
     words = {one.name.split()[0] for one in work}
     wanted = {"decode", "admit", "restore"}
-    wanted |= {"prefill"} if device.layout.prompt_mode != "in_window" else set()
-    wanted |= {"begin"} if device.layout.prompt_mode != "whole_causal" else set()
+    wanted |= {"prefill"} if not device.layout.in_window else set()
+    wanted |= {"begin"} if not device.layout.is_token_causal else set()
     wanted |= {"copy"} if device.layout.is_full else set()
     assert words == wanted
 

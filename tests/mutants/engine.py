@@ -1,90 +1,33 @@
-"""Wrong versions of the host loop, one rule broken in each, for the tests of the tests.
+"""Wrong versions of the host loop, one rule broken in each.
 
-A mutant is a copy of the host's modules under another package name, with one expression of their
-source replaced. Each expression must occur exactly once: a mutant that no longer applies is an
-error, not a pass. `killer` names the test that must notice: a test that takes `host`, or "machine",
-the seeded runs of test_engine_machine.py.
+`killer` is a test that takes `host`, or "machine": the seeded runs of test_engine_machine.py.
 
 Left out as equivalent:
-* `_enter` without `epoch += 1`: `_vacate` has counted the end of the stay before.
+* `_enter` without `epoch += 1`: `_vacate` counted the end of the stay before.
 * `_run_pass` calling the last piece the last of a sequence that is restored: `restore` sets `finish`.
 * `_report` without its second look into `_requests`: each request is in `_moved` once.
-* `_deadlines` never counted down: deadlines are then looked for in vain, which costs time alone.
-* `_recover` without `_rounds.clear()`: nobody is live then, and the next step clears them.
-* `_feed` without cutting at the stop string: `reporting` cuts there again.
+* `_deadlines` never counted down: the engine then looks for deadlines in vain.
+* `_recover` without `_rounds.clear()`: no sequence is active then, and the next step clears them.
+* `_feed` without cutting at the stop string: `outputs` cuts there again.
 * `limits` without its first refusal: the rule behind it refuses the same, in other words.
 * `_fits` without `max(sequence.start, ...)`: what is written never ends before `start`.
 """
 
-import importlib
-import re
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
-
-import dllm_jax
-from tests.oracles.engine_world import HOST_MODULES, host_of
-
-SOURCE = Path(dllm_jax.__file__).parent
-
-
-class Mutant(NamedTuple):
-    """One broken rule: `old` of a file becomes `new`, and `killer` must notice."""
-
-    name: str
-    killer: str
-    file: str
-    old: str
-    new: str
-
-
-def load_mutant(mutant: Mutant | None, folder: Path) -> SimpleNamespace:
-    """Write the host's modules, one of them mutated, into `folder` and import them."""
-    sources = {f"{name}.py": (SOURCE / f"{name}.py").read_text() for name in HOST_MODULES}
-    if mutant is not None:
-        count = sources[mutant.file].count(mutant.old)
-        if count != 1:
-            raise ValueError(
-                f"{mutant.old!r} occurs {count} times in {mutant.file}, not once; rewrite mutant "
-                f"{mutant.name!r} for the new source"
-            )
-        sources[mutant.file] = sources[mutant.file].replace(mutant.old, mutant.new)
-    package = f"host_{mutant.name if mutant else 'unbroken'}"
-    target = folder / package
-    target.mkdir()
-    (target / "__init__.py").write_text("")
-    for file, text in sources.items():
-        renamed = re.sub(
-            r"^(\s*(?:from|import) )dllm_jax\b", rf"\g<1>{package}", text, flags=re.MULTILINE
-        )
-        (target / file).write_text(renamed)
-    sys.path.insert(0, str(folder))
-    try:
-        importlib.invalidate_caches()
-        return host_of(package)
-    finally:
-        sys.path.remove(str(folder))
-
-
-def _broken(file: str, killer: str, **changes: tuple[str, str]) -> list[Mutant]:
-    """One mutant a keyword: `name=(expression, what replaces it)`."""
-    return [Mutant(name, killer, file, *change) for name, change in changes.items()]
-
+from tests.mutation import broken
 
 PAGES = [
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_a_shared_page_is_held_until_its_last_owner_goes",
+        "pages.py",
         page_freed_with_an_owner_left=(
             "            if self._owners[page] == 0:\n                if page",
             "            if self._owners[page] <= 1:\n                if page",
         ),
         released_page_is_lost=("self._free.append(page)", "pass"),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_unknown_pages_go_before_known_ones_and_those_in_order_of_release",
+        "pages.py",
         beginning_of_a_text_goes_first=("for page in reversed(pages):", "for page in pages:"),
         last_released_goes_first=("popitem(last=False)", "popitem(last=True)"),
         known_pages_go_before_free_ones=(
@@ -92,24 +35,24 @@ PAGES = [
             "            if not self._idle:",
         ),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_an_evicted_page_is_forgotten",
+        "pages.py",
         evicted_page_is_still_known=("                self._forget(page)\n", ""),
         payload_outlives_its_page=("self._payload.pop(page, None)", "pass"),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_a_known_page_is_found_when_nobody_holds_it",
+        "pages.py",
         shared_page_stays_idle=("del self._idle[page]", "pass"),
         find_goes_on_after_a_miss=(
             "                break\n            self.hits",
             "                continue\n            self.hits",
         ),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_the_first_page_under_a_key_stays_and_a_page_keeps_its_key",
+        "pages.py",
         later_page_takes_the_key=(
             "if key not in self._page_of and page not in self._key_of:",
             "if page not in self._key_of:",
@@ -119,63 +62,63 @@ PAGES = [
             "if key not in self._page_of:",
         ),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_pages_are_taken_once_and_come_back",
+        "pages.py",
         last_page_is_never_given=(
             "if count > self.num_available:",
             "if count >= self.num_available:",
         ),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_too_many_pages_take_nothing",
+        "pages.py",
         too_many_pages_take_some=("if count > self.num_available:", "if not self.num_available:"),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_equal_pages_at_different_places_have_different_keys",
+        "pages.py",
         hash_without_its_predecessor=(
             "            running.update(data[end - width : end])\n",
             "            running = blake2b(data[end - width : end], digest_size=_DIGEST_BYTES)\n",
         ),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_keys_depend_on_the_salt",
+        "pages.py",
         salt_dropped_from_pages=("(len(salt), salt)", '(len(salt), b"")'),
         salt_dropped_from_prompts=("data = before + array(", "data = array("),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_a_part_of_a_unit_has_no_key",
+        "pages.py",
         part_of_a_unit_has_a_key=("len(data) + 1, width", "len(data) + width, width"),
     ),
-    *_broken(
-        "pages.py",
+    *broken(
         "test_pages.test_the_pages_of_a_unit_have_keys_of_their_own",
+        "pages.py",
         pages_of_a_unit_have_one_key=("keys = [(key, part) for", "keys = [(key, 0) for"),
     ),
 ]
 
 QUEUE = [
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_text_ends_at_its_tokens_the_model_or_the_pool",
+        "scheduler.py",
         limit_ignores_the_pool=("layout.max_model_len, room)", "layout.max_model_len)"),
         last_block_is_not_reserved=(
             "beyond = layout.block_size + suffix_len",
             "beyond = suffix_len",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_window_holds_prompt_text_and_suffix",
+        "scheduler.py",
         more_is_written_than_the_table_holds=("min(limit + beyond, in_table)", "limit + beyond"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "machine",
+        "scheduler.py",
         prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
         last_come_first_served=(
             "        heapq.heappush(self._waiting, (sequence.rank, sequence))\n\n    @property",
@@ -187,39 +130,39 @@ QUEUE = [
             "self.live.append(sequence)",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_nobody_passes_one_that_does_not_fit",
+        "scheduler.py",
         short_ones_pass=(
             "                passed.append(entry)\n                break\n",
             "                passed.append(entry)\n",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_sequences_of_a_request_wait_for_the_prompt_of_the_first",
+        "scheduler.py",
         sequences_do_not_wait_for_the_prompt=("if self._waits_for_leader(sequence):", "if False:"),
         waits_for_the_end_of_the_first=(
             "leader.stage != DONE and not leader.prompt_published",
             "leader.stage != DONE",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_without_the_cache_sequences_share_with_their_own_request_only",
+        "scheduler.py",
         strangers_share_without_the_cache=("leader.rank[1])", "0)"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_sequence_whose_first_one_failed_computes_the_prompt_itself",
+        "scheduler.py",
         waits_for_one_that_failed=(
             "leader.stage != DONE and not leader.prompt_published",
             "not leader.prompt_published",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_each_neighbour_keeps_a_page_to_grow_into",
+        "scheduler.py",
         neighbours_keep_no_page=("wanted + idle + len(self.live) <=", "wanted + idle <="),
         neighbours_keep_one_page_too_many=(
             "wanted + idle + len(self.live) <= pool",
@@ -227,9 +170,9 @@ QUEUE = [
         ),
         first_steps_are_not_reserved=("max(sequence.start, first_steps)", "sequence.start"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "machine",
+        "scheduler.py",
         idle_hits_counted_as_free=("return wanted + idle + len", "return wanted + len"),
         copied_page_is_used_itself=(
             "shared = hits[:-1] if copied else hits",
@@ -238,9 +181,9 @@ QUEUE = [
         copied_page_is_kept=("            pool.release(hits[-1:])\n", ""),
         old_row_of_the_table_shows=("        row[:] = -1\n", ""),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_full_pool_admits_a_known_prompt_that_ends_within_a_page",
+        "scheduler.py",
         copy_that_does_not_fit_waits_for_ever=(
             "if not (copied and self._fits(sequence, [], False)):",
             "if True:",
@@ -249,35 +192,35 @@ QUEUE = [
 ]
 
 PREFIXES = [
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_prompt_that_sees_itself_whole_is_shared_as_a_whole_only",
+        "scheduler.py",
         boundary_of_a_known_prompt_forgotten=("= pool.payload(hits[-1])", "= None"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it",
+        "scheduler.py",
         hit_leaves_nothing_to_compute=("else goal - layout.compute_at_least", "else goal"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
+        "scheduler.py",
         part_of_a_unit_is_a_hit=(
             "return hits[: len(hits) // self._unit_pages * self._unit_pages]",
             "return hits",
         ),
     ),
-    *_broken(
-        "layout.py",
+    *broken(
         "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
+        "layout.py",
         unit_is_a_page=(
             "return math.lcm(self.page_size, self.block_size if self.is_grid else 1)",
             "return self.page_size",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "machine",
+        "scheduler.py",
         part_of_a_whole_prompt_is_a_hit=(
             "return hits if len(hits) == len(keys) else []",
             "return hits",
@@ -295,35 +238,35 @@ PREFIXES = [
             "self.tokens[max(first - split - 1, 0) : max(end - split, 0)]",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_stop_id_in_the_cache_is_not_taken_for_text",
+        "scheduler.py",
         unsaid_text_is_published=(
             "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
             "end = sequence.start",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_text_of_soft_commits_is_not_shared_but_the_prompt_is",
+        "scheduler.py",
         text_of_soft_commits_is_shared=("if self.layout.soft_commits or", "if"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_second_turn_finds_the_first_ones_text",
+        "scheduler.py",
         text_is_never_published=(
             "        if sequence.is_sound:\n            self.publish(sequence)\n",
             "",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_nothing_is_known_before_a_fetch_says_it_is_sound",
+        "scheduler.py",
         pages_published_unseen=("        if sequence.is_sound:\n", "        if True:\n"),
     ),
-    *_broken(
-        "engine.py",
+    *broken(
         "machine",
+        "engine.py",
         broken_prompt_is_published=(
             "                sequence.is_sound = False\n            elif not",
             "                pass\n            if not",
@@ -346,9 +289,9 @@ PREFIXES = [
 ]
 
 GROWTH = [
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_growth_covers_the_steps_in_flight_and_the_next",
+        "scheduler.py",
         growth_for_the_next_steps_only=(
             "min((in_flight + steps) * layout.window",
             "min(steps * layout.window",
@@ -358,9 +301,9 @@ GROWTH = [
             "min(in_flight * layout.window",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_growth_is_bounded_by_what_chunks_may_emit",
+        "scheduler.py",
         growth_for_one_chunk=("chunks = 2 if in_flight else 1", "chunks = 1"),
         growth_for_every_step=(
             "return min((in_flight + steps) * layout.window, emitted)",
@@ -368,9 +311,9 @@ GROWTH = [
         ),
         committed_text_is_not_ahead=("+ 2 * layout.window\n", "+ layout.window\n"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "machine",
+        "scheduler.py",
         growth_that_just_fits_is_skipped=(
             "s.start + ahead[s.in_flight] > s.covered and",
             "s.start + ahead[s.in_flight] > s.covered + layout.page_size and",
@@ -388,17 +331,17 @@ GROWTH = [
             "len(sequence.pages) + count] = -1",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_fewer_steps_come_before_giving_way",
+        "scheduler.py",
         steps_are_not_reduced=(
             "> pool.num_available and steps > 1:",
             "> pool.num_available and False:",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_the_worst_ranked_gives_way_and_only_it",
+        "scheduler.py",
         best_ranked_gives_way=("self.preempt(self.live[-1])", "self.preempt(self.live[0])"),
         the_short_one_gives_way=("self.preempt(self.live[-1])", "self.preempt(sequence)"),
         preempted_one_keeps_its_pages=(
@@ -406,23 +349,23 @@ GROWTH = [
             "[])\n        sequence.covered = 0\n",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_one_that_cannot_be_taken_up_starts_over",
+        "scheduler.py",
         hidden_state_is_taken_up=("if self.layout.starts_over:", "if False:"),
         start_is_not_reset=(
             "            sequence.start = sequence.prefix_len\n        heapq",
             "            pass\n        heapq",
         ),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "test_scheduler.test_a_preempted_one_goes_on_from_its_last_fetch",
+        "scheduler.py",
         fetch_is_thrown_away=("if self.layout.starts_over:", "if True:"),
     ),
-    *_broken(
-        "scheduler.py",
+    *broken(
         "machine",
+        "scheduler.py",
         released_pages_are_not_returned=("        self.pool.release(sequence.pages)\n", ""),
         stay_does_not_end=(
             "sequence.slot, sequence.in_flight = -1, 0\n        sequence.epoch += 1\n",
@@ -438,21 +381,21 @@ GROWTH = [
 ]
 
 ROUNDS = [
-    *_broken(
-        "planning.py",
+    *broken(
         "test_scheduler.test_a_budget_is_spent_best_first_and_always_gets_on",
+        "rounds.py",
         prefix_may_wait_for_ever=("if fits or (forced and indivisible):", "if fits:"),
         tokens_are_not_spent=("                self._tokens -= piece.size\n", ""),
     ),
-    *_broken(
-        "planning.py",
+    *broken(
         "test_scheduler.test_a_budget_beside_decoding_is_what_its_steps_take",
+        "rounds.py",
         seconds_are_not_spent=("self._seconds -= price", "pass"),
         price_is_forgotten=("price <= self._seconds", "True"),
     ),
-    *_broken(
-        "planning.py",
+    *broken(
         "test_scheduler.test_each_waiting_prompt_has_a_budget_where_nobody_watches",
+        "rounds.py",
         prompts_share_one_budget=("len(scheduler.live) - len(decoding)", "1"),
         watchers_wait_for_every_prompt=(
             "if not any(request.stream or request.denoise for request in asked):",
@@ -463,52 +406,52 @@ ROUNDS = [
             "if False:",
         ),
     ),
-    *_broken(
-        "planning.py",
+    *broken(
         "test_scheduler.test_chunks_last_a_while_and_less_where_somebody_waits",
+        "rounds.py",
         denoising_in_long_chunks=("if not step_s or any(", "if not step_s or not any("),
         nobody_is_waited_for=("if scheduler.has_waiting or has_prefix:", "if has_prefix:"),
     ),
-    *_broken(
-        "planning.py",
+    *broken(
         "test_scheduler.test_texts_that_must_end_in_flight_are_not_dispatched_again",
+        "rounds.py",
         steps_left_forget_those_made=("asked.max_nfe - sequence.nfe", "asked.max_nfe"),
         a_stop_id_ends_all=("_may_stop(sequence) or _steps_left", "_steps_left"),
         the_first_text_ends_all=("len(chunk.sequences) == 1 or not", "True or not"),
     ),
-    *_broken(
-        "engine.py",
+    *broken(
         "test_engine_machine.test_nothing_is_dispatched_behind_a_chunk_that_ends_all",
+        "engine.py",
         dispatched_behind_the_end=("or all_end(self.layout, in_flight, decoding):", "or False:"),
     ),
-    *_broken(
-        "planning.py",
+    *broken(
         "test_scheduler.test_rows_are_grouped_by_the_width_of_their_page_tables",
+        "rounds.py",
         merged_rows_in_the_narrow_table=(
             "merged[-1] = (before + rows, columns)",
             "merged[-1] = (before + rows, narrow)",
         ),
         merged_whatever_it_costs=("        if together <= step_s", "        if together > step_s"),
     ),
-    *_broken(
-        "engine.py",
+    *broken(
         "test_engine_machine.test_one_chunk_is_on_its_way_while_another_is_read",
+        "engine.py",
         chunk_is_read_at_once=("len(self._rounds) > 1 or", "self._rounds or"),
     ),
-    *_broken(
-        "engine.py",
+    *broken(
         "test_engine_machine.test_idle_time_is_no_steps_time",
+        "engine.py",
         idle_time_is_a_steps_time=("if not self.scheduler.live:", "if False:"),
     ),
-    *_broken(
-        "engine.py",
+    *broken(
         "machine",
+        "engine.py",
         epoch_is_not_checked=("if sequence.epoch != epoch:", "if False:"),
         steps_in_flight_not_counted=("sequence.in_flight += steps", "pass"),
         steps_read_are_still_in_flight=("            sequence.in_flight -= chunk.steps\n", ""),
         restored_with_fewer_tokens=(
-            "fetch.saved(row), sequence.tokens)",
-            "fetch.saved(row), [])",
+            "fetch.saved(row), sequence.tokens\n",
+            "fetch.saved(row), []\n",
         ),
         begins_without_what_was_saved=(
             "        if sequence.saved is not None:\n            fetch, row = sequence.saved\n"
@@ -528,18 +471,18 @@ ROUNDS = [
             "done = any(sequence.stage == DONE for",
         ),
     ),
-    *_broken(
-        "engine.py",
+    *broken(
         "test_engine_machine.test_a_device_that_keeps_failing_ends_its_requests",
+        "engine.py",
         never_gives_up=("[s for s in lost if s.nfe <= s.failed_at]", "[]"),
         failures_are_not_remembered=("sequence.failed_at = sequence.nfe", "pass"),
     ),
 ]
 
-INTAKE = [
-    *_broken(
-        "intake.py",
+ADMISSION = [
+    *broken(
         "machine",
+        "admission.py",
         sequences_share_a_key=("number + index if params.seed is None else index", "index"),
         own_stop_ids_are_kept=(
             "() if params.ignore_eos else layout.stop_token_ids)\n    deadline",
@@ -554,39 +497,39 @@ INTAKE = [
             "{**layout.knob_values}",
         ),
     ),
-    *_broken(
-        "layout.py",
+    *broken(
         "machine",
+        "layout.py",
         given_ids_count_as_written=("sum(token != HOLE for", "sum(0 for"),
     ),
-    *_broken(
-        "intake.py",
+    *broken(
         "test_scheduler.test_a_text_with_a_suffix_is_not_cut_short",
+        "admission.py",
         text_with_a_suffix_is_cut=(
             "if suffix and (limit < prompt_len + text_len or",
             "if suffix and (",
         ),
         suffix_may_lie_past_the_model=("or total > layout.max_model_len)", ")"),
     ),
-    *_broken(
-        "intake.py",
+    *broken(
         "test_scheduler.test_priority_then_arrival_decide",
+        "admission.py",
         high_priority_is_a_high_number=("rank=(request.priority,", "rank=(-request.priority,"),
     ),
-    *_broken(
-        "intake.py",
+    *broken(
         "test_scheduler.test_bounds_belong_to_their_ranges",
+        "admission.py",
         bounds_are_outside=("if not low <= value <= high:", "if not low < value < high:"),
         one_stop_id_too_few=("if len(stops) > STOP_WIDTH:", "if len(stops) >= STOP_WIDTH:"),
     ),
-    *_broken(
-        "intake.py",
+    *broken(
         "test_scheduler.test_ids_of_the_vocabulary_are_taken",
+        "admission.py",
         first_id_is_refused=("if not 0 <= token <", "if not 0 < token <"),
     ),
-    *_broken(
-        "intake.py",
+    *broken(
         "test_scheduler.test_ids_outside_the_vocabulary_are_refused",
+        "admission.py",
         id_past_the_last_is_taken=("if not 0 <= token <", "if not 0 <= token <="),
         largest_id_is_not_looked_at=(
             "(min(prompt, default=0), max(prompt, default=0), *given)",
@@ -599,4 +542,4 @@ INTAKE = [
     ),
 ]
 
-MUTANTS = PAGES + QUEUE + PREFIXES + GROWTH + ROUNDS + INTAKE
+MUTANTS = PAGES + QUEUE + PREFIXES + GROWTH + ROUNDS + ADMISSION

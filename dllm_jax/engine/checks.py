@@ -1,0 +1,82 @@
+"""Checks of a user's values: each returns the value as plain Python, or raises ValueError."""
+
+import contextlib
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MOST = 2**31 - 1  # the largest count that fits the device's int32
+
+
+def whole_number(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
+    """An int in [low, high]; NumPy's integers count, truth values do not."""
+    number = low - 1
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError(
+            f"{name}={value!r} must be a whole number in [{low}, {high}]; choose a value there"
+        )
+    return number
+
+
+def real_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """A float in [low, high]; NaN and truth values are refused."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not low <= float(value) <= high:
+        raise ValueError(f"{name}={value!r} must be a number in [{low}, {high}]; choose one there")
+    return float(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """True or False, Python's or NumPy's."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise ValueError(f"{name}={value!r} must be True or False; choose one")
+    return bool(value)
+
+
+def token_ids(name: str, ids: Any, most: int | None = None) -> list[int]:
+    """Ids as a list of ints; with `most`, each in [0, most]."""
+    try:
+        plain = list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
+    except TypeError:
+        text = repr(ids)
+        text = text if len(text) <= 60 and "\n" not in text else f"a {type(ids).__name__}"
+        raise ValueError(f"{name} is {text}; give one list of whole numbers, token ids") from None
+    if most is not None:
+        for token in plain:
+            whole_number(name, token, 0, most)
+    return plain
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """One string or several, none of them empty."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Iterable):
+        raise ValueError(f"{stop=} must be a string or several; give those that end the text")
+    stops = tuple(stops)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop holds {text!r}; give strings of at least one character")
+    return stops
+
+
+def overrides(values: Any) -> dict[str, float]:
+    """Thresholds by name."""
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"strategy_overrides={values!r} must be a mapping; "
+            'give thresholds by name, as {"accept_threshold": 0.8}'
+        )
+    return {
+        name: real_number(f"strategy_overrides[{name!r}]", value) for name, value in values.items()
+    }
+
+
+def set_fields(frozen: Any, values: Mapping[str, Any]) -> None:
+    """Replace fields of a frozen dataclass in its `__post_init__`."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
