@@ -394,11 +394,11 @@ class Step:
         trunk = functools.partial(model.arch.trunk, ops=ops)
         arch = dataclasses.replace(model.arch, trunk=trunk, takes_ops=False)
         self.model = model.replace(arch=arch)
-        self.by_class, self.aux, self.state = request
+        self.strategy, self.aux, self.state = request
         self.program = None
         with writing(by_kernel):
             self.lowered = generate._advance.lower(
-                self.model, self.by_class, self.aux, self.state, jnp.int32(1), None
+                self.model, self.strategy, self.aux, self.state, jnp.int32(1), None
             )
 
     def fresh(self):
@@ -409,7 +409,7 @@ class Step:
         """The request so many steps on; seconds and what came out."""
         state = self.fresh() if state is None else state
         began = time.perf_counter()
-        state = self.program(self.model, self.by_class, self.aux, state, jnp.int32(steps))
+        state = self.program(self.model, self.strategy, self.aux, state, jnp.int32(steps))
         jax.block_until_ready(state)
         return time.perf_counter() - began, state
 

@@ -44,7 +44,7 @@ def main():
     )
     if args.hlo:
         compiled = generate._advance.lower(
-            model, session.by_class, session.aux, session.state, jnp.int32(1), args.implementation
+            model, session.strategy, session.aux, session.state, jnp.int32(1), args.implementation
         ).compile()
         with open(args.hlo, "w") as file:
             file.write(compiled.as_text())

@@ -111,7 +111,7 @@ def read_program(model) -> dict[str, object]:
     strategy = MultiBD(block_size=BLOCK, buffer_size=1)
     session = generate.start(model, jnp.ones((1, 64), jnp.int32), strategy, max_tokens=64)
     program = generate._advance.lower(
-        model, session.by_class, session.aux, session.state, jnp.int32(4), None
+        model, session.strategy, session.aux, session.state, jnp.int32(4), None
     ).compile()
     text, vocab = program.as_text(), model.config.vocab_size
     pages = session.state.pools["target"][0][0]

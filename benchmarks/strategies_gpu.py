@@ -130,10 +130,10 @@ class Bench:
     def __init__(self, model, setting, slots, context):
         config = dataclasses.replace(model.config, shift=setting.shifted)
         self.model = model.replace(config=config)
-        self.by_class, self.aux, self.state = begin(self.model, setting, slots, context)
+        self.strategy, self.aux, self.state = begin(self.model, setting, slots, context)
         began = time.perf_counter()
         self.program = generate._advance.lower(
-            self.model, self.by_class, self.aux, self.state, jnp.int32(1), None
+            self.model, self.strategy, self.aux, self.state, jnp.int32(1), None
         ).compile()
         self.compile_s = time.perf_counter() - began
 
@@ -143,7 +143,7 @@ class Bench:
 
     def advance(self, state, steps):
         """So many steps of the device loop, waited for."""
-        state = self.program(self.model, self.by_class, self.aux, state, jnp.int32(steps))
+        state = self.program(self.model, self.strategy, self.aux, state, jnp.int32(steps))
         return jax.block_until_ready(state)
 
     def step_ms(self, few, many):
@@ -162,14 +162,13 @@ def begin(model, setting, slots, context):
     rng = np.random.default_rng(7)
     shape = (slots, setting.context or context)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, shape)
-    _, (by_class, aux, batch), max_tokens = generate._prepare(
+    _, (bare, aux, batch), max_tokens = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         setting.strategy,
         max_tokens=setting.max_tokens,
         ignore_eos=True,
     )
-    bare = by_class.strategy
     state = generate._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11), len(leaves) + 1)
@@ -180,7 +179,7 @@ def begin(model, setting, slots, context):
     boundary = jax.random.normal(keys[-1], state.boundary.shape, state.boundary.dtype)
     state = state.replace(pools=jax.tree.unflatten(shape, drawn), boundary=boundary)
     # What prefill would leave to the strategy, such as the first token of `ar`.
-    return by_class, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
+    return bare, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
 
 
 def watch(bench, few, many):
@@ -267,9 +266,8 @@ def wide_logit_rows(model, setting, slots, context):
     config = dataclasses.replace(model.config, shift=setting.shifted, num_layers=1)
     params = {**model.params, "layers": model.params["layers"][:1]}
     shallow = model.replace(params=params, config=config)
-    by_class, aux, state = begin(shallow, setting, slots, context)
-    program = generate._advance.lower(shallow, by_class, aux, state, jnp.int32(1), None).compile()
-    bare = by_class.strategy
+    bare, aux, state = begin(shallow, setting, slots, context)
+    program = generate._advance.lower(shallow, bare, aux, state, jnp.int32(1), None).compile()
     return {
         "slots": slots,
         "rows": slots * bare.buffer_size * bare.block_size,
@@ -356,7 +354,7 @@ def compile_all(model, chosen, args, report, until):
         bench, setting = future.result(), chosen[name]
         seen, read = watch(bench, args.few, args.many), read_program(bench)
         wrong = faults(setting, seen, args.many)
-        strategy = bench.by_class.strategy
+        strategy = bench.strategy
         cells = slots * strategy.buffer_size * strategy.block_size
         half = model.params["embed"].dtype.itemsize == 2  # float32 weights look like logits
         if setting.bar and half and read["logit_rows_in_hlo"] >= cells > FEW_ROWS:

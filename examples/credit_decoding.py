@@ -27,12 +27,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dllm_jax.strategies import Carry, Knob, Needs, knob
+from dllm_jax.strategies import Carry, Knob, Strategy, knob
 from dllm_jax.strategies.core import blocks, random, sampling
 from dllm_jax.strategies.core.state import NO_TOKEN
 
 
-class CreditDecoding(struct.PyTreeNode):
+class CreditDecoding(Strategy):
     """Pipelined blocks whose holes remember what they were about to be.
 
     Attributes:
@@ -54,7 +54,6 @@ class CreditDecoding(struct.PyTreeNode):
     num_accounts: int = struct.field(pytree_node=False, default=4)
     block_size: int = struct.field(pytree_node=False, default=32)
     buffer_size: int = struct.field(pytree_node=False, default=4)
-    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
     def __post_init__(self):
         if self.num_accounts < 1:

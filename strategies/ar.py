@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from .core import blocks, random
-from .core.protocol import Needs
+from .core.protocol import Needs, Strategy
 from .core.state import StepInfo
 
 
-class AR(struct.PyTreeNode):
+class AR(Strategy):
     """Next-token decoding of a model whose row i predicts token i + 1."""
 
     block_size: int = struct.field(pytree_node=False, default=2)

@@ -14,14 +14,14 @@ from flax import struct
 from jaxtyping import Array, Bool
 
 from .core import blocks, random, sampling
-from .core.protocol import Knob, Needs, TokenStats, knob
+from .core.protocol import Knob, Needs, Strategy, TokenStats, knob
 from .core.state import DecodeState
 
 Remasking = Literal["sequential", "static", "dynamic", "entropy", "random"]
 _DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells
 
 
-class BlockDiffusion(struct.PyTreeNode):
+class BlockDiffusion(Strategy):
     """One block at a time.
 
     Attributes:

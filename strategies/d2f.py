@@ -16,10 +16,10 @@ Source: D2F (arXiv 2508.09192), §4.2 and the authors' decoder; Diffulex's `d2f`
 from flax import struct
 
 from .core import blocks, random, sampling
-from .core.protocol import Knob, Needs, knob
+from .core.protocol import Knob, Needs, Strategy, knob
 
 
-class D2F(struct.PyTreeNode):
+class D2F(Strategy):
     """Pipelined blocks behind a prompt in full attention.
 
     Attributes:

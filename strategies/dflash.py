@@ -36,14 +36,14 @@ from flax import struct
 from jaxtyping import Array
 
 from .core import blocks, drafting, random
-from .core.protocol import Needs, Taps
+from .core.protocol import Needs, Strategy, Taps
 from .core.state import NO_TOKEN, Carry, StepInfo
 
 DRAFT = "draft"
 _DRAFTS, _CHANCES = 1, 2  # further draws of a position, beside that of the text
 
 
-class DFlash(struct.PyTreeNode):
+class DFlash(Strategy):
     """A block of drafts, judged in one pass. What is None is the draft model's (`bind`).
 
     Attributes:

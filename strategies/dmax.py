@@ -19,14 +19,14 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from .core import block_rewrite, blocks, random, sampling, token_merge
-from .core.protocol import ForwardOutput, Knob, Needs, TokenMix, TokenStats, knob
+from .core.protocol import ForwardOutput, Knob, Needs, Strategy, TokenMix, TokenStats, knob
 from .core.state import Carry, DecodeState
 
 Merge = Literal["dmax_topk", "iter_smooth_topk"]
 Compat = Literal["diffulex"]
 
 
-class DMax(struct.PyTreeNode):
+class DMax(Strategy):
     """Soft parallel decoding with token merge.
 
     Attributes:

@@ -13,13 +13,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from .core import block_rewrite, blocks, random, sampling
-from .core.protocol import Knob, Needs, TokenStats, knob
+from .core.protocol import Knob, Needs, Strategy, TokenStats, knob
 from .core.state import Carry, DecodeState
 
 _MOST_STEPS = 1_000_000  # forwards of a block are counted in 32 bits
 
 
-class Edit(struct.PyTreeNode):
+class Edit(Strategy):
     """Joint threshold decoding with token-to-token edits.
 
     Attributes:

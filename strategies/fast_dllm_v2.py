@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from .core import blocks, dual_cache, random, sampling
-from .core.protocol import Knob, Needs, knob
+from .core.protocol import Knob, Needs, Strategy, knob
 
 
-class FastDLLMV2(struct.PyTreeNode):
+class FastDLLMV2(Strategy):
     """One block of sub-blocks.
 
     Attributes:

@@ -23,7 +23,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from .core import blocks, dual_cache, random, remasking, sampling
-from .core.protocol import Forward, ForwardOutput, Knob, Needs, TokenStats, knob
+from .core.protocol import Forward, ForwardOutput, Knob, Needs, Strategy, TokenStats, knob
 from .core.remasking import TextBlock
 from .core.state import Carry, DecodeState, StepInfo
 
@@ -35,7 +35,7 @@ _DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order 
 _MOST_STEPS = 1_000_000
 
 
-class FullSequence(struct.PyTreeNode):
+class FullSequence(Strategy):
     """Diffusion over prompt and text together.
 
     Attributes:

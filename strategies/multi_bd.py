@@ -10,10 +10,10 @@ Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 from flax import struct
 
 from .core import blocks, random, sampling
-from .core.protocol import Knob, Needs, knob
+from .core.protocol import Knob, Needs, Strategy, knob
 
 
-class MultiBD(struct.PyTreeNode):
+class MultiBD(Strategy):
     """Pipelined blocks behind a block-causal prefix.
 
     Attributes:

@@ -10,11 +10,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Needs
+from dllm_jax.strategies.core.protocol import Strategy
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, DecodeState
 
 
-class FixedWork(struct.PyTreeNode):
+class FixedWork(Strategy):
     """The n surest holes of the leftmost block that has any, spilling over into the next ones.
 
     Every block opens at once; blocks commit as in `MultiBD`, in the forward after their last hole.
@@ -27,7 +27,6 @@ class FixedWork(struct.PyTreeNode):
     tokens_per_step: int = struct.field(pytree_node=False, default=4)
     block_size: int = struct.field(pytree_node=False, default=32)
     buffer_size: int = struct.field(pytree_node=False, default=4)
-    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
     def __post_init__(self):
         """Refuse a window in which a step could find fewer than n holes."""

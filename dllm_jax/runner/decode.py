@@ -20,9 +20,7 @@ from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import (
     PrefillChunk,
     SlotSpec,
-    absorb,
     bind_knobs,
-    initial_carry,
 )
 from dllm_jax.strategies.core.state import (
     ACTIVE,
@@ -114,9 +112,7 @@ def new_slots(
         sampling=batch.sampling,
         limits=batch.limits,
         finish=jnp.full((B,), RUNNING, jnp.int32),
-        carry=driver.broadcast_carry(
-            initial_carry(strategy, spec), B, spec.num_blocks, spec.block_size
-        ),
+        carry=driver.broadcast_carry(strategy.init(spec), B, spec.num_blocks, spec.block_size),
         knobs=batch.knobs,
         keys=batch.keys,
         boundary=jnp.zeros((B, kept), spec.dtype),
@@ -230,7 +226,7 @@ def prefill_pass(
         finish=view.finish,
         boundary=driver.next_boundary(state.boundary, view.rows, taken),
     )
-    return absorb(strategy, PrefillChunk(forward, view, out, valid, last), state)
+    return strategy.absorb(PrefillChunk(forward, view, out, valid, last), state)
 
 
 def absorb_nothing(strategy: Any, forward: ModelForward, state: DecodeState) -> DecodeState:
@@ -238,9 +234,8 @@ def absorb_nothing(strategy: Any, forward: ModelForward, state: DecodeState) -> 
     strategy = bind_knobs(strategy, state.knobs)
     B = state.finish.shape[0]
     nothing = jnp.zeros((B, 1, 1), bool)
-    return absorb(
-        strategy, PrefillChunk(forward, state, None, nothing, jnp.ones((B,), bool)), state
-    )
+    chunk = PrefillChunk(forward, state, None, nothing, jnp.ones((B,), bool))
+    return strategy.absorb(chunk, state)
 
 
 def _chunk_buffer(buffer: BlockBuffer, tokens: Array, first: Array, live: Array) -> BlockBuffer:

@@ -8,7 +8,6 @@ it decode without one, `decode` gathers a bucket of slots, steps them and scatte
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import packing
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.protocol import ByClass, SlotSpec
+from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
 
 # Columns of a fetched row before its new tokens: start, finish, nfe, output length, that length
@@ -38,17 +37,12 @@ class Programs(struct.PyTreeNode):
 
     model: Model
     aux: dict[str, Model]
-    by_class: ByClass
+    strategy: Strategy
     spec: SlotSpec = struct.field(pytree_node=False)
     kept: int = struct.field(pytree_node=False)
     max_output: int = struct.field(pytree_node=False)
     most_new: int = struct.field(pytree_node=False)
     implementation: str | None = struct.field(pytree_node=False)
-
-    @property
-    def strategy(self) -> Any:
-        """Bare (`split_knobs`)."""
-        return self.by_class.strategy
 
     def forward(self) -> ModelForward:
         """The model as the strategy sees it."""

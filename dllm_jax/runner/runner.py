@@ -31,7 +31,6 @@ from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import packing as words
 from dllm_jax.runner.programs import ASKED, HEAD, NUMBERS, PIECE, Programs
 from dllm_jax.strategies.core import drafting
-from dllm_jax.strategies.core.protocol import ByClass, weighs_costs
 from dllm_jax.strategies.core.state import DecodeState
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -133,7 +132,7 @@ class ModelRunner:
         self._programs = Programs(
             model=model,
             aux=dict(aux),
-            by_class=ByClass(strategy),
+            strategy=strategy,
             spec=decoding.slot_spec(strategy, model, layout.num_slots),
             kept=decoding.boundary_size(strategy, model),
             max_output=layout.max_model_len,
@@ -141,7 +140,7 @@ class ModelRunner:
             implementation=implementation,
         )
         self.cost: Any = None  # predicted seconds of programs, once they were timed
-        self._weighs = weighs_costs(strategy)
+        self._weighs = strategy.weighs_costs
         # By slots, in any unit; by arithmetic until `warm_up` has timed them.
         self.choice_costs: dict[int, Sequence[float]] = {}
         if self._weighs:
@@ -163,7 +162,7 @@ class ModelRunner:
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         # Prefill passes so far, by tokens and pages of a prompt, kind, prompts.
         self.passes: Counter[tuple[int, int, decoding.PassKind, int]] = Counter()
-        self._absorbs = hasattr(strategy, "absorb")
+        self._absorbs = strategy.absorbs
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         worker = threading.Thread(
             target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
@@ -403,7 +402,7 @@ class ModelRunner:
             return self._programs
         known = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
         costs = np.asarray(self.choice_costs[min(known)], np.float32)
-        return self._programs.replace(by_class=ByClass(strategy.replace(costs=costs)))
+        return self._programs.replace(strategy=strategy.replace(costs=costs))
 
     def fetch(self, chunk: Chunk) -> Fetched:
         """Wait for a chunk and read it.

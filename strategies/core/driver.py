@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import blocks
-from .protocol import Forward, Needs, SlotSpec, bind_knobs, initial_carry, makes_choices
+from .protocol import Forward, Needs, SlotSpec, bind_knobs
 from .state import (
     ACTIVE,
     DUMMY,
@@ -140,12 +140,12 @@ def decode_while(
 ) -> tuple[Int[Array, ""], DecodeState]:
     """Steps while `go_on(steps, state)`, and how many they were.
 
-    Where a strategy chooses between passes (`protocol.makes_choices`), a loop of its own runs each
+    Where a strategy chooses between passes (`Strategy.makes_choices`), a loop of its own runs each
     for as long as it is chosen: the same steps as by `decode_step`, but none of them holds a branch
     whose passes must all leave the same. The loops stand one behind another, and one whose choice
     is not made ends at once: within a `switch`, jaxlib 0.10 would copy the pools.
     """
-    if not makes_choices(strategy):
+    if not strategy.makes_choices:
 
         def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
             steps, now = carry
@@ -193,9 +193,7 @@ def advance(
     broken = running & is_broken(stepped)
     taken = running & ~broken
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
-    fresh = broadcast_carry(
-        initial_carry(strategy, spec), spec.num_slots, spec.num_blocks, spec.block_size
-    )
+    fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
     advanced = slide(finish(count(stepped, info), info, taken), info, fresh)
     # `finish` has left what other rows emitted as it was: a select would copy all of it.
     selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
@@ -215,10 +213,10 @@ def _checked(strategy: Any, returned: Any) -> tuple[DecodeState, StepInfo]:
         state, info = returned
         if isinstance(state, DecodeState) and isinstance(info, StepInfo):
             return state, info
-    name = getattr(getattr(strategy, "fn", None), "__name__", type(strategy).__name__)
     raise ValueError(
-        f"the step of {name} returned {type(returned).__name__}, not (DecodeState, StepInfo); "
-        "end it with `return blocks.finish_step(state, accept)` or a pair of your own"
+        f"the step of {strategy.name} returned {type(returned).__name__}, not "
+        "(DecodeState, StepInfo); end it with `return blocks.finish_step(state, accept)` or a "
+        "pair of your own"
     )
 
 

@@ -4,12 +4,13 @@ A strategy is an immutable value with a pure `step`; knobs are its per-request n
 is the model as a strategy sees it, without parameters, pages or devices. Nothing here runs.
 """
 
+import abc
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -168,56 +169,6 @@ def check_knob(strategy: Any, name: str, value: Any) -> None:
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
     """The strategy with each knob bound to its per-slot values (inside the jit)."""
     return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})
-
-
-@jax.tree_util.register_pytree_node_class
-class ByClass:
-    """A strategy as an argument of `jit`: one of another class is another argument.
-
-    To JAX (0.10, 0.11) two dataclasses of equal static fields are one, whatever their classes, and
-    now and then `jit` then runs what it compiled for the other one's step.
-    """
-
-    def __init__(self, strategy: Any):
-        self.strategy = strategy
-        self._classes = _classes(jax.tree.structure(strategy))
-
-    def tree_flatten(self):
-        """The strategy is the one child; its classes are static."""
-        return (self.strategy,), self._classes
-
-    @classmethod
-    def tree_unflatten(cls, classes, children):
-        """Rebuild around the one child, whatever a transformation put there."""
-        made = object.__new__(cls)
-        made.strategy, made._classes = children[0], classes
-        return made
-
-
-def _classes(tree: Any) -> tuple[type, ...]:
-    """Of the nodes of a tree, in their order."""
-    data = tree.node_data()
-    below = (_classes(child) for child in tree.children())
-    return () if data is None else (data[0], *itertools.chain.from_iterable(below))
-
-
-def makes_choices(strategy: Any) -> bool:
-    """Whether a step is one of several.
-
-    Such a strategy has several `choices`, `choice(state)`, the index of the one that its next step
-    is, and `chosen(index)`, the strategy that makes no other.
-    """
-    return hasattr(strategy, "choices") and len(strategy.choices) > 1
-
-
-def weighs_costs(strategy: Any) -> bool:
-    """Whether a step is one of several, chosen by what each costs, and nobody has said what.
-
-    Such a strategy `makes_choices`, the cheapest first; it has `cells`, for each of them how many
-    cells of a slot the model runs and how many the models beside it do (0: no pass), and a field
-    `costs` that is None.
-    """
-    return makes_choices(strategy) and hasattr(strategy, "cells") and strategy.costs is None
 
 
 # --- what a forward takes and gives ---------------------------------------------------------
@@ -420,28 +371,113 @@ class PrefillChunk:
     last: Bool[Array, " B"]
 
 
-class Strategy(Protocol):
-    """An algorithm as a value: static sizes and needs, and a pure `step`."""
+class Strategy(struct.PyTreeNode, abc.ABC):
+    """An algorithm as an immutable value: static sizes and needs, per-request knobs, a pure `step`.
 
-    block_size: Any
-    buffer_size: Any
-    needs: Any
+    A subclass is a frozen dataclass and a pytree. Fields made by `struct.field(pytree_node=False)`
+    are static, and so is the class: jit compiles a step for each class. (Left to JAX 0.10 and
+    0.11, two dataclasses of equal static fields may share one compiled step.)
 
+    Only `step` must be defined. A subclass also has the fields or properties `block_size` and
+    `buffer_size`.
+
+    Attributes:
+        needs: What the strategy asks of the engine.
+        choices: Values that name the passes a step is chosen from, the cheapest first.
+        cells: For each choice, the cells of a slot that the model runs and that the auxiliary
+            models run; empty where costs do not matter.
+        costs: Cost of a step of each choice, in any one unit. None: the engine measures it.
+    """
+
+    needs = Needs()
+    choices = ()
+    cells = ()
+    costs = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # Not PyTreeNode's: register_dataclass would leave the class out of the static structure.
+        super(struct.PyTreeNode, cls).__init_subclass__()
+        dataclasses.dataclass(frozen=True, **options)(cls)
+        _register(cls)
+
+    @abc.abstractmethod
     def step(self, forward: Forward, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        """One decode step: open, forward, write, mark (contract §1)."""
+        """One decode step: open, forward, write, mark (docs/contract.md)."""
         ...
+
+    def init(self, spec: SlotSpec) -> Carry:
+        """The strategy's own leaves at their constant first values."""
+        del spec
+        return Carry()
+
+    def absorb(self, chunk: PrefillChunk, state: DecodeState) -> DecodeState:
+        """Take in a piece of the prompt that was prefilled."""
+        del chunk
+        return state
+
+    def bind(self, draft_config: Any) -> Self:
+        """This strategy with what its draft model was trained for."""
+        del draft_config
+        return self
+
+    def choice(self, state: DecodeState) -> Int[Array, ""]:
+        """The index of the choice that the next step makes."""
+        del state
+        return jnp.int32(0)
+
+    def chosen(self, index: int) -> Self:
+        """The strategy whose every step makes the choice `index`."""
+        del index
+        return self
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether the strategy has an `absorb` of its own."""
+        return type(self).absorb is not Strategy.absorb
+
+    @property
+    def made_of(self) -> Any:
+        """The class or function that defines `step`."""
+        return type(self)
+
+    @property
+    def name(self) -> str:
+        """The name of what the strategy is made of."""
+        return getattr(self.made_of, "__name__", type(self).__name__)
+
+    @property
+    def makes_choices(self) -> bool:
+        """Whether a step is one of several."""
+        return len(self.choices) > 1
+
+    @property
+    def weighs_costs(self) -> bool:
+        """Whether a step is chosen by costs that are not known yet."""
+        return self.makes_choices and bool(self.cells) and self.costs is None
+
+
+def _register(cls: type) -> None:
+    """Make a dataclass a pytree whose static structure holds the class and its static fields."""
+    fields = dataclasses.fields(cls)
+    data = [f.name for f in fields if f.metadata.get("pytree_node", True)]
+    static = [f.name for f in fields if f.name not in data]
+    keys = [jax.tree_util.GetAttrKey(name) for name in data]
+
+    def flatten(value: Any) -> tuple[tuple[Any, ...], tuple[type, tuple[Any, ...]]]:
+        children = tuple(getattr(value, name) for name in data)
+        return children, (cls, tuple(getattr(value, name) for name in static))
+
+    def flatten_with_keys(value: Any) -> tuple[tuple[Any, ...], Any]:
+        children, structure = flatten(value)
+        return tuple(zip(keys, children, strict=True)), structure
+
+    def unflatten(structure: tuple[type, tuple[Any, ...]], children: Iterable[Any]) -> Any:
+        return cls(
+            **dict(zip(data, children, strict=True)), **dict(zip(static, structure[1], strict=True))
+        )
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
 StepFunction = Callable[[Forward, DecodeState], tuple[DecodeState, StepInfo]]
 InitFunction = Callable[[SlotSpec], Carry]
-AbsorbFunction = Callable[[PrefillChunk, DecodeState], DecodeState]
-
-
-def initial_carry(strategy: Any, spec: SlotSpec) -> Carry:
-    """The strategy's own leaves at their constant first values; empty where it has no `init`."""
-    return strategy.init(spec) if hasattr(strategy, "init") else Carry()
-
-
-def absorb(strategy: Any, chunk: PrefillChunk, state: DecodeState) -> DecodeState:
-    """Let the strategy take in a prompt chunk; the identity where it has no `absorb`."""
-    return strategy.absorb(chunk, state) if hasattr(strategy, "absorb") else state

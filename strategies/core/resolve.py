@@ -4,6 +4,7 @@ Nothing here is a registry: a name is the module of that name in this package.
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -13,7 +14,15 @@ from typing import Any, cast
 
 from flax import struct
 
-from .protocol import InitFunction, Needs, SlotSpec, StepFunction, check_knob, knob_ranges
+from .protocol import (
+    InitFunction,
+    Needs,
+    SlotSpec,
+    StepFunction,
+    Strategy,
+    check_knob,
+    knob_ranges,
+)
 from .state import Carry
 
 _PACKAGE = __name__.rpartition(".core.")[0]
@@ -25,7 +34,7 @@ _FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
 _DEFAULT_NEEDS = Needs("grid_causal")
 
 
-class FunctionStrategy(struct.PyTreeNode):
+class FunctionStrategy(Strategy):
     """A plain function `step(forward, state)` as a strategy."""
 
     fn: StepFunction = struct.field(pytree_node=False)
@@ -41,6 +50,11 @@ class FunctionStrategy(struct.PyTreeNode):
     def init(self, spec: SlotSpec) -> Carry:
         """The function's own leaves, if it has any."""
         return self.init_fn(spec) if self.init_fn else Carry()
+
+    @property
+    def made_of(self) -> StepFunction:
+        """The function."""
+        return self.fn
 
 
 def as_strategy(
@@ -67,8 +81,8 @@ def load_strategy(spec: Any, **overrides: Any) -> Any:
     """Resolve `spec` to a strategy value.
 
     Args:
-        spec: A value with a `step`, a step function, a class, a name such as "multi_bd", or
-            "pkg.mod:Name" / "path/to/file.py:name".
+        spec: A strategy, a dataclass with a `step`, a step function, a class, a name such as
+            "multi_bd", or "pkg.mod:Name" / "path/to/file.py:name".
         **overrides: Fields to set (`block_size=`, `accept_threshold=`, ...); None leaves a field.
 
     Raises:
@@ -78,14 +92,36 @@ def load_strategy(spec: Any, **overrides: Any) -> Any:
     found: Any = _find(spec) if isinstance(spec, str) else spec
     if isinstance(found, type):
         found = found()
+    if not isinstance(found, Strategy):
+        found = _adopt(found, spec)
+    return _override(found, {k: v for k, v in overrides.items() if v is not None})
+
+
+def _adopt(found: Any, spec: Any) -> Strategy:
+    """A strategy with the step of something that is not a `Strategy`."""
     if not hasattr(found, "step"):
         if not callable(found):
             raise ValueError(
                 f"strategy={spec!r} has no step(forward, state) and is not a function; "
                 f"use one of {', '.join(strategy_names())} or a value with a step"
             )
-        found = FunctionStrategy(cast(StepFunction, found))
-    return _override(found, {k: v for k, v in overrides.items() if v is not None})
+        return FunctionStrategy(cast(StepFunction, found))
+    kind = type(found)
+    if not dataclasses.is_dataclass(found):
+        raise ValueError(
+            f"strategy={spec!r} is a {kind.__name__}, which is not a dataclass; "
+            f"write class {kind.__name__}(dllm_jax.strategies.Strategy)"
+        )
+    return _with_defaults(kind)(
+        **{f.name: getattr(found, f.name) for f in dataclasses.fields(kind)}
+    )
+
+
+@functools.cache
+def _with_defaults(kind: type) -> type[Strategy]:
+    """The class `kind` with `Strategy` as a further base; cached, so that it compiles once."""
+    names = {key: getattr(kind, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind, Strategy), {**names, "made_of": kind})
 
 
 def _find(spec: str) -> Any:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ..core import driver
-from ..core.protocol import ByClass, split_knobs
+from ..core.protocol import Strategy, split_knobs
 from ..core.resolve import load_strategy
 from ..core.state import ACTIVE, DUMMY, LENGTH, RUNNING, STOP, TO_CACHE, DecodeState
 from . import random_model, random_requests
@@ -79,7 +79,7 @@ def check_invariants(
         >>> check_invariants("multi_bd")
     """
     strategy = load_strategy(strategy)
-    name = getattr(getattr(strategy, "fn", None), "__name__", type(strategy).__name__)
+    name = strategy.name
     if strategy.block_size is None:
         raise ValueError(
             f"{name} has no block_size, and there is no model to take it from; wrap the function: "
@@ -93,13 +93,13 @@ def check_invariants(
         most *= strategy.buffer_size or 1
     rng = np.random.default_rng(seed)
     drawn = random_requests.draw(rng, strategy, 2 * num_slots, midway, knobs or {})
-    by_class = ByClass(split_knobs(strategy)[0])
+    bare = split_knobs(strategy)[0]
     half, slots = num_slots // 2, np.arange(num_slots)
     moved = rng.permutation(np.concatenate([slots[:half], slots[half:] + num_slots]))
     try:
-        first = list(_run(by_class, _rows(drawn, slots), rng, most))
+        first = list(_run(bare, _rows(drawn, slots), rng, most))
         for order, rule in ((slots, _LEFTOVERS), (moved, _ALONE)):
-            other = list(_run(by_class, _rows(drawn, order), rng, most))
+            other = list(_run(bare, _rows(drawn, order), rng, most))
             _compare(first, other, slots, order, rule)
     except _Broken as broken:
         raise AssertionError(f"{name}: {broken} ({seed=})") from None
@@ -115,24 +115,23 @@ def _rows(state: DecodeState, slots: np.ndarray) -> DecodeState:
 
 
 def _run(
-    by_class: ByClass, state: DecodeState, rng: np.random.Generator, most: int
+    strategy: Strategy, state: DecodeState, rng: np.random.Generator, most: int
 ) -> Iterator[Any]:
     """Step until every request has ended; yields what `_compare` compares."""
     buffer = state.buffer
     leftovers = rng.integers(0, random_model.VOCAB, buffer.tokens.shape, np.int32)
     tokens = np.where(buffer.filled, buffer.tokens, leftovers)
     state = state.replace(buffer=buffer.replace(tokens=tokens))
-    watch = _Watch(jax.device_get(_plain(state)), by_class.strategy.needs, most)
+    watch = _Watch(jax.device_get(_plain(state)), strategy.needs, most)
     while (np.asarray(state.finish) == RUNNING).any():
-        state, seen = _step(by_class, state)
+        state, seen = _step(strategy, state)
         watch.see(*jax.device_get(seen))
         yield watch.visible()
 
 
 @functools.partial(jax.jit, compiler_options=random_requests.QUICK)
-def _step(by_class: ByClass, state: DecodeState) -> tuple[DecodeState, Any]:
+def _step(strategy: Strategy, state: DecodeState) -> tuple[DecodeState, Any]:
     """Both halves of a step, and what was seen between them."""
-    strategy = by_class.strategy
     spec = random_model.slot_spec(strategy, state.finish.shape[0])
     forward: Any = random_model.Forward(state, strategy.needs.boundary)
     stepped, info = driver.propose(strategy, forward, state)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import driver
-from ..core.protocol import ByClass, PrefillChunk, absorb, initial_carry, knob_ranges, split_knobs
+from ..core.protocol import PrefillChunk, knob_ranges, split_knobs
 from ..core.state import (
     ACTIVE,
     DUMMY,
@@ -96,10 +96,9 @@ def draw(
     )
     stops = np.where(rng.random((B, 2)) < 0.3, rng.integers(1, VOCAB, (B, 2)), -1)
     never = _int32(np.full(B, NO_LIMIT))
-    by_class = ByClass(split_knobs(strategy)[0])
     temperature = _float32(rng.choice([0.0, 0.0, 0.7], B))
     state = _admit(
-        by_class,
+        split_knobs(strategy)[0],
         _int32(rng.integers(0, VOCAB, (B, X))),  # mask ids among them
         _int32(prompt_len),
         _int32(limit),
@@ -128,7 +127,7 @@ def _float32(x: Any) -> Any:
 
 @functools.partial(jax.jit, compiler_options=QUICK)
 def _admit(
-    by_class: ByClass,
+    strategy: Any,
     prompt: Int[Array, "B X"],
     prompt_len: Int[Array, " B"],
     limit: Int[Array, " B"],
@@ -140,13 +139,12 @@ def _admit(
     world: World,
 ) -> DecodeState:
     """Fresh requests, their prompts taken in."""
-    strategy = by_class.strategy
     K, S, needs = strategy.buffer_size or 1, strategy.block_size, strategy.needs
     B, X = prompt.shape
     tail = driver.prompt_tail(needs, prompt, prompt_len, K, S)
     buffer = driver.admit_window(needs, tail, prompt_len, limit, K, S, given)
     before = jnp.arange(X)[None] < buffer.start[:, None]
-    carry = initial_carry(strategy, slot_spec(strategy, B))
+    carry = strategy.init(slot_spec(strategy, B))
     state = DecodeState(
         buffer=buffer,
         sampling=sampling,
@@ -165,7 +163,7 @@ def _admit(
     forward: Any = Forward(state, needs.boundary)
     whole = jnp.ones((B, 1, 1), bool)
     chunk = PrefillChunk(forward, state, None, whole, whole[:, 0, 0])
-    return absorb(strategy, chunk, state)
+    return strategy.absorb(chunk, state)
 
 
 def _draw_knobs(

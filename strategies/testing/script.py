@@ -17,15 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core import driver
-from ..core.protocol import (
-    ByClass,
-    PrefillChunk,
-    SlotSpec,
-    TokenStats,
-    absorb,
-    initial_carry,
-    split_knobs,
-)
+from ..core.protocol import PrefillChunk, SlotSpec, TokenStats, split_knobs
 from ..core.resolve import load_strategy
 from ..core.state import FINISH_REASONS, NO_LIMIT, RUNNING, DecodeState, Limits, Sampling
 
@@ -236,7 +228,7 @@ def run_script(
     stops = np.full((1, max(8, len(eos_ids))), -1, np.int32)
     stops[0, : len(eos_ids)] = eos_ids
     result, history = _run(
-        ByClass(bare),
+        bare,
         {name: jnp.full((1,), value, jnp.float32) for name, value in knobs.items()},
         _Script(jnp.asarray(token), jnp.asarray(prob)),
         jnp.asarray(padded),
@@ -254,12 +246,11 @@ def run_script(
 
 
 @functools.partial(jax.jit, static_argnames=("mask_id", "vocab_size"))
-def _run(by_class, knobs, script, prompt, prompt_len, limit, limits, mask_id, vocab_size):
-    strategy = by_class.strategy
+def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vocab_size):
     K, S = strategy.buffer_size or 1, strategy.block_size
     num_forwards, num_positions = script.token.shape
     spec = SlotSpec(1, K, S, vocab_size, 0, mask_id, jnp.float32)
-    carry = driver.broadcast_carry(initial_carry(strategy, spec), 1, K, S)
+    carry = driver.broadcast_carry(strategy.init(spec), 1, K, S)
     zeros = jnp.zeros((1,), jnp.int32)
     state = DecodeState(
         buffer=driver.admit_window(
@@ -285,7 +276,7 @@ def _run(by_class, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
     )
     prefill: Any = _ScriptedForward(script, zeros[0], state.buffer.start, mask_id, vocab_size)
     whole = jnp.ones((1, 1, 1), bool)
-    state = absorb(strategy, PrefillChunk(prefill, state, None, whole, whole[:, 0, 0]), state)
+    state = strategy.absorb(PrefillChunk(prefill, state, None, whole, whole[:, 0, 0]), state)
 
     def one(carry):
         state, row, step, history = carry

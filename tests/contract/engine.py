@@ -24,7 +24,7 @@ from dllm_jax.engine.scheduler import Sequence
 from dllm_jax.runner import buckets, decode
 from dllm_jax.runner.forward import ModelForward, WindowOutput
 from dllm_jax.runner.runner import ModelRunner
-from dllm_jax.strategies.core.protocol import ByClass, split_knobs
+from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import dense, harness
 from tests.contract.cases import PAGE_SIZE, case
@@ -272,18 +272,18 @@ def near_ties(name: str, request: harness.Request, model: Any = None) -> int:
 
     with _recorded(record):
         state = jax.jit(_prefill, static_argnames="size")(
-            ByClass(bare), model or c.model, aux, state, prompt, size=harness.BUCKET
+            bare, model or c.model, aux, state, prompt, size=harness.BUCKET
         )
-        step = jax.jit(lambda *args: harness.step_by_class.__wrapped__(*args)[0])
+        step = jax.jit(lambda *args: harness.step.__wrapped__(*args)[0])
         while (np.asarray(state.finish) == RUNNING).any():
-            state = step(ByClass(bare), model or c.model, aux, state)
+            state = step(bare, model or c.model, aux, state)
     jax.effects_barrier()
     assert found, "nothing was read out"
     return sum(found)
 
 
-def _prefill(by_class: ByClass, model: Any, aux: Any, state: Any, prompt: Any, size: int) -> Any:
-    return decode.prefill(by_class.strategy, ModelForward(model, aux=aux), state, prompt, size)
+def _prefill(strategy: Any, model: Any, aux: Any, state: Any, prompt: Any, size: int) -> Any:
+    return decode.prefill(strategy, ModelForward(model, aux=aux), state, prompt, size)
 
 
 @contextlib.contextmanager

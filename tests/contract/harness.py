@@ -17,7 +17,7 @@ import numpy as np
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.protocol import ByClass, split_knobs
+from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import (
     EMPTY,
     FINISH_REASONS,
@@ -203,24 +203,16 @@ def _key(request: Request) -> jax.Array:
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
-def prefill(strategy, model, aux, state, prompt, chunk_size):
-    return _prefill(ByClass(strategy), model, aux, state, prompt, chunk_size)
-
-
 @functools.partial(jax.jit, static_argnames=("chunk_size",), compiler_options=_QUICK)
-def _prefill(by_class, model, aux, state, prompt, chunk_size):
+def prefill(strategy, model, aux, state, prompt, chunk_size):
     forward = ModelForward(model, aux=aux)
-    return decode.prefill(by_class.strategy, forward, state, prompt, chunk_size)
-
-
-def step(strategy, model, aux, state):
-    return step_by_class(ByClass(strategy), model, aux, state)
+    return decode.prefill(strategy, forward, state, prompt, chunk_size)
 
 
 @functools.partial(jax.jit, compiler_options=_QUICK)
-def step_by_class(by_class, model, aux, state):
-    spec = decode.slot_spec(by_class.strategy, model, SLOTS)
-    return driver.decode_step(by_class.strategy, ModelForward(model, aux=aux), state, spec)
+def step(strategy, model, aux, state):
+    spec = decode.slot_spec(strategy, model, SLOTS)
+    return driver.decode_step(strategy, ModelForward(model, aux=aux), state, spec)
 
 
 def decode_paged(

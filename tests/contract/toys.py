@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Needs, PerSlot, TokenMix, knob
+from dllm_jax.strategies.core.protocol import Needs, PerSlot, Strategy, TokenMix, knob
 from dllm_jax.strategies.core.state import ACTIVE, RUNNING, TO_CACHE, Carry, StepInfo
 
 
@@ -18,7 +18,7 @@ def static(default):
     return struct.field(pytree_node=False, default=default)
 
 
-class SoftParallel(struct.PyTreeNode):
+class SoftParallel(Strategy):
     """Filled cells stay soft: shown as `p E[token] + (1 - p) E[mask]`, drawn anew each step.
 
     Accepts from the left up to the first unsure hole of a block; a block leaves when nothing in it
@@ -89,7 +89,7 @@ class SoftParallel(struct.PyTreeNode):
         )
 
 
-class BlockCache(struct.PyTreeNode):
+class BlockCache(Strategy):
     """One block, refined piece by piece over a provisional cache of itself.
 
     A full pass stores the whole block, holes and all, past `start`. While the current piece's first
@@ -131,7 +131,7 @@ class BlockCache(struct.PyTreeNode):
         return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
 
 
-class FullSequence(struct.PyTreeNode):
+class FullSequence(Strategy):
     """Prompt, text and suffix in one window, all seeing all; two cells or all the sure ones."""
 
     accept_threshold: PerSlot = knob(0.6)

@@ -7,15 +7,14 @@ project's strategies.
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Needs, PerSlot, Soft, Taps, knob
+from dllm_jax.strategies.core.protocol import Needs, PerSlot, Soft, Strategy, Taps, knob
 from dllm_jax.strategies.core.state import ACTIVE, TO_CACHE, Carry, StepInfo
 from tests.contract.toys import static
 
 
-class Speculate(struct.PyTreeNode):
+class Speculate(Strategy):
     """A drafter guesses S - 2 tokens behind the anchor, the target judges them in one pass.
 
     `script` overrides what the drafter says at an absolute position, where it is not negative.
@@ -76,7 +75,7 @@ class Speculate(struct.PyTreeNode):
         return state, StepInfo(count, count + 1, count, jnp.ones_like(count))
 
 
-class Canvas(struct.PyTreeNode):
+class Canvas(Strategy):
     """A whole canvas of random tokens is redrawn until two drafts agree, then encoded causally.
 
     The canvas is fed back as the expected embedding of its last law beside its tokens.

@@ -289,7 +289,7 @@ def step():
     )
     strategy = MultiBD(block_size=32, buffer_size=4)
     session = generate.start(model, [[1, 2]], strategy, max_tokens=99)
-    return model, session.by_class, session.aux, session.state, jnp.int32(3), "xla"
+    return model, session.strategy, session.aux, session.state, jnp.int32(3), "xla"
 
 
 def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step, monkeypatch):

@@ -53,12 +53,10 @@ def test_stop_ids_end_a_request_where_the_dense_run_ends(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_moving_every_request_in_the_middle_changes_nothing(name):
     first_end = min(len(row.steps) for row in once(name).rows)
-    traces = harness.step_by_class._cache_size()
+    traces = harness.step._cache_size()
     for at in (1, max(2, first_end - 1)):
         assert ends(paged(name, seed=5, move_at=at).rows) == ends(once(name).rows)
-    assert harness.step_by_class._cache_size() == traces, (
-        "the state a step leaves is not what it takes"
-    )
+    assert harness.step._cache_size() == traces, "the state a step leaves is not what it takes"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,7 @@ from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core import drafting, driver
-from dllm_jax.strategies.core.protocol import ByClass, Taps
+from dllm_jax.strategies.core.protocol import Taps
 from dllm_jax.strategies.core.state import FINISH_REASONS, NO_LIMIT, Sampling
 from tests.contract import dense, drafters, harness, models
 from tests.contract.harness import ROOM, SLOTS, Request
@@ -72,8 +72,7 @@ class Spied:
 
 
 @functools.partial(jax.jit, compiler_options=harness._QUICK)
-def _run(by_class, model, aux, state, prompt):
-    strategy = by_class.strategy
+def _run(strategy, model, aux, state, prompt):
     forward: Any = ModelForward(model, aux=aux)
     plain = forward.aux
     state = decode.prefill(strategy, forward, state, prompt, 16)
@@ -111,7 +110,7 @@ def run(strategy: Any, wishes: list[Wish], draft: Any = None, seed: int = 0) -> 
         ),
         limits=state.limits.replace(max_run=jnp.asarray([w.max_run for w in padded], jnp.int32)),
     )
-    state, history = _run(ByClass(bare), TARGET, aux, state, prompt)
+    state, history = _run(bare, TARGET, aux, state, prompt)
     state, (counts, guesses) = jax.device_get((state.replace(keys=None, pools=None), history))
     return [
         Ended(

@@ -15,7 +15,6 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.runner import cost
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core.protocol import ByClass, weighs_costs
 from tests.contract import models
 from tests.contract.engine import make_device
 from tests.runner.test_warm_up import TimedDevice, layout, pass_s
@@ -72,16 +71,16 @@ def test_a_wider_choice_costs_no_less():
 def test_costs_are_found_by_the_next_more_slots():
     device = make_device("ar", allocate=False)
     strategy = DFlash(8, LAYERS)
-    device._programs = device._programs.replace(by_class=ByClass(strategy))
+    device._programs = device._programs.replace(strategy=strategy)
     assert device._priced(3).strategy == strategy, "`ar` has no choices"
     assert device.choice_costs == {}
-    device._weighs = weighs_costs(strategy)
+    device._weighs = strategy.weighs_costs
     device.choice_costs = {1: (1.0, 2.0, 3.0), 4: (4.0, 5.0, 6.0)}
     for slots, costs in ((1, (1, 2, 3)), (2, (4, 5, 6)), (4, (4, 5, 6)), (9, (4, 5, 6))):
         np.testing.assert_array_equal(device._priced(slots).strategy.costs, costs)
-    assert not weighs_costs(strategy.replace(costs=(1.0, 2.0, 3.0)))
-    assert not weighs_costs(strategy.replace(width=4))
-    assert not weighs_costs(AR())
+    assert not strategy.replace(costs=(1.0, 2.0, 3.0)).weighs_costs
+    assert not strategy.replace(width=4).weighs_costs
+    assert not AR().weighs_costs
 
 
 @pytest.mark.slow

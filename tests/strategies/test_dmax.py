@@ -23,7 +23,7 @@ from dllm_jax.cli.strategy import given_fields
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import DMax, StepInfo, TokenStats
 from dllm_jax.strategies.core import driver, sampling, token_merge
-from dllm_jax.strategies.core.protocol import ByClass, PerSlot, SlotSpec, initial_carry, split_knobs
+from dllm_jax.strategies.core.protocol import PerSlot, SlotSpec, split_knobs
 from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, RUNNING, Carry, DecodeState
 from dllm_jax.strategies.testing import random_model
 from dllm_jax.strategies.testing.script import Trace, run_script
@@ -342,11 +342,11 @@ class Watched(BatchScript):
 
 
 @jax.jit
-def watched_step(by_class: ByClass, token: Any, prob: Any, state: DecodeState) -> Any:
+def watched_step(strategy: Any, token: Any, prob: Any, state: DecodeState) -> Any:
     slots, K, S = state.buffer.tokens.shape
     forward: Any = Watched(token, prob)
     spec = SlotSpec(slots, K, S, VOCAB, 0, mask_of(S), jnp.float32)
-    state, info = driver.decode_step(by_class.strategy, forward, state, spec)
+    state, info = driver.decode_step(strategy, forward, state, spec)
     return state, info, forward.inputs
 
 
@@ -361,9 +361,7 @@ def decode_watched(
     spec = SlotSpec(
         len(requests), buffer_size, block_size, VOCAB, 0, mask_of(block_size), jnp.float32
     )
-    carry = driver.broadcast_carry(
-        initial_carry(bare, spec), len(requests), buffer_size, block_size
-    )
+    carry = driver.broadcast_carry(bare.init(spec), len(requests), buffer_size, block_size)
     state = state.replace(carry=carry)
     token = jnp.asarray(np.stack([case.token for case in requests]))
     prob = jnp.asarray(np.stack([case.prob for case in requests]))
@@ -371,7 +369,7 @@ def decode_watched(
     for _ in range(FORWARDS):
         running = np.asarray(state.finish) == RUNNING
         positions = np.asarray(state.buffer.positions)
-        state, _, mix = watched_step(ByClass(bare), token, prob, state)
+        state, _, mix = watched_step(bare, token, prob, state)
         assert mix.renormalize
         for b in np.flatnonzero(running):
             where = np.nonzero(np.asarray(mix.on)[b])
@@ -564,10 +562,10 @@ class Drawing:
 
 
 @jax.jit
-def drawing_step(by_class: ByClass, state: DecodeState) -> Any:
+def drawing_step(strategy: Any, state: DecodeState) -> Any:
     forward: Any = Drawing()
     spec = SlotSpec(1, 1, 4, 8, 0, M_ID, jnp.float32)
-    state, _ = driver.decode_step(by_class.strategy, forward, state, spec)
+    state, _ = driver.decode_step(strategy, forward, state, spec)
     return state, forward.inputs
 
 
@@ -584,13 +582,13 @@ def test_a_drawn_token_is_written_and_the_likeliest_is_blended(
     state = batch_state(bare, [case], jax.random.split(jax.random.key(0), 1), knobs)
     spec = SlotSpec(1, 1, 4, 8, 0, M_ID, jnp.float32)
     state = state.replace(
-        carry=driver.broadcast_carry(initial_carry(bare, spec), 1, 1, 4),
+        carry=driver.broadcast_carry(bare.init(spec), 1, 1, 4),
         sampling=state.sampling.replace(temperature=jnp.ones(1)),
     )
-    state, _ = drawing_step(ByClass(bare), state)
+    state, _ = drawing_step(bare, state)
     # .25 is below the threshold: one cell, with the token that was drawn.
     assert state.buffer.tokens[0, 0].tolist() == [2, 0, 0, 0]
-    _, mix = drawing_step(ByClass(bare), state)
+    _, mix = drawing_step(bare, state)
     assert mix.on[0, 0].tolist() == [True, False, False, False]
     assert (mix.ids[0, 0, 0, 0].item(), mix.probs[0, 0, 0, 0].item()) == blended
 

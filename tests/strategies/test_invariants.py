@@ -17,7 +17,7 @@ from flax import struct
 from dllm_jax import strategies
 from dllm_jax.strategies import as_strategy, load_strategy
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Knob, Needs, TokenMix, knob
+from dllm_jax.strategies.core.protocol import Knob, Needs, Strategy, TokenMix, knob
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, STOP, TO_CACHE
 from dllm_jax.strategies.testing.invariants import check_invariants
 from tests.contract import toys, toys_models
@@ -115,7 +115,7 @@ def test_the_bounds_are_the_fewest(name: str) -> None:
 # ---- steps that break a rule ----
 
 
-class Wrong(struct.PyTreeNode):
+class Wrong(Strategy):
     """`multi_bd` without its gate, and what `which` does to it."""
 
     which: Any = 0

@@ -259,7 +259,7 @@ def test_program_that_is_not_recorded_is_the_same(model):
 
     def text():
         run = jax.jit(lambda *args: generate._advance.__wrapped__(*args, None))
-        args = (model, session.by_class, session.aux, session.state, jnp.int32(3))
+        args = (model, session.strategy, session.aux, session.state, jnp.int32(3))
         return run.lower(*args).as_text()
 
     before = text()

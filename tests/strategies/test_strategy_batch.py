@@ -15,7 +15,7 @@ import pytest
 
 from dllm_jax import strategies
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.protocol import ByClass, SlotSpec, TokenStats, split_knobs
+from dllm_jax.strategies.core.protocol import SlotSpec, TokenStats, split_knobs
 from dllm_jax.strategies.core.state import (
     FINISH_REASONS,
     NO_LIMIT,
@@ -109,10 +109,10 @@ def batch_state(strategy: Any, cases: list[Case], keys: Any, knobs: dict[str, An
 
 
 @jax.jit
-def step_batch(by_class: ByClass, token: Any, prob: Any, state: DecodeState) -> tuple[Any, Any]:
+def step_batch(strategy: Any, token: Any, prob: Any, state: DecodeState) -> tuple[Any, Any]:
     slots, K, S = state.buffer.tokens.shape
     spec = SlotSpec(slots, K, S, VOCAB, 0, MASK, jnp.float32)
-    return driver.decode_step(by_class.strategy, BatchScript(token, prob), state, spec)
+    return driver.decode_step(strategy, BatchScript(token, prob), state, spec)
 
 
 def comparable(tree: Any) -> list[np.ndarray]:
@@ -145,7 +145,7 @@ def decode_batch(cases: list[Case], knobs: np.ndarray) -> DecodeState:
     prob = jnp.asarray(np.stack([case.prob for case in cases]))
     for _ in range(FORWARDS):
         done = np.flatnonzero(np.asarray(state.finish) != RUNNING)
-        advanced, info = step_batch(ByClass(strategy), token, prob, state)
+        advanced, info = step_batch(strategy, token, prob, state)
         for before, after in zip(comparable(state), comparable(advanced), strict=True):
             np.testing.assert_array_equal(before[done], after[done])
         assert not any(np.asarray(leaf)[done].any() for leaf in jax.tree.leaves(info))
@@ -208,7 +208,7 @@ def random_step(seeds: list[int], prompt_len: int) -> tuple[np.ndarray, DecodeSt
     state = batch_state(strategy, [case] * len(seeds), keys, knobs)
     token = jnp.broadcast_to(jnp.asarray(case.token), (len(seeds), *shape))
     prob = jnp.broadcast_to(jnp.asarray(case.prob), (len(seeds), *shape))
-    state, _ = step_batch(ByClass(strategy), token, prob, state)
+    state, _ = step_batch(strategy, token, prob, state)
     return np.asarray(state.buffer.filled[:, 0]), state
 
 
