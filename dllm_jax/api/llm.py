@@ -238,7 +238,7 @@ class LLM:
             >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
             >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
         """
-        if self.strategy.needs.prompt != "in_window":
+        if not self.strategy.needs.prompt.in_window:
             raise ValueError(
                 f"{type(self.strategy).__name__} does not see what stands behind a hole; "
                 'use strategy="full_sequence"'

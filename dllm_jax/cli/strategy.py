@@ -101,7 +101,7 @@ def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) 
     A power of two of blocks, so that the next command finds its programs; a `buffer_size` that was
     asked for stays.
     """
-    if strategy.needs.prompt != "in_window" or "buffer_size" in fields:
+    if not strategy.needs.prompt.in_window or "buffer_size" in fields:
         return strategy
     size, most = 1, max(1, model.config.max_position // strategy.block_size)
     while size * strategy.block_size < longest:

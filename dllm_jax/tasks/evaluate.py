@@ -164,7 +164,7 @@ def sweep(
 
 def block_of(strategy: Any) -> int | None:
     """Tokens of a block; None for strategies that commit by tokens, whose window is no block."""
-    return None if strategy.needs.prompt == "whole_causal" else strategy.block_size
+    return None if strategy.needs.prompt.is_token_causal else strategy.block_size
 
 
 def _finish(model: Model, session: generate.Session) -> Any:

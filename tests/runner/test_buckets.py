@@ -154,8 +154,8 @@ def test_in_window_facts_have_a_window_and_no_prefix():
 def test_a_provisional_cache_and_soft_commits_start_over():
     assert not layout(multi_bd("grid_causal")).starts_over
     assert layout(multi_bd("grid_causal", soft_commits=True)).starts_over
-    assert layout(multi_bd("grid_causal", provisional_cache=True)).starts_over
-    assert not layout(multi_bd("grid_causal", provisional_cache=True)).soft_commits
+    assert layout(multi_bd("grid_causal", provisional_cache="across_steps")).starts_over
+    assert not layout(multi_bd("grid_causal", provisional_cache="across_steps")).soft_commits
 
 
 def test_the_salt_tells_models_masks_and_blocks_apart():

@@ -572,7 +572,7 @@ def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], match: st
 def test_only_a_cached_one_starts_over() -> None:
     assert strategies.FullSequence().needs == strategies.Needs("in_window")
     cached = strategies.FullSequence(cache="dual").needs
-    assert cached == strategies.Needs("in_window", provisional_cache=True)
+    assert cached == strategies.Needs("in_window", provisional_cache="across_steps")
 
 
 def test_a_model_without_a_mask_is_refused() -> None:
