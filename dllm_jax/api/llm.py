@@ -29,7 +29,7 @@ from dllm_jax.engine.requests import (
 )
 from dllm_jax.loading import chat
 from dllm_jax.loading.chat import Messages
-from dllm_jax.loading.compile_cache import enable_compile_cache
+from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode

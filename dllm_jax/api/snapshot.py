@@ -28,7 +28,7 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Sequence
-from dllm_jax.loading.compile_cache import cache_folder
+from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner

@@ -228,17 +228,20 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool =
     group.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help=seed)
 
 
-def add_strategy_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """--strategy, sizes and thresholds."""
+def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = None) -> None:
+    """--strategy, sizes and thresholds.
+
+    Args:
+        repeat: What several strategies are for, and the default; None where the verb takes one.
+    """
     group = parser.add_argument_group("strategy")
     spec = "a name (`dllm-jax info` lists them), pkg.module:Name or path/to/file.py:name"
-    if several:
+    if repeat:
         group.add_argument(
             "--strategy",
             action="append",
             metavar="SPEC[,KEY=VALUE...]",
-            help=f"{spec}; repeat it to compare on the same problems "
-            "(default: block_diffusion and multi_bd; with --draft: ar and dflash)",
+            help=f"{spec}; {repeat}",
         )
     else:
         group.add_argument("--strategy", metavar="SPEC", help=f"{spec} (default: the model's)")

@@ -6,12 +6,14 @@ model.
 
 import argparse
 import dataclasses
+import sys
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError, one_line
-from dllm_jax.cli.flags import INT_MAX, THRESHOLDS, literal
+from dllm_jax.cli.flags import INT_MAX, THRESHOLDS, key_value, literal
 
 SIZES = ("block_size", "buffer_size")
 _UNSETTABLE = ("needs", "fn", "init_fn")
@@ -57,6 +59,55 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
             )
         fields[key] = value
     return fields
+
+
+def load_several(specs: Sequence[str], fields: dict[str, Any]) -> list[Any]:
+    """Of each `SPEC,KEY=VALUE,...`: label, spec, strategy value, its own fields and shared ones.
+
+    Raises:
+        UsageError: As `load`, or one is given twice, or no strategy has one of `fields`.
+    """
+    if len(set(specs)) < len(specs):
+        raise UsageError("the same --strategy is given twice; give each once")
+    choices = []
+    for label in specs:
+        spec, own = split(label)
+        choices.append((label, spec, load(spec), own))
+    return share(choices, fields)
+
+
+def split(text: str) -> tuple[str, dict[str, Any]]:
+    """`multi_bd,buffer_size=2` -> spec, fields."""
+    spec, *pairs = text.split(",")
+    try:
+        return spec, dict(key_value(pair) for pair in pairs)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--strategy {text}: {error}") from None
+
+
+def share(choices: list[Any], fields: dict[str, Any]) -> list[Any]:
+    """Choices with the shared fields that each has; a field that none has is an error."""
+    takers: dict[str, list[str]] = {name: [] for name in fields}
+    shared = []
+    for label, spec, value, own in choices:
+        has = set(settable(value))
+        if spec == "block_diffusion":
+            has.discard("buffer_size")  # one block at a time by definition
+        mine = {name: field for name, field in fields.items() if name in has}
+        check_fields(value, mine | own)
+        for name in mine:
+            takers[name].append(label)
+        shared.append((label, spec, value, mine | own))
+    for name, labels in takers.items():
+        if not labels:
+            raise UsageError(
+                f"{name}={shown(fields[name])}: none of "
+                f"{', '.join(label for label, *_ in choices)} takes {name}; leave it out"
+            )
+    for name, labels in takers.items():
+        if len(labels) < len(choices):
+            print(f"note: {name} applies to {', '.join(labels)} only", file=sys.stderr)
+    return shared
 
 
 def resolve(

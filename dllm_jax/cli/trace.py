@@ -16,7 +16,7 @@ from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.generate import draw_problem
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.interrupt import ALL, Interrupt
 
 PAGE = "trace.html"
 FORMS = (".html", ".json", ".png")
@@ -60,21 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print the record, write nothing")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Decode, write, and say where it is."""
-    with Interrupt() as stop:
-        return _run(args, stop)
-
-
-def _run(args: argparse.Namespace, stop: Interrupt) -> int:
+    stop.forced = ALL
     out = _checked_out(args)
     problem = draw_problem(args)
     prompt = problem.question if problem else _read_prompt(args)
     chosen = strategies.load(args.strategy)
 
     from dllm_jax.cli.engine import sampling_params
-    from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode
+    from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
     fields = strategies.given_fields(args)

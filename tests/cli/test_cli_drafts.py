@@ -29,7 +29,7 @@ TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     monkeypatch.setattr("dllm_jax.api.llm.enable_compile_cache", lambda: None)
 
 
@@ -289,7 +289,7 @@ def test_replay_goes_on_with_the_draft(folder, capsys, monkeypatch, tmp_path):
     break_device(llm, 6, monkeypatch)
     (broken,) = llm.generate([prompt], params, use_tqdm=False)
     monkeypatch.undo()
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     told, ids = broken.outputs[0].token_ids, whole.outputs[0].token_ids
     assert 0 < len(told) < len(ids)
     assert told == ids[: len(told)]

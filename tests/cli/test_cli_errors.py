@@ -19,7 +19,7 @@ PROMPT = "Ann has 3 pens."
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_stdin_that_is_closed(fails, monkeypatch):
 
 @pytest.mark.parametrize("verb", ["generate", "trace"])
 def test_a_random_model_reads_no_text(fails, monkeypatch, verb):
-    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda _: pytest.fail("it was made"))
+    monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda _: pytest.fail("it was made"))
     message = fails(2, verb, PROMPT, "--model", "random:JetLM/SDAR-1.7B-Chat")
     assert "has no tokenizer to read text with; use dj.generate with token ids" in message
 
@@ -420,7 +420,7 @@ def test_eval_refuses_a_field_that_no_strategy_has(fails):
     ],
 )
 def test_eval_checks_where_it_will_write_before_it_works(fails, tmp_path, monkeypatch, name, told):
-    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda args: pytest.fail("worked first"))
+    monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda args: pytest.fail("worked first"))
     message = fails(2, "eval", "--output", str(tmp_path / name))
     assert "cannot be written: " in message
     assert told in message

@@ -29,7 +29,7 @@ PROMPTS = ["Ann has 3 pens.", "Carl gets 41 dollars a day, and pays 6.", "How ma
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -331,7 +331,7 @@ def made_by(made):
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
     # From here on nothing is decoded again, and the text is shorter.
     made = dataclasses.replace(made, steps=made.steps[:4])
     monkeypatch.setattr("dllm_jax.trace.trajectory.record", lambda *_, **__: made)
-    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda _: model)
+    monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda _: model)
     steps = len(made.steps)
     figures = f"{len(made.tokens)} tokens, {made.nfe} forwards, "
     for name in ("a.html", "a.json", "a.png"):
