@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from dllm_jax.engine.layout import PASS_KINDS, PassKind
+from dllm_jax.engine.layout import PassKind
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import new_pool
 from dllm_jax.runner.forward import TARGET, ModelForward
@@ -157,7 +157,9 @@ def prefill(
     S = strategy.block_size
     if needs.prompt.in_window:
         return absorb_nothing(strategy, forward, state)
-    kind = PASS_KINDS[needs.prompt]
+    kind: PassKind = "full" if needs.prompt.is_full else "blocks"
+    if needs.prompt.is_token_causal:
+        kind = "causal"
     size = T if kind == "full" else min(chunk_size, T)
     if needs.prompt.is_grid:
         size = -(-size // S) * S
