@@ -112,7 +112,7 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
             rounds[bucket].floor_ms(engine, context)
             if rounds
             else roofline.floor_ms(
-                llm.model, bucket[0], engine.facts.window, context, device_kind()
+                llm.model, bucket[0], engine.layout.window, context, device_kind()
             ),
         )
         for bucket, count in ran.steps.items()

@@ -241,7 +241,7 @@ def test_the_floor_of_a_round_is_that_of_both_passes(monkeypatch):
         lambda model, rows, cells, context, kind: None if kind == "cpu" else model * rows * cells,
     )
     programs = SimpleNamespace(model=10.0, aux={"draft": 1.0}, strategy=DFlash(16, (0,)))
-    engine: Any = SimpleNamespace(device=SimpleNamespace(programs=programs))
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(programs=programs))
     rounds = Rounds(2, (1, 8), (0.25, 0.75), (1.0, 2.0), 0.5)
     assert rounds.floor_ms(engine, 0.0) is None
     monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(device_kind="some")])

@@ -230,7 +230,7 @@ def test_strategy_file_is_executed_once(random_folder, tmp_path, capsys):
 
 
 def test_exit_with_words_is_one_line(fails, monkeypatch):
-    def leave(args):
+    def leave(args, stop):
         raise SystemExit("bye")
 
     monkeypatch.setattr("dllm_jax.cli.info.run", leave)
@@ -367,14 +367,14 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_printed(fails):
 
 def test_device_that_fails_is_one_line(random_folder, monkeypatch, capsys, tmp_path):
     from dllm_jax.engine.layout import DeviceFailure
-    from dllm_jax.runner.runner import Device
+    from dllm_jax.runner.runner import ModelRunner
 
     def full(*_):
         raise DeviceFailure("RESOURCE_EXHAUSTED: Out of memory\nallocation 1\nallocation 2")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(Device, "harvest", full)
+        patch.setattr(ModelRunner, "fetch", full)
         argv = ["generate", PROMPT, "--model", str(random_folder), "--max-tokens", "4"]
         assert main(argv) == 1
     told = capsys.readouterr().err
@@ -451,7 +451,7 @@ def test_train_checks_flags(fails):
 
 
 def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):
-    def explode(args):
+    def explode(args, stop):
         raise KeyError("page\n7")
 
     monkeypatch.setattr("dllm_jax.cli.info.run", explode)
@@ -460,7 +460,7 @@ def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):
 
 
 def test_output_that_the_terminal_cannot_show_has_a_remedy(fails, monkeypatch):
-    monkeypatch.setattr("dllm_jax.cli.info.run", lambda args: "caf\u00e9".encode("ascii"))
+    monkeypatch.setattr("dllm_jax.cli.info.run", lambda *_: "caf\u00e9".encode("ascii"))
     message = fails(1, "info")
     assert message.startswith("'\u00e9' cannot be written as ascii; set PYTHONIOENCODING=utf-8")
 

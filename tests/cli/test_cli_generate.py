@@ -329,7 +329,7 @@ def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
     # Waiting for the sixteenth chunk takes a minute in C: the text so far comes from elsewhere.
     code = (
         "import hashlib, sys\n"
-        "from dllm_jax import engine\n"
+        "from dllm_jax.engine import engine\n"
         "from dllm_jax.cli import main\n"
         "from dllm_jax.runner.runner import ModelRunner\n"
         "engine.num_steps = lambda *_: 1\n"
