@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError, one_line
-from dllm_jax.cli.flags import INT_MAX, THRESHOLDS, key_value, literal
+from dllm_jax.cli.flags import THRESHOLDS, key_value, literal
+from dllm_jax.engine.checks import MOST
 
 SIZES = ("block_size", "buffer_size")
 _UNSETTABLE = ("needs", "fn", "init_fn")
@@ -224,7 +225,7 @@ def _read(value: Any, kind: Any) -> Any:
     if text[:1] + text[-1:] in ("[]", "()"):
         text = text[1:-1]
     found = tuple(literal(part.strip()) for part in text.split(","))
-    fit = (_is(one, of) and (isinstance(one, float) or abs(one) <= INT_MAX) for one in found)
+    fit = (_is(one, of) and (isinstance(one, float) or abs(one) <= MOST) for one in found)
     return tuple(map(of, found)) if all(fit) else value
 
 
@@ -240,11 +241,11 @@ def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
                 return None
             told.append(f"one of {', '.join(map(str, choices))}")
         elif option is int:
-            low = 1 if name in SIZES else -INT_MAX
-            if _is(value, int) and low <= value <= INT_MAX:
+            low = 1 if name in SIZES else -MOST
+            if _is(value, int) and low <= value <= MOST:
                 return None
             bounded = name in SIZES or _is(value, int)  # that it is one is not what is wrong
-            told.append("a whole number" + (f" in [{low}, {INT_MAX}]" if bounded else ""))
+            told.append("a whole number" + (f" in [{low}, {MOST}]" if bounded else ""))
         elif option is types.NoneType:
             if value is None:
                 return None

@@ -74,24 +74,42 @@ def test_unknown_flag_is_named(fails):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--max-tokens", "0"], "--max-tokens: 0 is too small; give one >= 1"),
-        (["--max-tokens", "many"], "--max-tokens: 'many' is no whole number"),
-        (["--temperature", "-1"], "--temperature: -1 is out of range; give one >= 0"),
-        (["--top-p", "0"], "--top-p: 0 is out of range; give one > 0 and <= 1"),
-        (["--temperature", "inf"], "--temperature: inf is out of range"),
-        (["--temperature", "nan"], "--temperature: nan is out of range"),
-        (["--top-k", "0"], "--top-k: 0 is too small"),
-        (["--top-k", "99999999999"], "--top-k: 99999999999 is too large; give one <= 2147483647"),
-        (["--max-nfe", "99999999999"], "--max-nfe: 99999999999 is too large; give one <= "),
-        (["--stop-token-ids", "3,99999999999"], "99999999999 is too large; give ids <= 2147483647"),
-        (["--accept-threshold", "nan"], "--accept-threshold: nan is out of range"),
-        (["--stop-token-ids", "a,b"], "'a,b' is no list of token ids; write e.g. 3,17"),
+        (
+            ["--max-tokens", "0"],
+            "--max-tokens: value=0 must be a whole number in [1, 2147",
+        ),
+        (["--max-tokens", "many"], "--max-tokens: value='many' must be a whole number in [1, 2"),
+        (
+            ["--temperature", "-1"],
+            "--temperature: value=-1.0 must be a number in [0, 1000000.0]",
+        ),
+        (["--top-p", "0"], "--top-p: value=0.0 must be above 0; choose a larger one"),
+        (["--temperature", "inf"], "--temperature: value=inf must be a number in [0, "),
+        (["--temperature", "nan"], "--temperature: value=nan must be a number in [0, "),
+        (["--top-k", "0"], "--top-k: value=0 must be a whole number"),
+        (
+            ["--top-k", "99999999999"],
+            "--top-k: value=99999999999 must be a whole number",
+        ),
+        (
+            ["--max-nfe", "99999999999"],
+            "--max-nfe: value=99999999999 must be a whole number",
+        ),
+        (
+            ["--stop-token-ids", "3,99999999999"],
+            "value=99999999999 must be a whole number",
+        ),
+        (
+            ["--accept-threshold", "nan"],
+            "--accept-threshold: value=nan must be a number in [0",
+        ),
+        (["--stop-token-ids", "a,b"], "value='a' must be a whole number in [0, 2147483647]"),
         (["--set", "remasking"], "'remasking' is not KEY=VALUE"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--page-size", "0"], "--page-size: 0 is too small; give one >= 1"),
+        (["--page-size", "0"], "--page-size: value=0 must be a whole number"),
         (
             ["--memory-utilization", "1.5"],
-            "--memory-utilization: 1.5 is out of range; give one > 0",
+            "--memory-utilization: value=1.5 must be a number in [0, 1]",
         ),
         (["--attention-implementation", "flash"], "invalid choice: 'flash'"),
     ],
@@ -439,7 +457,9 @@ def test_convert_refuses_an_existing_target(fails, random_folder, tmp_path):
 
 
 def test_train_checks_flags(fails):
-    assert "--steps: 0 is too small" in fails(2, "train", "--out", "x", "--steps", "0")
+    assert "--steps: value=0 must be a whole number" in fails(
+        2, "train", "--out", "x", "--steps", "0"
+    )
     assert "required: --out" in fails(2, "train")
     said = fails(2, "train", "ar", "--out", "x", "--anchors", "4")
     assert "--anchors is not of `train ar`; leave it out, or train dflash" in said

@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 
+from dllm_jax.cli import main
 from dllm_jax.cli.interrupt import Interrupt, Interrupted
 
 
@@ -91,3 +92,21 @@ def test_a_signal_in_a_collection_is_sent_again():
     finally:
         gc.callbacks.remove(interrupted)
     assert raised
+
+
+@pytest.mark.parametrize(
+    ("argv", "work", "says"),
+    [
+        (["info"], "dllm_jax.cli.info.collect", "nothing was finished"),
+        (
+            ["train", "--out", "runs/a"],
+            "dllm_jax.training.command.main",
+            "the same command continues from the last checkpoint in runs/a",
+        ),
+    ],
+)
+def test_an_interrupted_verb_is_one_line_and_a_status(monkeypatch, capsys, argv, work, says):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(work, lambda *_, number=number: signal.raise_signal(number))
+        assert main(argv) == 128 + number
+        assert capsys.readouterr().err == f"error: interrupted; {says}\n"
