@@ -266,8 +266,11 @@ def test_script_finds_what_it_asks_the_page_for():
         (files / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js", "css")
     )
     asked = set(re.findall(r'byId\("(\w+)"\)', script))
-    assert asked >= {"slider", "play", "board", "legend"}
+    assert asked >= {"slider", "play", "panels", "legend"}
     assert asked <= set(re.findall(r'id="(\w+)"', page))
+    parts = set(re.findall(r'part\("([\w-]+)"\)', script))
+    assert parts >= {"board", "settled", "ahead"}
+    assert parts <= set(" ".join(re.findall(r'class="([^"]+)"', page)).split())
     used = set(re.findall(r"(?<![.\w])data\.(\w+)", script)) | set(
         re.findall(r"frame\.(\w+)", script)
     )
