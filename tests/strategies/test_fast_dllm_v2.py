@@ -128,7 +128,7 @@ def test_agrees_over_a_long_sweep(block: int, sub: int) -> None:
 @contextmanager
 def recording(package: ModuleType = strategies) -> Iterator[list[Pass]]:
     """The passes of scripted runs, from inside the program: a branch not taken tells nothing."""
-    testing, passes = package.testing, []
+    testing, passes = package.testing.script, []
     call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
 
     def told(narrow: bool, live: Any, position: Any, context: Any) -> None:
