@@ -339,8 +339,8 @@ def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     for what in ("config", "dtype", "weights"):
         if stored[what] is not None and stored[what] != now[what]:
             raise SnapshotError(
-                f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs in "
-                f"its {what}; give the same one by --{name}"
+                f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "
+                f"in its {what}; give the same one by --{name}"
             )
 
 
