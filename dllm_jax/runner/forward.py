@@ -333,7 +333,6 @@ class WindowOutput(struct.PyTreeNode):
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
         confidence: Literal["drawn", "raw"] = "drawn",
-        forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
         guide: tuple[Any, float] | None = None,
@@ -357,7 +356,7 @@ class WindowOutput(struct.PyTreeNode):
             read(self._aligned()),
             greedy(B) if sampling is None else sampling,
             None if keys is None else read(keys),
-            forbidden=lambda ids: self._forbidden(ids, forbid),
+            forbidden=self.forward.forbidden,
             penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
             confidence=confidence,
             num_top=num_top,
@@ -456,10 +455,6 @@ class WindowOutput(struct.PyTreeNode):
         xp = np if isinstance(flat, np.ndarray) else jnp
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
-
-    def _forbidden(self, ids: Any, more: Array | None) -> Any:
-        out = self.forward.forbidden(ids)
-        return out if more is None else out | jnp.any(ids[:, None] == more[None, :], axis=1)
 
 
 def greedy(num_slots: int) -> Sampling:
