@@ -325,15 +325,6 @@ class SavedSlot:
         return ()
 
 
-def check_model(snapshot: Snapshot, model: Model) -> None:
-    """Refuse a model that is not the snapshot's.
-
-    Raises:
-        SnapshotError: Its network or weights differ.
-    """
-    _check_same("model", snapshot.model, model)
-
-
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
     for what in ("config", "dtype", "weights"):
@@ -348,7 +339,6 @@ def resume(
     snapshot: Snapshot,
     which: int,
     model: Model,
-    strategy: Any,
     implementation: str | None = None,
     draft: str | None = None,
 ) -> tuple[Engine, str]:
@@ -363,12 +353,13 @@ def resume(
         The engine and the request's id.
 
     Raises:
-        SnapshotError: The slot does not fit the model and strategy, or the drafter differs.
+        SnapshotError: The model, the drafter or the strategy is not the snapshot's.
     """
+    _check_same("model", snapshot.model, model)
     text = snapshot.texts[which]
     if snapshot.draft is not None:
         draft = draft or snapshot.draft["source"]
-    strategy, aux = bind_draft(strategy, draft, model)
+    strategy, aux = bind_draft(saved_strategy(snapshot), draft, model)
     for one in aux.values():
         _check_same("draft", snapshot.draft or {}, one)
     check_fit(model, strategy)
