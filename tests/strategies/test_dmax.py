@@ -2,8 +2,8 @@
 
 Proves that worked traces come out step by step, from the window and from the list decoder; that
 both agree window for window on random scripts; what each cell shows in each forward (the mixtures
-and their slide); the numbers of a mixture; what is blended when the drawn token is not the likeliest;
-and that on a network a request with soft commits equals a dense run with those rows.
+and their slide); the numbers of a mixture; what is blended when the drawn token is not the
+likeliest; and that on a network a request with soft commits equals a dense run with those rows.
 """
 
 import dataclasses
