@@ -250,9 +250,11 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
 
 def _require_shallow(value: Any) -> None:
     """Raise `RecursionError` for JSON that nests deeper than any file of a model."""
-    level: list[Any] = [value]
+    level: list[Any] = [[value]]
     for _ in range(_MOST_LEVELS):
-        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        parts: Iterable[Iterable[Any]] = (
+            json_object(part).values() if isinstance(part, dict) else part for part in level
+        )
         level = [item for part in parts for item in part if isinstance(item, dict | list)]
         if not level:
             return

@@ -83,7 +83,7 @@ def find_adapter(lora: str | os.PathLike[str]) -> Path:
     if _is_hub_id(name):
         return _fetched(hub.fetch_adapter, name, None)
     if not name or not os.path.exists(Path(name) / hub.ADAPTER_CONFIG):
-        what = f"holds no {hub.ADAPTER_CONFIG}" if os.path.isdir(name) else "is no folder"
+        what = f"holds no {hub.ADAPTER_CONFIG}" if os.path.isdir(Path(name)) else "is no folder"
         raise LoadError(
             f"lora={name!r} {what}; give the folder of a PEFT adapter, or a hub id org/name"
         )
