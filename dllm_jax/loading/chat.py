@@ -7,9 +7,7 @@ The text holds its special tokens by name, so it is encoded without further ones
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from dllm_jax.loading.model import Model
+from typing import Any, NamedTuple, Protocol
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -23,6 +21,30 @@ _OURS = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
     "return_assistant_tokens_mask",
 )
+
+
+class _Family(Protocol):
+    @property
+    def family(self) -> str: ...
+
+
+class TextModel(Protocol):
+    """What is read of a model here: a `Model`, or the text side of one without its weights."""
+
+    @property
+    def source(self) -> str:
+        """What it was loaded from."""
+        ...
+
+    @property
+    def defaults(self) -> _Family:
+        """Names the family."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer, None for a model without one."""
+        ...
 
 
 class Template(NamedTuple):
@@ -65,7 +87,7 @@ _SHIPPED = {
 
 
 def template_of(
-    model: Model, chosen: str | None = None, tools: Sequence[Any] | None = None
+    model: TextModel, chosen: str | None = None, tools: Sequence[Any] | None = None
 ) -> Template | None:
     """The chat template of a model; None for one without a chat format, or without a tokenizer.
 
@@ -102,7 +124,7 @@ def template_of(
     return Template(text, f"dllm_jax ({file})", shipped.name)
 
 
-def note(model: Model) -> str | None:
+def note(model: TextModel) -> str | None:
     """What a user should know of the template, in one line; None for the folder's own."""
     template = template_of(model)
     if template is None or template.shipped is None:
@@ -114,7 +136,7 @@ def note(model: Model) -> str | None:
 
 
 def render(
-    model: Model, conversation: Messages, chat_template: str | None = None, **template_kwargs: Any
+    model: TextModel, conversation: Messages, chat_template: str | None = None, **template_kwargs: Any
 ) -> str:
     """A conversation as the text the model reads, up to where it answers.
 
@@ -153,7 +175,7 @@ def render(
         ) from error
 
 
-def _no_template(model: Model) -> str:
+def _no_template(model: TextModel) -> str:
     if model.tokenizer is None:
         return (
             f"model {model.source!r} has no tokenizer and no chat template; give generate token ids"
