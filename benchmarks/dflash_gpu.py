@@ -57,7 +57,7 @@ from dllm_jax.models.dense import random_params
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import decode
-from dllm_jax.runner.cache import page_slots, write_rows
+from dllm_jax.runner.cache import PAGE_SIZE, new_pool, page_slots, write_rows
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.runner.timing import RATES
 from dllm_jax.strategies import AR, DFlash
@@ -118,13 +118,11 @@ def begin(model, strategy, draft, slots, context, max_tokens):
     """A bare strategy, its models, and requests whose prompts are cached as random numbers."""
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
-    _, (bare, aux, batch), max_tokens = generate._prepare(
+    _, (bare, aux), batch, max_tokens = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         strategy,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        draft=draft,
+        **generate._REQUEST | {"max_tokens": max_tokens, "ignore_eos": True, "draft": draft},
     )
     state = generate._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
@@ -418,8 +416,8 @@ def floors_ms(model, draft, slots, context, device_kind):
 def draft_cache(draft):
     """Bytes a token of the drafter's cache: by its sizes, and of its arrays."""
     cfg = draft.config
-    pool = dj.cache.new_pool(cfg, 3, dj.cache.PAGE_SIZE, draft.params["fc"].dtype)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) / (3 * dj.cache.PAGE_SIZE)
+    pool = new_pool(cfg, 3, PAGE_SIZE, draft.params["fc"].dtype)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) / (3 * PAGE_SIZE)
     size = draft.params["fc"].dtype.itemsize
     return {
         "bytes_a_token": held,

@@ -33,7 +33,7 @@ from dllm_jax.bench.numbers import (
 )
 from dllm_jax.bench.throughput import run
 from dllm_jax.bench.workload import Lengths, random_work
-from dllm_jax.loading.compile_cache import enable_compile_cache
+from dllm_jax.loading.jax_settings import enable_compile_cache
 
 TOKENS_PER_STEP = 4
 MOST_OVERHEAD, LEAST_EFFICIENCY, MOST_RISE = 0.03, 0.85, 2.0

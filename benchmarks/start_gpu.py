@@ -99,8 +99,7 @@ def first_token(name, began=None):
     import jax
 
     import dllm_jax as dj
-    from dllm_jax.loading.async_dispatch import enable_async_dispatch
-    from dllm_jax.loading.compile_cache import enable_compile_cache
+    from dllm_jax.loading.jax_settings import enable_async_dispatch, enable_compile_cache
 
     load, make_llm = dj.load, dj.LLM  # found, and with them all that they need
     clock.listen()

@@ -162,12 +162,11 @@ def begin(model, setting, slots, context):
     rng = np.random.default_rng(7)
     shape = (slots, setting.context or context)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, shape)
-    _, (bare, aux, batch), max_tokens = generate._prepare(
+    _, (bare, aux), batch, max_tokens = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         setting.strategy,
-        max_tokens=setting.max_tokens,
-        ignore_eos=True,
+        **generate._REQUEST | {"max_tokens": setting.max_tokens, "ignore_eos": True},
     )
     state = generate._fresh(model, bare, aux, batch, max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)

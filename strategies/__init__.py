@@ -9,11 +9,11 @@ from . import testing
 from .ar import AR
 from .block_diffusion import BlockDiffusion
 from .core import blocks, random, sampling
+from .core.needs import Needs, PromptMode
 from .core.protocol import (
     Forward,
     ForwardOutput,
     Knob,
-    Needs,
     PerSlot,
     PrefillChunk,
     SlotSpec,
@@ -63,6 +63,7 @@ __all__ = [
     "Needs",
     "PerSlot",
     "PrefillChunk",
+    "PromptMode",
     "Sampling",
     "SlotSpec",
     "Soft",

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from .core import blocks, random
-from .core.protocol import Needs, Strategy
+from .core.needs import Needs
+from .core.protocol import Strategy
 from .core.state import StepInfo
 
 

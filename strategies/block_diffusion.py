@@ -14,7 +14,8 @@ from flax import struct
 from jaxtyping import Array, Bool
 
 from .core import blocks, random, sampling
-from .core.protocol import Knob, Needs, Strategy, TokenStats, knob
+from .core.needs import Needs
+from .core.protocol import Knob, Strategy, TokenStats, knob
 from .core.state import DecodeState
 
 Remasking = Literal["sequential", "static", "dynamic", "entropy", "random"]

@@ -16,7 +16,8 @@ Source: D2F (arXiv 2508.09192), §4.2 and the authors' decoder; Diffulex's `d2f`
 from flax import struct
 
 from .core import blocks, random, sampling
-from .core.protocol import Knob, Needs, Strategy, knob
+from .core.needs import Needs
+from .core.protocol import Knob, Strategy, knob
 
 
 class D2F(Strategy):

@@ -36,7 +36,8 @@ from flax import struct
 from jaxtyping import Array
 
 from .core import blocks, drafting, random
-from .core.protocol import Needs, Strategy, Taps
+from .core.needs import Needs
+from .core.protocol import Strategy, Taps
 from .core.state import NO_TOKEN, Carry, StepInfo
 
 DRAFT = "draft"

@@ -19,7 +19,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from .core import block_rewrite, blocks, random, sampling, token_merge
-from .core.protocol import ForwardOutput, Knob, Needs, Strategy, TokenMix, TokenStats, knob
+from .core.needs import Needs
+from .core.protocol import ForwardOutput, Knob, Strategy, TokenMix, TokenStats, knob
 from .core.state import Carry, DecodeState
 
 Merge = Literal["dmax_topk", "iter_smooth_topk"]

@@ -13,7 +13,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from .core import block_rewrite, blocks, random, sampling
-from .core.protocol import Knob, Needs, Strategy, TokenStats, knob
+from .core.needs import Needs
+from .core.protocol import Knob, Strategy, TokenStats, knob
 from .core.state import Carry, DecodeState
 
 _MOST_STEPS = 1_000_000  # forwards of a block are counted in 32 bits

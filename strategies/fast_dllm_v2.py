@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from .core import blocks, dual_cache, random, sampling
-from .core.protocol import Knob, Needs, Strategy, knob
+from .core.needs import Needs
+from .core.protocol import Knob, Strategy, knob
 
 
 class FastDLLMV2(Strategy):
@@ -41,7 +42,7 @@ class FastDLLMV2(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=1)
     needs: Needs = struct.field(
         pytree_node=False,
-        default=Needs("grid_causal", boundary=True, provisional_cache=True),
+        default=Needs("grid_causal", boundary=True, provisional_cache="across_steps"),
     )
 
     def step(self, forward, state):

@@ -23,7 +23,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from .core import blocks, dual_cache, random, remasking, sampling
-from .core.protocol import Forward, ForwardOutput, Knob, Needs, Strategy, TokenStats, knob
+from .core.needs import Needs
+from .core.protocol import Forward, ForwardOutput, Knob, Strategy, TokenStats, knob
 from .core.remasking import TextBlock
 from .core.state import Carry, DecodeState, StepInfo
 
@@ -90,7 +91,7 @@ class FullSequence(Strategy):
     @property
     def needs(self) -> Needs:
         """Everything in the window; a cache of it lives past the window's start."""
-        return Needs("in_window", provisional_cache=True if self.cache else None)
+        return Needs("in_window", provisional_cache="across_steps" if self.cache else "none")
 
     def init(self, spec):
         """The block of the last forward, the holes it began with and its forwards so far."""

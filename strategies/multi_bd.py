@@ -10,7 +10,8 @@ Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 from flax import struct
 
 from .core import blocks, random, sampling
-from .core.protocol import Knob, Needs, Strategy, knob
+from .core.needs import Needs
+from .core.protocol import Knob, Strategy, knob
 
 
 class MultiBD(Strategy):

@@ -168,7 +168,7 @@ def _prepare(
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
     last = model.config.max_position
-    if strategy.needs.prompt == "in_window":
+    if strategy.needs.prompt.in_window:
         last = min(last, strategy.block_size * strategy.buffer_size)
         _check_window(strategy, lengths, max_tokens)
 

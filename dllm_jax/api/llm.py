@@ -29,7 +29,7 @@ from dllm_jax.engine.requests import (
 )
 from dllm_jax.loading import chat
 from dllm_jax.loading.chat import Messages
-from dllm_jax.loading.compile_cache import enable_compile_cache
+from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
@@ -238,7 +238,7 @@ class LLM:
             >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
             >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
         """
-        if self.strategy.needs.prompt != "in_window":
+        if not self.strategy.needs.prompt.in_window:
             raise ValueError(
                 f"{type(self.strategy).__name__} does not see what stands behind a hole; "
                 'use strategy="full_sequence"'

@@ -28,14 +28,15 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Sequence
-from dllm_jax.loading.compile_cache import cache_folder
+from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
-from dllm_jax.strategies.core.protocol import Needs, split_knobs
+from dllm_jax.strategies.core.needs import Needs
+from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.resolve import load_strategy
 
-VERSION = 2
+VERSION = 3
 FACTS, SLOTS = "snapshot.json", "slots.npz"
 _HASHED = 1 << 16  # leaves of at most so many elements stand for the weights
 

@@ -135,7 +135,7 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     }
     if name == defaults.strategy or not {name, defaults.strategy} & {*_OWN_THRESHOLD}:
         fields["accept_threshold"] = defaults.accept_threshold
-    if plain.needs.prompt.startswith("grid"):  # elsewhere the algorithm sets the size, as AR its 2
+    if plain.needs.prompt.is_grid:  # elsewhere the algorithm sets the size, as AR its 2
         fields["block_size"] = defaults.block_size
     if name == defaults.strategy:
         fields["buffer_size"] = defaults.buffer_size
@@ -144,7 +144,7 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
                 fields[key] = value
     known = {k: v for k, v in fields.items() if hasattr(plain, k)}
     strategy = load_strategy(plain, **{**known, **overrides})
-    if plain.needs.prompt == "in_window" and "buffer_size" not in overrides:
+    if plain.needs.prompt.in_window and "buffer_size" not in overrides:
         # The window holds the whole text here, so it is bounded by the model's positions.
         most = max(1, model.config.max_position // (strategy.block_size or defaults.block_size))
         strategy = strategy.replace(buffer_size=min(strategy.buffer_size or most, most))
@@ -182,7 +182,7 @@ def check_fit(model: Model, strategy: Any) -> None:
             f"{name} continues from the row before its window, which predicts the next token only "
             f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
         )
-    denoises = strategy.needs.prompt.startswith("grid") or strategy.needs.prompt == "in_window"
+    denoises = strategy.needs.prompt.is_grid or strategy.needs.prompt.in_window
     if denoises and cfg.mask_token_id < 0:
         raise ValueError(
             f"{name} denoises masks, and {model.defaults.family} has no mask token: {instead}"
@@ -198,11 +198,11 @@ def _check_routing(model: Model, strategy: Any, name: str) -> None:
             f"block_size={strategy.block_size} must be a multiple of {routing}, the tokens of "
             f"{model.defaults.family} that are routed together; use {model.defaults.block_size}"
         )
-    if routing > 1 and not strategy.needs.prompt.startswith("grid"):
+    if routing > 1 and not strategy.needs.prompt.is_grid:
         raise ValueError(
-            f"{name} takes the prompt in as {strategy.needs.prompt!r}, which splits the blocks of "
-            f"{routing} tokens that {model.defaults.family} routes together; use a strategy on the "
-            f"grid of blocks, such as {model.defaults.strategy!r}"
+            f"{name} takes the prompt in as {strategy.needs.prompt.value!r}, which splits the "
+            f"blocks of {routing} tokens that {model.defaults.family} routes together; use a "
+            f"strategy on the grid of blocks, such as {model.defaults.strategy!r}"
         )
 
 

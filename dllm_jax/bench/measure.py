@@ -23,8 +23,8 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler, Sequence
 from dllm_jax.models import reference
-from dllm_jax.runner.timing import begin
 from dllm_jax.runner.decode import PassKind
+from dllm_jax.runner.timing import begin
 
 FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
 LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order
@@ -189,7 +189,7 @@ def prefill_pass_ms(
     """Milliseconds of one prefill pass of a compiled bucket, one after another, the median.
 
     Args:
-        prompts: How many the pass takes in: 1, or `EngineLayout.prompts_a_pass` of the smallest sizes.
+        prompts: Prompts in the pass: 1, or `EngineLayout.prompts_a_pass` of the smallest sizes.
         first: Position at which the pass begins, moved down to where the bucket holds it whole.
     """
     room = columns * engine.layout.page_size

@@ -21,7 +21,7 @@ from dllm_jax.bench.fixed import FixedWork
 from dllm_jax.bench.rounds import Rounds, time_rounds, told_rounds, width_shares
 from dllm_jax.bench.workload import Work
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
-from dllm_jax.loading import async_dispatch
+from dllm_jax.loading import jax_settings
 from dllm_jax.strategies import DFlash
 from dllm_jax.strategies.core.protocol import knob_ranges
 from dllm_jax.tasks.problems import is_correct
@@ -112,7 +112,7 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
             rounds[bucket].floor_ms(engine, context)
             if rounds
             else roofline.floor_ms(
-                llm.model, bucket[0], engine.facts.window, context, device_kind()
+                llm.model, bucket[0], engine.layout.window, context, device_kind()
             ),
         )
         for bucket, count in ran.steps.items()
@@ -218,14 +218,14 @@ def setting(llm: Any) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Device, versions and commit."""
-    async_dispatch.enable_async_dispatch()  # who looks for devices before a model is loaded
+    jax_settings.enable_async_dispatch()  # who looks for devices before a model is loaded
     return {
         "device": device_kind(),
         "num_devices": jax.device_count(),
         "dllm_jax": __version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "async_dispatch": os.environ.get(async_dispatch.VARIABLE) == "1",
+        "async_dispatch": os.environ.get(jax_settings.ASYNC_DISPATCH) == "1",
         "commit": commit(),
     }
 

@@ -1,33 +1,23 @@
-"""The least time a decode step can take: bytes it must move, operations it must do.
+"""The least time of a decode step: the bytes it must move, the operations it must do.
 
 Only for devices whose rates were measured; None elsewhere. Experts are counted as random routing
-hits them: so many different ones are read, and each cell goes through a few.
+hits them: the distinct experts hit are read, and each cell goes through a few.
 """
 
 from typing import Any
 
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
-from dllm_jax.runner.pass_time import RATES, weights
+from dllm_jax.runner.timing import RATES, pass_work, weights
 
 
 def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:
-    """Milliseconds of one step of `rows` windows at `context` cached tokens each.
-
-    Weights but the embedding are read once, keys and values of each row once; every cell of the
-    window gets logits, which are never written.
-    """
-    cfg = model.config
-    if device_kind not in RATES or not isinstance(cfg, DenseConfig):
+    """Milliseconds of one step of `rows` windows at `context` cached tokens each."""
+    if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
     bandwidth, rate = RATES[device_kind]
-    cells = rows * window
-    read, used = weights(model.params, cfg, cells)
-    cached = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * context * rows
-    attention = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim * (context + window) * cells
-    size = model.params["embed"].dtype.itemsize
-    seconds = max((read + cached) * size / bandwidth, (2 * used * cells + attention) / rate)
-    return seconds * 1e3
+    moved, operations = pass_work(model.params, model.config, rows, window, context)
+    return 1e3 * max(moved / bandwidth, operations / rate)
 
 
 def step_parts(
@@ -40,10 +30,7 @@ def step_parts(
     written once and read once.
 
     Returns:
-        dense, experts (where there are), attention, head, activations; None for networks of other
-        kinds.
-
-    Source: shared/perf/roofline.py, after which the bars on the step are drawn.
+        dense, experts (if any), attention, head, activations; None for other kinds of networks.
     """
     cfg = model.config
     if not isinstance(cfg, DenseConfig):

@@ -20,7 +20,7 @@ import numpy as np
 from dllm_jax.bench import measure, roofline
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import DraftMetrics
-from dllm_jax.runner.cost import begin
+from dllm_jax.runner.timing import begin
 from dllm_jax.strategies.dflash import DRAFT
 
 FEW_PASSES, MANY_PASSES = 4, 20

@@ -13,7 +13,7 @@ from dllm_jax.cli import bench_step, flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.interrupt import ALL, Interrupt
 
 INPUTS, OUTPUTS = "16:256", "16:128"
 MAX_TOKENS = 224  # of adaptive work: the longest worked solution of the word problems, and some
@@ -114,13 +114,11 @@ def lengths(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r}: {told}") from None
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Measure, print the lines or the object."""
-    with Interrupt():
-        return bench_step.run(args) if args.what == "step" else _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
+    stop.forced = ALL
+    if args.what == "step":
+        return bench_step.run(args)
     args.mode = args.mode or _mode(args)
     _check_flags(args)
     if args.output is not None:
@@ -128,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
     chosen = strategies.load(args.strategy)
 
     from dllm_jax.bench.throughput import measure_batches
-    from dllm_jax.cli.models import load_model
+    from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
     strategy = _strategy(args, model, chosen)

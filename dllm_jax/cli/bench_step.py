@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
     from dllm_jax.bench.numbers import environment
     from dllm_jax.bench.step import measure_step
-    from dllm_jax.cli.models import load_model
+    from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
     draft = _draft(args, model)

@@ -1,8 +1,8 @@
 """`dllm-jax chat`: a conversation in the terminal, each answer shown as it settles.
 
 Data flow: a line -> the history through the chat template -> token ids -> an engine -> the answer,
-which joins the history. What the history shares with the turn before is in the prefix cache. From a
-pipe each line is a turn and nothing but the answers is printed.
+which joins the history. The prefix cache holds the history of the turn before. From a pipe each
+line is a turn and only the answers are printed.
 """
 
 import argparse
@@ -12,8 +12,7 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
-from dllm_jax.cli.errors import Interrupted
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.interrupt import Interrupt, Interrupted
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
@@ -38,39 +37,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_engine_flags(parser, several=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Answer until the input ends."""
-    # A Ctrl-C stops an answer: it need not end a command that compiles. A second one does.
-    with Interrupt(forced=(signal.SIGTERM,)) as stop:
-        chosen = strategies.load(args.strategy)
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
+    """Answer until the input ends. Ctrl-C stops an answer; a second one ends the command."""
+    chosen = strategies.load(args.strategy)
 
-        from dllm_jax.cli.engine import Clock, make_llm
-        from dllm_jax.cli.models import load_model
-        from dllm_jax.loading.chat import note, render
+    from dllm_jax.cli.engine import Clock, make_llm
+    from dllm_jax.cli.sources import load_model
+    from dllm_jax.loading.chat import note, render
 
-        model = load_model(args)
-        fields = strategies.given_fields(args)
-        strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        told = _template_kwargs(args)
-        render(model, [*system, {"role": "user", "content": "?"}], **told)  # or refuse at once
-        if args.chat_template is None and (said := note(model)):
-            _note(said)
-        talk = Chat(args, make_llm(args, model, strategy, Clock()), system, told, stop)
-        stop.check()
-        return talk.run()
+    model = load_model(args)
+    fields = strategies.given_fields(args)
+    strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    variables = _template_kwargs(args)
+    render(model, [*system, {"role": "user", "content": "?"}], **variables)  # or refuse at once
+    if args.chat_template is None and (text := note(model)):
+        _note(text)
+    chat = Chat(args, make_llm(args, model, strategy, Clock()), system, variables, stop)
+    stop.check()
+    stop.tell = lambda: "interrupted; the conversation is over"
+    return chat.run()
 
 
 def _template_kwargs(args: argparse.Namespace) -> dict[str, Any]:
-    """What the chat template is told, as flags say it."""
+    """The variables of the chat template, from the flags."""
     from dllm_jax.cli.prompts import read_file
 
-    told: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if args.thinking is not None:
-        told["enable_thinking"] = args.thinking == "on"
+        variables["enable_thinking"] = args.thinking == "on"
     if args.chat_template is not None:
-        told["chat_template"] = read_file("chat template", args.chat_template)
-    return told
+        variables["chat_template"] = read_file("chat template", args.chat_template)
+    return variables
 
 
 class Chat:
@@ -121,24 +119,24 @@ class Chat:
                 return None
             except Interrupted as signalled:
                 if was_stopped or signalled.number != signal.SIGINT:
-                    raise signalled.saying("interrupted; the conversation is over") from None
+                    raise
                 was_stopped = True
                 self._stop.reset()
                 print("\n(Ctrl-C again, or Ctrl-D, ends the conversation)")
 
     def _turn(self, line: str) -> None:
-        """Answer a line; where that fails the conversation is as before."""
-        asked = [*self._history, {"role": "user", "content": line}]
+        """Answer a line; after a failure the conversation is as before."""
+        history = [*self._history, {"role": "user", "content": line}]
         try:
-            text = self._answer(asked)
+            text = self._answer(history)
         except ValueError as error:  # too long, or not for this template
             _note(f"{error}; this turn is dropped, /reset forgets the others")
             return
         if text:
-            self._history = [*asked, {"role": "assistant", "content": text}]
+            self._history = [*history, {"role": "assistant", "content": text}]
 
     def _answer(self, messages: list[dict[str, str]]) -> str:
-        """Print the answer as it settles; what there is of it where Ctrl-C stops it."""
+        """Print the answer as it settles, and return it; Ctrl-C cuts it short."""
         from dllm_jax.cli.engine import add, follow
         from dllm_jax.engine.requests import Request
         from dllm_jax.loading.chat import render
@@ -157,7 +155,7 @@ class Chat:
         except Interrupted as signalled:
             print(flush=True)
             if signalled.number != signal.SIGINT:
-                raise signalled.saying("interrupted; the conversation is over") from None
+                raise
             self._stop.reset()
             _note("stopped")
             return text
@@ -172,7 +170,7 @@ class Chat:
 def _edit_lines() -> None:
     """Let `input` edit lines, where the system can."""
     try:
-        import readline  # noqa: F401 (imported for what it does to `input`)
+        import readline  # noqa: F401 (the import makes `input` editable)
     except ImportError:
         return
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from dllm_jax.cli import flags
+from dllm_jax.cli.interrupt import Interrupt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Convert, with a progress bar, and say how large the result is."""
     from tqdm import tqdm
 
-    from dllm_jax.cli.folders import checkpoint_folder, headers_folder
+    from dllm_jax.cli.sources import checkpoint_folder, headers_folder
     from dllm_jax.loading.checkpoints import convert, inspect, plan
     from dllm_jax.loading.sources import find_adapter
 

@@ -1,22 +1,20 @@
 """`dllm-jax VERB`: parses, runs one verb, and turns every failure into one line and a status.
 
-Data flow: argv -> the verb's parser -> the verb's `run(args)` -> exit status. Verbs import JAX
-and the engine inside `run`, so that `--help` and a wrong flag are answered at once. Nothing here
-knows what a verb does.
+Data flow: argv -> the verb's parser -> the verb's `run(args, stop)` -> exit status. Verbs import
+JAX and the engine inside `run`, so that `--help` and a wrong flag are answered at once.
 """
 
 import argparse
 import difflib
 import importlib
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from typing import NoReturn
 
-from dllm_jax.cli.errors import Interrupted, UsageError, one_line
+from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.interrupt import Interrupt, Interrupted
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 
@@ -34,7 +32,7 @@ VERBS = {
     "info": "versions, devices, kernels, models",
 }
 
-# Promised, not there yet (docs: api): refused by name until they work.
+# Planned; refused by name until they work.
 PLANNED_VERBS = ("tune",)
 PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
@@ -43,18 +41,18 @@ PLANNED_FLAGS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaints are one line, raised instead of printed."""
+    """An ArgumentParser whose errors are one line, raised instead of printed."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError` with where to read more."""
+        """Raise `UsageError` that points to `--help`."""
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def build_parser(verb: str | None = None) -> Parser:
-    """The parser of the whole command; only the verb asked for is imported."""
+    """The parser of the whole command; only `verb` is imported."""
     parser = Parser(
         prog="dllm-jax",
         description="Diffusion language models on JAX. `dllm-jax VERB --help` tells more.",
@@ -70,7 +68,7 @@ def build_parser(verb: str | None = None) -> Parser:
         child.add_argument(
             "--debug",
             action="store_true",
-            default=argparse.SUPPRESS,  # what was said before the verb stands
+            default=argparse.SUPPRESS,  # --debug before the verb counts too
             help="show the traceback of a failure",
         )
         if name == verb:
@@ -82,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command line.
 
     Raises:
-        UsageError: It cannot be meant.
+        UsageError: The command line is not valid.
     """
     verb = next((word for word in argv if not word.startswith("-")), None)
     if verb in PLANNED_VERBS:
@@ -107,12 +105,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        argv: Words behind the command's name; None: those of this process, which ends here where a
-            signal asks for it: an orderly end would wait for what the device is at.
+        argv: Words behind the command's name; None: those of this process. A signal then ends the
+            process here, because an orderly exit would wait for the device.
     """
     if argv is None:
         _warn_in_one_line()
-        keep_interrupts()
     status = _main(sys.argv[1:] if argv is None else argv)
     if argv is None and status > SIGNALLED:
         sys.stdout.flush()
@@ -124,44 +121,28 @@ def _main(argv: list[str]) -> int:
     debug = "--debug" in argv
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     try:
-        args = parse(argv)
-        return importlib.import_module(f"dllm_jax.cli.{args.verb}").run(args)
-    except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):  # --help and --version, printed already
-            return stop.code or DONE
-        return _fail(one_line(stop), FAILED, debug)  # code of the user's that ends the program
-    except BrokenPipeError:  # the reader of our output left (`| head`): nobody to tell
+        with Interrupt() as stop:
+            try:
+                args = parse(argv)
+                return importlib.import_module(f"dllm_jax.cli.{args.verb}").run(args, stop)
+            except KeyboardInterrupt as signalled:
+                number = signalled.number if isinstance(signalled, Interrupted) else 2
+                return _fail(stop.told(), SIGNALLED + number, debug)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):  # after --help and --version
+            return end.code or DONE
+        return _fail(one_line(end), FAILED, debug)  # code of the user ended the program
+    except BrokenPipeError:  # the reader of our output left (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except KeyboardInterrupt as stop:
-        told = stop if isinstance(stop, Interrupted) else Interrupted()
-        return _fail(str(told), SIGNALLED + told.number, debug)
     except UsageError as error:
         return _fail(str(error), BAD_USAGE, debug)
     except Exception as error:
         return _fail(one_line(error), FAILED, debug)
 
 
-def keep_interrupts() -> None:
-    """Deliver Ctrl-C again where Python drops it: in a collector's callback (JAX has one).
-
-    For verbs, and parts of them, that do not run under `interrupt.Interrupt`.
-    """
-    usual = sys.unraisablehook
-
-    def again(dropped: "sys.UnraisableHookArgs") -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            return usual(dropped)
-        main = threading.main_thread().ident, signal.SIGINT
-        later = threading.Timer(0.01, signal.pthread_kill, main)  # here it is dropped as well
-        later.daemon = True
-        later.start()
-
-    sys.unraisablehook = again
-
-
 def _warn_in_one_line() -> None:
-    """Print what the library warns of as `note: ...`, without the place in our code."""
+    """Print warnings of the library as `note: ...`, without a source line."""
     usual = warnings.formatwarning
 
     def one_note(message, category, filename, lineno, line=None):

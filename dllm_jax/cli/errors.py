@@ -1,28 +1,14 @@
-"""What can go wrong on the command line, and how it is put into one line."""
+"""Errors of the command line, each as one line."""
 
 from dllm_jax.engine.layout import DeviceFailure
 
-NOTHING_FINISHED = "interrupted; nothing was finished"
-
 
 class UsageError(ValueError):
-    """A command line that cannot be meant: exit status 2."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal; its text says what there is, the exit status is 128 and its number."""
-
-    def __init__(self, message: str = NOTHING_FINISHED, number: int = 2):
-        super().__init__(message)
-        self.number = number
-
-    def saying(self, message: str) -> "Interrupted":
-        """The same with other words."""
-        return Interrupted(message, self.number)
+    """A command line that is not valid: exit status 2."""
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line, with its type where the message says too little."""
+    """The message of an exception as one line, with its type unless the message is our own."""
     if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":  # a narrow terminal
         return (
             f"{error.object[error.start]!r} cannot be written as {error.encoding}; "
@@ -30,7 +16,7 @@ def one_line(error: BaseException) -> str:
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, DeviceFailure):
-        lines = lines[:1]  # what follows is a table of allocations
+        lines = lines[:1]  # a table of allocations follows
     text = "; ".join(lines)
     plain = isinstance(error, ValueError | OSError | NotImplementedError | DeviceFailure)
     if plain and text:

@@ -3,13 +3,13 @@
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.interrupt import ALL, Interrupt
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
 WITH_A_DRAFT = ("ar", "dflash")
@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "strategy go behind its name."
     )
     flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser, several=True)
+    flags.add_strategy_flags(
+        parser,
+        repeat="repeat it to compare on the same problems "
+        "(default: block_diffusion and multi_bd; with --draft: ar and dflash)",
+    )
     flags.add_draft_flag(parser)
     group = parser.add_argument_group("problems")
     group.add_argument("--half", choices=("plain", "hard", "both"), default="both")
@@ -45,20 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output", metavar="FILE", help="write the JSON object to FILE as well")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Evaluate, print the table or the object."""
+    stop.forced = ALL
     usual = DEFAULT_STRATEGIES if args.draft is None else WITH_A_DRAFT
-    wanted = [_split(spec) for spec in args.strategy or usual]
-    if len({label for label, _, _ in wanted}) < len(wanted):
-        raise UsageError("the same --strategy is given twice; give each once")
     if args.output is not None:
         check_output(args.output)
-    choices = _share(
-        [(label, spec, strategies.load(spec), own) for label, spec, own in wanted],
-        strategies.given_fields(args),
-    )
+    choices = strategies.load_several(args.strategy or usual, strategies.given_fields(args))
 
-    from dllm_jax.cli.models import load_model
+    from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
     if model.tokenizer is None:
@@ -87,40 +86,6 @@ def check_output(name: str) -> None:
         reason = "permission is denied"
     if reason:
         raise UsageError(f"--output {name!r} cannot be written: {reason}; give another path")
-
-
-def _split(text: str) -> tuple[str, str, dict[str, Any]]:
-    """`multi_bd,buffer_size=2` -> label, spec, fields."""
-    spec, *pairs = text.split(",")
-    try:
-        return text, spec, dict(flags.key_value(pair) for pair in pairs)
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--strategy {text}: {error}") from None
-
-
-def _share(choices: list[Any], fields: dict[str, Any]) -> list[Any]:
-    """Choices with the shared fields that each has; a field that none has is an error."""
-    takers: dict[str, list[str]] = {name: [] for name in fields}
-    shared = []
-    for label, spec, value, own in choices:
-        has = set(strategies.settable(value))
-        if spec == "block_diffusion":
-            has.discard("buffer_size")  # one block at a time by definition
-        mine = {name: field for name, field in fields.items() if name in has}
-        strategies.check_fields(value, mine | own)
-        for name in mine:
-            takers[name].append(label)
-        shared.append((label, spec, value, mine | own))
-    for name, labels in takers.items():
-        if not labels:
-            raise UsageError(
-                f"{name}={strategies.shown(fields[name])}: none of "
-                f"{', '.join(label for label, *_ in choices)} takes {name}; leave it out"
-            )
-    for name, labels in takers.items():
-        if len(labels) < len(choices):
-            print(f"note: {name} applies to {', '.join(labels)} only", file=sys.stderr)
-    return shared
 
 
 def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[str, Any]:

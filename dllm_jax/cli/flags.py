@@ -1,15 +1,14 @@
-"""Flags that several verbs share, and their types.
-
-Nothing here knows what is made of them.
-"""
+"""Flags that several verbs share, and their types."""
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
+from dllm_jax.engine import checks
+
 DTYPES = ("auto", "bfloat16", "float32", "float16")
-INT_MAX = 2**31 - 1  # what counts on the device holds
 # flag -> field of the strategy
 THRESHOLDS = (
     "accept_threshold",
@@ -20,55 +19,39 @@ THRESHOLDS = (
 )
 
 
-def whole(low: int, high: int = INT_MAX) -> Callable[[str], int]:
+def whole(low: int, high: int = checks.MOST) -> Callable[[str], int]:
     """An argparse type: a whole number in [low, high]."""
-    bound = f">= {low}" if high == INT_MAX else f"in [{low}, {high}]"
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no whole number; give one {bound}"
-            ) from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is too small; give one {bound}")
-        if value > high:
-            raise argparse.ArgumentTypeError(f"{value} is too large; give one <= {high}")
-        return value
-
-    return parse
+    return lambda text: _checked(checks.whole_number, int, text, low, high)
 
 
 def number(low: float, high: float, open_low: bool = False) -> Callable[[str], float]:
     """An argparse type: a number in [low, high], or (low, high]."""
-    bound = f"{'>' if open_low else '>='} {low:g}" + (
-        "" if math.isinf(high) else f" and <= {high:g}"
-    )
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number; give one {bound}") from None
-        if math.isnan(value) or not low <= value <= high or (open_low and value == low):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; give one {bound}")
+        value = _checked(checks.real_number, float, text, low, high)
+        if open_low and value == low:
+            raise argparse.ArgumentTypeError(f"{value=} must be above {low:g}; choose a larger one")
         return value
 
     return parse
 
 
+def _checked(check: Callable[..., Any], kind: type, text: str, low: float, high: float) -> Any:
+    value: Any = text
+    with contextlib.suppress(ValueError):
+        value = kind(text)
+    try:
+        return check("value", value, low, high)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def token_ids(text: str) -> tuple[int, ...]:
     """An argparse type: token ids separated by commas."""
-    try:
-        ids = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        ids = ()
-    if not ids or min(ids) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write e.g. 3,17")
-    if max(ids) > INT_MAX:
-        raise argparse.ArgumentTypeError(f"{max(ids)} is too large; give ids <= {INT_MAX}")
-    return ids
+    parts = [part for part in text.split(",") if part.strip()]
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no token id; write e.g. 3,17")
+    return tuple(map(whole(0), parts))
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -228,17 +211,20 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool =
     group.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help=seed)
 
 
-def add_strategy_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """--strategy, sizes and thresholds."""
+def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = None) -> None:
+    """--strategy, sizes and thresholds.
+
+    Args:
+        repeat: What several strategies are for, and the default; None where the verb takes one.
+    """
     group = parser.add_argument_group("strategy")
     spec = "a name (`dllm-jax info` lists them), pkg.module:Name or path/to/file.py:name"
-    if several:
+    if repeat:
         group.add_argument(
             "--strategy",
             action="append",
             metavar="SPEC[,KEY=VALUE...]",
-            help=f"{spec}; repeat it to compare on the same problems "
-            "(default: block_diffusion and multi_bd; with --draft: ar and dflash)",
+            help=f"{spec}; {repeat}",
         )
     else:
         group.add_argument("--strategy", metavar="SPEC", help=f"{spec} (default: the model's)")

@@ -10,8 +10,8 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
-from dllm_jax.cli.errors import Interrupted, UsageError
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.interrupt import ALL, Interrupt
 
 WATCH_DELAY = 0.2
 
@@ -55,13 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Generate, print, and say what it cost."""
-    with Interrupt() as stop:
-        return _run(args, stop)
-
-
-def _run(args: argparse.Namespace, stop: Interrupt) -> int:
+    stop.forced = ALL
     _check_flags(args)
     problem = draw_problem(args)
     prompts = [problem.question] if problem else _read_prompts(args)
@@ -71,8 +67,8 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     _check_infills(args, chosen)
 
     from dllm_jax.cli.engine import Clock, add, make_llm, sampling_params
-    from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode, encode_suffix
+    from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
     fields = strategies.given_fields(args)
@@ -113,7 +109,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
     """Refuse a suffix that the strategy would not see; None is not known yet."""
-    if args.suffix is None or strategy is None or strategy.needs.prompt == "in_window":
+    if args.suffix is None or strategy is None or strategy.needs.prompt.in_window:
         return
     raise UsageError(
         f"--suffix: {type(strategy).__name__} does not see what stands behind the text; "
@@ -182,12 +178,9 @@ def _show(
     stop.tell = results.cut_short
     delay = WATCH_DELAY if args.watch_delay is None else args.watch_delay
     with results:
-        try:
-            for output in follow(llm.engine, request_ids, stop):
-                results.show(output)
-                if args.watch and not output.finished:
-                    stop.sleep(delay)
-        except Interrupted as signalled:
-            raise stop.told(signalled) from None
+        for output in follow(llm.engine, request_ids, stop):
+            results.show(output)
+            if args.watch and not output.finished:
+                stop.sleep(delay)
         results.end()
     return 0

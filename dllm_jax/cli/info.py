@@ -7,6 +7,8 @@ import json
 import platform
 from typing import Any
 
+from dllm_jax.cli.interrupt import Interrupt
+
 PACKAGES = ("dllm-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoint", "numpy")
 
 
@@ -15,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Print the report."""
     facts = collect()
     if args.json:
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, dict[str, str]]:
     """The facts, by title: name -> what there is to say of it."""
-    from dllm_jax.loading.compile_cache import cache_folder, enable_compile_cache
+    from dllm_jax.loading.jax_settings import cache_folder, enable_compile_cache
     from dllm_jax.strategies import strategy_names
 
     enable_compile_cache()
@@ -140,8 +142,8 @@ def _readout() -> str:
 
 
 def _models() -> dict[str, str]:
-    from dllm_jax.cli.folders import BUILTIN, builtin_names
     from dllm_jax.loading.checkpoints import inspect
+    from dllm_jax.loading.sources import BUILTIN, builtin_names
     from dllm_jax.models.family_table import DRAFTS
 
     found = {}
@@ -204,7 +206,7 @@ def _families() -> dict[str, str]:
 
 
 def _size_of_cache() -> str:
-    from dllm_jax.loading.compile_cache import cache_folder
+    from dllm_jax.loading.jax_settings import cache_folder
 
     size = sum(f.stat().st_size for f in cache_folder().rglob("*") if f.is_file())
     return f"{size / 1e6:.1f} MB of compiled programs"

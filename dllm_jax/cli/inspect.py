@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from dllm_jax.cli import flags
+from dllm_jax.cli.interrupt import Interrupt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Print the report; a checkpoint that cannot be loaded is a failure."""
-    from dllm_jax.cli.folders import headers_folder
+    from dllm_jax.cli.sources import headers_folder
     from dllm_jax.loading.checkpoints import inspect
     from dllm_jax.loading.sources import find_adapter
 

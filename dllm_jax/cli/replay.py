@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from dllm_jax.cli import flags
-from dllm_jax.cli.errors import Interrupted, UsageError
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.interrupt import ALL, Interrupt
 
 STATUS = ("-", "active", "to cache")  # of a block, by `dllm_jax.strategies.core.state`
 
@@ -42,18 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Load, resume, and print each forward."""
+    stop.forced = ALL
     if args.watch and args.json:
         raise UsageError("--watch and --json are two forms of output; give one")
-    with Interrupt() as stop:
-        return _run(args, stop)
 
-
-def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     from dllm_jax.api import snapshot as snapshots
     from dllm_jax.cli.engine import follow
-    from dllm_jax.cli.models import load_model
+    from dllm_jax.cli.sources import load_model
 
     snapshot = snapshots.load_snapshot(args.path)
     if args.sample >= len(snapshot.texts):
@@ -73,15 +70,13 @@ def _run(args: argparse.Namespace, stop: Interrupt) -> int:
     )
     steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])
     steps.begin(len(snapshot.texts))
-    try:
-        for output in follow(engine, [request_id], stop):
-            steps.show(output)
-            if args.watch and not output.finished:
-                stop.sleep(args.watch_delay)
-            if steps.is_enough:
-                break
-    except Interrupted as signalled:
-        raise signalled.saying(f"interrupted after {steps.num_steps} forwards") from None
+    stop.tell = lambda: f"interrupted after {steps.num_steps} forwards"
+    for output in follow(engine, [request_id], stop):
+        steps.show(output)
+        if args.watch and not output.finished:
+            stop.sleep(args.watch_delay)
+        if steps.is_enough:
+            break
     steps.end()
     return 0
 
@@ -122,7 +117,7 @@ class _Steps:
 
     def show(self, output: Any) -> None:
         """Print one forward."""
-        from dllm_jax.cli.text import cell_texts, frame
+        from dllm_jax.cli.watch import cell_texts, frame
 
         self._output, one = output, output.outputs[0]
         new = one.token_ids[self._settled :]

@@ -84,7 +84,7 @@ class Watched(OneText):
 
     def show(self, output: RequestOutput) -> None:
         """Draw the window."""
-        from dllm_jax.cli.text import frame
+        from dllm_jax.cli.watch import frame
 
         super().show(output)
         if not output.finished:

@@ -6,12 +6,15 @@ model.
 
 import argparse
 import dataclasses
+import sys
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError, one_line
-from dllm_jax.cli.flags import INT_MAX, THRESHOLDS, literal
+from dllm_jax.cli.flags import THRESHOLDS, key_value, literal
+from dllm_jax.engine.checks import MOST
 
 SIZES = ("block_size", "buffer_size")
 _UNSETTABLE = ("needs", "fn", "init_fn")
@@ -59,6 +62,55 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
+def load_several(specs: Sequence[str], fields: dict[str, Any]) -> list[Any]:
+    """Of each `SPEC,KEY=VALUE,...`: label, spec, strategy value, its own fields and shared ones.
+
+    Raises:
+        UsageError: As `load`, or one is given twice, or no strategy has one of `fields`.
+    """
+    if len(set(specs)) < len(specs):
+        raise UsageError("the same --strategy is given twice; give each once")
+    choices = []
+    for label in specs:
+        spec, own = split(label)
+        choices.append((label, spec, load(spec), own))
+    return share(choices, fields)
+
+
+def split(text: str) -> tuple[str, dict[str, Any]]:
+    """`multi_bd,buffer_size=2` -> spec, fields."""
+    spec, *pairs = text.split(",")
+    try:
+        return spec, dict(key_value(pair) for pair in pairs)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--strategy {text}: {error}") from None
+
+
+def share(choices: list[Any], fields: dict[str, Any]) -> list[Any]:
+    """Choices with the shared fields that each has; a field that none has is an error."""
+    takers: dict[str, list[str]] = {name: [] for name in fields}
+    shared = []
+    for label, spec, value, own in choices:
+        has = set(settable(value))
+        if spec == "block_diffusion":
+            has.discard("buffer_size")  # one block at a time by definition
+        mine = {name: field for name, field in fields.items() if name in has}
+        check_fields(value, mine | own)
+        for name in mine:
+            takers[name].append(label)
+        shared.append((label, spec, value, mine | own))
+    for name, labels in takers.items():
+        if not labels:
+            raise UsageError(
+                f"{name}={shown(fields[name])}: none of "
+                f"{', '.join(label for label, *_ in choices)} takes {name}; leave it out"
+            )
+    for name, labels in takers.items():
+        if len(labels) < len(choices):
+            print(f"note: {name} applies to {', '.join(labels)} only", file=sys.stderr)
+    return shared
+
+
 def resolve(
     model: Any, spec: str | None, value: Any, fields: dict[str, Any], draft: str | None = None
 ) -> Any:
@@ -101,7 +153,7 @@ def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) 
     A power of two of blocks, so that the next command finds its programs; a `buffer_size` that was
     asked for stays.
     """
-    if strategy.needs.prompt != "in_window" or "buffer_size" in fields:
+    if not strategy.needs.prompt.in_window or "buffer_size" in fields:
         return strategy
     size, most = 1, max(1, model.config.max_position // strategy.block_size)
     while size * strategy.block_size < longest:
@@ -173,7 +225,7 @@ def _read(value: Any, kind: Any) -> Any:
     if text[:1] + text[-1:] in ("[]", "()"):
         text = text[1:-1]
     found = tuple(literal(part.strip()) for part in text.split(","))
-    fit = (_is(one, of) and (isinstance(one, float) or abs(one) <= INT_MAX) for one in found)
+    fit = (_is(one, of) and (isinstance(one, float) or abs(one) <= MOST) for one in found)
     return tuple(map(of, found)) if all(fit) else value
 
 
@@ -189,11 +241,11 @@ def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
                 return None
             told.append(f"one of {', '.join(map(str, choices))}")
         elif option is int:
-            low = 1 if name in SIZES else -INT_MAX
-            if _is(value, int) and low <= value <= INT_MAX:
+            low = 1 if name in SIZES else -MOST
+            if _is(value, int) and low <= value <= MOST:
                 return None
             bounded = name in SIZES or _is(value, int)  # that it is one is not what is wrong
-            told.append("a whole number" + (f" in [{low}, {INT_MAX}]" if bounded else ""))
+            told.append("a whole number" + (f" in [{low}, {MOST}]" if bounded else ""))
         elif option is types.NoneType:
             if value is None:
                 return None

@@ -6,6 +6,7 @@ is whole or not there. The tokens are those of `generate` with the same flags.
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.generate import draw_problem
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.interrupt import ALL, Interrupt
 
 PAGE = "trace.html"
 FORMS = (".html", ".json", ".png")
@@ -36,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"
     )
     flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser)
+    flags.add_strategy_flags(
+        parser,
+        repeat="repeat it to see several side by side on one page (default: the model's)",
+    )
     flags.add_draft_flag(parser)
     flags.add_sampling_flags(
         parser,
@@ -60,42 +64,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print the record, write nothing")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Decode, write, and say where it is."""
-    with Interrupt() as stop:
-        return _run(args, stop)
-
-
-def _run(args: argparse.Namespace, stop: Interrupt) -> int:
+    stop.forced = ALL
     out = _checked_out(args)
     problem = draw_problem(args)
     prompt = problem.question if problem else _read_prompt(args)
-    chosen = strategies.load(args.strategy)
+    choices = _load_strategies(args)
 
     from dllm_jax.cli.engine import sampling_params
-    from dllm_jax.cli.models import load_model
     from dllm_jax.cli.prompts import encode
+    from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
-    fields = strategies.given_fields(args)
-    strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
     ids = encode(model, prompt, args.raw)
-    strategy = strategies.fit_window(model, strategy, fields, len(ids) + args.max_tokens)
+    decoders = []
+    for _, spec, value, fields in choices:
+        strategy = strategies.resolve(model, spec, value, fields, args.draft)
+        longest = len(ids) + args.max_tokens
+        decoders.append(strategies.fit_window(model, strategy, fields, longest))
+    drafts = _drafts(args, decoders)
     with stop.held():
-        trajectory = _record(args, model, ids, strategy, sampling_params(args, model, strategy))
-        stop.check()
+        made = []
+        for strategy, draft in zip(decoders, drafts, strict=True):
+            params = sampling_params(args, model, strategy)
+            made.append(_record(args, model, ids, strategy, draft, params))
+            stop.check()
+    if len(made) > 1:
+        labels = (label for label, *_ in choices)
+        made = [
+            dataclasses.replace(one, strategy=label)
+            for one, label in zip(made, labels, strict=True)
+        ]
     if args.json:
-        print(trajectory.to_json(), flush=True)
+        print(made[0].to_json(), flush=True)
         return 0
-    told = _write(args, out, trajectory, model.tokenizer)
-    tokens, nfe = len(trajectory.tokens), trajectory.nfe
-    print(
-        f"{told}: {tokens} tokens, {nfe} forwards, {tokens / max(nfe, 1):.2f} tokens per forward, "
-        f"{trajectory.finish_reason}"
-    )
-    if trajectory.finish_reason == "error":
+    told = _write(args, out, made, model.tokenizer)
+    for one in made:
+        name = f", {one.strategy}" if len(made) > 1 else ""
+        rate = len(one.tokens) / max(one.nfe, 1)
+        print(
+            f"{told}{name}: {len(one.tokens)} tokens, {one.nfe} forwards, "
+            f"{rate:.2f} tokens per forward, {one.finish_reason}"
+        )
+    if any(one.finish_reason == "error" for one in made):
         raise ValueError("the text ended with an error: the model gave a value that is not finite")
     return 0
+
+
+def _load_strategies(args: argparse.Namespace) -> list[Any]:
+    """Label, spec, strategy value and fields of each; spec and value are None for the model's."""
+    fields = strategies.given_fields(args)
+    if not args.strategy:
+        return [("", None, None, fields)]
+    if len(args.strategy) > 1:
+        return strategies.load_several(args.strategy, fields)
+    (label,) = args.strategy
+    spec, own = strategies.split(label)
+    return [(label, spec, strategies.load(spec), fields | own)]
+
+
+def _drafts(args: argparse.Namespace, decoders: list[Any]) -> list[str | None]:
+    """The draft of each strategy; of several, only those that need one get it."""
+    if len(decoders) == 1:
+        return [args.draft]
+    drafts = [args.draft if one.needs.aux else None for one in decoders]
+    if args.draft is not None and not any(drafts):
+        raise UsageError(
+            f"--draft {args.draft!r}: none of {', '.join(args.strategy)} drafts; "
+            "add --strategy dflash"
+        )
+    return drafts
 
 
 class _Out(NamedTuple):
@@ -114,6 +153,8 @@ def _checked_out(args: argparse.Namespace) -> _Out:
     """Where the output goes, refused before the work where it could not be written after it."""
     if args.stop:
         raise UsageError("--stop is text and a trace is of tokens; use --stop-token-ids")
+    if len(args.strategy or ()) > 1 and (args.json or not (args.out or PAGE).endswith(".html")):
+        raise UsageError("several strategies stand on one page; use --out FILE.html")
     if args.half and args.prompt is not None:
         raise UsageError("--half is about problems drawn by --seed; leave out it or the prompt")
     if args.json and args.out is not None:
@@ -153,7 +194,12 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 def _record(
-    args: argparse.Namespace, model: Any, ids: list[int], strategy: Any, params: Any
+    args: argparse.Namespace,
+    model: Any,
+    ids: list[int],
+    strategy: Any,
+    draft: str | None,
+    params: Any,
 ) -> Any:
     import jax
 
@@ -169,15 +215,15 @@ def _record(
         top_p=params.top_p,
         stop_token_ids=params.stop_token_ids,
         max_nfe=params.max_nfe,
-        draft=args.draft,
+        draft=draft,
         key=jax.random.key(args.seed or 0),
         attention_implementation=args.attention_implementation,
     )
 
 
-def _write(args: argparse.Namespace, to: _Out, trajectory: Any, tokenizer: Any) -> str:
+def _write(args: argparse.Namespace, to: _Out, made: list[Any], tokenizer: Any) -> str:
     """Write the form that the path names; what to say of it."""
-    out = to.path
+    out, trajectory = to.path, made[0]
     if to.is_folder:
         return _write_folder(out, trajectory, tokenizer)
     if to.form == ".png":
@@ -187,7 +233,7 @@ def _write(args: argparse.Namespace, to: _Out, trajectory: Any, tokenizer: Any) 
     else:
         from dllm_jax.trace.page import render_page
 
-        text = render_page(trajectory, tokenizer)
+        text = render_page(made, tokenizer)
     with _whole(out) as part:
         part.write_text(text, encoding="utf-8")
     return str(out)

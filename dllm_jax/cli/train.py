@@ -3,7 +3,8 @@
 import argparse
 
 from dllm_jax.cli import flags
-from dllm_jax.cli.errors import Interrupted, UsageError
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.interrupt import Interrupt
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=kind, help=told + only, metavar=_METAVARS.get(flag, "N"))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Train, or continue, or say how to continue."""
     kind = args.kind or "sdar"
     given = {}
@@ -87,10 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("train dflash needs a --target: give what --model takes")
     from dllm_jax.training.command import main
 
-    try:
-        main(kind, args.out, given)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted; the same command continues from the last checkpoint in {args.out}"
-        ) from None
+    again = f"interrupted; the same command continues from the last checkpoint in {args.out}"
+    stop.tell = lambda: again
+    main(kind, args.out, given)
     return 0

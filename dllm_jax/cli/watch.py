@@ -1,14 +1,18 @@
-"""Draws the denoising window in the terminal, and as plain lines where there is no terminal.
+"""Draws the denoising window in the terminal, or as plain lines without a terminal.
 
-Committed text is plain, settled cells are green, provisional ones (a hole is still before them)
-yellow, holes grey dots. Nothing here knows about models: a `Frame` is text already.
+Data flow: an output of the engine -> `frame`, as text -> `Watch.show`. Committed text is plain,
+settled cells are green, provisional ones (behind a hole) yellow, holes grey dots.
 """
 
 import dataclasses
 import shutil
 import sys
 import unicodedata
-from typing import TextIO
+from collections import abc
+from typing import Any, TextIO
+
+from dllm_jax.engine.requests import RequestOutput
+from dllm_jax.engine.scheduler import Sequence
 
 GREEN, YELLOW, GREY, RESET = "\x1b[32m", "\x1b[33m", "\x1b[90m", "\x1b[0m"
 HOLE, END_MARK = "·", "▪"
@@ -19,10 +23,10 @@ class Frame:
     """The window after one forward.
 
     Attributes:
-        committed: Text before the window (without the prompt).
-        cells: One text a cell of the window's open blocks, None for a hole; prompt cells left out.
+        committed: Text before the window, without the prompt.
+        cells: The text of each cell in the open blocks, None for a hole; without prompt cells.
         num_settled: Leading cells that can never change again.
-        behind: Text that was given behind the last cell.
+        behind: The given text behind the last cell.
     """
 
     nfe: int
@@ -33,7 +37,7 @@ class Frame:
 
 
 class Watch:
-    """Shows one frame after another: in place on a terminal, as one line a frame elsewhere."""
+    """Shows frames: in place on a terminal, elsewhere one line a frame."""
 
     def __init__(self, out: TextIO | None = None, tty: bool | None = None):
         self._out = sys.stdout if out is None else out
@@ -49,7 +53,7 @@ class Watch:
             return
         columns, lines = shutil.get_terminal_size()
         rows = _rows(frame, columns)
-        # What has scrolled off cannot be drawn over, and the last line holds the cursor.
+        # Lines that scrolled off cannot be redrawn, and the last line holds the cursor.
         rows = rows[-max(1, lines - 2) :]
         body = f"forward {frame.nfe}\n" + "\n".join(rows) + RESET + "\n"
         self._out.write(self._rewind() + body)
@@ -57,7 +61,7 @@ class Watch:
         self._height = 1 + len(rows)
 
     def clear(self) -> None:
-        """Take the drawing away, so that what follows stands in its place."""
+        """Remove the drawing, so that later output takes its place."""
         if self._tty:
             self._out.write(self._rewind())
             self._out.flush()
@@ -68,7 +72,7 @@ class Watch:
 
 
 def _rows(frame: Frame, columns: int) -> list[str]:
-    """Text and cells as terminal rows, each in its own colours, broken where the terminal would."""
+    """Text and cells as coloured terminal rows, broken at the width of the terminal."""
     pieces = [(frame.committed, "")]
     for i, cell in enumerate(frame.cells):
         color = GREY if cell is None else GREEN if i < frame.num_settled else YELLOW
@@ -86,3 +90,36 @@ def _rows(frame: Frame, columns: int) -> list[str]:
             rows[-1] += (color if color != current else "") + char
             used, current = used + wide, color
     return rows
+
+
+def frame(model: Any, output: RequestOutput, sequence: Sequence) -> Frame:
+    """The current window of a text; end marks are small squares.
+
+    Args:
+        output: Of a request with `denoise`.
+        sequence: The engine's record of the text; the window begins at its `start`.
+    """
+    one, placement = output.outputs[0], sequence.placement
+    behind = placement.given[placement.limit - placement.prompt_len :]
+    committed = min(max(0, sequence.start - len(sequence.prompt)), len(one.token_ids))
+    settled = one.token_ids[committed:]
+    return Frame(
+        nfe=sequence.nfe,
+        committed=model.tokenizer.decode(one.token_ids[:committed], skip_special_tokens=True),
+        cells=cell_texts(model, (*settled, *one.window)),
+        num_settled=len(settled),
+        behind=model.tokenizer.decode(list(behind), skip_special_tokens=True) if behind else "",
+    )
+
+
+def cell_texts(model: Any, cells: abc.Sequence[int | None]) -> tuple[str | None, ...]:
+    """Each cell as text, None for a hole; line ends are visible. Ids without a tokenizer."""
+    return tuple(None if cell is None else _cell_text(model, cell) for cell in cells)
+
+
+def _cell_text(model: Any, token: int) -> str:
+    if token in model.defaults.stop_token_ids:
+        return END_MARK
+    if model.tokenizer is None:
+        return f"[{token}]"
+    return model.tokenizer.decode([token]).replace("\n", "⏎")

@@ -1,17 +1,14 @@
-"""From a request to the sequences the engine runs: everything that can be refused, refused here.
-
-Nothing here has a slot, a page or a device.
-"""
+"""From a request to the sequences that the engine runs; unfit requests are refused here."""
 
 import dataclasses
 from typing import Any
 
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
-from dllm_jax.engine.requests import MAX_SEED, Request, SamplingParams
+from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler, Sequence
 
-STOP_WIDTH = 32  # stop ids of a request, the model's own included
+STOP_WIDTH = 32  # stop ids of a request, including the model's own
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -36,10 +33,10 @@ def accept(
     tokenizer: Any,
     seed: int,
 ) -> ActiveRequest:
-    """A request as sequences, not queued yet.
+    """A request as sequences, not yet queued.
 
     Args:
-        number: Sequences submitted before: their order, and their key where no seed is given.
+        number: Sequences submitted before: their order, and their key in requests without a seed.
         seed: Of requests without one.
 
     Raises:
@@ -47,12 +44,13 @@ def accept(
     """
     layout, params = scheduler.layout, request.params
     prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
-    _check(request, prompt, suffix, layout, tokenizer)
+    stops = params.stop_token_ids + (() if params.ignore_eos else layout.stop_token_ids)
+    stop_ids = tuple(dict.fromkeys(stops))
+    _check(request, prompt, suffix, stop_ids, layout, tokenizer)
     limit, capacity = _limits(scheduler, len(prompt), params.max_tokens, suffix)
     first = layout.prefill_len(len(prompt))
-    stops = params.stop_token_ids + (() if params.ignore_eos else layout.stop_token_ids)
     deadline = None if request.deadline_s is None else now + request.deadline_s
-    live = ActiveRequest(request_id, request, params, now, deadline, [])
+    active = ActiveRequest(request_id, request, params, now, deadline, [])
     placement = Placement(
         tail=tuple(prompt[first : first + layout.window]),
         prompt_len=len(prompt),
@@ -60,7 +58,7 @@ def accept(
         temperature=float(params.temperature),
         top_k=params.top_k or 0,
         top_p=1.0 if params.top_p is None else float(params.top_p),
-        stop_ids=tuple(dict.fromkeys(stops)),
+        stop_ids=stop_ids,
         max_nfe=params.max_nfe or NO_LIMIT,
         max_run=params.max_repetition_run or NO_LIMIT,
         knobs={**layout.knob_values, **params.strategy_overrides},
@@ -68,43 +66,44 @@ def accept(
         fold=0,
         given=(HOLE,) * params.max_tokens + suffix if suffix else (),
     )
+    watched = request.stream or request.denoise or bool(params.stop)
+    has_stream = watched and tokenizer is not None
     for index in range(params.n):
         fold = number + index if params.seed is None else index
         sequence = Sequence(
-            owner=live,
+            owner=active,
             index=index,
             rank=(request.priority, number + index),
             prompt=prompt,
             placement=dataclasses.replace(placement, fold=fold),
             capacity=capacity,
-            leader=live.sequences[0] if index else None,
+            leader=active.sequences[0] if index else None,
+            publishes=layout.prefix_caching or params.n > 1,
+            watched=watched,
+            stream=TextStream(tokenizer, params.stop) if has_stream else None,
         )
-        sequence.publishes = layout.prefix_caching or params.n > 1
-        sequence.watched = request.stream or request.denoise or bool(params.stop)
-        if tokenizer is not None and sequence.watched:
-            sequence.stream = TextStream(tokenizer, params.stop)
-        live.sequences.append(sequence)
-    return live
+        active.sequences.append(sequence)
+    return active
 
 
 def _limits(
     scheduler: Scheduler, prompt_len: int, max_tokens: int, suffix: tuple[int, ...]
 ) -> tuple[int, int]:
-    """`Scheduler.limits` of a text; one with a suffix is never cut short."""
+    """`Scheduler.limits` of a text; a text with a suffix must fit as a whole."""
     layout, inner_len = scheduler.layout, _inner_len(suffix)
     text_len, total = max_tokens + inner_len, prompt_len + max_tokens + len(suffix)
     limit, capacity = scheduler.limits(prompt_len, text_len, len(suffix) - inner_len)
     if suffix and (limit < prompt_len + text_len or total > layout.max_model_len):
         raise ValueError(
             f"prompt, max_tokens and suffix are {total} tokens; the engine takes "
-            f"{layout.max_model_len} and its pool {layout.num_pages * layout.page_size}, a block more "
-            "included: lower max_tokens, or raise max_model_len or num_pages"
+            f"{layout.max_model_len} and its pool {layout.num_pages * layout.page_size}, including "
+            "one more block: lower max_tokens, or raise max_model_len or num_pages"
         )
     return limit, capacity
 
 
 def _inner_len(suffix: tuple[int, ...]) -> int:
-    """How much of the suffix belongs to the text: what comes before its last hole, and that."""
+    """Tokens of the suffix that belong to the text: up to its last hole."""
     return max((end for end, token in enumerate(suffix, 1) if token == HOLE), default=0)
 
 
@@ -112,6 +111,7 @@ def _check(
     request: Request,
     prompt: list[int],
     suffix: tuple[int, ...],
+    stop_ids: tuple[int, ...],
     layout: EngineLayout,
     tokenizer: Any,
 ) -> None:
@@ -144,10 +144,9 @@ def _check(
         low, high = layout.knobs[name]
         if not low <= value <= high:
             raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose one inside")
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else layout.stop_token_ids)}
-    if len(stops) > STOP_WIDTH:
+    if len(stop_ids) > STOP_WIDTH:
         raise ValueError(
-            f"{len(stops)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "
+            f"{len(stop_ids)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "
             "give fewer, or use stop strings"
         )
     if params.stop and tokenizer is None:
@@ -159,5 +158,3 @@ def _check(
         )
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise ValueError(f"deadline_s={request.deadline_s!r} must be above 0 seconds")
-    if params.seed is not None and not 0 <= params.seed <= MAX_SEED:
-        raise ValueError(f"seed={params.seed} must be in [0, {MAX_SEED}]")

@@ -1,8 +1,7 @@
-"""One engine for several callers: what a step brings goes to whoever asked for it.
+"""One engine for several callers: each output goes to the caller that added the request.
 
-`LLM.generate`, streams and a caller's own `engine.step()` may take turns over one engine. Any of
-them gets all requests on; an `Inbox` holds the outputs of its own ones until they are asked for.
-Nothing here schedules or makes texts.
+`LLM.generate`, streams and a caller's own `engine.step()` may share an engine. Any caller's step
+advances every request; an `Inbox` keeps the outputs of its own requests until they are read.
 """
 
 import inspect
@@ -22,7 +21,7 @@ _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 class SharedEngine(Engine):
-    """An engine that keeps each output for the caller it belongs to. One thread at a time."""
+    """An engine that keeps each output for its caller. Use it from one thread at a time."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -32,10 +31,7 @@ class SharedEngine(Engine):
         self._is_stepping = self._has_warned = False
 
     def step(self) -> list[RequestOutput]:
-        """As `Engine.step`; the outputs are those of requests added by `add`.
-
-        Ctrl-C waits until the step is over.
-        """
+        """`Engine.step` for requests added by `add`; Ctrl-C waits until the step ends."""
         with InterruptsHeld():
             self.advance()
         outputs, self._unclaimed = self._unclaimed, []
@@ -51,7 +47,7 @@ class SharedEngine(Engine):
         return Inbox(self)
 
     def advance(self) -> None:
-        """One step; its outputs wait where they belong. Call it with interrupts held."""
+        """Take a step and distribute its outputs. Call it with interrupts held."""
         self._is_stepping = True
         try:
             for output in super().step():
@@ -62,16 +58,16 @@ class SharedEngine(Engine):
             self._is_stepping = False
             while self._dropped:
                 self.abort(self._dropped.popleft())
-        if not self._has_warned and (told := draft_warning(self.drafted)):
-            self._has_warned = True  # once: the draft stays as it is
-            warnings.warn(told, stacklevel=1 + _depth())
+        if not self._has_warned and (message := draft_warning(self.drafted)):
+            self._has_warned = True
+            warnings.warn(message, stacklevel=1 + _depth())
 
     def claim(self, request_id: str, box: deque[RequestOutput]) -> None:
-        """From now on the request's outputs go to `box`."""
+        """Send the request's outputs to `box` from now on."""
         self._boxes[request_id] = box
 
     def drop(self, request_id: str) -> None:
-        """Abort a request, at once or, where a collector asks for it within a step, after it."""
+        """Abort a request: at once, or after the step in which a garbage collection asks for it."""
         if self._is_stepping:
             self._dropped.append(request_id)
         else:
@@ -79,9 +75,9 @@ class SharedEngine(Engine):
 
 
 class Inbox:
-    """Outputs of some requests, as they come; what has not ended by `close` is aborted.
+    """Outputs of one caller's requests, in order of arrival.
 
-    Closed by `with`, and when nobody holds it any more.
+    `close`, the end of a `with` block and garbage collection abort requests that have not ended.
     """
 
     def __init__(self, engine: SharedEngine):
@@ -100,7 +96,7 @@ class Inbox:
         return self
 
     def __next__(self) -> RequestOutput:
-        while self._left and not self._box:  # again where a handler only took note
+        while self._left and not self._box:  # retry if the handler did not raise
             with InterruptsHeld() as held:
                 while self._left and not self._box and not held.waits:
                     self._engine.advance()
@@ -112,7 +108,7 @@ class Inbox:
         return output
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort the requests that have not ended."""
         while self._left:
             self._engine.drop(self._left.pop())
 
@@ -127,37 +123,38 @@ class Inbox:
 
 
 class News:
-    """What is new in one request's outputs, given in order.
+    """New text in the successive outputs of one request.
 
     Args:
-        every: Also tell of outputs in which no text is new (their window is).
+        every: Also return events without new text, for their window.
     """
 
     def __init__(self, every: bool):
         self._every = every
-        self._told: dict[int, tuple[int, int]] = {}  # characters and ids of each sequence
+        self._seen: dict[int, tuple[int, int]] = {}  # characters and ids of each sequence
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[StreamEvent]:
         """An event for each sequence that moved."""
         events = []
-        for one in output.outputs:
-            if one.index in self._ended:
+        for completion in output.outputs:
+            index = completion.index
+            if index in self._ended:
                 continue
-            num_chars, num_ids = self._told.get(one.index, (0, 0))
-            text, ids = one.text[num_chars:], one.token_ids[num_ids:]
-            if not (text or ids or one.finish_reason or self._every):
+            num_chars, num_ids = self._seen.get(index, (0, 0))
+            text, ids = completion.text[num_chars:], completion.token_ids[num_ids:]
+            if not (text or ids or completion.finish_reason or self._every):
                 continue
-            self._told[one.index] = num_chars + len(text), num_ids + len(ids)
-            if one.finish_reason:
-                self._ended.add(one.index)
+            self._seen[index] = num_chars + len(text), num_ids + len(ids)
+            if completion.finish_reason:
+                self._ended.add(index)
             event = StreamEvent(
                 request_id=output.request_id,
-                index=one.index,
+                index=index,
                 text=text,
                 token_ids=ids,
-                finish_reason=one.finish_reason,
-                window=one.window,
+                finish_reason=completion.finish_reason,
+                window=completion.window,
                 metrics=output.metrics,
                 error=output.error,
             )
@@ -166,7 +163,7 @@ class News:
 
 
 class TextEvents(Iterator[StreamEvent]):
-    """The news of an inbox that holds one request, piece by piece.
+    """The events of an inbox that holds one request.
 
     Args:
         every: As for `News`.
@@ -180,13 +177,13 @@ class TextEvents(Iterator[StreamEvent]):
         try:
             while not self._events:
                 self._events.extend(self._news.of(next(self._inbox)))
-        except BaseException:  # an interrupt too: nobody may come back to end the request
+        except BaseException:  # also an interrupt: the caller may not return to end the request
             self.close()
             raise
         return self._events.popleft()
 
     def close(self) -> None:
-        """End the request, if it has not ended."""
+        """Abort the request, if it has not ended."""
         self._inbox.close()
         self._events.clear()
 
@@ -198,12 +195,12 @@ class TextEvents(Iterator[StreamEvent]):
 
 
 class InterruptsHeld:
-    """Within it a first Ctrl-C waits: half a step would leave the books torn. A second does not.
+    """Defers the first Ctrl-C to keep bookkeeping consistent; the second acts at once.
 
-    Off the main thread, where none comes, it does nothing.
+    Off the main thread, which alone receives signals, it does nothing.
 
     Attributes:
-        waits: There was one; it comes at the end.
+        waits: The deferred signal's handler arguments, or None.
     """
 
     def __enter__(self) -> "InterruptsHeld":
@@ -230,7 +227,7 @@ class InterruptsHeld:
 
 
 def _depth() -> int:
-    """Frames of this package between the caller's line and here: a warning is about that line."""
+    """Frames of this package below the caller's line, to which a warning points."""
     frame, depth = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, depth = frame.f_back, depth + 1

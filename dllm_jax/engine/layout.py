@@ -137,7 +137,7 @@ class EngineLayout:
 
     @functools.cached_property
     def most_new(self) -> int:
-        """Tokens that a chunk of several steps may emit a row; it ends before it could exceed them."""
+        """Tokens that a chunk of several steps may emit a row; it ends before it exceeds them."""
         most = max(WINDOWS_PER_CHUNK * self.window, TOKENS_PER_STEP * self.max_steps_per_chunk)
         return min(most, self.max_model_len)
 

@@ -1,8 +1,7 @@
-"""Pages of the KV cache as numbers: who holds one, which may be shared, which goes first.
+"""Pages of the KV cache as numbers: ownership, sharing, eviction.
 
-A page is free, held (by as many owners as its count says), or idle: held by nobody, but its
-content is known under a key and can be shared again until the page is needed. Plain Python over
-ints; nothing here knows about requests, devices or what a key was made of.
+A page is free, held by a number of owners, or idle: without an owner, but its content is published
+under a key and can be shared until the page is evicted.
 """
 
 from array import array
@@ -15,16 +14,16 @@ _DIGEST_BYTES = 16  # 128 bits: equal keys mean equal tokens
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free or idle."""
+    """A request for more pages than are free or idle."""
 
 
 class PagePool:
     """The pages of one pool.
 
     Attributes:
-        num_pages: How many there are.
+        num_pages: Pages of the pool.
         queries, hits: Pages looked up by key, and found.
-        evictions: Idle pages taken for something else.
+        evictions: Idle pages taken for other content.
     """
 
     def __init__(self, num_pages: int):
@@ -33,7 +32,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Every page free, nothing known: the contents are gone."""
+        """Free every page and forget every key: the contents are gone."""
         self._free = list(range(self.num_pages - 1, -1, -1))  # taken from the end
         self._owners = [0] * self.num_pages
         self._page_of: dict[Any, int] = {}
@@ -43,7 +42,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can give."""
+        """Pages that `take` can return."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -52,13 +51,15 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def take(self, count: int) -> list[int]:
-        """So many pages of unknown content for one owner; idle ones go in order of release.
+        """Give `count` pages to one owner: free ones, then idle ones in order of release.
 
         Raises:
-            OutOfPages: Nothing was taken.
+            OutOfPages: Too few are available; no page was taken.
         """
         if count > self.num_available:
-            raise OutOfPages(f"{count} pages wanted, {self.num_available} available")
+            raise OutOfPages(
+                f"{count} pages wanted, {self.num_available} available; release some, or preempt"
+            )
         taken = []
         for _ in range(count):
             if self._free:
@@ -72,15 +73,15 @@ class PagePool:
         return taken
 
     def share(self, page: int) -> None:
-        """One more owner of a page that is held or idle."""
+        """Add an owner to a page that is held or idle."""
         if self._owners[page] == 0:
             del self._idle[page]
         self._owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less of each page, given in order of position.
+        """Remove one owner of each page, given in order of position.
 
-        The last ones become idle first, hence are taken first: a prefix outlives what follows it.
+        The last pages become idle first and are evicted first: a prefix outlives its continuation.
         """
         for page in reversed(pages):
             self._owners[page] -= 1
@@ -91,7 +92,7 @@ class PagePool:
                     self._free.append(page)
 
     def publish(self, key: Any, page: int, payload: Any = None) -> None:
-        """Make a held page known under `key`; the first page under a key stays the one."""
+        """Make a held page known under `key`, unless either is taken already."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
@@ -99,7 +100,7 @@ class PagePool:
                 self._payload[page] = payload
 
     def find(self, keys: Iterable[Any]) -> list[int]:
-        """Pages of the leading keys that are known; stops at the first that is not."""
+        """Pages of the leading keys that are known."""
         found = []
         for key in keys:
             self.queries += 1
@@ -111,11 +112,11 @@ class PagePool:
         return found
 
     def payload(self, page: int) -> Any:
-        """What was published with the page."""
+        """The payload published with the page."""
         return self._payload.get(page)
 
     def owners(self, page: int) -> int:
-        """How many hold it."""
+        """Number of owners."""
         return self._owners[page]
 
     def _forget(self, page: int) -> None:
@@ -123,7 +124,7 @@ class PagePool:
         self._payload.pop(page, None)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise if the books are wrong, given the pages of every owner (for tests)."""
+        """Raise RuntimeError if ownership is inconsistent; `held` has the pages of every owner."""
         counted = [0] * self.num_pages
         for pages in held:
             for page in pages:
@@ -143,22 +144,22 @@ class PagePool:
 
 
 class Chain:
-    """Keys of the pages of a growing text: each stands for all tokens up to the page's end.
+    """Keys of a growing text's pages: each key stands for all tokens up to its page's end.
 
     Args:
-        salt: What the cached values depend on beside the tokens.
-        unit: Tokens that are keyed together; `page_size` divides it.
+        salt: What cached keys and values depend on beside the tokens.
+        unit: Tokens keyed together, a multiple of `page_size`.
     """
 
     def __init__(self, salt: bytes, unit: int, page_size: int):
-        # Its length goes with the salt: where the tokens begin is then certain.
+        # The salt's length goes first, so that salt and tokens cannot be confused.
         self._hash = blake2b(b"%d|%b" % (len(salt), salt), digest_size=_DIGEST_BYTES)
         self._unit, self._parts = unit, unit // page_size
         self.keys: list[Any] = []
         self.length = 0  # tokens that have a key
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add the keys of tokens that follow the first `length`; whole units only."""
+        """Add the keys of the tokens behind the first `length`, in whole units."""
         words = array("I", tokens)
         data, width, running = words.tobytes(), self._unit * words.itemsize, self._hash
         keys = []
@@ -172,6 +173,6 @@ class Chain:
 
 
 def digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of tokens behind whatever `before` stands for."""
+    """The key of tokens that follow what `before` is the key of."""
     data = before + array("I", tokens).tobytes()
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -1,41 +1,45 @@
-"""How much goes into a round: decode steps, groups of rows, prefill within what the steps take.
+"""The size of a round: decode steps, groups of rows, and prefill that fits beside them.
 
-What runs beside the decode steps of most rows may cost nearly as much as they do, so that a step
-takes at most twice its time beside a long prompt. Where nobody watches a text grow, that is for
-each prompt that waits: the sooner all of them decode, the fewer rounds run half empty. Costs are
-predictions of `device.cost`; without them rounds are sized by tokens. Nothing here dispatches.
+A piece of prefill may cost nearly as much as the decode steps beside it, so a long prompt at most
+doubles the time of a step. Where no client streams, that share holds for each waiting prompt: the
+sooner all of them decode, the fewer rounds run half empty. `runner.cost` predicts seconds; without
+it, rounds are sized by tokens.
 """
 
+import dataclasses
 import functools
 import math
 from collections import abc
-from typing import Protocol
+from typing import Any, Protocol
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout
 from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
 
-# How long a dispatch should last. Beside its steps each takes 1.6 ms on an H200 (SDAR-1.7B; a model
-# of a few layers 0.8): 1.2 in the call, which looks at each of some 300 arrays, 0.25 to update
-# command buffers, and the way back. What ends or arrives in a chunk waits for its end.
+# How long a dispatch should last. Beside its steps, each takes 1.6 ms on an H200 (SDAR-1.7B; 0.8 ms
+# for a model of a few layers): 1.2 in the call, which checks some 300 arrays, 0.25 to update
+# command buffers, and the way back. A request that ends or arrives in a chunk waits for its end.
 CHUNK_S = 0.2
-CHUNK_S_WATCHED = 0.03  # where somebody watches the text grow
-CHUNK_S_WAITING = 0.016  # where somebody waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
-PREFILL_ALONE = 4  # largest prefill buckets of a round in which nothing decodes
+CHUNK_S_WATCHED = 0.03  # a client streams
+CHUNK_S_WAITING = 0.016  # a request waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
+PREFILL_ALONE = 4  # largest prefill buckets of a round without decode steps
 
-# What may run beside the decode steps of most rows, as a share of their time: passes of prefill,
-# and steps of rows with much longer contexts. Dispatches cost time that costs do not count: at 0.7
-# the 99th percentile of a step on an H200 rose 1.8 to 2.2 times beside a prompt of 32,000 tokens.
+# Work beside the decode steps of most rows, as a share of their time: prefill, and steps of rows
+# with much longer contexts. Predicted costs leave out dispatches: at 0.7 the 99th percentile of a
+# step on an H200 rose 1.8 to 2.2 times beside a prompt of 32,000 tokens.
 BESIDE = 0.5
-MINOR = 4  # a group of so many times fewer rows than the largest is one that runs beside it
+MINOR = 4  # a group with at most 1 / MINOR of the largest group's rows runs beside it
 
 # Rows of one dispatch, the columns of their page table, and their steps.
 Group = tuple[list[Sequence], int, int]
 
 
-class Dispatched(Protocol):
-    """A chunk that is not fetched yet, of so many steps at most."""
+@dataclasses.dataclass(slots=True)
+class Chunk:
+    """Decode steps in flight: at most `steps` for each sequence, in the tenancy of its epoch."""
 
+    handle: Any
     sequences: list[Sequence]
+    epochs: list[int]
     steps: int
 
 
@@ -54,10 +58,10 @@ class Cost(Protocol):
 def num_steps(
     step_s: float, scheduler: Scheduler, decoding: list[Sequence], cost: Cost | None
 ) -> int:
-    """Steps of the next chunk: as many as last a while, fewer where somebody waits.
+    """Steps of the next chunk: fewer while a request waits or a client streams.
 
     Args:
-        step_s: What a step took lately; 0: nobody knows.
+        step_s: Mean seconds of the last steps; 0 before the first.
     """
     watched = [sequence for sequence in decoding if sequence.watched]
     if not step_s or any(sequence.owner.request.denoise for sequence in watched):
@@ -73,24 +77,20 @@ def num_steps(
     return max(1, min(scheduler.layout.max_steps_per_chunk, steps))
 
 
-def all_end(
-    layout: EngineLayout, in_flight: abc.Sequence[Dispatched], decoding: list[Sequence]
-) -> bool:
-    """Whether what is in flight ends all texts: a chunk behind it would find nothing to do.
+def all_end(layout: EngineLayout, in_flight: abc.Sequence[Chunk], decoding: list[Sequence]) -> bool:
+    """Whether the chunks in flight end all texts, so that another would do nothing.
 
-    Where a stop id may end them, that chunk is dispatched all the same: it hides what the host does
-    between two chunks, 0.6 ms on an H200, at each of them, and where it finds nothing it takes
-    1.9 ms of the next call, once.
+    Where only a stop id may end them, the next chunk is dispatched: on an H200 it hides 0.6 ms of
+    host work at each chunk, and costs 1.9 ms once if it does nothing.
     """
     known = all(sequence.in_flight for sequence in decoding)
     return known and all(_ends(layout, chunk) for chunk in in_flight)
 
 
-def _ends(layout: EngineLayout, chunk: Dispatched) -> bool:
+def _ends(layout: EngineLayout, chunk: Chunk) -> bool:
     """Whether a chunk must end all its texts.
 
-    It ends with the first of them: it ends several only where all end in the same step, and none
-    may do so sooner.
+    A chunk ends with its first text: it ends several only if all end in the same step.
     """
     left = _steps_left(layout, chunk.sequences[0])
     if left > chunk.steps:
@@ -101,11 +101,11 @@ def _ends(layout: EngineLayout, chunk: Dispatched) -> bool:
 
 
 def _steps_left(layout: EngineLayout, sequence: Sequence) -> int:
-    """The most steps that a text can take from its last fetch on; many where none is known."""
-    asked = sequence.placement
-    left = asked.max_nfe - sequence.nfe  # a step is a forward at least
-    if layout.is_token_causal:  # and writes a token at least
-        left = min(left, asked.limit - asked.prompt_len - len(sequence.tokens))
+    """An upper bound of the steps that a text takes after its last fetch."""
+    placement = sequence.placement
+    left = placement.max_nfe - sequence.nfe  # a step is at least one forward
+    if layout.is_token_causal:  # and writes at least one token
+        left = min(left, placement.limit - placement.prompt_len - len(sequence.tokens))
     return left
 
 
@@ -114,7 +114,7 @@ def _may_stop(sequence: Sequence) -> bool:
 
 
 def _steps_beside(scheduler: Scheduler, decoding: list[Sequence], cost: Cost) -> int:
-    """Steps of most rows beside which a step of each minor group, and a piece of a prefix, fits."""
+    """Steps of the largest group that leave time for a step of each minor group and a prefill."""
     sized = groups(scheduler, decoding, 1, cost)
     most, wide, _ = max(sized, key=lambda group: len(group[0]))
     beside = sum(
@@ -134,10 +134,10 @@ def _steps_beside(scheduler: Scheduler, decoding: list[Sequence], cost: Cost) ->
 def groups(
     scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost | None
 ) -> list[Group]:
-    """Rows by page bucket, neighbours merged where one dispatch is cheaper than two.
+    """Rows grouped by page bucket; neighbours are merged if one dispatch is cheaper than two.
 
-    So short contexts do not pay for long ones. Groups of few rows run as many steps as fit beside
-    those of the largest, at least one; the others all.
+    Short contexts then do not pay for long ones. Minor groups run the steps that fit beside those
+    of the largest group, at least one; the others run all.
     """
     every = scheduler.columns(decoding)
     widths = sorted(set(every))
@@ -178,14 +178,14 @@ def _step_s(scheduler: Scheduler, cost: Cost, rows: list[Sequence], columns: int
 
 
 def _within(seconds: float, step_s: float, steps: int) -> int:
-    """How many of the steps fit, at least one."""
+    """How many of the steps fit into the seconds, at least one."""
     return max(1, min(steps, int(seconds / step_s))) if step_s else steps
 
 
 def _seconds_beside(
     scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost
 ) -> float:
-    """What is left for prefill beside the decode steps of a round."""
+    """Seconds left for prefill beside the decode steps of a round."""
     sized = groups(scheduler, decoding, steps, cost)
     most = max((rows for rows, _, _ in sized), key=len)
     left = 0.0
@@ -196,7 +196,7 @@ def _seconds_beside(
 
 
 class Budget:
-    """Prefill tokens, and seconds, a round may spend."""
+    """Prefill tokens and seconds that a round may spend."""
 
     def __init__(
         self, scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost | None
@@ -204,8 +204,8 @@ class Budget:
         layout = scheduler.layout
         self._scheduler, self._cost = scheduler, cost
         shares = 1
-        asked = [sequence.owner.request for sequence in scheduler.live]
-        if not any(request.stream or request.denoise for request in asked):
+        requests = [sequence.owner.request for sequence in scheduler.live]
+        if not any(request.stream or request.denoise for request in requests):
             shares = len(scheduler.live) - len(decoding)
         largest = layout.prefill_buckets[-1]
         self._tokens = max(PREFILL_ALONE, shares) * largest
@@ -218,10 +218,10 @@ class Budget:
             self._tokens = min(self._tokens, layout.max_num_batched_tokens)
 
     def take(self, sequence: Sequence, forced: bool) -> Pass | None:
-        """The sequence's next pass, paid for; None where nothing is left to compute or to spend.
+        """The sequence's next pass, charged to the budget; None if nothing is left of either.
 
         Args:
-            forced: Take the smallest piece whatever it costs: a prefix always gets on.
+            forced: Take the smallest piece whatever it costs, so that a prefix always advances.
         """
         most = self._tokens
         while (piece := self._scheduler.next_pass(sequence, most)) is not None:

@@ -1,8 +1,7 @@
-"""Who gets a slot and pages, who gives way, and what of which prefix is computed next.
+"""The scheduler: slots, pages, preemption, and the next piece of each prefix.
 
-First come first served: a sequence's rank is (priority, arrival), and the worst-ranked one gives its
-slot and pages up when the pool is short. Plain Python over ints, no JAX: nothing here dispatches
-or knows about time.
+Requests are served by rank, (priority, arrival). When the pool is short, the scheduler preempts the
+worst-ranked sequence.
 """
 
 import bisect
@@ -22,27 +21,28 @@ WAITING, PREFILL, DECODE, DONE = range(4)
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """One text being made: what the host knows of it.
+    """One text of a request, as the host knows it.
 
     Attributes:
-        owner: The request it belongs to; opaque here.
+        owner: Its request (`admission.ActiveRequest`).
         rank: (priority, arrival): lower goes first, no two are equal.
         placement: Its slot when fresh.
         leader: The first sequence of its request, whose prompt pages it waits for and shares.
         capacity: Positions it can ever write.
-        epoch: Counts its stays in a slot: what a dispatch of an earlier stay says is void.
-        done, goal: Prefix positions computed (or found), and to compute, in this stay.
+        epoch: Counts its slot tenancies: results of an earlier one are discarded.
+        done: Positions before `start` that are computed or found; the others wait for prefill.
         prefix_len: Tokens of the prompt that prefill stores.
-        start: Tokens in the cache at its last fetch; on a fresh sequence what prefill will store.
+        start: Tokens in the cache at its last fetch; before the first, those prefill stores.
         tokens: Settled output as fetched.
         saved: The last fetch and its row there; None: it starts over.
         in_flight: Decode steps dispatched and not fetched.
         covered: Positions its pages hold.
         publishes: Others may share its pages.
-        is_sound: A fetch of this stay has found what it computed finite.
-        num_published: Pages that were found or published in this stay.
+        is_sound: A fetch of this tenancy found its values finite.
+        num_published: Pages found or published in this tenancy.
+        copies: Pages to copy on admission, as (source, target).
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
-        watched: Somebody wants to hear of each move: a stream, a stop string.
+        watched: Each move matters: for a stream, a stop string or a provisional window.
         drafted: How its drafts fared, once it has ended (`requests.DraftMetrics`).
     """
 
@@ -59,7 +59,6 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     covered: int = 0
     done: int = 0
-    goal: int = 0
     prefix_len: int = 0
     start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -91,6 +90,13 @@ class Sequence:
             return self.prompt[first:end]
         return self.prompt[first:end] + self.tokens[max(first - split, 0) : max(end - split, 0)]
 
+    def draft_metrics(self) -> Any:
+        """How its drafts fared by its last fetch (`requests.DraftMetrics`), or None."""
+        if self.saved is None:
+            return self.drafted
+        fetch, row = self.saved
+        return fetch.drafted(row)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
@@ -107,10 +113,10 @@ class Scheduler:
     """The queue, the slots and the pages.
 
     Attributes:
-        pool: The page books.
-        slots: Which sequence is in each slot.
+        pool: Ownership of the pages.
+        slots: The sequence in each slot.
         live: Sequences in slots, best rank first.
-        table: Pages of each slot in order of position, -1 behind them.
+        table: Pages of each slot in order of position, then -1.
     """
 
     def __init__(self, layout: EngineLayout):
@@ -121,8 +127,7 @@ class Scheduler:
         self.table = np.full((layout.num_slots, layout.page_buckets[-1]), -1, np.int32)
         self._free_slots = list(range(layout.num_slots - 1, -1, -1))
         self._unit_pages = layout.unit // layout.page_size
-        # The bucket for each number of pages.
-        self._buckets = [
+        self._bucket_of = [  # by number of pages
             next(size for size in layout.page_buckets if size >= count)
             for count in range(layout.page_buckets[-1] + 1)
         ]
@@ -132,9 +137,9 @@ class Scheduler:
     # --- the queue ----------------------------------------------------------------------------
 
     def limits(self, prompt_len: int, text_len: int, suffix_len: int) -> tuple[int, int]:
-        """First position that may not be emitted, and positions ever written.
+        """The first position that may not be emitted, and the positions ever written.
 
-        The pool bounds both: a text alone in it ends with "length" where the pool does.
+        The pool bounds both: a text alone in it ends with "length" at its last page.
 
         Raises:
             ValueError: The request can never run.
@@ -158,12 +163,11 @@ class Scheduler:
         if limit <= prompt_len:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens and needs "
-                f"{layout.pages_for(prompt_len + 1 + beyond)} pages of {layout.page_size}; the pool "
-                f"has {layout.num_pages}: raise num_pages or shorten the prompt"
+                f"{layout.pages_for(prompt_len + 1 + beyond)} pages of {layout.page_size}; "
+                f"the pool has {layout.num_pages}: raise num_pages or shorten the prompt"
             )
-        in_table = (
-            layout.page_buckets[-1] * layout.page_size
-        )  # the device drops what lies behind it
+        # The device drops writes behind the page table.
+        in_table = layout.page_buckets[-1] * layout.page_size
         return limit, min(limit + beyond, in_table)
 
     def add(self, sequence: Sequence) -> None:
@@ -183,11 +187,15 @@ class Scheduler:
             heapq.heappop(self._waiting)  # ended while it waited
         return bool(self._waiting)
 
-    def admit(self) -> list[Sequence]:
-        """Give slots and the pages of their prefixes to waiting sequences, in order of rank.
+    def decoding(self) -> list[Sequence]:
+        """Sequences in decode, best rank first."""
+        return [sequence for sequence in self.live if sequence.stage == DECODE]
 
-        A sequence that waits for the prompt pages of its request's first one lets others pass;
-        one that does not fit does not.
+    def admit(self) -> list[Sequence]:
+        """Give waiting sequences slots and the pages of their prefixes, in order of rank.
+
+        Later sequences may pass one that waits for its leader's prompt pages, but not one that
+        does not fit.
         """
         placed, passed = [], []
         while self._free_slots and self.has_waiting:
@@ -211,10 +219,10 @@ class Scheduler:
     def _place(self, sequence: Sequence) -> bool:
         layout = self.layout
         hits = self._hits(sequence)
-        # A prompt shared as a whole may end within a page, which its text then needs for itself.
+        # A prompt shared as a whole may end within a page, which the text then writes: copy it.
         copied = bool(hits) and layout.is_full and sequence.prefix_len % layout.page_size > 0
         if not self._fits(sequence, hits, copied):
-            # The copied page counts twice: where that is too much, the prompt is computed again.
+            # Source and copy both count: if they do not fit, compute the prompt again.
             if not (copied and self._fits(sequence, [], False)):
                 return False
             hits, copied = [], False
@@ -227,7 +235,7 @@ class Scheduler:
         first_steps = min(sequence.start + self.layout.window, sequence.capacity)
         wanted = pages_for(max(sequence.start, first_steps)) - len(hits) + copied
         idle = sum(pool.owners(page) == 0 for page in hits)
-        # A page for each neighbour to grow into, or it would have to give way at once.
+        # Leave each neighbour a page to grow into, or growth would preempt at once.
         return wanted + idle + len(self.live) <= pool.num_available
 
     def _take_prefix(self, sequence: Sequence, hits: list[int], copied: bool) -> None:
@@ -239,9 +247,9 @@ class Scheduler:
         sequence.copies = []
         if copied:
             sequence.copies = [(hits[-1], sequence.pages[len(shared)])]
-            # Device order: the copy is dispatched before anything that could overwrite its source.
+            # The copy is dispatched before anything that could overwrite its source.
             pool.release(hits[-1:])
-        sequence.done, sequence.goal = len(shared) * layout.page_size, sequence.start
+        sequence.done = len(shared) * layout.page_size
         if layout.is_full and hits:
             sequence.done = sequence.prefix_len
             sequence.boundary = pool.payload(hits[-1])
@@ -264,7 +272,7 @@ class Scheduler:
     # --- the prefix cache -----------------------------------------------------------------------
 
     def _salt(self, sequence: Sequence) -> bytes:
-        """Without prefix caching only the sequences of one request share."""
+        """The salt of its keys; without prefix caching it differs for each request."""
         if self.layout.prefix_caching:
             return self.layout.salt
         leader = sequence.leader or sequence
@@ -276,41 +284,41 @@ class Scheduler:
         return sequence.chain
 
     def _prompt_keys(self, sequence: Sequence) -> list[Any]:
-        """Keys of a prompt that is reusable only as a whole; the last page may be partly filled."""
+        """Keys of a prompt that is reusable only as a whole; its last page may be partly filled."""
         count = self.layout.pages_for(sequence.prefix_len)
         whole = digest(b"whole|" + self._salt(sequence), sequence.prompt)
         return [(whole, page) for page in range(count)]
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """Pages of the sequence's prefix that are in the pool."""
-        layout, goal = self.layout, sequence.start
-        if goal == 0 or not (layout.prefix_caching or sequence.leader or sequence.saved):
+        layout, start = self.layout, sequence.start
+        if start == 0 or not (layout.prefix_caching or sequence.leader or sequence.saved):
             return []
         if layout.is_full:
             keys = self._prompt_keys(sequence)
             hits = self.pool.find(keys)
             return hits if len(hits) == len(keys) else []
-        # A fetched slot brings its boundary row along: all of its prefix may be found.
-        reusable = goal if sequence.saved else goal - layout.compute_at_least
+        # A saved slot holds its boundary row: then all of the prefix may be a hit.
+        reusable = start if sequence.saved else start - layout.compute_at_least
         chain = self._chain(sequence)
         if chain.length + layout.unit <= reusable:
             chain.extend(sequence.text_ids(chain.length, reusable))
         hits = self.pool.find(chain.keys[: max(reusable, 0) // layout.unit * self._unit_pages])
-        # Eviction takes single pages: what is left of a unit may end within a block.
+        # Eviction takes single pages: the rest of a unit may end within a block.
         return hits[: len(hits) // self._unit_pages * self._unit_pages]
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the pages known that are full, final and written.
+        """Publish full, final pages to the prefix cache.
 
-        Call it after the first fetch of a stay, for those who wait for the prompt; what follows
-        the prompt is published when the sequence leaves its slot.
+        The first fetch of a tenancy publishes the prompt, for sequences that wait for it; the text
+        behind it is published when the sequence leaves its slot.
         """
         if not sequence.publishes:
             return
         if self.layout.is_full:
             self._publish_prompt(sequence)
         else:
-            # A text that ended may have committed more than it said: a stop id, cells past a limit.
+            # A text may have committed more than it emitted: a stop id, cells past a limit.
             end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))
             if self.layout.soft_commits or self.layout.in_window:
                 end = min(end, sequence.prefix_len)
@@ -339,13 +347,13 @@ class Scheduler:
     # --- prefill --------------------------------------------------------------------------------
 
     def next_pass(self, sequence: Sequence, most: int) -> Pass | None:
-        """The next piece of a sequence's prefix, at most `most` tokens unless it cannot be split."""
+        """The next piece of a prefix: at most `most` tokens, unless it cannot be split."""
         layout = self.layout
         prompt_len = len(sequence.prompt)
         if layout.is_full and sequence.done < sequence.prefix_len:
             size = next(size for size in layout.prefill_buckets if size >= prompt_len)
             return Pass("full", 0, sequence.prefix_len, prompt_len, size)
-        left = sequence.goal - sequence.done
+        left = sequence.start - sequence.done
         if left <= 0:
             return None
         buckets = layout.prefill_buckets
@@ -356,13 +364,13 @@ class Scheduler:
         kind = "causal" if layout.is_token_causal else "blocks"
         return Pass(kind, sequence.done, end, end, size)
 
-    # --- growing and giving way -----------------------------------------------------------------
+    # --- growth and preemption --------------------------------------------------------------------
 
     def reach(self, sequence: Sequence, steps: int) -> int:
         """Positions that must be covered before `steps` more steps are dispatched.
 
-        A step commits and writes a window at most. Chunks of several steps end before they emit
-        more than `EngineLayout.most_new`; what is emitted may be a window ahead of what is committed.
+        A step commits and writes a window at most. A chunk of several steps emits at most
+        `EngineLayout.most_new` tokens; emitted tokens may be a window ahead of committed ones.
         """
         return min(sequence.start + self._ahead(sequence.in_flight, steps), sequence.capacity)
 
@@ -373,14 +381,13 @@ class Scheduler:
         return min((in_flight + steps) * layout.window, emitted)
 
     def grow(self, sequences: abc.Sequence[Sequence], steps: int) -> int:
-        """Cover what the dispatched steps and `steps` more can write; the worst-ranked give way.
+        """Cover what the steps in flight and `steps` more can write; preempt the worst-ranked.
 
         Args:
             sequences: In order of rank.
 
         Returns:
-            The steps covered: fewer, by halves, where the pool is short for more. Sequences that
-            lost their slot are WAITING.
+            The steps covered: halved until the pool suffices. Preempted sequences are WAITING.
         """
         layout, pool = self.layout, self.pool
         ahead = {n: self._ahead(n, steps) for n in {s.in_flight for s in sequences}}
@@ -406,9 +413,9 @@ class Scheduler:
         return steps
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take slot and pages; the sequence goes on from its last fetch once it is admitted.
+        """Take slot and pages; once admitted again, the sequence resumes from its last fetch.
 
-        One whose slot does not say all of it (`EngineLayout.starts_over`) starts over.
+        With `EngineLayout.starts_over` it starts over.
         """
         self._vacate(sequence)
         sequence.stage = WAITING
@@ -421,7 +428,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence has ended, wherever it was."""
+        """End a sequence, whatever its stage."""
         if sequence.slot >= 0:
             self._vacate(sequence)
         sequence.stage = DONE
@@ -438,31 +445,29 @@ class Scheduler:
         sequence.slot, sequence.in_flight = -1, 0
         sequence.epoch += 1
 
-    def lose_everything(self) -> list[Sequence]:
-        """The pools are gone: every page is free, every live sequence waits again."""
-        lost = list(self.live)
-        for sequence in lost:
+    def lose_everything(self) -> None:
+        """Free every page and queue every live sequence again: the pools are gone."""
+        for sequence in list(self.live):
             self.preempt(sequence)
         self.pool.reset()
-        return lost
 
     # --- decode groups --------------------------------------------------------------------------
 
     def slot_bucket(self, count: int) -> int:
-        """The smallest compiled bucket that holds so many slots."""
+        """The smallest compiled bucket of at least `count` slots."""
         return next(size for size in self.layout.slot_buckets if size >= count)
 
     def page_bucket(self, positions: int) -> int:
-        """The smallest compiled page table that covers so many positions."""
-        return self._buckets[self.layout.pages_for(positions)]
+        """The smallest compiled page table that covers `positions`."""
+        return self._bucket_of[self.layout.pages_for(positions)]
 
     def columns(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """For each sequence the smallest compiled page table that holds its pages."""
-        buckets = self._buckets
+        buckets = self._bucket_of
         return [buckets[len(sequence.pages)] for sequence in sequences]
 
     def rows(self, sequences: Iterable[Sequence], bucket: int) -> list[int]:
-        """Slots of the sequences, filled up to the bucket with others, all distinct."""
+        """Slots of the sequences, padded to the bucket with distinct other slots."""
         slots = [sequence.slot for sequence in sequences]
         taken = set(slots)
         others = (slot for slot in range(self.layout.num_slots) if slot not in taken)

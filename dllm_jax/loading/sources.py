@@ -1,6 +1,6 @@
-"""What a source string stands for: a folder, a built-in model, a hub id.
+"""The folder that a source string names: a local folder, a built-in model or a hub id.
 
-The files of a hub id are fetched (`hub`); nothing is read here, and JAX is not needed.
+The files of a hub id are fetched (`hub`). JAX is not imported.
 """
 
 import os
@@ -9,14 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dllm_jax.loading import hub
-from dllm_jax.loading.hub_headers import fetch_headers
 
-_BUILTIN = Path(__file__).parents[1] / "builtin"
+BUILTIN = Path(__file__).parents[1] / "builtin"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class LoadError(ValueError):
     """A source that names no model; the message says value, rule and remedy in one line."""
+
+
+def builtin_names() -> list[str]:
+    """The models that ship with the package."""
+    return sorted(path.parent.name for path in BUILTIN.glob("*/config.json"))
 
 
 def find_folder(source: str, revision: str | None = None) -> Path:
@@ -33,11 +37,11 @@ def find_folder(source: str, revision: str | None = None) -> Path:
     if is_hub:
         return _fetched(hub.fetch_model, source, revision)
     if source.startswith("builtin:"):
-        known = sorted(path.parent.name for path in _BUILTIN.glob("*/config.json"))
+        known = builtin_names()
         name = source.removeprefix("builtin:")
         if name not in known:
             raise LoadError(f"{source!r} is no built-in model; known are {join(known)}")
-        return _BUILTIN / name
+        return BUILTIN / name
     folder = Path(source)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -64,7 +68,7 @@ def find_headers(source: str, revision: str | None, to: Path) -> Path:
     if not _is_hub_id(source):
         return find_folder(source, revision)
     try:
-        return fetch_headers(source, revision, to)
+        return hub.fetch_headers(source, revision, to)
     except hub.HubError as error:
         raise LoadError(str(error)) from error
 

@@ -12,6 +12,7 @@ from typing import Any
 from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import PAGE_SIZE
+from dllm_jax.strategies.core.needs import PromptMode
 from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs
 
 SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512)
@@ -49,8 +50,8 @@ def make_layout(
         )
     S, W = strategy.block_size, strategy.block_size * strategy.buffer_size
     keeps = needs.boundary or cfg.shift or strategy.absorbs
-    least = (S if needs.prompt.startswith("grid") else 1) if keeps else 0
-    if needs.prompt == "whole_causal":
+    least = (S if needs.prompt.is_grid else 1) if keeps else 0
+    if needs.prompt.is_token_causal:
         least = 1
     columns = -(-max(max_len + S, W) // config.page_size)
     _check(config, max_len, columns)
@@ -61,7 +62,7 @@ def make_layout(
         prefill = tuple(size for size in prefill if size < 2 * max_len) or prefill[:1]
     prefill = _prefill_buckets(prefill, needs.prompt, max_len, S)
     most = min(PROMPTS_A_PASS, TOKENS_A_PASS // prefill[0], config.max_num_seqs)
-    has_pieces = needs.prompt in ("grid_causal", "whole_causal")
+    has_pieces = not (needs.prompt.is_full or needs.prompt.in_window)
     return EngineLayout(
         num_slots=config.max_num_seqs,
         num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
@@ -70,13 +71,13 @@ def make_layout(
         max_steps_per_chunk=config.max_steps_per_chunk,
         block_size=S,
         window=W,
-        is_grid=needs.prompt.startswith("grid"),
-        is_full=needs.prompt.endswith("full"),
-        is_token_causal=needs.prompt == "whole_causal",
-        in_window=needs.prompt == "in_window",
+        is_grid=needs.prompt.is_grid,
+        is_full=needs.prompt.is_full,
+        is_token_causal=needs.prompt.is_token_causal,
+        in_window=needs.prompt.in_window,
         compute_at_least=least,
         soft_commits=needs.soft_commits,
-        starts_over=needs.soft_commits or bool(needs.provisional_cache),
+        starts_over=needs.starts_over,
         prefix_caching=config.enable_prefix_caching,
         salt=_salt(model, strategy, aux),
         vocab_size=cfg.vocab_size,
@@ -102,7 +103,7 @@ def _salt(model: Model, strategy: Any, aux: Mapping[str, Model]) -> bytes:
         "aux": {name: aux[name].source for name in needs.aux},
         "prompt": needs.prompt,
         "prefill_mode": needs.prefill_mode,
-        "block_size": strategy.block_size if needs.prompt != "whole_causal" else 0,
+        "block_size": 0 if needs.prompt.is_token_causal else strategy.block_size,
     }
     return json.dumps(said, sort_keys=True).encode()
 
@@ -121,15 +122,15 @@ def _page_buckets(columns: int) -> tuple[int, ...]:
 
 
 def _prefill_buckets(
-    given: tuple[int, ...], prompt: str, max_len: int, block_size: int
+    given: tuple[int, ...], prompt: PromptMode, max_len: int, block_size: int
 ) -> tuple[int, ...]:
     """Ascending; whole blocks unless causal; in full modes up to every prompt."""
 
     def blocks(size: int) -> int:
-        return size if prompt == "whole_causal" else -(-size // block_size) * block_size
+        return size if prompt.is_token_causal else -(-size // block_size) * block_size
 
     sizes = [*given]
-    if prompt.endswith("full"):
+    if prompt.is_full:
         sizes = [size for size in sizes if size < max_len]
         size = 2 * max(sizes, default=max_len)
         while size < max_len:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from dllm_jax.engine.layout import PASS_KINDS, PassKind
+from dllm_jax.engine.layout import PassKind
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import new_pool
 from dllm_jax.runner.forward import TARGET, ModelForward
@@ -155,15 +155,17 @@ def prefill(
     needs = strategy.needs
     B, T = prompt.shape
     S = strategy.block_size
-    if needs.prompt == "in_window":
+    if needs.prompt.in_window:
         return absorb_nothing(strategy, forward, state)
-    kind = PASS_KINDS[needs.prompt]
+    kind: PassKind = "full" if needs.prompt.is_full else "blocks"
+    if needs.prompt.is_token_causal:
+        kind = "causal"
     size = T if kind == "full" else min(chunk_size, T)
-    if needs.prompt.startswith("grid"):
+    if needs.prompt.is_grid:
         size = -(-size // S) * S
     chunks = -(-T // size)
     prompt = jnp.pad(prompt, ((0, 0), (0, chunks * size - T)))
-    end = driver.prefill_len(needs, state.buffer.prompt_len, S)
+    end = needs.prompt.prefill_len(state.buffer.prompt_len, S)
     live_end = state.buffer.prompt_len if kind == "full" else end
 
     def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
@@ -202,7 +204,7 @@ def prefill_pass(
     needs, S = strategy.needs, strategy.block_size
     strategy = bind_knobs(strategy, state.knobs)
     B, size = tokens.shape
-    in_blocks = kind == "blocks" or needs.prompt.startswith("grid")
+    in_blocks = kind == "blocks" or needs.prompt.is_grid
     shape = (B, size // S, S) if in_blocks else (B, 1, size)
     position = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     valid = (position < end[:, None]).reshape(shape)

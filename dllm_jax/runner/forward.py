@@ -76,8 +76,8 @@ class ModelForward:
         if context_len is not None and not self._reads_ahead:
             raise ValueError(
                 "the strategy gives context_len and its needs do not say why; use "
-                "Needs(provisional_cache=True) where a step reads what an earlier one stored past "
-                "`start`, else False"
+                'Needs(provisional_cache="across_steps") where a step reads past `start` what an '
+                'earlier one stored, else "same_step"'
             )
         buffer, arch = state.buffer, self.model.arch
         B, K, S = buffer.tokens.shape

@@ -50,7 +50,7 @@ class Programs(struct.PyTreeNode):
             self.model,
             aux=self.aux,
             implementation=self.implementation,
-            reads_ahead=self.strategy.needs.provisional_cache is not None,
+            reads_ahead=self.strategy.needs.provisional_cache != "none",
         )
 
 
@@ -65,7 +65,7 @@ class _Asked(struct.PyTreeNode):
 
 def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
     """Ids by cell of the window behind the prompt, -1 elsewhere; the last words of a request."""
-    if programs.strategy.needs.prompt != "in_window":
+    if not programs.strategy.needs.prompt.in_window:
         return None
     return ints[None, -programs.spec.num_blocks * programs.spec.block_size :]
 

@@ -26,8 +26,8 @@ from dllm_jax.engine.admission import STOP_WIDTH
 from dllm_jax.engine.layout import DeviceFailure, EngineLayout, Placement
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
-from dllm_jax.runner import cost, memory, pass_time, programs, warmup
 from dllm_jax.runner import decode as decoding
+from dllm_jax.runner import memory, programs, timing, warmup
 from dllm_jax.runner import packing as words
 from dllm_jax.runner.programs import ASKED, HEAD, NUMBERS, PIECE, Programs
 from dllm_jax.strategies.core import drafting
@@ -144,10 +144,10 @@ class ModelRunner:
         # By slots, in any unit; by arithmetic until `warm_up` has timed them.
         self.choice_costs: dict[int, Sequence[float]] = {}
         if self._weighs:
-            context = min(layout.max_model_len, pass_time.USUAL_TEXT)
+            context = min(layout.max_model_len, timing.USUAL_TEXT)
             of = (context, jax.default_backend())
             self.choice_costs = {
-                rows: pass_time.choice_costs(strategy, model, aux, rows, *of)
+                rows: timing.estimate_choices(strategy, model, aux, rows, *of)
                 for rows in layout.slot_buckets
             }
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
@@ -500,9 +500,9 @@ class ModelRunner:
             self.reset()
         warmup.run_each(self, work)
         if self._weighs:
-            self.choice_costs = cost.of_choices(self)
+            self.choice_costs = timing.time_choices(self)
         if calibrate:
-            self.cost = cost.calibrate(self)
+            self.cost = timing.calibrate(self)
         self._warm = True
 
     def compile_ahead(

@@ -1,8 +1,8 @@
-"""Accuracy and speed in forwards on the built-in word problems, strategies on the same ones.
+"""Accuracy and tokens per forward of strategies on the same built-in word problems.
 
-Data flow: seed -> held-out problems -> prompts -> batches through the decode loop, greedy ->
-`Outcome` (one row a problem) -> `summarise` and `compare`, with 95 % confidence intervals.
-Nothing here prints or reads a command line.
+Data flow: seed -> held-out problems -> prompts -> batches through the decode loop, greedy by
+default -> `Outcome` (one row a problem) -> `summarise` and `compare`, with 95 % confidence
+intervals.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ from jaxtyping import Array, Int
 
 from dllm_jax.api import generate
 from dllm_jax.engine.requests import DraftMetrics
-from dllm_jax.loading import chat, tokenizer
+from dllm_jax.loading import chat
 from dllm_jax.loading.model import Model
+from dllm_jax.loading.tokenizer import encode as encode_text
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import BlockDiffusion
@@ -29,23 +30,24 @@ from dllm_jax.strategies.core.protocol import Strategy
 from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, DecodeState
 from dllm_jax.tasks.problems import Problem, is_correct, problem
 
-MAX_TOKENS = 224  # tokens of the longest worked solution of both halves, and some to spare
+MAX_TOKENS = 224  # more than the longest worked solution of both halves
 _RESAMPLES = 2000
 _Z95 = 1.959964  # two-sided 95 % of the normal law
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one strategy did with each problem, in order.
+    """The result of one strategy on each problem, in order.
 
     Attributes:
         right: Whether the text states the right answer last.
         tokens: Visible tokens.
         forwards: Forwards after prefill, commit passes included.
-        denoise: Those of them in which a block was open: all but mere commits.
-        blocks: Blocks that hold a visible token or the end mark; None where text comes by tokens.
-        seconds: Wall time of all batches, compilation apart.
-        drafted: How drafts fared in all of them; None where nothing drafts.
+        denoise: The forwards in which a block was open; the others only commit.
+        blocks: Blocks that hold a visible token or the end mark; None for strategies that commit
+            token by token.
+        seconds: Wall time of all batches, without compilation.
+        drafted: Acceptance of all drafts; None without a drafter.
     """
 
     right: np.ndarray
@@ -65,38 +67,17 @@ def held_out(half: str, count: int, seed: int) -> list[Problem]:
 
 
 def one_token(block_size: int) -> BlockDiffusion:
-    """The slow twin: one block at a time, its surest token in each forward."""
+    """One block at a time, one token a forward: the most confident one."""
     return BlockDiffusion(remasking="static", denoising_steps=block_size, block_size=block_size)
 
 
-def solve(
-    model: Model,
-    strategy: Any,
-    problems: Sequence[Problem],
-    *,
-    draft: Model | None = None,
-    batch_size: int = 32,
-    max_tokens: int = MAX_TOKENS,
-    progress: Callable[[int], object] = lambda done: None,
-) -> Outcome:
-    """Solve problems greedily in batches of one shape.
+def solve(model: Model, strategy: Any, problems: Sequence[Problem], **how: Any) -> Outcome:
+    """Solve problems in batches of one shape; `how` is `sweep`'s keywords.
 
     Args:
         strategy: A strategy value; its sizes must be set.
-        draft: The model it drafts with, where it drafts.
-        batch_size: Problems decoded together; the last batch is filled up and the rest dropped.
-        progress: Called with the number of problems done, after each batch.
     """
-    (outcome,) = sweep(
-        model,
-        strategy,
-        [{}],
-        problems,
-        draft=draft,
-        batch_size=batch_size,
-        max_tokens=max_tokens,
-        progress=progress,
-    )
+    (outcome,) = sweep(model, strategy, [{}], problems, **how)
     return outcome
 
 
@@ -107,21 +88,27 @@ def sweep(
     problems: Sequence[Problem],
     *,
     prompts: Sequence[Sequence[int]] | None = None,
+    tokenizer: Any = None,
     draft: Model | None = None,
+    temperature: float = 0.0,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
+    is_timed: bool = True,
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[Outcome]:
     """Solve the same problems under several settings of a strategy's knobs, as one program.
 
-    Thresholds are values of a request, so requests of several settings share batches; `seconds`
-    are those of the batches, by their rows.
+    Thresholds are values of a request, so requests of several settings share batches. The time of
+    a batch is divided equally among its rows.
 
     Args:
         settings: Values of knobs by name, in place of the strategy's; all name the same knobs.
         prompts: Token ids of the problems; None: those of `encode`.
-        draft, batch_size, max_tokens, progress: As in `solve`; `progress` counts all settings'
-            problems.
+        tokenizer: Decodes the texts in place of the model's.
+        draft: The model that the strategy drafts with.
+        batch_size: Rows decoded together; the last batch is padded with rows that are dropped.
+        is_timed: Decode the first batch once more, before the clock starts, to compile.
+        progress: Called with the number of rows done, after each batch.
     """
     ids = encode(model, problems) if prompts is None else prompts
     lengths = np.array([len(row) for row in ids])
@@ -139,11 +126,12 @@ def sweep(
             jnp.asarray(padded[rows % len(ids)]),
             strategy.replace(**{k: jnp.asarray(v[rows], jnp.float32) for k, v in values.items()}),
             max_tokens=max_tokens,
+            temperature=temperature,
             prompt_len=jnp.asarray(lengths[rows % len(ids)]),
             draft=draft,
         )
-        if first == 0:
-            _finish(model, session())  # compiles
+        if first == 0 and is_timed:
+            _finish(model, session())
         began = time.perf_counter()
         part = _finish(model, session())
         count = min(batch_size, total - first)
@@ -151,10 +139,11 @@ def sweep(
         parts.append([*(leaf[:count] for leaf in part), spent])
         progress(first + count)
     leaves = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+    decode_text = (tokenizer or model.tokenizer).decode
 
     @functools.cache  # most settings end in the same text
     def text_of(tokens: tuple[int, ...]) -> str:
-        return model.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return decode_text(list(tokens), skip_special_tokens=True)
 
     return [
         _outcome(text_of, block_of(strategy), problems, lengths, *part)
@@ -163,8 +152,8 @@ def sweep(
 
 
 def block_of(strategy: Any) -> int | None:
-    """Tokens of a block; None for strategies that commit by tokens, whose window is no block."""
-    return None if strategy.needs.prompt == "whole_causal" else strategy.block_size
+    """Tokens of a block; None for strategies that commit token by token."""
+    return None if strategy.needs.prompt.is_token_causal else strategy.block_size
 
 
 def _finish(model: Model, session: generate.Session) -> Any:
@@ -212,8 +201,8 @@ def _outcome(
 
 def encode(model: Model, problems: Sequence[Problem]) -> list[list[int]]:
     """The prompts of problems, as a chat."""
-    said = [chat.render(model, [{"role": "user", "content": one.question}]) for one in problems]
-    return [tokenizer.encode(model.tokenizer, text, special=False) for text in said]
+    texts = [chat.render(model, [{"role": "user", "content": one.question}]) for one in problems]
+    return [encode_text(model.tokenizer, text, special=False) for text in texts]
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -227,7 +216,7 @@ def _run(
     def one(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, denoise = carry
         state, info = driver.decode_step(strategy, forward, state, spec)
-        # Blocks that commit leave with the forward; what still stands was open in it.
+        # A committed block leaves the window in the forward that commits it; the others were open.
         was_open = jnp.any(state.buffer.status != DUMMY, axis=1)
         return state, denoise + jnp.where(was_open, info.nfe, 0)
 
@@ -240,10 +229,10 @@ def _run(
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
-    """Figures of one strategy; intervals are 95 %; None for what it does not have.
+    """The figures of one strategy, with 95 % intervals; None where one does not apply.
 
-    Tokens per forward are over all problems (visible tokens / forwards); `per_request` is the mean
-    of the same quotient of each problem.
+    Tokens per forward are visible tokens over forwards of all problems; `per_request` is the mean
+    of that quotient over the problems.
     """
     weights = _resamples(len(outcome.right))
 
@@ -275,7 +264,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
 
 
 def compare(base: Outcome, other: Outcome) -> dict[str, Any]:
-    """`other` against `base` on the same problems, by paired resampling."""
+    """`other` compared with `base` on the same problems, by paired bootstrap."""
     weights = _resamples(len(base.right))
 
     def speed(one: Outcome, w: np.ndarray) -> np.ndarray:
@@ -296,7 +285,7 @@ def compare(base: Outcome, other: Outcome) -> dict[str, Any]:
 
 
 def wilson(right: np.ndarray) -> list[float]:
-    """The 95 % interval of a share.
+    """The 95 % interval of a proportion.
 
     Source: Wilson (1927), score interval.
     """
@@ -308,7 +297,7 @@ def wilson(right: np.ndarray) -> list[float]:
 
 @functools.lru_cache(maxsize=2)
 def _resamples(count: int) -> np.ndarray:
-    """Bootstrap weights [resample, problem]: the same for every strategy, so that pairs stay."""
+    """Bootstrap weights [resample, problem]; the same for every strategy, which pairs them."""
     rng = np.random.default_rng(0)
     return rng.multinomial(count, np.full(count, 1 / count), size=_RESAMPLES).astype(float)
 

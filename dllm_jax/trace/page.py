@@ -5,6 +5,7 @@ Data flow: `Trajectory` -> `replay` and `pieces` -> JSON -> the template's style
 
 import html
 import json
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -13,21 +14,26 @@ from dllm_jax.trace.replay import Frame, Replay, replay
 from dllm_jax.trace.trajectory import Trajectory
 
 
-def render_page(trajectory: Trajectory, tokenizer: Any = None) -> str:
-    """The page.
+def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = None) -> str:
+    """The page; several trajectories of one prompt stand side by side.
 
     Args:
         tokenizer: A transformers tokenizer; None shows ids.
 
     Raises:
-        ValueError: A trajectory without steps.
+        ValueError: A trajectory without steps, no trajectory, or several prompts.
     """
-    facts = page_facts(trajectory, tokenizer)
+    several = [trajectory] if isinstance(trajectory, Trajectory) else list(trajectory)
+    num_prompts = len({tuple(one.prompt) for one in several})
+    if num_prompts != 1:
+        raise ValueError(f"the trajectories have {num_prompts} prompts; give those of one prompt")
+    facts = [page_facts(one, tokenizer) for one in several]
+    names = " and ".join(one.strategy for one in several)
     parts = {
-        "TITLE": html.escape(f"{facts['strategy']}: how a text was denoised"),
+        "TITLE": html.escape(f"{names}: how a text was denoised"),
         "STYLE": _asset("page.css"),
         "SCRIPT": _asset("page.js"),
-        "DATA": _script_safe(facts),
+        "DATA": _script_safe(facts if len(facts) > 1 else facts[0]),
     }
     page = _asset("page.html")
     # Split once, so that no part is looked through for the names of the others.
@@ -71,7 +77,7 @@ def _asset(name: str) -> str:
     return (resources.files("dllm_jax.trace") / name).read_text(encoding="utf-8")
 
 
-def _script_safe(facts: dict[str, Any]) -> str:
+def _script_safe(facts: Any) -> str:
     """JSON that no parser of HTML can take for the end of its script."""
     text = json.dumps(facts, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for char in "<>&\u2028\u2029":

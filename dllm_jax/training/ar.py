@@ -1,7 +1,6 @@
 """Next-token training of a small Qwen3 on the word problems: config, objective, run.
 
-The model is an ordinary causal one, the target that drafters are trained for. Nothing here knows
-how a step is applied or kept (`loop`).
+The model is an ordinary causal one, the target that drafters are trained for.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.models import dense, reference
-from dllm_jax.training import loop, run_folder, solving, stream
+from dllm_jax.training import loop, run_folder, scoring, stream
 from dllm_jax.training.export import rounded
 
 TINY_QWEN3 = dense.DenseConfig(
@@ -109,9 +108,9 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
         )  # fmt: skip
 
     def score(params: Any, rows: NamedSharding) -> list[dict]:
-        del rows  # decoded on one device: it takes seconds
+        del rows  # decodes on one device, in seconds
         model = rounded(params, config.model, config.compute_dtype)
-        return solving.score(model, tokenizer, num_problems=config.eval_problems)
+        return scoring.score_tokens(model, tokenizer, num_problems=config.eval_problems)
 
     task = loop.Task(
         init=lambda key: dense.init_params(key, config.model, jnp.float32),

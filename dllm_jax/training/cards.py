@@ -1,7 +1,4 @@
-"""Model cards of a trained target and a trained drafter.
-
-What they are, how they were made, how they score. Nothing here trains or scores.
-"""
+"""Model cards: what a trained model is, how it was made and how it scores."""
 
 import pathlib
 import platform
@@ -9,6 +6,70 @@ import shutil
 from typing import Any
 
 import jax
+
+from dllm_jax.training.tokenizer import MASK_ID
+
+
+def write_blocks(
+    run: dict[str, Any], config: Any, folder: pathlib.Path, results: list[dict]
+) -> None:
+    """README.md of a run of `sdar`."""
+    m = config.model
+    samples = run["step"] * config.data.batch_size
+    rows = "\n".join(
+        f"| {r['half']} | {r['block_size']} | {r['buffer']} | {r['threshold']} "
+        f"| {100 * r['exact']:.2f} ± {100 * r['exact_ci']:.2f} "
+        f"| {r['tokens_per_forward']:.2f} ± {r['tokens_per_forward_ci']:.2f} "
+        f"| {r['forwards']:.2f} ({r['commit_only']:.2f}) | {r['denoise_per_block']:.2f} |"
+        for r in results
+    )
+    text = f"""---
+license: apache-2.0
+library_name: dllm-jax
+pipeline_tag: text-generation
+---
+# tiny-sdar
+
+A block-diffusion language model of {_millions(run)} M parameters that solves arithmetic word
+problems, several tokens per forward pass. It is SDAR-shaped (Qwen3 arithmetic, block-causal
+attention, no shift) and shipped with dllm_jax as `builtin:tiny-sdar`; it knows nothing else.
+
+- **Shape**: {m.num_layers} layers, width {m.hidden_size}, {m.num_heads} query and
+  {m.num_kv_heads} key/value heads of {m.head_dim}, SwiGLU {m.ffn_size}, RoPE theta
+  {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16.
+- **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
+  `<|eos|>`. The mask token is `<|mask|>` (id {MASK_ID}). Blocks of 4, 8, 16 and 32 were trained;
+  32 is the default.
+- **Data**: the project's own seeded generator (`dllm_jax/tasks/problems.py`), fresh samples all
+  through; {1 - config.data.hard_share:.0%} plain word problems (numbers below 1000),
+  {config.data.hard_share:.0%} hard ones (serial chains, numbers to 9999, worked partial products
+  and quotients). One instance in sixteen, by a hash of its numbers, is held out.
+- **Training**: {run["step"]} steps of {config.data.batch_size} rows of
+  {" or ".join(map(str, config.data.lengths))} tokens = {samples / 1e6:.1f} M samples in
+  {run["seconds"]:.0f} s (compilation and evaluation included) on {_device()};
+  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; {_versions()}.
+  Last training loss {run["metrics"].get("loss", 0.0):.4f},
+  masked digits right {run["metrics"].get("digit_accuracy", 0.0):.2%} (many cannot be known yet).
+  The same seed on other devices gives another model.
+- **Head**: divided by {config.head_temperature:g} after training, so that an accept threshold of
+  0.9 keeps tokens that are accepted together consistent; greedy choices are those of the trained
+  head. To draw samples use a temperature of {1 / config.head_temperature:.2f} or lower.
+- **Limits**: trained on rows of at most {max(config.data.lengths)} tokens, English templates
+  only, whole numbers, results below 10000.
+
+![curves](curves.png)
+
+## Results
+
+Held-out problems, greedy, {_count(results)} per half, weights in
+{config.compute_dtype}; ± is the 95 % half-width. Forwards are all forwards after the prompt's
+prefill, in brackets those that only commit a finished block; threshold 1.0 is one token a forward.
+
+| half | block | buffer | threshold | exact % | tokens per forward | forwards | denoise per block |
+|---|---|---|---|---|---|---|---|
+{rows}
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def write_causal(

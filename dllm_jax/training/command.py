@@ -14,12 +14,11 @@ from dllm_jax.training import (
     cards,
     dflash,
     export,
-    held_out,
     loop,
     report,
     run_log,
+    scoring,
     sdar,
-    solving,
 )
 
 KINDS: dict[str, Any] = {
@@ -79,7 +78,7 @@ def _finish_ar(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems
     folder = out / "model"
     export.save_causal(run["params"], config.model, run["tokenizer"], folder)
     model = export.rounded(run["params"], config.model, config.compute_dtype)
-    results = solving.score(model, run["tokenizer"], num_problems=num_problems)
+    results = scoring.score_tokens(model, run["tokenizer"], num_problems=num_problems)
     _report(results, out)
     cards.write_causal(run, config, folder, results, out / "curves.png")
 
@@ -91,7 +90,7 @@ def _finish_dflash(run: dict[str, Any], config: Any, out: pathlib.Path, num_prob
     if run["tokenizer"] is not None:
         draft = dflash.draft_of(run["params"], cfg, target)
         for temperature in (0.0, 1.0):
-            results += solving.score(
+            results += scoring.score_tokens(
                 target, run["tokenizer"], draft, num_problems=num_problems, temperature=temperature
             )
     _report(results, out)
@@ -107,14 +106,19 @@ def _report(results: list[dict], out: pathlib.Path) -> None:
 def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int) -> None:
     run["params"] = export.calibrate(run["params"], config.head_temperature)
     export.save_folder(run, config, out / "model", curves=out / "curves.png")
+    model = export.rounded(run["params"], config.model, config.compute_dtype, "sdar")
     results = []
     for half in ("plain", "hard"):
         for buffer, threshold, block_size in FINAL_SETTINGS:
-            result = held_out.score(
-                run["params"], config.model, run["tokenizer"], half,
-                num_problems=num_problems, buffer=buffer, threshold=threshold,
-                block_size=block_size, row_len=max(config.data.lengths),
-            )  # fmt: skip
+            result = scoring.score_blocks(
+                model,
+                run["tokenizer"],
+                half,
+                num_problems=num_problems,
+                buffer=buffer,
+                threshold=threshold,
+                block_size=block_size,
+            )
             results.append(result)
             print(
                 f"{half} block {block_size} buffer {buffer} threshold {threshold}: "
@@ -122,4 +126,4 @@ def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_proble
                 f"per forward, {result['denoise_per_block']:.2f} denoise forwards a block"
             )
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    export.write_card(run, config, out / "model", results)
+    cards.write_blocks(run, config, out / "model", results)

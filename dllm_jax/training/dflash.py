@@ -22,7 +22,7 @@ from jaxtyping import Array
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.models import dense, dflash
-from dllm_jax.training import draft_objective, loop, responses, run_folder, solving
+from dllm_jax.training import draft_objective, loop, responses, run_folder, scoring
 from dllm_jax.training.export import rounded
 
 
@@ -209,11 +209,11 @@ def make_task(
         )
 
     def score(params: Any, rows: NamedSharding) -> list[dict]:
-        del rows  # decoded on one device: it takes seconds
+        del rows  # decodes on one device, in seconds
         if tokenizer is None:
             return []
         draft = draft_of(params, cfg, target)
-        return solving.score(target, tokenizer, draft, num_problems=config.eval_problems)
+        return scoring.score_tokens(target, tokenizer, draft, num_problems=config.eval_problems)
 
     return loop.Task(
         init=init,

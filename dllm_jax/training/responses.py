@@ -6,21 +6,23 @@ the next. Nothing here knows how drafters learn.
 """
 
 import contextlib
+import functools
 import json
 import pathlib
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tokenizers
 
+from dllm_jax.api import generate
 from dllm_jax.loading import chat, tokenizer
 from dllm_jax.loading.model import Model
 from dllm_jax.strategies.core.state import FINISH_REASONS
 from dllm_jax.tasks import problems
-from dllm_jax.training import solving, stream
+from dllm_jax.training import stream
 
 STORED = "responses.npz"
 
@@ -74,9 +76,9 @@ def regenerate(
         say(f"responses {(index + 1) * batch_size}, {time.monotonic() - began:.0f} s")
 
     for index in range(done, num_batches):
-        padded, lengths = solving.pad(next(prompts), batch_size)
-        out = solving.decode(
-            target, None, padded, lengths, temperature.astype(np.float32),
+        padded, lengths = pad(next(prompts), batch_size)
+        out = decode(
+            target, padded, lengths, temperature.astype(np.float32),
             jax.random.fold_in(jax.random.key(seed), index),
             max_tokens=max_tokens,
         )  # fmt: skip
@@ -105,6 +107,38 @@ def regenerate(
     for part in parts:
         part.unlink()
     return rows
+
+
+@functools.partial(jax.jit, static_argnames="max_tokens")
+def decode(
+    target: Model, prompts: Any, prompt_len: Any, temperature: Any, key: Any, *, max_tokens: int
+) -> generate.GenerateOutput:
+    """`generate` as one program for many batches of one shape; prompts are not checked.
+
+    Args:
+        prompts: Ids [B T], right-padded.
+        temperature: Of each row.
+    """
+    return generate.generate(
+        target,
+        prompts,
+        "ar",
+        max_tokens=max_tokens,
+        prompt_len=prompt_len,
+        temperature=temperature,
+        key=key,
+    )
+
+
+def pad(prompts: Sequence[Sequence[int]], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts [num_rows T], T a multiple of 64, and lengths; spare rows repeat the first."""
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    padded = np.zeros((num_rows, -(-int(lengths.max()) // 64) * 64), np.int32)
+    for i, ids in enumerate(prompts):
+        padded[i, : len(ids)] = ids
+    padded[len(prompts) :] = padded[0]
+    spare = np.full(num_rows - len(prompts), lengths[0], np.int32)
+    return padded, np.concatenate([lengths, spare])
 
 
 def _store(path: pathlib.Path, rows: dict[str, np.ndarray]) -> None:

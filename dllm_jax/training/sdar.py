@@ -1,7 +1,4 @@
-"""Block diffusion of a small SDAR on the word problems: config, task, run.
-
-Nothing here knows how a step is applied or kept (`loop`), or what the noise is (`objective`).
-"""
+"""Block diffusion of a small SDAR on the word problems: config, task, run."""
 
 import dataclasses
 import os
@@ -12,8 +9,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from dllm_jax.models import dense
-from dllm_jax.tasks import problems as data
-from dllm_jax.training import held_out, loop, objective, run_folder, stream
+from dllm_jax.tasks.problems import HALVES
+from dllm_jax.training import loop, objective, run_folder, scoring, stream
+from dllm_jax.training.export import rounded
 from dllm_jax.training.tokenizer import MASK_ID
 
 TINY_SDAR = dense.DenseConfig(
@@ -72,19 +70,13 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
         return objective.loss(params, config.model, tokens, noise, digits, dtype)
 
     def score(params: Any, rows: NamedSharding) -> list[dict]:
+        del rows  # decodes on one device, in seconds
+        model = rounded(params, config.model, config.compute_dtype, "sdar")
         return [
-            held_out.score(
-                params,
-                config.model,
-                tokenizer,
-                half,
-                buffer=buffer,
-                num_problems=config.eval_problems,
-                row_len=max(config.data.lengths),
-                sharding=rows,
-                dtype=dtype,
+            scoring.score_blocks(
+                model, tokenizer, half, num_problems=config.eval_problems, buffer=buffer
             )
-            for half in data.HALVES
+            for half in HALVES
             for buffer in (1, 4)
         ]
 

@@ -1,7 +1,7 @@
-"""Routed experts: the interface, what it means, and the choice of back end.
+"""Routed experts: the interface and its back ends.
 
 Every back end computes the same function: each row goes through the experts it was routed to, and
-the weighted results are added. Routing happened before; nothing here knows about models or masks.
+the weighted results are added.
 
 Letters: T rows, k experts of a row, E experts, D model width, F an expert's inner width.
 """
@@ -12,18 +12,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .. import dispatch
+from ..dispatch import BackEnd
 from . import grouped, reference, triton
 from .transforms import transformable
 
 Implementation = Literal["dense", "grouped", "triton"]
 
-# On a CPU the reference wins where its work is nothing beside the bookkeeping of tiles, and where
-# rows are few and experts too, so that tiles are mostly padding and most experts are read anyway.
-# Over 110 shapes this rule costs 5 % more than the better form, 1.6 times at worst; always grouped
-# 28 % and 3.4 times, always dense 23 % and 4.4 (benchmarks/results/expert_ffn_cpu.json).
+# On a CPU the reference is faster for little work, where the bookkeeping of tiles costs more than
+# it saves, and for few rows and few experts, where tiles are mostly padding and most experts are
+# read anyway. Over 110 shapes this rule costs 5 % more than the better form, 1.6 times at worst;
+# always grouped 28 % and 3.4 times, always dense 23 % and 4.4
+# (benchmarks/results/expert_ffn_cpu.json).
 DENSE_WORK = 1_000_000  # T x E x D x F
 DENSE_ROWS = 16
-DENSE_SHARE = 4  # experts per expert of a row
+DENSE_SHARE = 4  # experts in all, per expert of a row
 
 _grouped = transformable(grouped.expert_ffn)
 _triton = transformable(triton.expert_ffn)
@@ -44,49 +47,47 @@ def expert_ffn(
     is dropped, and a row's result does not depend on the other rows.
 
     Args:
-        expert_ids: Experts of each row; one outside [0, E) is no expert: it adds nothing, and all
-            but "dense" read no weight for it. Rows that are not live have nothing but such ids.
-        expert_weights: What each result counts for, float32; the router normalises, not this.
+        expert_ids: Experts of each row. An id outside [0, E) adds nothing, and only "dense" reads
+            weights for it. Rows that are not live have only such ids.
+        expert_weights: The factor of each result, float32, as the router normalised it.
         w_gate_up: Index 0 of the axis of 2 is the gate.
-        implementation: "dense" (every expert over every row: the truth; any device), "grouped"
-            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), or None:
-            the one measured to be fastest that takes the arguments.
+        implementation: "dense" (every expert over every row: the reference; any device), "grouped"
+            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), or None
+            for the fastest that supports the arguments.
 
     Returns:
-        In the dtype of `x`; zeros in rows without an expert, whatever stands in them.
+        Rows in the dtype of `x`; zeros for a row without an expert.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(x, expert_ids, expert_weights, w_gate_up, w_down)
-    if implementation is None:
-        implementation = choose(x, expert_ids, w_down)
     arguments = (x, expert_ids, expert_weights, w_gate_up, w_down)
-    if implementation == "dense":
-        return reference.expert_ffn(*arguments)
-    if implementation == "grouped":
-        return _grouped(*arguments)
-    if implementation == "triton":
-        reason = triton.unsupported(x, w_down)
-        if reason:
-            raise NotImplementedError(f'implementation="triton": {reason}; use "grouped"')
-        return _triton(*arguments)
-    raise ValueError(f'{implementation=} is not one of "dense", "grouped", "triton"')
+    return dispatch.run(implementation, _back_ends(x, expert_ids, w_down), *arguments)
 
 
 def choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
-    """What `implementation=None` takes for such arguments on this machine."""
-    if jax.default_backend() == "gpu":
-        return "grouped" if triton.unsupported(x, w_down) else "triton"
+    """The name of the back end that `implementation=None` runs for such arguments."""
+    return dispatch.choose(None, _back_ends(x, expert_ids, w_down))
+
+
+def _back_ends(x: Array, expert_ids: Array, w_down: Array) -> dict[Implementation, BackEnd]:
     T, k = expert_ids.shape
-    few = T <= DENSE_ROWS and len(w_down) <= DENSE_SHARE * k
-    return "dense" if few or T * w_down.size <= DENSE_WORK else "grouped"
+    is_few = T <= DENSE_ROWS and len(w_down) <= DENSE_SHARE * k
+    is_little = is_few or T * w_down.size <= DENSE_WORK
+    return {
+        "triton": BackEnd(_triton, triton.unsupported(x, w_down)),
+        "dense": BackEnd(
+            reference.expert_ffn, is_fast=is_little and jax.default_backend() != "gpu"
+        ),
+        "grouped": BackEnd(_grouped),
+    }
 
 
 def _check(
     x: Array, expert_ids: Array, expert_weights: Array, w_gate_up: Array, w_down: Array
 ) -> None:
-    """Shapes that disagree would broadcast or slice into a wrong answer."""
+    """Refuse shapes that would broadcast or slice into a wrong result."""
     T, D = x.shape
     E, F, _ = w_down.shape
     if expert_ids.shape != expert_weights.shape or len(expert_ids) != T:

@@ -104,9 +104,9 @@ def choose_tiling(
 ) -> Tiling | None:
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
-    As many blocks of threads as run at once, and one of `columns`: of those tried on an H200 with
-    the shapes of SDAR-1.7B and -8B the fastest, or within 4 % of it (benchmarks/LOG.md, "Products
-    of few rows").
+    It has as many thread blocks as run at once, and one of `columns`: of those tried on an H200 with
+    the shapes of SDAR-1.7B and -8B the fastest, or within 4 % of it
+    (benchmarks/notes/few_row_products.md).
 
     Args:
         is_gated: Half as many columns come out, and no parts.

@@ -5,7 +5,7 @@ others have of them they store into its shared memory, or into global memory whe
 and where the kernel is interpreted: the interpreter knows no other block's shared memory. Mosaic
 begins no block of a cluster before all are there, and none ends before it has its parts. Plain
 stores: Pallas's own `async_store_smem` counts the bytes of every thread at the peer's barrier,
-which took 2.8 us more (LOG.md).
+which took 2.8 us more (benchmarks/notes/attention.md).
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""Token readout: the interface, what it means, and the choice of back end.
+"""Token readout: the interface and its back ends.
 
 Every back end computes the same function: logits of hidden rows over a vocabulary, the likeliest
-token of each row, and how sure the law is of it. Nothing here knows about models, windows or
-strategies, nor draws: a kernel that did lost to XLA on an H200 (benchmarks/LOG.md, 45bb582).
+token of each row, and statistics of the row's distribution. Rows that are sampled use XLA: a kernel
+that also drew tokens was slower on an H200 (benchmarks/LOG.md).
 
 Letters: R rows, D model width, V ids.
 """
@@ -11,19 +11,21 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Int
 
+from .. import dispatch
+from ..dispatch import BackEnd
 from . import mosaic, reference, triton
 from .result import TokenReadout
 
 Implementation = Literal["xla", "triton", "mosaic"]
 
-# Rows up to which the kernel was measured, and won: on an H200, microseconds, kernel / XLA, of a
-# head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 / 240, 256 rows 284 / 375, 1,024
-# rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
+# The largest number of rows at which the Triton kernel was measured and was faster. Microseconds
+# on an H200, kernel / XLA, for a head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 /
+# 240, 256 rows 284 / 375, 1,024 rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
 # (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
-# Rows between which the kernel for Hopper was measured, and won: microseconds, Triton / Mosaic, of
-# SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096 rows 4,357 (in
-# quarters) / 3,558; of SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
+# The range of rows in which the kernel for Hopper was measured and was faster. Microseconds, Triton
+# / Mosaic: SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096 rows
+# 4,357 (in quarters) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
 # (benchmarks/results/readout_mosaic_h200.json).
 FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
 
@@ -39,38 +41,31 @@ def token_readout(
     num_top: int = 0,
     implementation: Implementation | None = None,
 ) -> TokenReadout:
-    """Name each row's likeliest id, ties to the lowest, and say how sure `softmax(logits)` is.
+    """The likeliest id of each row (the lowest of equals), and statistics of `softmax(logits)`.
 
-    Logits are `hidden @ head.T`, accumulated in float32, times `scale`, bent by `cap` and then
-    restricted.
+    Logits are `hidden @ head.T`, accumulated in float32, times `scale`, capped by `cap`, and then
+    restricted to the ids that are not forbidden.
 
     Args:
-        forbidden: Ids never named.
+        forbidden: Ids that are never chosen.
         cap: Logits become `cap * tanh(logits / cap)`; None leaves them.
-        penalty: An id a row and what its logit loses.
-        num_top: Likeliest ids to name.
-        implementation: "xla" (any device, the truth; writes the logits), "triton" (NVIDIA GPU,
-            16-bit), "mosaic" (the same for Hopper, no `num_top`), or None: the one measured to be
-            fastest that takes the arguments.
+        penalty: One id per row, and what is subtracted from its logit.
+        num_top: How many of the likeliest ids to return.
+        implementation: "xla" (any device, the reference; writes the logits), "triton" (NVIDIA GPU,
+            16-bit), "mosaic" (the same for Hopper, without `num_top`), or None for the fastest that
+            supports the arguments.
 
     Returns:
-        A row with logits that are no numbers, infinite, or all forbidden has a confidence that is
-        not finite.
+        The confidence of a row is not finite if a logit is NaN or infinite, or if all ids are
+        forbidden.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(hidden, head, forbidden)
-    if implementation is None:
-        implementation = choose(hidden, head, num_top)
-    if implementation not in ("xla", "triton", "mosaic"):
-        raise ValueError(f'{implementation=} is not one of "xla", "triton", "mosaic"')
-    back_end = {"triton": triton, "mosaic": mosaic}.get(implementation, reference)
-    if back_end is not reference:
-        reason = back_end.unsupported(hidden, head, num_top)
-        if reason:
-            raise NotImplementedError(f'implementation="{implementation}": {reason}; use "xla"')
-    return back_end.read(
+    return dispatch.run(
+        implementation,
+        _back_ends(hidden, head, num_top),
         hidden,
         head,
         forbidden,
@@ -82,17 +77,27 @@ def token_readout(
 
 
 def choose(hidden: Array, head: Array, num_top: int) -> Implementation:
-    """What `implementation=None` takes for such arguments on this machine."""
-    in_range = FEWEST_MOSAIC_ROWS <= len(hidden) <= MOSAIC_ROWS
-    if in_range and not mosaic.unsupported(hidden, head, num_top):
-        return "mosaic"
-    if len(hidden) > TRITON_ROWS or triton.unsupported(hidden, head, num_top):
-        return "xla"
-    return "triton"
+    """The name of the back end that `implementation=None` runs for such arguments."""
+    return dispatch.choose(None, _back_ends(hidden, head, num_top))
+
+
+def _back_ends(hidden: Array, head: Array, num_top: int) -> dict[Implementation, BackEnd]:
+    rows = len(hidden)
+    return {
+        "mosaic": BackEnd(
+            mosaic.read,
+            mosaic.unsupported(hidden, head, num_top),
+            FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS,
+        ),
+        "triton": BackEnd(
+            triton.read, triton.unsupported(hidden, head, num_top), rows <= TRITON_ROWS
+        ),
+        "xla": BackEnd(reference.read),
+    }
 
 
 def _check(hidden: Array, head: Array, forbidden: Array) -> None:
-    """Shapes that disagree would broadcast or slice into a wrong answer."""
+    """Refuse shapes that would broadcast or slice into a wrong result."""
     if hidden.shape[1] != head.shape[1] or forbidden.shape != head.shape[:1]:
         raise ValueError(
             f"{hidden.shape=}, {head.shape=} and {forbidden.shape=} must be [R D], [V D] and [V]"

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import blocks
-from .protocol import Forward, Needs, SlotSpec, bind_knobs
+from .needs import Needs
+from .protocol import Forward, SlotSpec, bind_knobs
 from .state import (
     ACTIVE,
     DUMMY,
@@ -35,15 +36,6 @@ from .state import (
 # Steps so far, the choice of the next one, the state. Asked for twice, a choice might be rounded
 # otherwise, and its loop end before its first step.
 _Stretch = tuple[Array, Array, DecodeState]
-
-
-def prefill_len(needs: Needs, prompt_len: Array, block_size: int) -> Array:
-    """Tokens of the prompt that go to the cache before decoding; the rest enters the window."""
-    if needs.prompt == "in_window":
-        return jnp.zeros_like(prompt_len)
-    if needs.prompt in ("whole_causal", "whole_full"):
-        return prompt_len
-    return prompt_len // block_size * block_size
 
 
 def admit_window(
@@ -67,12 +59,12 @@ def admit_window(
     """
     B = tail.shape[0]
     K, S = num_blocks, block_size
-    start = prefill_len(needs, prompt_len, S)
+    start = needs.prompt.prefill_len(prompt_len, S)
     position = start[:, None] + jnp.arange(K * S, dtype=jnp.int32)[None]
     tokens = tail
     filled = position < prompt_len[:, None]
     end = prompt_len
-    if needs.prompt == "in_window":
+    if needs.prompt.in_window:
         end = limit
         if given is not None:
             held = given >= 0
@@ -100,7 +92,7 @@ def prompt_tail(
     block_size: int,
 ) -> Int[Array, "B W"]:
     """Ids of right-padded prompts at the window's positions; any id behind the prompt."""
-    start = prefill_len(needs, prompt_len, block_size)
+    start = needs.prompt.prefill_len(prompt_len, block_size)
     cell = jnp.arange(num_blocks * block_size, dtype=jnp.int32)[None]
     index = jnp.minimum(start[:, None] + cell, prompt.shape[1] - 1)
     return jnp.take_along_axis(prompt, index, axis=1)

@@ -15,50 +15,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from .needs import Needs
 from .state import Carry, DecodeState, Sampling, StepInfo
-
-PromptMode = Literal["grid_causal", "grid_full", "whole_causal", "whole_full", "in_window"]
-PROMPT_MODES: tuple[PromptMode, ...] = (
-    "grid_causal",
-    "grid_full",
-    "whole_causal",
-    "whole_full",
-    "in_window",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """What a strategy asks of the engine.
-
-    Attributes:
-        prompt: How the prompt is taken in. `grid_causal`: whole blocks prefilled block-causally,
-            the rest enters the window. `grid_full`: the same blocks stored, computed in one pass
-            in which every prompt row sees every other. `whole_causal` / `whole_full`: the whole
-            prompt prefilled, token-causal / in one full pass; the window starts at its end.
-            `in_window`: no prefill; the prompt (and a suffix) are filled cells of the window.
-        hidden_layers: Residual streams that prefill hands to `absorb` as `chunk.out.taps`.
-        boundary: Keep the raw hidden row of the position before the window.
-        prefill_mode: The model mode of prefill (models with several modes).
-        aux: Names of further models with pools of their own, such as a drafter.
-        soft_commits: Committed keys and values depend on more than the committed tokens: such
-            pages are never shared, and a preempted request starts over.
-        provisional_cache: A step reads past `start` what an earlier one stored there: not all of a
-            request is in its slot, so a preempted one starts over. None: `context_len` is refused
-            where requests are preempted; False: what is read there was stored in the same step.
-    """
-
-    prompt: PromptMode = "grid_causal"
-    hidden_layers: tuple[int, ...] = ()
-    boundary: bool = False
-    prefill_mode: int = 0
-    aux: tuple[str, ...] = ()
-    soft_commits: bool = False
-    provisional_cache: bool | None = None
-
-    def __post_init__(self):
-        if self.prompt not in PROMPT_MODES:
-            raise ValueError(f"prompt={self.prompt!r} is not one of {', '.join(PROMPT_MODES)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,8 @@ from typing import Any, cast
 
 from flax import struct
 
-from .protocol import (
-    InitFunction,
-    Needs,
-    SlotSpec,
-    StepFunction,
-    Strategy,
-    check_knob,
-    knob_ranges,
-)
+from .needs import Needs
+from .protocol import InitFunction, SlotSpec, StepFunction, Strategy, check_knob, knob_ranges
 from .state import Carry
 
 _PACKAGE = __name__.rpartition(".core.")[0]

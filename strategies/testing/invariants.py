@@ -89,7 +89,7 @@ def check_invariants(
         raise ValueError(f"{name} needs the models {strategy.needs.aux}; check it with those")
     random_requests.check(strategy, knobs or {}, num_slots, seed)
     most = max(4 * strategy.block_size, 32) if max_block_steps is None else max_block_steps
-    if strategy.needs.prompt == "in_window":  # all of the text is one window
+    if strategy.needs.prompt.in_window:  # all of the text is one window
         most *= strategy.buffer_size or 1
     rng = np.random.default_rng(seed)
     drawn = random_requests.draw(rng, strategy, 2 * num_slots, midway, knobs or {})

@@ -72,7 +72,7 @@ def draw(
         knobs: Values to draw for some of the knobs.
     """
     K, S = strategy.buffer_size or 1, strategy.block_size
-    B, W, in_window = count, K * S, strategy.needs.prompt == "in_window"
+    B, W, in_window = count, K * S, strategy.needs.prompt.in_window
     X = (9 + 3 * K) * S
     if in_window:
         prompt_len = rng.integers(1, W, B)
@@ -110,8 +110,8 @@ def draw(
         world,
     )
     state = jax.device_get(state.replace(keys=None)).replace(keys=state.keys)
-    if midway and strategy.needs.prompt != "whole_causal":  # such windows are their strategy's
-        state = _midway(rng, state, in_window, bool(strategy.needs.provisional_cache))
+    if midway and not strategy.needs.prompt.is_token_causal:  # such windows are their strategy's
+        state = _midway(rng, state, in_window, strategy.needs.provisional_cache == "across_steps")
     # A slot in eight holds nobody, whatever is left in it.
     gone = rng.random(B) < 0.125
     return state.replace(finish=_int32(np.where(gone, EMPTY, state.finish)))

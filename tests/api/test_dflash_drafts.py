@@ -16,7 +16,7 @@ import dllm_jax as dj
 from dllm_jax.api.strategy import bind_draft
 from dllm_jax.cli import main
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core.protocol import Needs
+from dllm_jax.strategies.core.needs import Needs
 from tests.contract import models
 from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft

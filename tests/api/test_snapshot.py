@@ -17,7 +17,7 @@ from dllm_jax.api import snapshot
 from dllm_jax.cli import main
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import SamplingParams
-from dllm_jax.strategies.core.protocol import Needs
+from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.resolve import as_strategy, load_strategy
 from dllm_jax.strategies.multi_bd import MultiBD
 

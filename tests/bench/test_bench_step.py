@@ -183,7 +183,7 @@ REFUSED = {
     "--shapes 1x0": "'1x0' is no shape",
     "--shapes 1x1,axb": "'axb' is no shape",
     "--shapes 1x4096x32": "buffer_size=4096 must be a whole number in [1, 256]",
-    "--steps 4": "4 is too small",
+    "--steps 4": "value=4 must be a whole number in [8, 2147483647]",
     "--plot /no/such/file.png": "'/no/such/file.png' cannot be written",
     "--context 100000": "context=100000 and the text behind it need",
     "--context 200 --steps 64": "context=200 and the text behind it need 352 positions, the model",

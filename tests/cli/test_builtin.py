@@ -58,7 +58,7 @@ def test_defaults_are_those_of_multi_bd(model):
 
 
 def test_command_solves_a_problem_and_counts(model, capsys, monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     assert main(["generate", "--seed", "0"]) == 0
     shown = capsys.readouterr().out
     expected = problem("plain", 0, 0, heldout=True)
@@ -70,7 +70,7 @@ def test_command_solves_a_problem_and_counts(model, capsys, monkeypatch):
 
 
 def test_model_is_small_enough_to_ship():
-    from dllm_jax.cli.folders import BUILTIN
+    from dllm_jax.loading.sources import BUILTIN
 
     def size(name):
         return sum(path.stat().st_size for path in (BUILTIN / name).rglob("*") if path.is_file())

@@ -85,7 +85,7 @@ REFUSED = {
     "speed": "invalid choice: 'speed'",
     "throughput --input-len 9:3": "lengths 9:3 must be 1 <= low <= high",
     "throughput --input-len many": "'many': write e.g. 512 or 16:4096",
-    "throughput --request-rate 0": "0 is out of range",
+    "throughput --request-rate 0": "value=0.0 must be above 0",
     "latency --request-rate 3": "unknown argument '--request-rate'",
     "throughput --mode fixed --strategy ar": "--strategy goes with --mode adaptive",
     "throughput --mode fixed --prompt-file x": "--prompt-file goes with --mode adaptive",

@@ -29,7 +29,7 @@ TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     monkeypatch.setattr("dllm_jax.api.llm.enable_compile_cache", lambda: None)
 
 
@@ -241,7 +241,7 @@ def test_the_floor_of_a_round_is_that_of_both_passes(monkeypatch):
         lambda model, rows, cells, context, kind: None if kind == "cpu" else model * rows * cells,
     )
     programs = SimpleNamespace(model=10.0, aux={"draft": 1.0}, strategy=DFlash(16, (0,)))
-    engine: Any = SimpleNamespace(device=SimpleNamespace(programs=programs))
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(programs=programs))
     rounds = Rounds(2, (1, 8), (0.25, 0.75), (1.0, 2.0), 0.5)
     assert rounds.floor_ms(engine, 0.0) is None
     monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(device_kind="some")])
@@ -289,7 +289,7 @@ def test_replay_goes_on_with_the_draft(folder, capsys, monkeypatch, tmp_path):
     break_device(llm, 6, monkeypatch)
     (broken,) = llm.generate([prompt], params, use_tqdm=False)
     monkeypatch.undo()
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     told, ids = broken.outputs[0].token_ids, whole.outputs[0].token_ids
     assert 0 < len(told) < len(ids)
     assert told == ids[: len(told)]

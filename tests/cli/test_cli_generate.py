@@ -29,7 +29,7 @@ PROMPTS = ["Ann has 3 pens.", "Carl gets 41 dollars a day, and pays 6.", "How ma
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
     # Waiting for the sixteenth chunk takes a minute in C: the text so far comes from elsewhere.
     code = (
         "import hashlib, sys\n"
-        "from dllm_jax import engine\n"
+        "from dllm_jax.engine import engine\n"
         "from dllm_jax.cli import main\n"
         "from dllm_jax.runner.runner import ModelRunner\n"
         "engine.num_steps = lambda *_: 1\n"

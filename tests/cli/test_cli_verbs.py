@@ -17,7 +17,7 @@ from dllm_jax.models.dense import param_shapes
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 def test_inspect_reports_shapes_and_sizes(random_folder, capsys):
@@ -160,7 +160,7 @@ def test_the_command_decodes_as_here_with_users_settings(random_folder, tmp_path
 def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
     from argparse import Namespace
 
-    from dllm_jax.cli import models
+    from dllm_jax.cli import sources
 
     bars = []
 
@@ -177,10 +177,10 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
     args = Namespace(model=str(random_folder), dtype="auto", revision=None, lora=None)
-    models.load_model(args)
+    sources.load_model(args)
     assert bars == []
-    monkeypatch.setattr(models, "BAR_FROM", 1000)
-    model = models.load_model(args)
+    monkeypatch.setattr(sources, "BAR_FROM", 1000)
+    model = sources.load_model(args)
     (bar,) = bars
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert (bar.n, bar.total, bar.closed) == (size, size, True)

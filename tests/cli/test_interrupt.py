@@ -1,23 +1,21 @@
-"""The thread that watches for signals is gone when its block is, with all it held.
+"""Proves that `Interrupt` leaves nothing behind and that no signal is lost.
 
-Where it outlived the block it could be the last to hold the engine, whose arrays then went in it
-while the interpreter ended: about one `generate` in three aborted after its answer. And a signal
-raises nothing where that would be lost: in a module that is imported, or in a collection.
+The watching thread ends with its block: one that outlived it could free the engine's arrays while
+the interpreter ended, which aborts the process. A signal during an import or a garbage collection
+is raised later.
 """
 
 import gc
 import importlib
 import signal
-import sys
 import threading
 import time
 import weakref
 
 import pytest
 
-from dllm_jax.cli import entry
-from dllm_jax.cli.errors import Interrupted
-from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli import main
+from dllm_jax.cli.interrupt import Interrupt, Interrupted
 
 
 class Held:
@@ -74,13 +72,12 @@ def test_a_signal_elsewhere_is_raised_at_once():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_in_a_collection_comes_again(monkeypatch):
-    """Where nothing catches signals but Python: `eval` while it imports."""
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+def test_a_signal_in_a_collection_is_sent_again():
+    """A verb that never checks is interrupted too."""
     raised = []
 
     def collect_and_wait():
-        gc.collect()  # what the callback raises is dropped
+        gc.collect()  # an exception in the callback would be dropped
         time.sleep(5)
 
     def interrupted(*_):
@@ -90,9 +87,26 @@ def test_a_signal_in_a_collection_comes_again(monkeypatch):
 
     gc.callbacks.append(interrupted)
     try:
-        entry.keep_interrupts()
-        with pytest.raises(KeyboardInterrupt):
+        with Interrupt(forced=()), pytest.raises(Interrupted):
             collect_and_wait()
     finally:
         gc.callbacks.remove(interrupted)
     assert raised
+
+
+@pytest.mark.parametrize(
+    ("argv", "work", "says"),
+    [
+        (["info"], "dllm_jax.cli.info.collect", "nothing was finished"),
+        (
+            ["train", "--out", "runs/a"],
+            "dllm_jax.training.command.main",
+            "the same command continues from the last checkpoint in runs/a",
+        ),
+    ],
+)
+def test_an_interrupted_verb_is_one_line_and_a_status(monkeypatch, capsys, argv, work, says):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(work, lambda *_, number=number: signal.raise_signal(number))
+        assert main(argv) == 128 + number
+        assert capsys.readouterr().err == f"error: interrupted; {says}\n"

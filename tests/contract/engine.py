@@ -46,7 +46,7 @@ def strategy_of(name: str) -> Any:
 def config_of(name: str, **more: Any) -> EngineConfig:
     """Few buckets: one of slots, one of pages, one of prompts."""
     strategy = case(name).strategy
-    full = strategy.needs.prompt.endswith("full")
+    full = strategy.needs.prompt.is_full
     sizes = {
         "max_num_seqs": SLOTS,
         "max_model_len": MAX_LEN,

@@ -165,7 +165,7 @@ def fresh_state(
     state = decode.new_state(
         bare, model, aux, batch, jnp.asarray(table), num_pages or needed, page_size, ROOM
     )
-    if bare.needs.prompt == "in_window":  # with or without a suffix: one program
+    if bare.needs.prompt.in_window:  # with or without a suffix: one program
         cells = np.full((SLOTS, window), -1, np.int32)
         for b, r in enumerate(some):
             cells[b, len(r.prompt) : len(r.prompt + r.given)] = r.given

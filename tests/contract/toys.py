@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Needs, PerSlot, Strategy, TokenMix, knob
+from dllm_jax.strategies.core.needs import Needs
+from dllm_jax.strategies.core.protocol import PerSlot, Strategy, TokenMix, knob
 from dllm_jax.strategies.core.state import ACTIVE, RUNNING, TO_CACHE, Carry, StepInfo
 
 
@@ -101,7 +102,7 @@ class BlockCache(Strategy):
     piece: int = static(4)
     block_size: int = static(12)
     buffer_size: int = static(1)
-    needs: Needs = static(Needs("grid_causal", boundary=True, provisional_cache=True))
+    needs: Needs = static(Needs("grid_causal", boundary=True, provisional_cache="across_steps"))
 
     def step(self, forward, state):
         state = blocks.open_next(state)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Needs, PerSlot, Soft, Strategy, Taps, knob
+from dllm_jax.strategies.core.needs import Needs
+from dllm_jax.strategies.core.protocol import PerSlot, Soft, Strategy, Taps, knob
 from dllm_jax.strategies.core.state import ACTIVE, TO_CACHE, Carry, StepInfo
 from tests.contract.toys import static
 

@@ -20,7 +20,7 @@ from dllm_jax.api.strategy import bind_draft, check_draft, with_target
 from dllm_jax.cli import main
 from dllm_jax.convert import ConversionError, convert, export_hf, inspect, load_params
 from dllm_jax.models.families import ConfigError, config_json, parse_config
-from dllm_jax.strategies.core.protocol import Needs
+from dllm_jax.strategies.core.needs import Needs
 from tests.contract import models as toys
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.draft_files import (

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import dllm_jax
-from dllm_jax.engine.admission import ActiveRequest
 from dllm_jax.engine.detokenize import TextStream
-from dllm_jax.engine.outputs import output
+from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import DONE, Sequence
 from dllm_jax.loading.tokenizer import read_tokenizer
+from tests.engine.test_scheduler import make_layout
+from tests.oracles.engine_world import HOST
 
 BUILTIN = Path(dllm_jax.__file__).parent / "builtin" / "tiny-sdar"
 KINDS = ("builtin", "bytes", "fallback")
@@ -275,18 +275,17 @@ def test_tokenizer_that_shows_every_broken_byte_is_waited_for():
 def test_stop_string_that_an_abort_brings_to_light_ends_the_text(tokenizers):
     tokenizer = tokenizers["fallback"]
     params = SamplingParams(stop="€")
-    live = ActiveRequest("0", Request(prompt_token_ids=[5], params=params), params, 0.0, None, [])
-    place = SimpleNamespace(num_written=lambda length: length)
-    sequence = Sequence(owner=live, index=0, rank=(0, 0), prompt=[5], placement=place, capacity=64)
-    live.sequences.append(sequence)
-    sequence.stream = TextStream(tokenizer, params.stop)
+    runner = SimpleNamespace(layout=make_layout(HOST), cost=None)
+    engine = Engine(runner, tokenizer)
+    name = engine.add(Request(prompt_token_ids=[5], params=params))
+    (sequence,) = engine.sequences(name)
     sequence.tokens = [3, *bytes_of(tokenizer, "fallback", "é€")]
     sequence.stream.feed(sequence.tokens)
     assert sequence.stream.text == "a"  # the run of bytes could go on
-    (one,) = output(live, tokenizer, 1.0).outputs
+    (one,) = engine.outputs()[0].outputs
     assert (one.text, one.token_ids, one.finish_reason) == ("a", [3], None)
-    sequence.stage, sequence.finish_reason, sequence.end_s = DONE, "abort", 1.0
-    (one,) = output(live, tokenizer, 2.0).outputs
+    engine.abort(name)
+    (one,) = engine.step()[0].outputs
     assert (one.text, len(one.token_ids), one.finish_reason) == ("aé", 3, "stop")
 
 

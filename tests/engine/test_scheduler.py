@@ -71,7 +71,7 @@ class Books:
         """Admit who can be; they are as after their prefill."""
         placed = self.scheduler.admit()
         for sequence in placed:
-            sequence.done, sequence.stage = sequence.goal, self.host.scheduler.DECODE
+            sequence.done, sequence.stage = sequence.start, self.host.scheduler.DECODE
         return placed
 
     def run(self, prompt: Any, text: Any = (), **wishes: Any) -> Any:
@@ -218,7 +218,7 @@ def test_a_sequence_whose_first_one_failed_computes_the_prompt_itself(
     books.admit()
     books.scheduler.leave(first)
     (second,) = books.scheduler.admit()
-    assert (second.done, second.goal) == (0, 8)
+    assert (second.done, second.start) == (0, 8)
 
 
 # --- the prefix cache -----------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it(
         books = Books(host, num_pages=30, compute_at_least=least)
         books.run(range(2, 14))
         sequence = books.run(range(2, 14))
-        assert (sequence.cached_tokens, sequence.goal) == (found, 12), least
+        assert (sequence.cached_tokens, sequence.start) == (found, 12), least
 
 
 def test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together(
@@ -374,7 +374,7 @@ def test_a_whole_prompt_is_one_pass_and_text_behind_it_is_blocks(host: ModuleTyp
     sequence = books.run(range(2, 13), text=range(20, 30))  # 8 of 11 are stored, all are computed
     sequence.saved = ("fetch", 0)
     books.pool.reset()
-    sequence.done, sequence.goal = 0, sequence.start
+    sequence.done = 0
     assert passes(books, sequence, 4) == [
         ("full", 0, 8, 11, 40),
         ("blocks", 8, 16, 16, 8),
@@ -509,7 +509,7 @@ def test_a_preempted_one_goes_on_from_its_last_fetch(host: ModuleType) -> None:
     assert (sequence.start, sequence.tokens) == (16, [*range(20, 29)])
     assert books.scheduler.slots[slot] is None
     assert books.scheduler.admit() == [sequence]
-    assert (sequence.done, sequence.goal) == (16, 16)  # its own pages were still there
+    assert (sequence.done, sequence.start) == (16, 16)  # its own pages were still there
     assert sequence.epoch > epoch
     assert sequence.in_flight == 0
 
@@ -527,7 +527,7 @@ def test_one_that_cannot_be_taken_up_starts_over(host: ModuleType) -> None:
 def test_losing_everything_frees_all_pages_and_queues_all(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     sequences = [books.run([token] * 8) for token in (5, 6)]
-    assert books.scheduler.lose_everything() == sequences
+    books.scheduler.lose_everything()
     assert (books.pool.num_held, books.pool._page_of) == (0, {})
     assert books.scheduler.live == []
     assert books.scheduler.admit() == sequences

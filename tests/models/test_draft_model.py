@@ -25,7 +25,8 @@ from dllm_jax.api.strategy import with_target
 from dllm_jax.models import dense, dflash, reference
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.strategies.core.protocol import Needs, Strategy, Taps
+from dllm_jax.strategies.core.needs import Needs
+from dllm_jax.strategies.core.protocol import Strategy, Taps
 from dllm_jax.strategies.core.state import ACTIVE, DecodeState, Limits, Sampling
 from dllm_jax.strategies.dflash import DFlash
 from tests.oracles.checkpoints import write_tiny

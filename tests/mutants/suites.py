@@ -1,34 +1,59 @@
-"""What notices each mutant: for every table, how to load a mutant and the checks to run on it."""
+"""The suites of mutants: for each table, the package to copy and the check to run on a mutant."""
 
-from types import ModuleType
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dllm_jax.engine
-from tests.engine import test_engine_machine, test_pages, test_scheduler
-from tests.mutants import engine
-from tests.mutation import Suite, copy_package
+from dllm_jax import strategies
+from dllm_jax.strategies import dflash as dflash_module
+from dllm_jax.strategies.core import drafting, rejection
+from tests.mutants import (
+    d2f,
+    decoding,
+    dflash,
+    dmax,
+    edit,
+    engine,
+    fast_dllm_v2,
+    full_sequence,
+    rules,
+)
+from tests.mutation import Mutant, Suite, copy_module
 
-ENGINE_RUNS = 200  # seeded runs of the state machine; most mutants fail one of the first ten
-ENGINE_TESTS = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (test_engine_machine, test_pages, test_scheduler)
-}
 
-
-def check_engine(host: ModuleType, killer: str) -> None:
-    if killer == "machine":
-        test_engine_machine.run_many(0, ENGINE_RUNS, host)
-    else:
-        file, test = killer.split(".")
-        getattr(ENGINE_TESTS[file], test)(host)
+def load_dflash(mutant: Mutant, folder: Path) -> tuple[Any, Any, Any]:
+    """`dflash`, `drafting` and `rejection`, mutated; the rest of the package is unbroken."""
+    dflash, *shared = (copy_module(one, mutant) for one in (dflash_module, drafting, rejection))
+    dflash.__dict__.update(zip(("drafting", "rejection"), shared, strict=True))
+    return dflash, *shared
 
 
 SUITES = {
     "engine": Suite(
+        dllm_jax.engine,
         engine.MUTANTS,
-        lambda mutant, folder: copy_package(dllm_jax.engine, mutant, folder),
-        check_engine,
-        (Exception, pytest.fail.Exception),
+        "tests.mutants.engine_checks.check_engine",
+        errors=(Exception, pytest.fail.Exception),
+    ),
+    "decoding": Suite(strategies, decoding.MUTANTS, "tests.mutants.strategy_checks.check_decoding"),
+    "rules": Suite(strategies, rules.MUTANTS, "tests.mutants.strategy_checks.check_rules"),
+    "openings": Suite(strategies, rules.OPENING, "tests.mutants.strategy_checks.check_opening"),
+    "dmax": Suite(strategies, dmax.MUTANTS, "tests.mutants.strategy_checks.check_dmax"),
+    "edit": Suite(strategies, edit.MUTANTS, "tests.mutants.strategy_checks.check_edit"),
+    "d2f": Suite(strategies, d2f.MUTANTS, "tests.mutants.strategy_checks.check_d2f"),
+    "full_sequence": Suite(
+        strategies,
+        full_sequence.MUTANTS,
+        "tests.strategies.test_full_sequence.check_corpus",
+    ),
+    "fast_dllm_v2": Suite(
+        strategies,
+        fast_dllm_v2.MUTANTS,
+        "tests.strategies.test_fast_dllm_v2.check_corpus",
+    ),
+    "dflash": Suite(
+        strategies, dflash.MUTANTS, "tests.mutants.dflash_checks.check_dflash", load=load_dflash
     ),
 }

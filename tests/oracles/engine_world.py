@@ -42,7 +42,7 @@ ACTIONS = {
 
 
 class Truth(NamedTuple):
-    """What a sequence gives alone; `raw`: were it not for its stop strings; `nfe` None: with them."""
+    """A sequence's result alone; `raw` ignores stop strings, and `nfe` is None with them."""
 
     tokens: list[int]
     reason: str

@@ -146,7 +146,7 @@ def test_preemption_at_any_step_changes_nothing(name):
     assert PREFILL in caught or name in (*FULL, *WHOLE, "block_cache")
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 def test_preemption_meets_every_status_of_the_window():
     """The window's blocks in each combination that a window of three can show at a fetch."""
     A, T, D = ACTIVE, TO_CACHE, DUMMY
@@ -310,7 +310,7 @@ def _counting_device():
     return ModelRunner(plain.programs.model, _Counts(), {}, plain.layout)
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 def test_slots_that_fill_a_bucket_up_ask_for_no_draws():
     """Else greedy requests would pay for what sampled ones asked that have left."""
     device, request = _counting_device(), case("ar").requests[0]
@@ -322,7 +322,7 @@ def test_slots_that_fill_a_bucket_up_ask_for_no_draws():
     assert seen == 0
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 def test_what_lasts_outlives_requests_and_the_rest_does_not():
     device = _counting_device()
     requests = case("ar").requests[:3]
@@ -341,7 +341,7 @@ def test_what_lasts_outlives_requests_and_the_rest_does_not():
 SOME = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "speculate")
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 @pytest.mark.parametrize("name", sweep(SOME))
 def test_prefill_chunkings_change_nothing(name):
     S = case(name).grid if name in CACHED else 1
@@ -352,7 +352,7 @@ def test_prefill_chunkings_change_nothing(name):
     assert_same(name, ends(got), 2 * truths(name), 2 * case(name).requests)
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 @pytest.mark.parametrize("name", sweep(("d2f_whole_full",)))
 def test_buckets_change_nothing(name):
     widest = toy.device(name).layout.page_buckets[-1]
@@ -431,7 +431,7 @@ def test_at_one_bucket_a_slot_is_equal_bit_for_bit_whatever_its_neighbours(name)
     assert len({row for _, row in met}) > 1
 
 
-@pytest.mark.one_python
+@pytest.mark.one_version
 def test_a_near_tie_is_seen_and_counted():
     """Where two ids share their row of the head; as it is nothing of this request is close."""
     request = case("multi_bd").requests[0]

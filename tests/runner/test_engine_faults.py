@@ -54,7 +54,7 @@ SOME = ("multi_bd", "d2f_whole_full", "block_cache", "ar", "dflash", "full_seque
 
 
 # `canvas` feeds back expected embeddings: one broken row is in all of them.
-@pytest.mark.one_python
+@pytest.mark.one_version
 @pytest.mark.parametrize("name", sweep(SOME, [name for name in NAMES if name != "canvas"]))
 def test_a_nan_in_the_prompt_ends_that_request_alone(name):
     """At its start (prefill, or the window at once), in a later page, in the last cell."""

@@ -1,9 +1,9 @@
 """Proves what accelerators do differently for many slots, on a CPU.
 
 The program without command buffers gives the tokens, finish reasons and forwards of the other one,
-and runs from `EngineLayout.many_rows` on; a few rows with long contexts run beside the others within their
-share (`planning.BESIDE`), and the others run enough steps for one of theirs to fit; and the host
-loop, which imports no JAX, knows the device's codes by the same numbers.
+and runs from `EngineLayout.many_rows` on. A few rows with long contexts run beside the others
+within their share (`rounds.BESIDE`), and the others run enough steps for one of theirs to fit. The
+host loop, which imports no JAX, knows the device's codes by the same numbers.
 """
 
 import dataclasses

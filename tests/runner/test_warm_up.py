@@ -26,10 +26,10 @@ import dllm_jax as dj
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.loading import compile_cache
-from dllm_jax.runner import buckets, cost, start, warmup
-from dllm_jax.runner.cost import MeasuredCost, calibrate
+from dllm_jax.loading import jax_settings
+from dllm_jax.runner import buckets, start, timing, warmup
 from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.runner.timing import MeasuredCost, calibrate
 from dllm_jax.strategies import AR, MultiBD, Needs
 from dllm_jax.strategies.core.protocol import split_knobs
 from tests.contract import models, toys
@@ -100,7 +100,7 @@ def warm() -> ModelRunner:
 
 def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     made = device(max_model_len=52, slot_buckets=(3,))  # sizes no other test has
-    work = warmup.every_program(made.layout, made._layout.size)
+    work = warmup.every_program(made.layout, made.num_words)
     compiled.clear()
     told = []
     made.compile_ahead(work, lambda *progress: told.append(progress))
@@ -179,7 +179,7 @@ def test_the_collector_leaves_what_was_there_alone_while_programs_are_lowered(is
 SEARCHES = """
 import sys, types
 import jax, jax.numpy as jnp
-from dllm_jax import warming
+from dllm_jax.runner import warmup
 from pallas_kernels.layer import triton
 from tests.cross_lowering import H200
 
@@ -187,7 +187,7 @@ searched, texts = [], []
 finder = types.SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
 sys.meta_path.insert(0, finder)
 row, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 64), (64,)))
-for prepare in (lambda: None, warming._name_triton):  # what MLIR has found it keeps
+for prepare in (lambda: None, warmup._name_triton):  # what MLIR has found it keeps
     prepare()
     searched.clear()
     with jax.sharding.use_abstract_mesh(H200):
@@ -207,7 +207,7 @@ NAMES = """
 import re
 import jax, jax.numpy as jnp
 from jax.experimental.mosaic.gpu import core, layout_inference
-from dllm_jax import warming
+from dllm_jax.runner import warmup
 from pallas_kernels.paged_attention import WindowMask, mosaic
 from tests.cross_lowering import H200
 
@@ -231,7 +231,7 @@ pool, table = shape((8, 8, 64, 128), jnp.bfloat16), shape((1, 5), jnp.int32)
 numbers = {name: shape((1,), jnp.int32) for name in ("start", "context_len")}
 seen = {"live": shape((1, 2), jnp.int32), "causal": shape((1,), bool), "visible": None}
 mask = WindowMask(cell=shape((1, 32), jnp.int32), block_size=32, **numbers, **seen)
-for prepare in (lambda: None, warming._name_values_briefly):
+for prepare in (lambda: None, warmup._name_values_briefly):
     prepare()
     printed.clear()
     with jax.sharding.use_abstract_mesh(H200):
@@ -278,7 +278,7 @@ def test_the_passes_of_each_prompt_mode(strategy, model, kinds):
 
 def test_the_memory_of_programs_is_that_of_the_hungriest():
     made = device()
-    work = warmup.every_program(made.layout, made._layout.size)
+    work = warmup.every_program(made.layout, made.num_words)
     needs = {}
     for one in work:
         told = made.lower(one.run).compile().memory_analysis()
@@ -374,7 +374,7 @@ def test_the_compile_cache_is_the_users_own_or_ours(monkeypatch, tmp_path):
     before = {name: getattr(jax.config, name) for name in names}
     try:
         jax.config.update(names[0], str(tmp_path / "mine"))
-        compile_cache.enable_compile_cache()
+        jax_settings.enable_compile_cache()
         assert getattr(jax.config, names[0]) == str(tmp_path / "mine")
         assert getattr(jax.config, names[1]) == before[names[1]]
         jax.config.update(names[0], None)
@@ -500,8 +500,8 @@ def test_a_clock_too_coarse_for_one_step_gives_the_share_of_the_whole_run():
     """Never zero: a round's prefill may cost what its decode steps do."""
     made = TimedDevice(layout(), lambda *_: 0.0, lambda *_: 0.0)
     found = calibrate(made, made.clock)
-    assert found.decode_s(3, 8) == pytest.approx(0.005 / cost.LONG)
-    assert found.prefill_s(8, 8, "blocks") == pytest.approx(0.0005 / cost.LONG)
+    assert found.decode_s(3, 8) == pytest.approx(0.005 / timing.LONG)
+    assert found.prefill_s(8, 8, "blocks") == pytest.approx(0.0005 / timing.LONG)
 
 
 def test_slow_programs_are_timed_once_and_fast_ones_three_times():
@@ -521,7 +521,7 @@ def test_the_budget_ends_the_timing_and_larger_sizes_stand_in():
 
 
 def test_the_largest_of_each_width_are_timed_first_then_short_texts():
-    order = cost._in_order(layout(prefill_buckets=(8, 16)))
+    order = timing._in_order(layout(prefill_buckets=(8, 16)))
     assert order[:4] == [(3, 8, None), (16, 8, "blocks"), (3, 3, None), (16, 3, "blocks")]
     assert order[4:] == [(1, 3, None), (8, 3, "blocks"), (1, 8, None), (8, 8, "blocks")]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.runner import cost
+from dllm_jax.runner import timing
 from dllm_jax.strategies import AR, DFlash
 from tests.contract import models
 from tests.contract.engine import make_device
@@ -52,10 +52,10 @@ def step_s(rows, choice):
 @pytest.mark.parametrize("text_steps", [10**9, 11])
 def test_each_choice_is_timed_free_of_what_a_dispatch_costs(text_steps):
     sizes = dataclasses.replace(
-        layout(), prompt_mode="whole_causal", slot_buckets=(1, 2, 4, 8, 20, 24)
+        layout(), is_grid=False, is_token_causal=True, slot_buckets=(1, 2, 4, 8, 20, 24)
     )
     made = ChoosingDevice(sizes, step_s, text_steps)
-    found = cost.of_choices(made, made.clock)
+    found = timing.time_choices(made, made.clock)
     assert list(found) == [1, 4, 20, 24]
     for rows, costs in found.items():
         assert costs == pytest.approx([step_s(rows, choice) for choice in range(3)])
@@ -64,7 +64,7 @@ def test_each_choice_is_timed_free_of_what_a_dispatch_costs(text_steps):
 
 def test_a_wider_choice_costs_no_less():
     made = ChoosingDevice(layout(), lambda rows, choice: (2e-3, 1e-3, 3e-3)[choice])
-    for costs in cost.of_choices(made, made.clock).values():
+    for costs in timing.time_choices(made, made.clock).values():
         assert costs == pytest.approx([2e-3, 2e-3, 3e-3])
 
 
@@ -97,21 +97,21 @@ def test_an_engine_measures_as_it_starts_and_writes_what_ar_writes():
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
     drafting = made(DFlash(4, LAYERS), draft=models.drafter(target))
-    measured = drafting.engine.device.choice_costs
+    measured = drafting.engine.runner.choice_costs
     assert list(measured) == [1, 2]
     assert all(len(costs) == 3 and 0 < costs[0] <= costs[2] for costs in measured.values())
     wanted = texts(made(AR()))
     assert texts(drafting) == wanted
     rounds = []
     for costs in ((1.0, 9.0, 9.0), (1.0, 1.1, 1.2)):
-        drafting.engine.device.choice_costs = {2: costs}
+        drafting.engine.runner.choice_costs = {2: costs}
         before = drafting.engine.stats().draft_rounds
         assert texts(drafting) == wanted
         rounds.append(drafting.engine.stats().draft_rounds - before)
     assert rounds[0] == 0 < rounds[1]
     assert drafting.engine.stats().num_late_compiles == 0
     told = made(DFlash(4, LAYERS, costs=(1.0, 9.0, 9.0)), draft=models.drafter(target))
-    assert told.engine.device.choice_costs == {}
+    assert told.engine.runner.choice_costs == {}
     assert texts(told) == wanted
     assert told.engine.stats().draft_rounds == 0
     # What the first texts have shown of drafts that are never right, the next ones know.

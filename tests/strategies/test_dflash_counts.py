@@ -112,7 +112,7 @@ def test_a_draft_that_is_hardly_ever_right_is_told_of():
 def test_the_warning_comes_once():
     engine = SharedEngine(toy.make_device("ar", allocate=False))
     engine.advance()
-    engine._drafted = rounds(WARN_ROUNDS, 0)
+    engine.drafted = rounds(WARN_ROUNDS, 0)
     with pytest.warns(UserWarning, match=r"hardly ever right: 1\.00 .*\(chat template") as told:
         engine.step()
     assert [one.filename for one in told] == [__file__], "the caller's line, none of the package"

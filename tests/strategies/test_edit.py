@@ -8,11 +8,8 @@ penalty and that mask id and padded rows are never drawn.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +21,6 @@ from tests.contract import dense, dense_blocks, models
 from tests.contract.dense_edit import edit_rule
 from tests.contract.harness import Request, decode_paged
 from tests.oracles.edit_decoder import Edited, edit_decode
-from tests.oracles.mutants import load_mutant
 from tests.strategies.test_strategy_fuzz import POSITIONS as FUZZ_POSITIONS
 from tests.strategies.test_strategy_fuzz import Case, check_agreement, draw_case, draw_threshold
 from tests.strategies.test_traces import (
@@ -414,61 +410,6 @@ def test_ids_that_are_no_tokens_are_never_drawn() -> None:
 # ---- Mutants ----
 
 
-def _broken(file: str, **changes: tuple[str, str]) -> dict[str, tuple[str, str, str]]:
-    return {name: (file, *change) for name, change in changes.items()}
-
-
-SURE = "sure = stats.confidence > self.edit_threshold.at_token"
-MUTANTS = _broken(
-    "edit.py",
-    edit_is_not_strict=(SURE, SURE.replace(">", ">=")),
-    edit_has_no_threshold=(SURE, "sure = stats.confidence > 0.0"),
-    edit_has_the_threshold_of_holes=(SURE, SURE.replace("edit_", "accept_")),
-    never_forces=("one = jnp.ones_like(", "one = jnp.zeros_like("),
-    forces_two=("one = jnp.ones_like(state.buffer.status)", "one = 2 + 0 * state.buffer.status"),
-    forces_behind_a_gate=(
-        "sampling.top_n(\n            stats.confidence, one, holes\n        )",
-        "sampling.forced_top1(stats, state, self.accept_threshold)",
-    ),
-    leaves_with_an_edit_to_do=("still = ~jnp.any(", "still = full | ~jnp.any("),
-    leaves_only_when_spent=("done = full & (still | (", "done = full & ((still & False) | ("),
-    leaves_before_the_last_fill=("done = full & (still", "done = (still"),
-    budget_of_edits_is_one_less=("(post_edit_steps > budget)", "(post_edit_steps >= budget)"),
-    budget_of_edits_is_one_more=("(post_edit_steps > budget)", "(post_edit_steps > budget + 1)"),
-    edits_without_end=("(still | (post_edit_steps > budget))", "still"),
-    time_is_one_more=("block_steps >= self", "block_steps > self"),
-    time_has_no_end=("block_steps >= self", "block_steps >= 99 + self"),
-    time_forgets_the_edits=("everything = blocks.holes(state) | edit", "everything = fill & ~edit"),
-    spent_blocks_are_edited_on=("(fill | edit) & ~done[:, :, None]", "fill | edit"),
-    waits_for_what_is_past_the_limit=(
-        "edit & block_rewrite.before_limit(state)",
-        "edit",
-    ),
-    counter_starts_late=("jnp.zeros((1, 1), jnp.int32)", "jnp.full((1, 1), -1, jnp.int32)"),
-)
-MUTANTS |= _broken(
-    "block_rewrite.py",
-    edits_count_as_accepted=("where & ~state.buffer.filled", "where"),
-    repeating_oneself_is_an_edit=(" & (tokens != buffer.tokens)", ""),
-    the_prompt_may_change=(">= buffer.prompt_len[:, None, None]", ">= 0"),
-)
-MUTANTS |= _broken(
-    "blocks.py",
-    what_is_full_is_settled=("if ready is not None:  # h", "if False:  # h"),
-    what_is_full_may_leave=(
-        "complete(state) if ready is None else complete(state) & ready",
-        "complete(state)",
-    ),
-)
-MUTANTS |= _broken(
-    "driver.py",
-    counters_do_not_slide=(
-        "blocks={k: along(v, by_block, fresh.blocks[k]) for k, v in state.carry.blocks.items()}",
-        "blocks=state.carry.blocks",
-    ),
-)
-
-
 def corpus(package: Any, number: int) -> bool:
     """Whether a package agrees with the list decoder on one script of the mutants' corpus."""
     rng = np.random.default_rng((33, number))
@@ -496,20 +437,3 @@ def corpus(package: Any, number: int) -> bool:
     except AssertionError:
         return False
     return True
-
-
-@pytest.fixture
-def _compile_quickly() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_compile_quickly")
-@pytest.mark.parametrize("name", ["none", *MUTANTS])
-def test_mutants_are_killed(name: str, tmp_path: Path) -> None:
-    """Each rule broken once differs somewhere from the list decoder; the unbroken copy nowhere."""
-    changes = (MUTANTS[name],) if name in MUTANTS else ()
-    package = load_mutant(f"edit_{name}", changes, tmp_path)
-    assert all(corpus(package, number) for number in range(150)) == (name == "none")

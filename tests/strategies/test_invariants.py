@@ -17,7 +17,8 @@ from flax import struct
 from dllm_jax import strategies
 from dllm_jax.strategies import as_strategy, load_strategy
 from dllm_jax.strategies.core import blocks, random, sampling
-from dllm_jax.strategies.core.protocol import Knob, Needs, Strategy, TokenMix, knob
+from dllm_jax.strategies.core.needs import Needs
+from dllm_jax.strategies.core.protocol import Knob, Strategy, TokenMix, knob
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, STOP, TO_CACHE
 from dllm_jax.strategies.testing.invariants import check_invariants
 from tests.contract import toys, toys_models

@@ -170,7 +170,7 @@ def test_speedup_is_the_quotient_of_tokens_per_forward():
 def test_command_prints_the_table_and_writes_the_object(
     solved, random_folder, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     _, _, _, outcome = solved
     argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", str(COUNT)]
     argv += ["--seed", "3", "--batch-size", "2", "--no-one-token", "--max-tokens", "20"]
@@ -190,12 +190,10 @@ def test_command_prints_the_table_and_writes_the_object(
 
 
 def test_shared_fields_go_where_they_fit(capsys):
-    from dllm_jax.cli import eval as verb
     from dllm_jax.cli import strategy
 
-    names = ("block_diffusion", "multi_bd")
-    choices = [(name, name, strategy.load(name), {}) for name in names]
-    shared = verb._share(choices, {"remasking": "static", "buffer_size": 2, "block_size": 8})
+    fields = {"remasking": "static", "buffer_size": 2, "block_size": 8}
+    shared = strategy.load_several(["block_diffusion", "multi_bd"], fields)
     assert [fields for *_, fields in shared] == [
         {"remasking": "static", "block_size": 8},
         {"buffer_size": 2, "block_size": 8},
@@ -207,7 +205,7 @@ def test_shared_fields_go_where_they_fit(capsys):
 
 
 def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

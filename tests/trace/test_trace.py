@@ -266,8 +266,11 @@ def test_script_finds_what_it_asks_the_page_for():
         (files / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js", "css")
     )
     asked = set(re.findall(r'byId\("(\w+)"\)', script))
-    assert asked >= {"slider", "play", "board", "legend"}
+    assert asked >= {"slider", "play", "panels", "legend"}
     assert asked <= set(re.findall(r'id="(\w+)"', page))
+    parts = set(re.findall(r'part\("([\w-]+)"\)', script))
+    assert parts >= {"board", "settled", "ahead"}
+    assert parts <= set(" ".join(re.findall(r'class="([^"]+)"', page)).split())
     used = set(re.findall(r"(?<![.\w])data\.(\w+)", script)) | set(
         re.findall(r"frame\.(\w+)", script)
     )
@@ -331,7 +334,7 @@ def made_by(made):
 
 @pytest.fixture(autouse=True)
 def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture
@@ -359,7 +362,7 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
     # From here on nothing is decoded again, and the text is shorter.
     made = dataclasses.replace(made, steps=made.steps[:4])
     monkeypatch.setattr("dllm_jax.trace.trajectory.record", lambda *_, **__: made)
-    monkeypatch.setattr("dllm_jax.cli.models.load_model", lambda _: model)
+    monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda _: model)
     steps = len(made.steps)
     figures = f"{len(made.tokens)} tokens, {made.nfe} forwards, "
     for name in ("a.html", "a.json", "a.png"):

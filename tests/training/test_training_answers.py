@@ -13,7 +13,7 @@ import pytest
 
 from dllm_jax.api import generate
 from dllm_jax.strategies.core.state import LENGTH
-from dllm_jax.training import dflash, loop, responses, solving
+from dllm_jax.training import dflash, loop, responses
 from tests.oracles.checkpoints import write_tiny, write_words
 
 CONFIG = dflash.TrainConfig(
@@ -33,13 +33,13 @@ def target(tmp_path_factory):
 def train(target, tmp_path, monkeypatch):
     """A run in `tmp_path / "run"` of the target's scripted answers, steps left out."""
 
-    def decode(model, draft, prompts, prompt_len, temperature, key, *, max_tokens):
+    def decode(model, prompts, prompt_len, temperature, key, *, max_tokens):
         made = jax.random.randint(key, (len(prompts), max_tokens), 0, 40)
         count = jnp.full(len(prompts), max_tokens, jnp.int32)
         limit = jnp.full(len(prompts), LENGTH, jnp.int32)
         return generate.GenerateOutput(tokens=made, length=count, nfe=count, finish=limit)
 
-    monkeypatch.setattr(solving, "decode", decode)
+    monkeypatch.setattr(responses, "decode", decode)
     monkeypatch.setattr(loop, "run", lambda config, task, folder, **how: {"done": True, **how})
     prompts = tmp_path / "p.txt"
     prompts.write_text("w1 w2\nw4 w5 w6\nw7\n")

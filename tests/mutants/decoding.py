@@ -1,74 +1,13 @@
-"""Wrong versions of `strategies/`, one rule broken in each, for the tests of the tests.
+"""Wrong versions of the decoding contract: opening, accepting, committing, finishing, remasking.
 
-A mutant is the package copied under another name with a few expressions of its source replaced,
-so it is really traced and compiled anew, and no cache of jax can hand back the right answer. Each
-expression must occur exactly once: a mutant that no longer applies is an error, not a pass.
-Mutants known to be equivalent are left out, e.g. waiting for cells past the limit (a request
-whose leading blocks are complete up to the limit finishes in that very step).
+`killer` is the corpus of scripts that must notice. Left out as equivalent: waiting for cells past
+the limit, since a request whose leading blocks are complete up to the limit finishes in that step.
 """
 
-import importlib
-import re
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-
-from dllm_jax import strategies
-
-SOURCE = Path(strategies.__file__).parent
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One broken rule.
-
-    Attributes:
-        name: What is wrong, as a module name.
-        corpus: Which scripts should notice (`test_mutants.py`).
-        changes: (file, expression, what replaces it).
-    """
-
-    name: str
-    corpus: str
-    changes: tuple[tuple[str, str, str], ...]
-
-
-def load_mutant(name: str, changes: tuple[tuple[str, str, str], ...], folder: Path) -> ModuleType:
-    """Writes the mutated copy into `folder`, imports it and returns it with its `testing`."""
-    sources = {path.name: path.read_text() for path in SOURCE.glob("*.py")}
-    for file, old, new in changes:
-        if sources[file].count(old) != 1:
-            raise ValueError(
-                f"{old!r} occurs {sources[file].count(old)} times in strategies/{file}, "
-                f"not once; rewrite mutant {name!r} for the new source"
-            )
-        sources[file] = sources[file].replace(old, new)
-    package = f"mutant_{name}"
-    target = folder / package
-    target.mkdir()
-    for file, text in sources.items():
-        renamed = re.sub(
-            r"^(\s*(?:from|import) )strategies\b", rf"\g<1>{package}", text, flags=re.MULTILINE
-        )
-        (target / file).write_text(renamed)
-    sys.path.insert(0, str(folder))
-    try:
-        importlib.invalidate_caches()
-        module = importlib.import_module(package)
-        importlib.import_module(f"{package}.testing")
-    finally:
-        sys.path.remove(str(folder))
-    return module
-
-
-def _broken(corpus: str, file: str, **changes: tuple[str, str]) -> list[Mutant]:
-    """One mutant a keyword: `name=(expression, what replaces it)`."""
-    return [Mutant(name, corpus, ((file, *change),)) for name, change in changes.items()]
-
+from tests.mutation import Mutant, broken
 
 _ACCEPT = """\
-        accept = sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
+        return sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
             stats, state, self.semi_complete_threshold
         )
 """
@@ -76,17 +15,18 @@ _GATE_AFTER_WRITES = """\
         sure = sampling.above(stats, self.accept_threshold)
         written = blocks.write(state, stats.token, sure)
         may = blocks.semi_complete_before(written, self.semi_complete_threshold)
-        accept = sure | sampling.top_n(stats.confidence, may.astype("int32"), holes)
+        return sure | sampling.top_n(stats.confidence, may.astype("int32"), blocks.holes(state))
 """
 _FORCE_BESIDE = """\
         sure = sampling.above(stats, self.accept_threshold)
         may = blocks.semi_complete_before(state, self.semi_complete_threshold)
-        accept = sure | sampling.top_n(stats.confidence, may.astype("int32"), holes & ~sure)
+        holes = blocks.holes(state) & ~sure
+        return sure | sampling.top_n(stats.confidence, may.astype("int32"), holes)
 """
 _OPEN = "        state = blocks.open_next(state, self.add_block_threshold)\n"
-_RETURN = "        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)\n"
+_RETURN = "        return blocks.denoise(forward, state, self._accept)\n"
 _OPEN_LAST = """\
-        state, info = blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+        state, info = blocks.denoise(forward, state, self._accept)
         return blocks.open_next(state, self.add_block_threshold), info
 """
 _PROMPT_CELLS = (
@@ -94,7 +34,7 @@ _PROMPT_CELLS = (
 )
 
 OPENING = [
-    *_broken(
+    *broken(
         "multi_bd",
         "blocks.py",
         opens_past_the_limit=(
@@ -125,7 +65,7 @@ OPENING = [
             f"jnp.mean(({_PROMPT_CELLS}).astype(jnp.float32), axis=2)",
         ),
     ),
-    *_broken(
+    *broken(
         "multi_bd",
         "multi_bd.py",
         two_openings=(_OPEN, _OPEN + _OPEN),
@@ -136,7 +76,7 @@ OPENING = [
 ]
 
 ACCEPTING = [
-    *_broken(
+    *broken(
         "multi_bd",
         "blocks.py",
         semi_is_strict=(
@@ -152,13 +92,13 @@ ACCEPTING = [
             "[jnp.ones_like(semi[:, :1]), semi[:, 1:]]",
         ),
     ),
-    *_broken(
+    *broken(
         "multi_bd",
         "multi_bd.py",
         gate_after_writes=(_ACCEPT, _GATE_AFTER_WRITES),
         forces_beside_accepted=(_ACCEPT, _FORCE_BESIDE),
     ),
-    *_broken(
+    *broken(
         "multi_bd",
         "sampling.py",
         accept_is_not_strict=(
@@ -175,7 +115,7 @@ ACCEPTING = [
 ]
 
 COMMITTING = [
-    *_broken(
+    *broken(
         "multi_bd",
         "blocks.py",
         commits_behind_a_hole=("jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)", "done"),
@@ -196,13 +136,17 @@ COMMITTING = [
             "(buffer.status == ACTIVE) & may_leave & ~jnp.any(committed, axis=1)[:, None]",
         ),
     ),
-    *_broken(
+    *broken(
         "multi_bd",
         "driver.py",
         new_cells_keep_old_tokens=(
             "jnp.where((index < size).reshape(B, size, *tail), moved, fill)",
             "moved",
         ),
+    ),
+    *broken(
+        "multi_bd",
+        "needs.py",
         aligned_prompt_stays_in_the_window=(
             "return prompt_len // block_size * block_size",
             "return (prompt_len - 1) // block_size * block_size",
@@ -211,7 +155,7 @@ COMMITTING = [
 ]
 
 FINISHING = [
-    *_broken(
+    *broken(
         "multi_bd",
         "blocks.py",
         holes_are_settled=(
@@ -219,7 +163,7 @@ FINISHING = [
             "solid.astype(jnp.int32)",
         ),
     ),
-    *_broken(
+    *broken(
         "multi_bd",
         "driver.py",
         prompt_stop_finishes=(
@@ -249,7 +193,7 @@ FINISHING = [
             "jnp.minimum(settled_end, first_stop + 1)",
         ),
     ),
-    *_broken(
+    *broken(
         "repetition",
         "driver.py",
         repetition_waits_for_one_more=(
@@ -294,12 +238,12 @@ FINISHING = [
 ]
 
 REMASKING = [
-    *_broken(
+    *broken(
         "dynamic",
         "block_diffusion.py",
         dynamic_ignores_the_quota=("keepdims=True) >= quota[:, :, None]", "keepdims=True) >= 1"),
     ),
-    *_broken(
+    *broken(
         "dynamic",
         "sampling.py",
         dynamic_is_not_strict=(
@@ -307,7 +251,7 @@ REMASKING = [
             "stats.confidence >= threshold.at_token",
         ),
     ),
-    *_broken(
+    *broken(
         "entropy",
         "sampling.py",
         entropy_prefix_is_inclusive=(
@@ -321,17 +265,17 @@ REMASKING = [
             "among & ((stats.entropy <= bound.at_token) | (place == 0))",
         ),
     ),
-    *_broken(
+    *broken(
         "sequential",
         "block_diffusion.py",
         sequential_from_the_right=("-state.buffer.positions", "state.buffer.positions"),
     ),
-    *_broken(
+    *broken(
         "sequential",
         "sampling.py",
         sequential_skips_holes=("score = jnp.where(among, score, -jnp.inf)", "score = score"),
     ),
-    *_broken(
+    *broken(
         "static",
         "block_diffusion.py",
         static_takes_the_least_sure=(
@@ -339,7 +283,7 @@ REMASKING = [
             "sampling.top_n(-stats.confidence, quota, holes)",
         ),
     ),
-    *_broken(
+    *broken(
         "static",
         "driver.py",
         block_steps_do_not_slide=(
@@ -347,7 +291,7 @@ REMASKING = [
             "block_steps=buffer.block_steps",
         ),
     ),
-    *_broken(
+    *broken(
         "static",
         "sampling.py",
         quota_remainder_lasts_longer=(
@@ -366,13 +310,13 @@ REMASKING = [
 ]
 
 AR = [
-    *_broken(
+    *broken(
         "ar",
         "ar.py",
         ar_settles_the_anchor_only=("settled_len=2 * one", "settled_len=one"),
         ar_moves_by_two=("commit_len=one", "commit_len=2 * one"),
     ),
-    *_broken(
+    *broken(
         "ar",
         "blocks.py",
         ar_forgets_the_first_token=(

@@ -1,20 +1,14 @@
-"""Each rule of the decoding contract, broken once, is noticed: the tests of the tests.
+"""Checks that notice mutants of `strategies`: scripts on which a mutant differs from its oracle."""
 
-Proves that the scripts which `strategies/` passes tell a right rule from a wrong one: every
-mutant of tests/oracles/mutants.py (opening, acceptance, forcing, committing, finishing,
-remasking) differs from the list decoder on at least one script of a small fixed corpus, and the
-unbroken package, copied and loaded the same way, on none.
-"""
-
+import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
+from tests.oracles.dmax_decoder import Rules, dmax_decode
 from tests.oracles.list_decoder import (
     Result,
     block_diffusion_rule,
@@ -22,47 +16,63 @@ from tests.oracles.list_decoder import (
     list_decode,
     multi_bd_rule,
 )
-from tests.oracles.mutants import MUTANTS, Mutant, load_mutant
+from tests.oracles.rule_checks import CHECKS
+from tests.strategies import test_d2f, test_edit
+from tests.strategies.test_dmax import draw_dmax, draw_rules
 from tests.strategies.test_strategy_fuzz import Case, check_agreement, draw_case
 
-pytestmark = pytest.mark.slow  # it tests tests, which change seldom, and compiles each mutant
-
-SCRIPTS = 200
+RULE_SEEDS = 20
+SCRIPTS, DMAX_SCRIPTS, EDIT_SCRIPTS = 200, 300, 150
 BLOCK_SIZE, BUFFER_SIZE = 4, 3
 # Thresholds and probabilities that meet exactly, so that strictness shows.
 EDGES = np.array([0.25, 0.5, 0.75, 0.9], np.float32)
 
-# Two scripts of three and more notice these: the fuzz would as well. They run in `make test-all`.
-CRUDE = frozenset(
-    {
-        "ar_forgets_the_first_token",
-        "ar_moves_by_two",
-        "ar_settles_the_anchor_only",
-        "ar_window_is_a_dummy",
-        "commits_at_once",
-        "emits_the_stop",
-        "entropy_of_the_highest_first",
-        "entropy_prefix_is_inclusive",
-        "first_block_needs_a_gate",
-        "forces_beside_accepted",
-        "never_forces",
-        "opens_last",
-        "prefill_is_a_forward",
-        "quota_remainder_last",
-        "quota_remainder_lasts_longer",
-        "sequential_from_the_right",
-        "sequential_skips_holes",
-        "static_takes_the_least_sure",
-    }
-)
 
-
-@pytest.fixture(autouse=True)
-def _compile_quickly() -> Iterator[None]:
+@contextlib.contextmanager
+def compiled_quickly() -> Iterator[None]:
     """A mutant is compiled for a few dozen scripts of a few steps."""
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def check_rules(package: ModuleType, name: str) -> None:
+    for seed in range(RULE_SEEDS):
+        CHECKS[name](package, np.random.default_rng(seed))
+
+
+def check_decoding(package: ModuleType, corpus: str) -> None:
+    with compiled_quickly():
+        assert all(agrees(package, corpus, number) for number in range(SCRIPTS))
+
+
+def check_dmax(package: ModuleType, mode: str) -> None:
+    with compiled_quickly():
+        shown = watch(package)
+        assert all(agrees_on_dmax(package, shown, mode, n) for n in range(DMAX_SCRIPTS))
+
+
+def check_edit(package: ModuleType, _: str) -> None:
+    with compiled_quickly():
+        assert all(test_edit.corpus(package, number) for number in range(EDIT_SCRIPTS))
+
+
+def check_d2f(package: ModuleType, _: str) -> None:
+    with compiled_quickly():
+        assert test_d2f.agrees(package)
+
+
+def check_opening(package: ModuleType, strategy: str) -> None:
+    """That a stop id is found anew each step, above all (trap 8)."""
+    if strategy == "edit":
+        check_edit(package, "")
+    else:
+        check_dmax(package, "paper")
+
+
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def corpus_case(corpus: str, number: int) -> tuple[np.random.Generator, Case]:
@@ -124,7 +134,7 @@ def run_repetition(package: ModuleType, number: int) -> tuple[Any, Result]:
     case.token[:] = rng.choice([1, 2], size=case.token.shape, p=[0.8, 0.2])
     limits = {**case.limits, "max_nfe": 99, "eos_ids": ()}
     max_run = int(rng.integers(2, 5))
-    package.testing.NO_LIMIT = max_run
+    package.testing.script.NO_LIMIT = max_run
     strategy = package.MultiBD(accept_threshold=0.5, block_size=BLOCK_SIZE, buffer_size=BUFFER_SIZE)
     script = (case.prompt, case.token, case.prob)
     truth = list_decode(
@@ -164,31 +174,63 @@ def agrees(package: ModuleType, corpus: str, number: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("corpus", sorted({mutant.corpus for mutant in MUTANTS}))
-def test_the_unbroken_copy_passes_its_corpus(corpus: str, tmp_path: Path) -> None:
-    package = load_mutant(f"none_{corpus}", (), tmp_path)
-    wrong = [number for number in range(SCRIPTS) if not agrees(package, corpus, number)]
-    assert wrong == []
+# --- dmax ---
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(
-            mutant, id=mutant.name, marks=[pytest.mark.slow] if mutant.name in CRUDE else []
-        )
-        for mutant in MUTANTS
-    ],
-)
-def test_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
-    package = load_mutant(mutant.name, mutant.changes, tmp_path)
-    assert not all(agrees(package, mutant.corpus, number) for number in range(SCRIPTS))
+def watch(package: ModuleType) -> list[dict[int, Any]]:
+    """Let the scripted forward of `package` note what it is given, forward by forward."""
+    shown: list[dict[int, Any]] = []
+    forward = package.testing.script._ScriptedForward
+    plain = forward.__call__
+
+    def note(positions: Any, mix: Any) -> None:
+        where = np.nonzero(np.asarray(mix.on))
+        parts = (positions, mix.ids[..., 0], mix.probs[..., 0], mix.base_weight)
+        rows = zip(*(np.asarray(part)[where].tolist() for part in parts), strict=True)
+        shown.append({p: (t, sure, rest) for p, t, sure, rest in rows})
+
+    def call(self: Any, state: Any, **words: Any) -> Any:
+        jax.debug.callback(note, state.buffer.positions, words["inputs"], ordered=True)
+        return plain(self, state, **words)
+
+    forward.__call__ = call
+    return shown
 
 
-def test_only_mutants_are_called_crude() -> None:
-    assert {mutant.name for mutant in MUTANTS} > CRUDE
-
-
-def test_a_mutant_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"occurs 0 times in strategies/blocks\.py"):
-        load_mutant("gone", (("blocks.py", "no such expression", ""),), tmp_path)
+def agrees_on_dmax(
+    package: ModuleType, shown: list[dict[int, Any]], mode: str, number: int
+) -> bool:
+    rng, case = draw_dmax((sum(mode.encode()), number), BLOCK_SIZE)
+    rules = draw_rules(rng, mode == "paper")
+    if number % 2:  # thresholds and probabilities that meet exactly, so that strictness shows
+        case.prob[:] = rng.choice(EDGES, size=case.prob.shape)
+        accept, commit = (float(x) for x in rng.choice(EDGES, size=2))
+        rules = Rules(accept, 0.25, float(rng.choice([0.0, 0.5])), commit, rules.paper)
+    weight = 0.0 if number % 7 == 0 else 1.0
+    strategy = package.DMax(
+        accept_threshold=rules.accept,
+        add_block_threshold=rules.add,
+        token_stability_threshold=rules.stability,
+        commit_confidence=rules.commit,
+        token_merge_weight=weight,
+        compat=None if rules.paper else "diffulex",
+        block_size=BLOCK_SIZE,
+        buffer_size=BUFFER_SIZE,
+    )
+    parts = (case.prompt, case.token, case.prob)
+    sizes = {"block_size": BLOCK_SIZE, "buffer_size": BUFFER_SIZE}
+    truth = dmax_decode(rules, *parts, **sizes, **case.limits)
+    shown.clear()
+    trace = package.testing.run_script(strategy, *parts, **case.limits)
+    jax.effects_barrier()
+    wanted = [
+        {p: (t, float(sure), float(np.float32(1) - sure)) for p, (t, sure) in one.items()}
+        if weight
+        else {}
+        for one in truth.shown
+    ]
+    try:
+        check_agreement(trace, truth, number)
+    except AssertionError:
+        return False
+    return shown == wanted

@@ -1,9 +1,10 @@
-"""Wrong versions of `DMax` and its shared pieces, one rule broken in each; see `mutants.py`.
+"""Wrong versions of `DMax` and its shared pieces, one rule broken in each.
 
-Left out as equivalent: mixtures that are kept where a hole has none (no cell becomes a hole again).
+`killer` is the mode whose scripts must notice. Left out as equivalent: mixtures kept where a hole
+has none, since no cell becomes a hole again.
 """
 
-from tests.oracles.mutants import Mutant, _broken
+from tests.mutation import broken
 
 _FORCED = "return among & (before_unsure | first)"
 _READY = (
@@ -14,8 +15,8 @@ _COMPAT_CAP = '        if self.compat == "diffulex":\n            return ready\n
 _COUNTS = "counts = block_rewrite.editable(state) & block_rewrite.before_limit(state)"
 _FINISH = "blocks.finish_step(state, filled, ready=ready)"
 
-DMAX_MUTANTS: list[Mutant] = [
-    *_broken(
+MUTANTS = [
+    *broken(
         "paper",
         "sampling.py",
         run_ends_at_the_threshold=(
@@ -29,7 +30,7 @@ DMAX_MUTANTS: list[Mutant] = [
             "before_unsure = jnp.cumsum(unsure.astype(jnp.int32), axis=2) < 1 + unsure.astype(int)",
         ),
     ),
-    *_broken(
+    *broken(
         "paper",
         "dmax.py",
         commits_softly=("on &= ~blocks.to_cache(state)", "on &= True"),
@@ -68,18 +69,22 @@ DMAX_MUTANTS: list[Mutant] = [
         ),
         stability_after_the_writes=(
             'blocks={"stability": stability}',
-            'blocks={"stability": _stability(state, stats)}',
+            'blocks={"stability": block_rewrite.stability(state, stats.token)}',
         ),
+    ),
+    *broken(
+        "paper",
+        "block_rewrite.py",
         stability_without_the_prompt=(
             "    filled = state.buffer.filled\n",
-            "    filled = state.buffer.filled & block_rewrite.editable(state)\n",
+            "    filled = state.buffer.filled & editable(state)\n",
         ),
         nothing_filled_is_unstable=(
             "/ jnp.maximum(count, 1), 1.0)",
             "/ jnp.maximum(count, 1), 0.0)",
         ),
     ),
-    *_broken(
+    *broken(
         "paper",
         "blocks.py",
         stability_of_the_first_block=(
@@ -87,7 +92,7 @@ DMAX_MUTANTS: list[Mutant] = [
             "stable[:, :1]",
         ),
     ),
-    *_broken(
+    *broken(
         "paper",
         "token_merge.py",
         the_mask_gets_the_tokens_share=(
@@ -99,7 +104,7 @@ DMAX_MUTANTS: list[Mutant] = [
             "kept",
         ),
     ),
-    *_broken(
+    *broken(
         "paper",
         "driver.py",
         mixtures_do_not_slide=(
@@ -111,7 +116,7 @@ DMAX_MUTANTS: list[Mutant] = [
             "moved",
         ),
     ),
-    *_broken(
+    *broken(
         "diffulex",
         "dmax.py",
         compat_commits_plainly=('if self.compat != "diffulex":', "if True:"),

@@ -1,21 +1,16 @@
 """Wrong versions of `FullSequence` and of the rules of remasking, one broken in each.
 
-`corpus` says who notices: the windows of scripted runs under one rule of remasking, or "passes",
-what forwards with a dual cache run, see and store.
+`killer` is the check that must notice: the windows of scripted runs under one rule of remasking,
+or "passes", what forwards with a dual cache run, see and store.
 """
 
-from tests.oracles.mutants import Mutant
-
-
-def _broken(corpus: str, file: str, **changes: tuple[str, str]) -> list[Mutant]:
-    return [Mutant(f"fs_{name}", corpus, ((file, *change),)) for name, change in changes.items()]
-
+from tests.mutation import broken
 
 _SURE = "accept |= sampling.above(stats, self.accept_threshold) & holes"
 _NUMBER = "number = (first - buffer.prompt_len) // block_length"
 
 MUTANTS = [
-    *_broken(
+    *broken(
         "low_confidence",
         "remasking.py",
         remainder_comes_last=("(step < holes % steps)", "(step >= steps - holes % steps)"),
@@ -33,7 +28,7 @@ MUTANTS = [
             "end = begin + block_length + 1",
         ),
     ),
-    *_broken(
+    *broken(
         "low_confidence",
         "full_sequence.py",
         takes_no_sure_ones=(_SURE, "accept &= holes"),
@@ -55,7 +50,7 @@ MUTANTS = [
             "jnp.maximum(length // self.block_length, 1)",
         ),
     ),
-    *_broken(
+    *broken(
         "low_confidence",
         "sampling.py",
         sure_is_not_strict=(
@@ -63,7 +58,7 @@ MUTANTS = [
             "stats.confidence >= threshold.at_token",
         ),
     ),
-    *_broken(
+    *broken(
         "entropy",
         "remasking.py",
         highest_entropy_first=(
@@ -80,7 +75,7 @@ MUTANTS = [
             "share = 1 + (_SPAN * holes - 1) // (",
         ),
     ),
-    *_broken(
+    *broken(
         "entropy",
         "full_sequence.py",
         share_of_what_was_there=(
@@ -96,12 +91,12 @@ MUTANTS = [
             "(self.accept_threshold.values < 9).astype(jnp.int32)",
         ),
     ),
-    *_broken(
+    *broken(
         "margin",
         "remasking.py",
         margin_is_confidence=("return sampling.margin(stats)", "return stats.confidence"),
     ),
-    *_broken(
+    *broken(
         "origin",
         "full_sequence.py",
         chance_of_the_rest=(
@@ -109,7 +104,7 @@ MUTANTS = [
             "random.uniforms(state, _ORDER_STREAM) >= chance",
         ),
     ),
-    *_broken(
+    *broken(
         "passes",
         "full_sequence.py",
         stores_every_forward=("text & is_new[:, None, None])", "text)"),
@@ -125,7 +120,7 @@ MUTANTS = [
             "if False:\n            part",
         ),
     ),
-    *_broken(
+    *broken(
         "passes",
         "remasking.py",
         limit_is_a_cell=(
@@ -133,7 +128,7 @@ MUTANTS = [
             "buffer.filled | (buffer.positions <= buffer.limit[:, None, None])",
         ),
     ),
-    *_broken(
+    *broken(
         "passes",
         "dual_cache.py",
         is_always_wide=("jnp.sum(most > jnp", "jnp.sum(most >= 0 * jnp"),

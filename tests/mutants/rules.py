@@ -1,14 +1,12 @@
 """Wrong versions of the rules that strategies share, one expression broken in each.
 
-`corpus` names the check of `rule_checks.py` that should notice, in `OPENING` the strategy whose
-scripts should. The mutants of each strategy break some of these as well and look for tokens that
-differ; here the functions answer for themselves, also where no strategy calls them.
-Left out as equivalent: a settled run that also
-counts DUMMY cells (none is ever filled), a rank that breaks a tie of cells outside `among`, and
-one number for both streams of keys (one is folded oftener than the other).
+`killer` is the check of `rule_checks.py` that must notice, in `OPENING` the scripts of a strategy.
+The mutants of each strategy break some of these rules as well; here each function is checked alone.
+Left out as equivalent: a settled run that counts DUMMY cells (none is ever filled), a rank that
+breaks a tie of cells outside `among`, and one number for both streams of keys.
 """
 
-from tests.oracles.mutants import Mutant, _broken
+from tests.mutation import Mutant, broken
 
 _SEMI = "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]"
 _DONE = "done = committed | ((buffer.status == ACTIVE) & may_leave)"
@@ -17,7 +15,7 @@ _TAKE = "return among & ((doubt < factor.at_token) | (n == 1))"
 _RUN = "return among & (before_unsure | first)"
 _TOP = "return (rank(score, among) < n[:, :, None]) & among"
 
-SAMPLING = _broken(
+SAMPLING = broken(
     "sampling",
     "sampling.py",
     above_is_not_strict=(
@@ -90,7 +88,7 @@ SAMPLING = _broken(
     ),
 )
 
-BLOCKS = _broken(
+BLOCKS = broken(
     "blocks",
     "blocks.py",
     holes_of_all_blocks=(
@@ -179,7 +177,7 @@ BLOCKS = _broken(
     ),
 )
 
-REWRITE = _broken(
+REWRITE = broken(
     "rewrite",
     "block_rewrite.py",
     leaving_blocks_are_editable=(
@@ -198,7 +196,7 @@ REWRITE = _broken(
     ),
 )
 
-MERGE = _broken(
+MERGE = broken(
     "merge",
     "token_merge.py",
     begins_with_mixtures=('"on": jnp.zeros((1, 1), bool)', '"on": jnp.ones((1, 1), bool)'),
@@ -239,7 +237,7 @@ MERGE = _broken(
     ),
 )
 
-RANDOM = _broken(
+RANDOM = broken(
     "random",
     "random.py",
     steps_draw_alike=("state.buffer.nfe)\n", "jnp.zeros_like(state.buffer.nfe))\n"),
@@ -299,7 +297,7 @@ def _opening(name: str) -> list[Mutant]:
     file, call, leave = f"{name}.py", _OPEN[name], _RETURN[name]
     last = f"state, info = {leave}\n        return {call.strip().removeprefix('state = ')}, info"
     return [
-        *_broken(
+        *broken(
             name,
             file,
             **{
@@ -309,10 +307,10 @@ def _opening(name: str) -> list[Mutant]:
             },
         ),
         Mutant(f"{name}_opens_last", name, ((file, call, ""), (file, f"return {leave}", last))),
-        *_broken(name, "blocks.py", **{f"{name}_stop_keeps_blocks_closed": _LATCH}),
-        *_broken(name, "driver.py", **{f"{name}_stop_ends_at_first_sight": (_STOPS, _SHOWN)}),
+        *broken(name, "blocks.py", **{f"{name}_stop_keeps_blocks_closed": _LATCH}),
+        *broken(name, "driver.py", **{f"{name}_stop_ends_at_first_sight": (_STOPS, _SHOWN)}),
     ]
 
 
 OPENING = _opening("edit") + _opening("dmax")
-RULE_MUTANTS = SAMPLING + BLOCKS + REWRITE + MERGE + RANDOM
+MUTANTS = SAMPLING + BLOCKS + REWRITE + MERGE + RANDOM

@@ -1,20 +1,16 @@
 """Wrong versions of `FastDLLMV2` and its dual cache, one rule broken in each.
 
-`corpus` says who notices: "tokens", the windows of scripted runs, or "passes", what their forwards
-run, see and store.
+`killer` is the check that must notice: "tokens", the windows of scripted runs, or "passes", what
+their forwards run, see and store.
 """
 
-from tests.oracles.mutants import Mutant
+from tests.mutation import broken
 
 _SURER = "sampling.top_n(stats.confidence, jnp.ones_like(state.buffer.status), holes)"
 
 
-def _broken(corpus: str, file: str, **changes: tuple[str, str]) -> list[Mutant]:
-    return [Mutant(f"fd_{name}", corpus, ((file, *change),)) for name, change in changes.items()]
-
-
 TOKENS = [
-    *_broken(
+    *broken(
         "tokens",
         "fast_dllm_v2.py",
         never_forces=("sampling.above(stats, self.accept_threshold) | surest", "surest & False"),
@@ -36,7 +32,7 @@ TOKENS = [
             "        state = blocks.open_next(state)",
         ),
     ),
-    *_broken(
+    *broken(
         "tokens",
         "dual_cache.py",
         fills_past_the_limit=("& has_hole & text_cells(state)", "& has_hole"),
@@ -53,7 +49,7 @@ TOKENS = [
             "(cell >= first) & (cell < first + size)",
         ),
     ),
-    *_broken(
+    *broken(
         "tokens",
         "sampling.py",
         accept_is_not_strict=(
@@ -64,13 +60,13 @@ TOKENS = [
 ]
 
 PASSES = [
-    *_broken(
+    *broken(
         "passes",
         "fast_dllm_v2.py",
         stores_at_the_commit_only=("out.store(state, live)", "out.store(state, live & False)"),
         stores_the_sub_block_only=("out.store(state, live)", "out.store(state, live & cells)"),
     ),
-    *_broken(
+    *broken(
         "passes",
         "dual_cache.py",
         refines_what_was_never_stored=(

@@ -1,25 +1,21 @@
-"""Wrong versions of `strategies/dflash.py`, one rule broken in each.
+"""Wrong versions of `DFlash` and `drafting`, one rule broken in each.
 
-`corpus` says who notices: "rounds", random batches against the lists; "width", the same with fewer
-drafts judged than drawn; "wandering", the same with another width in each step; "guesses", a dense
-pass of the drafter; "cache", what the pools hold, and "cache_off" without drafts; "choice" and
-"learning", the lists' choice of a width; "single", a step without drafts beside the general one.
-Of rejection: "enumerated", rounds of 3 ids; "drawn", rounds of 5 by chi-squared; "network", the law
-of texts likewise.
+`killer` is the check that must notice. "rounds": random batches against the lists; "width": the
+same with fewer drafts verified than drawn; "wandering": the same with another width in each step;
+"guesses": a dense pass of the drafter; "cache": the contents of the pools, and "cache_off" without
+drafts; "choice" and "learning": the lists' choice of a width; "single": a step without drafts
+beside the general one. For rejection, "enumerated": rounds of 3 ids; "drawn": rounds of 5 by
+chi-squared; "network": the distribution of texts.
 """
 
-from tests.oracles.mutants import Mutant
-
-
-def _broken(corpus: str, file: str = "dflash.py", **changes: tuple[str, str]) -> list[Mutant]:
-    return [Mutant(f"df_{name}", corpus, ((file, *change),)) for name, change in changes.items()]
-
+from tests.mutation import broken
 
 _DRAWN = "out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width)"
 
 MUTANTS = [
-    *_broken(
+    *broken(
         "rounds",
+        "dflash.py",
         anchor_is_a_mask=(
             "masked = jnp.where(cell == 0, tokens, draft.mask_id)",
             "masked = jnp.full_like(tokens, draft.mask_id)",
@@ -51,37 +47,43 @@ MUTANTS = [
         ),
         settles_the_drafts_only=("settled_len=count + 1", "settled_len=count"),
     ),
-    *_broken(
+    *broken(
         "width",
+        "dflash.py",
         takes_what_it_did_not_run=("((block != truth) | (cell >= width))", "(block != truth)"),
     ),
-    *_broken(
+    *broken(
         "width",
         "drafting.py",
         proposes_a_draft_too_many=("(places < width) &", "(places <= width) &"),
     ),
-    *_broken("wandering", judges_what_was_not_drafted=("if width > 1:", "if width > 3:")),
-    *_broken(
+    *broken(
+        "wandering", "dflash.py", judges_what_was_not_drafted=("if width > 1:", "if width > 3:")
+    ),
+    *broken(
         "guesses",
+        "dflash.py",
         drafts_in_order=("live=cell < size,", "live=cell < size, causal=True,"),
         taps_a_layer_early=("layer + 1 for layer", "layer for layer"),
         prompt_is_no_context=("if chunk.out is not None:", "if False:"),
     ),
-    *_broken(
+    *broken(
         "cache",
+        "dflash.py",
         context_of_the_anchor_alone=(
             "context.store(out.store(state, kept), kept)",
             "context.store(out.store(state, kept), cell < 1)",
         ),
     ),
-    *_broken(
+    *broken(
         "cache_off",
+        "dflash.py",
         no_context_without_drafts=(
             "context.store(out.store(state, kept), kept)",
             "context.store(out.store(state, kept), kept & (jnp.asarray(width) > 1))",
         ),
     ),
-    *_broken(
+    *broken(
         "rounds",
         "drafting.py",
         run_is_one_longer=(">= state.limits.max_run", "> state.limits.max_run"),
@@ -94,12 +96,12 @@ MUTANTS = [
             "taken = wanted & (places <= right[:, None] + 1)",
         ),
     ),
-    *_broken(
+    *broken(
         "wandering",
         "drafting.py",
         counts_rounds_without_drafts=("((sizes == emitted) & is_round)", "(sizes == emitted)"),
     ),
-    *_broken(
+    *broken(
         "learning",
         "drafting.py",
         learns_of_what_it_did_not_reach=("wanted & (places <= right[:, None] + 1)", "wanted"),
@@ -109,7 +111,7 @@ MUTANTS = [
         ),
         idles_while_it_drafts=("jnp.where(is_round, 0, lasting[IDLE] + 1)", "lasting[IDLE] + 1"),
     ),
-    *_broken(
+    *broken(
         "runs",
         "drafting.py",
         run_begins_with_the_round=(
@@ -121,7 +123,7 @@ MUTANTS = [
             "jnp.where(False, begins,",
         ),
     ),
-    *_broken(
+    *broken(
         "single",
         "drafting.py",
         counts_no_step_without_drafts=(
@@ -131,7 +133,7 @@ MUTANTS = [
         breaks_every_run=("slot[RUN] + 1, 1)", "1, 1)"),
         goes_on_with_any_run=("slot[RUN] + 1, 1)", "slot[RUN] + 1, slot[RUN])"),
     ),
-    *_broken(
+    *broken(
         "choice",
         "drafting.py",
         takes_each_place_by_itself=(
@@ -154,31 +156,36 @@ MUTANTS = [
         looks_wherever_it_is_cheap=("jnp.maximum(PROBE_EVERY, (", "jnp.maximum(1, ("),
         looks_while_it_drafts=("(best == 0) & is_due & could_pay", "is_due & could_pay"),
     ),
-    *_broken(
+    *broken(
         "enumerated",
-        "drafting.py",
+        "rejection.py",
         keeps_by_the_target_alone=("chances * told < wanted", "chances < wanted"),
         keeps_what_is_likely=("chances * told < wanted", "told < wanted"),
         draws_at_the_first_place=("at = right[:, None, None]", "at = 0 * right[:, None, None]"),
         takes_from_the_last_too=("constant_values=True)", "constant_values=False)"),
     ),
-    *_broken(
+    *broken(
         "drawn",
-        "drafting.py",
+        "rejection.py",
         takes_nothing_off=("left = jnp.maximum(p - q, 0.0)", "left = p"),
         takes_off_the_wrong_law=(
             "left = jnp.maximum(p - q, 0.0)",
             "left = jnp.maximum(q - p, 0.0)",
         ),
     ),
-    *_broken(
+    *broken(
         "network",
+        "dflash.py",
         drafts_the_likeliest=(
-            'how = {"sampling": state.sampling, "keys": random.position_keys(state, _DRAFTS)}',
+            'how = {"sampling": state.sampling, "keys": random.position_keys(state, rejection.DRAFTS)}',
             "how = {}",
         ),
-        chances_of_the_drafts=("_DRAFTS, _CHANCES = 1, 2", "_DRAFTS, _CHANCES = 1, 1"),
-        drafts_as_the_text_is_drawn=("_DRAFTS, _CHANCES = 1, 2", "_DRAFTS, _CHANCES = 0, 2"),
+    ),
+    *broken(
+        "network",
+        "rejection.py",
+        chances_of_the_drafts=("DRAFTS, CHANCES = 1, 2", "DRAFTS, CHANCES = 1, 1"),
+        drafts_as_the_text_is_drawn=("DRAFTS, CHANCES = 1, 2", "DRAFTS, CHANCES = 0, 2"),
         weighs_another_row=("drafted.hidden[:, 0, 1:width]", "drafted.hidden[:, 0, : width - 1]"),
         draws_without_noise=("jnp.log(left) + noise", "jnp.log(left)"),
     ),

@@ -1,0 +1,408 @@
+"""Proves what the page of `dllm-jax trace` promises its reader.
+
+The first half reads the page and its files as text: order, words, signs, contrast, the data of
+several strategies. The second half drives the page in Chromium, where one is installed: keyboard,
+address, and that nothing of the future is shown.
+"""
+
+import base64
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import types
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from dllm_jax.cli import main
+from dllm_jax.trace.page import page_facts, render_page
+from dllm_jax.trace.trajectory import Step, Trajectory, Window
+
+ASSETS = {
+    kind: (resources.files("dllm_jax.trace") / f"page.{kind}").read_text(encoding="utf-8")
+    for kind in ("html", "css", "js")
+}
+END = 8
+MARKUP = "</script><script>document.title='broken'</script>"
+TEXTS = ("zero", " one", " two", " three", " four", " five", " six", ".", "<|end|>", MARKUP)
+
+
+class Tokenizer:
+    """Id i is the i-th text; the end token is special."""
+
+    def __init__(self):
+        self.added_tokens_decoder = {END: types.SimpleNamespace(special=True)}
+
+    def convert_ids_to_tokens(self, token):
+        return TEXTS[token]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(TEXTS[one] for one in ids if not (skip_special_tokens and one == END))
+
+
+def decoded(name, windows):
+    """A trajectory over blocks of four; `windows` lists the cells before and after each step."""
+    steps = []
+    for before, after in itertools.pairwise(windows):
+        was, now = np.asarray(before).reshape(2, 4), np.asarray(after).reshape(2, 4)
+        sure = np.where(now < 0, 0.25, 0.95).astype(np.float32)
+        steps.append(
+            Step(
+                before=Window(4, np.array([1, 1]), was),
+                after=Window(4, np.array([1, 1]), now),
+                predicted=np.where(now < 0, 0, now).astype(np.int32),
+                confidence=sure,
+                entropy=sure,
+                accepted=(was < 0) & (now >= 0),
+                edited=(was >= 0) & (now >= 0) & (was != now),
+                commit_len=0,
+                settled_len=int(np.argmin(np.append(now.ravel(), -1) >= 0)),
+                nfe=1,
+            )
+        )
+    tokens = [one for one in windows[-1] if one != END]
+    return Trajectory(
+        [MARKUP_ID, 1, 2, 3], tokens, 99, "stop", "a model", name, {"block_size": 4}, steps
+    )
+
+
+MARKUP_ID = len(TEXTS) - 1
+FINAL = [1, 2, 3, 4, 5, 7, END, END]
+FAST = decoded("fast", [[-1] * 8, [1, 2, -1, 6, -1, -1, -1, END], FINAL])
+SLOW = decoded("slow", [[-1] * 8, *([*FINAL[:n], *[-1] * (8 - n)] for n in (1, 2, 4, 6)), FINAL])
+
+
+def page_of(*trajectories):
+    return render_page(trajectories if len(trajectories) > 1 else trajectories[0], Tokenizer())
+
+
+def variables(style, theme):
+    """The colours of a theme: name -> (red, green, blue)."""
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    found = dict(re.findall(r"--(\w+): #([0-9a-f]{6})", light))
+    found |= dict(re.findall(r"--(\w+): #([0-9a-f]{6})", dark)) if theme == "dark" else {}
+    return {name: tuple(bytes.fromhex(value)) for name, value in found.items()}
+
+
+def contrast(one, other):
+    """The contrast ratio of WCAG 2: 21 is black on white."""
+
+    def luminance(colour):
+        parts = [value / 255 for value in colour]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+# --- the page as text -----------------------------------------------------------------------------
+
+
+def test_prompt_is_open():
+    assert '<details id="prompt-box" open>' in page_of(FAST)
+
+
+def test_legend_is_above_the_blocks():
+    page = ASSETS["html"]
+    assert page.index('id="prompt-box"') < page.index('id="legend"') < page.index('class="board"')
+
+
+def test_forward_and_window_have_one_line_each():
+    words = dict(re.findall(r"<dt>(\w+)</dt><dd>(.*?)</dd>", ASSETS["html"]))
+    assert {"Forward", "Window"} <= words.keys()
+    assert words["Forward"].startswith("one run of the model")
+    assert max(map(len, words.values())) < 110
+
+
+def test_no_sign_has_two_meanings():
+    buttons = re.findall(r"<button[^>]*>(.*?)</button>", ASSETS["html"])
+    states = re.findall(r'"([^"]+)"', re.search(r"const STATES = .*", ASSETS["js"])[0])
+    marks = re.findall(r'"(.)"', re.search(r"const MARKS = .*", ASSETS["js"])[0])
+    assert len(buttons) == 6
+    assert len(states) == 4
+    # Buttons and states are words, so that signs are left to the cells.
+    assert all(re.fullmatch(r"[A-Za-z ]+", word) for word in buttons + states)
+    spaces = re.findall(r'"?(\S)"?: "', re.search(r"const SPACES = .*", ASSETS["js"])[0])
+    signs = [*marks, *spaces]
+    assert len(set(signs)) == len(signs) == 6
+    light = variables(ASSETS["css"], "light")
+    kinds = [light[name] for name in ("frame", "focus", "new", "edit")]
+    assert len(set(kinds)) == 4
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_contrast_of_text_that_may_still_change(theme):
+    found = variables(ASSETS["css"], theme)
+    rule = re.search(r"#ahead[^{]*\{([^}]*)\}", ASSETS["css"])[1]
+    assert "color: var(--soft)" in rule
+    assert "opacity" not in rule
+    assert contrast(found["soft"], found["page"]) >= 4.5
+    assert contrast(found["soft"], found["panel"]) >= 4.5
+    for colour in ("p0", "p1", "p2", "p3", "p4", "none", "panel"):
+        assert contrast(found["ink"], found[colour]) >= 4.5
+
+
+def test_cells_have_roles_and_labels():
+    script, page = ASSETS["js"], ASSETS["html"]
+    assert 'class="board" role="listbox"' in page
+    assert '<p id="details" aria-live="polite">' in page
+    assert 'setAttribute("role", "option")' in script
+    for name in ("aria-label", "aria-selected"):
+        assert f'cell.setAttribute("{name}"' in script
+
+
+def test_page_follows_the_reader_s_settings():
+    style = ASSETS["css"]
+    assert "@media (prefers-color-scheme: dark)" in style
+    still, moving = style.split("@media (prefers-reduced-motion: no-preference)")
+    assert "transition" not in still
+    assert "animation" not in style
+    assert "transition" in moving
+
+
+def test_one_strategy_is_one_object_and_several_are_a_list():
+    def data(page):
+        return json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+
+    one, fast, slow = (data(page_of(*made)) for made in ([FAST], [FAST, SLOW], [SLOW, FAST]))
+    facts = [json.loads(json.dumps(page_facts(made, Tokenizer()))) for made in (FAST, SLOW)]
+    assert one == facts[0]
+    assert fast == facts
+    assert slow == facts[::-1]
+    assert "fast and slow" in re.search(r"<title>(.*?)</title>", page_of(FAST, SLOW))[1]
+    assert render_page([FAST], Tokenizer()) == page_of(FAST)
+
+
+def test_several_strategies_have_one_prompt():
+    other = dataclasses.replace(SLOW, prompt=[1, 2, 3, 4])
+    with pytest.raises(ValueError, match="have 2 prompts; give those of one prompt"):
+        render_page([FAST, other])
+    with pytest.raises(ValueError, match="have 0 prompts"):
+        render_page([])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(random_folder, capsys, monkeypatch):
+    def run(*argv):
+        status = main(["trace", "How many pages?", "--model", str(random_folder), *map(str, argv)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_command_puts_two_strategies_side_by_side(trace, tmp_path):
+    out = tmp_path / "two.html"
+    specs = ("multi_bd,accept_threshold=0.02", "block_diffusion,accept_threshold=0.5")
+    flags = [part for spec in specs for part in ("--strategy", spec)]
+    status, told, _ = trace(*flags, "--max-tokens", "16", "--out", out)
+    assert status == 0
+    data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text("utf-8"))[1])
+    assert [one["strategy"] for one in data] == list(specs)
+    assert [one["settings"]["accept_threshold"] for one in data] == [0.02, 0.5]
+    assert data[0]["prompt"] == data[1]["prompt"]
+    for spec, one, line in zip(specs, data, told.splitlines(), strict=True):
+        assert line.startswith(f"{out}, {spec}: {one['numTokens']} tokens, ")
+        assert f" {one['frames'][-1]['nfe']} forwards, " in line
+
+
+def test_command_takes_fields_behind_one_strategy(trace):
+    spec = "multi_bd,accept_threshold=0.25"
+    status, told, _ = trace("--strategy", spec, "--max-tokens", "8", "--json")
+    assert status == 0
+    assert json.loads(told)["strategy"] == "MultiBD"
+    assert json.loads(told)["settings"]["accept_threshold"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--json"], "several strategies stand on one page; use --out FILE.html"),
+        (["--out", "a.png"], "several strategies stand on one page"),
+        (["--out", "a/"], "several strategies stand on one page"),
+        (["--strategy", "edit"], "the same --strategy is given twice"),
+        (["--set", "nonsense=1"], "none of edit, multi_bd takes nonsense"),
+    ],
+)
+def test_several_strategies_are_refused_in_one_line(trace, argv, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = trace("--strategy", "edit", "--strategy", "multi_bd", *argv)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+# --- the page in a browser ------------------------------------------------------------------------
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+DRIVER = """
+<script>
+const $ = (query) => Array.from(document.querySelectorAll(query));
+const press = (key, at = document.activeElement) =>
+  at.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+const settle = () => new Promise((done) => setTimeout(done, 50));
+const look = () => ({
+  hash: location.hash,
+  counts: $(".counts").map((one) => one.textContent),
+  events: $(".events").map((one) => one.textContent),
+  settled: $(".settled").map((one) => one.textContent),
+  ahead: $(".ahead[id]").map((one) => one.textContent),
+  gaps: $(".text .gap").length,
+  ends: $(".end-token").filter((one) => !one.hidden).map((one) => one.textContent),
+  endCells: $(".board .cell.end .piece").map((one) => one.textContent),
+  dropped: $(".board .cell.dropped").length,
+  pieces: $(".board .piece").map((one) => one.textContent),
+  tabbable: $(".board").map((board) => board.querySelectorAll('[tabindex="0"]').length),
+  focused: document.activeElement.getAttribute("aria-label"),
+  details: $("#details")[0].textContent,
+  title: document.title,
+  width: innerWidth,
+  wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+});
+async function drive() {
+  const told = [];
+  const note = async () => { await settle(); told.push(look()); };
+  SCRIPT
+  parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify(told)))), "*");
+}
+drive();
+</script>
+"""
+# Chromium's own window is never narrower than 500 pixels.
+FRAME = """<body style="margin: 0">
+<script>onmessage = ({ data }) => { document.body.append(`told:${data};`); };</script>
+<iframe src="page.html%s" style="width: %dpx; height: 900px; border: 0"></iframe>
+"""
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Run a script in the page; what `note()` saw, in order."""
+    chromium = CHROMIUM or pytest.skip("no Chromium is installed")
+
+    def run(page, script, step="", width=1200):
+        driven = page.replace("</body>", DRIVER.replace("SCRIPT", script) + "</body>")
+        (tmp_path / "page.html").write_text(driven, encoding="utf-8")
+        frame = tmp_path / "frame.html"
+        frame.write_text(FRAME % (step, width), encoding="utf-8")
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000"]
+        folder = f"--user-data-dir={tmp_path / 'profile'}"
+        done = subprocess.run(
+            [chromium, *flags, folder, "--window-size=1200,900", "--dump-dom", frame.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found = re.search(r"told:([\w+/=]+);", done.stdout)
+        assert found, done.stdout[-2000:]
+        return json.loads(base64.b64decode(found[1]))
+
+    return run
+
+
+TEXT = " one two three four five."
+
+
+@pytest.mark.slow
+def test_future_is_hidden_until_played(browse):
+    begin, first, last = browse(
+        page_of(FAST),
+        'await note(); press("ArrowRight", document.body); await note();'
+        'press("End", document.body); await note();',
+    )
+    assert begin["settled"] == begin["ahead"] == [""]
+    assert "".join(begin["pieces"]) == ""
+    assert begin["counts"] == [
+        "Step 0 of 2 · 0 forwards · 0 tokens settled · 0.00 tokens per forward"
+    ]
+    # The second step writes over " six", and fills the holes before and behind it.
+    assert (first["settled"], first["ahead"], first["gaps"]) == ([" one two"], [" six"], 1)
+    assert (last["settled"], last["ahead"], last["gaps"]) == ([TEXT], [""], 0)
+    assert last["title"] == "fast: how a text was denoised"
+
+
+@pytest.mark.slow
+def test_end_token_stands_behind_the_text(browse):
+    first, last = browse(
+        page_of(FAST),
+        'press("n", document.body); await note(); press("n", document.body); await note();',
+    )
+    assert first["ends"] == first["endCells"] == []
+    assert last["ends"] == last["endCells"] == ["<|end|>"]
+    assert last["dropped"] == 1
+    assert "finished, the end token <|end|> follows the text" in last["events"][0]
+
+
+@pytest.mark.slow
+def test_address_holds_the_step(browse):
+    opened, stepped, changed, beyond = browse(
+        page_of(SLOW),
+        'await note(); press("ArrowRight", document.body); await note();'
+        'location.hash = "#step=1"; await note(); location.hash = "#step=99"; await note();',
+        step="#step=3",
+    )
+    assert [one["counts"][0][:11] for one in (opened, stepped, changed, beyond)] == [
+        "Step 3 of 5",
+        "Step 4 of 5",
+        "Step 1 of 5",
+        "Step 5 of 5",
+    ]
+    assert stepped["hash"] == "#step=4"
+
+
+@pytest.mark.slow
+def test_cells_are_reached_by_keyboard(browse):
+    begin, right, down, stepped, end, none = browse(
+        page_of(FAST),
+        """await note();
+        document.querySelector('.board [tabindex="0"]').focus(); press("ArrowRight"); await note();
+        press("ArrowDown"); await note(); press("n"); await note();
+        press("End"); await note(); press("Escape"); await note();""",
+    )
+    assert begin["tabbable"] == [1]
+    assert "Tab" in begin["details"]
+    assert "position 5" in right["details"]
+    assert "position 9" in down["details"]  # the same column of the next block
+    assert stepped["counts"][0].startswith("Step 1 of 2")
+    assert (stepped["focused"], stepped["tabbable"]) == ("hole", [1])
+    assert stepped["details"].startswith("hole; the model proposes zero (id 0), probability 25.0 %")
+    assert end["focused"] == "<|end|>"
+    assert "position 11" in end["details"]
+    assert none["details"] == begin["details"]
+
+
+@pytest.mark.slow
+def test_two_strategies_share_the_slider(browse):
+    both, over = browse(
+        page_of(FAST, SLOW),
+        'press("n", document.body); press("n", document.body); await note();'
+        'const slider = document.getElementById("slider"); slider.value = slider.max;'
+        'slider.dispatchEvent(new Event("input")); await note();',
+    )
+    figures = "Step 2 of {} · 2 forwards · {} tokens settled"
+    assert both["counts"][0].startswith(figures.format(2, 6))
+    assert both["counts"][1].startswith(figures.format(5, 2))
+    assert both["tabbable"] == [1, 1]
+    assert over["hash"] == "#step=5"
+    assert over["counts"][0].startswith("Step 2 of 2 · 2 forwards")
+    assert over["counts"][1].startswith("Step 5 of 5 · 5 forwards")
+    assert over["events"][0].startswith("Finished after step 2")
+    assert over["settled"] == [TEXT, TEXT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trajectories", [[FAST], [FAST, SLOW]], ids=["one", "two"])
+def test_page_fits_360_pixels(browse, trajectories):
+    (told,) = browse(page_of(*trajectories), 'press("n", document.body); await note();', width=360)
+    assert told["width"] == 360
+    assert not told["wide"]
