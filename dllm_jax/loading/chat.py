@@ -136,7 +136,10 @@ def note(model: TextModel) -> str | None:
 
 
 def render(
-    model: TextModel, conversation: Messages, chat_template: str | None = None, **template_kwargs: Any
+    model: TextModel,
+    conversation: Messages,
+    chat_template: str | None = None,
+    **template_kwargs: Any,
 ) -> str:
     """A conversation as the text the model reads, up to where it answers.
 

@@ -234,9 +234,7 @@ class Service:
         )
 
     @staticmethod
-    def _chat_ids(
-        text: TextSide, turns: list[wire.Turn], told: dict[str, Any] | None
-    ) -> list[int]:
+    def _chat_ids(text: TextSide, turns: list[wire.Turn], told: dict[str, Any] | None) -> list[int]:
         return text.ids(text.render(turns, told), False, "messages")
 
     async def _generate(
@@ -585,7 +583,9 @@ class Gate:
             record.error = str(error)
             engine = self._service.engine
             code = "draining" if engine.state == "draining" else "engine_failed"
-            said = error_object("the engine ended before the answer did; try again", 503, None, code)
+            said = error_object(
+                "the engine ended before the answer did; try again", 503, None, code
+            )
             return Json(said, 503, headers={"retry-after": "5"})
         record.error = str(error) if isinstance(error, RequestFailed) else type(error).__name__
         if not isinstance(error, RequestFailed):
@@ -645,5 +645,3 @@ def _cut(send: Any) -> None:
     transport = getattr(cycle, "transport", None)
     if transport is not None:
         transport.abort()
-
-

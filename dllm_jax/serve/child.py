@@ -151,7 +151,7 @@ class Loop:
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
         self._pieces: dict[int, str] = {}
-        self._num_steps = served.engine.stats().num_steps
+        self._num_steps = 0
 
     def run(self) -> None:
         """Work until the front closes the socket."""
@@ -170,10 +170,12 @@ class Loop:
             started = time.perf_counter()
             deltas = [delta for output in self._engine.step() for delta in self._deltas(output)]
             now = time.perf_counter()
-            steps = self._steps(now - started)
+            stats = self._engine.stats()
+            ran, self._num_steps = stats.num_steps - self._num_steps, stats.num_steps
+            steps = [(ran, now - started)] if ran else []
             is_idle = not self._engine.has_work
             if deltas or steps or is_idle or now - sent_s > _COUNTS_PERIOD_S:
-                self._sender.put(deltas, self._counts(steps))
+                self._sender.put(deltas, _counts(stats, steps))
                 sent_s = now
 
     def _receive(self) -> list[Any] | None:
@@ -262,16 +264,15 @@ class Loop:
             text = self._pieces[token] = plain_text(self._served.tokenizer, token)
         return text
 
-    def _steps(self, seconds: float) -> list[tuple[int, float]]:
-        """Decode steps of this turn of the loop, and the seconds it took."""
-        num_steps = self._engine.stats().num_steps
-        ran, self._num_steps = num_steps - self._num_steps, num_steps
-        return [(ran, seconds)] if ran else []
 
-    def _counts(self, steps: list[tuple[int, float]]) -> Counts:
-        stats = self._engine.stats()
-        names = (name for name in Counts.__struct_fields__ if name != "steps")
-        return Counts(**{name: getattr(stats, name) for name in names}, steps=steps)
+def _counts(stats: Any, steps: list[tuple[int, float]]) -> Counts:
+    """The engine's `Stats` as they are sent.
+
+    Args:
+        steps: Decode steps of this turn of the loop, and the seconds it took.
+    """
+    names = (name for name in Counts.__struct_fields__ if name != "steps")
+    return Counts(**{name: getattr(stats, name) for name in names}, steps=steps)
 
 
 def _usage(output: RequestOutput) -> Usage:
@@ -279,7 +280,7 @@ def _usage(output: RequestOutput) -> Usage:
     num_prompt = len(output.prompt_token_ids)
     return Usage(
         prompt_tokens=num_prompt,
-        cached_tokens=metrics.cached_tokens,
+        cached_tokens=metrics.prompt_cached_tokens,
         nfe=metrics.nfe,
         prefill_nfe=metrics.prefill_nfe,
         num_preemptions=metrics.num_preemptions,
@@ -303,14 +304,16 @@ def facts_of(llm: Any) -> Facts:
     return Facts(
         source=model.source,
         family=model.defaults.family,
-        strategy=type(strategy).__name__ if layout is None else _name(strategy),
+        strategy=_name(strategy),
         block_size=layout.block_size,
         window=layout.window,
         thresholds={
             name: (float(layout.knob_values[name]), float(low), float(high))
             for name, (low, high) in layout.knobs.items()
         },
-        max_model_len=layout.max_model_len,
+        max_model_len=min(layout.max_model_len, layout.window)
+        if layout.in_window
+        else layout.max_model_len,
         vocab_size=layout.vocab_size,
         mask_token_id=model.config.mask_token_id,
         num_slots=layout.num_slots,
