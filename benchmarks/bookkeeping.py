@@ -34,13 +34,13 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineLayout
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import DECODE, Scheduler
+from dllm_jax.runner.packing import HEAD
 from dllm_jax.runner.runner import Fetched
 
 BARS_US = {"life": 60.0, "pass_4_tokens": 150.0}
 NUM_SLOTS, BLOCK, PAGE = 128, 32, 64
 PROMPT, TEXT = 448, 64
 STEPS, NUM_PASSES = 8, 64  # steps of a chunk; chunks of a measurement
-HEAD = 6  # start, finish, nfe, length, before, steps
 
 
 def make_layout(num_slots: int, num_pages: int) -> EngineLayout:
@@ -101,16 +101,21 @@ class NullDevice:
 def prepared_passes(tokens: int) -> list[np.ndarray]:
     """Harvests of 128 rows that each settle so many tokens a chunk."""
     passes = []
-    width = HEAD + NullDevice.most_new + 256
+    width = HEAD.size + NullDevice.most_new + 256
     before = np.zeros((NUM_SLOTS,), np.int32)
     for number in range(NUM_PASSES + 1):
         # Rows are at different places of their pages, so each chunk fills one for some of them.
         length = np.arange(NUM_SLOTS) % PAGE + tokens * (number + 1)
         packed = np.full((NUM_SLOTS, width), number, np.int32)
-        packed[:, 0] = PROMPT + length // BLOCK * BLOCK
-        packed[:, 1] = 1
-        packed[:, 2] = STEPS * (number + 1)
-        packed[:, 3], packed[:, 4], packed[:, 5] = length, before, STEPS
+        packed[:, : HEAD.size] = HEAD.pack(
+            NUM_SLOTS,
+            start=(PROMPT + length // BLOCK * BLOCK)[:, None],
+            finish=1,
+            nfe=STEPS * (number + 1),
+            length=length[:, None],
+            before=before[:, None],
+            steps=STEPS,
+        )
         passes.append(packed)
         before = length
     return passes

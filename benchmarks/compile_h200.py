@@ -140,7 +140,7 @@ def main() -> None:
                 continue
             began = time.perf_counter()
             with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=ABSTRACT)):
-                lowered = device.lower(work.run)
+                lowered = device.lower(work.call(device))
             lowered_s, began = time.perf_counter() - began, time.perf_counter()
             compiled = lowered.compile({"xla_gpu_autotune_level": 0})
             compiled_s = time.perf_counter() - began

@@ -14,12 +14,13 @@ from flax import struct
 from jaxtyping import Array, Bool
 
 from .core import blocks, random, sampling
+from .core.checks import check_one_of, check_whole
 from .core.needs import Needs
 from .core.protocol import Knob, Strategy, TokenStats, knob
 from .core.state import DecodeState
 
 Remasking = Literal["sequential", "static", "dynamic", "entropy", "random"]
-_DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells
+_ORDER_STREAM = 1  # salt of the order of cells; tokens are drawn with 0
 
 
 class BlockDiffusion(Strategy):
@@ -44,27 +45,14 @@ class BlockDiffusion(Strategy):
     needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
     def __post_init__(self):
-        """Check the static fields; they choose the program, so nothing later would."""
-        if self.remasking not in get_args(Remasking):
-            choices = ", ".join(get_args(Remasking))
-            raise ValueError(f"remasking={self.remasking!r} is not one of {choices}; choose one")
-        steps = self.denoising_steps
-        if steps is not None and not (isinstance(steps, int) and steps >= 1):
-            raise ValueError(
-                f"denoising_steps={steps!r} must be a whole number of at least 1; None is one "
-                "token a forward"
-            )
+        """Check the static fields."""
+        check_one_of("remasking", self.remasking, get_args(Remasking))
+        if self.denoising_steps is not None:
+            check_whole("denoising_steps", self.denoising_steps, 1)
 
     def step(self, forward, state):
         """One denoise step, or the commit of a finished block."""
-        state = blocks.open_next(state)
-        out = forward(state)
-        state = out.store(state, blocks.to_cache(state))
-        holes = blocks.holes(state)
-        keys = random.step_keys(state, salt=_DRAW_STREAM)
-        stats = out.predict(where=holes, sampling=state.sampling, keys=keys)
-        accept = self._accept(stats, state, holes)
-        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+        return blocks.denoise(forward, blocks.open_next(state), self._accept)
 
     def _accept(
         self, stats: TokenStats, state: DecodeState, holes: Bool[Array, "B K S"]

@@ -15,7 +15,7 @@ Source: D2F (arXiv 2508.09192), §4.2 and the authors' decoder; Diffulex's `d2f`
 
 from flax import struct
 
-from .core import blocks, random, sampling
+from .core import blocks, sampling
 from .core.needs import Needs
 from .core.protocol import Knob, Strategy, knob
 
@@ -47,14 +47,12 @@ class D2F(Strategy):
     def step(self, forward, state):
         """One denoise step of the whole window."""
         state = blocks.open_next(state, self.add_block_threshold)
-        out = forward(state)
-        state = out.store(state, blocks.to_cache(state))
-        holes = blocks.holes(state)
-        stats = out.predict(where=holes, sampling=state.sampling, keys=random.step_keys(state))
-        accept = sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
+        return blocks.denoise(forward, state, self._accept)
+
+    def _accept(self, stats, state, _):
+        return sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
             stats, state, self.semi_complete_threshold
         )
-        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
 
 
 STRATEGY = D2F

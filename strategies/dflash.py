@@ -13,7 +13,7 @@ What the target says is drawn with the key of the absolute position, which is ho
 draft is a guess at a draw that it cannot change: the text is that of `ar`, whatever the drafter and
 the temperature. (In bfloat16 the target's rows may round otherwise in a pass of another width.)
 
-With `acceptance="rejection"` drafts are drawn, and stay by chance (`drafting.reject`): the text has
+With `acceptance="rejection"` drafts are drawn, and stay by chance (`core.rejection`): the text has
 the law of `ar`'s, but is another one.
 
 How many drafts are judged is chosen anew in every step, by how they fared and by what a round
@@ -25,8 +25,6 @@ keeps the drafts that match it too, but with noise that has no position.
 """
 
 import functools
-import math
-import numbers
 from typing import Literal
 
 import jax
@@ -35,13 +33,13 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array
 
-from .core import blocks, drafting, random
+from .core import blocks, drafting, random, rejection
+from .core.draft_settings import check_costs, check_widths
 from .core.needs import Needs
 from .core.protocol import Strategy, Taps
-from .core.state import NO_TOKEN, Carry, StepInfo
+from .core.state import Carry, StepInfo
 
 DRAFT = "draft"
-_DRAFTS, _CHANCES = 1, 2  # further draws of a position, beside that of the text
 
 
 class DFlash(Strategy):
@@ -126,7 +124,8 @@ class DFlash(Strategy):
             target_layer_ids=layers,
             widths=tuple(widths) if isinstance(widths, list) else widths,
         )
-        return bound.replace(costs=bound._checked_costs(bound._checked_widths(self.buffer_size)))
+        widths = check_widths(bound, self.buffer_size)
+        return bound.replace(costs=check_costs(self.costs, widths))
 
     def init(self, spec):
         """How the drafts of a request fared, and what is expected of those in its slot."""
@@ -145,7 +144,7 @@ class DFlash(Strategy):
 
     def step(self, forward, state):
         """Draft, judge, keep what is right and one token more."""
-        widths = self._checked_widths(state.buffer.tokens.shape[1])
+        widths = check_widths(self, state.buffer.tokens.shape[1])
         rounds = [functools.partial(self._round, forward, width=width) for width in widths]
         if len(widths) == 1:
             width = widths[0]
@@ -182,7 +181,10 @@ class DFlash(Strategy):
         cell = np.broadcast_to(np.arange(size + 1, dtype=np.int32), tokens.shape)
         live, block, drafted, how = cell < width, tokens, None, {}
         if self.acceptance == "rejection":
-            how = {"sampling": state.sampling, "keys": random.position_keys(state, _DRAFTS)}
+            how = {
+                "sampling": state.sampling,
+                "keys": random.position_keys(state, rejection.DRAFTS),
+            }
         if width > 1:
             masked = jnp.where(cell == 0, tokens, draft.mask_id)
             drafted = draft(state, inputs=masked, live=cell < size, width=size)
@@ -198,7 +200,7 @@ class DFlash(Strategy):
         )
         context = self._context(forward, out, state, live, width)
         if self.acceptance == "rejection":
-            truth, right = self._reject(forward, state, out, drafted, block[:, 0, :width])
+            truth, right = rejection.judge(forward, draft, state, out, drafted, block[:, 0, :width])
             return out, context, truth, right
         keys = random.position_keys(state)
         truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
@@ -207,37 +209,6 @@ class DFlash(Strategy):
         is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
         right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
         return out, context, truth, right.astype(jnp.int32)
-
-    def _reject(self, forward, state, out, drafted, block):
-        """What stays of a block by speculative sampling, and the token behind it.
-
-        Rows at temperature 0 go by what is most probable, as matching does.
-        """
-        B, width = block.shape
-        sampling, row = state.sampling, jnp.arange(B)
-        law = forward.drawn_law(out.hidden[:, 0, :width], sampling)
-        guesses = jnp.zeros_like(law[:, :0])
-        if drafted is not None:
-            guesses = forward.aux[DRAFT].drawn_law(drafted.hidden[:, 0, 1:width], sampling)
-        chances = random.position_uniforms(state, _CHANCES)[:, 0, 1:width]
-        right, left = drafting.reject(
-            jax.nn.softmax(law), jax.nn.softmax(guesses), block[:, 1:], chances
-        )
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, law.shape[2:], jnp.float32))(
-            random.position_keys(state)[row, 0, right + 1]
-        )
-        own = jnp.argmax(jnp.log(left) + noise, axis=1)[:, None]
-        place = jnp.arange(width)[None]
-        kept = jnp.pad(block[:, 1:], ((0, 0), (0, 1)))
-        drawn = jnp.where(place < right[:, None], kept, own)
-        best = jnp.argmax(law, axis=2)
-        tempered = sampling.temperature > 0
-        is_wrong = (best != kept) | (place == width - 1)
-        right = jnp.where(tempered, right, jnp.argmax(is_wrong, axis=1))
-        truth = jnp.where(tempered[:, None], drawn, best).astype(jnp.int32)
-        truth = jnp.where(jnp.isfinite(jnp.max(law, axis=2)), truth, NO_TOKEN)
-        window = ((0, 0), (1, self.block_size - 1 - width))
-        return jnp.pad(truth, window)[:, None], right.astype(jnp.int32)
 
     def _context(self, forward, out, view, where, width):
         """The drafter's keys and values of the rows `where` of the target's pass `out`."""
@@ -255,7 +226,7 @@ class DFlash(Strategy):
 
     def choice(self, state) -> Array:
         """Which of `choices` the next step has."""
-        self._checked_widths(state.buffer.tokens.shape[1])  # a loop runs single ones of them
+        check_widths(self, state.buffer.tokens.shape[1])  # a loop runs single ones of them
         same = (1.0,) * len(self.choices)
         costs = jnp.asarray(same if self.costs is None else self.costs, jnp.float32)
         if costs.shape != (len(same),):
@@ -263,62 +234,6 @@ class DFlash(Strategy):
                 f"costs have shape {costs.shape}; give one for each of the widths {self.choices}"
             )
         return drafting.choose_width(state, self.choices, costs)
-
-    def _checked_costs(self, widths):
-        """`costs`, if they can be those of `widths`; arrays as they are."""
-        costs = self.costs.tolist() if isinstance(self.costs, np.ndarray) else self.costs
-        several = costs if isinstance(costs, tuple | list) else (costs,)
-        if costs is None or any(isinstance(cost, Array) for cost in several):
-            return self.costs
-        are_costs = len(several) == len(widths) and all(
-            isinstance(cost, numbers.Real) and not isinstance(cost, bool) and float(cost) > 0
-            for cost in several
-        )
-        if several is not costs or not are_costs or math.isinf(min(costs)):
-            raise ValueError(
-                f"costs={costs!r} must be numbers above 0, one for each of the widths "
-                f"{widths}, not all infinite; give {len(widths)}"
-            )
-        return tuple(map(float, costs))
-
-    def _checked_widths(self, num_blocks):
-        """`choices`, if a drafter of this size can have them."""
-        for name in ("draft_block_size", "width"):
-            value = getattr(self, name)
-            if value is not None and not _is_whole(value):
-                raise ValueError(f"{name}={value!r} must be a whole number; give one")
-        if self.widths is not None:
-            if self.width is not None:
-                raise ValueError(
-                    f"width={self.width} and widths={self.widths} say it twice; give one of them"
-                )
-            if not isinstance(self.widths, tuple) or not all(map(_is_whole, self.widths)):
-                raise ValueError(
-                    f"widths={self.widths!r} must be several whole numbers; give a tuple"
-                )
-        size, widths = self.block_size - 1, self.choices
-        if num_blocks != 1:
-            raise ValueError(f"buffer_size={num_blocks}: DFlash drafts one block at a time; use 1")
-        if size < 2:
-            raise ValueError(f"draft_block_size={size} leaves no cell to draft; use 2 or more")
-        if self.acceptance not in ("match", "rejection"):
-            raise ValueError(f'acceptance={self.acceptance!r}: use "match" or "rejection"')
-        if self.acceptance == "rejection" and len(widths) > 1:
-            raise ValueError(
-                f"widths={widths} by rejection: what is drawn would depend on the other requests; "
-                "use one width"
-            )
-        inside = f"[1, {size}], the anchor and drafts of a block"
-        if self.width is not None and not 1 <= self.width <= size:
-            raise ValueError(f"width={self.width} must be in {inside}; choose it there")
-        ascend = len(widths) > 0 and list(widths) == sorted({*widths})
-        if not ascend or not all(1 <= width <= size for width in widths):
-            raise ValueError(f"widths={widths} must ascend within {inside}; choose one or more")
-        return widths
-
-
-def _is_whole(value):
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 STRATEGY = DFlash

@@ -16,9 +16,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from .core import block_rewrite, blocks, random, sampling, token_merge
+from .core.checks import check_one_of, check_whole
 from .core.needs import Needs
 from .core.protocol import ForwardOutput, Knob, Strategy, TokenMix, TokenStats, knob
 from .core.state import Carry, DecodeState
@@ -58,15 +59,10 @@ class DMax(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=2)
 
     def __post_init__(self):
-        """Check the static fields; they choose the program, so nothing later would."""
-        if self.merge not in get_args(Merge):
-            choices = ", ".join(get_args(Merge))
-            raise ValueError(f"merge={self.merge!r} is not one of {choices}; choose one")
-        if self.compat not in (None, *get_args(Compat)):
-            raise ValueError(f"compat={self.compat!r} is neither None nor 'diffulex'; choose one")
-        top_k = self.token_merge_top_k
-        if not (isinstance(top_k, int) and top_k >= 1):
-            raise ValueError(f"token_merge_top_k={top_k!r} must be a whole number of at least 1")
+        """Check the static fields."""
+        check_one_of("merge", self.merge, get_args(Merge))
+        check_one_of("compat", self.compat, (None, *get_args(Compat)))
+        check_whole("token_merge_top_k", self.token_merge_top_k, 1)
 
     @property
     def needs(self) -> Needs:
@@ -106,7 +102,7 @@ class DMax(Strategy):
         judged = self._judged(out, state, stats, active)
         accept = sampling.leftmost_sure(stats, self.accept_threshold, blocks.holes(state))
         ready = self._ready(state, stats, judged, accept)
-        stability = _stability(state, stats)
+        stability = block_rewrite.stability(state, stats.token)
         # What is filled takes the new token without a threshold.
         refresh = accept | block_rewrite.differs(state, stats.token)
         state, filled = block_rewrite.rewrite(state, stats.token, refresh)
@@ -162,17 +158,6 @@ class DMax(Strategy):
         if self.compat == "diffulex":
             return ready
         return ready | (state.buffer.block_steps + 1 >= self.block_size)
-
-
-def _stability(state: DecodeState, stats: TokenStats) -> Float[Array, "B K"]:
-    """Share of each block's filled cells that the model would leave; 1 where none is filled.
-
-    Cells of the prompt count, as in Diffulex.
-    """
-    filled = state.buffer.filled
-    same = filled & (stats.token == state.buffer.tokens)
-    count = jnp.sum(filled, axis=2)
-    return jnp.where(count > 0, jnp.sum(same, axis=2) / jnp.maximum(count, 1), 1.0)
 
 
 STRATEGY = DMax

@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from .core import block_rewrite, blocks, random, sampling
+from .core.checks import check_number, check_whole
 from .core.needs import Needs
 from .core.protocol import Knob, Strategy, TokenStats, knob
 from .core.state import Carry, DecodeState
@@ -45,17 +46,9 @@ class Edit(Strategy):
     needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
     def __post_init__(self):
-        """Check the static fields; they choose the program, so nothing later would."""
-        steps, penalty = self.max_post_edit_steps, self.penalty_lambda
-        if not (isinstance(steps, int) and 0 <= steps <= _MOST_STEPS):
-            raise ValueError(
-                f"max_post_edit_steps={steps!r} must be a whole number in [0, {_MOST_STEPS}]; "
-                "16 is usual"
-            )
-        if not (isinstance(penalty, int | float) and 0 <= penalty < float("inf")):
-            raise ValueError(
-                f"penalty_lambda={penalty!r} must be a number of at least 0; 0 is no penalty"
-            )
+        """Check the static fields."""
+        check_whole("max_post_edit_steps", self.max_post_edit_steps, 0, _MOST_STEPS)
+        check_number("penalty_lambda", self.penalty_lambda, "no penalty")
 
     def init(self, spec):
         """Forwards that a block has begun without a hole: none yet."""

@@ -23,6 +23,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from .core import blocks, dual_cache, random, remasking, sampling
+from .core.checks import check_number, check_one_of, check_whole
 from .core.needs import Needs
 from .core.protocol import Forward, ForwardOutput, Knob, Strategy, TokenStats, knob
 from .core.remasking import TextBlock
@@ -65,27 +66,18 @@ class FullSequence(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=16)
 
     def __post_init__(self):
-        """Check the static fields; they choose the program, so nothing later would."""
-        for name, most in (("steps", _MOST_STEPS), ("block_length", None)):
-            value = getattr(self, name)
-            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if value is not None and (not good or (most is not None and value > most)):
-                rule = "of at least 1" if most is None else f"in [1, {most}]"
-                raise ValueError(f"{name}={value!r} must be a whole number {rule}; or leave it out")
-        for name, kind in (("remasking", Remasking), ("cache", Cache)):
-            value = getattr(self, name)
-            if value not in get_args(kind) and not (name == "cache" and value is None):
-                choices = ", ".join(get_args(kind))
-                raise ValueError(f"{name}={value!r} is not one of {choices}; choose one")
-        scale = self.cfg_scale
-        if not (isinstance(scale, int | float) and 0 <= scale < float("inf")):
+        """Check the static fields."""
+        if self.steps is not None:
+            check_whole("steps", self.steps, 1, _MOST_STEPS)
+        if self.block_length is not None:
+            check_whole("block_length", self.block_length, 1)
+        check_one_of("remasking", self.remasking, get_args(Remasking))
+        check_one_of("cache", self.cache, (None, *get_args(Cache)))
+        check_number("cfg_scale", self.cfg_scale, "no guidance")
+        if self.cfg_scale and self.cache:
             raise ValueError(
-                f"cfg_scale={scale!r} must be a number of at least 0; 0 is no guidance"
-            )
-        if scale and self.cache:
-            raise ValueError(
-                f"cfg_scale={scale} runs the model on two inputs and cache={self.cache!r} keeps "
-                "the keys of one; use one of the two"
+                f"cfg_scale={self.cfg_scale} runs the model on two inputs and "
+                f"cache={self.cache!r} keeps the keys of one; use one of the two"
             )
 
     @property

@@ -9,7 +9,7 @@ Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 
 from flax import struct
 
-from .core import blocks, random, sampling
+from .core import blocks, sampling
 from .core.needs import Needs
 from .core.protocol import Knob, Strategy, knob
 
@@ -34,14 +34,12 @@ class MultiBD(Strategy):
     def step(self, forward, state):
         """One denoise step of the whole window."""
         state = blocks.open_next(state, self.add_block_threshold)
-        out = forward(state)
-        state = out.store(state, blocks.to_cache(state))
-        holes = blocks.holes(state)
-        stats = out.predict(where=holes, sampling=state.sampling, keys=random.step_keys(state))
-        accept = sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
+        return blocks.denoise(forward, state, self._accept)
+
+    def _accept(self, stats, state, _):
+        return sampling.above(stats, self.accept_threshold) | sampling.forced_top1(
             stats, state, self.semi_complete_threshold
         )
-        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
 
 
 STRATEGY = MultiBD

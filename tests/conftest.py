@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-    from dllm_jax.loading.async_dispatch import enable_async_dispatch
+    from dllm_jax.loading.jax_settings import enable_async_dispatch
 
     enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
 

@@ -88,7 +88,7 @@ VERSIONS = (
     "convert/test_convert.py",
     "kernels",
     "loading/test_async_dispatch.py",
-    "loading/test_compile_cache.py",
+    "loading/test_jax_settings.py",
     "loading/test_load.py",
     "models/test_family_logits.py",
     "models/test_logits_golden.py",

@@ -225,7 +225,8 @@ def decode_program(engine: Engine, rows: int, columns: int) -> str:
     """The optimised decode program of a bucket, as XLA prints it."""
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
-    lowered = engine.runner.lower(lambda bare: bare.decode(slots, rows, table, 2, False))
+    runner = engine.runner
+    lowered = runner.lower(runner.decode_call(slots, rows, table, 2, False))
     return lowered.compile().as_text() or ""
 
 

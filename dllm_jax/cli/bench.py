@@ -16,10 +16,10 @@ from dllm_jax.cli.eval import check_output
 from dllm_jax.cli.interrupt import ALL, Interrupt
 
 INPUTS, OUTPUTS = "16:256", "16:128"
-MAX_TOKENS = 224  # of adaptive work: the longest worked solution of the word problems, and some
+MAX_TOKENS = 224  # of adaptive work: more than the longest worked solution of the word problems
 SLOTS = 8
-# Room for the texts of the bare loop, where the work itself is shorter. A round of drafts writes up
-# to a block, and half of the room is context.
+# Least room for the texts of the bare loop, in blocks. A round of drafts writes up to a block, and
+# half of the room is context.
 BARE_BLOCKS, BARE_ROUNDS = 4, 32
 
 
@@ -110,8 +110,8 @@ def lengths(text: str) -> Any:
     try:
         return Lengths(int(low), int(high if colon else low))
     except ValueError as error:
-        told = str(error) if "must be" in str(error) else "write e.g. 512 or 16:4096"
-        raise argparse.ArgumentTypeError(f"{text!r}: {told}") from None
+        reason = str(error) if "must be" in str(error) else "write e.g. 512 or 16:4096"
+        raise argparse.ArgumentTypeError(f"{text!r}: {reason}") from None
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
@@ -190,7 +190,7 @@ def _strategy(args: argparse.Namespace, model: Any, chosen: Any) -> Any:
 
 
 def _batches(args: argparse.Namespace, model: Any) -> list[list[Any]]:
-    """The work: one batch for throughput, one more than asked for latency."""
+    """The work: one batch for throughput, `--num-iters` and a warm-up batch for latency."""
     from dllm_jax.bench import workload
 
     latency = args.what == "latency"
@@ -258,7 +258,7 @@ def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[l
 
 
 def _load(args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, as the report says it."""
+    """The load, as the report states it."""
     fixed = args.mode == "fixed"
     load = {
         "input_len": str(args.input_len or INPUTS) if fixed else None,
@@ -272,7 +272,7 @@ def _load(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """The report as lines."""
     mode = facts["mode"]
     if mode == "fixed":
         mode += f", {facts['tokens_per_step']} tokens a step"
@@ -280,7 +280,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     draft = facts.get("draft_model")
     beside = "" if draft is None else f" with the draft {draft}"
     right = "" if accuracy is None else f", {accuracy:.1%} right"
-    told = [
+    report = [
         f"{facts['model']}{beside} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, "
         f"commit {facts['commit']}",
         f"{facts['strategy']} ({mode}), window {facts['buffer_size']} x {facts['block_size']}, "
@@ -294,27 +294,27 @@ def lines(facts: dict[str, Any]) -> list[str]:
         + ("" if facts["decode_tok_s"] is None else f" (decode only {facts['decode_tok_s']:.1f})"),
     ]
     if facts.get("draft") and facts["draft"]["rounds"]:
-        told.append(_drafts(facts["draft"]))
+        report.append(_drafts(facts["draft"]))
     names = {"batch_s": "batch", "ttfb_s": "first block", "tpot_s": "per token", "e2e_s": "request"}
     for key, name in names.items():
         if facts.get(key):
             shown = ", ".join(f"{p} {_seconds(value)}" for p, value in facts[key].items())
-            told.append(f"{name:<12} {shown}")
+            report.append(f"{name:<12} {shown}")
     if facts["step_ms"] is not None:
         floor = "no floor known for this device"
         if facts["floor_ms"] is not None:
             floor = f"floor {facts['floor_ms']:.3f} ms, x{facts['step_over_floor']:.2f}"
-        told.append(
+        report.append(
             f"{'step':<12} {facts['step_ms']:.3f} ms, bare {facts['bare_step_ms']:.3f} ms, "
             f"{floor}; host overhead {facts['host_overhead']:.1%}"
         )
     if facts.get("round_programs"):
-        told.append(_round(facts))
-    return told
+        report.append(_round(facts))
+    return report
 
 
 def _round(facts: dict[str, Any]) -> str:
-    """Where the time of a round goes, for people."""
+    """The time of a round by its parts, as a line."""
     widths: dict[int, float] = {}
     steps = sum(one["steps"] for one in facts["round_programs"])
     for one in facts["round_programs"]:
@@ -329,7 +329,7 @@ def _round(facts: dict[str, Any]) -> str:
 
 
 def _drafts(draft: dict[str, Any]) -> str:
-    """How drafts fared, for people."""
+    """The acceptance of drafts, as a line."""
     shares = (f"{share:.0%}" for share in draft["accepted_per_position"] if share is not None)
     return (
         f"{'drafts':<12} {draft['rounds']} rounds, mean accepted length "

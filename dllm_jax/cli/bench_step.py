@@ -166,7 +166,7 @@ def _work(args: argparse.Namespace, model: Any, draft: Any) -> tuple[tuple[Any, 
 
 
 def heading(model: Any) -> dict[str, Any]:
-    """What all rows share."""
+    """The facts that all rows share."""
     import dataclasses
 
     import jax
@@ -181,7 +181,7 @@ def heading(model: Any) -> dict[str, Any]:
 
 
 def first_lines(facts: dict[str, Any]) -> list[str]:
-    """Where it is measured, and the table's head."""
+    """The device, and the head of the table."""
     return [
         f"{facts['model']} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, commit "
         f"{facts['commit']}",
@@ -191,7 +191,7 @@ def first_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def row_lines(row: dict[str, Any]) -> list[str]:
-    """One shape for people."""
+    """One shape as lines."""
 
     def spread(name: str) -> str:
         low, high = row[f"{name}_range"]
@@ -204,34 +204,34 @@ def row_lines(row: dict[str, Any]) -> list[str]:
     elif row["floor_ms"] is not None and row["floor_in_turn_ms"] is not None:
         floors = f"{row['floor_ms']:>8.3f} {row['floor_in_turn_ms']:>8.3f}"
         ratios = f"x{row['bare_over_floor_in_turn']:.2f}, x{row['step_over_floor_in_turn']:.2f}"
-    told = [
+    lines = [
         f"{row['shape']:>10} {row['context']:>7} {spread('bare_step_ms'):>18} "
         f"{spread('step_ms'):>20} {floors}  {ratios}"
     ]
     if row.get("draft_ms") is not None:
-        told.append(
+        lines.append(
             f"{'':>10} round: draft {row['draft_ms']:.3f} ms, verify {row['verify_ms']:.3f} ms, "
             f"host {row['host_ms']:.3f} ms"
         )
-    told.append(f"{'':>10} in the long run: bare {spread('long_run_step_ms')} ms")
+    lines.append(f"{'':>10} in the long run: bare {spread('long_run_step_ms')} ms")
     if row["floor_parts_ms"]:
         parts = (f"{name} {ms:.3f}" for name, ms in row["floor_parts_ms"].items())
-        told.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
+        lines.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
     profile = row.get("profile")
     if profile is None:
-        return told
-    told.append(
+        return lines
+    lines.append(
         f"{'':>10} profile ({profile['what']}): {profile['busy_ms']:.3f} ms busy in "
         f"{profile['launches']:.0f} launches, {profile['span_ms']:.3f} ms from end to end"
     )
     for name, kind in profile["kinds"].items():
-        told.append(
+        lines.append(
             f"{'':>12} {name:<10} {kind['share']:>6.1%} {kind['ms'] * 1e3:>10.1f} us "
             f"{kind['launches']:>7.1f} x"
         )
     for kernel in profile["kernels"][:KERNELS_SHOWN]:
-        told.append(
+        lines.append(
             f"{'':>12} {kernel['kind']:<10} {kernel['share']:>6.1%} {kernel['ms'] * 1e3:>10.1f} us "
             f"{kernel['launches']:>7.1f} x  {kernel['name'][:80]}"
         )
-    return told
+    return lines

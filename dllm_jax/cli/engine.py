@@ -1,7 +1,7 @@
-"""The engine a command line asks for, and the loop over it that looks at signals between steps.
+"""The engine of a command line, and the loop over it that checks for signals between steps.
 
-Sizes are those the prompts need, rounded up so that the next command finds its programs in the
-compile cache. Nothing here prints.
+Sizes follow the prompts, rounded up so that the next command finds its programs in the compile
+cache.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SHORTEST = 256  # `max_model_len` is a power of two from here on
 
 
 class Clock:
-    """Seconds, standing still while programs are compiled: an engine's rates are of its work."""
+    """Seconds without compilation, so that an engine's rates measure its work."""
 
     def __init__(self):
         self._device: Any = None
@@ -33,7 +33,7 @@ class Clock:
         return 0.0 if self._device is None else self._device.compile_s
 
     def watch(self, llm: Any) -> None:
-        """Leave out what this engine compiles from now on."""
+        """Exclude the compile time of this engine."""
         self._device = llm.engine.runner
 
 
@@ -45,10 +45,10 @@ def make_llm(
     longest: int | None = None,
     count: int = 1,
 ) -> Any:
-    """An `LLM` for so many prompts; programs are compiled when they are first met.
+    """An `LLM` for `count` prompts; each program is compiled when it is first needed.
 
     Args:
-        longest: Tokens of the longest prompt; None: nobody knows.
+        longest: Tokens of the longest prompt; None: unknown.
 
     Raises:
         ValueError: Sizes that do not fit the model, or each other.
@@ -95,17 +95,17 @@ def _enough(length: int, most: int) -> int:
 
 
 def sampling_params(args: argparse.Namespace, model: Any, strategy: Any) -> SamplingParams:
-    """What the flags ask for, the defaults of the model under the strategy where they say nothing.
+    """Sampling parameters from the flags, with the model's defaults for the rest.
 
-    Without a seed of its own request i has `fold_in(key(seed), i)`.
+    Request i without a seed of its own draws with `fold_in(key(seed), i)`.
     """
     from dllm_jax.api.strategy import default_params
 
-    said = {"temperature": args.temperature, "top_p": args.top_p}
+    given = {"temperature": args.temperature, "top_p": args.top_p}
     return default_params(
         model,
         strategy,
-        **{name: value for name, value in said.items() if value is not None},
+        **{name: value for name, value in given.items() if value is not None},
         max_tokens=args.max_tokens,
         top_k=args.top_k,
         stop=tuple(args.stop),
@@ -115,7 +115,7 @@ def sampling_params(args: argparse.Namespace, model: Any, strategy: Any) -> Samp
 
 
 def add(engine: Any, requests: Sequence[Request]) -> list[str]:
-    """Queue requests, all or none.
+    """Queue all requests, or none.
 
     Raises:
         ValueError: One can never run.
@@ -131,10 +131,10 @@ def add(engine: Any, requests: Sequence[Request]) -> list[str]:
 
 
 def follow(engine: Any, request_ids: Sequence[str], stop: Interrupt) -> Iterator[RequestOutput]:
-    """Outputs of queued requests; what a signal or leaving the loop cuts short ends with "abort".
+    """Outputs of queued requests; a signal, or leaving the loop, ends the rest with "abort".
 
     Raises:
-        Interrupted: There was a signal; `engine.outputs()` is what there is.
+        Interrupted: A signal arrived; `engine.outputs()` has the texts so far.
     """
     left = set(request_ids)
     with stop.held():

@@ -127,7 +127,7 @@ def _main(argv: list[str]) -> int:
                 return importlib.import_module(f"dllm_jax.cli.{args.verb}").run(args, stop)
             except KeyboardInterrupt as signalled:
                 number = signalled.number if isinstance(signalled, Interrupted) else 2
-                return _fail(stop.told(), SIGNALLED + number, debug)
+                return _fail(stop.finish(), SIGNALLED + number, debug)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):  # after --help and --version
             return end.code or DONE

@@ -24,14 +24,14 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         print(json.dumps(facts))
         return 0
     for title, entries in facts.items():
-        lines = [f"{name}  {told}" if told else name for name, told in entries.items()]
+        lines = [f"{name}  {about}" if about else name for name, about in entries.items()]
         for i, line in enumerate(lines or ["none"]):
             print(f"{title if i == 0 else '':<12}{line}")
     return 0
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """The facts, by title: name -> what there is to say of it."""
+    """The facts, by title: name -> description."""
     from dllm_jax.loading.jax_settings import cache_folder, enable_compile_cache
     from dllm_jax.strategies import strategy_names
 

@@ -111,8 +111,8 @@ class Interrupt:
         self._noted.clear()
         self._number = self._pending = None
 
-    def told(self) -> str:
-        """Print what there is, and return the error line.
+    def finish(self) -> str:
+        """Print the work so far, and return the error line.
 
         If the watching thread was first, it ends the process meanwhile.
         """

@@ -1,7 +1,4 @@
-"""Where prompts come from and how they become token ids.
-
-Nothing here runs a model.
-"""
+"""Reads the prompts of a command line and turns them into token ids."""
 
 import argparse
 import os
@@ -21,7 +18,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         UsageError: Given twice or not at all, or empty, or to a model that reads no text.
         ValueError: A file that is not there or not UTF-8.
     """
-    if args.model.startswith("random:"):  # said before its weights are made, which takes minutes
+    if args.model.startswith(
+        "random:"
+    ):  # refused before its weights are drawn, which takes minutes
         raise UsageError(
             f"model {args.model!r} has no tokenizer to read text with; use dj.generate with token "
             "ids, or `dllm-jax bench`"
@@ -45,7 +44,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def stdin_waits() -> bool:
-    """Whether a pipe or a file with something in it is on stdin; never waits for one."""
+    """Whether stdin is a pipe or a file with data; does not wait."""
     try:
         import fcntl
         import termios
@@ -93,16 +92,16 @@ def read_file(kind: str, name: str) -> str:
 def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[int]:
     """Token ids of a prompt; unless `raw`, as one user message of the chat template, if any.
 
-    A prompt that holds the mask token keeps it: such cells are text, and the user is told so.
+    A mask token in the prompt is kept as text, with a warning.
 
     Args:
-        has_holes: They are holes.
+        has_holes: Mask tokens are holes, without a warning.
 
     Raises:
         ValueError: A model without a tokenizer, or a prompt too long for the model.
     """
     from dllm_jax.loading import chat
-    from dllm_jax.loading import tokenizer as tokenization
+    from dllm_jax.loading.tokenizer import encode as encode_text
 
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -111,10 +110,10 @@ def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[
             "token ids"
         )
     is_chat = not raw and chat.template_of(model) is not None
-    if is_chat and (said := chat.note(model)):
-        warnings.warn(said, stacklevel=2)
+    if is_chat and (note := chat.note(model)):
+        warnings.warn(note, stacklevel=2)
     text = chat.render(model, [{"role": "user", "content": prompt}]) if is_chat else prompt
-    ids = tokenization.encode(tokenizer, text, special=not is_chat)  # a template writes its own
+    ids = encode_text(tokenizer, text, special=not is_chat)  # a template writes its own
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; give at least one word")
     most = model.config.max_position
@@ -134,7 +133,7 @@ def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[
 
 
 def encode_suffix(model: Any, suffix: str) -> list[int]:
-    """Token ids of what stands behind a text, with nothing that begins one."""
-    from dllm_jax.loading import tokenizer as tokenization
+    """Token ids of a suffix, without the token that begins a text."""
+    from dllm_jax.loading.tokenizer import encode as encode_text
 
-    return tokenization.encode(model.tokenizer, suffix, special=False)
+    return encode_text(model.tokenizer, suffix, special=False)

@@ -99,11 +99,11 @@ class _Steps:
 
     @property
     def is_enough(self) -> bool:
-        """As many forwards as were asked for."""
+        """Whether --steps forwards are done."""
         return self.num_steps == self._args.steps
 
     def begin(self, count: int) -> None:
-        """Say where the text was."""
+        """Print how far the text was."""
         if self._args.json:
             return
         text = self._text
@@ -142,16 +142,17 @@ class _Steps:
             "·" if cell is None else cell for cell in cell_texts(self._model, one.window)
         )
         settled = "".join(str(cell) for cell in cell_texts(self._model, new))
-        told = one.finish_reason or ", ".join(status)
+        state = one.finish_reason or ", ".join(status)
         print(
-            f"forward {output.metrics.nfe:>3} |{window}| +{len(new)} {settled!r} {told}", flush=True
+            f"forward {output.metrics.nfe:>3} |{window}| +{len(new)} {settled!r} {state}",
+            flush=True,
         )
 
     def end(self) -> None:
         """Print the text.
 
         Raises:
-            ValueError: It ended with an error, again.
+            ValueError: The text ended with an error again.
         """
         self._watch.clear()
         if self._output.error is not None:
@@ -164,7 +165,7 @@ class _Steps:
             print(f"\n{one.text}\n\n{len(one.token_ids)} tokens, {one.finish_reason or 'running'}")
 
     def _status(self) -> list[str]:
-        """What the blocks of the window are; of an ended text nothing is left to see."""
+        """The states of the blocks in the window; empty for a finished text."""
         if self._sequence.saved is None:
             return []
         fetch, row = self._sequence.saved

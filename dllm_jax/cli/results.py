@@ -1,7 +1,7 @@
 """What `generate` prints: one text as it grows, its window, or a line or paragraph a prompt.
 
-Each form is told outputs as they come (`show`), then `end`; `cut_short` instead prints what there
-is, also from another thread while the engine is stuck. Nothing here decides what is decoded.
+Each form takes outputs as they come (`show`), then `end`. `cut_short` prints the text so far
+instead; the watching thread may call it while the engine is stuck.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 
 
 class OneText(contextlib.AbstractContextManager):
-    """One text, printed as it settles; the last line is the figures.
+    """One text, printed as it settles, then the figures.
 
     Args:
-        problem: The word problem it should solve, None for a prompt of the user's.
+        problem: The word problem it should solve, None for a prompt of the user.
     """
 
     def __init__(self, llm: Any, clock: Any, problem: Any):
@@ -49,7 +49,7 @@ class OneText(contextlib.AbstractContextManager):
         self._figures()
 
     def cut_short(self) -> str:
-        """Print what there is; the line that says so."""
+        """Print the text so far; return the error line."""
         self._output = _whole(self._llm, next(iter(self._llm.engine.outputs()), self._output))
         if self._output is None:
             return "interrupted before the first forward; run it again"
@@ -74,7 +74,7 @@ class OneText(contextlib.AbstractContextManager):
 
 
 class Watched(OneText):
-    """One text whose window is drawn; the text takes the last drawing's place."""
+    """One text whose window is drawn; the finished text replaces the last drawing."""
 
     def __init__(self, llm: Any, clock: Any, problem: Any):
         from dllm_jax.cli.watch import Watch
@@ -99,13 +99,13 @@ class Watched(OneText):
         print(f"{self._text}\n", flush=True)
 
     def _figures(self) -> None:
-        # The device works on while a frame is looked at: there is no rate.
+        # No rate: the device works on while a frame is shown.
         outputs = [] if self._output is None else [self._output]
         print(figures(outputs, None, self._clock.compile_s), flush=True)
 
 
 class Rows(contextlib.AbstractContextManager):
-    """Several texts in the order of their prompts, each printed when those before it are."""
+    """Several texts, printed in the order of their prompts."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Rows(contextlib.AbstractContextManager):
         self._bar.close()
 
     def show(self, output: RequestOutput) -> None:
-        """Keep a text; print those whose turn it is."""
+        """Keep a text; print those whose predecessors are printed."""
         self._done[int(output.request_id)] = output
         self._bar.update()
         while self._next in self._done:
@@ -152,7 +152,7 @@ class Rows(contextlib.AbstractContextManager):
             )
 
     def cut_short(self) -> str:
-        """Print what there is; the line that says so."""
+        """Print the text so far; return the error line."""
         self._bar.close()
         finished = len(self._done)
         for output in self._llm.engine.outputs():
@@ -218,7 +218,7 @@ def figures(outputs: Sequence[RequestOutput], seconds: float | None, compile_s: 
     """
     tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     nfe = sum(output.metrics.nfe for output in outputs)
-    # What is given between holes is text, but no forward wrote it.
+    # Given text between holes was not written by a forward.
     written = sum(output.metrics.tokens_per_forward * output.metrics.nfe for output in outputs)
     firsts = [output.metrics.ttfb_s for output in outputs if output.metrics.ttfb_s is not None]
     parts = [
@@ -237,7 +237,7 @@ def figures(outputs: Sequence[RequestOutput], seconds: float | None, compile_s: 
 
 
 def _whole(llm: Any, output: RequestOutput | None) -> Any:
-    """An output with the text of all its ids, also of those a running request holds back."""
+    """An output with the text of all its ids, also those that a running request withholds."""
     if output is None or all(one.finish_reason for one in output.outputs):
         return output
     decode = llm.model.tokenizer.decode
@@ -253,6 +253,6 @@ def _verdict(problem: Any, text: str) -> str:
 
     if is_correct(text, problem):
         return f"right: the answer is {problem.answer}"
-    said = extract_answer(text)
-    told = "no answer was given" if said is None else f"not {said}"
-    return f"wrong: the answer is {problem.answer}, {told}"
+    answer = extract_answer(text)
+    found = "no answer was given" if answer is None else f"not {answer}"
+    return f"wrong: the answer is {problem.answer}, {found}"

@@ -1,7 +1,6 @@
-"""The strategy that a command line asks for: loaded once, its fields checked by their types.
+"""The strategy of a command line: loaded once, its fields checked by their types.
 
-Whatever is wrong with it is a `UsageError`, raised before anything is printed. Nothing here runs a
-model.
+An error in it is a `UsageError`, raised before anything is printed.
 """
 
 import argparse
@@ -117,9 +116,9 @@ def resolve(
     """A loaded strategy with the numbers of the model's family, then `fields`, sizes all set.
 
     Args:
-        spec: What the user wrote, None for the model's own strategy.
+        spec: The name or path that the user gave, None for the model's own strategy.
         value: `load(spec)`.
-        draft: What `--draft` says: with one, the model's own strategy may be another.
+        draft: The value of `--draft`; with one, `dflash` may replace the model's own strategy.
 
     Raises:
         UsageError: Unknown field, a value of another type, or one out of range.
@@ -148,10 +147,10 @@ def resolve(
 
 
 def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) -> Any:
-    """The strategy with a window for the longest text, where all of a text stands in the window.
+    """The strategy with a window for the longest text, if the window holds the whole text.
 
-    A power of two of blocks, so that the next command finds its programs; a `buffer_size` that was
-    asked for stays.
+    A power of two of blocks, so that the next command finds its programs. A given `buffer_size`
+    stays.
     """
     if not strategy.needs.prompt.in_window or "buffer_size" in fields:
         return strategy
@@ -179,19 +178,19 @@ def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
     kinds = _kinds(strategy)
     read = {name: _read(value, kinds.get(name, Any)) for name, value in fields.items()}
     for name, value in fields.items():
-        told = f"{name}={shown(value)}"
+        given = f"{name}={shown(value)}"
         if name not in settable(strategy):
             what = "has no such field"
             if name in _UNSETTABLE:
                 what = f"is what it is: {name} is not settable"
             raise UsageError(
-                f"{told}: {type(strategy).__name__} {what}; "
+                f"{given}: {type(strategy).__name__} {what}; "
                 f"its fields are {', '.join(settable(strategy))}"
             )
         rule = "a number" if name in knobs and not _is(value, float) else None
         rule = rule or _broken_rule(name, read[name], kinds.get(name, Any))
         if rule:
-            raise UsageError(f"{told} is not {rule}; give one")
+            raise UsageError(f"{given} is not {rule}; give one")
     return read
 
 
@@ -230,37 +229,37 @@ def _read(value: Any, kind: Any) -> Any:
 
 
 def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
-    """What `value` should have been, or None if it is that."""
+    """The rule that `value` breaks, None if it breaks none."""
     from jax import Array
 
-    told = []
+    rules = []
     for option in _options(kind):
         if typing.get_origin(option) is typing.Literal:
             choices = typing.get_args(option)
             if value in choices:
                 return None
-            told.append(f"one of {', '.join(map(str, choices))}")
+            rules.append(f"one of {', '.join(map(str, choices))}")
         elif option is int:
             low = 1 if name in SIZES else -MOST
             if _is(value, int) and low <= value <= MOST:
                 return None
-            bounded = name in SIZES or _is(value, int)  # that it is one is not what is wrong
-            told.append("a whole number" + (f" in [{low}, {MOST}]" if bounded else ""))
+            bounded = name in SIZES or _is(value, int)  # the range is what is wrong
+            rules.append("a whole number" + (f" in [{low}, {MOST}]" if bounded else ""))
         elif option is types.NoneType:
             if value is None:
                 return None
-            told.append("none")
+            rules.append("none")
         elif option in _WORDS:
             if _is(value, option):
                 return None
-            told.append(_WORDS[option])
+            rules.append(_WORDS[option])
         elif option in _LISTS:
             if isinstance(value, tuple):
                 return None
-            told.append(f"a list of {_NUMBERS[_LISTS[option]]} (e.g. 1,8)")
+            rules.append(f"a list of {_NUMBERS[_LISTS[option]]} (e.g. 1,8)")
         elif option is not Array:  # no command line writes one
             return None  # a type of the strategy's own: its constructor checks it
-    return " or ".join(told)
+    return " or ".join(rules)
 
 
 _WORDS = {float: "a number", bool: "true or false", str: "a word"}
@@ -269,7 +268,7 @@ _NUMBERS = {int: "whole numbers", float: "numbers"}
 
 
 def _is(value: Any, kind: type) -> bool:
-    """Whether a literal is of a type; a bool is no number, a whole number is one."""
+    """Whether a literal has a type. A bool is no number; a whole number is a float too."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     return isinstance(value, int | float if kind is float else kind)

@@ -23,7 +23,7 @@ def layer_ids(text: str) -> tuple[int, ...]:
 KINDS = ("sdar", "ar", "dflash")
 _ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar"), ("dflash",)
 _METAVARS = {"--target": "SRC", "--prompts": "FILE", "--target-layer-ids": "ID,..."}
-# flag, type, kinds, help; what is not given is left to dllm_jax.training, which knows the recipes
+# flag, type, kinds, help; a flag that is not given keeps the default of its recipe
 OPTIONS = (
     ("--steps", flags.whole(1), _ALL, "length of the run"),
     ("--budget-seconds", flags.number(0, 1e9, True), _ALL, "length in seconds, instead of --steps"),
@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target for drafters; dflash: a drafter for --target",
     )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the run")
-    for flag, kind, kinds, told in OPTIONS:
+    for flag, kind, kinds, summary in OPTIONS:
         only = "" if kinds == _ALL else f" ({', '.join(kinds)})"
-        parser.add_argument(flag, type=kind, help=told + only, metavar=_METAVARS.get(flag, "N"))
+        parser.add_argument(flag, type=kind, help=summary + only, metavar=_METAVARS.get(flag, "N"))
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

@@ -1,9 +1,9 @@
-"""Hub ids: the files of a Hugging Face repository that a model is made of, in the hub's own cache.
+"""Hub ids: the files of a Hugging Face repository that a model consists of, in the hub's own cache.
 
 Data flow: id -> is the hub there? -> config, tokenizer, index -> the shards it names -> folder.
-Nothing else of a repository is asked for: no code, no pickles, no pictures. Network, cache, tokens
-and offline mode are `huggingface_hub`'s, and so are its environment variables; here is which files,
-one bar for all, and one line for whatever goes wrong. Nothing here knows what the files hold.
+Other files of a repository are not fetched. Network, cache, tokens, offline mode and environment
+variables are `huggingface_hub`'s. Files are fetched one by one in the caller's thread, where the
+library itself ends a transfer on Ctrl-C; hf_xet fetches the parts of a file in parallel.
 """
 
 import contextlib
@@ -11,14 +11,16 @@ import errno
 import glob
 import json
 import logging
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES
-from dllm_jax.loading.hub_errors import told
-from dllm_jax.loading.hub_transfer import Transfer
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -26,71 +28,166 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ONLY_SAFETENSORS = "only safetensors are read, other forms of weights can run code"
 _SMALL = (CONFIG, INDEX, ADAPTER_CONFIG, *TOKENIZER_FILES)
+_LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
+_LONGEST_HEADER = 100_000_000  # the limit of safetensors
+_CHUNK = 1 << 16
+_HEADERS_AT_ONCE = 8
 
 
 class HubError(ValueError):
-    """A repository that cannot be had; the message says value, rule and remedy in one line."""
+    """A repository that cannot be fetched; the message says value, rule and remedy in one line."""
 
 
 def fetch_model(name: str, revision: str | None = None) -> Path:
     """A folder with the config, the tokenizer and the weights of a hub repository.
 
-    What is in the cache is not fetched again, and is used where the hub cannot be reached.
+    Files in the cache are not fetched again, and are used if the hub cannot be reached.
 
     Args:
         name: `org/name`.
         revision: Branch, tag or commit; None: the main branch.
 
     Raises:
-        HubError: Whatever went wrong.
+        HubError: For every failure.
     """
-    with reaching("model", name, revision) as repository:
+    with _reaching("model", name, revision) as repository:
         folder = repository.fetch_small()
-        return repository.fetch_weights(folder, indexed(folder))
+        return repository.fetch_weights(folder, _indexed(folder))
 
 
 def fetch_adapter(name: str, revision: str | None = None) -> Path:
     """A folder with the configuration and the weights of a LoRA adapter; else as `fetch_model`."""
-    with reaching("adapter", name, revision) as repository:
-        folder = repository.fetch([ADAPTER_CONFIG])
-        repository.require(
-            folder / ADAPTER_CONFIG,
-            f"{repository} has no {ADAPTER_CONFIG}; give the repository of a LoRA adapter",
-        )
+    with _reaching("adapter", name, revision) as repository:
+        message = f"{repository} has no {ADAPTER_CONFIG}; give the repository of a LoRA adapter"
+        folder = repository.fetch([ADAPTER_CONFIG], message)
         return repository.fetch_weights(folder, [ADAPTER_WEIGHTS])
 
 
-class Repository:
-    """A repository at one revision, and whether only the cache is asked for it."""
+def fetch_headers(name: str, revision: str | None, to: Path) -> Path:
+    """A folder to inspect a model by; `load` would read the missing weights as zeros.
+
+    Only the header of each safetensors file is read. A sparse file of the full size, which takes no
+    room on the disk, stands for the rest.
+
+    Args:
+        name: `org/name`.
+        to: Where the folder is made, unless the weights are in the cache already.
+
+    Raises:
+        HubError: For every failure.
+    """
+    with _reaching("model", name, revision) as repository:
+        folder = repository.fetch_small()
+        names = _indexed(folder)
+        files = [] if repository.failure else repository.weights(folder, names)
+        if not any(file.will_download for file in files):
+            return repository.fetch_weights(folder, names)
+        made = to / name.rpartition("/")[2]  # the name may identify the kind of model
+        made.mkdir()
+        for path in folder.iterdir():
+            (made / path.name).symlink_to(path.resolve())
+        with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+            wanted = [file for file in files if not (made / file.filename).exists()]
+            headers = pool.map(lambda f: _header(repository, folder.name, f.filename), wanted)
+            for file, header in zip(wanted, headers, strict=True):
+                with (made / file.filename).open("wb") as out:
+                    out.write(header)
+                    out.truncate(file.file_size)
+        return made
+
+
+def _header(repository: "_Repository", commit: str, file: str) -> bytes:
+    """The beginning of a file, at least its header; then the connection is closed."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = hf_hub_url(repository.name, file, revision=commit)
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    data = b""
+    with get_session().stream("GET", url, headers=headers, timeout=timeout) as answer:
+        hf_raise_for_status(answer)
+        for chunk in answer.iter_bytes(_CHUNK):
+            data += chunk
+            if len(data) >= min(_LONGEST_HEADER, _LENGTH_BYTES + _length(data)):
+                break
+    return data
+
+
+def _length(data: bytes) -> int:
+    return int.from_bytes(data[:_LENGTH_BYTES], "little")
+
+
+class _Repository:
+    """A repository at one revision.
+
+    Attributes:
+        commit: The hub's commit of the revision; None where the hub did not answer.
+        files: Names of its files; empty where the hub did not answer.
+        failure: Why the hub did not answer; only the cache is used then.
+    """
 
     def __init__(self, what: str, name: str, revision: str | None):
         self.what, self.name, self.revision = what, name, revision
-        self.failure: Exception | None = None  # why the hub itself does not answer
+        self.commit: str | None = None
+        self.files: frozenset[str] = frozenset()
+        self.failure: Exception | None = None
 
     def __str__(self) -> str:
         at = "" if self.revision is None else f" at revision {self.revision!r}"
         return f"{self.what} {self.name!r}{at}"
 
     def reach(self) -> None:
-        """Ask the hub for the repository; where that fails the cache may still have it.
+        """Ask the hub for the repository; if that fails, the cache may still have it.
 
         Raises:
-            RevisionNotFoundError: The repository is there, and this is not in it.
+            RevisionNotFoundError: The repository is there, but not this revision.
         """
         from huggingface_hub import HfApi, constants, errors
 
         try:
-            HfApi().model_info(
+            info = HfApi().model_info(
                 self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT
             )
         except errors.RevisionNotFoundError:
             raise
         except Exception as error:
             self.failure = error
+        else:
+            self.commit = info.sha
+            self.files = frozenset(file.rfilename for file in info.siblings or ())
 
-    def fetch(self, names: Iterable[str]) -> Path:
-        """The snapshot's folder, with those of these small files that it has."""
-        return Path(Transfer(self.name).run(self._snapshot, _exactly(names), self.revision))
+    def fetch(self, names: Iterable[str], missing: str) -> Path:
+        """The snapshot's folder, with those of these small files that the repository has.
+
+        Args:
+            names: The first must be there.
+            missing: The error without the first.
+        """
+        import huggingface_hub
+
+        first, *others = names
+        if self.failure is not None:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    self.name, revision=self.revision, local_files_only=True
+                )
+            )
+        elif first not in self.files:
+            raise HubError(missing)
+        else:
+            with _bar(self.name, None) as bar:
+                cached = huggingface_hub.try_to_load_from_cache(
+                    self.name, first, revision=self.revision
+                )
+                folder = Path(cached).parent if isinstance(cached, str) else None
+                if folder is None or folder.name != self.commit:
+                    # By the revision's name, so that the cache can look it up without the hub.
+                    folder = self._download(first, self.revision, bar).parent
+                for name in (name for name in others if name in self.files):
+                    self._download(name, folder.name, bar)
+        self.require(folder / first, missing)
+        return folder
 
     def fetch_small(self) -> Path:
         """A model's folder, without its weights.
@@ -98,35 +195,43 @@ class Repository:
         Raises:
             HubError: There is no config.
         """
-        folder = self.fetch(_SMALL)
-        message = f"{self} has no {CONFIG}; give a repository in the Hugging Face format"
-        if (folder / ADAPTER_CONFIG).is_file():
-            message = f"{self} is a LoRA adapter; give its base model, and this as lora (--lora)"
-        self.require(folder / CONFIG, message)
-        return folder
+        missing = f"{self} has no {CONFIG}; give a repository in the Hugging Face format"
+        if ADAPTER_CONFIG in self.files:
+            missing = f"{self} is a LoRA adapter; give its base model, and this as lora (--lora)"
+        return self.fetch(_SMALL, missing)
 
     def fetch_weights(self, folder: Path, names: list[str] | None) -> Path:
-        """The same folder with these large files, all of which must be there in the end.
+        """The same folder with these large files; all of them must be in the repository.
 
         Args:
             names: None: every safetensors file.
         """
         if self.failure is None:
-            files = [file for file in self.weights(folder, names) if file.will_download]
-            size = sum(file.file_size or 0 for file in files)
+            files = self.weights(folder, names)
+            size = sum(file.file_size or 0 for file in files if file.will_download)
             self._require_space(size)
-            patterns = _patterns(names)  # some may be there, under another revision's name
-            Transfer(self.name, size or None).run(self._snapshot, patterns, folder.name)
+            with _bar(self.name, size or None) as bar:
+                for file in files:  # also those in the cache under another revision's name
+                    self._download(file.filename, folder.name, bar)
         self.require_weights(folder, names)
         return folder
 
     def weights(self, folder: Path, names: list[str] | None) -> Any:
-        """What there is to say of the large files: `filename`, `file_size`, `will_download`."""
-        patterns = _patterns(names)
-        return Transfer(self.name).run(self._snapshot, patterns, folder.name, dry_run=True)
+        """The large files: records with `filename`, `file_size` and `will_download`."""
+        import huggingface_hub
+
+        with _bar(self.name, None) as bar:
+            return huggingface_hub.snapshot_download(
+                self.name,
+                revision=folder.name,
+                allow_patterns=["*.safetensors"] if names is None else [*map(glob.escape, names)],
+                ignore_patterns=["*/*"],  # the star of a pattern also matches slashes
+                tqdm_class=_counter(bar),
+                dry_run=True,
+            )
 
     def require_weights(self, folder: Path, names: list[str] | None) -> None:
-        """Refuse a repository without these weights, or any."""
+        """Refuse a repository without these weights, or without any."""
         first = next((path.name for path in folder.glob("*.safetensors")), "model.safetensors")
         remedy = _ONLY_SAFETENSORS
         if names and (folder / INDEX).is_file():
@@ -142,19 +247,13 @@ class Repository:
             raise FileNotFoundError(errno.ENOENT, "not in the cache", str(path))
         raise HubError(message)
 
-    def _snapshot(
-        self, counter: Any, patterns: list[str], revision: str | None, dry_run: bool = False
-    ) -> Any:
+    def _download(self, name: str, revision: str | None, bar: tqdm) -> Path:
         import huggingface_hub
 
-        return huggingface_hub.snapshot_download(
-            self.name,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=["*/*"],  # a pattern's star also stands for slashes
-            local_files_only=self.failure is not None,
-            tqdm_class=counter,
-            dry_run=dry_run,
+        return Path(
+            huggingface_hub.hf_hub_download(
+                self.name, name, revision=revision, tqdm_class=_counter(bar)
+            )
         )
 
     def _require_space(self, size: int) -> None:
@@ -171,13 +270,13 @@ class Repository:
 
 
 @contextlib.contextmanager
-def reaching(what: str, name: str, revision: str | None) -> Iterator[Repository]:
-    """A repository; every failure in the body leaves as one line.
+def _reaching(what: str, name: str, revision: str | None) -> Iterator[_Repository]:
+    """A repository; every failure in the body becomes a `HubError` of one line.
 
     Args:
-        what: What it is to hold, as errors call it.
+        what: The kind of repository, for errors.
     """
-    repository = Repository(what, name, revision)
+    repository = _Repository(what, name, revision)
     with _quiet():
         try:
             repository.reach()
@@ -186,13 +285,13 @@ def reaching(what: str, name: str, revision: str | None) -> Iterator[Repository]
             raise
         except Exception as error:
             raise HubError(
-                told(repository.failure or error, str(repository), name, revision or "main")
+                _message(repository.failure or error, str(repository), name, revision or "main")
             ) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library's warnings back: they tell of retries. A level that was set stands."""
+    """Suppress the library's warnings, which report retries; a level set by the user stays."""
     from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 
     level = get_verbosity()
@@ -204,19 +303,183 @@ def _quiet() -> Iterator[None]:
         set_verbosity(level)
 
 
-def indexed(folder: Path) -> list[str] | None:
+def _bar(name: str, size: int | None) -> tqdm:
+    """One progress bar for all files, on a terminal only.
+
+    Args:
+        size: Bytes to fetch; None: too few for a bar.
+    """
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    hidden = size is None or are_progress_bars_disabled()
+    return tqdm(
+        total=size,
+        unit="B",
+        unit_scale=True,
+        desc=f"fetching {name}",
+        leave=False,
+        disable=hidden or None,
+    )
+
+
+def _counter(bar: tqdm) -> Any:
+    """A `tqdm_class` of hidden bars that add one file's bytes to `bar`.
+
+    hf_xet counts each byte twice, as it arrives and as it is written.
+    """
+    start = bar.n
+
+    class Counter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            self._counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self._counts_bytes and start + self.n > bar.n:
+                bar.update(start + self.n - bar.n)
+
+    return Counter
+
+
+def _indexed(folder: Path) -> list[str] | None:
     """The files that the index names; None without an index, or one that cannot be read."""
     try:
         names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return None  # whoever reads the folder says what is wrong with it
+        return None  # reading the folder reports what is wrong with the index
     return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
 
 
-def _patterns(names: list[str] | None) -> list[str]:
-    return ["*.safetensors"] if names is None else _exactly(names)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_OF_RUST = re.compile(r"\(os error (\d+)\)")  # hf_xet's form of an errno
+_VAGUE = ("LocalEntryNotFoundError", "DryRunError")  # their cause says more
 
 
-def _exactly(names: Iterable[str]) -> list[str]:
-    """Patterns that match these names and no other."""
-    return [glob.escape(name) for name in names]
+class _Failure(NamedTuple):
+    """The properties of an exception and its causes that decide on the message."""
+
+    kinds: frozenset[str]  # class names of every cause, bases included
+    modules: frozenset[str]  # top-level packages of the causes' classes
+    codes: frozenset[int]  # errno
+    status: int  # HTTP status of the hub's answer, 0 without an answer
+
+
+# The first matching row gives the message: value, rule and remedy in one line.
+_Row = tuple[Callable[[_Failure], bool], str]
+
+_ROWS: tuple[_Row, ...] = (
+    (
+        lambda f: "OfflineModeIsEnabled" in f.kinds,
+        "{who} is no folder here and not, or not whole, in the cache {cache!r}, and HF_HUB_OFFLINE "
+        "is set; unset it to download, or give a folder",
+    ),
+    (
+        lambda f: "GatedRepoError" in f.kinds,
+        "{who} is gated; accept its terms at {hub}/{name} and log in with that account "
+        "(`hf auth login`, or a token in HF_TOKEN)",
+    ),
+    (
+        lambda f: "RevisionNotFoundError" in f.kinds,
+        "revision={revision!r} is no branch, tag or commit of {name!r}; {hub}/{name}/tree/main "
+        "lists them",
+    ),
+    (
+        lambda f: "RepositoryNotFoundError" in f.kinds,
+        "{who} is no folder here and no repository at {hub} that you may see; check the name, or "
+        "log in where it is private (`hf auth login`, or a token in HF_TOKEN)",
+    ),
+    (
+        lambda f: "HFValidationError" in f.kinds,
+        "{who} is no folder here and no hub id ({reason}); give org/name",
+    ),
+    (
+        lambda f: f.status == 401,
+        "{who}: {hub} refuses the token it was sent; log in anew (`hf auth login`), or correct or "
+        "unset HF_TOKEN",
+    ),
+    (
+        lambda f: f.status == 403,
+        "{who}: {hub} forbids it to the token it was sent; give the token the right to read it",
+    ),
+    (
+        lambda f: f.status > 0,
+        "{who}: {hub} answers {status} ({reason}); try again later, finished files stay in the "
+        "cache",
+    ),
+    (
+        lambda f: bool(f.codes & {*_FULL}),
+        "{who}: the disk of the cache {cache!r} is full; free some, or set HF_HOME to a folder "
+        "elsewhere",
+    ),
+    (
+        lambda f: bool(f.codes & {*_READ_ONLY}),
+        "{who}: the cache {cache!r} cannot be written ({reason}); set HF_HOME to a folder that can",
+    ),
+    (
+        lambda f: bool(f.modules & {"httpx", "httpx2"}),  # the library's HTTP client, by version
+        "{who} is no folder here and {hub} cannot be reached ({reason}); check the connection "
+        "(HTTPS_PROXY, HF_ENDPOINT) and try again, or download it elsewhere and give its folder",
+    ),
+    (
+        lambda f: True,
+        "{who} could not be fetched ({reason}); try again, finished files stay in the cache "
+        "{cache!r}",
+    ),
+)
+
+
+def _message(error: BaseException, who: str, name: str, revision: str) -> str:
+    """One line on a failed download.
+
+    The library reports one failure by several exceptions, and the reason is often in a cause.
+
+    Args:
+        who: The repository in words.
+        name: `org/name`.
+    """
+    from huggingface_hub import constants
+
+    failure = _failure(error)
+    text = next(text for matches, text in _ROWS if matches(failure))
+    return text.format(
+        who=who,
+        name=name,
+        revision=revision,
+        hub=constants.ENDPOINT,
+        cache=constants.HF_HUB_CACHE,
+        reason=_reason(next((c for c in _chain(error) if type(c).__name__ not in _VAGUE), error)),
+        status=failure.status,
+    )
+
+
+def _failure(error: BaseException) -> _Failure:
+    causes = list(_chain(error))
+    answers = [getattr(cause, "response", None) for cause in causes]
+    return _Failure(
+        kinds=frozenset(kind.__name__ for cause in causes for kind in type(cause).__mro__),
+        modules=frozenset(type(cause).__module__.partition(".")[0] for cause in causes),
+        codes=frozenset(code for cause in causes for code in _codes(cause)),
+        status=next((answer.status_code for answer in answers if answer is not None), 0),
+    )
+
+
+def _codes(cause: BaseException) -> Iterator[int]:
+    if isinstance(cause, OSError) and cause.errno:
+        yield cause.errno
+    yield from map(int, _OF_RUST.findall(str(cause)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and its causes."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

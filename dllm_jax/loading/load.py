@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from dllm_jax.convert import tokenizer_files
 from dllm_jax.loading import checkpoints
-from dllm_jax.loading.async_dispatch import enable_async_dispatch
+from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.loading.model import Model, TokenizerSource
 from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, join
 from dllm_jax.models.architecture import arch_of

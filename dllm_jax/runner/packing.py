@@ -1,10 +1,14 @@
-"""A slot as 32-bit words: one transfer a chunk brings everything of a slot that decoding changes.
+"""The words that cross between host and device: one layout of names, and slots as 32-bit words.
 
-Nothing here knows what the leaves mean, but for which of them a slot needs to go on.
+Each transfer to an H200 takes 50 us, so what a call needs goes as one array of rows. `Fields` names
+the parts of a row; the host packs by it and the programs slice by it. A fetched row ends with
+everything of a slot that decoding changes.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,11 +16,123 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from dllm_jax.engine.admission import STOP_WIDTH
+from dllm_jax.engine.layout import Placement
 from dllm_jax.strategies.core.state import DecodeState
 
 
+class Fields:
+    """The named parts of a row of words, in order.
+
+    Args:
+        widths: Words of each part; None for the last one: all that follow.
+    """
+
+    def __init__(self, **widths: int | None):
+        self.widths = widths
+        self._slices: dict[str, slice] = {}
+        self.size = 0  # words, without a last part of any width
+        for name, width in widths.items():
+            end = None if width is None else self.size + width
+            self._slices[name] = slice(self.size, end)
+            self.size += width or 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def at(self, name: str) -> int:
+        """The first word of a part."""
+        return self._slices[name].start
+
+    def span(self, name: str) -> slice:
+        """All words of a part."""
+        return self._slices[name]
+
+    def pack(self, count: int, **values: Any) -> np.ndarray:
+        """Rows on the host, zero where nothing is given.
+
+        Args:
+            count: Rows.
+            values: A number, or an array whose last axis runs along the part from its first word.
+        """
+        arrays = {name: np.atleast_1d(value) for name, value in values.items()}
+        ends = [self.at(name) + array.shape[-1] for name, array in arrays.items()]
+        rows = np.zeros((count, max(self.size, *ends)), np.int32)
+        for (name, array), end in zip(arrays.items(), ends, strict=True):
+            rows[:, self.at(name) : end] = array
+        return rows
+
+
+# What a fetched row begins with: `length` tokens were emitted, `before` of them before the chunk.
+HEAD = Fields(start=1, finish=1, nfe=1, length=1, before=1, steps=1)
+PIECE = {"slot": 1, "first": 1, "end": 1, "live_end": 1, "last": 1}
+DECODE = Fields(slot=1, num_active=1, num_steps=1, early=1, pages=None)
+
+
+@functools.cache
+def fetched_fields(most_new: int) -> Fields:
+    """A row that a decode chunk returns."""
+    return Fields(**HEAD.widths, tokens=most_new, slot=None)
+
+
+@functools.cache
+def piece_fields(size: int) -> Fields:
+    """A piece of a prompt: positions, ids, its row of the page table."""
+    return Fields(**PIECE, tokens=size, pages=None)
+
+
+@functools.cache
+def request_fields(window: int) -> Fields:
+    """A request's whole numbers."""
+    numbers = ("prompt_len", "limit", "top_k", "max_nfe", "max_run", "seed", "fold")
+    return Fields(**dict.fromkeys(numbers, 1), stop_ids=STOP_WIDTH, tail=window, given=window)
+
+
+@functools.cache
+def float_fields(num_knobs: int) -> Fields:
+    """A request's other numbers."""
+    return Fields(temperature=1, top_p=1, knobs=num_knobs)
+
+
+@functools.cache
+def admission_fields(window: int, num_knobs: int) -> Fields:
+    """A request on its way to a slot; floats go by their bits."""
+    ints, floats = request_fields(window).size, float_fields(num_knobs).size
+    return Fields(slot=1, decodes=1, ints=ints, floats=floats)
+
+
+def pack_request(
+    placement: Placement, window: int, knobs: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A placement as `request_fields` and `float_fields`."""
+    given = np.full((window,), -1, np.int32)
+    first = placement.prompt_len  # the window begins with the prompt
+    given[first : first + len(placement.given)] = placement.given
+    stop_ids = np.full((STOP_WIDTH,), -1, np.int32)
+    stop_ids[: len(placement.stop_ids)] = placement.stop_ids
+    ints = request_fields(window).pack(
+        1,
+        prompt_len=placement.prompt_len,
+        limit=placement.limit,
+        top_k=placement.top_k,
+        max_nfe=placement.max_nfe,
+        max_run=placement.max_run,
+        seed=np.array([placement.seed], np.uint32).view(np.int32),
+        fold=placement.fold,
+        stop_ids=stop_ids,
+        tail=np.asarray(placement.tail, np.int32),
+        given=given,
+    )
+    values = [placement.knobs[name] for name in knobs]
+    floats = np.array([placement.temperature, placement.top_p, *values], np.float32)
+    return ints[0], floats
+
+
+# --- slots --------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """Where each leaf of a slot stands among its words."""
 
     tree: Any
@@ -25,18 +141,18 @@ class Layout:
 
 
 def kept_part(state: DecodeState) -> dict[str, Any]:
-    """What a slot needs to go on but what its request says and what it has emitted."""
+    """What decoding changes of a slot, without its output and what lasts in it."""
     return {
         "buffer": state.buffer,
         "finish": state.finish,
-        "carry": state.carry.replace(lasting={}),  # the slot's: it stays there
+        "carry": state.carry.replace(lasting={}),  # stays in the slot
         "boundary": state.boundary,
         "output_len": state.output_len,
     }
 
 
-def layout_of(part: Any) -> Layout:
-    """Where the leaves of a `kept_part` with leading slot axis go."""
+def layout_of(part: Any) -> SlotLayout:
+    """The layout of a `kept_part` with a leading slot axis."""
     leaves, tree = jax.tree.flatten(part)
     placed, offset = [], 0
     for leaf in leaves:
@@ -44,7 +160,7 @@ def layout_of(part: Any) -> Layout:
         size = math.prod(shape)
         placed.append((offset, size, shape, str(leaf.dtype)))
         offset += size
-    return Layout(tree, tuple(placed), offset)
+    return SlotLayout(tree, tuple(placed), offset)
 
 
 def pack(part: Any) -> Int[Array, "R X"]:
@@ -58,7 +174,7 @@ def pack(part: Any) -> Int[Array, "R X"]:
     return jnp.concatenate(words, axis=1)
 
 
-def unpack(words: Int[Array, "R X"], layout: Layout) -> Any:
+def unpack(words: Int[Array, "R X"], layout: SlotLayout) -> Any:
     """Slots from their words."""
     leaves = []
     for offset, size, shape, dtype in layout.leaves:
@@ -69,7 +185,7 @@ def unpack(words: Int[Array, "R X"], layout: Layout) -> Any:
     return jax.tree.unflatten(layout.tree, leaves)
 
 
-def host_unpack(words: np.ndarray, layout: Layout) -> Any:
+def host_unpack(words: np.ndarray, layout: SlotLayout) -> Any:
     """One slot from its words, on the host, without the slot axis."""
     leaves = [
         _host_leaf(words[offset : offset + size], dtype).reshape(shape)
@@ -78,8 +194,8 @@ def host_unpack(words: np.ndarray, layout: Layout) -> Any:
     return jax.tree.unflatten(layout.tree, leaves)
 
 
-def slot_leaf(words: np.ndarray, layout: Layout, name: str) -> np.ndarray | None:
-    """One of a strategy's own `slot` leaves from the words of a slot; None where there is none."""
+def slot_leaf(words: np.ndarray, layout: SlotLayout, name: str) -> np.ndarray | None:
+    """One of a strategy's own `slot` leaves; None if it has none of that name."""
     numbered = jax.tree.unflatten(layout.tree, range(len(layout.leaves)))
     number = numbered["carry"].slot.get(name)
     if number is None:

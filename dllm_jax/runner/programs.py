@@ -1,4 +1,4 @@
-"""The engine's programs: pure functions over one donated state, compiled for buckets of sizes.
+"""The programs of the engine: pure functions over one donated state, compiled by bucket sizes.
 
 `admit` puts a fresh request into its slot, `prefill` computes one piece of its prefix, `begin` lets
 it decode without one, `decode` gathers a bucket of slots, steps them and scatters them back,
@@ -8,13 +8,13 @@ it decode without one, `decode` gathers a bucket of slots, steps them and scatte
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.engine.admission import STOP_WIDTH
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import packing
@@ -22,14 +22,6 @@ from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
-
-# Columns of a fetched row before its new tokens: start, finish, nfe, output length, that length
-# before the chunk, steps.
-HEAD = 6
-NUMBERS = 7  # words of a request before its stop ids
-# What a call brings comes as one array: each takes 50 us to get to an H200.
-PIECE = 5  # words of a piece of a prompt before its ids
-ASKED = 4  # words of a row to decode before its pages
 
 
 class Programs(struct.PyTreeNode):
@@ -44,6 +36,11 @@ class Programs(struct.PyTreeNode):
     most_new: int = struct.field(pytree_node=False)
     implementation: str | None = struct.field(pytree_node=False)
 
+    @property
+    def window(self) -> int:
+        """W, cells of a window."""
+        return self.spec.num_blocks * self.spec.block_size
+
     def forward(self) -> ModelForward:
         """The model as the strategy sees it."""
         return ModelForward(
@@ -54,8 +51,29 @@ class Programs(struct.PyTreeNode):
         )
 
 
-class _Asked(struct.PyTreeNode):
-    """What of a request stays the same while it runs, one row."""
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A program and its arguments, except for the state.
+
+    Attributes:
+        key: Tells the compiled sizes of the programs apart.
+        args: Arrays, or futures of them.
+        static: Keywords that are part of the compiled program.
+    """
+
+    key: tuple[Any, ...]
+    program: Any
+    programs: Programs
+    args: tuple[Any, ...]
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def lower(self, state: Any) -> jax.stages.Lowered:
+        """The lowered program; the state's shapes are enough."""
+        return self.program.lower(self.programs, state, *self.args, **self.static)
+
+
+class _Request(struct.PyTreeNode):
+    """What stays the same while a request runs, one row."""
 
     sampling: Sampling
     limits: Limits
@@ -64,27 +82,33 @@ class _Asked(struct.PyTreeNode):
 
 
 def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
-    """Ids by cell of the window behind the prompt, -1 elsewhere; the last words of a request."""
+    """Ids by cell of the window behind the prompt, -1 elsewhere."""
     if not programs.strategy.needs.prompt.in_window:
         return None
-    return ints[None, -programs.spec.num_blocks * programs.spec.block_size :]
+    return ints[None, packing.request_fields(programs.window).span("given")]
 
 
-def _asked(
+def _request(
     programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
-) -> _Asked:
+) -> _Request:
     given = _given(programs, ints)
-    seed = jax.lax.bitcast_convert_type(ints[5], jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(seed), ints[6])
-    return _Asked(
-        sampling=Sampling(temperature=floats[:1], top_k=ints[2:3], top_p=floats[1:2]),
+    words = packing.request_fields(programs.window)
+    numbers = packing.float_fields(len(knobs))
+    seed = jax.lax.bitcast_convert_type(ints[words.at("seed")], jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), ints[words.at("fold")])
+    return _Request(
+        sampling=Sampling(
+            temperature=floats[numbers.span("temperature")],
+            top_k=ints[words.span("top_k")],
+            top_p=floats[numbers.span("top_p")],
+        ),
         limits=Limits(
-            stop_ids=ints[NUMBERS : NUMBERS + STOP_WIDTH][None],
-            max_nfe=ints[3:4],
-            max_run=ints[4:5],
+            stop_ids=ints[words.span("stop_ids")][None],
+            max_nfe=ints[words.span("max_nfe")],
+            max_run=ints[words.span("max_run")],
             given=None if given is None else given >= 0,
         ),
-        knobs={name: floats[2 + i][None] for i, name in enumerate(knobs)},
+        knobs={name: floats[numbers.at("knobs") + i][None] for i, name in enumerate(knobs)},
         keys=key[None],
     )
 
@@ -94,15 +118,19 @@ def _fresh(
 ) -> DecodeState:
     """One fresh slot, with a leading axis of 1."""
     spec = dataclasses.replace(programs.spec, num_slots=1)
-    K, S = spec.num_blocks, spec.block_size
-    tail = ints[NUMBERS + STOP_WIDTH :][: K * S][None]
-    given = _given(programs, ints)
+    words = packing.request_fields(programs.window)
     buffer = driver.admit_window(
-        programs.strategy.needs, tail, ints[:1], ints[1:2], K, S, given=given
+        programs.strategy.needs,
+        ints[words.span("tail")][None],
+        ints[words.span("prompt_len")],
+        ints[words.span("limit")],
+        spec.num_blocks,
+        spec.block_size,
+        given=_given(programs, ints),
     )
-    asked = _asked(programs, ints, floats, knobs)
+    request = _request(programs, ints, floats, knobs)
     return decoding.new_slots(
-        programs.strategy, spec, programs.kept, asked, buffer, programs.max_output
+        programs.strategy, spec, programs.kept, request, buffer, programs.max_output
     )
 
 
@@ -110,8 +138,8 @@ def new_state(
     programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
 ) -> DecodeState:
     """Every slot empty, and pools without content."""
-    W = programs.spec.num_blocks * programs.spec.block_size
-    ints = jnp.zeros((NUMBERS + STOP_WIDTH + 2 * W,), jnp.int32).at[-W:].set(-1)
+    words = packing.request_fields(programs.window)
+    ints = jnp.zeros((words.size,), jnp.int32).at[words.span("given")].set(-1)
     one = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
     one = one.replace(finish=jnp.full_like(one.finish, EMPTY))
     slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), one)
@@ -145,40 +173,41 @@ def admit(programs, state, requests, knobs):
     """Fresh requests in their slots, which keep what lasts.
 
     Args:
-        requests: [A X]: a slot (past the last: nobody's), whether it decodes at once or waits for
-            its prefill, and the numbers of a placement, those that are no whole ones by their bits.
+        requests: [A X], `packing.admission_fields`. A slot past the last marks a row to ignore; a
+            row that does not decode at once waits for its prefill.
     """
-    split = requests.shape[1] - 2 - len(knobs)
-    slots, ints = requests[:, :2], requests[:, 2:split]
-    floats = jax.lax.bitcast_convert_type(requests[:, split:], jnp.float32)
+    words = packing.admission_fields(programs.window, len(knobs))
+    slots, decodes = requests[:, words.at("slot")], requests[:, words.at("decodes")]
+    ints = requests[:, words.span("ints")]
+    floats = jax.lax.bitcast_convert_type(requests[:, words.span("floats")], jnp.float32)
 
     def one(ints: Array, floats: Array) -> DecodeState:
         return jax.tree.map(lambda leaf: leaf[0], _fresh(programs, ints, floats, knobs))
 
     fresh = jax.vmap(one)(ints, floats)
-    lasting = {name: leaf[slots[:, 0]] for name, leaf in state.carry.lasting.items()}
+    lasting = {name: leaf[slots] for name, leaf in state.carry.lasting.items()}
     fresh = fresh.replace(
-        finish=jnp.where(slots[:, 1] > 0, RUNNING, EMPTY).astype(jnp.int32),
+        finish=jnp.where(decodes > 0, RUNNING, EMPTY).astype(jnp.int32),
         carry=fresh.carry.replace(lasting=lasting),
     )
-    return _put_rows(state, slots[:, 0], fresh.replace(pools=state.pools)), None
+    return _put_rows(state, slots, fresh.replace(pools=state.pools)), None
 
 
 @functools.partial(jax.jit, static_argnames=("knobs", "slot_layout"), donate_argnames=("state",))
 def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
-    """A fetched slot (`words`) and what it had emitted, back in a slot."""
+    """A fetched slot and what it had emitted, back in a slot."""
     old = _rows(state, slot[None])
     slot_leaves = packing.unpack(saved, slot_layout)
     carry = slot_leaves["carry"].replace(lasting=old.carry.lasting)
     # Recomputing its prefix may have met a value that is not finite.
     finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
-    asked = _asked(programs, ints, floats, knobs)
+    request = _request(programs, ints, floats, knobs)
     new = old.replace(
         **{**slot_leaves, "finish": finish, "carry": carry},
-        sampling=asked.sampling,
-        limits=asked.limits,
-        knobs=asked.knobs,
-        keys=asked.keys,
+        sampling=request.sampling,
+        limits=request.limits,
+        knobs=request.knobs,
+        keys=request.keys,
         output=output[None],
     )
     return _put_rows(state, slot[None], new), None
@@ -200,21 +229,22 @@ def prefill(programs, state, pieces, size, kind):
     """One prefill pass of distinct slots.
 
     Args:
-        pieces: [A 5+size+C]: slot, first, end, live_end, last; ids; its row of the page table.
+        pieces: [A X], `packing.piece_fields`.
 
     Returns:
         The state, and the boundary row of the first one.
     """
-    slots, first, end, live_end, last = (pieces[:, i] for i in range(PIECE))
+    words = packing.piece_fields(size)
+    slots, first, end, live_end, last = (pieces[:, words.at(name)] for name in packing.PIECE)
     row = _rows(state, slots)
     broken = row.finish == ERROR
-    pages = pieces[:, PIECE + size :]
+    pages = pieces[:, words.span("pages")]
     row = row.replace(finish=jnp.full_like(row.finish, RUNNING), page_table=pages)
     done = decoding.prefill_pass(
         programs.strategy,
         programs.forward(),
         row,
-        pieces[:, PIECE : PIECE + size],
+        pieces[:, words.span("tokens")],
         first,
         end,
         live_end,
@@ -246,37 +276,38 @@ def copy_page(programs, state, source, target):
     return state.replace(pools=pools), None
 
 
-def _decode(programs, state, asked):
+def _decode(programs, state, requests):
     """Steps of some slots.
 
     Args:
-        asked: [R 4+C]: distinct slots and their rows of the page table; between them, the same in
-            every row, how many of them decode, steps, whether to stop early.
+        requests: [R X], `packing.DECODE`: distinct slots and their rows of the page table. All
+            rows agree on how many of them decode, on steps, and on whether to stop early.
 
     Returns:
-        The state, and a row of words a slot: the columns of `HEAD`, new tokens, the slot.
+        The state, and a row of words a slot, `packing.fetched_fields`.
     """
-    rows, pages = asked[:, 0], asked[:, ASKED:]
-    num_active, num_steps, early = asked[0, 1], asked[0, 2], asked[0, 3] > 0
+    words = packing.DECODE
+    rows, pages = requests[:, words.at("slot")], requests[:, words.span("pages")]
+    num_active, num_steps = requests[0, words.at("num_active")], requests[0, words.at("num_steps")]
+    early = requests[0, words.at("early")] > 0
     R = rows.shape[0]
     spec = dataclasses.replace(programs.spec, num_slots=R)
-    W = spec.num_blocks * spec.block_size
     forward = programs.forward()
     bucket = _rows(state, rows)
     active = jnp.arange(R) < num_active
     idle_finish = bucket.finish
-    wished = bucket.sampling
+    sampling = bucket.sampling
     bucket = bucket.replace(
-        # Rows that fill the bucket up are other requests in their prefill, or nobody.
+        # The rows that fill up the bucket are empty slots, or requests in their prefill.
         finish=jnp.where(active, bucket.finish, EMPTY),
-        # What they ask for is nobody's wish now: where all rows are greedy, readouts are cheap.
+        # Ignore the sampling settings of inactive rows: readouts of greedy rows alone are cheap.
         sampling=Sampling(
-            temperature=jnp.where(active, wished.temperature, 0.0),
-            top_k=jnp.where(active, wished.top_k, 0),
-            top_p=jnp.where(active, wished.top_p, 1.0),
+            temperature=jnp.where(active, sampling.temperature, 0.0),
+            top_k=jnp.where(active, sampling.top_k, 0),
+            top_p=jnp.where(active, sampling.top_p, 1.0),
         ),
         page_table=pages,
-        rows=jnp.zeros((R, W, programs.kept), spec.dtype),
+        rows=jnp.zeros((R, programs.window, programs.kept), spec.dtype),
     )
     began = bucket.finish == RUNNING
     before = bucket.output_len
@@ -286,26 +317,26 @@ def _decode(programs, state, asked):
         more = (step < num_steps) & driver.any_running(now) & ~(early & ended)
         if programs.most_new == programs.max_output:
             return more
-        # What a row emits must fit behind `HEAD`; the first step's always does.
-        return more & ~jnp.any(now.output_len - before + W > programs.most_new)
+        # The new tokens of a row must fit into what is fetched; those of one step always do.
+        return more & ~jnp.any(now.output_len - before + programs.window > programs.most_new)
 
     steps, bucket = driver.decode_while(go_on, programs.strategy, forward, bucket, spec)
     bucket = bucket.replace(finish=jnp.where(active, bucket.finish, idle_finish))
     index = before[:, None] + jnp.arange(programs.most_new)[None]
     index = jnp.minimum(index, bucket.output.shape[1] - 1)
     new_tokens = jnp.take_along_axis(bucket.output, index, axis=1)
-    head = (
-        bucket.buffer.start,
-        bucket.finish,
-        bucket.buffer.nfe,
-        bucket.output_len,
-        before,
-        jnp.full_like(before, steps),
-    )
-    packed = jnp.concatenate(
-        [jnp.stack(head, axis=1), new_tokens, packing.pack(packing.kept_part(bucket))], axis=1
-    )
-    # What a request asked for does not change: it need not be written back.
+    head = {
+        "start": bucket.buffer.start,
+        "finish": bucket.finish,
+        "nfe": bucket.buffer.nfe,
+        "length": bucket.output_len,
+        "before": before,
+        "steps": jnp.full_like(before, steps),
+    }
+    head = jnp.stack([head[name] for name in packing.HEAD], axis=1)
+    slots = packing.pack(packing.kept_part(bucket))
+    packed = jnp.concatenate([head, new_tokens, slots], axis=1)
+    # A request's settings do not change: they need not be written back.
     same = state.replace(pools=None, sampling=None, limits=None, knobs=None, keys=None)
     put = _put_rows(same, rows, bucket.replace(sampling=None, limits=None, knobs=None, keys=None))
     kept = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}

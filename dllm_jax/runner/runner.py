@@ -1,13 +1,11 @@
-"""The engine's programs at work: one state, one thread that runs what the host loop dispatches.
+"""The state on the device, and a thread that runs what the host loop dispatches over it.
 
-On a GPU a program whose loop asks the device whether to go on keeps its caller until the loop ends.
-So programs run in a thread of their own, in the order of dispatch, and the next one is there when
-the last one returns; the host loop waits in `fetch` alone. Nothing here schedules.
+On a GPU a program with a data-dependent loop blocks its caller until the loop ends. So programs run
+in a thread of their own, in the order of dispatch, and the host loop blocks in `fetch` alone.
 """
 
 import atexit
 import contextlib
-import copy
 import dataclasses
 import operator
 import queue
@@ -22,19 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax.engine.admission import STOP_WIDTH
-from dllm_jax.engine.layout import DeviceFailure, EngineLayout, Placement
+from dllm_jax.engine.layout import DeviceFailure, EngineLayout, PassKind, Placement
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
-from dllm_jax.runner import memory, programs, timing, warmup
-from dllm_jax.runner import packing as words
-from dllm_jax.runner.programs import ASKED, HEAD, NUMBERS, PIECE, Programs
+from dllm_jax.runner import memory, packing, programs, timing, warmup
+from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
 from dllm_jax.strategies.core.state import DecodeState
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
-_START, _FINISH, _NFE, _LENGTH, _FROM, _STEPS = range(HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,51 +41,52 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A piece of a prefix: what `programs.prefill` reads of it, and what it returns."""
+    """A piece of a prefix that is not dispatched yet."""
 
     slot: int
-    words: np.ndarray
+    words: np.ndarray  # [1 X], `packing.piece_fields`
     size: int
-    kind: decoding.PassKind
+    kind: PassKind
     boundary: Future
 
 
 class Fetched:
-    """What a decode chunk says of its rows, on the host.
+    """The rows of a decode chunk, on the host.
 
     Attributes:
         start: First position of each window = tokens in the cache.
         finish: Codes of `dllm_jax.strategies.core.state`.
         nfe: Forwards after prefill.
         length: Tokens emitted so far, and before this chunk (`before`).
-        emitted: Tokens of the output from `before` on; what lies behind `length` is void.
+        emitted: Tokens of the output from `before` on, valid up to `length`.
         steps: Decode steps the chunk ran.
     """
 
-    def __init__(self, packed: np.ndarray, device: "ModelRunner"):
-        self._packed, self._device = packed, device
-        head = packed[:, :HEAD].T.tolist()
-        self.start: list[int] = head[_START]
-        self.finish: list[int] = head[_FINISH]
-        self.nfe: list[int] = head[_NFE]
-        self.length: list[int] = head[_LENGTH]
-        self.before: list[int] = head[_FROM]
-        self.steps: int = head[_STEPS][0]
+    def __init__(self, packed: np.ndarray, runner: "ModelRunner"):
+        self._packed, self._runner = packed, runner
+        columns = packed[:, : packing.HEAD.size].T.tolist()
+        head: dict[str, list[int]] = dict(zip(packing.HEAD, columns, strict=True))
+        self.start, self.finish, self.nfe = head["start"], head["finish"], head["nfe"]
+        self.length, self.before = head["length"], head["before"]
+        self.steps = head["steps"][0]
         most = max(map(operator.sub, self.length, self.before))
-        self.emitted: list[list[int]] = packed[:, HEAD : HEAD + most].tolist()
+        first = packing.HEAD.size
+        self.emitted: list[list[int]] = packed[:, first : first + most].tolist()
+
+    def _slot(self, row: int) -> np.ndarray:
+        return self._packed[row, packing.fetched_fields(self._runner.layout.most_new).span("slot")]
 
     def saved(self, row: int) -> np.ndarray:
         """The slot as `ModelRunner.restore` takes it; a copy."""
-        return self._packed[row, HEAD + self._device.layout.most_new :].copy()
+        return self._slot(row).copy()
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells behind the first `length` output tokens, None for a hole."""
-        slot = self._device.unpack(self._packed[row, HEAD + self._device.layout.most_new :])
-        return provisional(slot, length)
+        return provisional(self._runner.unpack(self._slot(row)), length)
 
     def drafted(self, row: int) -> DraftMetrics | None:
-        """How the drafts of a request fared so far; None where the strategy counts none."""
-        return self._device.drafted(self._packed[row, HEAD + self._device.layout.most_new :])
+        """Draft counts of a request so far; None for a strategy without drafts."""
+        return self._runner.drafted(self._slot(row))
 
 
 def provisional(slot: Mapping[str, Any], length: int) -> tuple[int | None, ...]:
@@ -154,14 +150,14 @@ class ModelRunner:
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
-        self._slot_layout = words.layout_of(words.kept_part(self.shapes(num_pages=1)))
+        self._slot_layout = packing.layout_of(packing.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._lost: BaseException | None = None  # what took the state, until `reset`
         self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, layout.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         # Prefill passes so far, by tokens and pages of a prompt, kind, prompts.
-        self.passes: Counter[tuple[int, int, decoding.PassKind, int]] = Counter()
+        self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._absorbs = strategy.absorbs
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         worker = threading.Thread(
@@ -204,44 +200,35 @@ class ModelRunner:
         self._tasks.put((future, task, args, self.memory))
         return future
 
-    def _run(
-        self,
-        key: tuple[Any, ...],
-        program: Any,
-        *args: Any,
-        programs: Programs | None = None,
-        **static: Any,
-    ) -> Future:
-        """Dispatch a program over the state; the state it returns replaces the donated one.
-
-        Args:
-            programs: What it is made from; None: the device's own.
-        """
+    def run(self, call: Call) -> Future:
+        """Dispatch a program over the state; the state it returns replaces the donated one."""
         self._flush()
-        is_new = key not in self.compiled
+        is_new = call.key not in self.compiled
         if is_new:
-            self.compiled.add(key)
+            self.compiled.add(call.key)
             self.num_late_compiles += self._warm
-        of = programs or self._programs
-        return self._submit(self._call, program, of, args, static, is_new)
+        return self._submit(self._call, call, is_new)
 
-    def _call(
-        self, program: Any, programs: Programs, args: tuple[Any, ...], static: dict, is_new: bool
-    ) -> Any:
-        if self.state is None:  # what is dispatched behind a failure fails like it
+    def lower(self, call: Call) -> jax.stages.Lowered:
+        """A call's program, lowered from the shapes of the state; nothing runs."""
+        return call.lower(self.shapes())
+
+    def _call(self, call: Call, is_new: bool) -> Any:
+        if self.state is None:  # dispatched behind a failure
             raise self._lost or DeviceFailure("the device has no state yet; call reset()")
         state, self.state = self.state, None
         try:
-            args = tuple(arg.result() if isinstance(arg, Future) else arg for arg in args)
+            args = [arg.result() if isinstance(arg, Future) else arg for arg in call.args]
+            call = dataclasses.replace(call, args=tuple(args))
             if is_new:  # the call below finds it compiled: jit keeps one cache for both
                 began = time.perf_counter()
-                program.lower(programs, state, *args, **static).compile()
+                call.lower(state).compile()
                 self.compile_s += time.perf_counter() - began
-            self.state, rest = program(programs, state, *args, **static)
+            self.state, rest = call.program(call.programs, state, *call.args, **call.static)
         except BaseException as error:
-            # Often nobody waits for the program that failed, but for one behind it.
+            # Often the caller waits for a later program, which must report this error.
             self._lost = error
-            for leaf in jax.tree.leaves(state):  # the traceback would hold what was not donated
+            for leaf in jax.tree.leaves(state):  # the traceback would keep what was not donated
                 if not leaf.is_deleted():
                     leaf.delete()
             raise
@@ -254,54 +241,62 @@ class ModelRunner:
     def admit(self, slot: int, placement: Placement) -> None:
         """Put a fresh request into a slot; it does not decode until its prefill is done.
 
-        Dispatched with what follows: several at once are one program.
+        Several admissions are one program, dispatched with the next call.
         """
         is_full = len(self._admitted) == self._admit_rows  # no sooner: `begin` may join the last
-        # Where a slot's first one left again, two rows of one program would be unordered.
-        waiting = [one[0] for one in self._admitted] + [one.slot for one in self._pieces]
+        # Two rows of one program for the same slot would have no order.
+        waiting = [slot for slot, _, _ in self._admitted] + [piece.slot for piece in self._pieces]
         if is_full or slot in waiting:
             self._flush()
         self._admitted.append((slot, placement, False))
 
     def _flush(self) -> None:
-        """Dispatch what waits for more of its kind: requests, then pieces of prompts."""
+        """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
         admitted, self._admitted = self._admitted, []
         pieces, self._pieces = self._pieces, []
         if admitted:
-            self._run_admit(admitted)
-        # As many as one pass takes, or each by itself: nothing is computed for nobody.
+            self.run(self.admit_call(admitted))
+        # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
         for i in range(0, len(pieces), count):
             self._run_prefill(pieces[i : i + count])
 
-    def _run_admit(self, admitted: list[tuple[int, Placement, bool]]) -> None:
-        rows = []
-        for slot, placement, begins in admitted:
-            ints, floats = self._numbers(placement)
-            rows.append(np.concatenate([(slot, begins), ints, floats.view(np.int32)]))
-        rows += [rows[0].copy() for _ in range(self._admit_rows - len(rows))]
-        requests = np.stack(rows).astype(np.int32)
-        requests[len(admitted) :, 0] = self.layout.num_slots
-        self._run(("admit",), programs.admit, requests, knobs=self._knobs)
+    def admit_call(self, admitted: Sequence[tuple[int, Placement, bool]]) -> Call:
+        """Fresh requests: slot, placement, and whether it decodes at once."""
+        window = self.layout.window
+        fields = packing.admission_fields(window, len(self._knobs))
+        packed = [packing.pack_request(p, window, self._knobs) for _, p, _ in admitted]
+        packed += packed[:1] * (self._admit_rows - len(packed))
+        requests = fields.pack(
+            self._admit_rows,
+            slot=self.layout.num_slots,  # ignores the rows that fill up the program
+            ints=np.stack([ints for ints, _ in packed]),
+            floats=np.stack([floats for _, floats in packed]).view(np.int32),
+        )
+        requests[:, fields.at("decodes")] = admitted[0][2]
+        for row, (slot, _, decodes) in zip(requests, admitted, strict=False):
+            row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
+        return self._made(("admit",), programs.admit, requests, knobs=self._knobs)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
     ) -> None:
-        """Put a fetched slot back, with what it had emitted; its pages hold its prefix again."""
-        ints, floats = self._numbers(placement)
+        """Put a fetched slot back, with its output so far; its pages hold its prefix again."""
+        self.run(self.restore_call(slot, placement, saved, tokens))
+
+    def restore_call(
+        self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
+    ) -> Call:
+        """See `restore`."""
+        ints, floats = packing.pack_request(placement, self.layout.window, self._knobs)
         output = np.zeros((self._programs.max_output,), np.int32)
         output[: len(tokens)] = tokens
-        self._run(
-            ("restore",),
-            programs.restore,
-            np.int32(slot),
-            ints,
-            floats,
-            saved[None],
-            output,
-            knobs=self._knobs,
-            slot_layout=self._slot_layout,
-        )
+        args = np.int32(slot), ints, floats, saved[None], output
+        static = {"knobs": self._knobs, "slot_layout": self._slot_layout}
+        return self._made(("restore",), programs.restore, *args, **static)
+
+    def _made(self, key: tuple[Any, ...], program: Any, *args: Any, **static: Any) -> Call:
+        return Call(key, program, self._programs, args, static)
 
     def prefill(
         self,
@@ -313,45 +308,57 @@ class ModelRunner:
         last: bool,
         pages: np.ndarray,
         size: int,
-        kind: decoding.PassKind,
+        kind: PassKind,
     ) -> Future:
         """Compute and store one piece of a prefix.
 
-        Small pieces of short prefixes are dispatched with what follows: several are one program.
+        Several small pieces of short prefixes are one program, dispatched with the next call.
 
         Args:
             tokens: Ids from position `first` on, at most `size`.
             end: First position not stored; `live_end`: first not computed.
-            last: Nothing of the prefix is left: the slot decodes from now on.
+            last: This piece completes the prefix: the slot decodes from now on.
             pages: The slot's row of the page table, one of the page buckets wide.
 
         Returns:
-            The boundary row after the pass [D], on the device, once it has run; of several
-            pieces the first one's, as nobody reads it where a prefix is taken in by pieces.
+            The boundary row after the pass [D], on the device. A pass over several pieces
+            returns that of the first one: prefixes in pieces do not need it.
         """
-        piece = np.zeros((PIECE + size + len(pages),), np.int32)
-        piece[:PIECE] = slot, first, end, live_end, last
-        piece[PIECE : PIECE + len(tokens)] = tokens
-        piece[PIECE + size :] = pages  # a copy: the host's page table changes before its turn
-        asked, layout = _Piece(slot, piece, size, kind, Future()), self.layout
+        fields = packing.piece_fields(size)
+        words = fields.pack(
+            1,
+            slot=slot,
+            first=first,
+            end=end,
+            live_end=live_end,
+            last=last,
+            tokens=np.asarray(tokens, np.int32),
+            pages=pages,  # copied: the host's page table changes before the program runs
+        )
+        piece, layout = _Piece(slot, words, size, kind, Future()), self.layout
         is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
         if layout.prompts_a_pass == 1 or not is_small:
-            self._run_prefill([asked])
-            return asked.boundary
-        if any(slot == one.slot for one in self._pieces):
+            self._run_prefill([piece])
+            return piece.boundary
+        if any(slot == other.slot for other in self._pieces):
             self._flush()
-        self._pieces.append(asked)
+        self._pieces.append(piece)
         if len(self._pieces) == layout.prompts_a_pass:
             self._flush()
-        return asked.boundary
+        return piece.boundary
 
-    def _run_prefill(self, pieces: list["_Piece"]) -> None:
-        words = np.stack([one.words for one in pieces])
+    def _run_prefill(self, pieces: list[_Piece]) -> None:
         size, kind = pieces[0].size, pieces[0].kind
-        self.passes[size, words.shape[1] - PIECE - size, kind, len(pieces)] += 1
+        words = np.concatenate([piece.words for piece in pieces])
+        columns = words.shape[1] - packing.piece_fields(size).size
+        self.passes[size, columns, kind, len(pieces)] += 1
+        done = self.run(self.prefill_call(words, size, kind))
+        done.add_done_callback(lambda done: _pass_on(done, [piece.boundary for piece in pieces]))
+
+    def prefill_call(self, words: np.ndarray, size: int, kind: PassKind) -> Call:
+        """One pass over pieces of prefixes [A X], `packing.piece_fields`."""
         key = ("prefill", *words.shape, size, kind)
-        done = self._run(key, programs.prefill, words, size=size, kind=kind)
-        done.add_done_callback(lambda done: _pass_on(done, [one.boundary for one in pieces]))
+        return self._made(key, programs.prefill, words, size=size, kind=kind)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -363,13 +370,21 @@ class ModelRunner:
         if boundary is None and last and last[0] == slot and not self._absorbs:
             self._admitted[-1] = (*last[:2], True)
             return
+        self.run(self.begin_call(slot, boundary))
+
+    def begin_call(self, slot: int, boundary: Any = None) -> Call:
+        """See `begin`."""
         if boundary is None:
             boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
-        self._run(("begin",), programs.begin, np.int32(slot), boundary)
+        return self._made(("begin",), programs.begin, np.int32(slot), boundary)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""
-        self._run(("copy",), programs.copy_page, np.int32(source), np.int32(target))
+        self.run(self.copy_call(source, target))
+
+    def copy_call(self, source: int, target: int) -> Call:
+        """See `copy_page`."""
+        return self._made(("copy",), programs.copy_page, np.int32(source), np.int32(target))
 
     # --- decoding -----------------------------------------------------------------------------
 
@@ -384,18 +399,28 @@ class ModelRunner:
             num_steps: Steps at most.
             early: Stop as soon as one of them ends.
         """
-        asked = np.empty((len(rows), ASKED + pages.shape[1]), np.int32)
-        asked[:, 0], asked[:, 1:ASKED] = rows, (num_active, num_steps, early)
-        asked[:, ASKED:] = pages
+        return Chunk(self.run(self.decode_call(rows, num_active, pages, num_steps, early)))
+
+    def decode_call(
+        self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
+    ) -> Call:
+        """See `decode`."""
+        requests = packing.DECODE.pack(
+            len(rows),
+            slot=rows[:, None],
+            num_active=num_active,
+            num_steps=num_steps,
+            early=early,
+            pages=pages,
+        )
         many = self.layout.many_rows
         program = programs.decode if many is None or len(rows) < many else programs.decode_many
-        key, of = ("decode", *pages.shape), self._priced(len(rows))
-        return Chunk(self._run(key, program, asked, programs=of))
+        return Call(("decode", *pages.shape), program, self._priced(len(rows)), (requests,))
 
     def _priced(self, num_slots: int) -> Programs:
-        """The programs, whose strategy knows what its choices cost with so many slots.
+        """The programs, with the costs of the strategy's choices for so many slots.
 
-        As data: what is measured later, or set in `choice_costs`, compiles nothing again.
+        Costs are data: a later measurement, or a new `choice_costs`, compiles nothing again.
         """
         strategy = self._programs.strategy
         if not self._weighs:
@@ -445,32 +470,16 @@ class ModelRunner:
 
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
-        return words.host_unpack(saved, self._slot_layout)
+        return packing.host_unpack(saved, self._slot_layout)
 
     def drafted(self, saved: np.ndarray) -> DraftMetrics | None:
         """The counts of `core.drafting` in a saved slot; None where the strategy has none."""
         names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
-        leaves = [words.slot_leaf(saved, self._slot_layout, name) for name in names]
+        leaves = [packing.slot_leaf(saved, self._slot_layout, name) for name in names]
         found = [tuple(leaf.tolist()) for leaf in leaves if leaf is not None]
         return DraftMetrics(*found) if len(found) == len(names) else None
 
     # --- before the first request -------------------------------------------------------------
-
-    def lower(self, run: Callable[["ModelRunner"], Any]) -> jax.stages.Lowered:
-        """The program that a call of ours would run, lowered; nothing runs, no state is needed."""
-        asked: list[tuple[Any, Any, tuple, dict]] = []
-        twin = copy.copy(self)
-        twin._admitted, twin._pieces, twin.passes = [], [], Counter()
-
-        def ask(key: Any, program: Any, *args: Any, programs: Any = None, **static: Any) -> Future:
-            asked.append((program, programs or self._programs, args, static))
-            return Future()
-
-        twin._run = ask  # type: ignore[method-assign]
-        run(twin)
-        twin._flush()
-        ((program, of, args, static),) = asked
-        return program.lower(of, self.shapes(), *args, **static)
 
     def warm_up(
         self, progress: Callable[[str, int, int], None] | None = None, calibrate: bool = False
@@ -523,35 +532,6 @@ class ModelRunner:
 
     def _failure(self, error: Exception) -> DeviceFailure:
         return DeviceFailure(memory.explain(str(error), self.memory))
-
-    # --- host numbers -------------------------------------------------------------------------
-
-    def _numbers(self, p: Placement) -> tuple[np.ndarray, np.ndarray]:
-        """A placement as two arrays: one transfer each, one program for all."""
-        W = self.layout.window
-        ints = np.zeros((NUMBERS + STOP_WIDTH + 2 * W,), np.int32)
-        seed = np.array([p.seed], np.uint32).view(np.int32)[0]
-        ints[:NUMBERS] = (
-            p.prompt_len,
-            p.limit,
-            p.top_k,
-            p.max_nfe,
-            p.max_run,
-            seed,
-            p.fold,
-        )
-        ints[NUMBERS : NUMBERS + STOP_WIDTH] = -1
-        ints[NUMBERS : NUMBERS + len(p.stop_ids)] = p.stop_ids
-        tail = NUMBERS + STOP_WIDTH
-        ints[tail : tail + len(p.tail)] = p.tail
-        ints[tail + W :] = -1
-        if p.given:  # the window begins with the prompt
-            first = tail + W + p.prompt_len
-            ints[first : first + len(p.given)] = p.given
-        floats = np.array(
-            [p.temperature, p.top_p, *(p.knobs[name] for name in self._knobs)], np.float32
-        )
-        return ints, floats
 
 
 def _pass_on(done: Future, others: Sequence[Future]) -> None:

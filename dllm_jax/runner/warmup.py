@@ -1,8 +1,7 @@
 """Everything an engine will run, compiled before its first request.
 
-Data flow: layout -> a list of calls of the device -> each lowered, one after another, and compiled
-ahead, several at a time -> each run once on empty slots, which compiles nothing any more. Which
-programs there are is the device's business; here is which sizes of them.
+Data flow: layout -> a list of calls -> each lowered, one after another, and compiled ahead, several
+at a time -> each run once on empty slots, which compiles nothing.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
+from dllm_jax.runner import packing
 
 Progress = Callable[[str, int, int], None]
 
@@ -28,24 +28,24 @@ _TRITON = "jaxlib.mlir.dialects.tt"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A program of one size, and the call of the device that runs it on empty slots."""
+    """A program of one size; `call` makes its `Call` on empty slots from a `ModelRunner`."""
 
     name: str
-    run: Callable[[Any], Any]
+    call: Callable[[Any], Any]
 
 
 def pass_kinds(layout: EngineLayout) -> tuple[PassKind, ...]:
-    """Which prefill passes there are (`decode.PassKind`)."""
+    """The kinds of prefill passes that requests need."""
     if layout.in_window:
         return ()
-    kinds = {layout.pass_kind}
+    kinds: set[PassKind] = {layout.pass_kind}
     if layout.is_full and not layout.starts_over:
         kinds.add("blocks")  # text behind the prompt, where it is computed again
     return tuple(sorted(kinds))
 
 
 def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
-    """All of them, the largest first: they take longest to compile.
+    """All programs, the largest first: they take longest to compile.
 
     Args:
         saved_size: Words of a saved slot.
@@ -73,18 +73,18 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
     )
     saved = np.zeros((saved_size,), np.int32)
     work += [
-        Work("admit", lambda device: device.admit(0, empty)),
-        Work("restore", lambda device: device.restore(0, empty, saved, ())),
+        Work("admit", lambda runner: runner.admit_call([(0, empty, False)])),
+        Work("restore", lambda runner: runner.restore_call(0, empty, saved, ())),
     ]
     if not layout.is_token_causal:  # whose prompts always leave a token to compute
-        work.append(Work("begin", lambda device: device.begin(0)))
+        work.append(Work("begin", lambda runner: runner.begin_call(0)))
     if layout.is_full:
-        work.append(Work("copy", lambda device: device.copy_page(0, 0)))
+        work.append(Work("copy", lambda runner: runner.copy_call(0, 0)))
     return work
 
 
 def largest_programs(layout: EngineLayout) -> list[Work]:
-    """Those that need the most memory."""
+    """The programs that need the most memory."""
     columns = layout.page_buckets[-1]
     largest = layout.prefill_buckets[-1]
     work = [_decode(layout.slot_buckets[-1], columns)]
@@ -99,47 +99,42 @@ def _decode(rows: int, columns: int) -> Work:
     pages = np.full((rows, columns), -1, np.int32)
     return Work(
         f"decode {rows} slots, {columns} pages",
-        lambda device: device.decode(slots, 0, pages, 1, False),
+        lambda runner: runner.decode_call(slots, 0, pages, 1, False),
     )
 
 
-def _prefill(size: int, columns: int, kind: str, slot: int = 0) -> Work:
-    pages = np.full((columns,), -1, np.int32)
+def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
+    slots, pages = np.arange(prompts)[:, None], np.full((columns,), -1, np.int32)
+    words = packing.piece_fields(size).pack(prompts, slot=slots, pages=pages)
+    several = f"{prompts} prompts of " if prompts > 1 else ""
     return Work(
-        f"prefill {size} tokens, {columns} pages, {kind}",
-        lambda device: device.prefill(slot, (), 0, 0, 0, False, pages, size, kind),
+        f"prefill {several}{size} tokens, {columns} pages, {kind}",
+        lambda runner: runner.prefill_call(words, size, kind),
     )
 
 
 def _short_prompts(layout: EngineLayout) -> Work:
-    """The pass that takes several prompts in."""
-    count, size, columns = layout.prompts_a_pass, layout.prefill_buckets[0], layout.page_buckets[0]
+    """The pass over several short prompts."""
     (kind,) = pass_kinds(layout)
-    each = [_prefill(size, columns, kind, slot) for slot in range(count)]
-    return Work(
-        f"prefill {count} prompts of {size} tokens, {columns} pages, {kind}",
-        lambda device: [one.run(device) for one in each],
-    )
+    return _prefill(layout.prefill_buckets[0], layout.page_buckets[0], kind, layout.prompts_a_pass)
 
 
-def compile_ahead(device: Any, work: Sequence[Work], progress: Progress | None = None) -> int:
+def compile_ahead(runner: Any, work: Sequence[Work], progress: Progress | None = None) -> int:
     """Compile programs, as many at a time as there are cores.
 
-    JAX keeps what is compiled this way: the call that runs it later finds it.
+    JAX caches each program; the call that runs it later finds it there.
 
     Returns:
-        The most bytes one of them needs beside what it is given.
+        The most bytes that one program needs beside its arguments.
     """
     _name_triton()
-    _name_values_briefly()
     most, done = 0, 0
     pool = ThreadPoolExecutor(min(len(work), os.cpu_count() or 1), "dllm-compile")
-    # Lowering is Python's work, of which threads do no two at once: taking turns all would end
-    # together, and the compilers wait until then.
+    # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
     in_python = threading.Lock()
     try:
         with _without_old_garbage():
-            futures = {pool.submit(_compiled_bytes, device, one, in_python): one for one in work}
+            futures = {pool.submit(_compiled_bytes, runner, item, in_python): item for item in work}
             for future in as_completed(futures):
                 most = max(most, future.result())
                 done += 1
@@ -151,39 +146,21 @@ def compile_ahead(device: Any, work: Sequence[Work], progress: Progress | None =
 
 
 def _name_triton() -> None:
-    """Let MLIR find Triton's operations where it looks for those of every dialect.
+    """Register Triton's dialect under the name by which MLIR imports dialects.
 
-    It imports that module for each operation that is made, and jaxlib has it elsewhere: Python
-    searches the file system in vain some 2,500 times a program, a third of a decode program's time
-    to be lowered. What is lowered is the same.
+    MLIR imports it for every operation, and jaxlib keeps it elsewhere. Failed imports, some 2,500 a
+    program, took a third of a decode program's lowering. The lowered text is the same.
     """
     with contextlib.suppress(ImportError):
         if _TRITON not in sys.modules and importlib.util.find_spec(_TRITON) is None:
             sys.modules[_TRITON] = importlib.import_module("jaxlib.triton.dialect")
 
 
-def _name_values_briefly() -> None:
-    """Let Mosaic name a value of a kernel without printing the kernel.
-
-    Its inference of layouts sorts values by name, and takes each name from the printed text of an
-    operation, for which MLIR numbers all that the kernel holds: a fifth of the time in which
-    SDAR-1.7B's programs are lowered. What is lowered does not depend on that order.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax.experimental.mosaic.gpu import layout_inference
-
-        def name(self: Any) -> str:
-            return f"{self.operation.name}:{self.type.name}-{self.index}"
-
-        layout_inference.ValueSite.__str__ = name
-
-
 @contextlib.contextmanager
 def _without_old_garbage() -> Iterator[None]:
-    """Keep the garbage collector from going through what is there already, again and again.
+    """Keep the garbage collector from scanning existing objects again and again.
 
-    A tenth of the time that SDAR-1.7B's programs take to be lowered. Who has frozen objects before
-    has done so already, and they stay so.
+    That was a tenth of lowering for SDAR-1.7B. If objects are already frozen, leave them.
     """
     if gc.get_freeze_count():
         yield
@@ -195,20 +172,18 @@ def _without_old_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _compiled_bytes(device: Any, work: Work, in_python: threading.Lock) -> int:
+def _compiled_bytes(runner: Any, work: Work, in_python: threading.Lock) -> int:
     with in_python:
-        lowered = device.lower(work.run)
-    if lowered is None:
+        lowered = runner.lower(work.call(runner))
+    analysis = lowered.compile().memory_analysis()
+    if analysis is None:
         return 0
-    told = lowered.compile().memory_analysis()
-    if told is None:
-        return 0
-    fresh = told.output_size_in_bytes - told.alias_size_in_bytes
-    return int(told.temp_size_in_bytes + max(0, fresh))
+    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.temp_size_in_bytes + max(0, fresh))
 
 
-def run_each(device: Any, work: Iterable[Work]) -> None:
+def run_each(runner: Any, work: Iterable[Work]) -> None:
     """Run programs once."""
-    for one in work:
-        one.run(device)
-    device.wait()
+    for item in work:
+        runner.run(item.call(runner))
+    runner.wait()

@@ -1,8 +1,7 @@
-"""How a calculation is written out: the lines whose every digit can be found from what is near it.
+"""Calculations written out in lines, so that each digit follows from digits near it.
 
-A product of two longer numbers is a sum of partial products, a long quotient a sum of partial
-quotients, so that no single `=` asks for more than one table look-up or one carry chain. Nothing
-here knows about word problems, tokens or jax.
+A product of two longer numbers is a sum of partial products, and a long quotient a sum of partial
+quotients. A single `=` then needs at most one table look-up or one carry chain.
 """
 
 

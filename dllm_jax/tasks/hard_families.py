@@ -2,7 +2,7 @@
 
 A chain asks for one result after another, each needed by the next, and writes them densely
 (`142-111=31, *9=279, /9=31.`), so that no decoder can fill a block in at once. Division is
-drawn most often, because it seldom fits. Nothing here knows about splits, tokens or jax.
+drawn most often, because it seldom fits.
 """
 
 import random

@@ -1,7 +1,7 @@
 """The plain half: eight families of worked word problems with numbers below 1000.
 
 Each family draws numbers (and event types), then writes question and response. Only the question's
-wording varies. Nothing here knows about splits, tokens or jax.
+wording varies.
 """
 
 import random

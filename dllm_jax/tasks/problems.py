@@ -5,7 +5,7 @@ chains and larger word problems, numbers to 9999, products and quotients worked 
 `problem(half, seed, index, heldout)` is a pure function. An instance is held out by the CRC of
 its family, numbers and event types, never of its wording, so no held-out calculation is ever seen
 in training under other names. The response is a function of the prompt: wording varies in the
-question only. Nothing here knows about tokens, models or jax.
+question only.
 """
 
 import dataclasses

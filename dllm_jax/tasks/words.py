@@ -1,6 +1,6 @@
-"""The words that vary between problems: names, things, places; and now and then an invented one.
+"""The words that vary between problems: names, things, places, and sometimes an invented one.
 
-Invented words teach the model to copy what it never saw. Nothing here knows what a problem asks.
+Invented words teach the model to copy words that it never saw.
 """
 
 import dataclasses

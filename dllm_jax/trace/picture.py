@@ -1,7 +1,6 @@
 """A frame of a trajectory as a PNG, as the page shows it in light colours.
 
-Letters are those of the font that matplotlib brings; others are written as code points. Nothing
-here decides what stands where: `replay` does.
+The font is matplotlib's; letters that it lacks are written as code points.
 """
 
 import functools
@@ -115,8 +114,8 @@ class _Picture:
             self._draw.rectangle([SCALE * side for side in box], fill=PANEL)
         name = f"block {(start - self._played.first) // size + 1}  "
         name = name if self._played.block_size else ""
-        told = f"{name}positions {start} to {end - 1}  {status}"
-        self._text(MARGIN + PAD, y + 4, told, 11, SOFT)
+        heading = f"{name}positions {start} to {end - 1}  {status}"
+        self._text(MARGIN + PAD, y + 4, heading, 11, SOFT)
         if status == STATES[0]:
             return
         for position in range(start, end):
@@ -193,7 +192,7 @@ class _Picture:
 
 
 def colour(share: int) -> str:
-    """The colour of a probability in thousandths; below 0: nobody asked."""
+    """The colour of a probability in thousandths; below 0: there is none."""
     return next((name for edge, name in COLOURS if share >= edge), UNASKED)
 
 

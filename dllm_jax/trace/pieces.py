@@ -1,7 +1,4 @@
-"""What a token looks like by itself: spaces, line ends and half characters made visible.
-
-Nothing here knows where the ids come from.
-"""
+"""Single tokens as text, with spaces, line ends and half characters made visible."""
 
 import unicodedata
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
-"""A trajectory as frames: what changes from one look to the next, in absolute positions.
+"""A trajectory as frames: the changes of each step, in absolute positions.
 
-The page and the pictures show these and decide nothing themselves. A frame is what stands after a
-step and its slide, with the events of that step. Nothing here knows text.
+The page and the pictures both draw these. A frame is the state after a step and its slide, with the
+events of that step.
 """
 
 import dataclasses
@@ -17,20 +17,19 @@ NO_PROBABILITY = -1
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One look.
+    """The state after one step.
 
     Attributes:
-        start: Position of the window's first cell; what is left of it is in the cache.
+        start: Position of the window's first cell; everything before it is in the cache.
         status: Of the window's blocks: 0 not open, 1 active, 2 about to enter the cache.
         nfe: Forwards so far.
         num_settled: Tokens of the text that can never change any more.
         commit_len: Tokens that entered the cache in this step.
-        put: (position, token, probability in thousandths) of cells whose token or probability is
-            another than before; HOLE where one was taken out again, NO_PROBABILITY where the
-            model was not asked.
-        guesses: The same of holes: what the model said of them in this step.
+        put: (position, token, probability in thousandths) of cells whose token or probability
+            changed; HOLE for a token that was removed, NO_PROBABILITY where the model was not run.
+        guesses: The same for holes, with the model's prediction in this step.
         accepted: Positions filled in this step.
-        edited: (position, token that stood there) of those written over.
+        edited: (position, previous token) of replaced tokens.
     """
 
     start: int
@@ -51,7 +50,7 @@ class Replay:
     Attributes:
         first: Position of the first cell that is shown; the prompt before it was cached at once.
         end: One past the last cell that is shown.
-        block_size: Of the grid of blocks; 0 where blocks are too small or move too freely for one.
+        block_size: Of the grid of blocks; 0 where blocks are too small, or off the grid.
     """
 
     first: int
@@ -78,7 +77,7 @@ def replay(trajectory: Trajectory) -> Replay:
     frames[-1] = dataclasses.replace(frames[-1], num_settled=len(trajectory.tokens))
     on_grid = all((step.before.start - first) % size == 0 for step in steps)
     is_grid = on_grid and size > 2
-    # Blocks nobody opened are shown only as far as the text may go.
+    # Blocks that were not opened are shown only up to the limit of the text.
     touched = max(seen, default=first) + 1
     opened = max(frame.start + _num_open(frame.status) * size for frame in frames)
     end = max(min(first + num_blocks * size, trajectory.limit), touched, opened)
@@ -102,9 +101,11 @@ def _first_frame(step: Step, seen: dict[int, tuple[int, int]]) -> Frame:
 def _frame(trajectory: Trajectory, step: Step, seen: dict[int, tuple[int, int]], nfe: int) -> Frame:
     start = step.before.start
     put, guesses, edited = [], [], []
-    said = zip(step.predicted.ravel().tolist(), step.confidence.ravel().tolist(), strict=True)
+    predictions = zip(
+        step.predicted.ravel().tolist(), step.confidence.ravel().tolist(), strict=True
+    )
     for cell, (token, (guess, confidence)) in enumerate(
-        zip(step.after.tokens.ravel().tolist(), said, strict=True)
+        zip(step.after.tokens.ravel().tolist(), predictions, strict=True)
     ):
         position, share = start + cell, _thousandths(confidence)
         old = seen.get(position)
@@ -115,7 +116,7 @@ def _frame(trajectory: Trajectory, step: Step, seen: dict[int, tuple[int, int]],
                 guesses.append((position, guess, share))
             continue
         if old is not None and old[0] == token and guess != token:
-            continue  # it stays, whatever the model says of it
+            continue  # it stays, whatever the model predicts
         new = (token, share if guess == token else NO_PROBABILITY)
         if new != old:
             seen[position] = new

@@ -1,9 +1,9 @@
-"""`record`: one prompt decoded step by step, with what every step did, on the host.
+"""`record`: one prompt decoded step by step, with a record of every step on the host.
 
-The tokens are those of `generate`; the program of a recorded step is its own, so the others hold
-nothing of it. Nothing here knows text: ids only.
+The tokens are those of `generate`. A recorded step is a program of its own, so that the others
+stay free of recording.
 
-Data flow: `generation.start` -> `recording.recorded_step` a step -> NumPy -> `Trajectory` <-> JSON.
+Data flow: `generate.start` -> `recorded_step` for each step -> NumPy -> `Trajectory` <-> JSON.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from dllm_jax.strategies.core.state import FINISH_REASONS, RUNNING
 from dllm_jax.strategies.testing.recording import NOT_READ, recorded_step
 
 VERSION = 1
-_ALGORITHM = ("needs", "fn", "init_fn")  # fields that say what a strategy is, not how it is set
+_ALGORITHM = ("needs", "fn", "init_fn")  # fields that define a strategy, not its settings
 
 
 class TrajectoryError(ValueError):
-    """A text that is no trajectory, or one of another version."""
+    """The text is no trajectory, or of another version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Step:
     """One decode step; cells are those of the window before the slide, [K S].
 
     Attributes:
-        before: What the last step left, slid.
-        after: With what this step wrote; the window then slides by `commit_len`.
-        predicted: What the model said, -1 where it was not asked.
-        confidence: Its probability as the strategy asked for it, NaN where there is none.
-        entropy: Of its law, in nats, NaN where there is none.
+        before: The window as the last step left it, after its slide.
+        after: With the tokens of this step; the window then slides by `commit_len`.
+        predicted: The model's prediction, -1 where there is none.
+        confidence: Its probability, as the strategy computes it; NaN where there is none.
+        entropy: Of its distribution, in nats, NaN where there is none.
         accepted: Holes that were filled.
         edited: Filled cells that got another token.
-        commit_len: Tokens that entered the cache for good.
+        commit_len: Tokens that were committed.
         settled_len: Leading cells that can never change again.
         nfe: Forwards spent.
     """
@@ -80,17 +80,17 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """How one text came to be.
+    """The steps in which one text was decoded.
 
     Attributes:
         prompt: Ids of the prompt.
         tokens: Ids of the text, as `generate` emits them.
         limit: First absolute position that may not be emitted.
         finish_reason: Why it ended (`dllm_jax.strategies.core.state.FINISH_REASONS`).
-        model: What the model was loaded from.
+        model: The source of the model.
         strategy: Name of the strategy.
         settings: Its fields by name.
-        steps: What each decode step did, in order.
+        steps: One record a decode step, in order.
     """
 
     prompt: list[int]
@@ -114,10 +114,10 @@ class Trajectory:
 
     @staticmethod
     def from_json(text: str) -> "Trajectory":
-        """What `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
-            TrajectoryError: It is none, or of another version.
+            TrajectoryError: The text is no trajectory, or of another version.
         """
         try:
             facts = json.loads(text)
@@ -146,9 +146,9 @@ def record(
     attention_implementation: str | None = None,
     **request: Any,
 ) -> Trajectory:
-    """Decode one prompt and keep what every step did.
+    """Decode one prompt and keep a record of every step.
 
-    Slower than `generate`: each step is read by itself.
+    Slower than `generate`, because each step is fetched by itself.
 
     Args:
         model: A `Model` or what `load` takes.

@@ -1,8 +1,4 @@
-"""A run from what was asked of it to scores, curves and a Hugging Face folder.
-
-Which flags there are, and what they may say, is the command line's (`dllm_jax.cli.train`). Nothing
-here knows how a step is computed.
-"""
+"""A whole run: its config from options, training, scores, curves and a Hugging Face folder."""
 
 import dataclasses
 import json
@@ -34,17 +30,17 @@ FINAL_SETTINGS = (
     (1, 1.0, 32),  # one token a forward
 )
 FINAL_PROBLEMS = 2048  # a half, when the run is complete
-_FIELDS = {"steps": "num_steps", "layers": "num_layers"}  # options that fields call otherwise
+_FIELDS = {"steps": "num_steps", "layers": "num_layers"}  # options whose fields have other names
 _SHAPE = ("num_layers", "hidden_size", "ffn_size")
 
 
 def main(kind: str, out: str, given: dict[str, Any]) -> None:
-    """Train, or continue, and once the run is complete, score it and write its model.
+    """Train or continue; once the run is complete, score it and write its model.
 
     Args:
         kind: One of `KINDS`.
         out: The run's folder.
-        given: Options by their flags' names without dashes; what is not given is the recipe's.
+        given: Options by the names of their flags without dashes; the recipe sets the others.
     """
     given = dict(given)
     num_problems = given.pop("final_problems", FINAL_PROBLEMS)
@@ -62,7 +58,7 @@ def main(kind: str, out: str, given: dict[str, Any]) -> None:
 
 
 def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
-    """The config of a kind, with what was given in the place of its own."""
+    """The recipe of a kind with the given options."""
     recipe = KINDS[kind]
     fields = {_FIELDS.get(name, name): value for name, value in given.items()}
     if kind != "dflash":

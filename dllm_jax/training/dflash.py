@@ -1,7 +1,7 @@
 """A DFlash drafter for any target the engine loads: config, data, run.
 
-The target, frozen -> its own answers to many prompts (`responses`) -> blocks behind random anchors
-of them (`draft_objective`) -> a drafter. Nothing here knows how a step is applied or kept (`loop`).
+Data flow: the frozen target -> its answers to many prompts (`responses`) -> blocks behind random
+anchors in them (`draft_objective`) -> a drafter.
 """
 
 import contextlib
@@ -131,12 +131,12 @@ def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
 def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
     """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
 
-    The folder is taken once everything that the config names was found to go together.
+    The folder is claimed only after the target, the layers and the prompts were checked.
 
     Returns:
         What `loop.run` does, and `target`, its `answers`, `model_config` (of the drafter) and the
-        `tokenizer` of a target that reads the built-in problems, else None. Where `max_seconds`
-        ended the answers: `done` False and `step` 0, nothing else.
+        `tokenizer` of a target that reads the built-in problems, else None. If `max_seconds`
+        ended the answers: only `done` (False) and `step` (0).
 
     Raises:
         FloatingPointError: If the loss is no number any more.
@@ -153,7 +153,7 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
     cfg = draft_config(config, target)
     prompts = _prompts(config, target, folder, how.get("num_workers", 2))
     run_folder.claim(out_dir, config)
-    # without its name and files: models under training share its compiled programs
+    # Without its name and files, so that models under training share its compiled programs.
     bare = target.replace(source="", tokenizer_source=None)
     began, limit = time.monotonic(), how.pop("max_seconds", None)
     with contextlib.closing(prompts):
@@ -192,7 +192,7 @@ def make_task(
     answers: dict[str, np.ndarray],
     tokenizer: tokenizers.Tokenizer | None,
 ) -> loop.Task:
-    """What a drafter of `target` learns from its `answers`; scored on problems if these are."""
+    """The task of a drafter that learns from the target's `answers`."""
     dtype = jnp.dtype(config.compute_dtype)
     gamma = config.gamma or draft_objective.gamma_of(config.block_size)
 
@@ -232,7 +232,7 @@ def draft_of(params: Any, cfg: dflash.DFlashConfig, target: Model) -> Model:
 def epochs(
     answers: dict[str, np.ndarray], batch_size: int, seed: int, first: int
 ) -> Generator[dict, None, None]:
-    """Batches from number `first` on, every answer once in each epoch, in an order of its own."""
+    """Batches from number `first` on; each epoch has every answer once, in its own order."""
     size = len(answers["length"])
     batch_size = min(batch_size, size)
     per_epoch = size // batch_size
@@ -249,7 +249,7 @@ def _prompts(
     config: TrainConfig, target: Model, folder: pathlib.Path, num_workers: int
 ) -> Generator[list[list[int]], None, None]:
     first = len(list(folder.glob("responses-*.npz")))
-    is_stored = (folder / responses.STORED).exists()  # then no prompt is asked for
+    is_stored = (folder / responses.STORED).exists()  # then no prompts are needed
     if config.prompts is not None and not is_stored:
         most = config.row_tokens - 2
         given = responses.read_prompts(target, config.prompts, most)

@@ -3,7 +3,7 @@
 text -> the frozen target's residual streams -> keys and values of the context, once -> blocks
 `(token at the anchor, mask, ..., mask)`, each of which sees the context before its anchor and
 itself -> cross entropy of the masked cells, the first weighing most. A block's rows are exactly
-those of a pass of the drafter at that anchor. Nothing here knows about optimisers or files.
+those of a pass of the drafter at that anchor.
 
 Source: DFlash (arXiv 2602.06036, §3); SpecForge (specforge/core/dflash.py) for the mask.
 """

@@ -1,8 +1,8 @@
-"""The training loop: batches in, checkpoints, log and curves out; stops and resumes anywhere.
+"""The training loop: batches in, checkpoints and log out; a run stops and resumes at any step.
 
-stream -> loss and update in one jitted step, rows sharded over all devices -> now and then an
-evaluation -> Orbax checkpoints. The learning rate follows the share of the run that is done: of
-the steps, or of a budget of seconds. What is learnt is a `Task`; nothing here knows which.
+Data flow: stream -> loss and update in one jitted step, rows sharded over all devices -> sometimes
+an evaluation -> Orbax checkpoints. The learning rate follows the share of the run that is done, in
+steps or in seconds of a budget. A `Task` says what is learnt.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _FIRST_STEPS = 50  # over which the rate rises at least where it follows the clo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every training run has; the same config and devices give the same model.
+    """The settings of every training run; equal config and devices give the same model.
 
     Attributes:
         kind: What is trained: a name of `dllm_jax.training.command.KINDS`.
@@ -62,7 +62,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a run learns.
+    """The objective, data and evaluation of a run.
 
     Attributes:
         init: `key -> params`, float32.

@@ -4,7 +4,7 @@ tokens -> noise (what is masked, which blocks go together) -> rows [noisy ; clea
 masked tokens. Block `b` of a row sees the clean text before its noise group and the noisy blocks
 of the group up to itself, exactly what a decoder with that many open blocks sees. Group size 1 is
 block diffusion (Arriola et al. 2025, arXiv 2503.09573, §3; SDAR, arXiv 2510.06303), larger groups
-are multi-block teacher forcing. Nothing here knows about optimisers, devices or files.
+are multi-block teacher forcing.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 Muon replaces a matrix's momentum by its nearest semi-orthogonal matrix (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/). The fused weights are taken apart first: query, key,
-value, gate and up are matrices of their own. The learning rate is not here but a factor the
-training step applies, so a schedule may follow the clock. Nothing here knows about data or loss.
+value, gate and up are matrices of their own. The training step multiplies by the learning rate, so
+that a schedule may follow the clock.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The curves of a run as a PNG, from its log. Nothing here knows how the run was made."""
+"""The curves of a run as a PNG, from its log."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ def read_log(path: str | pathlib.Path) -> tuple[list[dict[str, Any]], list[dict[
     return [x for x in lines if "eval" not in x], [x for x in lines if "eval" in x]
 
 
-# of a kind's metrics, the first found is drawn: title, what of it, whether on a log scale
+# The first metric that the log has is drawn: title, transform, whether on a log scale.
 _PROGRESS: dict[str, tuple[str, Callable[[float], float], bool]] = {
     "digit_accuracy": ("masked digits wrong (share)", lambda x: 1 - x, True),
     "token_accuracy": ("tokens of the response wrong (share)", lambda x: 1 - x, True),

@@ -1,8 +1,8 @@
-"""What a drafter learns from: prompts, and the target's own answers to them, kept in a file.
+"""The training data of a drafter: prompts and the target's answers to them, kept in a file.
 
-prompts -> the target decodes them as it is served -> rows of `prompt answer`. A share is greedy,
-the rest drawn at temperature 1. Parts are stored as they are made; an interrupted call goes on with
-the next. Nothing here knows how drafters learn.
+Data flow: prompts -> the target decodes them as it is served -> rows of `prompt answer`. A share is
+greedy, the rest drawn at temperature 1. Parts are stored as they are made, and the next call
+continues behind the last one.
 """
 
 import contextlib
@@ -42,18 +42,18 @@ def regenerate(
     max_seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, np.ndarray] | None:
-    """The target's answers, stored under `folder`; those already there are not made again.
+    """The target's answers, stored under `folder`; stored ones are not decoded again.
 
     Args:
         prompts: Batches of `batch_size` prompts, from the first not yet stored on.
         row_len: Texts are cut to this many tokens.
         greedy_share: Share of the rows of a batch that are greedy, the first ones.
-        response_seconds: Stop after so long with what there is.
-        max_seconds: Stop after so long; the next call goes on with the next batch.
+        response_seconds: Stop after this time with the answers so far.
+        max_seconds: Stop after this time; the next call continues with the next batch.
 
     Returns:
         `tokens` [N row_len] i32 (0 past the end), `prompt_len` and `length` i32, the end of
-        sequence counted. None where `max_seconds` were over before all was there.
+        sequence counted. None if `max_seconds` passed before all answers were decoded.
 
     Raises:
         ValueError: No prompt leaves room for an answer.
@@ -82,7 +82,7 @@ def regenerate(
             jax.random.fold_in(jax.random.key(seed), index),
             max_tokens=max_tokens,
         )  # fmt: skip
-        if waiting is not None:  # while the device is at the next batch
+        if waiting is not None:  # while the device decodes the next batch
             keep(*waiting)
         waiting = (index, padded, lengths, out)
         spent = time.monotonic() - began
@@ -170,7 +170,7 @@ def _rows(
 def problem_tokenizer(target: Model) -> tokenizers.Tokenizer | None:
     """The tokenizer of a target that reads problems in the format of `stream`, else None."""
     text = problems.problem("plain", 0, 0).question
-    if target.tokenizer_source is None or _ask(target, text) != stream.conversation(text):
+    if target.tokenizer_source is None or _formatted(target, text) != stream.conversation(text):
         return None
     return tokenizers.Tokenizer.from_file(str(target.tokenizer_source.folder / "tokenizer.json"))
 
@@ -178,7 +178,7 @@ def problem_tokenizer(target: Model) -> tokenizers.Tokenizer | None:
 def problem_prompts(
     target: Model, batch_size: int, seed: int, first: int, num_workers: int
 ) -> Generator[list[list[int]], None, None]:
-    """Word problems of both halves as this target is asked, without end, from batch `first` on."""
+    """Endless word problems of both halves in this target's format, from batch `first` on."""
     own = problem_tokenizer(target)
     if own is not None:  # whole rows come ready from worker processes
         cfg = stream.StreamConfig(
@@ -200,7 +200,7 @@ def problem_prompts(
 
 
 def read_prompts(target: Model, path: str | pathlib.Path, most: int) -> list[list[int]]:
-    """Prompts of a file, one a line or as JSON lines with "prompt", as this target is asked.
+    """Prompts of a file, one a line or as JSON lines with "prompt", in this target's format.
 
     Args:
         most: Tokens of the longest prompt that is used.
@@ -236,7 +236,7 @@ def read_prompts(target: Model, path: str | pathlib.Path, most: int) -> list[lis
 def in_turn(
     prompts: list[list[int]], batch_size: int, first: int
 ) -> Generator[list[list[int]], None, None]:
-    """Batches of prompts without end, from batch `first` on; from the top again at their end."""
+    """Endless batches of prompts, cyclic, from batch `first` on."""
     at = first * batch_size
     while True:
         yield [prompts[i % len(prompts)] for i in range(at, at + batch_size)]
@@ -258,12 +258,12 @@ def _text(name: str) -> str:
         ) from error
 
 
-def _ask(target: Model, text: str) -> str:
-    """A user's question in the target's chat format; as it is where it has none."""
+def _formatted(target: Model, text: str) -> str:
+    """A question in the target's chat format, unchanged if it has none."""
     if chat.template_of(target) is None:
         return text
     return chat.render(target, [{"role": "user", "content": text}])
 
 
 def _encode(target: Model, text: str) -> list[int]:
-    return tokenizer.encode(target.tokenizer, _ask(target, text), special=False)
+    return tokenizer.encode(target.tokenizer, _formatted(target, text), special=False)

@@ -1,7 +1,4 @@
-"""The folder of a run: taken only if it is empty or holds this very run.
-
-`config.json` says which run a folder belongs to. Nothing here knows what a run does with it.
-"""
+"""The folder of a run: claimed only if it is empty or holds the same run (`config.json`)."""
 
 import contextlib
 import dataclasses
@@ -13,15 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 CONFIG = "config.json"
-# What says how a run is watched, cut into checkpoints and finished, and not what it learns.
+# Fields that do not change what a run learns.
 _FREE = {"log_every", "checkpoint_seconds", "evals", "eval_problems", "head_temperature"}
-_FREE |= {"response_seconds"}  # of answers that are there, it says nothing
-# A run may be made longer: the learning rate then goes on from the smaller share that is done.
+_FREE |= {"response_seconds"}  # stored answers do not depend on it
+# A run may be made longer; the learning rate then continues from the smaller share done.
 _LENGTHS = {"num_steps", "budget_seconds"}
 
 
 def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
-    """Make the folder of a run, or find that it is this run's; write `config.json`.
+    """Make the folder of a run, or check that it is this run's, and write `config.json`.
 
     Args:
         config: Dataclass of the run, such as `dllm_jax.training.sdar.TrainConfig`.
@@ -33,7 +30,7 @@ def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
         ValueError: If it cannot be made, holds something else, or a run of another config.
     """
     path = check(folder, config)
-    with _told(os.fspath(folder), path):
+    with _one_line(os.fspath(folder), path):
         path.mkdir(parents=True, exist_ok=True)
         partial = path / f".{CONFIG}.partial"
         partial.write_text(_text(config), encoding="utf-8")
@@ -42,14 +39,14 @@ def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
 
 
 def check(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
-    """Refuse what `claim` would refuse for what is in it; writes nothing, returns it resolved.
+    """The resolved folder, refused as in `claim`; writes nothing.
 
     Raises:
         ValueError: If it holds something else, or a run of another config.
     """
     shown = os.fspath(folder)
     path = pathlib.Path(shown).resolve()
-    with _told(shown, path):
+    with _one_line(shown, path):
         if path.exists() and (names := sorted(os.listdir(path))):
             _check(shown, names[0], _stored(path / CONFIG), json.loads(_text(config)))
     return path
@@ -60,8 +57,8 @@ def _text(config: Any) -> str:
 
 
 @contextlib.contextmanager
-def _told(shown: str, path: pathlib.Path) -> Iterator[None]:
-    """What the system refuses, as one line."""
+def _one_line(shown: str, path: pathlib.Path) -> Iterator[None]:
+    """Errors of the file system as one line."""
     try:
         yield
     except OSError as error:
@@ -96,7 +93,7 @@ def _stored(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Fields that forbid to continue, each with both values."""
+    """Fields that differ and must not, each with both values."""
     before, after = _flat(stored), _flat(wanted)
     found = []
     for name in sorted(before.keys() | after.keys()):

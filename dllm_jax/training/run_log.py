@@ -1,7 +1,4 @@
-"""How far a run is, and what it writes down about itself.
-
-Nothing here knows what a step computes or how a model is scored.
-"""
+"""The progress of a run, and its log."""
 
 import json
 import math
@@ -14,7 +11,7 @@ import numpy as np
 
 
 class Clock:
-    """How far a run is, in steps and in seconds of all its calls."""
+    """The progress of a run, in steps and in seconds over all its calls."""
 
     def __init__(self, num_steps: int, budget_seconds: float | None):
         self._num_steps, self._budget_seconds = num_steps, budget_seconds
@@ -46,7 +43,7 @@ def figures(of: dict) -> str:
 
 
 class Log:
-    """Lines of `metrics.jsonl`, and of what the user sees."""
+    """Lines of `metrics.jsonl` and of the terminal."""
 
     def __init__(self, file: TextIO, say: Callable[[str], None], clock: Clock):
         self._file, self._say, self._clock = file, say, clock
@@ -59,7 +56,7 @@ class Log:
         self._pending.append(metrics)
         if not is_due:
             return
-        # the newest few are still being computed: reading them would leave the device idle
+        # The newest few are still being computed; reading them would leave the device idle.
         ready, self._pending = self._pending[:-5] or self._pending, self._pending[-5:]
         read = jax.device_get(ready)
         self.last = {name: float(np.mean([m[name] for m in read])) for name in read[0]}

@@ -1,7 +1,4 @@
-"""What a run is at one step, and its checkpoints.
-
-Nothing here knows how the state changes.
-"""
+"""The state of a run at one step, and its checkpoints."""
 
 from typing import Any
 
@@ -24,7 +21,7 @@ class TrainState(struct.PyTreeNode):
 
 def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> None:
     """Write a checkpoint and wait for it; `seconds` is how long the run has lasted."""
-    # optimiser states hold empty nodes that a stored tree cannot name: keep their leaves by number
+    # Optimiser states hold empty nodes that a stored tree cannot name, so leaves are numbered.
     leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state.optimizer))}
     tree = {"params": state.params, "optimizer": leaves, "seconds": np.float64(seconds)}
     saver.save(int(state.step), args=ocp.args.StandardSave(tree))

@@ -35,8 +35,8 @@ class TrainConfig(loop.RunConfig):
     Attributes:
         head_temperature: What the head is divided by once the run is done. Cross entropy makes
             each token's probability right on its own, but a block's tokens are accepted together:
-            several at 0.95 are often inconsistent. Softer probabilities let an accept threshold
-            of 0.9 ask for what 0.99 and more asked for before; greedy choices do not change.
+            several at 0.95 are often inconsistent. With softer probabilities an accept threshold
+            of 0.9 accepts what 0.99 and more accepted before; greedy choices do not change.
     """
 
     kind: str = "sdar"

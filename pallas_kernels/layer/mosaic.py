@@ -104,8 +104,8 @@ def choose_tiling(
 ) -> Tiling | None:
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
-    It has as many thread blocks as run at once, and one of `columns`: of those tried on an H200 with
-    the shapes of SDAR-1.7B and -8B the fastest, or within 4 % of it
+    It has as many thread blocks as run at once, and one of `columns`. Of the tiles tried on an H200
+    with the shapes of SDAR-1.7B and -8B it is within 4 % of the fastest
     (benchmarks/notes/few_row_products.md).
 
     Args:

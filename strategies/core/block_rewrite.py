@@ -8,7 +8,7 @@ Source: LLaDA2.1 (arXiv 2602.08676), token-to-token editing; Diffulex's `mixin/b
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from . import blocks
 from .state import ACTIVE, DecodeState
@@ -44,3 +44,14 @@ def before_limit(state: DecodeState) -> Bool[Array, "B K S"]:
     """Cells that may be emitted: what happens past the limit holds no block back."""
     buffer = state.buffer
     return jnp.broadcast_to(buffer.positions < buffer.limit[:, None, None], buffer.tokens.shape)
+
+
+def stability(state: DecodeState, tokens: Int[Array, "B K S"]) -> Float[Array, "B K"]:
+    """Share of each block's filled cells that hold `tokens`; 1 where none is filled.
+
+    Cells of the prompt count, as in Diffulex.
+    """
+    filled = state.buffer.filled
+    same = filled & (tokens == state.buffer.tokens)
+    count = jnp.sum(filled, axis=2)
+    return jnp.where(count > 0, jnp.sum(same, axis=2) / jnp.maximum(count, 1), 1.0)

@@ -1,17 +1,19 @@
 """Pure operations on the window: which cells are holes, when a block opens, completes, commits.
 
-The pieces a step is made of, in the order it uses them: `open_next`, (forward), `to_cache`,
-`holes`, `write`, `finish_step`. Nothing here knows about the model, pages or other slots.
+A step uses them in this order: `open_next`, (forward), `to_cache`, `holes`, `write`,
+`finish_step`. `denoise` is all but the first, for strategies that differ in what they accept.
 
 Source: Diffulex's block buffer, with the rules of docs/strategies.md.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .protocol import PerSlot
+from . import random
+from .protocol import Forward, PerSlot, TokenStats
 from .state import ACTIVE, DUMMY, TO_CACHE, DecodeState, StepInfo
 
 
@@ -189,3 +191,23 @@ def finish_step(
         nfe=jnp.ones_like(buffer.nfe),
     )
     return state.replace(buffer=buffer.replace(status=status, block_steps=block_steps)), info
+
+
+AcceptRule = Callable[[TokenStats, DecodeState, Bool[Array, "B K S"]], Bool[Array, "B K S"]]
+
+
+def denoise(
+    forward: Forward, state: DecodeState, accept_rule: AcceptRule
+) -> tuple[DecodeState, StepInfo]:
+    """One forward of the window: commit the complete blocks, fill the holes that a rule accepts.
+
+    Args:
+        accept_rule: Called with the statistics, the state and the holes; returns the holes to
+            fill. It must accept one sooner or later, or the request does not end.
+    """
+    out = forward(state)
+    state = out.store(state, to_cache(state))
+    where = holes(state)
+    stats = out.predict(where=where, sampling=state.sampling, keys=random.step_keys(state))
+    accept = accept_rule(stats, state, where)
+    return finish_step(write(state, stats.token, accept), accept)

@@ -170,45 +170,6 @@ def choose_width(
     return jnp.where((best == 0) & is_due & could_pay, 1, best)
 
 
-def reject(
-    target: Float[Array, "B T V"],
-    draft: Float[Array, "B T-1 V"],
-    tokens: Int[Array, "B T-1"],
-    chances: Float[Array, "B T-1"],
-) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-    """Speculative sampling: which drafts stay, and the law of the token behind them.
-
-    A draft d stays where u q(d) < p(d). Behind the first that does not, the token is drawn from
-    what p has more than q; behind all of them, from p. Then each token has the law p, whatever q.
-
-    Args:
-        target: Probabilities p of the token behind the anchor, and behind each draft.
-        draft: Probabilities q that the drafts were drawn from. What is no number is none: such a
-            draft never stays, and p is drawn from.
-        tokens: The drafts.
-        chances: u, uniform in [0, 1), of nothing that drew the drafts.
-
-    Returns:
-        The number of drafts that stay, and probabilities.
-
-    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318).
-    """
-    draft = jnp.where(jnp.isfinite(draft), draft, 0.0)
-    ids = jnp.maximum(tokens, 0)[:, :, None]
-    told = jnp.take_along_axis(draft, ids, axis=2)[:, :, 0]
-    wanted = jnp.take_along_axis(target[:, :-1], ids, axis=2)[:, :, 0]
-    stays = (chances * told < wanted) & (told > 0)
-    is_last = jnp.pad(~stays, ((0, 0), (0, 1)), constant_values=True)
-    right = jnp.argmax(is_last, axis=1).astype(jnp.int32)
-    at = right[:, None, None]
-    p = jnp.take_along_axis(target, at, axis=1)[:, 0]
-    q = jnp.take_along_axis(jnp.pad(draft, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
-    left = jnp.maximum(p - q, 0.0)
-    mass = jnp.sum(left, axis=1, keepdims=True)
-    # Without any only rounding rejects a draft, and p is as good.
-    return right, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), p)
-
-
 def _room(state: DecodeState) -> Int[Array, " B"]:
     """Tokens behind the anchor that the request may still emit: to its limit and first stop id."""
     buffer = state.buffer

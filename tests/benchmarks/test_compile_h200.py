@@ -28,7 +28,7 @@ def test_programs_are_those_of_an_engine_and_hold_no_weights():
         for work in warmup.every_program(device.layout, device.num_words)
         if work.name == "begin"
     ]
-    assert "bf16" in device.lower(begin.run).as_text()
+    assert "bf16" in device.lower(begin.call(device)).as_text()
 
 
 def test_launches_are_counted_by_computation():

@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from dllm_jax.loading.async_dispatch import VARIABLE, enable_async_dispatch
+from dllm_jax.loading.jax_settings import ASYNC_DISPATCH, enable_async_dispatch
 
 EXPECTED = "1" if jax.__version_info__ >= (0, 11, 2) else None
 
@@ -19,7 +19,7 @@ EXPECTED = "1" if jax.__version_info__ >= (0, 11, 2) else None
 VERBS = """
 import os, sys
 from jax._src import xla_bridge
-from dllm_jax import loading
+import dllm_jax.loading.load as loading
 from dllm_jax.cli import entry
 def stop(*args):
     print(xla_bridge.backends_are_initialized(), os.environ.get("VARIABLE"), flush=True)
@@ -51,19 +51,19 @@ print(called, time.perf_counter() - began)
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
     """As where users begin; what the process had comes back."""
-    monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(ASYNC_DISPATCH, "")
+    monkeypatch.delenv(ASYNC_DISPATCH)
 
 
 def test_the_variable_is_set():
     enable_async_dispatch()
-    assert os.environ.get(VARIABLE) == EXPECTED
+    assert os.environ.get(ASYNC_DISPATCH) == EXPECTED
 
 
 def test_what_the_user_chose_stays(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv(ASYNC_DISPATCH, "0")
     enable_async_dispatch()
-    assert os.environ[VARIABLE] == "0"
+    assert os.environ[ASYNC_DISPATCH] == "0"
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_what_the_user_chose_stays(monkeypatch):
 def test_versions_that_were_not_tried_are_left_alone(monkeypatch, version, expected):
     monkeypatch.setattr(jax, "__version_info__", version)
     enable_async_dispatch()
-    assert os.environ.get(VARIABLE) == expected
+    assert os.environ.get(ASYNC_DISPATCH) == expected
 
 
 def test_a_verb_sets_it_before_it_looks_for_devices():
-    run = [sys.executable, "-c", VERBS.replace("VARIABLE", VARIABLE)]
+    run = [sys.executable, "-c", VERBS.replace("VARIABLE", ASYNC_DISPATCH)]
     told = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     assert told.splitlines() == [f"False {EXPECTED}"] * 6
 
@@ -87,7 +87,7 @@ def test_a_verb_sets_it_before_it_looks_for_devices():
 def test_a_loop_on_a_gpu_keeps_its_caller_only_where_that_was_chosen(chosen):
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if chosen is not None:
-        environment[VARIABLE] = chosen
+        environment[ASYNC_DISPATCH] = chosen
     run = [sys.executable, "-c", LOOP]
     told = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
     called_s, done_s = map(float, told.stdout.split())

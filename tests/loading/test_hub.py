@@ -29,7 +29,6 @@ from dllm_jax import convert as checkpoints_convert
 from dllm_jax import load
 from dllm_jax.cli.entry import main
 from dllm_jax.loading import hub as hubs
-from dllm_jax.loading.hub_transfer import Transfer
 from dllm_jax.loading.load import LoadError
 from tests.golden.folders import GOLDEN, copy_golden, edit_config, read_tensors
 from tests.oracles.checkpoints import write_adapter
@@ -448,15 +447,17 @@ def test_a_terminal_shows_one_bar_of_all_bytes(model, monkeypatch):
 
 def test_a_bar_counts_each_byte_once(hub, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    transfer = Transfer("org/name", 100)
-
-    def work(counter):
-        come, written, files = counter(unit="B", total=0), counter(unit="B"), counter(total=3)
-        for bar, count in ((come, 60), (files, 1), (written, 50), (written, 50), (come, 30)):
-            bar.update(count)
-        return transfer._bar.n
-
-    assert transfer.run(work) == 100
+    with hubs._bar("org/name", 150) as shown:
+        for done in (100, 150):
+            counter = hubs._counter(shown)
+            come, written, files = counter(unit="B", total=0), counter(unit="B"), counter(total=3)
+            size = done - shown.n
+            for bar, count in (
+                *((come, size - 20), (files, 1), (written, size // 2), (written, size // 2)),
+                (come, 10),
+            ):
+                bar.update(count)
+            assert shown.n == done
 
 
 def test_a_pipe_shows_nothing(model, capfd):
@@ -473,15 +474,17 @@ def test_ctrl_c_ends_at_once_and_the_next_run_goes_on(model, tmp_path):
     model.slow = {"layer-b.safetensors"}
     home = tmp_path / "another"
     environment = os.environ | {"HF_ENDPOINT": model.url, "HF_HOME": str(home)}
-    command = [sys.executable, "-c", "from dllm_jax import hub; hub.fetch_model('org/name')"]
+    command = [
+        sys.executable,
+        "-c",
+        "from dllm_jax.loading import hub; hub.fetch_model('org/name')",
+    ]
 
     def start(**more):
         return subprocess.Popen(command, env=environment | more, stderr=subprocess.PIPE, text=True)
 
     process = start(HF_TOKEN="hf_secret")
     assert model.is_dripping.wait(30)
-    while not set(model.files()) >= {*SHARDS}:
-        time.sleep(0.01)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30)[1].splitlines()[-1] == "KeyboardInterrupt"

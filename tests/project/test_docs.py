@@ -141,7 +141,7 @@ def test_make_targets_of_the_documents_exist():
 
 @pytest.mark.slow
 def test_the_commands_of_the_drafting_page_give_its_figures(capsys, monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     page = ROOT / "docs" / "dflash.md"
     text = page.read_text(encoding="utf-8")
     generate, evaluate = commands(blocks(page, "bash")[0][1])

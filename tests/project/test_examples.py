@@ -60,7 +60,7 @@ def test_step_function_fills_the_surest_half_of_the_holes(my_step):
 def test_step_function_runs_from_the_library_and_the_command_line(
     my_step, random_folder, capsys, monkeypatch
 ):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     model = dj.load(random_folder)
     prompt = "Ann has 3 pens."
     ids = model.tokenizer(f"<|user|>{prompt}<|assistant|>")["input_ids"]

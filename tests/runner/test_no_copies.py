@@ -149,7 +149,7 @@ def test_the_programs_of_the_engine_work_in_place(name):
     assert all(leaf.shape[0] == NUM_PAGES for leaf in shapes)
     work = warmup.every_program(device.layout, device.num_words)
     for one in work:
-        program = device.lower(one.run).compile(QUICK)
+        program = device.lower(one.call(device)).compile(QUICK)
         memory = program.memory_analysis()
         assert str(NUM_PAGES) in program.as_text(), one.name
         assert not pool_sized(program.as_text()), one.name

@@ -1,6 +1,6 @@
 """`DFlash` by rejection: another text than `ar`'s, of the same law, whatever is drafted.
 
-Proves `drafting.reject` by enumeration: over every draft and every chance the tokens of a round,
+Proves `rejection.reject` by enumeration: over every draft and every chance the tokens of a round,
 gone on with by the target alone, have the target's law (3 ids, 2 drafts); by chi-squared, on 5 ids
 and drawn numbers; and that what is no number neither stays nor is drawn from. On the network, with
 5 ids: the joint law of three tokens by chi-squared against the dense, cache-free one; rows at
@@ -19,7 +19,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core import drafting
+from dllm_jax.strategies.core import rejection
 from tests.contract import dense, drafters, models
 from tests.strategies.test_dflash import LAYERS, ROUND, SLOTS, TARGET, draw_wish, run
 
@@ -31,7 +31,7 @@ SECOND = np.array([[1, 3, 4], [6, 1, 1], [2, 2, 4]]) / 8  # by the first token
 THIRD = np.array([[3, 4, 1], [1, 1, 6], [5, 2, 1]]) / 8  # by the second
 
 
-def law_of_three(of: Any = drafting) -> np.ndarray:
+def law_of_three(of: Any = rejection) -> np.ndarray:
     """Law of three tokens behind an anchor, summed over all drafts and chances; [3 3 3]."""
     grid = (np.arange(STEPS) + 0.5) / STEPS
     drafts = np.array([*itertools.product(range(3), repeat=2)])
@@ -58,7 +58,7 @@ def law_of_three(of: Any = drafting) -> np.ndarray:
     return found
 
 
-def check_enumeration(of: Any = drafting) -> None:
+def check_enumeration(of: Any = rejection) -> None:
     wanted = FIRST[:, None, None] * SECOND[:, :, None] * THIRD[None]
     np.testing.assert_allclose(law_of_three(of), wanted, rtol=0, atol=2e-7)
 
@@ -81,7 +81,7 @@ def chi_squared(counts: np.ndarray, law: np.ndarray) -> float:
 FAR = 5.0  # one in a million, of such sums
 
 
-def check_drawn(of: Any = drafting) -> float:
+def check_drawn(of: Any = rejection) -> float:
     """40,000 rounds of 3 drafts of 5 ids, each place with laws of its own."""
     rng = np.random.default_rng(4)
     num, V = 40_000, 5
@@ -115,10 +115,10 @@ def test_what_is_no_number_neither_stays_nor_is_drawn_from() -> None:
     p = jnp.full((2, 2, 3), 1 / 3, jnp.float32)
     q = jnp.asarray([[[jnp.nan] * 3], [[0.2, 0.3, 0.5]]], jnp.float32)
     tokens, chances = jnp.asarray([[-1], [2]], jnp.int32), jnp.zeros((2, 1), jnp.float32)
-    right, behind = drafting.reject(p, q, tokens, chances)
+    right, behind = rejection.reject(p, q, tokens, chances)
     assert right.tolist() == [0, 1]
     np.testing.assert_allclose(behind, 1 / 3)
-    right, behind = drafting.reject(p * jnp.nan, q, tokens, chances)
+    right, behind = rejection.reject(p * jnp.nan, q, tokens, chances)
     assert right.tolist() == [0, 0]
     assert np.isnan(np.asarray(behind)).all()
 
@@ -128,7 +128,7 @@ def test_equal_laws_keep_every_draft() -> None:
     p = jnp.asarray(rng.dirichlet(np.ones(5), size=(64, 4)), jnp.float32)
     tokens = jnp.asarray(rng.integers(0, 5, (64, 3)), jnp.int32)
     chances = jnp.asarray(rng.random((64, 3)), jnp.float32)
-    right, behind = drafting.reject(p, p[:, :3], tokens, chances)
+    right, behind = rejection.reject(p, p[:, :3], tokens, chances)
     assert (np.asarray(right) == 3).all()
     np.testing.assert_array_equal(behind, p[:, 3] / jnp.sum(p[:, 3], axis=1, keepdims=True))
 
@@ -234,7 +234,10 @@ def test_more_widths_by_rejection_are_refused() -> None:
     draft = models.drafter(TARGET)
     for strategy, message in (
         (DFlash(4, LAYERS, widths=(1, 4), acceptance="rejection"), "would depend on the other req"),
-        (DFlash(4, LAYERS, acceptance="typical"), 'acceptance=.typical.: use "match" or "reject'),  # type: ignore[arg-type]
+        (
+            DFlash(4, LAYERS, acceptance="typical"),
+            "acceptance=.typical. is not one of match, rejection",
+        ),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=message):
             dj.generate(TARGET, [[1, 2]], strategy, draft=draft)

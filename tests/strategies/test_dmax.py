@@ -614,7 +614,7 @@ def test_soft_commits_are_the_references() -> None:
     ("fields", "words"),
     [
         ({"merge": "dmax"}, "merge='dmax' is not one of dmax_topk, iter_smooth_topk"),
-        ({"compat": "paper"}, "compat='paper' is neither None nor 'diffulex'"),
+        ({"compat": "paper"}, "compat='paper' is not one of None, diffulex; choose one"),
         ({"token_merge_top_k": 0}, "token_merge_top_k=0 must be a whole number of at least 1"),
     ],
 )

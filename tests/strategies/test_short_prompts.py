@@ -55,12 +55,12 @@ class Dispatched:
         self.device = make_device("ar", allocate=False)
         self.names: list[tuple[str, list[int]]] = []
         self.futures: list[Future] = []
-        self.device._run = self.note
+        self.device.run = self.note
 
-    def note(self, key: tuple, program: Any, *args: Any, **static: Any) -> Future:
+    def note(self, call: Any) -> Future:
         self.device._flush()
-        some = key[0] in ("admit", "prefill", "decode")
-        self.names.append((key[0], args[0][:, 0].tolist() if some else []))
+        some = call.key[0] in ("admit", "prefill", "decode")
+        self.names.append((call.key[0], call.args[0][:, 0].tolist() if some else []))
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -203,7 +203,7 @@ def test_accelerators_take_short_prompts_in_together(monkeypatch):
         assert (several in largest) == (count * size > found.prefill_buckets[-1] and count > 1)
     ran = Dispatched()
     found = dataclasses.replace(ran.device.layout, prompts_a_pass=COUNT)
-    warmup._short_prompts(found).run(ran.device)
+    ran.device.run(warmup._short_prompts(found).call(ran.device))
     assert ran.new() == [("prefill", [*range(COUNT)])]
     whole = MultiBD(block_size=4, buffer_size=3).needs
     assert whole.prompt == "grid_causal"

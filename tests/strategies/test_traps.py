@@ -32,7 +32,9 @@ NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 
 @functools.cache
 def named_in(file: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+    """The tests of the file with this name, which lies in one folder of `tests`."""
+    (path,) = (ROOT / "tests").rglob(file)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -113,7 +115,7 @@ def test_what_was_told_is_never_taken_back(name: str) -> None:
             told.setdefault(sample.rank[1], []).append(list(sample.tokens))
             if sample.saved is not None:
                 got, row = sample.saved
-                buffer = engine.device.unpack(got.saved(row))["buffer"]
+                buffer = engine.runner.unpack(got.saved(row))["buffer"]
                 cells = np.asarray(buffer.tokens).ravel().tolist()
                 filled = np.asarray(buffer.filled).ravel().tolist()
                 start = int(np.asarray(buffer.start).ravel()[0])

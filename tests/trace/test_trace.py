@@ -3,8 +3,7 @@
 Frames are checked against a worked example and, over random trajectories, by rebuilding every
 window from their changes alone. The page is parsed as a browser would: whatever a token holds,
 there are two scripts, no reference to anything outside, and the data of the frames. Pictures are
-read back pixel by pixel. The script of the page itself was driven in a browser by hand
-(docs/trace.md).
+read back pixel by pixel. What the page does in a browser is in test_page.py.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from dllm_jax.loading.compile_cache import MOST_BYTES, cache_folder, enable_compile_cache
+from dllm_jax.loading.jax_settings import MOST_BYTES, cache_folder, enable_compile_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",

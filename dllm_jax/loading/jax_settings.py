@@ -1,0 +1,79 @@
+"""Settings of JAX that `load`, `LLM` and the command line choose, unless the user has chosen.
+
+Importing the library changes no global setting.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import filelock
+
+# Read when JAX first looks for devices; the name is older than what it does.
+ASYNC_DISPATCH = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+_ASYNC_SINCE = (0, 11, 2)  # earlier versions were not tried
+MOST_BYTES = 2 * 2**30  # some thousand programs; the least recently used are removed first
+LOCK_TIMEOUT_S = 10.0  # JAX's own
+# Programs that compile faster are not kept. Every program of an engine takes longer, a single
+# operation does not; JAX visits every entry whenever it writes one, 0.05 ms each.
+LEAST_S = 0.03
+
+
+def enable_async_dispatch() -> None:
+    """Let a thread of XLA launch a GPU's kernels, unless the user has set the variable.
+
+    A loop on the device asks the host after each step whether to go on. By XLA's default that
+    blocks the calling thread until the loop ends, and the GPU waits while the next program's
+    arguments are prepared (docs/adr/0015-async-dispatch.md). No effect once JAX has looked for
+    devices.
+    """
+    import jax
+
+    if jax.__version_info__ >= _ASYNC_SINCE:
+        os.environ.setdefault(ASYNC_DISPATCH, "1")
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/dllm-jax/jax`, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "dllm-jax" / "jax"
+
+
+def enable_compile_cache() -> None:
+    """Turn JAX's persistent compilation cache on, unless the user has set one up.
+
+    It stays off where the folder cannot be written: JAX would warn about each program.
+    """
+    import jax
+
+    # By name: the stubs of jax 0.10 do not list it.
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+        return
+    folder = cache_folder()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        return
+    if getattr(jax.config, "jax_compilation_cache_max_size", -1) == -1 and _repair(folder):
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_S)
+
+
+def _repair(folder: Path) -> bool:
+    """Remove truncated entries; whether JAX can lock the folder and bound its size.
+
+    JAX writes an entry in place and never replaces one, so an entry that a killed process left
+    truncated would fail at every start. With a bounded size JAX locks the folder and writes each
+    entry's time last: an entry without a time is truncated. Some file systems have no locks, and
+    jax 0.10 needs the owner's name, which some containers lack; the size is then not bounded.
+    """
+    try:
+        folder.owner()
+        with filelock.FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT_S):
+            for entry in folder.glob("*-cache"):
+                if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
+                    entry.unlink()
+    except (OSError, KeyError, NotImplementedError):
+        return False
+    return True
