@@ -1,7 +1,7 @@
 """`dllm-jax serve MODEL`: the OpenAI-compatible HTTP server.
 
-Data flow: flags -> a bound port -> the front process, which launches the engine process and tells it
-to call `make_engine` here. Nothing of JAX is imported in the front.
+Data flow: flags -> a bound port -> the front process, which launches the engine process and tells
+it to call `make_engine` here. Nothing of JAX is imported in the front.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from dllm_jax.serve.child import Served
@@ -124,8 +125,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal or a failure."""
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
+    """Serve until a signal or a failure; while it serves, the server takes the signals."""
     try:
         from dllm_jax.serve.app import Config
         from dllm_jax.serve.limits import Limits
@@ -235,7 +236,7 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
 def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) -> Any:
     from dllm_jax.api.llm import LLM
     from dllm_jax.cli.engine import SLOTS
-    from dllm_jax.cli.models import load_model
+    from dllm_jax.cli.sources import load_model
     from dllm_jax.engine.layout import EngineConfig
     from dllm_jax.loading.chat import note
 

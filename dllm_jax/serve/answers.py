@@ -93,7 +93,7 @@ class Form:
 
     def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
         """Token counts; a prompt counts once, however many texts it has."""
-        total = {
+        total: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": self._num_prompt_tokens + num_tokens,

@@ -1,6 +1,6 @@
 """Routes and what stands before them: request ids, keys, the state of the engine, errors, logs.
 
-Data flow: `Gate` (id, guard, errors, log line) -> router -> `Endpoint` -> handler -> an ASGI response.
+Data flow: `Gate` (id, guard, errors, log line) -> router -> `Endpoint` -> handler -> response.
 A handler raises `Refusal`; nothing else is answered with 4xx. All middleware is pure ASGI.
 """
 
@@ -191,7 +191,7 @@ class Service:
                     code="unsupported_parameter",
                 )
             suffix = await text.run(len(body.suffix), text.ids, body.suffix, False, "suffix")
-        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
         if isinstance(given[0], int):
             given = [given]
         self._check_texts(len(given) * (body.n or 1))
@@ -599,7 +599,7 @@ class Gate:
         status = "499" if record.is_gone and not record.is_started else str(record.status)
         service = self._service
         service.metrics.count("dllm_http_requests_total", route=route, status=status)
-        if route in ("/health", "/live", "/metrics") and record.status < 500:
+        if route in ("/health", "/live", "/metrics"):  # probes come every second
             return
         usages, client = record.usages, scope.get("client")
         nfe = sum(usage.nfe for usage in usages)

@@ -1,4 +1,4 @@
-"""One line for each finished request: JSON, or the same fields as text. Never a prompt or a text."""
+"""One line for each finished request: JSON, or the same fields as text. No prompt, no answer."""
 
 import datetime
 import re

@@ -1,8 +1,8 @@
 """The front process: binds the port, starts the engine, serves until a signal or a failure.
 
-Order of things: port bound -> engine spawned -> HTTP answered, `/health` says "starting" -> ready. The
-first SIGTERM or Ctrl-C drains: new requests are refused, running ones go on for `drain_timeout`, then
-end with an error event. A second signal does not wait.
+Order of things: port bound -> engine spawned -> HTTP answered, `/health` says "starting" -> ready.
+The first SIGTERM or Ctrl-C drains: new requests are refused, running ones go on for
+`drain_timeout`, then end with an error event. A second signal does not wait.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Request bodies: what is read, what changes nothing and is taken, what is refused by name.
 
 Data flow: bytes -> JSON -> fields that change nothing dropped (`NEUTRAL`, `IGNORED`), others that
-are not read refused -> a Struct, whose types and ranges are checked by msgspec. The OpenAPI document
-is made of the same Structs.
+are not read refused -> a Struct, whose types and ranges are checked by msgspec. The OpenAPI
+document is made of the same Structs.
 """
 
 import difflib
