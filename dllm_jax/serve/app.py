@@ -192,7 +192,7 @@ class Service:
                 )
             suffix = await text.run(len(body.suffix), text.ids, body.suffix, False, "suffix")
         given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
-        if isinstance(given[0], int):
+        if all(isinstance(one, int) for one in given):
             given = [given]
         self._check_texts(len(given) * (body.n or 1))
         prompts = []

@@ -296,6 +296,7 @@ class EngineClient:
         was_ready, self._is_ready = self._is_ready, False
         self.num_failures += 1
         self.counts = Counts()
+        self._on_counts(self.counts)
         status = None
         for _ in range(20):  # it closes the socket as it ends
             if (status := process.poll()) is not None:

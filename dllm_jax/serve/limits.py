@@ -14,6 +14,7 @@ BODY_SECONDS = 30.0  # from the headers to the last byte of a body
 CLIENT_SECONDS = 60.0  # a client that takes nothing for so long is dropped
 KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment line
 MAX_HEADER_BYTES = 64 << 10
+DISCARDED_BYTES = 64 << 20  # of a body that is too large: its client reads no answer before its end
 _LOW_RETRY_S, _HIGH_RETRY_S = 1, 30
 _SMOOTHING = 0.1
 
@@ -109,7 +110,7 @@ async def read_body(
         headers=close,
     )
     declared = headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared) > most:
+    if not declared.isdecimal() or int(declared) > DISCARDED_BYTES:
         raise too_large
     parts, size = [], 0
     try:
@@ -120,11 +121,12 @@ async def read_body(
                     raise ConnectionError("the client left")
                 part = message.get("body", b"")
                 size += len(part)
-                if size > most:
+                if size > DISCARDED_BYTES:
                     raise too_large
-                parts.append(part)
+                if size <= most:
+                    parts.append(part)
                 if not message.get("more_body"):
-                    return b"".join(parts)
+                    break
     except TimeoutError:
         raise Refusal(
             f"the body did not arrive within {BODY_SECONDS:g} s; send it again",
@@ -132,3 +134,6 @@ async def read_body(
             status=408,
             headers=close,
         ) from None
+    if size > most:
+        raise too_large
+    return b"".join(parts)
