@@ -51,8 +51,7 @@ class Server:
     def wait_ready(self, seconds=240):
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            status, body = self.get("/health")[:2]
-            if status == 200:
+            if self.get("/health")[0] == 200:
                 return self
             if self.process.poll() is not None:
                 break

@@ -5,6 +5,7 @@ but the model is the product: pipe, mailboxes, signals, the death of either proc
 """
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -180,7 +181,10 @@ def test_thresholds_are_named_with_their_range(server):
     assert server.chat(max_tokens=8, strategy_overrides={"accept_threshold": 0.5})[0] == 200
     for overrides in ({"accept_threshold": 2}, {"nope": 1}):
         status, told, _ = server.chat(strategy_overrides=overrides)
-        assert (status, told["error"]["param"]) == (400, f"strategy_overrides.{next(iter(overrides))}")
+        assert (status, told["error"]["param"]) == (
+            400,
+            f"strategy_overrides.{next(iter(overrides))}",
+        )
 
 
 def test_two_clients_with_one_request_id(server):
@@ -215,7 +219,7 @@ def test_tokens_and_back(server):
     assert server.get("/tokenizer_info")[1]["eos_token"] == "<|eos|>"
 
 
-# --- what stands before the routes ------------------------------------------------------------------
+# --- what stands before the routes ----------------------------------------------------------------
 
 
 def test_methods(server):
@@ -454,11 +458,11 @@ def test_connections_over_the_limit_are_closed(tmp_path):
         held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
         extra = socket.create_connection(("127.0.0.1", server.port))
         extra.settimeout(5)
-        with pytest.raises(ConnectionResetError):
+        answer = b""
+        with contextlib.suppress(ConnectionError):
             extra.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            while extra.recv(1024):
-                pass
-            raise ConnectionResetError
+            answer = extra.recv(1024)
+        assert answer == b""
         for one in (extra, *held):
             one.close()
         assert within(5, lambda: server.get("/live")[0] == 200)
