@@ -42,6 +42,7 @@ import dflash_pair
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dflash_pair import SMALL, small_model
 from flax import struct
 from strategies_gpu import read_program
 
@@ -51,11 +52,6 @@ from dllm_jax.api.strategy import with_target
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
-from dllm_jax.loading.model import Model
-from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.dense import random_params
-from dllm_jax.models.families import parse_config
-from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import decode
 from dllm_jax.runner.cache import PAGE_SIZE, new_pool, page_slots, write_rows
 from dllm_jax.runner.forward import TARGET, ModelForward
@@ -75,18 +71,6 @@ BARS = ("ar step", "bare step", "round", "draft pass", "round of width 1", "roun
 SWITCHED_OFF = (24, 24 + drafting.PROBE_EVERY + 1)
 COMPILE_SHARE = 0.7  # of the time there is
 ACCEPTANCE = "how many drafts are accepted needs real weights: with random ones nearly none is"
-SMALL = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 1024,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "bos_token_id": 1,
-}
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -99,16 +83,9 @@ def load_pair(smoke):
     else:
         taps = {"target_layer_ids": [0, 1, 2], "mask_token_id": 3, "block_size": 16}
         own = {"num_hidden_layers": 2, "dflash_config": taps}
-        models = _small(QWEN, SMALL, 0), _small(QWEN_DRAFT, SMALL | own, 1)
+        models = small_model(QWEN, SMALL, 0), small_model(QWEN_DRAFT, SMALL | own, 1)
     jax.block_until_ready([one.params for one in models])
     return models
-
-
-def _small(name, sizes, seed):
-    parsed = parse_config({**PUBLISHED[name], **sizes}, name=name)
-    arch = arch_of(parsed.config)
-    params = random_params(jax.random.key(seed), arch.param_shapes(parsed.config, "float32"))
-    return Model(params, parsed.config, arch, parsed.defaults, source=f"small:{name}")
 
 
 # --- loops on the device ------------------------------------------------------------------------

@@ -25,12 +25,30 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.api import generate
+from dllm_jax.loading.model import Model
 from dllm_jax.loading.sources import LoadError
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.dense import random_params
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.state import RUNNING, STOP
 from dllm_jax.tasks import evaluate
 from dllm_jax.tasks.problems import is_correct
+
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 1024,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+}
 
 BAR_LENGTH, BAR_SPEEDUP, BAR_SLOWEST = 5.0, 2.5, 0.97
 TO_THE_END = 1 << 20
@@ -58,6 +76,14 @@ def make_small(args):
     args.repeats = 2
 
 
+def small_model(name, sizes, seed):
+    """A random model of a published kind with small sizes, in float32."""
+    parsed = parse_config({**PUBLISHED[name], **sizes}, name=name)
+    arch = arch_of(parsed.config)
+    params = random_params(jax.random.key(seed), arch.param_shapes(parsed.config, "float32"))
+    return Model(params, parsed.config, arch, parsed.defaults, source=f"small:{name}")
+
+
 def target_or_none(args):
     """The pair's target, for its plain step; None before it is built in."""
     try:
@@ -72,15 +98,13 @@ def load_pair(args, dtype):
         target = dj.load(args.target, dtype=dtype)
         kind = str(target.params["embed"].dtype)
         return target, dj.load(args.with_draft, dtype=kind)
-    from dflash_gpu import SMALL, _small
-
     source = dj.load("builtin:tiny-sdar")
     sizes = SMALL | {"vocab_size": source.config.vocab_size, "num_hidden_layers": 2}
     ids = {"eos_token_id": source.defaults.stop_token_ids[0]}
     taps = {"target_layer_ids": [0, 1], "mask_token_id": source.config.mask_token_id}
     taps |= {"block_size": 4}
-    target = _small("Qwen/Qwen3-8B", sizes | ids, 0)
-    draft = _small("z-lab/Qwen3-8B-DFlash-b16", sizes | ids | {"dflash_config": taps}, 1)
+    target = small_model("Qwen/Qwen3-8B", sizes | ids, 0)
+    draft = small_model("z-lab/Qwen3-8B-DFlash-b16", sizes | ids | {"dflash_config": taps}, 1)
     named = target.replace(source=SMOKE, tokenizer_source=source.tokenizer_source)
     return named, draft.replace(source=f"{SMOKE}-draft")
 

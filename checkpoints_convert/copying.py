@@ -1,8 +1,8 @@
-"""Copying stored tensors into arrays made beforehand: in pieces, by several threads.
+"""Copying stored tensors into preallocated arrays, in pieces, by several threads.
 
-A piece is read from the file into a few megabytes of scratch memory, checked, cast and laid out in
-its place, so the peak is the result and little more. Which thread copies what changes no bit of
-the result, and progress is told in the order of the copies. Nothing here knows names or tables.
+A piece is read into a few megabytes of scratch memory, checked, cast and written to its place, so
+the peak is the result and little more. The result does not depend on the threads; progress is
+reported in the order of the copies.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _MOST_THREADS = 16  # more do not read faster: memory is the limit
 
 
 class Update(Protocol):
-    """What is added to a tensor while it is copied."""
+    """A term added to a tensor while it is copied."""
 
     def __call__(self, start: int, count: int) -> Array:
         """`count` elements from number `start` on, in C order and float32."""
@@ -81,7 +81,7 @@ def copy_all(copies: Iterable[Copy], progress: Progress | None = None) -> list[s
         progress: Called with bytes read so far and in all, after each piece.
 
     Returns:
-        What is wrong with the values, in words, in the order of the copies.
+        Problems of the values, in words, in the order of the copies.
 
     Raises:
         OSError: If a file cannot be read or is too short.
@@ -122,7 +122,7 @@ def _in_order(jobs: Iterable[Callable[[], _Made]]) -> Generator[_Made, None, Non
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:  # Ctrl-C comes here too: what runs ends within milliseconds
+        finally:  # on Ctrl-C too: running pieces end within milliseconds
             for future in waiting:
                 future.cancel()
 
@@ -221,9 +221,8 @@ class _Scratch(threading.local):
     ) -> tuple[Array, list[memoryview]]:
         """An array [count, width], and the buffers that are its rows.
 
-        A row starts an odd number of cache lines after the one before it: were it a power of two,
-        all elements of a column would compete for the same few places of the cache, and writing
-        the array column by column would take three times as long.
+        Rows are an odd number of cache lines apart. With a power of two the elements of a column
+        would share a few cache sets, and writing column by column would take three times as long.
         """
         used = width * dtype.itemsize
         stride = (-(-used // _LINE) | 1) * _LINE

@@ -14,8 +14,8 @@ STORED: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
 }
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-# Integers that overlay each type, and the least of them that mean NaN or Inf: among the positive
-# values seen as signed, and among the negative ones seen as unsigned.
+# Integer views of each type, and the least integers that are NaN or Inf: among positive values
+# viewed as signed, and among negative values viewed as unsigned.
 _OVERLAY = {
     STORED["BF16"]: (np.int16, 0x7F80, np.uint16, 0xFF80),
     STORED["F16"]: (np.int16, 0x7C00, np.uint16, 0xFC00),
@@ -37,7 +37,7 @@ def as_dtype(name: str) -> np.dtype[Any]:
 def all_finite(x: Array) -> bool:
     """Whether an array holds neither NaN nor Inf.
 
-    Told from the bits: bf16 has no fast test, and the largest integer takes no memory to find.
+    Tested on the bits: bfloat16 has no fast test, and the maximum needs no temporary memory.
     """
     signed, positive, unsigned, negative = _OVERLAY[x.dtype]
     return not x.size or bool(x.view(signed).max() < positive and x.view(unsigned).max() < negative)

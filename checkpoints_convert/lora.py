@@ -1,7 +1,7 @@
-"""LoRA adapters as PEFT writes them: which matrices one changes, by how much, and what is wrong.
+"""LoRA adapters in PEFT's form: the matrices that one changes, the updates, and every problem.
 
 `W' = W + scale * B @ A`, on the matrix as the file holds it, before it goes to its place. The
-names in the adapter's file say what is changed; `target_modules` is not read. Knows no family.
+names in the adapter's file decide what is changed; `target_modules` is not read.
 
 Source: Hu et al. 2021 (LoRA), eq. 3; Kalajdzievski 2023 (rsLoRA), eq. 8.
 """
@@ -26,8 +26,8 @@ CONFIG = "adapter_config.json"
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?"
 )
-# Entries that mean more than a product added to a matrix, where they are neither null, false nor
-# empty, and what they mean.
+# Entries that ask for more than a product added to a matrix (unless null, false or empty), and why
+# they are refused.
 _MORE = {
     "use_dora": "DoRA also scales the columns of the merged matrix",
     "lora_bias": "B has a bias, which ours have not",
@@ -37,13 +37,13 @@ _MORE = {
     "layer_replication": "it doubles layers",
     "alora_invocation_tokens": "it acts behind some tokens only and cannot be merged",
 }
-# Ways to begin training that changed the base as well.
+# Initialisations that also change the base.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterFacts:
-    """What to remember of a merged adapter."""
+    """The facts of a merged adapter that `meta.json` keeps."""
 
     source: str
     rank: int
@@ -88,7 +88,7 @@ class Adapter:
 
 
 def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
-    """Look at an adapter, reading headers only.
+    """Inspect an adapter from its headers.
 
     Args:
         folder: Holds `adapter_config.json` and `adapter_model.safetensors`.
@@ -146,7 +146,7 @@ def _files(folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
 
 
 def _refusals(config: Mapping[str, Any]) -> Iterator[str]:
-    """What the config asks for beyond LoRA, and what it says wrongly."""
+    """Unsupported and invalid entries of the config."""
     kind = config.get("peft_type")
     if kind != "LORA":
         yield f'peft_type={kind!r} is not supported; only "LORA" is'
@@ -208,7 +208,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _of_module(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
-    """A module's own value: of the first pattern that its name ends with, as PEFT looks it up."""
+    """A module's own value: of the first pattern that its name ends with, as in PEFT."""
     for pattern, value in json_object(config.get(key)).items():
         try:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):

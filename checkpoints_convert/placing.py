@@ -1,7 +1,7 @@
-"""A folder made under another name beside its place, and renamed when it is complete.
+"""A folder written under another name beside its place, and renamed when it is complete.
 
-So whatever carries the name is whole, and that it can be written is found out first. Nothing here
-knows what is in the folder, beyond the `meta.json` that says whether an old one may be replaced.
+So a folder of the final name is always whole, and write access is checked first. An old folder is
+replaced only if its `meta.json` says that it is a converted one.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from .tokenizer_files import read_json
 
 @contextlib.contextmanager
 def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
-    """A new folder to write to; it takes the place of `dst` if all went well.
+    """A new folder to write to; it replaces `dst` if no exception is raised.
 
     Args:
         dst: The folder's place. A link is followed.
-        src: What is read meanwhile, and so cannot be replaced.
+        src: The source, which must not be replaced.
         force: Replace a converted folder.
 
     Raises:
@@ -44,11 +44,11 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
         yield partial
         partial.chmod(0o755)  # mkdtemp makes it private
         _sync(partial)
-        _require_free(dst, force)  # reading took its time
+        _require_free(dst, force)  # it may have appeared while the weights were read
         try:
             _move(partial, place, force)
         except OSError:
-            _require_free(dst, force)  # something came in the very last moment
+            _require_free(dst, force)  # it may have appeared just now
             raise
     except BaseException:  # Ctrl-C too: no half folder is left behind
         shutil.rmtree(partial, ignore_errors=True)
@@ -59,7 +59,7 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
 
 
 def require_place(dst: Path, src: Path, *, force: bool) -> None:
-    """Find out without writing whether `dst` may be made; see `placed`."""
+    """Check without writing whether `dst` may be made; see `placed`."""
     place, source = dst.resolve(), src.resolve()
     if source == place or place in source.parents:
         raise ValueError(f"{str(dst)!r} holds the source {str(src)!r}; choose another destination")
@@ -67,7 +67,7 @@ def require_place(dst: Path, src: Path, *, force: bool) -> None:
 
 
 def _require_free(dst: Path, force: bool) -> None:
-    """Nothing is lost in `dst`: it is not there, or empty, or a converted folder to be replaced."""
+    """Refuse a `dst` that exists, unless it is empty or a converted folder, and `force` is set."""
     if not dst.exists():
         return
     if not force:
@@ -86,7 +86,7 @@ def _require_free(dst: Path, force: bool) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring every file and folder to the disk, so that the rename is the last thing to happen."""
+    """Flush every file and folder to the disk before the rename."""
     for root, _, files in os.walk(folder):
         for path in (*(Path(root) / name for name in files), Path(root)):
             descriptor = os.open(path, os.O_RDONLY)

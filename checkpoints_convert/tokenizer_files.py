@@ -1,7 +1,7 @@
-"""What the tokenizer files of a folder say, read as plain JSON: no transformers, no code.
+"""The tokenizer files of a folder, read as plain JSON without transformers and without code.
 
-Knows file names and layouts only; which fact wins over which is decided in
-`dllm_jax.models.special_tokens`, and `dllm_jax.loading.tokenizer` makes a tokenizer of the parts.
+`config.special_tokens` decides between files that disagree, and `dllm_jax.loading.tokenizer` makes
+a tokenizer of the parts.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ _LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old na
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer as its files state it together.
+    """A tokenizer, from all of its files.
 
-    Files that name one token, or one id, twice are believed in this order: `tokenizer.json` or
+    If files disagree on a token or an id, they are trusted in this order: `tokenizer.json` or
     `vocab.json`, `added_tokens_decoder` of `tokenizer_config.json`, `added_tokens.json`.
 
     Attributes:
         ids: Every token's id by its text; an id may have two texts.
-        texts: Every id's text, the one that is believed.
-        added: Of the added tokens, by id: text and flags as `tokenizers.AddedToken` takes them.
-        roles: Text by role ("mask_token", or a name of the folder's own), whether or not it is a
-            token.
+        texts: Every id's text, from the most trusted file.
+        added: The added tokens by id: text and flags as `tokenizers.AddedToken` takes them.
+        roles: Text by role ("mask_token", or a name of the folder's own), in the vocabulary or
+            not.
         extra: Texts of further special tokens.
         settings: `tokenizer_config.json`.
     """
@@ -109,7 +109,7 @@ def read_facts(folder: Path) -> TokenizerFacts:
 
 
 def read_parts(folder: Path) -> TokenizerParts:
-    """What the tokenizer files of a folder state together.
+    """A tokenizer, from all files of a folder.
 
     Raises:
         ValueError: As `read_facts`.
@@ -165,7 +165,7 @@ def _vocabulary(whole: dict[str, Any]) -> dict[str, int]:
 def _added(
     folder: Path, whole: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Added tokens of every file, in the order in which they are believed."""
+    """Added tokens of every file, the most trusted first."""
     for token in whole.get("added_tokens") or ():
         yield _whole(_text(token), token["id"]), _record(token)
     decoder: dict[str, Any] = settings.get("added_tokens_decoder") or {}
@@ -230,7 +230,7 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     """A JSON object from a file.
 
     Args:
-        remedy: What to do about one that is none; ours are not downloaded.
+        remedy: The error's remedy for an invalid file.
 
     Raises:
         ValueError: If the file is not UTF-8, not JSON or no object.

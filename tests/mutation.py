@@ -6,11 +6,14 @@ replaced expression must occur exactly once: a mutant that no longer applies is 
 
 import functools
 import importlib
+import itertools
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+_numbers = itertools.count()
 
 
 class Mutant(NamedTuple):
@@ -90,7 +93,7 @@ def mutate(texts: dict[Path, str], mutant: Mutant) -> dict[Path, str]:
 def copy_package(package: types.ModuleType, mutant: Mutant, folder: Path) -> types.ModuleType:
     """Write a mutated copy of a package into a folder and import all of it."""
     texts = mutate(sources(package), mutant)
-    name = f"mutant_{package.__name__.replace('.', '_')}_{mutant.name}"
+    name = f"mutant_{next(_numbers)}_{mutant.name}"  # a name of its own in `sys.modules`
     for place, text in texts.items():
         target = folder / name / place
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,7 @@ LONG: dict[str, str | None] = {
     "benchmarks/test_run_gpu.py": None,
     "benchmarks/test_soak.py": None,
     "benchmarks/test_start_gpu.py": None,
+    "mutants/test_mutants.py": None,
     "project/test_docs.py": "python_blocks",
     "project/test_examples.py": "command_line",
     "project/test_packaging.py": "wheel",

@@ -121,8 +121,8 @@ def _taps(own: Fields) -> tuple[int, ...]:
     are_layers = all(type(i) is int and i >= 0 for i in ids)
     if not are_layers or not ids or len(set(ids)) < len(ids):
         own.problems.append(
-            f"target_layer_ids={stated!r} must list different layers of the target, counted from 0; "
-            "take them from the training of this draft"
+            f"target_layer_ids={stated!r} must list different layers of the target, counted from "
+            "0; take them from the training of this draft"
         )
         return ()
     return tuple(ids)

@@ -1,10 +1,9 @@
-"""Requests on disk: what is needed to run them again, step by step (`dllm-jax replay`).
+"""Requests on disk, to run them again step by step (`dllm-jax replay`).
 
-A snapshot is a folder: `snapshot.json` says which model, strategy and sizes, and of each text its
-prompt, what was settled and how its slot was set up; `slots.npz` holds the slots as they were last
-fetched. Numbers and words only: reading one runs nothing that it brings, but imports the strategy
-it names. Keys and values are not in it, they are computed again from the tokens, as after a
-preemption.
+A snapshot is a folder. `snapshot.json` holds the model, strategy and sizes, and for each text its
+prompt, settled tokens and placement. `slots.npz` holds the slots as they were last fetched. Reading
+a snapshot runs none of its content, but imports the strategy that it names. Keys and values are not
+stored: they are computed again from the tokens, as after a preemption.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from dllm_jax.strategies.core.resolve import load_strategy
 
 VERSION = 3
 FACTS, SLOTS = "snapshot.json", "slots.npz"
-_HASHED = 1 << 16  # leaves of at most so many elements stand for the weights
+_HASHED = 1 << 16  # leaves of at most this many elements identify the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class SavedText:
     Attributes:
         tokens: Settled ids.
         start: Tokens in the cache at the last fetch.
-        slot: The slot then, None where it had not decoded yet.
+        slot: The slot at the last fetch, None before the first decode step.
     """
 
     request_id: str
@@ -64,7 +63,7 @@ class SavedText:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a folder holds; `draft` is None where nothing drafted."""
+    """The content of a folder; `draft` is None without a drafter."""
 
     folder: Path
     model: Mapping[str, Any]
@@ -75,7 +74,7 @@ class Snapshot:
 
 
 class SnapshotError(ValueError):
-    """A snapshot that cannot be written, read, or run with what there is."""
+    """A snapshot that cannot be written, read or run."""
 
 
 def snapshot_folder() -> Path:
@@ -93,15 +92,15 @@ def snapshot_saver(
     folder: Path | None = None,
     draft: Model | None = None,
 ) -> Callable[[abc.Sequence[Sequence]], str]:
-    """What the engine calls with the sequences that a device failure ended.
+    """The function that saves the sequences that a device failure ended.
 
     Args:
-        folder: Of all snapshots; None: `snapshot_folder()`.
-        draft: What the strategy drafts with, beside its target.
+        folder: The folder of all snapshots; None: `snapshot_folder()`.
+        draft: The drafter of the strategy.
 
     Returns:
-        A function that writes them and returns the snapshot's folder. It raises what stands in its
-        way: the engine says so in its message.
+        A function that writes them and returns the snapshot's folder. The engine reports its
+        exceptions.
     """
 
     def save(sequences: abc.Sequence[Sequence]) -> str:
@@ -151,7 +150,7 @@ def _model_facts(model: Model) -> dict[str, Any]:
 
 
 def _weights(model: Model) -> str | None:
-    """A digest of the small leaves; None where the device does not give them out any more."""
+    """A digest of the small leaves; None if the device can no longer be read."""
     digest = hashlib.sha256()
     try:
         for leaf in jax.tree.leaves(model.params):
@@ -217,10 +216,10 @@ def _text_facts(sequence: Sequence) -> dict[str, Any]:
 
 
 def load_snapshot(path: str | Path) -> Snapshot:
-    """What a snapshot's folder holds.
+    """Read the folder of a snapshot.
 
     Raises:
-        SnapshotError: It is not there, damaged, or of another version.
+        SnapshotError: It is missing, damaged, or of another version.
     """
     folder = Path(path)
     if not (folder / FACTS).is_file():
@@ -248,7 +247,7 @@ def load_snapshot(path: str | Path) -> Snapshot:
         )
     except SnapshotError:
         raise
-    except Exception as error:  # whatever a damaged file makes a reader raise
+    except Exception as error:  # a damaged file may raise anything
         raise SnapshotError(
             f"snapshot {str(path)!r} is damaged ({type(error).__name__}: {error}); "
             "it cannot be replayed"
@@ -277,10 +276,10 @@ def _of(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def saved_strategy(snapshot: Snapshot) -> Any:
-    """The strategy value, with the numbers it had.
+    """The strategy value, with its fields.
 
     Raises:
-        SnapshotError: It cannot be imported any more, or has other fields.
+        SnapshotError: It can no longer be imported, or has other fields.
     """
     layout = snapshot.strategy
     try:
@@ -310,7 +309,7 @@ def _field_value(value: Any) -> Any:
 
 
 class SavedSlot:
-    """A slot of a snapshot in the place of a fetch, for `Sequence.saved`."""
+    """A slot of a snapshot in place of a fetch, for `Sequence.saved`."""
 
     def __init__(self, slot: np.ndarray):
         self._slot = slot
@@ -321,27 +320,18 @@ class SavedSlot:
         return self._slot
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
-        """Nothing: it has not been fetched here yet."""
+        """Empty: nothing was fetched yet."""
         del row, length
         return ()
 
 
-def check_model(snapshot: Snapshot, model: Model) -> None:
-    """Refuse another model than the snapshot's.
-
-    Raises:
-        SnapshotError: Its network or weights differ.
-    """
-    _check_same("model", snapshot.model, model)
-
-
-def _check_same(name: str, said: Mapping[str, Any], model: Model) -> None:
+def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
     for what in ("config", "dtype", "weights"):
-        if said[what] is not None and said[what] != now[what]:
+        if stored[what] is not None and stored[what] != now[what]:
             raise SnapshotError(
-                f"{name} {model.source!r} is not the snapshot's, {said['source']!r}: it differs in "
-                f"its {what}; give the same one by --{name}"
+                f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "
+                f"in its {what}; give the same one by --{name}"
             )
 
 
@@ -349,27 +339,27 @@ def resume(
     snapshot: Snapshot,
     which: int,
     model: Model,
-    strategy: Any,
     implementation: str | None = None,
     draft: str | None = None,
 ) -> tuple[Engine, str]:
-    """An engine with one text of the snapshot, where its last fetch left it.
+    """An engine with one text of the snapshot, in its last fetched state.
 
     Args:
         which: Index into `snapshot.texts`.
         implementation: Attention back end, None for the best.
-        draft: Where the snapshot's draft is now; None: as then.
+        draft: The current path of the snapshot's drafter; None: unchanged.
 
     Returns:
         The engine and the request's id.
 
     Raises:
-        SnapshotError: The slot does not fit model and strategy, or it is another draft.
+        SnapshotError: The model, the drafter or the strategy is not the snapshot's.
     """
+    _check_same("model", snapshot.model, model)
     text = snapshot.texts[which]
     if snapshot.draft is not None:
         draft = draft or snapshot.draft["source"]
-    strategy, aux = bind_draft(strategy, draft, model)
+    strategy, aux = bind_draft(saved_strategy(snapshot), draft, model)
     for one in aux.values():
         _check_same("draft", snapshot.draft or {}, one)
     check_fit(model, strategy)
@@ -402,7 +392,7 @@ def resume(
 
 
 def _restore(sequence: Sequence, text: SavedText, written: int, device: ModelRunner) -> None:
-    """Bring a fresh sequence, not admitted yet, to where the text was."""
+    """Set a sequence that is not admitted yet to the saved state of the text."""
     sequence.placement, sequence.capacity = text.placement, written
     if text.slot is None or device.layout.starts_over:
         return

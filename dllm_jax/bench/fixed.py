@@ -1,8 +1,7 @@
 """Work of a known size: a strategy that fills exactly n holes a step, however sure the model is.
 
 With it L tokens take ceil(L / n) forwards, so that two runs differ in speed alone. The tokens are
-the readout's own, only how many are taken is scripted: no forward, and no part of one, can be left
-out. Nothing here measures.
+the readout's own; only their number is scripted. So no part of a forward can be left out.
 """
 
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ class FixedWork(Strategy):
         state = open_all(state)
         out = forward(state)
         state = out.store(state, blocks.to_cache(state))
-        # Cells past the limit are nobody's: filling them would be work that is not counted.
+        # Cells past the limit hold no output: filling them would be work that is not counted.
         wanted = blocks.holes(state) & (state.buffer.positions < state.buffer.limit[:, None, None])
         stats = out.predict(where=wanted, sampling=state.sampling, keys=random.step_keys(state))
         accept = sampling.top_n(stats.confidence, leftmost(wanted, self.tokens_per_step), wanted)

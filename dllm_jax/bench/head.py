@@ -1,7 +1,4 @@
-"""Whether a compiled program reads its tokens off the whole vocabulary, whatever branch it takes.
-
-Nothing here knows engines.
-"""
+"""Whether a compiled program reads its tokens off the whole vocabulary in every branch."""
 
 import re
 

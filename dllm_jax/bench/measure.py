@@ -2,8 +2,7 @@
 
 `recording` counts the decode steps and prefill passes of each compiled bucket while an engine
 works. `decode_step_ms` and `prefill_pass_ms` time the same compiled programs in a bare device
-loop, by the difference of two counts, so that launch and transfer cancel. Nothing here knows
-about workloads or reports.
+loop, by the difference of two counts, so that launch and transfer cancel.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ Prefill = tuple[int, int, PassKind, int]  # tokens and columns of a prompt, kind
 
 
 class Recording:
-    """A device that counts what it is asked to run; everything else is the device's own.
+    """A runner that counts what it runs; everything else is the inner runner's.
 
     Attributes:
         steps: Decode steps that ran, by bucket.
@@ -55,24 +54,26 @@ class Recording:
         return getattr(self._inner, name)
 
     def decode(self, rows: Any, num_active: int, pages: Any, num_steps: int, early: bool) -> Any:
-        """As `Device.decode`."""
+        """As `ModelRunner.decode`."""
         handle = self._inner.decode(rows, num_active, pages, num_steps, early)
-        # The handle is kept: its id is another's once it is gone.
+        # The handle is kept, so that its id stays its own.
         sequences = [self._scheduler.slots[row] for row in rows[:num_active]]
         self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), sequences
         return handle
 
     def fetch(self, handle: Any) -> Any:
-        """As `Device.fetch`."""
-        got = self._inner.fetch(handle)
+        """As `ModelRunner.fetch`."""
+        fetched = self._inner.fetch(handle)
         _, bucket, sequences = self._flying.pop(id(handle), (None, None, []))
         if bucket is not None:
-            self.steps[bucket] += got.steps
-            for sequence, length, before in zip(sequences, got.length, got.before, strict=False):
+            self.steps[bucket] += fetched.steps
+            for sequence, length, before in zip(
+                sequences, fetched.length, fetched.before, strict=False
+            ):
                 self.tokens[bucket] += length - before
                 if sequence is not None and sequence.first_s is None:  # it is set when this is read
                     self.firsts[sequence.owner.id] = length
-        return got
+        return fetched
 
     @property
     def passes(self) -> Counter[Prefill]:
@@ -170,8 +171,8 @@ def _bare_loop(
                 begin(bare, slot, sequence.placement.prompt_len, table[slot])
             bare.wait()
             began = time.perf_counter()
-            got = bare.fetch(bare.decode(slots, rows, table, count, False))
-            return time.perf_counter() - began, got.steps
+            fetched = bare.fetch(bare.decode(slots, rows, table, count, False))
+            return time.perf_counter() - began, fetched.steps
 
         yield spend
 

@@ -1,7 +1,4 @@
-"""From what an engine did to the numbers of docs/benchmarks.md, and where they were measured.
-
-Nothing here runs a request; the bare times of programs are asked of `measure`.
-"""
+"""From what an engine did to the numbers of docs/benchmarks.md, and where they were measured."""
 
 import dataclasses
 import os
@@ -18,7 +15,7 @@ import numpy as np
 from dllm_jax import __version__
 from dllm_jax.bench import measure, roofline
 from dllm_jax.bench.fixed import FixedWork
-from dllm_jax.bench.rounds import Rounds, time_rounds, told_rounds, width_shares
+from dllm_jax.bench.rounds import Rounds, round_figures, time_rounds, width_shares
 from dllm_jax.bench.workload import Work
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 from dllm_jax.loading import jax_settings
@@ -36,7 +33,7 @@ class Ran:
     Attributes:
         walls_s: Wall time of each batch, from the first request added to the last one ended.
         counts: Differences of `Engine.stats` over all of it.
-        waited: Whether the engine had to wait for arrivals: then idle time is nobody's overhead.
+        waited: Whether the engine had to wait for arrivals: idle time is then no overhead.
         firsts: Tokens of each request, by its id, that were there when its `ttfb_s` was.
     """
 
@@ -121,7 +118,7 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
     if floors and all(ms is not None for _, ms in floors):
         floor = sum(count * (ms or 0.0) for count, ms in floors) / steps
     shown_ms = decode_s / steps * 1e3
-    parts = told_rounds(rounds, ran.steps, None if ran.waited else shown_ms) if rounds else {}
+    parts = round_figures(rounds, ran.steps, None if ran.waited else shown_ms) if rounds else {}
     return parts | {
         "prefill_s": prefill_s,
         "decode_tok_s": None if ran.waited else tokens / decode_s,
@@ -239,7 +236,7 @@ def commit() -> str | None:
     """Of the checkout this runs from, "+" behind it where files differ; None without one."""
     root = Path(__file__).resolve().parents[2]
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"],
             capture_output=True,
             text=True,
@@ -248,7 +245,7 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 def check_outputs(outputs: Sequence[RequestOutput]) -> None:
@@ -271,9 +268,9 @@ def check_readout(llm: Any, ran: Ran) -> dict[str, Any]:
     distinct = len({token for o in ran.outputs for one in o.outputs for token in one.token_ids})
     bucket = max(ran.steps, key=lambda one: ran.steps[one])
     head = measure.head_in_program(llm.engine, *bucket)
-    facts: dict[str, Any] = {"distinct_tokens": distinct, "head_in_program": head}
+    readout: dict[str, Any] = {"distinct_tokens": distinct, "head_in_program": head}
     if isinstance(llm.strategy, FixedWork):
-        facts["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
-    if distinct < 2 or not all(value for value in facts.values()):
-        raise ValueError(f"the tokens are not the readout's own: {facts}; the run does not count")
-    return facts
+        readout["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
+    if distinct < 2 or not all(value for value in readout.values()):
+        raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
+    return readout

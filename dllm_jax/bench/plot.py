@@ -1,4 +1,4 @@
-"""A roofline as PNG: operations a second over operations a byte. Nothing here measures."""
+"""A roofline as PNG: operations a second over operations a byte."""
 
 from collections.abc import Sequence
 from pathlib import Path

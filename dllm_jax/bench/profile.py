@@ -3,7 +3,7 @@
 Data flow: `traced` runs a function under JAX's profiler -> events; `origins` reads in the compiled
 program which kind of work each of its operations is -> `shares` joins both. The kind follows from
 the source lines that an operation was traced from, which XLA keeps, so it needs no list of kernel
-names; library kernels, which carry no such lines, are known by theirs. Nothing here knows engines.
+names; library kernels, which carry no such lines, are known by theirs.
 """
 
 import dataclasses

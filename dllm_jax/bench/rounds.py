@@ -3,8 +3,7 @@
 A strategy that drafts chooses the width of every round, so a step has no one time. Each width is
 timed in the bare loop, forced by costs of which all others are infinite, and weighs as often as it
 was chosen; the drafter's pass is timed alone, by a program that runs nothing else and stores
-nothing. What is left of a round is the target's: judging, and what both caches are given. Nothing
-here prints.
+nothing. What is left of a round is the target's: judging, and what both caches are given.
 """
 
 import dataclasses
@@ -56,12 +55,12 @@ class Rounds:
 
     def floor_ms(self, engine: Engine, context: float) -> float | None:
         """The least it can take; None where the device's rates are not known."""
-        of, kind = engine.runner.programs, jax.devices()[0].device_kind
-        size = of.strategy.block_size - 1
-        draft = roofline.floor_ms(of.aux[DRAFT], self.rows, size, context, kind)
+        made, kind = engine.runner.programs, jax.devices()[0].device_kind
+        size = made.strategy.block_size - 1
+        draft = roofline.floor_ms(made.aux[DRAFT], self.rows, size, context, kind)
         found = 0.0
         for width, share in zip(self.widths, self.shares, strict=True):
-            judged = roofline.floor_ms(of.model, self.rows, width, context, kind)
+            judged = roofline.floor_ms(made.model, self.rows, width, context, kind)
             if judged is None or draft is None:
                 return None
             found += share * (judged + (draft if width > 1 else 0.0))
@@ -96,7 +95,7 @@ def time_rounds(
     )
 
 
-def told_rounds(
+def round_figures(
     rounds: Mapping[measure.Decode, Rounds],
     steps: Mapping[measure.Decode, int],
     step_ms: float | None,
@@ -151,7 +150,7 @@ def _width_ms(
         found = []
         for choice in range(count):
             if count > 1:
-                costs = [1.0 if one == choice else float("inf") for one in range(count)]
+                costs = [1.0 if other == choice else float("inf") for other in range(count)]
                 device.choice_costs = {rows: costs}
             found.append(measure.decode_step_ms(engine, rows, columns, context, steps, repeats))
         return found
@@ -188,7 +187,7 @@ def pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int 
 
 @jax.jit
 def _passes(programs, state, rows, pages, count):
-    """So many passes of the drafter over some slots, each behind what the last one said first."""
+    """Some passes of the drafter over slots; each starts with the first token of the one before."""
     some = jax.tree.map(lambda leaf: leaf[rows], state.replace(pools=None))
     some = some.replace(pools=state.pools, page_table=pages)
     draft, size = programs.forward().aux[DRAFT], programs.strategy.block_size - 1

@@ -3,7 +3,7 @@
 Data flow: shape -> an engine of just that size -> `LLM.generate` of so many forwards (prompts found
 in the prefix cache) -> the same compiled program in a bare loop -> floor -> a profile of that loop.
 The work is fixed: a step takes the one token it is surest of, so every forward has the whole
-window; the tokens are the readout's own. Nothing here prints.
+window; the tokens are the readout's own.
 """
 
 import dataclasses
@@ -262,7 +262,7 @@ def _generated(
     if any(output.metrics.nfe != steps for output in ran.outputs) or occupancy < 0.5:
         raise ValueError(
             f"{nfe} forwards of {len(work)} requests in {ran_steps} steps instead of {steps} each "
-            "at once; the steps are not the work that was asked for"
+            "at once; the steps did not do the requested work"
         )
     readout = {
         "distinct_tokens": len(set(tokens)),
@@ -271,11 +271,11 @@ def _generated(
     }
     if readout["distinct_tokens"] < 2 or not all(readout.values()):
         raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
-    facts = setting(llm)
+    settings = setting(llm)
     names = ("strategy", "thresholds", "block_size", "buffer_size", "num_pages", "page_size")
     walls = [(one.walls_s[0] - prefill_s) / ran_steps * 1e3 for one in runs]
     return {
-        **{name: facts[name] for name in (*names, "max_model_len")},
+        **{name: settings[name] for name in (*names, "max_model_len")},
         "mode": "fixed",
         "steps": ran_steps,
         "nfe": nfe,

@@ -1,7 +1,7 @@
 """Throughput: many requests at once, or as they arrive, through `LLM`; latency: one batch again.
 
 Data flow: work -> `LLM.generate` (or the engine's steps, where requests arrive over time) ->
-`Ran` -> `numbers`. Nothing here prints.
+`Ran` -> `numbers`.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""The work of a measurement: prompts, lengths, times of arrival, all from a seed.
-
-Nothing here runs a model.
-"""
+"""The work of a measurement: prompts, lengths, times of arrival, all from a seed."""
 
 import dataclasses
 import math

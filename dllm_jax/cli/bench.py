@@ -14,6 +14,7 @@ from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.prompts import read_prompts
 
 INPUTS, OUTPUTS = "16:256", "16:128"
 MAX_TOKENS = 224  # of adaptive work: more than the longest worked solution of the word problems
@@ -203,8 +204,8 @@ def _batches(args: argparse.Namespace, model: Any) -> list[list[Any]]:
     else:
         most = args.output_len.high if args.output_len else MAX_TOKENS
         if args.prompt_file is not None:
-            texts = _texts(args)
-            work = workload.text_work(model, texts, batch * number, most)
+            args.prompt = None
+            work = workload.text_work(model, read_prompts(args), batch * number, most)
         else:
             work = workload.problem_work(model, batch * number, most, args.seed)
     if not latency and args.request_rate is not None:
@@ -220,13 +221,6 @@ def _check_room(args: argparse.Namespace, model: Any, inputs: Any, outputs: Any)
             f"--input-len {inputs} and --output-len {outputs} need {needed} positions, there are "
             f"{most}; lower one of them"
         )
-
-
-def _texts(args: argparse.Namespace) -> list[str]:
-    from dllm_jax.cli.prompts import read_prompts
-
-    args.prompt = None
-    return read_prompts(args)
 
 
 def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[list[Any]]) -> Any:

@@ -12,6 +12,7 @@ from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.prompts import encode, encode_suffix, read_prompts, stdin_waits
 
 WATCH_DELAY = 0.2
 
@@ -60,14 +61,13 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     stop.forced = ALL
     _check_flags(args)
     problem = draw_problem(args)
-    prompts = [problem.question] if problem else _read_prompts(args)
+    prompts = [problem.question] if problem else read_prompts(args)
     if args.watch and (args.json or len(prompts) > 1):
         raise UsageError("--watch shows one prompt, as text; leave out --json or give one prompt")
     chosen = strategies.load(args.strategy)
     _check_infills(args, chosen)
 
     from dllm_jax.cli.engine import Clock, add, make_llm, sampling_params
-    from dllm_jax.cli.prompts import encode, encode_suffix
     from dllm_jax.cli.sources import load_model
 
     model = load_model(args)
@@ -108,7 +108,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
-    """Refuse a suffix that the strategy would not see; None is not known yet."""
+    """Refuse a suffix that the strategy would not see; None is unknown so far."""
     if args.suffix is None or strategy is None or strategy.needs.prompt.in_window:
         return
     raise UsageError(
@@ -125,18 +125,11 @@ def draw_problem(args: argparse.Namespace) -> Any:
     """A held-out problem where no prompt is given and the model can be expected to solve it."""
     if not (_nothing_given(args) and args.model.startswith("builtin:")):
         return None
-    from dllm_jax.cli.prompts import stdin_waits
     from dllm_jax.tasks.problems import problem
 
     if args.seed is None and stdin_waits():
         print("note: stdin is not read; give - to make it the prompt", file=sys.stderr)
     return problem(args.half or "plain", args.seed or 0, 0, heldout=True)
-
-
-def _read_prompts(args: argparse.Namespace) -> list[str]:
-    from dllm_jax.cli.prompts import read_prompts
-
-    return read_prompts(args)
 
 
 def _requests(

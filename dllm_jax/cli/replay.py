@@ -1,6 +1,6 @@
 """`dllm-jax replay PATH`: a text of a snapshot again, forward by forward.
 
-Data flow: snapshot -> model and strategy -> an engine with that one text (`snapshot.resume`) ->
+Data flow: snapshot -> model -> an engine with that one text (`snapshot.resume`) ->
 `engine.follow` -> a line, a frame or a JSON object a forward, then the text.
 """
 
@@ -63,10 +63,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     args.model = args.model or snapshot.model["source"]
     args.dtype = snapshot.model["dtype"]
     model = load_model(args)
-    snapshots.check_model(snapshot, model)
-    strategy = snapshots.saved_strategy(snapshot)
     engine, request_id = snapshots.resume(
-        snapshot, args.sample, model, strategy, args.attention_implementation, args.draft
+        snapshot, args.sample, model, args.attention_implementation, args.draft
     )
     steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])
     steps.begin(len(snapshot.texts))

@@ -38,12 +38,12 @@ class OneText(contextlib.AbstractContextManager):
         """Print the figures.
 
         Raises:
-            RequestFailed: It ended with an error.
+            ValueError: It ended with an error.
         """
         self._close()
         assert self._output is not None
         if self._output.error is not None:
-            raise RequestFailed(self._output.error)
+            raise ValueError(self._output.error)
         if self._problem:
             print(_verdict(self._problem, self._output.outputs[0].text))
         self._figures()
@@ -139,13 +139,13 @@ class Rows(contextlib.AbstractContextManager):
         """Print the figures.
 
         Raises:
-            RequestFailed: Some ended with an error.
+            ValueError: Some ended with an error.
         """
         self._bar.close()
         self._total()
         errors = [output.error for _, output in sorted(self._done.items()) if output.error]
         if errors:
-            raise RequestFailed(
+            raise ValueError(
                 errors[0]
                 if len(self._prompts) == 1
                 else f"{len(errors)} of {len(self._prompts)} prompts failed, the first: {errors[0]}"
@@ -204,10 +204,6 @@ class Rows(contextlib.AbstractContextManager):
         if not self._json and self._done:
             seconds = self._clock() - self._began
             print(figures(list(self._done.values()), seconds, self._clock.compile_s), flush=True)
-
-
-class RequestFailed(ValueError):
-    """A request that ended with "error"; its text is for the user."""
 
 
 def figures(outputs: Sequence[RequestOutput], seconds: float | None, compile_s: float) -> str:

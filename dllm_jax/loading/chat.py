@@ -1,4 +1,4 @@
-"""Conversations as the text a model reads: whose template renders them, and what it is given.
+"""Chat templates: conversations rendered as the text a model reads.
 
 Data flow: model -> template (the folder's own, else the one shipped here for its family) -> text.
 The text holds its special tokens by name, so it is encoded without further ones.
@@ -13,9 +13,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 _FOLDER = Path(__file__).parent / "chat_templates"
 _ROLES = ("system", "user", "assistant")  # that the shipped templates know
-# Arguments of transformers' `apply_chat_template` which are no business of a template ...
+# Arguments of transformers' `apply_chat_template` that templates do not read ...
 _RENDERING = ("add_generation_prompt", "continue_final_message")
-# ... and those which are ours to set.
+# ... and those that this module sets.
 _OURS = (
     *("conversation", "messages", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -62,7 +62,7 @@ class Template(NamedTuple):
 
 
 class _Shipped(NamedTuple):
-    """A template of ours, and the tokens without which it is only text to a model."""
+    """A template of ours, and the special tokens that it needs in the vocabulary."""
 
     name: str
     tokens: tuple[str, ...]
@@ -71,7 +71,7 @@ class _Shipped(NamedTuple):
 _CHATML = ("<|im_start|>", "<|im_end|>")
 _LLADA = ("<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _SEED = ("<[begin▁of▁sentence]>", "<[end▁of▁sentence]>")
-# By family. A Llama that talks brings its template, one without is a base model: none here.
+# By family. Llama has none here: a chat model brings its template, one without is a base model.
 _SHIPPED = {
     "llada": _Shipped("llada", _LLADA),
     "dream": _Shipped("dream", _CHATML),
@@ -125,7 +125,7 @@ def template_of(
 
 
 def note(model: TextModel) -> str | None:
-    """What a user should know of the template, in one line; None for the folder's own."""
+    """A one-line note on a template of ours; None for the folder's own."""
     template = template_of(model)
     if template is None or template.shipped is None:
         return None
@@ -146,7 +146,7 @@ def render(
     Args:
         chat_template: In the place of the model's: Jinja, or the name of one of the folder's.
         template_kwargs: What the template reads beside the messages (`enable_thinking`, `tools`).
-            One that it does not read is refused: it would change nothing, and nobody would know.
+            A keyword that the template does not read is refused: it would silently do nothing.
             `add_generation_prompt` and `continue_final_message` are as in transformers.
 
     Raises:
@@ -195,7 +195,7 @@ def _no_template(model: TextModel) -> str:
 
 
 def _is_base(source: str) -> bool:
-    """Whether a model's name says that it was not trained to talk."""
+    """Whether a model's name marks it as a base model."""
     path = Path(source)
     if path.parent.name == "snapshots":  # the hub's cache names a model two levels up
         path = path.parent.parent
@@ -203,7 +203,7 @@ def _is_base(source: str) -> bool:
 
 
 def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None:
-    """Whether a template of ours takes these messages: they are written for text alone."""
+    """Refuse messages that our templates do not take; they take text alone."""
     for i, turn in enumerate(turns):
         if turn.get("role") not in _ROLES:
             raise ValueError(
@@ -218,7 +218,7 @@ def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None
 
 
 def _check_read(told: Mapping[str, Any], template: Template) -> None:
-    """Whether a template reads what it is told."""
+    """Refuse keywords that the template does not read."""
     for name, value in told.items():
         if name in _RENDERING:
             continue

@@ -1,8 +1,7 @@
-"""From a source string to a `Model`: a folder's weights, or random ones.
+"""From a source string to a `Model`, with a folder's weights or random ones.
 
 Data flow: source -> folder (`sources`) or published config -> weights on the host, an adapter
-merged in -> weights on the device, leaf by leaf. What the files of a checkpoint must look like is
-`checkpoints_convert`'s business.
+merged in -> weights on the device, leaf by leaf. `checkpoints_convert` reads the files.
 """
 
 import math
@@ -86,8 +85,8 @@ def _from_folder(
         warnings.warn(f"{source}: {note}", stacklevel=3)
     leaves, tree = jax.tree.flatten(params)
     del params  # so that each host leaf goes as soon as its copy is made
-    # A CPU would keep what it is given, a part of a file, as its own. `jnp.array` copies as well,
-    # by a program for every shape.
+    # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
+    # program for every shape.
     keeps = jax.default_backend() == "cpu"
     for i, leaf in enumerate(leaves):
         leaves[i] = jax.block_until_ready(jax.device_put(np.array(leaf) if keeps else leaf))
@@ -125,9 +124,9 @@ def _random(source: str, dtype: str) -> Model:
 
 
 def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    """One leaf, whole before the next is begun: memory for no more than that; norms are ones.
+    """One leaf, finished before the next begins, to bound memory; norms are ones.
 
-    A program for every shape that is drawn, and no other: each takes its time as a process starts.
+    Only drawn shapes need a compiled program.
     """
     if is_norm(path):
         return jax.device_put(np.ones(leaf.shape, leaf.dtype))
@@ -136,8 +135,8 @@ def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _draw(index: Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers, in parts of the first axis: their bits and float32 form take memory too."""
-    # This kind of key compiles and draws many times faster than threefry.
+    """Normal numbers, in parts of the first axis to bound the memory of bits and float32 values."""
+    # rbg compiles and draws many times faster than threefry.
     key = jax.random.fold_in(jax.random.key(0, impl="rbg"), index)
     parts = next(n for n in range(1, shape[0] + 1) if _is_enough(n, shape))
 
@@ -151,5 +150,5 @@ def _draw(index: Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> jax.Arra
 
 
 def _is_enough(parts: int, shape: tuple[int, ...]) -> bool:
-    """Whether so many parts divide the first axis, and are small; one row is as small as can be."""
+    """Whether `parts` divides the first axis and each part is small, or a single row."""
     return shape[0] % parts == 0 and (math.prod(shape) // parts <= _DRAW or parts == shape[0])

@@ -1,7 +1,6 @@
 """A loaded model as one value: weights as leaves, everything else static.
 
-So a `Model` is an argument of any jit, grad or vmap. Nothing here knows about files' formats,
-pages or strategies.
+So a `Model` can be an argument of jit, grad and vmap.
 """
 
 import dataclasses
@@ -20,9 +19,9 @@ from dllm_jax.models.family_table import FamilyDefaults
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerSource:
-    """Tokenizer files and, once asked for, the tokenizer: importing transformers takes a while.
+    """Tokenizer files, and the tokenizer on first use, because importing transformers is slow.
 
-    Compares by the digest of the files, so that loading a model twice does not trace a jit twice.
+    It compares by the digest of the files, so loading a model twice does not trace a jit twice.
     """
 
     digest: str
@@ -33,7 +32,7 @@ class TokenizerSource:
         """The transformers tokenizer of the folder; never runs code that the folder brings.
 
         Args:
-            mask_token_id: The model's, which its tokenizer leaves out of texts; -1 for none.
+            mask_token_id: The model's mask, which decoded text leaves out; -1 for none.
         """
         if mask_token_id not in self._read:
             from dllm_jax.loading.tokenizer import read_tokenizer
@@ -44,14 +43,14 @@ class TokenizerSource:
 
 
 class Model(struct.PyTreeNode):
-    """Weights and all that is needed to use them.
+    """Weights, and everything needed to run them.
 
     Attributes:
         params: The weights, the only leaves.
         config: Facts of the network.
         arch: The network's functions.
-        defaults: How the family is decoded when nothing is said.
-        source: What `load` was given.
+        defaults: How the model is decoded by default.
+        source: The argument of `load`.
         tokenizer_source: The tokenizer's files, None for a model without one.
     """
 
@@ -71,7 +70,7 @@ class Model(struct.PyTreeNode):
 
     @property
     def routing_block(self) -> int:
-        """Tokens that choose their experts together (LLaDA2.2), 1 where each does so alone."""
+        """Tokens that choose their experts together (LLaDA2.2); 1 for independent routing."""
         return getattr(self.config, "routing_block", 1)
 
     def logits(

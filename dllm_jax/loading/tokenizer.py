@@ -17,10 +17,10 @@ from dllm_jax.convert import tokenizer_files
 from dllm_jax.convert.tokenizer_files import TokenizerParts
 
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-# Of every stock class, which would name some by itself.
+# The roles of every stock class; unset ones would get defaults.
 _ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _PLAIN = ("model_max_length", "clean_up_tokenization_spaces", "padding_side", "truncation_side")
-# What `tokenizer.json` states itself, and a vocabulary with merges leaves to the settings.
+# `tokenizer.json` states these itself; for a vocabulary with merges the settings do.
 _OF_VOCABULARIES = ("add_bos_token", "add_eos_token", "add_prefix_space")
 
 
@@ -47,12 +47,12 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     """Token ids of a text.
 
     Args:
-        special: With what the tokenizer puts around a text, but never with a second token that
-            begins one: a rendered conversation may hold it already.
+        special: Add the tokens that the tokenizer puts around a text, but never a second BOS: a
+            rendered conversation may have one already.
 
     Raises:
-        ValueError: The text holds half a character (a surrogate): no UTF-8 says so, and the
-            tokenizers library refuses it without a word.
+        ValueError: The text holds a lone surrogate, which UTF-8 cannot encode; the tokenizers
+            library gives no reason.
     """
     try:
         text.encode()
@@ -114,7 +114,7 @@ def _tokenizer(folder: Path, mask_token_id: int | None) -> Any:
 
 
 def _settings(folder: Path, parts: TokenizerParts, mask_token_id: int | None) -> dict[str, Any]:
-    """What a stock class is told beside the vocabulary; roles only of tokens that exist."""
+    """Arguments of a stock class beside the vocabulary; roles only of tokens that exist."""
     ids: dict[str, int | None] = {role: parts.ids.get(text) for role, text in parts.roles.items()}
     if mask_token_id is not None:
         ids["mask_token"] = mask_token_id
@@ -130,10 +130,10 @@ def _settings(folder: Path, parts: TokenizerParts, mask_token_id: int | None) ->
 
 
 def _whole(folder: Path, parts: TokenizerParts) -> dict[str, Any]:
-    """A `tokenizer.json`, with the tokens that only the files beside it know.
+    """A `tokenizer.json`, with the tokens that only other files of the folder have.
 
-    The tokenizers library counts added tokens on from the vocabulary, whatever id is stated. One
-    that stands in the vocabulary as well keeps its id.
+    The tokenizers library numbers added tokens after the vocabulary and ignores their stated ids.
+    A token that is also in the vocabulary keeps its id.
     """
     from tokenizers import Tokenizer
 

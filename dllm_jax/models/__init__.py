@@ -1,4 +1,1 @@
-"""Model families: configs, parameter shapes and arithmetic.
-
-A leaf: of ours it imports operations of pallas_kernels only.
-"""
+"""Model families: configs, parameter shapes and arithmetic."""

@@ -1,7 +1,6 @@
-"""What the engine asks of a network: a value holding functions, so any family can be plugged in.
+"""The functions of a network as one value, so that any family can be plugged into the engine.
 
-The functions are those of `dense.py`, and so are their signatures; `cfg` is whatever configuration
-the family uses. Nothing here knows about pages, strategies or checkpoints.
+Their signatures are those of `dense.py`; `cfg` is the family's config.
 """
 
 import dataclasses
@@ -25,9 +24,9 @@ class Architecture:
             it computes, so that tokens may be read off without logits in memory.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
-        layer_view: `(cfg, layer) -> (window, causal)`: what the layer sees of what a pass lets it
-            see, keys fewer than `window` positions away (None: any) and those before it only; None
-            where all layers see alike.
+        layer_view: `(cfg, layer) -> (window, causal)`: restricts the mask of a layer to keys
+            fewer than `window` positions away (None: any), and to earlier ones if `causal`. None
+            where all layers share one mask.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
         takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations.

@@ -3,8 +3,7 @@
 Biases, norms of queries and keys, a tied head, partial or stretched rotary embedding and shifted
 predictions are facts of the config. Data flow: ids -> `embed` -> `trunk` (layers, final norm) ->
 `unembed`. Attention is the argument `attend`, so the same code serves training, cache-free logits
-and paged decoding; the feed-forward half of a layer is an argument too, for `moe`. Nothing here
-knows about pages, masks, blocks or strategies.
+and paged decoding; the feed-forward half of a layer is an argument too, for `moe`.
 """
 
 import dataclasses

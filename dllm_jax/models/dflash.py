@@ -3,7 +3,6 @@
 It fills a block of masks behind a text in one pass. Of the text it sees only keys and values, which
 `context_kv` makes of the target's hidden states; its input rows and logits go through the target's
 embedding and head, which `api.strategy` puts beside its own weights. Its layers are `dense`'s.
-Nothing here knows about pages or how drafts are judged.
 
 Source: arXiv 2602.06036; z-lab/dflash, and MuseGlimmerAssistantModel of transformers 5.
 """

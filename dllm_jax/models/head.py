@@ -1,6 +1,6 @@
-"""The last product of a network, in words: whoever reads logits may compute them on the way.
+"""The last product of a network as data, so that a kernel can compute logits as it reads them.
 
-An `Architecture.unembed` that is an `Unembed` says how it computes; any other function is called.
+An `Architecture.unembed` that is an `Unembed` has this form; any other function is called.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Layer arithmetic shared by the model families: rotary angles, SwiGLU.
 
 Pure functions of (weights, activations); norms and rotation are operations of
-`dllm_jax.kernels.layer`. Nothing here knows about pages, masks or strategies.
+`dllm_jax.kernels.layer`.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Cache-free attention and logits: the truth that paged decoding is tested against.
+"""Cache-free attention and logits: the reference for paged decoding.
 
-Also what `Model.logits` and the trainer use. Nothing here knows about pages.
+`Model.logits` and the trainer use them too.
 """
 
 from typing import Any

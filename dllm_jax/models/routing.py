@@ -1,8 +1,7 @@
-"""Which experts a row goes to, and with what weight: rules over the router's scores.
+"""Routing: the experts of each row and their weights, from the router's scores.
 
 Everything is float32, the product with the router too: in 16 bits close scores tie, and another
-choice of experts is another result. Among equal scores the lowest expert wins. Nothing here knows
-an expert's weights.
+choice of experts is another result. Among equal scores the lowest expert wins.
 """
 
 from typing import Any

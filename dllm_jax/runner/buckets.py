@@ -1,8 +1,8 @@
 """From model, strategy and configuration to the sizes the engine is built with.
 
-Every size between two buckets is padded to the larger one; every bucket is a program to compile. An
-accelerator reads its weights whatever the size. The CPU does not: a text takes it as long among
-others as alone, so a long prompt gains nothing from long passes.
+Every size between two buckets is padded to the larger one; every bucket is a program to compile. On
+an accelerator every pass reads all weights, so larger passes are cheaper a token. On the CPU they
+are not: time grows with the tokens.
 """
 
 import json
@@ -90,7 +90,7 @@ def make_layout(
         prefill_buckets=prefill,
         max_num_batched_tokens=config.max_num_batched_tokens,
         many_rows=None if on_cpu else MANY_ROWS,
-        # A dispatch of a CPU costs little, and its prompts take as long together.
+        # On a CPU a dispatch is cheap, and prompts take as long together as apart.
         prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
     )
 
@@ -98,14 +98,14 @@ def make_layout(
 def _salt(model: Model, strategy: Any, aux: Mapping[str, Model]) -> bytes:
     """What keys and values depend on beside the tokens."""
     needs = strategy.needs
-    said = {
+    parts = {
         "model": model.source,
         "aux": {name: aux[name].source for name in needs.aux},
         "prompt": needs.prompt,
         "prefill_mode": needs.prefill_mode,
         "block_size": 0 if needs.prompt.is_token_causal else strategy.block_size,
     }
-    return json.dumps(said, sort_keys=True).encode()
+    return json.dumps(parts, sort_keys=True).encode()
 
 
 def _buckets(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ def _buckets(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def _page_buckets(columns: int) -> tuple[int, ...]:
-    """Powers from a first one on, none of them close below the last."""
+    """A geometric series that ends well below the number of columns."""
     sizes, size = [], FIRST_PAGE_BUCKET
     while 2 * size <= columns:
         sizes.append(size)
@@ -168,7 +168,7 @@ def is_on_cpu(model: Model) -> bool:
 
 
 def progress_line() -> Callable[[str, int, int], None]:
-    """A bar for `Device.warm_up`, on stderr where that is a terminal; one for each list of work."""
+    """A progress bar for `ModelRunner.warm_up`, on stderr if that is a terminal."""
     from tqdm import tqdm
 
     bars: list[tqdm] = []

@@ -1,7 +1,4 @@
-"""KV pools: one array for K and one for V per layer, and the write of new rows into pages.
-
-Nothing here knows who asks for a page or what a strategy is.
-"""
+"""KV pools: one array for K and one for V per layer, and the write of new rows into pages."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Decoding on the device, pure: a fresh state, the prefill of its prompts, and decode steps.
 
-Data flow: `new_state` -> `prefill` -> `run`. Callers jit these and donate the state. Nothing here
-checks input or touches the host; requests come in as arrays.
+Data flow: `new_state` -> `prefill` -> `run`. Callers jit these and donate the state.
 """
 
 from collections.abc import Mapping
@@ -103,7 +102,7 @@ def new_slots(
 
     Args:
         kept: Width of the boundary row (`boundary_size`).
-        batch: What has `sampling`, `limits`, `knobs` and `keys` (`Batch`).
+        batch: `sampling`, `limits`, `knobs` and `keys`, as of `Batch`.
         buffer: Their windows.
     """
     B = spec.num_slots
@@ -192,7 +191,7 @@ def prefill_pass(
     last: Bool[Array, " B"],
     kind: PassKind,
 ) -> DecodeState:
-    """Compute `tokens`, which stand at `first` and on, store them and let the strategy absorb them.
+    """Compute `tokens` from position `first` on, store them and let the strategy absorb them.
 
     Rows whose values are not finite are not stored, and end their request with ERROR.
 
@@ -232,7 +231,7 @@ def prefill_pass(
 
 
 def absorb_nothing(strategy: Any, forward: ModelForward, state: DecodeState) -> DecodeState:
-    """What stands in for prefill where nothing is left to compute."""
+    """Let the strategy absorb a prompt without a prefill pass."""
     strategy = bind_knobs(strategy, state.knobs)
     B = state.finish.shape[0]
     nothing = jnp.zeros((B, 1, 1), bool)

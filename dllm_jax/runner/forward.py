@@ -1,8 +1,7 @@
 """A model as strategies see it: `Forward` of the contract over parameters, pages and a kernel.
 
 One `ModelForward` lives for one trace. A call runs the network over the window's live cells and
-returns a `WindowOutput`, from which predictions and the deferred store are taken. Nothing here
-knows what any strategy does.
+returns a `WindowOutput`, from which predictions and the deferred store are taken.
 """
 
 import functools
@@ -243,10 +242,10 @@ class ModelForward:
 def _narrowed_cells(
     where: Bool[Array, "B K S"] | np.ndarray, width: int
 ) -> tuple[Int[Array, " B"] | int, Bool[Array, "B K S"] | np.ndarray]:
-    """The first of the cells `where`, and those of them that are less than `width` behind it.
+    """The first of the cells `where`, and those less than `width` behind it.
 
-    Where it is known while tracing, and alike in all rows, both are NumPy's: what is narrow is then
-    a slice, and what is made window-shaped of it a pad, which cost nothing one behind the other.
+    If they are known while tracing and the same in all rows, both results are NumPy's. Narrowing is
+    then a slice and widening a pad, which XLA fuses.
     """
     flat = where.reshape(len(where), -1)
     cell = np.arange(flat.shape[1], dtype=np.int32)[None]
@@ -271,7 +270,7 @@ def _narrowed(rows: Float[Array, "B W ..."], first: Int[Array, " B"] | int, widt
 def _widened(rows: Array, first: Int[Array, " B"] | int, size: int) -> Array:
     """Rows [B T ...] of the cells from `first` on as [B size ...], zero elsewhere.
 
-    A gather, which XLA computes with what it reads; a scatter is a kernel and a fill of its own.
+    A gather, which XLA fuses with its reader; a scatter would be a kernel and a fill of its own.
     """
     if isinstance(first, int):
         behind = size - first - rows.shape[1]
@@ -294,7 +293,7 @@ def _window_output(
     taps: tuple[Float[Array, "B T D"], ...],
     first: Int[Array, " B"] | int,
 ) -> "WindowOutput":
-    """Computed rows as rows of the window: those of a narrow pass go to the cells from `first`."""
+    """Computed rows as rows of the window; a narrow pass fills the cells from `first` on."""
     B, K, S = live.shape
     rows, taps, fresh = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), (rows, taps, fresh))
 
@@ -315,8 +314,8 @@ def _window_output(
 class WindowOutput(struct.PyTreeNode):
     """See `dllm_jax.strategies.core.protocol.ForwardOutput`.
 
-    A pytree of window-shaped leaves whatever the width of the pass, so that passes of several
-    widths may be the branches of a `lax.switch` and their output leave it.
+    All leaves have the shape of the window, whatever the width of the pass, so that passes of
+    several widths can be branches of a `lax.switch`.
     """
 
     hidden: Float[Array, "B K S D"]
@@ -333,7 +332,6 @@ class WindowOutput(struct.PyTreeNode):
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
         confidence: Literal["drawn", "raw"] = "drawn",
-        forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
         guide: tuple[Any, float] | None = None,
@@ -348,7 +346,7 @@ class WindowOutput(struct.PyTreeNode):
         T = K * S if width is None else width
 
         def read(leaf: Array) -> Array:
-            """Of a value a cell, those of the cells that are read out, one behind another."""
+            """The values of the cells that are read out, flattened."""
             flat = leaf.reshape(B, K * S, *leaf.shape[3:])
             return _narrowed(flat, first, T).reshape(B * T, *flat.shape[2:])
 
@@ -357,7 +355,7 @@ class WindowOutput(struct.PyTreeNode):
             read(self._aligned()),
             greedy(B) if sampling is None else sampling,
             None if keys is None else read(keys),
-            forbidden=lambda ids: self._forbidden(ids, forbid),
+            forbidden=self.forward.forbidden,
             penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
             confidence=confidence,
             num_top=num_top,
@@ -412,18 +410,18 @@ class WindowOutput(struct.PyTreeNode):
 
         sound = jnp.all(jnp.isfinite(cells(self.hidden).astype(jnp.float32)), axis=-1)
         running = state.finish == RUNNING
-        asked = cells(where & self.live)
+        stored = cells(where & self.live)
         name = self.forward.pool
         pool = state.pools[name]
         num_pages, _, page_size, _ = pool[0][0].shape
         slots = page_slots(
             state.page_table,
             cells(self.positions),
-            asked & running[:, None] & sound,
+            stored & running[:, None] & sound,
             num_pages,
             page_size,
         )
-        lost = jnp.any(asked & ~sound, axis=1) & running
+        lost = jnp.any(stored & ~sound, axis=1) & running
         fresh = jax.tree.map(lambda leaf: leaf[:, span], self.fresh)
         state = state.replace(
             pools={**state.pools, name: write_rows(pool, fresh, slots)},
@@ -448,7 +446,7 @@ class WindowOutput(struct.PyTreeNode):
         return joined.reshape(B, K, S, -1)
 
     def _predicted(self) -> Bool[Array, "B K S"] | np.ndarray:
-        """Cells some row speaks about."""
+        """Cells that a row predicts."""
         if not self.forward.model.config.shift:
             return self.live
         B, K, S = self.live.shape
@@ -456,10 +454,6 @@ class WindowOutput(struct.PyTreeNode):
         xp = np if isinstance(flat, np.ndarray) else jnp
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
-
-    def _forbidden(self, ids: Any, more: Array | None) -> Any:
-        out = self.forward.forbidden(ids)
-        return out if more is None else out | jnp.any(ids[:, None] == more[None, :], axis=1)
 
 
 def greedy(num_slots: int) -> Sampling:

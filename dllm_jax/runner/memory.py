@@ -1,8 +1,8 @@
 """Where the memory of an engine goes: how many pages it holds, what it peaks at, what to lower.
 
 A program needs the weights, every slot, the pools and its temporaries at once; pools are donated
-and never copied, so the temporaries do not depend on them. Bytes are those of the device's own
-allocator. Nothing here allocates or compiles.
+and never copied, so the temporaries do not depend on them. Bytes are as counted by the
+device's allocator.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 GIB = 2**30
-MOST_HOST_BYTES = 4 * GIB  # a pool on the CPU is not worth more unless asked for
+MOST_HOST_BYTES = 4 * GIB  # of a pool on the CPU, unless num_pages is given
 MOST_ELEMENTS = 2**31 - 1  # of one array: kernels count in 32 bits
 RESERVE = 0.02  # of the device, for temporaries, until the programs are compiled
 _KEPT_BITS = 7  # of a number of pages: a second start has the same one, and its programs are cached
@@ -92,14 +92,14 @@ class MemoryPlan:
 
     def _remedies(self, num_bytes: float) -> list[str]:
         """What to lower, and to what, so that everything fits in so many bytes."""
-        told = []
+        remedies = []
         pages = rounded(self.pages_within(num_bytes))
         if 0 < pages < self.num_pages:
-            told.append(f"num_pages from {self.num_pages} to {pages}")
+            remedies.append(f"num_pages from {self.num_pages} to {pages}")
         slots = self.slots_within(num_bytes)
         if 0 < slots < self.num_slots:
-            told.append(f"max_num_seqs from {self.num_slots} to {slots}")
-        return told
+            remedies.append(f"max_num_seqs from {self.num_slots} to {slots}")
+        return remedies
 
 
 def measure(
@@ -151,8 +151,8 @@ def host_bytes_available() -> int:
 def _free_bytes(device: Any, stats: dict[str, int]) -> int:
     """What the allocator can still give: free in what it holds, and what the driver has left.
 
-    By default JAX holds its whole share from the start. Where it was told not to, other processes
-    may have taken a part of it since.
+    By default JAX holds its whole share from the start. Without preallocation, other processes
+    may have taken a part of it.
     """
     limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
     held = stats.get("pool_bytes", limit)
@@ -185,9 +185,8 @@ def _driver_free_bytes(ordinal: int) -> int | None:
 def fill(plan: MemoryPlan, enough: int, elements_per_page: int) -> MemoryPlan:
     """The plan with as many pages as its share of the device holds.
 
-    On an accelerator all of it: what no text needs keeps prefixes. On the CPU, whose memory is
-    everybody's, what is enough, and no more than 4 GiB. While `temp_bytes` is not known, a part of
-    an accelerator is left for it.
+    On an accelerator all of it: spare pages cache prefixes. On the CPU, whose memory is shared,
+    `enough`, and no more than 4 GiB. While `temp_bytes` is unknown, an accelerator keeps a reserve.
 
     Args:
         enough: Pages beyond which more are of little use.
@@ -215,21 +214,21 @@ def fill(plan: MemoryPlan, enough: int, elements_per_page: int) -> MemoryPlan:
 
 def _room(plan: MemoryPlan, share: float) -> str:
     """What to change, and to what, where the share holds no text."""
-    told = []
+    remedies = []
     if plan.num_pages:
-        told.append(f"max_model_len to {plan.num_pages * plan.page_size}")
+        remedies.append(f"max_model_len to {plan.num_pages * plan.page_size}")
     needed = dataclasses.replace(plan, num_pages=-(-plan.needed_tokens // plan.page_size))
     slots = needed.slots_within(share)
     if 0 < slots < plan.num_slots:
-        told.append(f"max_num_seqs from {plan.num_slots} to {slots}")
+        remedies.append(f"max_num_seqs from {plan.num_slots} to {slots}")
     short = needed.peak_bytes - plan.peak_bytes
     # Rounding the pages down may have cost a 64th, and the reserve is a part of the share.
     wanted = plan.utilization + 1.02 * short / plan.limit_bytes
     wanted = math.ceil(100 * wanted) / 100
     if wanted <= 1.0:
         raised = f"raise memory_utilization to {wanted:g}"
-        return f"{_lower(told)}, or {raised}" if told else raised
-    return _lower(told)
+        return f"{_lower(remedies)}, or {raised}" if remedies else raised
+    return _lower(remedies)
 
 
 def rounded(count: int) -> int:
@@ -242,11 +241,11 @@ def rounded(count: int) -> int:
 
 # What XLA says: "... request for 2.99GiB (3206250496B)", "... allocate 4770354232 bytes",
 # "Out of memory allocating 4096 bytes", "... allocate 3.37GiB".
-_ASKED = re.compile(
+_REQUESTED = re.compile(
     r"allocat\w*(?: request for)? (?:[\d.]+[KMGT]iB \((\d+)B\)|(\d+) bytes|([\d.]+)([KMGT])iB)"
 )
 _SCALE = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-LEAST_CUT = 0.05  # of the device, where it ran out: somebody else has what the plan counted on
+LEAST_CUT = 0.05  # of the device, when it ran out: other processes hold memory of the plan
 
 
 def is_out_of_memory(error_text: str) -> bool:
@@ -262,26 +261,26 @@ def explain(error_text: str, plan: MemoryPlan | None) -> str:
         return first
     if plan is None:
         return f"{first.rstrip('.')}; lower num_pages, max_num_seqs or max_model_len"
-    asked = _asked_bytes(error_text)
-    wanted = plan.peak_bytes - max(asked, LEAST_CUT * plan.limit_bytes)
-    told = plan._remedies(wanted)
+    requested = _requested_bytes(error_text)
+    wanted = plan.peak_bytes - max(requested, LEAST_CUT * plan.limit_bytes)
+    remedies = plan._remedies(wanted)
     share = math.floor(100 * wanted / plan.limit_bytes) / 100
     if 0 < share < plan.utilization:
-        told.append(f"memory_utilization from {plan.utilization:g} to {share:g}")
-    said = f", asked for {_bytes(asked)} more" if asked else ""
-    return f"the device ran out of memory{said}; the engine's is {plan}; {_lower(told)}"
+        remedies.append(f"memory_utilization from {plan.utilization:g} to {share:g}")
+    size = f", asked for {_bytes(requested)} more" if requested else ""
+    return f"the device ran out of memory{size}; engine memory: {plan}; {_lower(remedies)}"
 
 
-def _asked_bytes(error_text: str) -> int:
-    found = _ASKED.search(error_text)
+def _requested_bytes(error_text: str) -> int:
+    found = _REQUESTED.search(error_text)
     if found is None:
         return 0
     exact, plain, number, scale = found.groups()
     return int(exact or plain or 0) or int(float(number) * _SCALE[scale])
 
 
-def _lower(told: list[str]) -> str:
-    return "lower " + ", or ".join(told) if told else _SMALLER
+def _lower(remedies: list[str]) -> str:
+    return "lower " + ", or ".join(remedies) if remedies else _SMALLER
 
 
 def _bytes(count: float) -> str:

@@ -140,9 +140,9 @@ def new_state(
     """Every slot empty, and pools without content."""
     words = packing.request_fields(programs.window)
     ints = jnp.zeros((words.size,), jnp.int32).at[words.span("given")].set(-1)
-    one = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
-    one = one.replace(finish=jnp.full_like(one.finish, EMPTY))
-    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), one)
+    slot = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
+    slot = slot.replace(finish=jnp.full_like(slot.finish, EMPTY))
+    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), slot)
     pools = decoding.new_pools(
         programs.strategy, programs.model, programs.aux, num_pages, page_size
     )
@@ -213,8 +213,8 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layo
     return _put_rows(state, slot[None], new), None
 
 
-# For products of many rows XLA's autotuner takes its own Triton kernels now and then, by times that
-# whatever else the host does disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
+# For products of many rows XLA's autotuner sometimes takes its own Triton kernels, by times that
+# other work on the host disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
 # chose (benchmarks/LOG.md, "Products of many rows"; prefill of fewer than 1,024 rows: not timed).
 _NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
@@ -345,9 +345,8 @@ def _decode(programs, state, requests):
 
 decode = jax.jit(_decode, donate_argnames=("state",))
 
-# XLA records a step's launches in command buffers and updates them whenever a program is called
-# anew: 2 to 4 ms, which few slots win back in every step (each 17 % faster on an H200) and many do
-# not.
+# XLA records a step's launches in command buffers and updates them at each call of a program, in 2
+# to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
 decode_many = jax.jit(
     _decode,
     donate_argnames=("state",),

@@ -2,7 +2,6 @@
 
 On an NVIDIA GPU, of a network that says what its head is, a kernel reads likeliest tokens off the
 product while it is made (`dllm_jax.kernels.token_readout`); all else is read out in chunks of rows.
-Nothing here knows about windows or pages.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from dllm_jax.strategies.core.sampling import settled, token_stats
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
-ROWS_DRAWN = 128  # of them at once: sorting and noise take seven times the room of what they read
-FEW_ROWS = 64  # are read at once; of more, no chunk is all of a window
+ROWS_DRAWN = 128  # of them at once: sorting and noise take seven times the memory of the logits
+FEW_ROWS = 64  # read in one chunk; more rows take at least two
 
 
 def in_chunks(
@@ -64,7 +63,7 @@ def read_stats(
 
     Args:
         unembed: Hidden rows to float32 logits; of a `Head` a kernel may read them.
-        sampling: One value a row, or a slot: the R rows are then its slots', one behind another.
+        sampling: One value a row, or a slot; a slot's rows are then consecutive.
         keys: One a row, None where every row is greedy.
         forbidden: Ids, of NumPy or of JAX, to a mask of those never drawn.
         penalty: An id a row and what its logit loses.
@@ -103,21 +102,21 @@ def read_stats(
         )
 
     def in_rows() -> TokenStats:
-        # Made where they are read: what a `cond` takes in costs launches, taken or not.
+        # Build operands inside the branch: the inputs of a `cond` cost launches.
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
         return in_chunks(one, (hidden, each, keys, penalty, away))
 
     head = unembed if isinstance(unembed, Head) and guide is None else None
     if head is None:
         return in_rows()
-    at_once = MOSAIC_ROWS  # the most that a kernel is given at a time
+    at_once = MOSAIC_ROWS  # the most rows of one kernel call
     implementation = choose(hidden[:at_once], head.weights, num_top)
     if implementation == "xla":
         at_once = TRITON_ROWS
         implementation = choose(hidden[:at_once], head.weights, num_top)
     if implementation == "xla":
         return in_rows()
-    # Of NumPy's numbers a constant of the program, where nothing of it is an array of JAX's.
+    # From NumPy ids the mask is a constant of the program.
     never = forbidden(np.arange(len(head.weights), dtype=np.int32))
 
     def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:
@@ -134,8 +133,8 @@ def read_stats(
         )
         return settled(TokenStats(**read._asdict()))
 
-    # Top-k and the nucleus need the whole law, and noise is made sooner outside of the kernel. Who
-    # reads a row is the row's own affair: neighbours that are drawn must not change its rounding.
+    # Top-k and the nucleus need all logits, and noise is cheaper outside the kernel. A row's path
+    # must not depend on its neighbours: rows that are drawn must not change its rounding.
     plain = (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
 
     def all_plain() -> TokenStats:

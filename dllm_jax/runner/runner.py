@@ -123,7 +123,7 @@ class ModelRunner:
         allocate: bool = True,
     ):
         self.layout = layout
-        self.memory: memory.MemoryPlan | None = None  # what it holds, where it was planned
+        self.memory: memory.MemoryPlan | None = None
         self._knobs = tuple(sorted(layout.knobs))
         self._programs = Programs(
             model=model,
@@ -137,13 +137,13 @@ class ModelRunner:
         )
         self.cost: Any = None  # predicted seconds of programs, once they were timed
         self._weighs = strategy.weighs_costs
-        # By slots, in any unit; by arithmetic until `warm_up` has timed them.
+        # By slots, in any unit; estimated until `warm_up` has timed them.
         self.choice_costs: dict[int, Sequence[float]] = {}
         if self._weighs:
             context = min(layout.max_model_len, timing.USUAL_TEXT)
-            of = (context, jax.default_backend())
+            setting = (context, jax.default_backend())
             self.choice_costs = {
-                rows: timing.estimate_choices(strategy, model, aux, rows, *of)
+                rows: timing.estimate_choices(strategy, model, aux, rows, *setting)
                 for rows in layout.slot_buckets
             }
         self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
@@ -152,7 +152,7 @@ class ModelRunner:
         self._warm = False
         self._slot_layout = packing.layout_of(packing.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
-        self._lost: BaseException | None = None  # what took the state, until `reset`
+        self._lost: BaseException | None = None  # the failure that took the state, until `reset`
         self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, layout.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
@@ -519,7 +519,7 @@ class ModelRunner:
         work: Sequence[warmup.Work],
         progress: Callable[[str, int, int], None] | None = None,
     ) -> int:
-        """Compile programs; the most bytes one needs beside what it is given."""
+        """Compile programs; the most bytes that one needs beside its arguments."""
         try:
             return warmup.compile_ahead(self, work, progress)
         except jax.errors.JaxRuntimeError as error:
@@ -551,15 +551,15 @@ _workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = (
 
 @atexit.register
 def _end_workers() -> None:
-    """The interpreter ends the process with an abort where one is still inside a program."""
+    """Stop the workers: exiting while one is inside a program aborts the process."""
     for worker, tasks in list(_workers.items()):
         tasks.put(None)
         worker.join()
 
 
 def _work(tasks: queue.SimpleQueue) -> None:
-    """Run tasks in order until None comes; what they raise goes to whoever waits for them."""
-    last = None  # what the last program returned: once it is there, nothing runs any more
+    """Run tasks in order until None comes; errors go to their futures."""
+    last = None  # the last result: once it is ready, no program runs
     while (task := tasks.get()) is not None:
         future, function, args, plan = task
         try:
@@ -574,5 +574,5 @@ def _work(tasks: queue.SimpleQueue) -> None:
         except BaseException as error:
             future.set_exception(error)
         del task, future, function, args, plan  # they hold the device
-    with contextlib.suppress(RuntimeError):  # failed, or deleted by one who was told so
+    with contextlib.suppress(RuntimeError):  # failed, or deleted after a failure
         jax.block_until_ready(last)

@@ -1,4 +1,4 @@
-"""From a model and a configuration to a device that is ready: its pool sized, everything compiled.
+"""From a model and a configuration to a runner that is ready: its pool sized, everything compiled.
 
 Order of things: sizes -> shapes -> (an accelerator: the largest programs compiled, for what they
 need) -> pages -> the rest compiled -> memory taken -> each program run once, and timed. Memory is
@@ -19,7 +19,7 @@ from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
-REASONABLE_LEN = 2048  # tokens the pool must hold of a model whose longest text was not asked for
+REASONABLE_LEN = 2048  # tokens the pool must hold if max_model_len is not given
 
 
 def start(
@@ -33,7 +33,7 @@ def start(
     calibrate: bool | None = None,
     progress: warmup.Progress | None = None,
 ) -> ModelRunner:
-    """A device with its state, as large as memory allows.
+    """A runner with its state, as large as memory allows.
 
     Args:
         strategy: With its numbers and sizes.
@@ -72,12 +72,12 @@ def _planned(
     measured: bool,
     progress: warmup.Progress | None,
 ) -> MemoryPlan:
-    """What the device will hold; sets its number of pages where the configuration does not.
+    """Plan the device's memory; set the number of pages if the configuration does not.
 
     Args:
         measured: Compile the largest programs of an accelerator, for what they need.
     """
-    gc.collect()  # an engine that went is often still there, with its pools
+    gc.collect()  # a dropped engine may still hold its pools
     layout, shapes = device.layout, device.shapes(num_pages=1)
     leaves = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
     weights = list({id(leaf): leaf for leaf in leaves}.values())  # a drafter shares its target's
@@ -101,7 +101,7 @@ def _planned(
     plan = _resized(device, memory.fill(plan, layout.num_pages, elements))
     if not plan.is_counted or not measured:
         return plan
-    # What was left for temporaries is a guess: see what they take, and guess no more.
+    # The reserve for temporaries is a guess; compile the largest programs to measure them.
     temp_bytes = device.compile_ahead(warmup.largest_programs(layout), progress)
     plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
     if plan.peak_bytes <= plan.utilization * plan.limit_bytes:

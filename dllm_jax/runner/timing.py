@@ -28,7 +28,7 @@ from dllm_jax.runner.warmup import pass_kinds
 
 # Bytes a second (copy) and bfloat16 operations a second, measured on the device.
 RATES = {"NVIDIA H200": (4.3e12, 790e12)}
-USUAL_TEXT = 1024  # tokens; most texts end before they are as long as they may be
+USUAL_TEXT = 1024  # tokens; most texts end well before max_model_len
 SLOW_S = 0.1  # slower programs are timed once: the spread of one run does not matter there
 REPEATS = 3
 BUDGET_S = 10.0  # for all timing; sizes without a time take that of the next larger size

@@ -9,45 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 NAMES = [
-    "Anna",
-    "Ben",
-    "Carl",
-    "Dora",
-    "Emil",
-    "Fay",
-    "Gus",
-    "Hana",
-    "Ivan",
-    "Jill",
-    "Karl",
-    "Lena",
-    "Max",
-    "Nora",
-    "Omar",
-    "Pia",
-    "Quinn",
-    "Rosa",
-    "Sam",
-    "Tina",
-]
+    "Anna", "Ben", "Carl", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivan", "Jill", "Karl", "Lena",
+    "Max", "Nora", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tina",
+]  # fmt: skip
 THINGS = [
-    "apples",
-    "books",
-    "cookies",
-    "pencils",
-    "eggs",
-    "cards",
-    "stamps",
-    "shirts",
-    "plates",
-    "lamps",
-    "balls",
-    "cups",
-    "toys",
-    "flowers",
-    "candles",
-    "bottles",
-]
+    "apples", "books", "cookies", "pencils", "eggs", "cards", "stamps", "shirts", "plates",
+    "lamps", "balls", "cups", "toys", "flowers", "candles", "bottles",
+]  # fmt: skip
 FRUIT = ["apples", "pears", "plums", "melons", "carrots", "potatoes", "onions", "lemons"]
 PLACES = ["shop", "store", "school", "library", "bakery", "market", "museum", "club"]
 INVENTED_SHARE = 0.12  # of name, thing and place choices

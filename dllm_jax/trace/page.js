@@ -455,7 +455,14 @@ function paint(context, node, origin) {
   context.beginPath();
   context.roundRect(x, y, box.width, box.height, parseFloat(style.borderTopLeftRadius) || 0);
   context.fill();
-  for (const [side, x0, y0, x1, y1] of [["Top", 0, 0, 1, 0], ["Right", 1, 0, 1, 1], ["Bottom", 0, 1, 1, 1], ["Left", 0, 0, 0, 1]])
+  const width = parseFloat(style.borderTopWidth), radius = parseFloat(style.borderTopLeftRadius);
+  if (radius && width && style.borderTopWidth === style.borderBottomWidth && style.borderStyle === "solid") {
+    context.strokeStyle = style.borderTopColor;
+    context.lineWidth = width;
+    context.beginPath();
+    context.roundRect(x + width / 2, y + width / 2, box.width - width, box.height - width, radius);
+    context.stroke();
+  } else for (const [side, x0, y0, x1, y1] of [["Top", 0, 0, 1, 0], ["Right", 1, 0, 1, 1], ["Bottom", 0, 1, 1, 1], ["Left", 0, 0, 0, 1]])
     paintEdge(context, style, side, x + x0 * box.width, y + y0 * box.height, x + x1 * box.width, y + y1 * box.height);
   if (style.overflow === "hidden") { context.beginPath(); context.rect(x, y, box.width, box.height); context.clip(); }
   const closed = node.tagName === "DETAILS" && !node.open;

@@ -42,7 +42,7 @@ def _run_tiles(
     w_down: Array,
     tile_rows: int,
 ) -> Float[Array, "P_up D"]:
-    """Weighted results by place. Rows past a tile's last are rubbish, which the next overwrites."""
+    """Weighted results by place; the next tile overwrites the garbage past a tile's end."""
     k = expert_weights.shape[1]
     pairs = jnp.pad(table.pair, (0, tile_rows))
 

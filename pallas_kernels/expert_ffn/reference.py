@@ -1,4 +1,4 @@
-"""The truth: every expert over every row, then each row's own kept. Any device, differentiable."""
+"""The reference: every expert over every row, of which each row keeps its own. Differentiable."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def expert_ffn(
     E = len(w_gate_up)
     chosen = expert_ids[:, :, None] == jnp.arange(E)[None, None, :]
     routed = chosen.any(axis=1)
-    # What stands in a row that goes nowhere must not even reach a gradient.
+    # Values of a row without an expert must not reach a gradient.
     x = jnp.where(routed.any(axis=1)[:, None], x, 0)
     both = _products(jnp.broadcast_to(x, (E, *x.shape)), w_gate_up.reshape(*w_down.shape[::2], -1))
     gate, up = jnp.split(both, 2, axis=-1)

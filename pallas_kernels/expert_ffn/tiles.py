@@ -66,5 +66,5 @@ def combine(results: Float[Array, "P_up D"], place: Int[Array, "T k"]) -> Float[
 
 
 def _num_below(values: Int[Array, " P"], bounds: Int[Array, " N"]) -> Int[Array, " N"]:
-    """How many values lie below each bound: one fusion, where a binary search is a loop."""
+    """How many values lie below each bound; one fusion instead of the loop of a binary search."""
     return (values[None, :] < bounds[:, None]).sum(axis=1, dtype=jnp.int32)

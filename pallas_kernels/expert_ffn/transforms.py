@@ -1,4 +1,4 @@
-"""`vmap` and gradients for back ends that are loops or kernels, and have neither of their own."""
+"""`vmap` and gradients for back ends that are loops or kernels and define neither."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def transformable(function: ExpertFfn) -> ExpertFfn:
 
     @by_rows.def_vmap
     def _(axis_size: int, batched: list[bool], *args: Array) -> tuple[Array, bool]:
-        if any(batched[3:]):  # other experts in each call: nothing to share
+        if any(batched[3:]):  # the calls have different experts
             each = [a for a, is_batched in zip(args, batched, strict=True) if is_batched]
             return jax.lax.map(lambda one: by_rows(*_merge(one, args, batched)), each), True
         rows = [

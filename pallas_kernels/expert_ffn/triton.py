@@ -1,4 +1,4 @@
-"""Two Pallas kernels of the Triton kind, NVIDIA GPUs: gate and up with SiLU, then down.
+"""Two Pallas Triton kernels for NVIDIA GPUs: gate and up with SiLU, then down.
 
 A program is one tile of rows times some columns of its expert's weights; programs of empty tiles
 leave at once. Rows are gathered on the way in and stored by place, so nothing is added up across
@@ -172,7 +172,7 @@ def _down(pairs, experts, firsts, lengths, x, weights, w, out, *, rows: int, blo
 
 
 def _open(experts, firsts, tile, length, rows: int) -> tuple[Array, Array, Array]:
-    """Expert of a tile, places of its rows, and which of these are its own."""
+    """The expert of a tile, the places of its rows, and which of them belong to it."""
     lane = jnp.arange(rows, dtype=jnp.int32)
     expert = pltriton.load(experts.at[tile])
     return expert, pltriton.load(firsts.at[tile]) + lane, lane < length
@@ -183,7 +183,7 @@ def _dot(rows: Float[Array, "R D"], weights: Float[Array, "D F"]) -> Float[Array
 
 
 def _load_rows(ref, row: Array, column: Array, width: int, live: Array) -> Array:
-    """A tile of gathered rows, zeros in the dead ones."""
+    """A tile of gathered rows; rows without an expert are zeros."""
     where, mask = _cells(row, column, width, live)
     return pltriton.load(ref.at[where], mask=mask, other=0)
 

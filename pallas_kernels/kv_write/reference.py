@@ -1,4 +1,4 @@
-"""The truth: one scatter an array. Any device."""
+"""The reference: one scatter per array. Any device."""
 
 from jaxtyping import Array
 

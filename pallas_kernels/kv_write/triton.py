@@ -1,4 +1,4 @@
-"""A Pallas kernel of the Triton kind, NVIDIA GPUs: one launch writes the rows of all layers.
+"""A Pallas Triton kernel for NVIDIA GPUs: one launch writes the rows of all layers.
 
 Every array of pages is an operand that is its own result, so nothing is copied. A program takes
 some rows of one KV head and a few of the arrays: all their loads first, then all their stores.
@@ -27,7 +27,7 @@ def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
 
 
 def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
-    """Why no device can, or None."""
+    """Why no device can write to these pages, or None."""
     H = pages[0].shape[-1]
     if not len(page):
         return "needs at least one row"
@@ -78,7 +78,7 @@ def _launch(
 
 
 def _write_rows(*refs, num_arrays: int):
-    """Some rows of one head, in some of the arrays."""
+    """Write some rows of one head in some of the arrays."""
     rows, (pages, offsets), written = (
         refs[num_arrays : 2 * num_arrays],
         refs[2 * num_arrays : 2 * num_arrays + 2],

@@ -1,4 +1,4 @@
-"""Pallas kernels of the Mosaic kind, NVIDIA Hopper, for short windows: products, sum and norm.
+"""Pallas Mosaic kernels for NVIDIA Hopper and short windows: products, sum and norm.
 
 A product of few rows is the reading of its weights. A block of threads has a warpgroup that loads,
 by TMA through a ring of buffers, and one that computes for each 64 rows; all rows meet a tile of
@@ -19,15 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 _ROWS = 64  # of a warpgroup's product
-MOST_ROWS = 2 * _ROWS  # the sums of two warpgroups are what the registers hold
+MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
 _ROW_MULTIPLE = 8  # of a swizzled tile
 MULTIPROCESSORS = 132
-SHARED_BYTES = 226 * 1024  # of 227 KiB: barriers need some
+SHARED_BYTES = 226 * 1024  # of 227 KiB; barriers need the rest
 _STEP = 64  # columns, and depth, that a swizzled line holds
 _LINE = 16  # columns of 16 bits, the shortest that is swizzled
 _MOST_STAGES = 8
-# Of all blocks: with 2 to 3 MiB more, SDAR-8B's down takes 29.1 us for 28.2, gate and up 51.8 for
-# 50.8.
+# Bytes that all thread blocks together have in flight. With 2 to 3 MiB more, SDAR-8B's down takes
+# 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
@@ -36,7 +36,7 @@ _WIDEST = 4096  # row that was measured
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What a block of threads computes.
+    """What one thread block computes.
 
     Attributes:
         columns: Of the weights.
@@ -64,7 +64,7 @@ def unsupported(x: Array | jax.ShapeDtypeStruct) -> str | None:
 
 
 def unsupported_pair(x: Array, w: Array) -> str | None:
-    """Why no product can take such operands, or None."""
+    """Why no kernel can multiply these operands, or None."""
     if w.dtype != x.dtype:
         return f"needs operands of one type, got {x.dtype} and {w.dtype}"
     return None
@@ -152,7 +152,7 @@ def split_matmul(
         out = out.reshape(-1, *x.shape[:-1], N)
         return out if tiling.splits > 1 else out[0]
 
-    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
@@ -227,7 +227,7 @@ def _launch(
 
 
 def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
-    """One block of threads: all rows, some columns, a share of the depth."""
+    """One thread block: all rows, some columns, a share of the depth."""
     scratch = dict(zip(names, scratch, strict=True))
     M, depth, stages, columns = x.shape[0], tiling.depth, tiling.stages, tiling.columns
     split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
@@ -269,7 +269,7 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
             slot, before = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
-            plgpu.wgmma_wait(1)  # what the step before began is done
+            plgpu.wgmma_wait(1)  # the products of the step before are done
 
             @pl.when(i > 0)
             def _():
@@ -304,7 +304,7 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
                 target = out.at[split, pl.ds(group * _ROWS, rows), across(width)]
                 plgpu.copy_smem_to_gmem(leading(staged, rows), target)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -336,7 +336,7 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps):
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=_VECTOR)
 
     def load(ref):
-        # jax 0.10 wants an index beside it.
+        # jax 0.10 requires an index here.
         found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
         return found.astype(jnp.float32)
 
@@ -350,7 +350,7 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps):
 
 
 def next_buffer(slot: Array, stages: int) -> Array:
-    """Of a ring. A remainder by what is no power of two takes some 40 instructions."""
+    """The next slot of a ring; a remainder would take some 40 instructions."""
     return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
 
 
@@ -363,7 +363,7 @@ def swizzled(width: int, dtype: jax.typing.DTypeLike):
 
 
 def _dtype(x: Array, splits: int) -> jnp.dtype:
-    """Of what a product with so many splits leaves."""
+    """The type of the result of a product with so many splits."""
     return jnp.dtype(x.dtype if splits == 1 else jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Pallas kernel of the Mosaic kind, NVIDIA Hopper: gate, up and SiLU of many rows in one launch.
+"""Pallas Mosaic kernel for NVIDIA Hopper: gate, up and SiLU of many rows in one launch.
 
 A product of many rows takes as long as the tensor cores do, by XLA as well, which then reads and
 writes its result once more for SiLU. Here as many blocks of threads as run at once take the tiles
@@ -26,7 +26,7 @@ _COLUMNS = (256, 192)
 _DEPTH = 64  # of a step
 _TURNS = (16, 32, 64)  # columns of gate, and as many of up, that lie side by side
 _BAND = 32  # tiles of rows that all have a tile of columns before the next ones do: what L2 holds
-_CLOSE = 0.02  # shares that differ by less are alike
+_CLOSE = 0.02  # smaller differences of shares count as ties
 
 
 def unsupported_rows(x: Array, w: Array) -> str | None:
@@ -46,7 +46,7 @@ def unsupported_rows(x: Array, w: Array) -> str | None:
 
 
 def choose_columns(x: Array, w: Array) -> tuple[int, float]:
-    """Of a tile; and how many of the multiprocessors then have one, in the mean of all rounds."""
+    """Columns of a tile, and the mean share of multiprocessors that then have a tile."""
     shares = {}
     for columns in _widths(w):
         tiles = (x.size // x.shape[-1]) * (w.size // len(w)) / (_TILE * columns)
@@ -56,7 +56,7 @@ def choose_columns(x: Array, w: Array) -> tuple[int, float]:
 
 
 def _widths(w: Array) -> list[int]:
-    """Columns of a tile that the matrices and their turns are whole multiples of."""
+    """The tile widths that divide the matrices and their turns."""
     _, C, _, W = w.shape
     return [n for n in _COLUMNS if n % (2 * W) == 0 and 2 * C * W % n == 0]
 
@@ -107,7 +107,7 @@ def gated_matmul(
         )(rows, flat)
         return out.reshape(*x.shape[:-1], C * W)
 
-    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
@@ -122,7 +122,7 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
 
 
 def _multiply(x, w, out, *scratch, names, tiles, W):
-    """One block of threads: a tile of the result, and so many further on the next."""
+    """One thread block: a tile of the result, then the tile `blocks` further on."""
     scratch = dict(zip(names, scratch, strict=True))
     stages, _, columns = scratch["weights"].shape
     warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
@@ -170,14 +170,14 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
     staged = scratch["out"].at[warpgroup]
 
     def finish(sums, j):
-        """A turn of a tile's rounded sums, into shared memory."""
+        """Write one turn of a tile's rounded sums to shared memory."""
         both = (sums[:, first : first + W] for first in (2 * j * W, (2 * j + 1) * W))
         gate, up = (each.astype(jnp.float32) for each in both)
-        root = jax.lax.rsqrt(1 + jnp.exp(-gate))  # one instruction; a quotient is some twenty
+        root = jax.lax.rsqrt(1 + jnp.exp(-gate))  # one instruction; a division takes about twenty
         staged[:, pl.ds(j * W, W)] = (gate * (root * root) * up).astype(out.dtype)
 
     def store(i):
-        """What `finish` has left of the i-th tile, into the result."""
+        """Write the i-th tile, as `finish` left it, to the result."""
         plgpu.commit_smem()
         row, column = place(i)
         rows = piece(row * _CONSUMERS + warpgroup, _ROWS)
@@ -189,7 +189,7 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
             meanwhile()
-            plgpu.wgmma_wait(1)  # what the step before began is done
+            plgpu.wgmma_wait(1)  # the products of the step before are done
 
             @pl.when(k > 0)
             def _():
@@ -207,7 +207,7 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         return slot, sums[...].astype(x.dtype)
 
     def compute_tile(i, carry):
-        slot, before = carry  # none before the first: what is finished of it is not stored
+        slot, before = carry  # the first step has no tile before it to store
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what `store` began last
         run = functools.partial(products, i=i, slot=slot, before=before)
         return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32))
@@ -221,4 +221,4 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         for j in turns:
             finish(sums, j)
         store(count - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest

@@ -1,4 +1,4 @@
-"""Pallas kernel of the Mosaic kind, NVIDIA Hopper: norm and rotation of heads in a short launch.
+"""Pallas Mosaic kernel for NVIDIA Hopper: norm and rotation of heads in a short launch.
 
 A program is a warpgroup with some heads of one row. A tile of it is the same head of eight groups,
 each by 16 lanes, so that a pair lies in one thread, the norm is a sum over the lanes of a head, and
@@ -60,7 +60,7 @@ def rotate_qkv(
             grid=(M, G // _GROUPS, -(-both // _HEADS)),
             grid_names=("row", "groups", "heads"),
             kernel_name="rotate_qkv",
-            # What is written is not read: no thread waits for the others of its warpgroup.
+            # Nothing reads what is written here, so threads need not wait for their warpgroup.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=interpret,
         )(
@@ -72,12 +72,12 @@ def rotate_qkv(
         )
         return q.reshape(*rows, -1, H), k.reshape(*rows, G, H), v.reshape(*rows, G, H)
 
-    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(qkv, bias, norms, cos, sin)
 
 
 def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: float):
-    """Some heads of eight groups, of one row."""
+    """Some heads of eight groups, for one row."""
     *extra, q, k, v = refs
     num_parts, _, _, both, H = qkv.shape
     half, dtype = H // 2, q.dtype
@@ -88,7 +88,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
     layout = _layout(half)
 
     def load(ref, layout=layout):
-        # jax 0.10 wants an index beside it.
+        # jax 0.10 requires an index here.
         found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
         return found.astype(jnp.float32)
 
@@ -99,7 +99,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
         return values.astype(dtype).astype(jnp.float32)
 
     def work(mine):
-        """Heads of these places in their groups; all is asked for before any of it is used."""
+        """Heads of these places in their groups; all loads start before the first use."""
         given = [
             [[load(qkv.at[i, row, groups, j, at]) for i in range(num_parts)] for at in halves]
             for j in mine

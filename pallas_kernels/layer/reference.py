@@ -1,4 +1,4 @@
-"""The truth in plain XLA, on any device, with gradients: what models are trained with."""
+"""The reference in plain XLA, with gradients; models are trained with it."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Ar
 
 
 def as_row(row: Array, x: Array) -> Array:
-    """A bias or a scale in the rank and type of what it is applied to."""
+    """A bias or a scale with the rank and type of its operand."""
     return row.astype(x.dtype).reshape((1,) * (x.ndim - row.ndim) + row.shape)
 
 
@@ -80,7 +80,7 @@ def rotate_qkv(
     n = both - 2
     if bias is not None:
         qkv = qkv + as_row(bias, qkv)
-    # Queries and key of a group go through norm and rotation together: one pass, not two.
+    # Queries and key of a group are normed and rotated together, in one pass.
     qk, v = qkv[..., : n + 1, :], qkv[..., n + 1, :]
     if q_norm is not None and k_norm is not None:
         qk = rms_norm(qk, jnp.stack([q_norm] * n + [k_norm]), eps)

@@ -1,4 +1,4 @@
-"""Pallas kernels of the Triton kind, NVIDIA GPUs, for short windows: one launch an operation.
+"""Pallas Triton kernels for NVIDIA GPUs and short windows: one launch an operation.
 
 A launch that moves little takes about 2.5 us whatever it does, so what counts is how many there
 are. Roundings to 16 bits are those of the reference, each where it has one.
@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 _WIDEST = 16384  # row that one program holds
-# Rows of the window that a program of `rotate_qkv` takes, of so many rows and of more: at 32 and
-# 128 rows 4 beat 8 by 1 % of a step, 2 did not; more rows were measured with 8 only.
+# Rows for each program of `rotate_qkv`, up to so many rows in all and above: at 32 and 128 rows,
+# 4 save 1 % of a step against 8, and 2 do not; more rows were measured with 8 only.
 _FEW_ROWS, _TOKENS_OF_FEW, _TOKENS = 128, 4, 8
 
 
@@ -119,7 +119,7 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps: float):
 
 
 def _rounded(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """What `x` is in that type, in float32."""
+    """`x` rounded to that type, as float32."""
     return x.astype(dtype).astype(jnp.float32)
 
 
@@ -209,7 +209,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, tokens: int, has_norms: bool, has_bias: bo
     token = pl.program_id(0) * tokens + jnp.arange(tokens, dtype=jnp.int32)
 
     def cells(start, width):
-        """Rows and columns of a part, and which rows exist."""
+        """Row and column indices of a part, and which rows exist."""
         there = _across(token < M, width)
         return _across(token, width), _along(start, width, tokens), there
 

@@ -1,7 +1,4 @@
-"""Who sees whom in a window: the mask of paged attention, in a form small enough for a kernel.
-
-Nothing here computes attention.
-"""
+"""The mask of paged attention: which keys each row of a window sees, in a form for kernels."""
 
 import jax.numpy as jnp
 from flax import struct
@@ -9,7 +6,7 @@ from jaxtyping import Array, Bool, Int
 
 
 class WindowMask(struct.PyTreeNode):
-    """Who sees whom, in a form small enough to travel to a kernel.
+    """Which keys each row sees, in a form small enough to pass to a kernel.
 
     Attributes:
         cell: Window cell of each computed row; its block is `cell // block_size`. The cells of a
@@ -35,11 +32,11 @@ class WindowMask(struct.PyTreeNode):
     window: int | None = struct.field(pytree_node=False, default=None)
 
     def rows_live(self) -> Bool[Array, "B T"]:
-        """Computed rows that take part."""
+        """Which computed rows are live."""
         return (self.cell >= self.live[:, :1]) & (self.cell < self.live[:, 1:])
 
     def sees_context(self, length: int) -> Bool[Array, "B T L"]:
-        """Row i sees cached position j.
+        """Whether row i sees cached position j.
 
         A position that is both cached and live is seen fresh, not cached; in token order a row
         sees no cached position behind its own.
@@ -54,7 +51,7 @@ class WindowMask(struct.PyTreeNode):
         return cached & in_order & near & self.rows_live()[:, :, None]
 
     def sees_fresh(self) -> Bool[Array, "B T T"]:
-        """Row i sees the fresh key of row j."""
+        """Whether row i sees the fresh key of row j."""
         live = self.rows_live()
         block = self.cell // self.block_size
         if self.visible is None:
@@ -106,7 +103,7 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
 
 
 def _longest_first(length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Which one comes first, second and so on: a sort as two sums, which are cheaper on a GPU."""
+    """The order of the values: a sort as two sums, which is cheaper on a GPU."""
     place = jnp.arange(len(length), dtype=jnp.int32)
     tie = (length[None] == length[:, None]) & (place[None] < place[:, None])
     rank = jnp.sum((length[None] > length[:, None]) | tie, axis=1, dtype=jnp.int32)

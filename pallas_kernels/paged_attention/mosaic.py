@@ -1,4 +1,4 @@
-"""A Pallas kernel of the Mosaic kind, NVIDIA Hopper: flash attention fed by a warpgroup of its own.
+"""A Pallas Mosaic kernel for NVIDIA Hopper: flash attention with a warpgroup that only loads.
 
 A block of threads has one or two warpgroups that compute, of 64 query rows each, and one that
 loads: tiles of cached keys by page, then tiles of the window's own, through a ring of buffers that
@@ -88,7 +88,7 @@ def attention(
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
     settings = {"block_size": mask.block_size, "window": mask.window, "tiling": tiling}
     run = functools.partial(_run, **settings, interpret=interpret)
-    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(
         (q, k, v), (k_pages, v_pages), page_table, facts(mask, page_table, k_pages.shape[2]), bits
     )

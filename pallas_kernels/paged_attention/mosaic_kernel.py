@@ -240,7 +240,9 @@ def compute(
                 plgpu.copy_smem_to_gmem(unit_rows(staged, i), box_of(results[0], i, columns))
 
         if turn is None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch's end sees to the rest
+            plgpu.wait_smem_to_gmem(
+                0, wait_read_only=True
+            )  # the end of the launch waits for the rest
 
     def store_whole():
         mine[...] = mean.astype(q.dtype)
@@ -281,7 +283,7 @@ def compute(
 
 
 def _interpreted_product(staged, weight, value, width):
-    """`weight @ value` as the interpreter can: from shared memory into sums of its own."""
+    """`weight @ value` for the interpreter: from shared memory into separate sums."""
     staged[...] = weight
     plgpu.commit_smem()
 

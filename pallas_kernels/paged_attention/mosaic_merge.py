@@ -63,7 +63,7 @@ def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -
         masses = [masses.at[warpgroup, i] for i in range(tiling.parts)]
         _fence("cluster", scratch)
         plgpu.barrier_arrive(arrived)
-        plgpu.barrier_wait(arrived)  # shared memory is cached nowhere: no fence
+        plgpu.barrier_wait(arrived)  # shared memory is not cached, so no fence is needed
     masses = [_loaded(one, per_row) for one in masses]
     peak = functools.reduce(jnp.maximum, masses)
     weights = [jnp.exp2(one - peak) for one in masses]
@@ -75,12 +75,12 @@ def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -
 
 
 def _loaded(part, layout):
-    """What others stored, thread by thread where the layout leaves no better way."""
-    # jax 0.10 wants an index beside it.
+    """Load what other blocks stored, thread by thread if the layout requires it."""
+    # jax 0.10 requires an index here.
     return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
-# What follows is not there in jax 0.10: hence the imports within.
+# jax 0.10 lacks what the functions below import.
 
 
 def _store_mean(mean, ref, peer):
@@ -109,7 +109,7 @@ def _store_mass(mass, ref, peer):
 
 
 def _of_peer(ref, peer, generic):
-    """A reference to shared memory, in another block of the cluster, which has one axis."""
+    """A reference to the shared memory of another block of the cluster, which has one axis."""
     from jax.experimental.mosaic.gpu import utils
 
     index = utils.ir.IndexType.get()  # pyright: ignore[reportPrivateImportUsage]
@@ -118,7 +118,7 @@ def _of_peer(ref, peer, generic):
 
 
 def _fence(scope, scratch):
-    """Order what the warpgroup's threads stored before what they load and arrive at behind it."""
+    """Order the stores of the warpgroup's threads before its later loads and arrivals."""
     if "weights" in scratch:  # interpreted
         return
 

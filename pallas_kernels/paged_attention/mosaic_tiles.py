@@ -1,4 +1,4 @@
-"""Which tiles of keys a block of threads of the Mosaic form looks at, and how they are loaded."""
+"""Which tiles of keys a thread block of the Mosaic kernel reads, and how it loads them."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ ROWS = 64  # of a warpgroup's product
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a block of threads does, numbers of int32 all.
+    """The work of one thread block; all numbers are int32.
 
     Attributes:
         sequence: Sequence and KV head, and `b` and `g`, what they are alone.
@@ -61,7 +61,7 @@ class Work:
 def work_of(
     shape, pool, numbers, place, before=None, *, has_bits, block_size, window, tiling, chunk
 ) -> Work:
-    """The work of a block of threads; `shape` of the queries and `pool` of the keys.
+    """The work of one thread block; `shape` of the queries and `pool` of the keys.
 
     Args:
         place: Sequence and KV head as one number, share of the keys, tile of rows.
@@ -121,7 +121,7 @@ def work_of(
     cached_low = jnp.minimum(low, cached_high)
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
     # Fresh keys that every row sees come before those that some do, in their own loop. A single
-    # tile is not worth one: it takes as long to be compiled as any.
+    # tile does not pay for the time to compile that loop.
     if window is None and not has_bits and keys < T:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
         plain = jnp.minimum(jnp.where(causal != 0, first_live + 1, in_block), end)
@@ -228,8 +228,8 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
 
     def fresh(i, _):
         token = (i - work.cached_tiles + work.fresh_first) * keys
-        # Behind the last key come copies of the last box: the product wants whole tiles of
-        # finite values, and nobody sees them.
+        # Copies of the last box fill the tile after the last key: the product needs whole
+        # tiles of finite values, and the mask hides them.
         tokens = [jnp.minimum(token + at, T - piece) for at in range(0, keys, piece)]
         tokens = [pl.ds(pl.multiple_of(one, piece), piece) for one in tokens]
         fill(i, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
@@ -239,7 +239,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
 
 
 def drain(low, high, scratch, tiling):
-    """Wait until the last tiles of [low, high) are used: a block must not end before."""
+    """Wait until the last tiles of [low, high) are used; a thread block may not end before."""
 
     def wait(i, _):
         plgpu.barrier_wait(scratch["used"].at[jax.lax.rem(i - low, whole(tiling.stages))])

@@ -1,4 +1,4 @@
-"""How the Mosaic kernel's work is cut: what a block of threads computes, and the rule that chooses.
+"""How the work of the Mosaic kernel is divided among thread blocks, and the rule that chooses.
 
 What the rule reckons with was measured on an H200; it knows shapes alone, so that a text's bits
 depend on no neighbour.
@@ -36,7 +36,7 @@ _SHARED_BYTES = 224 * 1024  # of a block of threads, less 3 KiB for barriers and
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one block of threads computes, and how many share a row.
+    """What one thread block computes, and how many share a row.
 
     Attributes:
         consumers: Warpgroups that compute, of 64 rows each.
@@ -77,7 +77,7 @@ class Tiling:
 
 
 def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
-    """The tile that a model of the time, fitted to an H200, finds fastest for these shapes.
+    """The tile that a model of the run time, fitted to an H200, rates fastest for these shapes.
 
     Of contexts it knows the most that the page table holds. With several sequences it takes the
     mean of two cases: all as long as that, and a quarter of it on average.
@@ -109,7 +109,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         items = G * -(-warpgroups // tiling.row_groups)
         if B == 1 or not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
             return 0
-        if B * items < _MULTIPROCESSORS - 4:  # blocks that would leave some without work
+        if B * items < _MULTIPROCESSORS - 4:  # fewer blocks than multiprocessors
             return 0
         most = page_table.shape[1] * Z
         # The longest are split in any case, as one may be alone with many short ones.
@@ -118,7 +118,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
         for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
-            # Wide tiles want many of them, and two of theirs in flight.
+            # Wide tiles pay only if there are many and two of them are in flight.
             keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
             tiling = Tiling(
                 consumers=consumers,
@@ -155,7 +155,7 @@ def most_stages(keys: int, head_size: int) -> int:
 
 
 def holds_parts(q: Array, tiling: Tiling) -> bool:
-    """Whether shared memory has room for what the blocks of a cluster tell one another."""
+    """Whether shared memory has room for the parts that a cluster exchanges."""
     H, parts = q.shape[-1], tiling.parts
     of_row = H * q.dtype.itemsize
     ring = 2 * tiling.stages * tiling.keys * of_row
@@ -165,7 +165,7 @@ def holds_parts(q: Array, tiling: Tiling) -> bool:
 
 
 def check_tiling(tiling: Tiling, head_size: int, page_size: int, items: int) -> None:
-    """Refuse what the kernel cannot run; `items`: tiles of rows of all KV heads.
+    """Refuse a tiling that the kernel cannot run; `items`: tiles of rows of all KV heads.
 
     Raises:
         ValueError: Which setting is wrong, and what to use.
@@ -188,7 +188,7 @@ def check_tiling(tiling: Tiling, head_size: int, page_size: int, items: int) -> 
 
 
 def _resident(tiling):
-    """Refuse what blocks that take rows in turns cannot do."""
+    """Refuse what resident thread blocks do not support."""
     rule = f"resident={tiling.resident} wants"
     if tiling.resident < 0:
         raise ValueError(f"{rule} to be a number of blocks; use resident=0 for a block a tile")
@@ -201,7 +201,7 @@ def _resident(tiling):
 
 
 def _shares_keys(tiling, head_size):
-    """Refuse what two warpgroups with the same rows cannot do."""
+    """Refuse what two warpgroups that share their rows do not support."""
     consumers, splits, stages = tiling.consumers, tiling.splits, tiling.stages
     rule = "shares_keys wants"
     if consumers != 2:
@@ -212,7 +212,7 @@ def _shares_keys(tiling, head_size):
         )
     if tiling.ping_pong:
         raise ValueError(f"ping_pong=True: {rule} no other turns; use ping_pong=False")
-    if stages % 2:  # else a buffer of the ring changes hands, and a wait would miss a phase
+    if stages % 2:  # else both warpgroups use a buffer of the ring, and a wait misses a phase
         raise ValueError(f"{stages=}: {rule} an even number of stages; use stages={stages + 1}")
     if head_size * 4 < tiling.parts * SWIZZLE:
         raise ValueError(
@@ -222,7 +222,7 @@ def _shares_keys(tiling, head_size):
 
 
 def _unsplit_keys(tiling, items):
-    """Refuse what leaves the blocks of a cluster no rows or heads of their own."""
+    """Refuse shapes in which blocks of a cluster would have no rows or heads."""
     rule = f"unsplit_keys={tiling.unsplit_keys} wants"
     if not tiling.is_cluster or tiling.shares_keys:
         raise ValueError(f"{rule} a cluster, of which no block shares keys; use unsplit_keys=0")

@@ -1,4 +1,4 @@
-"""The truth: gather the pages, build the mask by definition, softmax in float32. Any device."""
+"""The reference: gathered pages, the mask by definition, softmax in float32. Any device."""
 
 import jax
 import jax.numpy as jnp

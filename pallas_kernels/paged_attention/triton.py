@@ -1,4 +1,4 @@
-"""A Pallas kernel of the Triton kind, NVIDIA GPUs: flash attention over pages, then fresh keys.
+"""A Pallas Triton kernel for NVIDIA GPUs: flash attention over pages, then fresh keys.
 
 A program is one tile of rows of one KV head: the query heads that share it are rows beside each
 other, so a key is read once for all of them. It walks over tiles of cached keys, those that every
@@ -28,7 +28,7 @@ _SHARE = 32  # tiles of keys that a program is given where sequences differ in l
 # have 7 tiles or more each, eight on a multiprocessor and 12 for a row.
 _FEW_ROWS, _SHORT_SHARE, _MANY_PROGRAMS, _MANY_SPLITS = 28, 7, 1056, 12
 _WARPS, _STAGES = 4, 3  # of a program; all that the results hold was timed with these
-_NEVER = -1e30  # below every score; finite, so that differences are
+_NEVER = -1e30  # below every score; finite, so that differences are finite
 _LOG2_E = 1.4426950408889634
 
 
@@ -108,7 +108,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     programs = B * G * -(-rows // tile)
     most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
     splits = _PROGRAMS // programs
-    if B > 1:  # contexts differ, and the longest should not be what all wait for
+    if B > 1:  # contexts differ in length: split the longest, so that it is not the last to end
         splits = max(splits, most // _SHARE)
     if B > 1 and rows <= _FEW_ROWS and most >= _SHARE:
         many = min(_MANY_PROGRAMS // programs, most // _SHORT_SHARE, _MANY_SPLITS)
@@ -180,14 +180,14 @@ def _attend(*refs, num_operands, block_size, window, rows, keys, splits):
     mine = pltriton.load(q.at[where], mask=_across(exists, H), other=0)
 
     def look(carry, key, value, seen):
-        """Take in a tile of keys; `seen` None: every live row sees all of them."""
+        """Process a tile of keys; `seen` None means that every live row sees all of them."""
         total, peak, mass = carry
         score = pltriton.dot(mine, key.T) * (_LOG2_E * H**-0.5)
         if seen is not None:
             score = jnp.where(seen, score, _NEVER)
         higher = jnp.maximum(peak, jnp.max(score, axis=1))
         weight = jnp.exp2(score - higher[:, None])
-        if seen is not None:  # a row that has seen nothing yet has a peak as low
+        if seen is not None:  # a row that has seen no key yet has the same peak
             weight = jnp.where(seen, weight, 0.0)
         shrink = jnp.exp2(peak - higher)
         total = total * shrink[:, None] + pltriton.dot(weight.astype(value.dtype), value)
@@ -234,7 +234,7 @@ def _attend(*refs, num_operands, block_size, window, rows, keys, splits):
 
     # The keys of a tile of rows: tiles of the context, then those of the window, up to the last
     # one that a row may see. Each program takes its share of the list.
-    zero = split * 0  # Triton wants loop bounds of one type: all traced
+    zero = split * 0  # Triton requires loop bounds of one type, so all are traced
     is_used = last_live >= 0
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), zero)
     skipped = zero  # tiles of the context that end before any row's window

@@ -1,4 +1,4 @@
-"""A Pallas kernel of the Mosaic kind, NVIDIA Hopper: the head's product of many rows, read as made.
+"""A Pallas Mosaic kernel for NVIDIA Hopper: the head's product of many rows, read out at once.
 
 A tile is 128 rows times some ids. As many blocks of threads as run at once take tiles in turn, the
 tiles of the same ids side by side, so that the head comes from memory once. A block has a warpgroup
@@ -30,13 +30,13 @@ _CHUNK = 16  # ids that a warpgroup reads off at a time: 8 logits a thread
 _MULTIPROCESSORS = 132
 _STAGES = {256: 4, 192: 5}  # ids of a tile: buffers that there is room for
 _TILE_IDS = 48  # ids in whose time a tile begins and ends, about
-_NEVER = -1e38  # logit of what is not named; finite, so that differences are
+_NEVER = -1e38  # logit of ids that are not chosen; finite, so that differences are finite
 _LOG2_E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one block of threads computes at a time.
+    """What one thread block computes at a time.
 
     Attributes:
         ids: Words of the vocabulary.
@@ -81,7 +81,7 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
 
 
 def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
-    """Of the tiles that were measured to be fastest, that which leaves fewer blocks waiting.
+    """Of the tiles measured to be fastest, the one that leaves fewer blocks idle.
 
     On an H200, SDAR-1.7B, us with 256 and with 192 ids: 128 rows 170 and 165, 256 rows 246 and 257,
     1,024 rows 904 and 911 (benchmarks/results/readout_mosaic_h200.json).
@@ -113,9 +113,9 @@ def read(
         raise ValueError(f"{num_top=} must be 0")
     tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
     run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
-    # NumPy's stay constants of the program: a `jit` would make them arguments.
+    # NumPy arrays stay constants of the program; a `jit` would make them arguments.
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
-    # A kernel of the Mosaic kind has no batch rule: one of many is one after another.
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty)
 
 
@@ -123,7 +123,7 @@ def read(
 def _run(
     hidden, head, forbidden, has_forbidden, penalty, *, scale, cap, tiling, interpret
 ) -> TokenReadout:
-    """One launch, and the join."""
+    """One launch, and the merge of its parts."""
     (R, D), V, ids = hidden.shape, len(head), tiling.ids
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
     row_tiles = -(-R // _TILE_ROWS // of_rows) * of_rows
@@ -192,7 +192,7 @@ def _run(
 
 
 def _has_forbidden(forbidden, tiling):
-    """Whether each tile of ids has forbidden ones; past the last id all are."""
+    """Whether each tile holds forbidden ids; ids past the last one count as forbidden."""
     xp = np if isinstance(forbidden, np.ndarray) else jnp
     many = 2 if tiling.shared == "rows" else 1
     id_tiles = -(-len(forbidden) // tiling.ids // many) * many
@@ -224,7 +224,7 @@ def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
 
 
 def _block(given, out, scratch, *, logit_of, tiling, tiles):
-    """One block of threads: its tiles in turn."""
+    """One thread block: its tiles one after another."""
     num_tiles, workers, row_groups = tiles
     warpgroup = jax.lax.axis_index("warpgroup")
     worker = jax.lax.axis_index("worker")
@@ -242,7 +242,7 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
             row_tile = 2 * row_tile + peer
         if tiling.shared == "rows":
             id_tile = 2 * id_tile + peer
-        # The last tile begins early rather than end late; what it shares is its neighbour's.
+        # The last tile begins early instead of ending late; shared ids belong to its neighbour.
         start = pl.multiple_of(jnp.minimum(id_tile * ids, V - ids), _ID_MULTIPLE)
         return row_tile, id_tile, start
 
@@ -283,7 +283,7 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
     def _():
         plgpu.set_max_registers(40, action="decrease")
         jax.lax.fori_loop(0, mine, load_tile, None)
-        # Until the last buffers are used: a block may not end while its peer writes to it.
+        # Wait until the last buffers are used: a block may not end while its peer writes to it.
         for last in range(stages):
             plgpu.barrier_wait(scratch["used"].at[slot_of(mine * steps + last)])
 
@@ -298,7 +298,7 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
                 slot = slot_of(n)
                 plgpu.barrier_wait(scratch["loaded"].at[slot])
                 plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["words"].at[slot].T)
-                plgpu.wgmma_wait(1)  # what the step before began is done
+                plgpu.wgmma_wait(1)  # the products of the step before are done
 
                 @pl.when(step > 0)
                 def _():
@@ -322,7 +322,7 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
 
 
 def _part(logit, special, row, start, first, given) -> Part:
-    """What a warpgroup's tile says; its ids begin at `start`, those of its own at `first`."""
+    """The readout of a warpgroup's tile, whose ids begin at `start` and count from `first` on."""
     layout = plgpu.Layout.WGMMA
     by_row, by_id = layout.reduce(1), layout.reduce(0)
     shape, part_shape = logit.shape, (_ROWS, _CHUNK)
@@ -342,13 +342,13 @@ def _part(logit, special, row, start, first, given) -> Part:
                 for name in ("penalty_ids", "penalties")
             )
             logit -= jnp.where(token == down(which, shape), down(loss, shape), 0.0)
-        return jnp.maximum(logit, _NEVER)  # a loss may be infinite
+        return jnp.maximum(logit, _NEVER)  # a penalty may be infinite
 
     logit = jax.lax.cond(special != 0, restricted, lambda logit: logit, logit)
     peak = logit.max(axis=1)
     mass = spread = plgpu.layout_cast(jnp.zeros(part_shape, jnp.float32), layout)
     token = plgpu.layout_cast(jnp.full(part_shape, shape[1], jnp.int32), layout)
-    for chunk in reversed(chunks):  # the lowest id is found last
+    for chunk in reversed(chunks):  # the lowest id wins because it is compared last
         part = logit[:, chunk * _CHUNK : (chunk + 1) * _CHUNK]
         token = jnp.where(part == down(peak, part_shape), chunk * _CHUNK, token)
         below = (part - down(peak, part_shape)) * _LOG2_E
@@ -370,6 +370,6 @@ def _whole(number: int) -> Array:
 
 
 def _loaded(part, layout):
-    """What lies in global memory, thread by thread where the layout leaves no better way."""
-    # jax 0.10 wants an index beside it.
+    """Load from global memory, thread by thread if the layout requires it."""
+    # jax 0.10 requires an index here.
     return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]

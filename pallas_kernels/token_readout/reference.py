@@ -1,4 +1,4 @@
-"""The truth: all logits at once, any device."""
+"""The reference: all logits at once. Any device."""
 
 import jax
 import jax.numpy as jnp

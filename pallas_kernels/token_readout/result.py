@@ -1,4 +1,4 @@
-"""What a readout says of a row, and how parts of the vocabulary make up a whole."""
+"""The result of a readout, and the merge of results for parts of the vocabulary."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class TokenReadout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a part of the vocabulary adds, a value a row or a row and tile.
+    """The contribution of a part of the vocabulary, one value per row, or per row and tile.
 
     Attributes:
         token: Lowest id that has the largest logit of this part.
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def join(a: Part, b: Part) -> Part:
-    """Two parts as one; ties go to the lowest id.
+    """Merge two parts; ties go to the lowest id.
 
     Source: Milakov and Gimelshein (arXiv 1805.02867), algorithm 3, with the entropy's sum beside.
     """
@@ -49,7 +49,7 @@ def join(a: Part, b: Part) -> Part:
     peak = jnp.maximum(a.peak, b.peak)
 
     def brought(part: Part) -> tuple[Array, Array]:
-        # A part whose logits are all -inf has no mass, and -inf less -inf is no number.
+        # A part whose logits are all -inf has no mass, and -inf - -inf is NaN.
         down = jnp.where(part.peak == -jnp.inf, 0.0, part.peak - peak)
         weight = jnp.exp(down)
         return weight * part.mass, weight * (part.spread + part.mass * down)
@@ -64,7 +64,7 @@ def join(a: Part, b: Part) -> Part:
 
 
 def joined(parts: Part) -> Part:
-    """The parts along the last axis as one, in a single pass."""
+    """Merge the parts along the last axis in a single pass."""
     zero, no_id = jnp.float32(0), jnp.int32(jnp.iinfo(jnp.int32).max)
     none = Part(token=no_id, peak=jnp.float32(-jnp.inf), mass=zero, spread=zero)
     axis = parts.peak.ndim - 1

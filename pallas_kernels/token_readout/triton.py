@@ -1,4 +1,4 @@
-"""A Pallas kernel of the Triton kind, NVIDIA GPUs: the head's product, read as it is made.
+"""A Pallas Triton kernel for NVIDIA GPUs: the head's product, read out as it is made.
 
 A program is one tile of rows times one tile of ids. Its logits live in registers; what it writes is
 a `Part` a row, and XLA joins the parts in one pass. Up to 128 rows are one tile, so that the head
@@ -79,7 +79,7 @@ def choose_tiling(num_rows: int) -> Tiling:
         rows = max(_LEAST_SIDE, pl.next_power_of_2(num_rows))
         return Tiling(rows=rows, ids=128, depth=128, num_warps=4, num_stages=3)
     rows = min(128, pl.next_power_of_2(num_rows))
-    # Many rows compute while they wait for the head: a stage less leaves room for more of them.
+    # With many rows, products hide the loads: one stage less leaves room for more programs.
     return Tiling(rows=rows, ids=256, depth=64, num_stages=4 if num_rows <= 256 else 3)
 
 
@@ -112,7 +112,7 @@ def read(
 
 @functools.partial(jax.jit, static_argnames=("scale", "cap", "num_top", "tiling", "interpret"))
 def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
-    """One launch, and the join."""
+    """One launch, and the merge of its parts."""
     R, V = len(named["hidden"]), len(named["head"])
     tiles = -(-V // tiling.ids)
     shapes = {
@@ -167,7 +167,7 @@ def _read(given, out, *, logit_of, num_top, tiling):
     tile = pl.program_id(1)
     place = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     row = jnp.minimum(place, R - 1)
-    # The last tile begins early rather than end late; what it shares is its neighbour's.
+    # The last tile begins early instead of ending late; shared ids belong to its neighbour.
     start = jnp.minimum(tile * ids, head.shape[0] - ids)
     token = start + jnp.arange(ids, dtype=jnp.int32)
 
@@ -201,7 +201,7 @@ def _read(given, out, *, logit_of, num_top, tiling):
     peak = jnp.max(logit, axis=1)
     put("token", lowest(logit == peak[:, None]), tile)
     put("peak", peak, tile)
-    # Where all is -inf there is no mass; what is no number stays, for the join to see.
+    # Rows of -inf only have no mass; NaN is kept for the merge.
     down = (logit - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]) * _LOG2_E
     weight = jnp.exp2(down)
     put("mass", jnp.sum(weight, axis=1), tile)

@@ -1,8 +1,7 @@
 """Block rewrite: tokens written over the open blocks, filled cells included.
 
-For strategies that revise what they accepted, until the block leaves: a cell of the prompt is never
-written, and a token written over another one is not counted as accepted. Nothing here knows why a
-strategy writes.
+For strategies that revise accepted tokens until the block leaves. A cell of the prompt is never
+written, and a token written over another one does not count as accepted.
 
 Source: LLaDA2.1 (arXiv 2602.08676), token-to-token editing; Diffulex's `mixin/block_rewrite`.
 """

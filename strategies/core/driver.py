@@ -1,9 +1,7 @@
 """The engine's half of a decode step, pure: admit, count, settle, finish, emit, freeze, slide.
 
-One definition for every engine of this project and for `testing`, so that a strategy
-behaves the same under all of them. Nothing here knows about the model or about pages.
-
-One step is `propose`, which calls `strategy.step`, then `advance`; contract §1 states the order.
+`dj.generate`, `LLM` and scripted runs share it, so that a strategy behaves the same under all of
+them. One step is `propose`, which calls `strategy.step`, then `advance` (docs/contract.md).
 """
 
 from collections.abc import Callable
@@ -219,7 +217,7 @@ def count(state: DecodeState, info: StepInfo) -> DecodeState:
 
 
 def finish(state: DecodeState, info: StepInfo, taken: Bool[Array, " B"]) -> DecodeState:
-    """Emit what is settled and decide which rows are done, by contract §1 and strategies §2.6-2.8.
+    """Emit what is settled and decide which rows are done.
 
     Only rows `taken` emit.
 

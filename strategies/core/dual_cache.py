@@ -6,8 +6,6 @@ values are the block's own, provisional cache. A *refinement* runs one sub-block
 rest of its block as it was last stored. Cells at or past the request's limit take no part: they
 are neither shown nor filled, and nothing past the limit is stored or read.
 
-Nothing here knows which cells a strategy accepts.
-
 Source: Fast-dLLM v2 (arXiv 2509.26328), hierarchical caching; Fast-dLLM (2505.22618), DualCache.
 """
 

@@ -1,7 +1,7 @@
 """What a strategy is and what it may ask for: the types of the contract (docs/contract.md).
 
 A strategy is an immutable value with a pure `step`; knobs are its per-request numbers; `Forward`
-is the model as a strategy sees it, without parameters, pages or devices. Nothing here runs.
+is the model as a strategy sees it, without parameters, pages or devices.
 """
 
 import abc
@@ -86,7 +86,7 @@ def knob(default: float, low: float = 0.0, high: float = float("inf")) -> Any:
     """A float field of a strategy that each request may override.
 
     Args:
-        default: Its value when nobody says otherwise.
+        default: Its value when it is not set.
         low: Smallest legal value.
         high: Largest legal value.
     """
@@ -201,7 +201,6 @@ class ForwardOutput(Protocol):
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
         confidence: Literal["drawn", "raw"] = "drawn",
-        forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
         guide: tuple["ForwardOutput", float] | None = None,
@@ -215,7 +214,6 @@ class ForwardOutput(Protocol):
             keys: One key a cell, for temperatures above 0.
             confidence: "drawn": of the law that is drawn from, after temperature (0 counts as 1),
                 top-k and top-p; "raw": before those three.
-            forbid: Ids never drawn. The mask id and padded vocabulary rows never are.
             penalty: Ids and what is subtracted from their logits, one a cell.
             num_top: How many of the most probable ids to return.
             guide: An output of the same cells under another input, and a scale: the law read is
@@ -231,7 +229,7 @@ class ForwardOutput(Protocol):
         ...
 
     def logits(self) -> Float[Array, "B K S V"]:
-        """Everything, aligned: for tests and for algorithms nobody foresaw."""
+        """All logits, aligned: for tests, and for rules that `predict` cannot express."""
         ...
 
     def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:

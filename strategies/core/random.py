@@ -1,8 +1,7 @@
 """Random keys of a step: one a cell, from the request's own key.
 
-Nothing here depends on the slot, the batch or the clock: the same request draws the same numbers
-wherever and whenever it runs. The two streams (by position, by step) are separated by a leading
-fold, so that they never meet.
+Keys do not depend on the slot or the batch: a request draws the same numbers wherever it runs. A
+leading fold separates the two streams (by position, by step).
 """
 
 import jax

@@ -6,7 +6,7 @@ the holes that are left a forward fills the share by which its timestep falls.
 
 A block here is a stretch of the text counted from the prompt's end (semi-autoregressive decoding),
 which has nothing to do with the blocks of the window. A hole is any cell before the request's limit
-that is not filled. Nothing here knows about the model.
+that is not filled.
 
 Source: LLaDA (arXiv 2502.09992), `generate.py`; Dream (arXiv 2508.15487), `diffusion_generate`.
 """

@@ -1,6 +1,6 @@
 """From what a user says to a strategy value: a name, an import path, a file, a function, a value.
 
-Nothing here is a registry: a name is the module of that name in this package.
+A name is the module of that name in this package; there is no registry.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """From logits to tokens, and from token statistics to the cells to accept.
 
 `token_stats` is the draw itself, one row at a time. The rules below it are what strategies
-compose: each takes statistics of the window and says which cells to fill. Nothing here knows
-where the logits come from.
+compose: each takes statistics of the window and says which cells to fill.
 """
 
 from collections.abc import Callable

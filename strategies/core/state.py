@@ -1,6 +1,6 @@
 """The state of decoding: immutable pytrees of fixed shape, one row a slot.
 
-Nothing here computes; `blocks` and `driver` do. Letters: B slots, K blocks in the window, S block
+Letters: B slots, K blocks in the window, S block
 size, W = K * S, D model width, C pages of a request, O output capacity, E stop ids.
 
 `DecodeState` also knows how to take a request out of its slot and put it back: admission,

@@ -5,8 +5,7 @@ is kept in the carry, so it slides with the window, and becomes a `TokenMix` at 
 
     stats -> `of_token` / `of_top` -> `remember` -> (slide) -> `beside_mask` / `beside_token`
 
-Nothing here decides which tokens are accepted, and nothing touches an embedding: the model's side
-does that from the `TokenMix`.
+The model makes embeddings of a `TokenMix`.
 
 Source: DMax (arXiv 2604.08302), soft parallel decoding; Diffulex's `token_merge` for the second
 form of mixture.

@@ -2,7 +2,7 @@
 
 `check_invariants` runs a strategy on random requests against a random model
 (`testing.random_model`), from fresh windows and from windows drawn at random, and looks at each
-step it makes. What it does not know is what the strategy should write: that takes an oracle.
+step it makes. What the strategy should write takes an oracle to check.
 
     for each run:  state -> step -> what the step may do -> the engine's half -> state
     between runs:  the same requests elsewhere, among others, over other leftovers

@@ -141,7 +141,6 @@ class Output(struct.PyTreeNode):
         sampling: Sampling | None = None,
         keys: Any = None,
         confidence: str = "drawn",
-        forbid: Int[Array, " X"] | None = None,
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
         **_: Any,
@@ -149,13 +148,10 @@ class Output(struct.PyTreeNode):
         """Statistics of the cells that a row speaks about; top-k and top-p restrict nothing."""
         law = self.law
         ids = jnp.arange(VOCAB)[None, None, None]
-        if forbid is not None:
-            law = jnp.where(jnp.any(ids[..., None] == forbid, axis=-1), 0.0, law)
         if penalty is not None:
             law = law * jnp.where(
                 ids == penalty[0][..., None], jnp.exp(-penalty[1][..., None]), 1.0
             )
-        if forbid is not None or penalty is not None:
             law = law / jnp.maximum(jnp.sum(law, axis=-1, keepdims=True), 1e-9)
         stats = _stats(law, sampling, keys, confidence, num_top)
         # Any cell of a wrong forward says so, and is taken at once.

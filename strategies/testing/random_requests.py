@@ -1,8 +1,7 @@
 """Random requests: fresh ones, and ones in the middle of their text, for `testing.invariants`.
 
 A request in the middle has any window that the contract calls valid, whether or not some run leads
-there: statuses in order, prompt cells and what leaves filled, all else drawn. Nothing here knows
-what must hold, or any strategy.
+there: statuses in order, prompt cells and what leaves filled, all else drawn.
 """
 
 import functools

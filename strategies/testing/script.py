@@ -71,7 +71,6 @@ class _ScriptedOutput(struct.PyTreeNode):
         sampling: Sampling | None = None,
         keys: Any = None,
         confidence: str = "drawn",
-        forbid: Any = None,
         penalty: Any = None,
         num_top: int = 0,
         guide: Any = None,
@@ -79,8 +78,8 @@ class _ScriptedOutput(struct.PyTreeNode):
     ) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
         del sampling, keys, confidence, width
-        if forbid is not None or penalty is not None:
-            raise ValueError("a script has no logits to forbid or to penalise; pass neither")
+        if penalty is not None:
+            raise ValueError("a script has no logits to penalise; leave penalty out")
         law, entropy = self.forward.law(self.row, self.positions)
         if guide is not None:
             other, scale = guide

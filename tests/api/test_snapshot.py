@@ -86,7 +86,7 @@ def test_failure_ends_requests_with_one_line_that_says_where(killed):
 @pytest.mark.parametrize("which", [0, 1])
 def test_replay_gives_the_tokens_of_an_undisturbed_run(killed, capsys, which):
     path, broken, whole = killed
-    assert main(["replay", str(path), "--sequence", str(which), "--json"]) == 0
+    assert main(["replay", str(path), "--sample", str(which), "--json"]) == 0
     *steps, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert last["token_ids"] == whole[which]
     before = broken[which].outputs[0].token_ids
@@ -104,7 +104,7 @@ def test_replay_prints_a_line_a_forward_and_stops_after_steps(model, killed, cap
     assert main(["replay", str(path), "--steps", "2"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     settled = broken[0].outputs[0].token_ids
-    assert head.startswith("text 0 of 2 (request 0, sequence 0): 21 prompt tokens, ")
+    assert head.startswith("text 0 of 2 (request 0, sample 0): 21 prompt tokens, ")
     assert f"{len(settled)} settled after" in head
     forwards = [line for line in lines if line.startswith("forward ")]
     assert len(forwards) == 2
@@ -180,7 +180,7 @@ def damage(path, tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda layout, folder: layout.update(version=99), "has version 99, this program reads 2"),
+        (lambda layout, folder: layout.update(version=99), "has version 99, this program reads 3"),
         (lambda layout, folder: layout.pop("texts"), "is damaged (KeyError: 'texts')"),
         (lambda layout, folder: (folder / "slots.npz").write_bytes(b"PK"), "is damaged ("),
         (
@@ -210,11 +210,11 @@ def test_damaged_snapshot_is_one_line(killed, tmp_path, capsys, change, told):
     assert told in err
 
 
-def test_path_and_sequence_that_are_not_there(killed, tmp_path, capsys):
+def test_path_and_sample_that_are_not_there(killed, tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 1
     assert "is no snapshot: there is no snapshot.json in it" in capsys.readouterr().err
-    assert main(["replay", str(killed[0]), "--sequence", "2"]) == 2
-    assert "--sequence 2: the snapshot holds 2 texts" in capsys.readouterr().err
+    assert main(["replay", str(killed[0]), "--sample", "2"]) == 2
+    assert "--sample 2: the snapshot holds 2 texts" in capsys.readouterr().err
     assert main(["replay", str(killed[0]), "--model", "builtin:tiny-sdar"]) == 1
     assert "'builtin:tiny-sdar' is not the snapshot's" in capsys.readouterr().err
 

@@ -173,9 +173,9 @@ class MadeUp(FixedWork):
 
 def test_tokens_that_are_not_read_out_are_found_out(llm, work, random_folder):
     ran = throughput.run(llm, [work[:2]], use_tqdm=False)
-    facts = numbers.check_readout(llm, ran)
-    assert facts["head_in_program"]
-    assert facts["first_token_matches_dense"]
+    readout = numbers.check_readout(llm, ran)
+    assert readout["head_in_program"]
+    assert readout["first_token_matches_dense"]
     cheat = small_llm(random_folder, MadeUp(tokens_per_step=3, block_size=8, buffer_size=2))
     ran = throughput.run(cheat, [work[:2]], use_tqdm=False)
     with pytest.raises(ValueError, match="'head_in_program': False"):
@@ -199,8 +199,8 @@ def test_measuring_an_engine_at_work_is_refused(llm, work):
 
 
 def test_a_model_len_without_room_to_measure_is_named(llm, monkeypatch):
-    facts = dataclasses.replace(llm.engine.layout, max_model_len=15)
-    monkeypatch.setattr(llm.engine, "facts", facts)
+    layout = dataclasses.replace(llm.engine.layout, max_model_len=15)
+    monkeypatch.setattr(llm.engine, "layout", layout)
     with pytest.raises(ValueError, match="max_model_len=15 is less than the two blocks of 8 that"):
         measure.decode_step_ms(llm.engine, 1, 7, 16)
 
@@ -213,8 +213,8 @@ class Ticking:
 
     launch_s, step_s, pass_s = 0.5, 0.002, 0.03
 
-    def __init__(self, facts):
-        self.layout, self.now = facts, 0.0
+    def __init__(self, layout):
+        self.layout, self.now = layout, 0.0
         self.tables = []
 
     def __getattr__(self, name):
@@ -228,7 +228,7 @@ class Ticking:
         self.tables.append(pages.copy())
         return num_steps
 
-    def harvest(self, steps):
+    def fetch(self, steps):
         self.now += self.launch_s + steps * self.step_s
         return SimpleNamespace(steps=steps)
 

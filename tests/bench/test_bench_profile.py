@@ -22,10 +22,10 @@ GPU_PROGRAM = """HloModule jit__decode, is_scheduled=true
 
 FileNames
 1 "/src/dllm_jax/models/dense.py"
-2 "/src/dllm_jax/forward.py"
+2 "/src/dllm_jax/runner/forward.py"
 3 "/src/pallas_kernels/paged_attention/triton.py"
-4 "/src/dllm_jax/readout.py"
-5 "/src/dllm_jax/cache.py"
+4 "/src/dllm_jax/runner/readout.py"
+5 "/src/dllm_jax/runner/cache.py"
 
 FunctionNames
 1 "trunk"

@@ -271,7 +271,7 @@ def test_steps_that_are_not_the_models_do_not_count(random_folder, monkeypatch):
     with pytest.raises(ValueError, match="not the readout's own"):
         step._generated(llm, [None], 8, 1, program)
     ran.counts = {"num_steps": 40}  # the request shared its steps with nobody
-    with pytest.raises(ValueError, match="not the work that was asked for"):
+    with pytest.raises(ValueError, match="did not do the requested work"):
         step._generated(llm, [None], 8, 1, program)
 
 

@@ -15,7 +15,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.api import snapshot
 from dllm_jax.api.strategy import resolve_strategy, usual_strategy
-from dllm_jax.bench.rounds import Rounds, told_rounds, width_shares
+from dllm_jax.bench.rounds import Rounds, round_figures, width_shares
 from dllm_jax.cli import bench, main
 from dllm_jax.cli.results import figures
 from dllm_jax.engine.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
@@ -227,12 +227,12 @@ def test_rounds_by_their_width_and_what_they_take():
     assert rounds.bare_ms == pytest.approx(0.3 + 0.6 + 1.2)
     assert rounds.draft_ms == pytest.approx(0.35)
     other = Rounds(4, (1, 4, 8), (0.0, 0.0, 1.0), (2.0, 2.0, 4.0), 1.0)
-    told = told_rounds({(2, 1): rounds, (4, 1): other}, {(2, 1): 30, (4, 1): 10}, 5.0)
+    told = round_figures({(2, 1): rounds, (4, 1): other}, {(2, 1): 30, (4, 1): 10}, 5.0)
     assert told["draft_ms"] == pytest.approx((30 * 0.35 + 10 * 1.0) / 40)
     assert told["verify_ms"] == pytest.approx((30 * 2.1 + 10 * 4.0) / 40 - told["draft_ms"])
     assert told["host_ms"] == pytest.approx(5.0 - told["draft_ms"] - told["verify_ms"])
     assert [one["steps"] for one in told["round_programs"]] == [30, 10]
-    assert told_rounds({(2, 1): rounds}, {(2, 1): 3}, None)["host_ms"] is None
+    assert round_figures({(2, 1): rounds}, {(2, 1): 3}, None)["host_ms"] is None
 
 
 def test_the_floor_of_a_round_is_that_of_both_passes(monkeypatch):

@@ -1,6 +1,6 @@
 """The rule of soft parallel decoding, for `dense_blocks.decode_blocks`.
 
-Written from strategies.md §3.4 with lists and NumPy; nothing here imports `strategies`.
+Written from the paper with lists and NumPy, without `strategies`.
 """
 
 from collections import Counter

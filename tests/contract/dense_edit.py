@@ -1,6 +1,6 @@
 """The rule of joint threshold decoding with edits, for `dense_blocks.decode_blocks`.
 
-Written from strategies.md §3.3 with lists and NumPy; nothing here imports `strategies`.
+Written from the paper with lists and NumPy, without `strategies`.
 """
 
 import weakref

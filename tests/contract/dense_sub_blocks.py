@@ -1,6 +1,6 @@
 """The cache-free truth of Fast-dLLM v2: every pass of a block recomputed as one dense run.
 
-Written from design/strategies.md §3.5 with lists and NumPy; nothing here imports `strategies`.
+Written from the paper with lists and NumPy, without `strategies`.
 """
 
 import numpy as np

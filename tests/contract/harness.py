@@ -1,9 +1,9 @@
-"""Real paging for the gate: permuted pages, ragged rows, one compiled step, invariants at each.
+"""Real paging for the contract tests: permuted pages, ragged rows, one compiled step.
 
-`decode_paged` runs requests through `decode.new_state`, `prefill` and `driver.decode_step` with
-page tables that are random permutations, padded with -1, over pools that are full of garbage, so
-that a read of a cell nobody wrote shows. After every step the invariants of contract.md §6 are
-checked. It can move every request to another slot in the middle. It does not know any strategy.
+`decode_paged` runs requests through `decode.new_state`, `prefill` and `driver.decode_step`. Page
+tables are random permutations padded with -1, and the pools start full of garbage, so that reading
+an unwritten cell shows. The invariants of docs/contract.md are checked after every step. Requests
+can be moved to another slot midway.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The invariants of contract.md §6, checked for one request step by step."""
+"""The invariants of docs/contract.md, checked for one request step by step."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Proof, from shapes alone, that a table fills every element of every leaf once.
+"""Check, from shapes alone, that a table fills every element of every leaf once.
 
 Each placement's part is a box in its leaf. The boxes' edges cut the leaf into cells; it is filled
-once if every cell lies in one box. Nothing here reads a tensor.
+once if every cell lies in one box.
 """
 
 import bisect
@@ -16,7 +16,7 @@ _Box = tuple[tuple[int, int], ...]
 
 
 def unaccounted(places: Iterable[Placement], shapes: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the placements of a tree of shapes, in words; empty if all is well.
+    """The problems of the placements of a tree of shapes, in words; empty if there are none.
 
     Args:
         shapes: Tree of dicts and one list, its leaves anything with a `shape`.

@@ -313,7 +313,7 @@ def test_a_draft_is_no_model_by_itself(draft):
 
 @pytest.mark.parametrize("more", [(), ("--strategy", "ar"), ("--block-size", "4")])
 def test_the_command_says_that_a_draft_is_no_model(tmp_path, capsys, monkeypatch, more):
-    monkeypatch.setattr("dllm_jax.loading.compile_cache.enable_compile_cache", lambda: None)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     folder = write_draft(tmp_path / "draft")
     assert main(["generate", "--model", str(folder), *more, "Hello"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -323,6 +323,9 @@ def test_the_command_says_that_a_draft_is_no_model(tmp_path, capsys, monkeypatch
 
 class _Drafts:
     needs = Needs("whole_causal", aux=("draft",))
+
+    def bind(self, config):
+        return self
 
 
 def test_a_draft_by_name_is_loaded_in_its_targets_type(target, tmp_path):

@@ -279,6 +279,19 @@ def test_every_element_of_a_published_model_is_filled_once(name):
     assert unaccounted(placements(rules, shapes), shapes) == []
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("value", [False, True])
+def test_every_element_is_filled_once_with_and_without_optional_tensors(family, value):
+    """Loading does not repeat this check: a table that fills one such config fills every size."""
+    flags = {"tie_word_embeddings", "weight_tying", "attention_bias", "use_bias", "use_qkv_bias"}
+    flags |= {"include_qkv_bias", "moe_router_enable_expert_bias"}
+    config = {**CONFIGS[family], "mask_token_id": 7, **dict.fromkeys(flags, value)}
+    parsed = parse_config(config)
+    shapes = arch_of(parsed.config).param_shapes(parsed.config)
+    rules = table_of(parsed.family).rules_for()
+    assert unaccounted(placements(rules, shapes), shapes) == []
+
+
 SHAPES = {"a": np.zeros((4, 2, 3)), "layers": [{"b": np.zeros(6)}]}
 FULL = (
     Placement("x", ("a",), (3, 4), Part((1, 0), index=np.s_[:, 0])),

@@ -2,7 +2,7 @@
 
 Proves that pages are counted by owner, that what nobody holds but is known can be found again until
 it is needed, in which order such pages go, and that a key stands for everything before its page.
-`host` is the package's own modules; test_engine_mutants.py hands broken copies in.
+`host` is the package's own modules; tests/mutants hands broken copies in.
 """
 
 import random

@@ -1,8 +1,8 @@
 """The host's plans, rule by rule: who is admitted, what is shared, how far is grown, who gives way.
 
-Proves the rules of `scheduler`, `planning` and `intake` one by one on books of a few pages, page
+Proves the rules of `scheduler`, `rounds` and `admission` one by one on books of a few pages, page
 and block sizes that do not divide each other among them. What they are good for together is
-test_engine_machine.py's subject. `host` is the package's own modules; test_engine_mutants.py hands
+test_engine_machine.py's subject. `host` is the package's own modules; tests/mutants hands
 broken copies in.
 """
 

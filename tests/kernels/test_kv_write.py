@@ -93,7 +93,7 @@ def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
 def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):
     def kernels(dtype, size=16):
         pages, rows = case(2, dtype, dtype, size=size)
-        fresh = functools.partial(write_rows)  # JAX keeps what it traced of a function
+        fresh = functools.partial(write_rows)  # JAX caches what it traced of a function
         return str(jax.make_jaxpr(fresh)(pages, rows, PAGE, OFFSET)).count("pallas_call[")
 
     assert kernels("bfloat16") == 0

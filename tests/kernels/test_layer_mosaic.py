@@ -58,12 +58,12 @@ def normal(seed, *shapes, dtype="bfloat16") -> Any:
 def close(got, want, tolerance=TOLERANCE):
     apart = np.abs(np.float64(got) - want) / (np.abs(want) + 1)
     assert apart.max() < tolerance
-    assert np.abs(want).max() > 1  # nothing passes for being small
+    assert np.abs(want).max() > 1  # large enough for a relative error to show
 
 
 @pytest.fixture(autouse=True)
 def operands_are_read(monkeypatch):
-    """The interpreter counts no product as a read of its operands: races with them went unseen."""
+    """Count a product as a read of its operands, so that the interpreter sees such races."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     wgmma = gpu_callbacks.wgmma
@@ -82,7 +82,7 @@ def operands_are_read(monkeypatch):
 
 
 def interpreted(call, *arrays, **how):
-    """What a kernel gives in the interpreter: without a race, and not waiting for ever."""
+    """The result of a kernel in the interpreter, without a race and without a deadlock."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -302,7 +302,7 @@ def products(rows, D, F, G, n, H, dtype=jnp.bfloat16) -> Any:
 
 
 def chosen(monkeypatch, call, x, w):
-    """The tiling with which an operation runs its kernel; None: it takes another form."""
+    """The tiling with which an operation runs its kernel; None if it runs another back end."""
     found = []
 
     def spy(x, w, *, tiling):

@@ -1,9 +1,9 @@
 """Paged attention against NumPy float64, for every back end this machine runs.
 
 The mask is the interface: ragged contexts (none, partial pages, past the window's start), live
-ranges, block visibility, token order a row, narrowed rows. Physical page order and what stands in
-pages nobody may see change nothing; a live row is never NaN. The kernel runs interpreted here, for
-several tilings, and is lowered for the published models' shapes.
+ranges, block visibility, token order a row, narrowed rows. Physical page order and the content of
+pages that no row sees change nothing; a live row is never NaN. The kernel runs interpreted here,
+for several tilings, and is lowered for the published models' shapes.
 """
 
 import functools

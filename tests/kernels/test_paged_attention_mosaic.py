@@ -2,8 +2,8 @@
 
 Interpreted on a CPU with races looked for, lowered for the published models, and on a Hopper GPU
 with every kind of mask. Blocks of a cluster run at once, and the interpreter gives each of their
-warpgroups a thread of JAX's CPU client, which has one a core: more cores are named to a process of
-its own.
+warpgroups a thread of JAX's CPU client, which has one a core: a separate process is given more
+cores.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def case(
 
 
 def assert_right(call, data, table, mask):
-    """The call's live rows are the oracle's, the others zeros."""
+    """Live rows equal the oracle's; the others are zeros."""
     out = call(*map(jnp.asarray, data), jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
     got = np.asarray(out.astype(jnp.float32), np.float64)
     want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
@@ -177,14 +177,14 @@ QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight")
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in INTERPRETED],
 )
 def test_interpreted_tilings_match_numpy_without_a_race(name):
-    """In a process of its own, to which more cores are named."""
+    """In a separate process, which is given more cores."""
     code = f"from tests.kernels.test_paged_attention_mosaic import *; interpreted({name!r})"
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
 
 
 def interpreted(name):
-    """What the process of the test above does."""
+    """The work of the process that the test above starts."""
     tiling, settings = INTERPRETED[name]
     arguments = case(**settings)
     assert_right_interpreted(tiling, *arguments)
@@ -325,7 +325,7 @@ def shapes(B, T, heads, C=16, by_blocks=True, window=None, num_blocks=4, lead=()
 
 def lowered(function, arguments):
     """A function's program for an H200, as text."""
-    # A function of its own: JAX keeps what it traced of `function` where the GPU was another.
+    # A new function: JAX has cached what it traced of `function` for another GPU.
     anew = lambda *arguments: function(*arguments)  # noqa: E731
     with jax.sharding.use_abstract_mesh(H200):
         program = jax.jit(anew).trace(*arguments).lower(lowering_platforms=("cuda",))

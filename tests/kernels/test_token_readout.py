@@ -1,6 +1,6 @@
 """Token readout against NumPy float64, every back end that runs here, and as decoding uses it.
 
-Odd sizes, ties across tiles, forbidden ids and penalties; a row that is no number stays alone; the
+Odd sizes, ties across tiles, forbidden ids and penalties; a row of NaN affects no other row; the
 kernel lowers for published heads, and a decode step of 128 rows holds no float32 logits of all of
 them, computes the head on every branch and runs the kernels of its layers and of its cache.
 """
@@ -52,7 +52,7 @@ FORMS = ["xla", "triton", pytest.param("mosaic", marks=NEEDS_JAX)]
 
 
 def fitted(name, lengths, options) -> Any:
-    """What a form takes of them: Mosaic's has whole swizzled tiles, and no likeliest ids."""
+    """The arguments of a back end: Mosaic takes whole swizzled tiles and no `num_top`."""
     if name != "mosaic":
         return lengths, options
     R, V, D = lengths
@@ -85,7 +85,7 @@ def everything(lengths, seed=0):
 
 
 def check(got, want, atol=2e-5):
-    """Tokens and tops wherever the truth is no near tie; figures everywhere."""
+    """Tokens and tops where the reference has no near tie; statistics everywhere."""
     logits, token, sure, entropy, top_ids, top_probs = want
     at = np.take_along_axis(logits, np.asarray(got.token)[:, None], axis=1)[:, 0]
     assert (at >= logits.max(axis=1) - 1e-4).all()
@@ -304,7 +304,7 @@ def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step,
     assert not {shape for shape in ("128x304", "1x128x304", "4x32x304") if f"<{shape}xf32>" in text}
     assert has_head(program, 304)
     assert not has_head(program, 303)
-    # What else of the step is a kernel, where nobody names back ends.
+    # The other kernels of the step, chosen by default.
     assert set(re.findall('name = "(_?[a-z_]+)"', text)) == {
         "_add_rms_norm",
         "_rotate_qkv",

@@ -41,11 +41,14 @@ LENGTHS = (1, BLOCK - 1, BLOCK, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 3 * PAGE +
 
 
 class Drafting(Strategy):
-    """A strategy in name: what a state with a draft's pool is made for."""
+    """A strategy that is never stepped; it only gives the state a draft's pool."""
 
     block_size: int = struct.field(pytree_node=False, default=BLOCK)
     buffer_size: int = struct.field(pytree_node=False, default=1)
     needs: Needs = struct.field(pytree_node=False, default=Needs("whole_causal", aux=("draft",)))
+
+    def step(self, forward, state):
+        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)

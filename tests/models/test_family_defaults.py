@@ -192,7 +192,7 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{}, {"block_size": 32}])
 def test_every_entrance_takes_the_familys_own(dream, started, monkeypatch, sizes):
-    monkeypatch.setattr(generate, "_generate", lambda _, given, *__: given.strategy)
+    monkeypatch.setattr(generate, "_generate", lambda _, strategy, *__: strategy)
     own = api_strategy.resolve_strategy(dream, None)
     dj.LLM(dream, **sizes)
     assert started == [own]

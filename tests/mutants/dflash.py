@@ -176,10 +176,7 @@ MUTANTS = [
     *broken(
         "network",
         "dflash.py",
-        drafts_the_likeliest=(
-            'how = {"sampling": state.sampling, "keys": random.position_keys(state, rejection.DRAFTS)}',
-            "how = {}",
-        ),
+        drafts_the_likeliest=("width=width - 1, **how)", "width=width - 1)"),
     ),
     *broken(
         "network",

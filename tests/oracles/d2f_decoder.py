@@ -1,11 +1,9 @@
 """D2F as lists: two unbounded decoders without window, vectors or jax.
 
-`d2f_decode` is the truth of the strategy `D2F` on either grid: one growing list of cells, `None`
-where nothing is written, and a list of blocks that says who may write where. Written from
-design/strategies.md §2 (the DO rules), §3.1 and §7.7. `paper_decode` is the authors' own loop (the
-PAPER notes of §3.0.2 and §3.1): blocks from the prompt's end on, no window, a latched "complete"
-state, `max_new_tokens // size` blocks, and no early end: it runs until nothing is open. Neither
-knows how `strategies/` computes anything.
+`d2f_decode` is the oracle of `D2F` on either grid: one growing list of cells, `None` where nothing
+is written, and a list of blocks that says who may write where. `paper_decode` is the authors' own
+loop: blocks from the prompt's end on, no window, a latched "complete" state, at most
+`max_new_tokens // size` blocks, and no early end. Both are written apart from `strategies/`.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """DFlash's rounds as lists: how many tokens each emits, from the target's text and the drafts.
 
-Written from design/dflash.md §2.1, §2.2 (rules G and K) and §2.4. It knows the text that the target
-would write alone, with nothing to end it before its limit, and what the drafter says behind an
-anchor; there is no window, no cache and no network here.
+Its input is the text that the target would write alone, up to its limit, and what the drafter
+predicts behind an anchor. There is no window, no cache and no network.
 """
 
 from collections import Counter

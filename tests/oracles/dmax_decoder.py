@@ -1,9 +1,7 @@
 """DMax as lists: an unbounded decoder without window, vectors or jax.
 
-What it is for: the truth that `DMax` is compared with, token for token, and mixture for mixture.
-A request is one growing list of blocks from position 0; `None` is a hole. Written from
-design/strategies.md §2-3.0, §3.4 (its table of paper against reference), §7.3 and contract.md §1;
-it does not know how `strategies/` computes anything.
+The oracle of `DMax`, token for token and mixture for mixture, written apart from `strategies/`. A
+request is one growing list of blocks from position 0; `None` is a hole.
 
 A *script* stands for the model: `token[i][p]` and `prob[i][p]` say what forward `i` after prefill
 predicts at absolute position `p`.
@@ -44,7 +42,7 @@ class SoftResult(Result):
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of the algorithm; `paper` chooses a column of §3.4's table."""
+    """The numbers of the algorithm; `paper` chooses the paper's rules or Diffulex's."""
 
     accept: float = 0.5
     add: float = 0.1

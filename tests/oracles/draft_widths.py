@@ -1,7 +1,7 @@
-"""Which width a batch of drafted requests has next, as lists: design/dflash.md §2.5, in float64.
+"""Which width a batch of drafted requests runs next, as lists in float64.
 
-A request is what it expects of each place, its rounds without drafts, and the tokens it has room
-for. Written from the note, not from the code.
+A request is its expected chance at each place, its rounds without drafts, and the tokens it has
+room for. The rule: docs/adr/0011-costs-are-data.md.
 """
 
 from collections.abc import Sequence

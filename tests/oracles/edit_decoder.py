@@ -1,10 +1,8 @@
 """Joint threshold decoding with edits as lists: an unbounded decoder without window or vectors.
 
-What it is for: the truth that `Edit` is compared with. A request is one growing Python list of
-blocks from position 0, a hole is `None`, and nothing is ever shifted. Written from
-design/strategies.md §2, §3.3, §7.4 and §7b (the DO rules) and contract.md §1-3; it does not know
-how `strategies/` computes anything. What a script is, and what of a trace is drawn, is said in
-`list_decoder`, whose records and law it shares.
+The oracle of `Edit`, written apart from `strategies/`. A request is one growing Python list of
+blocks from position 0, a hole is `None`, and nothing is ever shifted. `list_decoder` explains
+scripts and drawn traces, and shares its records and law.
 
 Thresholds are compared in float32, as the scripted probabilities are.
 """
@@ -156,7 +154,7 @@ def _plan(
 ) -> tuple[EditBlock, dict[int, int], bool, str]:
     """What one forward writes in a block, whether the block may leave, and why.
 
-    §3.3: S1 and S2, the budgets, what is written when they are spent. §2.7: cells at or past the
+    Both sets, the budgets, and what is written when they are spent. Cells at or past the
     limit are denoised like all others, and nobody waits for them.
     """
     offsets = [i for i in range(len(block.cells)) if block.start + i >= prompt_len]

@@ -1,9 +1,8 @@
 """Fast-dLLM v2 as lists: an unbounded decoder without window, vectors or jax.
 
-What it is for: the truth that `FastDLLMV2` is compared with. A request is one growing list of cells
-from position 0, `None` where nothing is written yet; each forward is a `Pass`, which says what a
-model would have run. Written from design/strategies.md §3.5, §7.5 and the DO rules beside them; it
-knows nothing of how `strategies/` does it.
+The oracle of `FastDLLMV2`, written apart from `strategies/`. A request is one growing list of cells
+from position 0, `None` where nothing is written yet. Each forward is a `Pass`, which says what a
+model would have run.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from tests.oracles.list_decoder import Result, Step, law_of
 
-DUMMY, ACTIVE, TO_CACHE = 0, 1, 2  # as contract.md §2 numbers them
+DUMMY, ACTIVE, TO_CACHE = 0, 1, 2  # as in strategies/core/state.py
 
 
 @dataclass(frozen=True)

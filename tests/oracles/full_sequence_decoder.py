@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.oracles.list_decoder import Law, Result, Step, law_of
 
-DUMMY, ACTIVE = 0, 1  # as contract.md §2 numbers them
+DUMMY, ACTIVE = 0, 1  # as in strategies/core/state.py
 EPS = 1e-3
 
 

@@ -1,11 +1,9 @@
 """Block diffusion as lists: an unbounded decoder without window, vectors or jax.
 
-What it is for: the truth that `MultiBD` and `BlockDiffusion` are compared with. A request is one
+The oracle of `MultiBD` and `BlockDiffusion`, written apart from `strategies/`. A request is one
 growing Python list of blocks from position 0; a block is a list of cells, `None` where nothing is
-written yet. Nothing is ever shifted, so no mistake of a first-in first-out window can be repeated
-here; the window of a trace is only *drawn* from the list. Written from design/strategies.md
-§2-3.2, §7.2, §7.7, §7b (the DO rules) and contract.md §1; it does not know how `strategies/`
-computes anything.
+written yet. Nothing is ever shifted, so it cannot repeat a mistake of a sliding window; the window
+of a trace is only *drawn* from the list.
 
 A *script* stands for the model: `token[i][p]` and `prob[i][p]` say what forward `i` after prefill
 predicts at absolute position `p`.
@@ -100,7 +98,7 @@ def most_confident(holes: list[tuple[int, Law]], count: int) -> list[int]:
 
 
 def multi_bd_rule(accept_threshold: float, semi_complete_threshold: float) -> Rule:
-    """strategies.md §3.0.2 (llada2 naive), §2.10: all above the threshold, or one if allowed."""
+    """All above the threshold, or one if allowed."""
 
     def rule(block: Block, previous: Block | None, holes: list[tuple[int, Law]]) -> list[int]:
         above = [offset for offset, law in holes if law.confidence > np.float32(accept_threshold)]

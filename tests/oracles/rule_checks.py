@@ -1,6 +1,6 @@
 """The shared rules of `strategies/` on random windows, against plain loops: one check a module.
 
-Each check takes the package to try, so that `rule_mutants.py` can hand in wrong ones. Numbers lie
+Each check takes the package to try, so that `mutants/rules.py` can hand in wrong ones. Numbers lie
 on a grid, so that thresholds, ties and sums meet exactly; B == S, so that a knob along the wrong
 axis shows. A check raises AssertionError where the package differs from the loops.
 """
@@ -21,7 +21,7 @@ CELLS = list(np.ndindex(B, K, S))
 
 
 def part(package: ModuleType, name: str) -> Any:
-    return importlib.import_module(f"{package.__name__}.{name}")
+    return importlib.import_module(f"{package.__name__}.core.{name}")
 
 
 def draw(package: ModuleType, rng: np.random.Generator) -> Any:

@@ -265,7 +265,7 @@ MESSAGES = [
 @pytest.mark.parametrize(("text", "asked"), MESSAGES)
 def test_a_message_of_xla_becomes_one_line_with_what_to_lower(text, asked):
     assert memory.is_out_of_memory(text)
-    assert memory._asked_bytes(text) == asked
+    assert memory._requested_bytes(text) == asked
     full = plan(num_pages=memory.fill(plan(), 10, 1).num_pages)
     told = memory.explain(text, full)
     assert "\n" not in told

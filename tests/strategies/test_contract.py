@@ -1,4 +1,4 @@
-"""The gate of the contract: strangers' strategies on real paging against cache-free truths.
+"""The contract: foreign strategies on real paging against cache-free oracles.
 
 Proves, on toy models in float32, that each toy strategy and the real `AR`, `BlockDiffusion` and
 `MultiBD` emit, through the window, permuted pages and the engine's half of the step, the tokens,
@@ -6,7 +6,7 @@ the number of forwards and the finish reason that a dense recomputation of every
 by request; that a request's slot, its neighbours, a move to another slot in the middle, pages that
 end at the limit and the size of prefill chunks change nothing; that what lies in the cache is what
 a dense pass over the same text computes, and a prefill of it; and that the invariants of
-contract.md §6 hold at every step (`contract/invariants.py`).
+docs/contract.md hold at every step (`contract/invariants.py`).
 """
 
 import dataclasses

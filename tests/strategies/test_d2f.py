@@ -1,13 +1,12 @@
-"""`D2F`: the trace of design/strategies.md §7.1, the list decoder, the authors' loop, mutants.
+"""`D2F`: a worked trace, the list decoder, and the authors' loop.
 
-Proves that `D2F` writes what §7.1 traces, on a shifted model through the real forward (the row
-before the window comes from the cache) and by script; that its prefill is clause 1 of the notes'
-mask: every prompt row sees the whole prompt, where `multi_bd`'s sees its block; that over random
-scripts, on both grids, it agrees step by step with an unbounded list decoder, and aligned to the
-prompt, token for token, with the authors' own loop; that each of its rules, broken once, is
-noticed; and that a LLaDA or Dream folder with a D2F adapter is decoded by it, as NumPy on the
-files' tensors says, preempted or not. Pages, preemption and prefix hits on both grids, shifted and
-not, are proven with all strategies' (test_contract.py, test_engine_device.py).
+Proves that `D2F` writes a trace worked by hand, by script and on a shifted model through the real
+forward (the row before the window comes from the cache). Its prefill lets every prompt row see the
+whole prompt, where `multi_bd`'s sees its block. Over random scripts, on both grids, it agrees step
+by step with an unbounded list decoder; aligned to the prompt, it agrees token for token with the
+authors' own loop. A LLaDA or Dream folder with a D2F adapter is decoded by it, as NumPy on the
+files' tensors says, preempted or not. test_contract.py and test_engine_device.py cover pages,
+preemption and prefix hits on both grids.
 """
 
 import dataclasses
@@ -54,7 +53,7 @@ from tests.strategies.test_traces import VOCAB as TRACE_VOCAB
 
 FIELDS = {"block_size": 4, "buffer_size": 2}
 
-# ---- §7.1: the trace ----
+# ---- the trace ----
 
 # Row r predicts position r + 1 (Dream's shift); the first row is the prompt's last.
 ROWS = [
@@ -168,7 +167,7 @@ def seen_by(strategy: Any, prompt: list[int], kept: int) -> np.ndarray:
 
 
 def test_every_row_of_the_prompt_sees_all_of_it():
-    """§7.1's mask check, L = 5: rows 0-4 see keys 0-4; multi_bd: rows 0-3 see 0-3."""
+    """Which keys a prompt row sees, L = 5: rows 0-4 see keys 0-4; multi_bd: rows 0-3 see 0-3."""
     prompt = [3, 1, 4, 1, 5]
     assert seen_by(D2F(**FIELDS), prompt, 4).all()
     assert seen_by(D2F(align_blocks_to_prompt=True, **FIELDS), prompt, 5).all()

@@ -1,10 +1,9 @@
-"""`DMax` follows design/strategies.md §3.4 and §7.3, as the paper has it and as Diffulex does.
+"""`DMax` decodes as in the paper, and as Diffulex does with `compat="diffulex"`.
 
-Proves that the worked traces come out step by step, through the window and through the list
-decoder alike; that both agree, window for window, on random scripts; what each cell shows in each
-forward (the mixtures, their slide, who is plain); the numbers of a mixture; what is blended when a
-token is drawn that is not the likeliest; that on a real network a request with soft commits is
-what a dense run with those rows gives. Traps 1, 3, 6-9, 20, 21, 23 and 25 of §7b.
+Proves that worked traces come out step by step, from the window and from the list decoder; that
+both agree window for window on random scripts; what each cell shows in each forward (the mixtures
+and their slide); the numbers of a mixture; what is blended when the drawn token is not the
+likeliest; and that on a network a request with soft commits equals a dense run with those rows.
 """
 
 import dataclasses
@@ -61,7 +60,7 @@ def strategy_of(rules: Rules, block_size: int, buffer_size: int, **fields: Any) 
     )
 
 
-# --- §7.3, step by step ---------------------------------------------------------------------------
+# --- worked traces, step by step ------------------------------------------------------------------
 
 
 def by_list(rules: Rules, *script: Any, **limits: Any) -> Any:
@@ -98,7 +97,7 @@ TRACE_A = [
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_blocks_follow_the_trace(decode: Callable[..., Any], mode: str) -> None:
-    """§7.3(a): the buffers of the two modes are the same; the mixtures are not (below)."""
+    """The buffers of the two modes are the same; the mixtures are not (below)."""
     trace = decode(mode, TRACE_A, [1, 2, 3, 4], buffer_size=2)
     assert windows(trace)[:4] == [
         "A[10 11 _ _] D",
@@ -114,7 +113,7 @@ def test_two_blocks_follow_the_trace(decode: Callable[..., Any], mode: str) -> N
 def test_a_block_that_changed_last_leaves_only_in_the_reference(
     decode: Callable[..., Any], mode: str
 ) -> None:
-    """§7.3(b), one block at a time."""
+    """One block at a time."""
     changed = {**everywhere((10, 0.6)), 5: (11, 0.6)}
     forwards = [everywhere((10, 0.6)), changed, changed]
     trace = decode(mode, forwards, [1, 2, 3, 4], buffer_size=1)
@@ -431,7 +430,7 @@ DIFFULEX_SHOWS = [
 
 @pytest.mark.parametrize(("mode", "wanted"), [("paper", PAPER_SHOWS), ("diffulex", DIFFULEX_SHOWS)])
 def test_the_mixtures_of_the_trace(mode: str, wanted: list[dict[int, Any]]) -> None:
-    """§7.3(a), its last column (slow path, fast path), as the next forward is given it."""
+    """The mixtures of either mode, as the next forward is given them."""
     token, prob = script(TRACE_A)
     limits: Any = {"max_tokens": 32, "mask_id": MASK, "vocab_size": TRACE_VOCAB}
     rules = Rules(paper=mode == "paper")
@@ -440,7 +439,7 @@ def test_the_mixtures_of_the_trace(mode: str, wanted: list[dict[int, Any]]) -> N
     assert truth.shown[:4] == exact
 
 
-# --- the numbers of a mixture (§3.4, §7.3c) -------------------------------------------------------
+# --- the numbers of a mixture ---------------------------------------------------------------------
 
 A_ID, M_ID = 1, 0
 TABLE = jnp.array([[0.0, 2.0], [3.0, 0.0]])

@@ -1,10 +1,10 @@
-"""`Edit` against its worked example, its list decoder and the traps of strategies.md §7b.
+"""`Edit` against a worked example and its list decoder.
 
-Proves that the joint threshold, the edits, the forced token and both budgets decode as §3.3 and
-§7.4 say: literal traces, thousands of random scripts that agree with `edit_decoder` step for step
-(mask and stop ids in prompts, stops in holes and edited away, limits, ties, thresholds at and past
-their edges), a text that settles with leaving blocks only, and, on the contract's toy model, the
-penalty and that mask id and padded rows are never drawn.
+Proves that the joint threshold, the edits, the forced token and both budgets decode as specified:
+literal traces, and thousands of random scripts that agree with `edit_decoder` step for step (mask
+and stop ids in prompts, stops in holes and edited away, limits, ties, thresholds at and past their
+edges). A text settles with leaving blocks only. On the contract's toy model: the penalty, and that
+the mask id and padded rows are never drawn.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def follow(forwards: list[Forward], prompt: list[int], **fields: Any) -> Trace:
     return trace
 
 
-# ---- §7.4 ----
+# ---- the worked example ----
 
 
 SETTLED = {4: (10, 0.9), 5: (11, 0.9), 6: (14, 0.9), 7: (13, 0.9)}
@@ -117,7 +117,7 @@ def test_the_worked_example() -> None:
 
 
 def test_the_worked_example_with_the_edits_of_the_reference() -> None:
-    """Its threshold of edits never reaches its sampler: every other token is taken (§8, B8)."""
+    """Its threshold of edits never reaches its sampler: every other token is taken."""
     trace = follow(WORKED, [1, 2, 3, 4], edit=0.0)
     assert windows(trace)[:6] == [*FIRST_STEPS, "A[1 1 1 1] D", "T[1 1 1 1] A[1 _ _ _]"]
     assert column(trace, "new_tokens")[:5] == [2, 2, 3, 1, 0]
@@ -173,7 +173,7 @@ def test_a_timed_out_block_waits_for_the_one_before_it() -> None:
     ]
 
 
-# ---- §7b: stops that are not final ----
+# ---- stops that are not final ----
 
 
 def test_a_stop_that_is_edited_away_ends_nothing() -> None:
@@ -285,7 +285,7 @@ def compare(
 def check_edit_invariants(
     trace: Trace, case: Case, block_size: int, budget: int, seed: Any
 ) -> None:
-    """contract.md §6: order, prompt, no new holes, what leaves is final, time is bounded."""
+    """The invariants: order, prompt, no new holes, what leaves is final, time is bounded."""
     mask_id, prompt_len = case.limits["mask_id"], len(case.prompt)
     final: dict[int, int] = dict(enumerate(case.prompt))
     written: set[int] = set(final)
@@ -368,7 +368,7 @@ def edits_on_pages(model: Any, requests: list[Request], **fields: Any) -> list[A
 
 
 def test_the_penalty_is_on_the_left_neighbour_and_keeps_the_noise() -> None:
-    """Against the dense run, greedy and sampled; the reference forgets its noise here (§8, B8)."""
+    """Against the dense run, greedy and sampled; the reference forgets its noise here."""
     model = models.plain()
     net = dense.Net(model)
 

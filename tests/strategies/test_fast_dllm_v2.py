@@ -1,10 +1,9 @@
-"""`FastDLLMV2` and the dual cache: the notes' trace, random scripts, and what each pass runs.
+"""`FastDLLMV2` and the dual cache: a worked trace, random scripts, and what each pass runs.
 
 Proves that the strategy emits what plain lists emit (`oracles/fast_dllm_v2_decoder.py`) over random
 scripts, step by step, with and without the block cache; that each forward runs the cells, sees the
-cache and stores the rows that the same lists say (mode by mode); the worked example of
-strategies.md §7.5, traps 5-7, 20, 23 and 26 of §7b; and each function of `dual_cache` by itself.
-What is read from the cache is proved on pages by the contract's case of the same name.
+cache and stores the rows that the lists say; a worked example; and each function of `dual_cache` by
+itself. test_contract.py proves on pages what is read from the cache.
 """
 
 import functools
@@ -128,7 +127,7 @@ def test_agrees_over_a_long_sweep(block: int, sub: int) -> None:
 @contextmanager
 def recording(package: ModuleType = strategies) -> Iterator[list[Pass]]:
     """The passes of scripted runs, from inside the program: a branch not taken tells nothing."""
-    testing, passes = package.testing, []
+    testing, passes = package.testing.script, []
     call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
 
     def told(narrow: bool, live: Any, position: Any, context: Any) -> None:
@@ -191,7 +190,7 @@ def test_each_forward_runs_sees_and_stores_what_the_lists_say(cached: bool) -> N
     assert met == {(mode, cut) for mode in modes for cut in (True, False)} | {("COMMIT", False)}
 
 
-# ---- §7.5, and what it does not show ----
+# ---- the worked example, and what it does not show ----
 
 
 def by_lists(forwards: Any, prompt: list[int], **options: Any) -> Any:

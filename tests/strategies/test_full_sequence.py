@@ -169,7 +169,7 @@ def test_a_stop_cuts_what_the_authors_program_would_write() -> None:
 @contextmanager
 def recording(package: ModuleType = strategies) -> Iterator[tuple[list[Pass], list[int]]]:
     """Passes and widths of scripted runs, from inside the program: only branches that are taken."""
-    testing = package.testing
+    testing = package.testing.script
     passes, widths = [], []
     call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
 

@@ -1,4 +1,4 @@
-"""The invariants of contract.md §6 over every strategy, and over strategies that break each one.
+"""The invariants of docs/contract.md over every strategy, and over strategies that break one.
 
 Proves that `check_invariants` passes the project's strategies, the toys of the gate and steps that
 users wrote, from windows reached and windows drawn, for any seed, each with the fewest forwards in

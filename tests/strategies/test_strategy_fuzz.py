@@ -2,9 +2,9 @@
 
 Proves that the vectorised window (`strategies/`) emits the same tokens, windows, statuses, counts
 and reasons as unbounded Python lists, over random prompts (mask and stop ids among them), limits,
-thresholds at and beyond their edges, tied and distinct probabilities; that every trace keeps the
-invariants of contract.md §6; and traps 21, 22, 23 of strategies.md §7b. A failure prints the
-seed, which makes its script again. Shapes are constant, so a parametrised case compiles once.
+thresholds at and beyond their edges, tied and distinct probabilities; and that every trace keeps
+the invariants of docs/contract.md. A failure prints the seed, which makes its script again. Shapes
+are constant, so a parametrised case compiles once.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ def check_agreement(trace: Trace, truth: Result, seed: Any) -> None:
 
 
 def check_invariants(trace: Trace, case: Case, block_size: int, seed: Any) -> None:
-    """contract.md §6, as far as the trace of one mask-to-token request shows it."""
+    """The invariants, as far as the trace of one mask-to-token request shows them."""
     mask_id, prompt_len = case.limits["mask_id"], len(case.prompt)
     text: dict[int, int] = dict(enumerate(case.prompt))
     start, committing, reach = prompt_len // block_size * block_size, 0, prompt_len
@@ -289,7 +289,7 @@ def test_ar_agrees_with_a_plain_loop() -> None:
     assert reasons >= {"stop", "length", "nfe"}
 
 
-# ---- The traps of §7b that need two runs or a whole one ----
+# ---- mistakes that only two runs or a whole one show ----
 
 
 def decode(case: Case, **fields: Any) -> Trace:

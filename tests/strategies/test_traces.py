@@ -1,12 +1,10 @@
-"""The worked examples of design/strategies.md §7.2 and §7.7, step by step, as literal tests.
+"""Worked examples of `MultiBD` and `BlockDiffusion`, step by step, as literal tests.
 
-They prove that `MultiBD` and `BlockDiffusion` open, accept, commit and finish exactly as the
-notes trace it, and that the list decoder the fuzz trusts does so too: every trace runs through
-both. The numbers of §7.2 were traced on the reference's own classes. A first trace step that
-samples nothing (prompt a multiple of the block) is our prefill alone, so our first forward is the
-notes' step 2; a first step that samples (unaligned prompt) is our prefill plus our first forward.
-The reference counts prefill as a forward, we do not. Where our rule differs from the reference
-(EOS, max_tokens, what is returned) its own numbers are in the comments.
+Both open, accept, commit and finish exactly as traced by hand. Every trace also runs through the
+list decoder that the fuzz tests trust. The numbers of the state machine were traced on Diffulex's
+own classes. It samples at the end of an unaligned prefill and counts prefill as a forward; we do
+neither, so its step 2 is our first forward after an aligned prompt. Where our rule differs from
+Diffulex's (EOS, max_tokens, what is returned), the comments give its numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +25,7 @@ Forward = Mapping[int, tuple[int, float]]
 
 
 def script(forwards: Sequence[Forward]) -> tuple[np.ndarray, np.ndarray]:
-    """`{position: (token, p)}` a forward; what is not listed predicts token 1 with p = .2 (§7)."""
+    """`{position: (token, p)}` a forward; what is not listed predicts token 1 with p = .2."""
     token = np.full((FORWARDS, POSITIONS), 1, np.int32)
     prob = np.full((FORWARDS, POSITIONS), 0.2, np.float32)
     for i, row in enumerate(forwards):
@@ -113,7 +111,7 @@ def column(trace: Any, name: str) -> list[int]:
     return [int(getattr(step, name)) for step in trace.steps]
 
 
-# ---- §7.2: the state machine ----
+# ---- the state machine ----
 
 
 def test_aligned_prompt_follows_the_traced_buffer(decode: Callable[..., Any]) -> None:
@@ -197,7 +195,7 @@ def test_one_slot_spends_a_forward_on_each_commit(decode: Callable[..., Any]) ->
     assert list(trace.output) == [10] * 24
 
 
-# ---- §7.7: what ends a request ----
+# ---- what ends a request ----
 
 
 def test_eos_ends_at_once_when_nothing_before_it_is_open(decode: Callable[..., Any]) -> None:
@@ -368,7 +366,7 @@ def test_stop_goes_before_length_before_nfe(
     assert list(trace.output) == ([10] * 3 if reason == "stop" else [10] * 4)
 
 
-# ---- Rules the traces of the notes leave open: ties, strictness, opaque prompts (§7b) ----
+# ---- ties, strictness, opaque prompts ----
 
 
 def test_acceptance_is_strict_and_ties_go_to_the_lowest(decode: Callable[..., Any]) -> None:

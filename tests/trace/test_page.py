@@ -113,7 +113,7 @@ def test_legend_is_above_the_blocks():
 
 
 def test_forward_and_window_have_one_line_each():
-    words = dict(re.findall(r"<dt>(\w+)</dt><dd>(.*?)</dd>", ASSETS["html"]))
+    words = dict(re.findall(r"<dt>(\w+):</dt><dd>(.*?)</dd>", ASSETS["html"]))
     assert {"Forward", "Window"} <= words.keys()
     assert words["Forward"].startswith("one run of the model")
     assert max(map(len, words.values())) < 110
