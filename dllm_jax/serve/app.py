@@ -375,16 +375,16 @@ class Service:
         body = wire.read(await call.body(), wire.Tokenize)
         facts, text = self._ready()
         self._check_model(body.model)
-        if (body.prompt is msgspec.UNSET) == (body.messages is msgspec.UNSET):
+        if (body.prompt is None) == (body.messages is None):
             raise Refusal("give either prompt or messages, not both", param="prompt")
-        if isinstance(body.prompt, str):
+        if body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await text.run(len(body.prompt), text.ids, body.prompt, special, "prompt")
         else:
-            assert not isinstance(body.messages, msgspec.UnsetType)
-            size = sum(len(wire.text_of(turn.content)) for turn in body.messages)
+            turns = body.messages or []
+            size = sum(len(wire.text_of(turn.content)) for turn in turns)
             told = body.chat_template_kwargs
-            ids = await text.run(size, self._chat_ids, text, body.messages, told)
+            ids = await text.run(size, self._chat_ids, text, turns, told)
         names = None
         if body.return_token_strs:
             names = await text.run(len(ids), text.token_strings, ids)

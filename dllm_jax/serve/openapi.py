@@ -64,7 +64,7 @@ def document(version: str) -> dict[str, Any]:
     for (path, (kind, summary)), ref in zip(_BODIES.items(), refs, strict=True):
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if issubclass(kind, wire.Sampling):
-            content["text/event-stream"] = {"schema": _STRING}
+            content["text/event-stream"] = {"schema": {}}
         paths[path] = {
             "post": {
                 "summary": summary,

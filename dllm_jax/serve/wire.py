@@ -9,7 +9,7 @@ import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from dllm_jax.serve.refusals import Refusal, not_json, not_valid, shown
 
@@ -86,8 +86,8 @@ class Tokenize(Struct, forbid_unknown_fields=True):
     """`POST /tokenize`: a prompt or a conversation."""
 
     model: str | None = None
-    prompt: str | UnsetType = UNSET
-    messages: Annotated[list[Turn], Meta(min_length=1)] | UnsetType = UNSET
+    prompt: str | None = None
+    messages: Annotated[list[Turn], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -26,11 +26,11 @@ DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED = 101, 102, 103, 104, 105, 106
 class Script:
     """`word0 word1 ...`, four words a step, all requests at once."""
 
-    def __init__(self):
+    def __init__(self, max_model_len):
+        self._most = max_model_len
         self._live = {}
         self._ended = []
         self.num_steps = self.tokens = self.nfe = self.prompts = 0
-        self.most_live = 0
 
     def add(self, request):
         if request.params.seed == REFUSED:
@@ -39,7 +39,6 @@ class Script:
             request=request, done=0, added=time.monotonic(), nfe=0
         )
         self.prompts += len(request.prompt_token_ids)
-        self.most_live = max(self.most_live, len(self._live))
         return request.request_id
 
     def abort(self, request_id):
@@ -65,7 +64,7 @@ class Script:
                 continue
             if seed == SLEEPS and live.done:
                 time.sleep(0.3)
-            most = live.request.params.max_tokens
+            most = min(live.request.params.max_tokens, self._most)
             live.done, live.nfe = min(live.done + A_STEP, most), live.nfe + 1
             self.tokens, self.nfe = self.tokens + A_STEP, self.nfe + 1
             finish = "length" if live.done >= most else None
@@ -138,7 +137,7 @@ def make(settings, progress):
     def request(ids, suffix, fields):
         return Request(prompt_token_ids=ids, **fields)
 
-    return Served(Script(), facts, read_tokenizer(FOLDER), request)
+    return Served(Script(facts.max_model_len), facts, read_tokenizer(FOLDER), request)
 
 
 def main():
