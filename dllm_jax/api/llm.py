@@ -35,6 +35,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
+from dllm_jax.runner.runner import check_process
 from dllm_jax.runner.start import start
 
 Prompt = str | Sequence[int]
@@ -100,6 +101,7 @@ class LLM:
         progress: bool | Callable[[str, int, int], None] = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        check_process()
         fields = {field.name for field in dataclasses.fields(EngineConfig)}
         sizes = {name: value for name, value in locals().items() if name in fields}
         if tensor_parallel_size != 1:
@@ -319,13 +321,14 @@ class LLM:
 
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         where: dict[str, int] = {}
-        refusals: list[Exception] = []
+        refusals: list[BaseException] = []
         with self.engine.inbox() as inbox:
             every = _params_list(self.default_params if params is None else params, len(prompts))
             for i, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
                 try:
                     where[inbox.add(make(prompt, one))] = i
-                except Exception as error:  # a tokenizer may raise anything
+                except BaseException as error:  # a tokenizer may raise anything
+                    checks.raise_exit(error)
                     refusals.append(error)
                     outputs[i] = _refused(prompt, one, error)
             if not where:
@@ -487,7 +490,7 @@ def _params_list(params: Any, count: int) -> list[SamplingParams]:
     return every
 
 
-def _refused(prompt: Any, params: SamplingParams, error: Exception) -> RequestOutput:
+def _refused(prompt: Any, params: SamplingParams, error: BaseException) -> RequestOutput:
     empty = [CompletionOutput(i, "", [], "error") for i in range(params.n)]
     zero = Metrics(0, 0, 0, 0, 0.0, None, 0.0)
     reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

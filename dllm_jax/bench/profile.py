@@ -18,12 +18,12 @@ from typing import Any
 import jax
 
 KINDS = ("gemm", "attention", "experts", "readout", "cache", "glue", "copies")
-# Source -> kind, the first that an operation was traced through.
+# Source -> kind, the first that matches; kernels are imported under either of two paths.
 SOURCES = (
-    ("pallas_kernels/paged_attention/", "attention"),
-    ("pallas_kernels/expert_ffn/", "experts"),
+    ("kernels/paged_attention/", "attention"),
+    ("kernels/expert_ffn/", "experts"),
     ("dllm_jax/runner/readout.py", "readout"),
-    ("pallas_kernels/kv_write/", "cache"),
+    ("kernels/kv_write/", "cache"),
     ("dllm_jax/runner/cache.py", "cache"),
 )
 LIBRARY_GEMM = re.compile(

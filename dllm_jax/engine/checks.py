@@ -44,6 +44,12 @@ def real_number(name: str, value: Any, low: float = -math.inf, high: float = mat
     return float(value)
 
 
+def raise_exit(error: BaseException) -> None:
+    """Raise an exception that is to end the caller; native code's panics are no `Exception`s."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+
+
 def boolean(name: str, value: Any) -> bool:
     """True or False, Python's or NumPy's."""
     if type(value).__name__ not in ("bool", "bool_"):

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from dllm_jax.engine import checks
 from dllm_jax.engine.admission import ActiveRequest, accept
 from dllm_jax.engine.detokenize import TextStream
-from dllm_jax.engine.layout import DeviceFailure, EngineLayout
+from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import output
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
@@ -97,6 +98,8 @@ class Engine:
         self._save_snapshot = save_snapshot
         self._requests: dict[str, ActiveRequest] = {}
         self._moved: list[ActiveRequest] = []
+        self._ready: list[RequestOutput] = []  # reported, not yet handed over
+        self._is_torn = False  # a call is changing the books, or was cut short while it did
         self._rounds: deque[_Round] = deque()
         self._num_deadlines = self._num_sequences = 0
         self._step_s = 0.0
@@ -114,6 +117,7 @@ class Engine:
         Raises:
             ValueError: It can never run, or asks for what does not exist; the engine is unchanged.
         """
+        self._mend()
         number = self._counts["num_requests"]
         request_id = str(number) if request.request_id is None else request.request_id
         if request_id in self._requests:
@@ -127,13 +131,15 @@ class Engine:
             self._tokenizer,
             self._seed,
         )
-        self._requests[active.id] = active
-        self._num_sequences += len(active.sequences)
-        self._num_deadlines += active.deadline_s is not None
+        self._is_torn = True
         self._counts["num_requests"] += 1
+        self._num_sequences += len(active.sequences)
+        self._requests[active.id] = active
+        self._num_deadlines += active.deadline_s is not None
         self._counts["prompt_tokens"] += len(active.sequences[0].prompt)
         for sequence in active.sequences:
             self.scheduler.add(sequence)
+        self._is_torn = False
         return active.id
 
     def step(self) -> list[RequestOutput]:
@@ -143,6 +149,14 @@ class Engine:
             Requests that ended, and those with `stream` that moved. Empty if there is no work
             (`has_work` is False) or nothing to read yet.
         """
+        self._take_step()
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _take_step(self) -> None:
+        """A step; its outputs are `_ready`."""
+        self._mend()
+        self._is_torn = True
         if self._num_deadlines:
             self._abort_late()
         if not self.scheduler.live:  # in-flight work has no owner; exclude idle time
@@ -153,7 +167,8 @@ class Engine:
                 self._fetch(self._rounds.popleft())
         except DeviceFailure as failure:
             self._recover(failure)
-        return self._report()
+        self._report()
+        self._is_torn = False
 
     def abort(self, request_id: str) -> bool:
         """End a request with "abort" and the tokens it has; the next step returns its last output.
@@ -161,14 +176,17 @@ class Engine:
         Returns:
             False if the engine has no such request.
         """
+        self._mend()
+        self._is_torn = True
         for sequence in self.sequences(request_id):
             self._end(sequence, "abort")
+        self._is_torn = False
         return request_id in self._requests
 
     def outputs(self) -> list[RequestOutput]:
         """Current outputs of all requests; without `stream` a text comes only at its end."""
         now = self._clock()
-        return [output(active, now) for active in self._requests.values()]
+        return [output(active, now) for active in list(self._requests.values())]
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """The sequences of a request, to read, and for `snapshot.restore`."""
@@ -178,7 +196,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a further step can return outputs."""
-        return bool(self._requests or self._moved)
+        return bool(self._requests or self._moved or self._ready)
 
     def stats(self) -> Stats:
         """Current values, and counts since the engine was made."""
@@ -189,7 +207,7 @@ class Engine:
             num_waiting=self.scheduler.num_waiting,
             num_pages=pool.num_pages,
             num_pages_held=pool.num_held,
-            num_chunks_in_flight=sum(len(round_.chunks) for round_ in self._rounds),
+            num_chunks_in_flight=sum(len(round_.chunks) for round_ in list(self._rounds)),
             num_requests=counts["num_requests"],
             num_finished=counts["num_finished"],
             num_steps=counts["num_steps"],
@@ -372,8 +390,9 @@ class Engine:
             return None
         try:
             sequence.stream.feed(sequence.tokens, last)
-        except Exception as error:  # whatever a tokenizer raises ends this request alone
-            sequence.owner.error = f"the tokenizer failed: {type(error).__name__}: {error}"
+        except BaseException as error:  # whatever a tokenizer raises ends this request alone
+            checks.raise_exit(error)
+            sequence.owner.error = _tokenizer_failed(error)
             return "error"
         if sequence.stream.stopped is None:
             return None
@@ -390,10 +409,10 @@ class Engine:
             sequence.first_s = sequence.end_s
         if sequence.stream is None and self._tokenizer is not None:
             sequence.stream = TextStream(self._tokenizer, sequence.owner.params.stop)
-        sequence.finish_reason = self._feed(sequence, last=True)
-        if sequence.finish_reason is None:
-            sequence.finish_reason = reason
+        last = self._feed(sequence, last=True)
+        if last is None:
             sequence.owner.error = error or sequence.owner.error
+        sequence.finish_reason = last or reason
         sequence.drafted, sequence.saved = sequence.draft_metrics(), None
         self.drafted = DraftMetrics.together((self.drafted, sequence.drafted))
         self._counts["generated_tokens"] += sequence.placement.num_written(len(sequence.tokens))
@@ -405,7 +424,8 @@ class Engine:
         for active in list(self._requests.values()):
             if active.deadline_s is not None and now >= active.deadline_s:
                 active.is_late = True
-                self.abort(active.id)
+                for sequence in active.sequences:
+                    self._end(sequence, "abort")
 
     # --- failure ---------------------------------------------------------------------------------
 
@@ -416,14 +436,19 @@ class Engine:
     def _recover(self, failure: DeviceFailure) -> None:
         """Resume from the last fetches: the donated state is gone.
 
-        A sequence without a step since the failure before is given up: it would fail again.
+        A sequence without a step since the failure before is given up: it would fail again. So is
+        one that needs a program which cannot be compiled.
         """
         self._counts["num_failures"] += 1
         self._drop_rounds()
         lost = list(self.scheduler.live)
-        self._give_up([s for s in lost if s.nfe <= s.failed_at], failure)
-        for sequence in lost:
-            sequence.failed_at = sequence.nfe
+        if isinstance(failure, CompileFailure):
+            for sequence in [s for s in lost if s.slot in failure.slots]:
+                self._end(sequence, "error", str(failure))
+        else:
+            self._give_up([s for s in lost if s.nfe <= s.failed_at], failure)
+            for sequence in lost:
+                sequence.failed_at = sequence.nfe
         self.scheduler.lose_everything()
         try:
             self.runner.reset()
@@ -446,18 +471,55 @@ class Engine:
             return f"; it could not be saved ({type(error).__name__}: {error})"
         return f"; saved: `dllm-jax replay {path}` runs it again"
 
+    def _mend(self) -> None:
+        """Queue every sequence again if a call was cut short, by a second Ctrl-C for example.
+
+        Slots, pages and queue may disagree then. Texts start over and come to the same tokens.
+        """
+        if not self._is_torn:
+            return
+        self._drop_rounds()
+        reported = {one.request_id for one in self._ready if one.finished}
+        for request_id in reported & self._requests.keys():
+            del self._requests[request_id]
+        every = list(self._requests.values())
+        self._counts["num_finished"] = self._counts["num_requests"] - len(every)
+        self._num_deadlines = sum(active.deadline_s is not None for active in every)
+        left = [s for active in every for s in active.sequences if s.finish_reason is None]
+        for sequence in left:
+            if sequence.stream is not None:
+                params = sequence.owner.params
+                sequence.stream = TextStream(self._tokenizer, params.stop)
+        self.scheduler.start_over(left)
+        for sequence in left:
+            if reason := self._feed(sequence, last=False):
+                self._end(sequence, reason)
+        self._moved = every
+        self._is_torn = False
+
     # --- outputs ---------------------------------------------------------------------------------
 
-    def _report(self) -> list[RequestOutput]:
+    def _report(self) -> None:
         moved, self._moved = dict.fromkeys(self._moved), []
-        outputs = []
         for active in moved:
             done = all(sequence.stage == DONE for sequence in active.sequences)
             if active.id not in self._requests or not (done or active.request.stream):
                 continue
-            if done:
+            self._ready.append(self._output(active))
+            if self._ready[-1].finished:
                 del self._requests[active.id]
                 self._num_deadlines -= active.deadline_s is not None
                 self._counts["num_finished"] += 1
-            outputs.append(output(active, self._clock()))
-        return outputs
+
+    def _output(self, active: ActiveRequest) -> RequestOutput:
+        try:
+            return output(active, self._clock())
+        except BaseException as error:  # of a tokenizer, asked what may be shown
+            checks.raise_exit(error)
+            for sequence in active.sequences:
+                self._end(sequence, "error", _tokenizer_failed(error))
+            return output(active, self._clock())
+
+
+def _tokenizer_failed(error: BaseException) -> str:
+    return f"the tokenizer failed: {type(error).__name__}: {error}"

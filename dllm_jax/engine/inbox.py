@@ -1,9 +1,10 @@
-"""One engine for several callers: each output goes to the caller that added the request.
+"""One engine for several callers and threads: each output goes to the caller that added the request.
 
 `LLM.generate`, streams and a caller's own `engine.step()` may share an engine. Any caller's step
 advances every request; an `Inbox` keeps the outputs of its own requests until they are read.
 """
 
+import contextlib
 import inspect
 import os
 import signal
@@ -20,15 +21,50 @@ from dllm_jax.engine.requests import Request, RequestOutput, StreamEvent
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
+FORKED = (
+    "this process was forked from one that has an engine, whose threads a fork does not copy; "
+    'start it by multiprocessing.get_context("spawn")'
+)
+
+
 class SharedEngine(Engine):
-    """An engine that keeps each output for its caller. Use it from one thread at a time."""
+    """An engine that keeps each output for its caller; threads take turns.
+
+    Raises:
+        RuntimeError: In any call of a forked child, in which the device's threads do not exist.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._process = os.getpid()
+        self._lock, self._next = threading.RLock(), threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
         self._dropped: deque[str] = deque()
         self._is_stepping = self._has_warned = False
+
+    def add(self, request: Request) -> str:
+        """`Engine.add`; a Ctrl-C meanwhile ends the request, whose id the caller never sees."""
+        return self.add_to(None, request)
+
+    def add_to(self, inbox: "Inbox | None", request: Request) -> str:
+        """Queue a request whose outputs go to an inbox."""
+        request_id = None
+        try:
+            with InterruptsHeld(), self._turn():
+                request_id = super().add(request)
+                if inbox is not None:
+                    self._boxes[request_id] = inbox.expect(request_id)
+            return request_id
+        except BaseException:
+            if request_id is not None:
+                self.drop(request_id)
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """See `Engine.abort`."""
+        with self._turn():
+            return super().abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """`Engine.step` for requests added by `add`; Ctrl-C waits until the step ends."""
@@ -37,6 +73,23 @@ class SharedEngine(Engine):
         outputs, self._unclaimed = self._unclaimed, []
         return outputs
 
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's turn; of two threads that loop over turns, neither waits for long."""
+        self.check_process()
+        try:
+            with self._next:  # a thread that waits here goes before the one whose turn it is
+                self._lock.acquire()
+            yield
+        finally:
+            if self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.release()
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if os.getpid() != self._process:
+            raise RuntimeError(FORKED)
+
     @property
     def has_work(self) -> bool:
         """Whether a further step can bring anything."""
@@ -44,34 +97,44 @@ class SharedEngine(Engine):
 
     def inbox(self) -> "Inbox":
         """A place for the outputs of one caller's requests."""
+        self.check_process()
         return Inbox(self)
 
     def advance(self) -> None:
         """Take a step and distribute its outputs. Call it with interrupts held."""
-        self._is_stepping = True
-        try:
-            for output in super().step():
-                self._boxes.get(output.request_id, self._unclaimed).append(output)
-                if output.finished:
-                    self._boxes.pop(output.request_id, None)
-        finally:
-            self._is_stepping = False
-            while self._dropped:
-                self.abort(self._dropped.popleft())
+        with self._turn():
+            self._is_stepping = True
+            try:
+                self._take_step()
+                while self._ready:  # an output is given twice rather than lost
+                    output = self._ready[0]
+                    self._boxes.get(output.request_id, self._unclaimed).append(output)
+                    if output.finished:
+                        self._boxes.pop(output.request_id, None)
+                    del self._ready[0]
+            finally:
+                self._is_stepping = False
+                self._abort_dropped()
         if not self._has_warned and (message := draft_warning(self.drafted)):
             self._has_warned = True
             warnings.warn(message, stacklevel=1 + _depth())
 
-    def claim(self, request_id: str, box: deque[RequestOutput]) -> None:
-        """Send the request's outputs to `box` from now on."""
-        self._boxes[request_id] = box
-
     def drop(self, request_id: str) -> None:
-        """Abort a request: at once, or after the step in which a garbage collection asks for it."""
-        if self._is_stepping:
-            self._dropped.append(request_id)
-        else:
-            self.abort(request_id)
+        """Abort a request: at once, or after the step during which it is asked for."""
+        if os.getpid() != self._process:
+            return
+        self._dropped.append(request_id)
+        try:
+            # A garbage collection may ask for it: never wait for another thread.
+            if self._lock.acquire(blocking=False) and not self._is_stepping:
+                self._abort_dropped()
+        finally:
+            if self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.release()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            super().abort(self._dropped.popleft())
 
 
 class Inbox:
@@ -87,10 +150,12 @@ class Inbox:
 
     def add(self, request: Request) -> str:
         """Queue a request, as `Engine.add`."""
-        request_id = self._engine.add(request)
-        self._engine.claim(request_id, self._box)
+        return self._engine.add_to(self, request)
+
+    def expect(self, request_id: str) -> deque[RequestOutput]:
+        """Where the outputs of a request go."""
         self._left.add(request_id)
-        return request_id
+        return self._box
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self

@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from dllm_jax.engine import checks
@@ -186,3 +186,11 @@ class Placement:
 
 class DeviceFailure(RuntimeError):
     """A program failed on the device: the donated state, pools included, is gone."""
+
+
+class CompileFailure(DeviceFailure):
+    """A program cannot be traced; it concerns only the requests in `slots`."""
+
+    def __init__(self, message: str, slots: Collection[int]):
+        super().__init__(message)
+        self.slots = slots

@@ -453,6 +453,21 @@ class Scheduler:
         sequence.slot, sequence.in_flight = -1, 0
         sequence.epoch += 1
 
+    def start_over(self, sequences: Iterable[Sequence]) -> None:
+        """Empty slots, queue and pool, whatever their state; the sequences wait, not yet begun."""
+        layout = self.layout
+        self.pool.reset()
+        self.slots = [None] * layout.num_slots
+        self._free_slots = list(range(layout.num_slots - 1, -1, -1))
+        self.live, self._waiting = [], []
+        for sequence in sequences:
+            sequence.stage, sequence.slot = WAITING, -1
+            sequence.epoch += 1
+            sequence.pages, sequence.covered, sequence.in_flight = [], 0, 0
+            sequence.saved = sequence.boundary = sequence.chain = None
+            sequence.prompt_published, sequence.failed_at = False, -1
+            self.add(sequence)
+
     def lose_everything(self) -> None:
         """Free every page and queue every live sequence again: the pools are gone."""
         for sequence in list(self.live):

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import dataclasses
 import operator
+import os
 import queue
 import threading
 import time
@@ -20,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax.engine.layout import DeviceFailure, EngineLayout, PassKind, Placement
+from dllm_jax.engine.inbox import FORKED
+from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, PassKind, Placement
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
@@ -200,30 +202,50 @@ class ModelRunner:
         self._tasks.put((future, task, args, self.memory))
         return future
 
-    def run(self, call: Call) -> Future:
-        """Dispatch a program over the state; the state it returns replaces the donated one."""
+    def run(self, call: Call, slots: Sequence[int] = ()) -> Future:
+        """Dispatch a program over the state; the state it returns replaces the donated one.
+
+        Args:
+            slots: The slots that need it.
+
+        Raises:
+            CompileFailure: It cannot be traced; nothing was run and the state is as it was.
+        """
         self._flush()
-        is_new = call.key not in self.compiled
-        if is_new:
+        if call.key not in self.compiled:
+            self._submit(self._compile, call, slots).result()
             self.compiled.add(call.key)
             self.num_late_compiles += self._warm
-        return self._submit(self._call, call, is_new)
+        return self._submit(self._call, call)
 
     def lower(self, call: Call) -> jax.stages.Lowered:
         """A call's program, lowered from the shapes of the state; nothing runs."""
         return call.lower(self.shapes())
 
-    def _call(self, call: Call, is_new: bool) -> Any:
+    def _here(self, call: Call) -> tuple[DecodeState, Call]:
+        """The state, and a call whose arguments were computed."""
         if self.state is None:  # dispatched behind a failure
             raise self._lost or DeviceFailure("the device has no state yet; call reset()")
-        state, self.state = self.state, None
+        args = [arg.result() if isinstance(arg, Future) else arg for arg in call.args]
+        return self.state, dataclasses.replace(call, args=tuple(args))
+
+    def _compile(self, call: Call, slots: Sequence[int]) -> None:
+        """Compile a program; `_call` finds it: jit keeps one cache for both."""
+        state, call = self._here(call)
+        began = time.perf_counter()
         try:
-            args = [arg.result() if isinstance(arg, Future) else arg for arg in call.args]
-            call = dataclasses.replace(call, args=tuple(args))
-            if is_new:  # the call below finds it compiled: jit keeps one cache for both
-                began = time.perf_counter()
-                call.lower(state).compile()
-                self.compile_s += time.perf_counter() - began
+            call.lower(state).compile()
+        except (DeviceFailure, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:
+            what = f"{' '.join(map(str, call.key))} cannot be compiled"
+            raise CompileFailure(f"{what}: {type(error).__name__}: {error}", slots) from error
+        self.compile_s += time.perf_counter() - began
+
+    def _call(self, call: Call) -> Any:
+        state, call = self._here(call)
+        self.state = None
+        try:
             self.state, rest = call.program(call.programs, state, *call.args, **call.static)
         except BaseException as error:
             # Often the caller waits for a later program, which must report this error.
@@ -255,7 +277,7 @@ class ModelRunner:
         admitted, self._admitted = self._admitted, []
         pieces, self._pieces = self._pieces, []
         if admitted:
-            self.run(self.admit_call(admitted))
+            self.run(self.admit_call(admitted), [slot for slot, _, _ in admitted])
         # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
         for i in range(0, len(pieces), count):
@@ -282,7 +304,7 @@ class ModelRunner:
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
     ) -> None:
         """Put a fetched slot back, with its output so far; its pages hold its prefix again."""
-        self.run(self.restore_call(slot, placement, saved, tokens))
+        self.run(self.restore_call(slot, placement, saved, tokens), [slot])
 
     def restore_call(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -352,7 +374,7 @@ class ModelRunner:
         words = np.concatenate([piece.words for piece in pieces])
         columns = words.shape[1] - packing.piece_fields(size).size
         self.passes[size, columns, kind, len(pieces)] += 1
-        done = self.run(self.prefill_call(words, size, kind))
+        done = self.run(self.prefill_call(words, size, kind), [piece.slot for piece in pieces])
         done.add_done_callback(lambda done: _pass_on(done, [piece.boundary for piece in pieces]))
 
     def prefill_call(self, words: np.ndarray, size: int, kind: PassKind) -> Call:
@@ -370,7 +392,7 @@ class ModelRunner:
         if boundary is None and last and last[0] == slot and not self._absorbs:
             self._admitted[-1] = (*last[:2], True)
             return
-        self.run(self.begin_call(slot, boundary))
+        self.run(self.begin_call(slot, boundary), [slot])
 
     def begin_call(self, slot: int, boundary: Any = None) -> Call:
         """See `begin`."""
@@ -399,7 +421,8 @@ class ModelRunner:
             num_steps: Steps at most.
             early: Stop as soon as one of them ends.
         """
-        return Chunk(self.run(self.decode_call(rows, num_active, pages, num_steps, early)))
+        call = self.decode_call(rows, num_active, pages, num_steps, early)
+        return Chunk(self.run(call, rows[:num_active].tolist()))
 
     def decode_call(
         self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
@@ -547,6 +570,24 @@ def _pass_on(done: Future, others: Sequence[Future]) -> None:
 _workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = (
     weakref.WeakKeyDictionary()
 )
+
+
+_is_forked_from_engine = False
+
+
+def _note_fork() -> None:
+    global _is_forked_from_engine
+    _is_forked_from_engine = _is_forked_from_engine or bool(_workers)
+    _workers.clear()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_process() -> None:
+    """Raise RuntimeError in a child forked from a process with an engine: it would hang."""
+    if _is_forked_from_engine:
+        raise RuntimeError(FORKED)
 
 
 @atexit.register

@@ -44,7 +44,7 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
         model, split_knobs(STRATEGY)[0], {}, dataclasses.replace(layout, many_rows=many_rows)
     )
     ran, call = [], device._call
-    device._call = lambda one, is_new: ran.append(one.program) or call(one, is_new)
+    device._call = lambda one: ran.append(one.program) or call(one)
     made = Engine(device)
     rng = np.random.default_rng(2)
     for number in range(4):
@@ -86,7 +86,7 @@ def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, models.MASK, 16).tolist() for _ in range(size)]
     ran, call = [], made.runner._call
-    made.runner._call = lambda one, is_new: ran.append(one.program) or call(one, is_new)
+    made.runner._call = lambda one: ran.append(one.program) or call(one)
     for _ in range(2):
         ran.clear()
         for prompt in prompts:
