@@ -32,6 +32,7 @@ _OUTSIDE = {
     "mask_embedding.pt": "mask_embedding.pt replaces a row of the target's embedding (MiMo), which "
     "is not supported; use a draft whose mask is a row of that"
 }
+_MOST_EXPERTS = 100_000  # of all layers, beyond what the files have tensors for
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -44,11 +45,11 @@ def inspect(
     """Describe a checkpoint folder; see `dllm_jax.loading.checkpoints.inspect`."""
     folder = Path(src)
     report = Report(source=os.fspath(src), folder=folder, kind="hf")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         return dataclasses.replace(report, problems=(_not_a_folder(folder),))
-    if (folder / META).is_file():
+    if (folder / META).exists():
         report = describe(folder, os.fspath(src), networks)
-    elif not (folder / "config.json").is_file():
+    elif not (folder / "config.json").exists():
         text = "no config.json in the folder; give the folder of a Hugging Face checkpoint"
         if (folder / PARAMS).is_dir():
             text = f"no {META} beside {PARAMS}, as converted folders have; {AGAIN}"
@@ -70,7 +71,9 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     small = quantised(shards.tensors)
     problems += small
     places: tuple[Placement, ...] = ()
-    if param_shapes is not None and not small:
+    if param_shapes is not None and (text := _too_many(param_shapes(np.float32), shards.tensors)):
+        problems.append(text)
+    elif param_shapes is not None and not small:
         asked = _asked(folder, parsed, param_shapes(np.float32), shards.tensors)
         differences, remarks = compare(asked, shards.tensors, allow_extra=allow_extra)
         problems += differences
@@ -131,7 +134,7 @@ def _last(name: str) -> str:
 
 
 def _not_a_folder(path: Path) -> str:
-    if path.is_file():
+    if os.path.isfile(path):
         return "is a file; give the folder that holds config.json and the .safetensors files"
     return "does not exist; give the folder of a checkpoint"
 
@@ -141,7 +144,7 @@ def _read_config(folder: Path, networks: Networks, problems: list[str]) -> Any:
     try:
         config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        generation_config = read_json(generation) if generation.is_file() else None
+        generation_config = read_json(generation) if generation.exists() else None
         facts = read_facts(folder)
         return networks.parse_config(config, generation_config, facts, name=_folder_name(folder))
     except ConfigError as error:
@@ -158,6 +161,21 @@ def _asked(folder: Path, parsed: Any, shapes: Any, held: Mapping[str, Stored]) -
     further = read_json(folder / "config.json").get("num_nextn_predict_layers")
     further_layers = further if isinstance(further, int) and further > 0 else 0
     return Asked(parsed.config, table, shapes, places, further_layers)
+
+
+def _too_many(shapes: Any, held: Mapping[str, Stored]) -> str | None:
+    """A problem where the config has far more experts than the files have tensors.
+
+    Checked before a name is made for each of them.
+    """
+    leaves = [layer["experts_down"] for layer in shapes["layers"] if "experts_down" in layer]
+    experts = sum(leaf.shape[0] for leaf in leaves)
+    if experts <= _MOST_EXPERTS + 10 * len(held):
+        return None
+    return (
+        f"num_experts={leaves[0].shape[0]} asks for {experts} experts in all but the files hold "
+        f"{len(held)} tensor(s); correct config.json"
+    )
 
 
 def _folder_name(folder: Path) -> str:

@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from .dtypes import STORED, all_finite
 from .rules import Array, ConversionError, Shape, listed
@@ -22,6 +24,8 @@ from .shards import ADAPTER, Shards, Stored, read_header
 from .tokenizer_files import json_object, read_json
 
 CONFIG = "adapter_config.json"
+MOST_SECONDS = 2.0  # for all patterns of an adapter
+_LONGEST_PATTERN = 1000
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?"
@@ -108,15 +112,19 @@ def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
         )
     read = functools.lru_cache(maxsize=8)(functools.partial(_read, folder / ADAPTER))
     factors: dict[str, Factors] = {}
+    until = time.monotonic() + MOST_SECONDS
     for module, (down, up) in pairs.items():
         base = shapes.get(f"{module}.weight")
         try:
             if base is not None:
-                scale = _scale(config, module, _rank(module, down.shape, up.shape))
+                scale = _scale(config, module, _rank(module, down.shape, up.shape), until)
                 factors[f"{module}.weight"] = made = Factors(
                     read, down, up, scale, base[-1], bool(config.get("fan_in_fan_out"))
                 )
                 _check_shape(module, made, base)
+        except TimeoutError as error:
+            problems.append(str(error))
+            break
         except ValueError as error:
             problems.append(str(error))
     if not tensors:
@@ -196,10 +204,10 @@ def _pairs(tensors: Mapping[str, Stored], problems: list[str]) -> dict[str, tupl
     return {module: (p["A"], p["B"]) for module, p in pairs.items() if p.keys() == set("AB")}
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+def _scale(config: Mapping[str, Any], module: str, rank: int, until: float) -> float:
     """The factor of a module's product: alpha / r, or alpha / sqrt(r) of rsLoRA."""
-    stated = _of_module(config, "rank_pattern", module, config.get("r"))
-    alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"))
+    stated = _of_module(config, "rank_pattern", module, config.get("r"), until)
+    alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"), until)
     if stated != rank:
         raise ValueError(f"{module}.lora_A has rank {rank} but {CONFIG} says {stated}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
@@ -207,13 +215,21 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_module(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
+def _of_module(config: Mapping[str, Any], key: str, module: str, usual: Any, until: float) -> Any:
     """A module's own value: of the first pattern that its name ends with, as in PEFT."""
     for pattern, value in json_object(config.get(key)).items():
         try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            left = until - time.monotonic()
+            if left <= 0 or len(pattern) > _LONGEST_PATTERN:
+                raise TimeoutError
+            if regex.fullmatch(rf"(.*\.)?({pattern})", module, timeout=left):
                 return value
-        except re.error as error:
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{key}: {pattern[:80]!r} is too long or takes more than {MOST_SECONDS:g} s to "
+                "match; name the modules"
+            ) from error
+        except regex.error as error:
             raise ValueError(f"{key}: {pattern!r} is no regular expression ({error})") from error
     return usual
 

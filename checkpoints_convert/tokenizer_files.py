@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .config.special_tokens import TokenizerFacts
+from .small_files import read_bytes
 
 # Every file a tokenizer may consist of; these travel with a converted checkpoint.
 TOKENIZER_FILES = (
@@ -26,6 +27,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json")  # one of them makes a tokenizer
+_MOST_LEVELS = 100  # of nested JSON
 _LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old name of one thing
 
 
@@ -68,14 +70,14 @@ def present(folder: Path) -> tuple[str, ...]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds a vocabulary."""
-    return any((folder / name).is_file() for name in _VOCABULARIES)
+    return any((folder / name).exists() for name in _VOCABULARIES)
 
 
 def digest(folder: Path) -> str:
     """SHA-256 over the names and contents of a folder's tokenizer files."""
     total = hashlib.sha256()
     for name in present(folder):
-        total.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+        total.update(name.encode() + b"\0" + read_bytes(folder / name) + b"\0")
     return total.hexdigest()
 
 
@@ -221,9 +223,7 @@ def _text(token: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    return read_json(path)
+    return read_json(path) if path.exists() else {}
 
 
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
@@ -233,15 +233,32 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
         remedy: The error's remedy for an invalid file.
 
     Raises:
-        ValueError: If the file is not UTF-8, not JSON or no object.
+        ValueError: If it is no regular file, too large, not UTF-8, not JSON, nested too deep or
+            no object.
     """
+    data = read_bytes(path)
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path.name} is not valid JSON ({error}); {remedy}") from error
+        value: Any = json.loads(data.decode("utf-8"))
+        _require_shallow(value)
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path.name} is not valid JSON ({why}); {remedy}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} must hold a JSON object, not {json.dumps(value)[:20]}")
     return json_object(value)
+
+
+def _require_shallow(value: Any) -> None:
+    """Raise `RecursionError` for JSON that nests deeper than any file of a model."""
+    level: list[Any] = [[value]]
+    for _ in range(_MOST_LEVELS):
+        parts: Iterable[Iterable[Any]] = (
+            json_object(part).values() if isinstance(part, dict) else part for part in level
+        )
+        level = [item for part in parts for item in part if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise RecursionError
 
 
 def json_object(value: Any) -> dict[str, Any]:

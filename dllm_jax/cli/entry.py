@@ -13,7 +13,7 @@ import traceback
 import warnings
 from typing import NoReturn
 
-from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.errors import UsageError, fitted, one_line
 from dllm_jax.cli.interrupt import Interrupt, Interrupted
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
@@ -136,7 +136,7 @@ def _main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except UsageError as error:
-        return _fail(str(error), BAD_USAGE, debug)
+        return _fail(one_line(error), BAD_USAGE, debug)
     except Exception as error:
         return _fail(one_line(error), FAILED, debug)
 
@@ -157,7 +157,7 @@ def _fail(message: str, status: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {fitted(message)}", file=sys.stderr, flush=True)
     return status
 
 

@@ -2,6 +2,8 @@
 
 from dllm_jax.engine.layout import DeviceFailure
 
+MOST_BYTES = 1000  # of an error line
+
 
 class UsageError(ValueError):
     """A command line that is not valid: exit status 2."""
@@ -14,7 +16,11 @@ def one_line(error: BaseException) -> str:
             f"{error.object[error.start]!r} cannot be written as {error.encoding}; "
             "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
         )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        said = str(error)
+    except Exception:  # of a class of the user, or a value of one
+        said = "its message cannot be shown"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     if isinstance(error, DeviceFailure):
         lines = lines[:1]  # a table of allocations follows
     text = "; ".join(lines)
@@ -22,3 +28,13 @@ def one_line(error: BaseException) -> str:
     if plain and text:
         return text
     return f"{type(error).__name__}: {text or 'no message'} (--debug shows where)"
+
+
+def fitted(message: str) -> str:
+    """A message of which `error: ...` fits `MOST_BYTES`: a longer one loses its middle."""
+    data, room = message.encode(errors="replace"), MOST_BYTES - len("error: \n")
+    if len(data) <= room:
+        return message
+    half = (room - len(" ... ")) // 2
+    begin, end = (part.decode(errors="ignore") for part in (data[:half], data[-half:]))
+    return f"{begin} ... {end}"

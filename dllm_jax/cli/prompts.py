@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.convert.small_files import MOST_BYTES, read_bytes
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -76,10 +77,12 @@ def read_file(kind: str, name: str) -> str:
     if name == "-" and sys.stdin is None:
         raise ValueError("stdin cannot be read: it is closed; give a text or a file")
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        data = sys.stdin.buffer.read(MOST_BYTES + 1) if name == "-" else read_bytes(Path(name))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(f"{what} cannot be read: {reason}; check the path") from error
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{what} has more than {MOST_BYTES} bytes; give less at a time")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

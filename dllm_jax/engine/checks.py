@@ -1,10 +1,13 @@
 """Checks of a user's values: each returns the value as plain Python, or raises ValueError."""
 
 import contextlib
+import difflib
+import functools
+import inspect
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MOST = 2**31 - 1  # the largest count that fits the device's int32
@@ -93,6 +96,32 @@ def overrides(values: Any) -> dict[str, float]:
     return {
         name: real_number(f"strategy_overrides[{name!r}]", value) for name, value in values.items()
     }
+
+
+def known_fields[T: type](**nearest: str) -> Callable[[T], T]:
+    """Make a class refuse unknown keywords by name, with the nearest one that it has.
+
+    Args:
+        nearest: What comes nearest to keywords that are spelled differently.
+    """
+
+    def wrap(kind: T) -> T:
+        make = kind.__init__
+        fields = list(inspect.signature(make).parameters)[1:]
+
+        @functools.wraps(make)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            for name in given.keys() - set(fields):
+                close = difflib.get_close_matches(name, fields, 1)
+                near = nearest.get(name) or next(iter(close), None)
+                known = f"the nearest is {near}" if near else f"it has {', '.join(fields)}"
+                raise TypeError(f"{kind.__name__} has no field {name!r}; {known}")
+            make(self, *args, **given)
+
+        kind.__init__ = checked
+        return kind
+
+    return wrap
 
 
 def set_fields(frozen: Any, values: Mapping[str, Any]) -> None:

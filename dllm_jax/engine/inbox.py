@@ -1,4 +1,4 @@
-"""One engine for several callers and threads: each output goes to the caller that added the request.
+"""One engine for several callers and threads: outputs go to the caller that added the request.
 
 `LLM.generate`, streams and a caller's own `engine.step()` may share an engine. Any caller's step
 advances every request; an `Inbox` keeps the outputs of its own requests until they are read.

@@ -9,7 +9,6 @@ library itself ends a transfer on Ctrl-C; hf_xet fetches the parts of a file in 
 import contextlib
 import errno
 import glob
-import json
 import logging
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES
+from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES, read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -345,7 +344,7 @@ def _counter(bar: tqdm) -> Any:
 def _indexed(folder: Path) -> list[str] | None:
     """The files that the index names; None without an index, or one that cannot be read."""
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(folder / INDEX)["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None  # reading the folder reports what is wrong with the index
     return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)

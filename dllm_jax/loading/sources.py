@@ -43,8 +43,8 @@ def find_folder(source: str, revision: str | None = None) -> Path:
             raise LoadError(f"{source!r} is no built-in model; known are {join(known)}")
         return BUILTIN / name
     folder = Path(source)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
+        what = "is a file" if os.path.exists(folder) else "does not exist"
         raise LoadError(
             f"model {source!r} {what}; give a folder with config.json and .safetensors files, "
             "a hub id org/name, builtin:NAME or random:NAME"
@@ -82,8 +82,8 @@ def find_adapter(lora: str | os.PathLike[str]) -> Path:
     name = os.fspath(lora)
     if _is_hub_id(name):
         return _fetched(hub.fetch_adapter, name, None)
-    if not name or not (Path(name) / hub.ADAPTER_CONFIG).is_file():
-        what = f"holds no {hub.ADAPTER_CONFIG}" if Path(name).is_dir() else "is no folder"
+    if not name or not os.path.exists(Path(name) / hub.ADAPTER_CONFIG):
+        what = f"holds no {hub.ADAPTER_CONFIG}" if os.path.isdir(Path(name)) else "is no folder"
         raise LoadError(
             f"lora={name!r} {what}; give the folder of a PEFT adapter, or a hub id org/name"
         )
@@ -92,7 +92,7 @@ def find_adapter(lora: str | os.PathLike[str]) -> Path:
 
 def _is_hub_id(source: str) -> bool:
     """Whether a source is to be looked for at the hub."""
-    return _HUB_ID.fullmatch(source) is not None and not Path(source).exists()
+    return _HUB_ID.fullmatch(source) is not None and not os.path.exists(source)
 
 
 def _fetched(fetch: Callable[[str, str | None], Path], name: str, revision: str | None) -> Path:

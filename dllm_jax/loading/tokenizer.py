@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.convert import tokenizer_files
+from dllm_jax.convert.small_files import MOST_TEMPLATE_BYTES, read_text
 from dllm_jax.convert.tokenizer_files import TokenizerParts
 
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
@@ -164,7 +165,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> Any:
     """The folder's own: a text, a list of named ones, or None."""
     beside, older = folder / "chat_template.jinja", folder / "chat_template.json"
     if beside.is_file():
-        return beside.read_text(encoding="utf-8") or None
+        return read_text(beside, MOST_TEMPLATE_BYTES) or None
     if settings.get("chat_template"):
         return settings["chat_template"]
     if older.is_file():

@@ -90,7 +90,7 @@ def test_turn_that_is_too_long_is_dropped(argv, answer, capsys, monkeypatch):
 
 def signal_at_step(monkeypatch, number, after):
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
-    step, calls = Engine.step, []
+    step, calls = Engine._take_step, []
 
     def signalled(engine):
         calls.append(1)
@@ -98,7 +98,7 @@ def signal_at_step(monkeypatch, number, after):
             signal.raise_signal(number)
         return step(engine)
 
-    monkeypatch.setattr(Engine, "step", signalled)
+    monkeypatch.setattr(Engine, "_take_step", signalled)
 
 
 def test_interrupt_stops_the_answer_and_keeps_what_there_is(argv, answer, capsys, monkeypatch):

@@ -184,7 +184,7 @@ def interrupted_run(monkeypatch, number, after, argv):
     from dllm_jax.engine.engine import Engine
 
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
-    step, calls = Engine.step, []
+    step, calls = Engine._take_step, []
 
     def signalled(engine):
         calls.append(1)
@@ -192,7 +192,7 @@ def interrupted_run(monkeypatch, number, after, argv):
             signal.raise_signal(number)
         return step(engine)
 
-    monkeypatch.setattr(Engine, "step", signalled)
+    monkeypatch.setattr(Engine, "_take_step", signalled)
     return main(["generate", *argv])
 
 

@@ -63,6 +63,14 @@ class EngineMachine(stateful.RuleBasedStateMachine):
         self.world.fail(random.Random(seed))
 
     @stateful.rule(seed=SEEDS)
+    def mistrace(self, seed: int) -> None:
+        self.world.mistrace(random.Random(seed))
+
+    @stateful.rule(seed=SEEDS)
+    def interrupt(self, seed: int) -> None:
+        self.world.interrupt(random.Random(seed))
+
+    @stateful.rule(seed=SEEDS)
     def wait(self, seed: int) -> None:
         self.world.wait(random.Random(seed))
 
@@ -89,6 +97,7 @@ def run_many(first_seed: int, count: int, host: ModuleType = HOST) -> Counter[st
 def assert_everything_happened(counts: Counter[str]) -> None:
     """A run that met no shortage, hit, failure, ... would prove little."""
     wanted = "length stop nfe repetition abort error cut refused hits cached evictions preempted"
+    wanted += " interrupts untraceable panics"
     assert [name for name in (*wanted.split(), "preempt", "failures") if not counts[name]] == []
     assert counts["cut"] < counts["ended"] / 2
 

@@ -7,8 +7,11 @@ alone (`fake_device.alone`) or, where it was cut short, with a beginning of them
 """
 
 import dataclasses
+import contextlib
 import random
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -37,6 +40,8 @@ ACTIONS = {
     "abort": 1,
     "preempt": 2,
     "fail": 0.4,
+    "mistrace": 0.4,
+    "interrupt": 1,
     "wait": 1,
 }
 
@@ -63,15 +68,20 @@ class Expected:
     spoken: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
+class Panic(BaseException):
+    """What a tokenizer's native code raises: no `Exception`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Letters:
     """A tokenizer: a letter an id; it fails at one of them."""
 
     breaks_at: int = -1
+    failure: type[BaseException] = OverflowError
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         if self.breaks_at in ids:
-            raise OverflowError("no such letter")
+            raise self.failure("no such letter")
         return "".join(chr(ord("a") + token) for token in ids)
 
 
@@ -92,12 +102,17 @@ class World:
         cost = Cost(0.0001, rng.choice((0.00001, 0.001))) if rng.random() < 0.5 else None
         self.clock = Clock()
         self.device = FakeDevice(self.layout, host.layout.DeviceFailure, self.clock, cost)
-        self.tokenizer = rng.choice((None, None, Letters(), Letters(breaks_at=9)))
+        self.tokenizer = rng.choice(
+            (None, None, Letters(), Letters(breaks_at=9), Letters(9, Panic))
+        )
+        self.device.compile_failure = host.layout.CompileFailure
         self.engine = host.engine.Engine(
             self.device, self.tokenizer, seed=ENGINE_SEED, clock=self.clock
         )
         self.scheduler = self.engine.scheduler
         self.expected: dict[str, Expected] = {}
+        self.foreign: set[str] = set()
+        self.was_interrupted = False
         self.texts: list[list[int]] = [
             [rng.randrange(VOCAB - 1) for _ in range(self.layout.max_model_len)] for _ in range(3)
         ]
@@ -142,13 +157,14 @@ class World:
         preempted = {id(s): s.num_preemptions for s in scheduler.live}
         blocked = {id(s) for s in self._waiting() if waits_for_leader(s, self.host)}
         failures, now = self.device.num_failures, self.clock.now
+        was_torn = self.engine._is_torn
         outputs = self.engine.step()
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             self._read(output)
         for one in self.expected.values():
             assert one.deadline is None or one.deadline > now, "a deadline was let pass"
-        if self.device.num_failures == failures:
+        if self.device.num_failures == failures and not was_torn:
             self._check_order(before, preempted, blocked)
         self.check()
 
@@ -178,13 +194,46 @@ class World:
             self.device.planned.append("reset")
         self.counts["planned"] += 1
 
+    def mistrace(self, rng: random.Random) -> None:
+        """Let a program soon be one that cannot be traced."""
+        self.device.untraceable = [rng.choice(("decode", "decode", "prefill", "admit"))]
+
+    def interrupt(self, rng: random.Random) -> None:
+        """Raise KeyboardInterrupt at any line of the engine, in `add`, `step` or `abort`."""
+        name = rng.choice(("step", "step", "step", "add", "abort"))
+        with interrupted_at(self.host.engine.__file__, rng.randrange(120)):
+            try:
+                if name == "step":
+                    for output in self.engine.step():
+                        self._read(output)
+                elif name == "add":
+                    self.engine.add(self._draw_request(rng))
+                elif self.expected:
+                    chosen = rng.choice(list(self.expected))
+                    self.expected[chosen].aborted = True
+                    self.engine.abort(chosen)
+            except (KeyboardInterrupt, ValueError) as error:
+                self.counts["interrupts"] += isinstance(error, KeyboardInterrupt)
+        self.was_interrupted = True
+        # What `add` took, but did not return the id of.
+        self.foreign |= self.engine._requests.keys() - self.expected.keys()
+        for request_id in self.foreign:
+            self.engine.abort(request_id)
+        # What ended in a `step` that did not return.
+        ready = {output.request_id for output in self.engine._ready}
+        for request_id in self.expected.keys() - self.engine._requests.keys() - ready:
+            del self.expected[request_id]
+        self.num_sequences = self.engine._num_sequences
+        self.num_added = self.engine.stats().num_requests
+        self.step()
+
     def wait(self, rng: random.Random) -> None:
         """Let time pass."""
         self.clock.now += rng.choice((0.001, 0.01, 0.1))
 
     def drain(self) -> None:
         """Run to the end: bounded, and nothing is left."""
-        self.device.planned = []
+        self.device.planned, self.device.untraceable = [], []
         work = sum(
             len(one.request.prompt_token_ids) + sum(9 * len(t.raw) + 9 for t in one.truths)
             for one in self.expected.values()
@@ -199,9 +248,11 @@ class World:
         assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
         assert stats.num_requests == self.num_added == stats.num_finished
         assert self.engine.step() == []
-        if self.tokenizer is None:  # stop strings take tokens back
+        if self.was_interrupted:
+            self.counts["drained"] += 1
+        elif self.tokenizer is None:  # stop strings take tokens back
             assert stats.generated_tokens == self.num_tokens
-        assert stats.nfe == self.num_forwards
+        assert self.was_interrupted or stats.nfe == self.num_forwards
         self.counts["late"] += stats.num_late_compiles
         self.counts["preempted"] += stats.num_preemptions
         self.counts["hits"] += stats.prefix_hits
@@ -296,6 +347,9 @@ class World:
 
     def _read(self, output: Any) -> None:
         """What a step reports of a request."""
+        if output.request_id in self.foreign:
+            self.foreign -= {output.request_id} if output.finished else set()
+            return
         one = self.expected[output.request_id]  # a KeyError: it ended twice
         assert output.prompt_token_ids == list(one.request.prompt_token_ids)
         assert [sequence.index for sequence in output.outputs] == list(range(one.request.params.n))
@@ -334,9 +388,12 @@ class World:
         unreadable = (
             is_error
             and getattr(self.tokenizer, "breaks_at", -1) in sequence.token_ids
-            and (said.startswith("the tokenizer failed: OverflowError") or not is_alone)
+            and (said.startswith("the tokenizer failed: ") or not is_alone)
         )
-        if cut or gave_up or unreadable:
+        untraceable = is_error and ("no such rows" in said or not is_alone)
+        if cut or gave_up or unreadable or untraceable:
+            self.counts["untraceable"] += "no such rows" in said
+            self.counts["panics"] += "Panic" in said
             self.counts["cut"] += 1
             return
         assert (sequence.token_ids, sequence.finish_reason) == (truth.tokens, truth.reason)
@@ -418,6 +475,28 @@ class World:
         for sequence in waiting:
             if sequence.num_preemptions > preempted.get(id(sequence), NO_LIMIT):
                 assert all(other.rank < sequence.rank for other in live), "the wrong one gave way"
+
+
+@contextlib.contextmanager
+def interrupted_at(path: str, line: int) -> Iterator[None]:
+    """KeyboardInterrupt at so many lines run in the folder of `path`; beyond, none."""
+    folder, left = path.rpartition("/")[0], [line]
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 DRAWN = POISON_ID

@@ -100,6 +100,7 @@ class FakeDevice:
 
     Attributes:
         planned: Programs ("decode", "fetch", "reset", ...) whose next call fails, in order.
+        untraceable: Programs whose next call cannot be traced, in order.
     """
 
     def __init__(self, layout: Any, failure: type[Exception], clock: Clock, cost: Any = None):
@@ -107,6 +108,8 @@ class FakeDevice:
         self.num_late_compiles = 0
         self.failure = failure
         self.planned: list[str] = []
+        self.untraceable: list[str] = []
+        self.compile_failure: type[Exception] = failure
         self.num_failures = self.life = 0
         self.calls: Counter[str] = Counter()
         self.has_boundary = layout.compute_at_least > 0
@@ -128,6 +131,12 @@ class FakeDevice:
             raise self.failure(f"{program} failed")
         self.calls[program] += 1
 
+    def _trace(self, program: str, slots: list[int]) -> None:
+        """Fail as a program that cannot be traced: nothing runs."""
+        if self.untraceable[:1] == [program]:
+            del self.untraceable[0]
+            raise self.compile_failure("TypeError: no such rows", slots)
+
     def _slot(self, index: int) -> Slot:
         slot = self.slots[index]
         assert slot is not None, f"slot {index} was never admitted"
@@ -141,6 +150,7 @@ class FakeDevice:
         self._start_over()
 
     def admit(self, slot: int, placement: Any) -> None:
+        self._trace("admit", [slot])
         self._call("admit")
         self.slots[slot] = fresh_slot(self.layout, placement)
 
@@ -174,6 +184,7 @@ class FakeDevice:
         size: int,
         kind: str,
     ) -> int:
+        self._trace("prefill", [slot])
         self._call("prefill")
         layout, row = self.layout, self._slot(slot)
         assert size in layout.prefill_buckets
@@ -201,6 +212,7 @@ class FakeDevice:
     def decode(
         self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
     ) -> Fetched:
+        self._trace("decode", rows[:num_active].tolist())
         self._call("decode")
         layout = self.layout
         names, table = rows.tolist(), pages.tolist()

@@ -1,0 +1,109 @@
+"""Proves that hostile files and names are refused in one short line, and soon."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from dllm_jax.cli import main
+from dllm_jax.convert import inspect
+from dllm_jax.convert.inspection import _too_many
+from dllm_jax.convert.lora import _of_module
+from dllm_jax.convert.small_files import MOST_BYTES
+from dllm_jax.loading import chat
+from dllm_jax.loading.sources import LoadError, find_folder
+from tests.golden.folders import INDEX, copy_golden
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
+@pytest.mark.parametrize("text", [DEEP, '{"a": ' + "[" * 500 + "]" * 500 + "}"])
+def test_json_that_is_nested_deep_is_one_problem(name, text, tmp_path):
+    """Item 17."""
+    folder = copy_golden("sdar", tmp_path / "sdar")
+    (folder / name).write_text(text)
+    assert any(f"{name} is not valid JSON (nested too deep)" in p for p in inspect(folder).problems)
+
+
+def test_an_index_that_is_no_file_is_refused(tmp_path):
+    """Item 17."""
+    folder = copy_golden("sdar", tmp_path / "sdar", single=True)
+    (folder / INDEX).mkdir()
+    assert any(f"{INDEX} is a folder" in problem for problem in inspect(folder).problems)
+
+
+def test_a_name_of_5000_characters_is_a_short_line(capsys):
+    """Item 17."""
+    with pytest.raises(LoadError, match="does not exist"):
+        find_folder("x" * 5000)
+    assert "does not exist" in inspect("x" * 5000).problems[0]
+    for argv in (["generate", "hi", "--model", "é" * 5000], ["generate", "hi", "--" + "x" * 5000]):
+        assert main(argv) in (1, 2)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert len(line.encode()) < 1000
+        assert line.startswith("error: ")
+
+
+def test_an_error_that_cannot_be_shown_is_named_by_its_type(monkeypatch, capsys):
+    """Item 17."""
+
+    class Dumb(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def fail(args, stop):
+        raise Dumb
+
+    monkeypatch.setattr("dllm_jax.cli.info.run", fail)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err.startswith("error: Dumb: ")
+
+
+def test_a_sparse_tokenizer_is_refused_by_its_size(tmp_path):
+    """Item 16."""
+    folder = copy_golden("sdar", tmp_path / "sdar")
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(4 << 30)
+    assert any(f"at most {MOST_BYTES} are read" in p for p in inspect(folder).problems)
+
+
+def test_two_million_experts_are_one_problem():
+    """Item 16."""
+    layer = {"experts_down": np.broadcast_to(np.uint8(0), (2_000_000, 8, 8))}
+    assert "num_experts=2000000 asks for" in (_too_many({"layers": [layer]}, {}) or "")
+
+
+def test_a_pattern_with_catastrophic_backtracking_ends():
+    """Item 16."""
+    import time
+
+    config = json.loads('{"rank_pattern": {"(a|aa)+$": 4}}')
+    module = "a" * 60 + "b"
+    with pytest.raises(TimeoutError, match="name the modules"):
+        _of_module(config, "rank_pattern", module, 8, time.monotonic() + 0.1)
+
+
+def test_a_template_that_loops_for_ever_ends(monkeypatch):
+    """Item 16."""
+    monkeypatch.setattr(chat, "MOST_SECONDS", 0.05)
+
+    def loop():
+        while True:
+            pass
+
+    def limited():
+        with chat._limited():
+            loop()
+
+    with pytest.raises(TimeoutError, match="takes more than"):
+        limited()
+
+
+def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
+    """Item 16."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", str(tmp_path / "pipe")):
+        assert main(["generate", "--prompt-file", name]) == 1
+        assert "is a pipe or a device; give a regular file" in capsys.readouterr().err
