@@ -273,7 +273,12 @@ def test_log_lines_hold_counts_and_no_text(server):
     headers = {"traceparent": trace, "x-request-id": "logged", "content-type": "application/json"}
     body = {"messages": [{"role": "user", "content": "sesame"}], "max_tokens": 8}
     assert server.post(CHAT, body, headers)[0] == 200
-    (line,) = [one for one in server.lines("request") if one["request_id"] == "logged"]
+
+    def logged():
+        return [one for one in server.lines("request") if one["request_id"] == "logged"]
+
+    assert within(5, logged)  # the line follows the answer
+    (line,) = logged()
     assert (line["traceparent"], line["completion_tokens"], line["finish"]) == (trace, 8, "length")
     assert {"prompt_tokens", "nfe", "queue_ms", "ttfb_ms", "e2e_ms", "peer"} <= line.keys()
     assert "sesame" not in server.log.read_text()
