@@ -21,6 +21,7 @@ LONG: dict[str, str | None] = {
     "api/test_generate.py": "alone_and_in_a_batch|max_tokens_without_stops|jit_and_vmap",
     "api/test_infill.py": None,
     "api/test_snapshot.py": None,
+    "api/test_threads.py": None,
     "bench/test_bench.py": None,
     "bench/test_bench_profile.py": None,
     "bench/test_bench_step.py": None,

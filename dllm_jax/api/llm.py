@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from dllm_jax.api.snapshot import snapshot_saver
 from dllm_jax.api.strategy import Source, bind_strategy, default_params
@@ -38,7 +38,8 @@ from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
 from dllm_jax.runner.start import start
 
-Prompt = str | Sequence[int]
+# A text, token ids, a conversation, or {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
 
 
 class _Ends(NamedTuple):
@@ -48,6 +49,13 @@ class _Ends(NamedTuple):
     suffix: Prompt | None
 
 
+@checks.known_fields(
+    enforce_eager="warm_up",
+    max_seq_len="max_model_len",
+    num_gpu_blocks_override="num_pages",
+    speculative_config="draft",
+    tokenizer="model",
+)
 class LLM:
     """A model that answers many requests at once.
 
@@ -69,6 +77,7 @@ class LLM:
         progress: Show a line while compiling (on a terminal), or a function of a program's name,
             programs compiled and programs in all.
         clock: Seconds; of deadlines and metrics.
+        gpu_memory_utilization: The same as `memory_utilization`.
 
     Raises:
         ValueError: Arguments that do not fit the model, or each other.
@@ -100,14 +109,18 @@ class LLM:
         config: EngineConfig | None = None,
         progress: bool | Callable[[str, int, int], None] = True,
         clock: Callable[[], float] = time.perf_counter,
+        gpu_memory_utilization: float | None = None,
     ):
         check_process()
+        if gpu_memory_utilization is not None:
+            memory_utilization = gpu_memory_utilization
         fields = {field.name for field in dataclasses.fields(EngineConfig)}
         sizes = {name: value for name, value in locals().items() if name in fields}
         if tensor_parallel_size != 1:
             raise ValueError(f"{tensor_parallel_size=} is not supported yet; use 1")
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
         self.config = _config(config, sizes)
+        self._is_advised = False
         enable_compile_cache()
         self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
         bound = bind_strategy(
@@ -132,6 +145,36 @@ class LLM:
             save_snapshot=snapshot_saver(self.model, self.strategy, self.config, draft=bound.draft),
         )
 
+    def __repr__(self) -> str:
+        layout, strategy = self.engine.layout, self.strategy
+        return (
+            f"LLM({self.model.source!r}, {type(strategy).__name__}(block_size="
+            f"{strategy.block_size}, buffer_size={strategy.buffer_size}), "
+            f"max_num_seqs={layout.num_slots}, max_model_len={layout.max_model_len})"
+        )
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End running requests with "abort", the engine's thread, and its memory on the device.
+
+        Later calls raise RuntimeError. The weights stay until nothing refers to the model.
+        """
+        self.engine.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer; None for a model without one."""
+        return self.model.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """`tokenizer`, as vLLM calls it."""
+        return self.tokenizer
+
     @property
     def default_params(self) -> SamplingParams:
         """Sampling parameters of calls without any, see `api.strategy.default_params`."""
@@ -148,6 +191,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         trajectory: bool = False,
     ) -> list[RequestOutput]:
         """Texts for prompts, in their order.
@@ -156,8 +200,10 @@ class LLM:
         the others continue. An interrupt aborts the running requests; the engine stays usable.
 
         Args:
-            prompts: A text, or a list of texts and of lists of token ids.
-            params: One for all or one a prompt; None: `default_params`.
+            prompts: One or a list of: a text, {"prompt": text}, {"prompt_token_ids": ids}, a
+                conversation as in `chat`; in a list also token ids. A text is sent as it is,
+                without the chat template; `chat` or a conversation applies it.
+            params: One for all or one a prompt; None: `default_params`. Also `sampling_params`.
             use_tqdm: A progress bar, on a terminal.
             trajectory: Keep what every forward wrote in `metrics.trajectory`; slower, because each
                 forward is read by itself.
@@ -166,7 +212,9 @@ class LLM:
             ValueError: Every prompt is refused; the reason is the first one's.
         """
         make = functools.partial(self._request, stream=trajectory, denoise=trajectory)
-        return self._run(make, _prompt_list(prompts), params, use_tqdm, trajectory)
+        every = _prompt_list(prompts)
+        self._advise(every)
+        return self._run(make, every, _either(params, sampling_params), use_tqdm, trajectory)
 
     def chat(
         self,
@@ -174,6 +222,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to conversations, through the model's chat template; else as `generate`.
@@ -183,6 +232,7 @@ class LLM:
             template_kwargs: As of `apply_template`, for every conversation.
         """
         make = functools.partial(self._chat_request, template_kwargs=template_kwargs)
+        params = _either(params, sampling_params)
         return self._run(make, _conversations(messages), params, use_tqdm)
 
     def stream(
@@ -191,6 +241,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         events: Literal["commit", "denoise"] = "commit",
+        sampling_params: SamplingParams | None = None,
     ) -> TextEvents:
         """Pieces of a text as they settle; leaving the loop ends the request.
 
@@ -206,7 +257,9 @@ class LLM:
         if events not in ("commit", "denoise"):
             raise ValueError(f'{events=} is not known; use "commit" or "denoise"')
         denoise = events == "denoise"
-        request = self._request(prompt, params or self.default_params, stream=True, denoise=denoise)
+        self._advise([prompt])
+        chosen = _either(params, sampling_params) or self.default_params
+        request = self._request(prompt, chosen, stream=True, denoise=denoise)
         inbox = self.engine.inbox()
         inbox.add(request)
         return TextEvents(inbox, every=denoise)
@@ -218,6 +271,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Write the text between two texts, or in the holes of one; otherwise as `generate`.
 
@@ -229,7 +283,7 @@ class LLM:
         a stop id that was written; `ignore_eos=True` fills the holes behind it as well.
 
         Args:
-            prefix: A text or a list of token ids, or a list of such.
+            prefix: A text, a list of token ids or a conversation, or a list of such.
             suffix: Likewise, one for all or one a prefix.
             params: One for all or one a prefix; None: `default_params`.
 
@@ -255,7 +309,8 @@ class LLM:
                 f"{len(suffixes)} suffixes for {len(prefixes)} prefixes; give one, or one a prefix"
             )
         ends = [_Ends(*pair) for pair in zip(prefixes, suffixes, strict=True)]
-        return self._run(self._infill_request, ends, params, use_tqdm)
+        self._advise(prefixes)
+        return self._run(self._infill_request, ends, _either(params, sampling_params), use_tqdm)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
         """A conversation as the text the model reads, up to where its answer begins.
@@ -279,8 +334,12 @@ class LLM:
     # --- requests -------------------------------------------------------------------------------
 
     def _request(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> Request:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._ids(prompt, special=True)
+        if _is_conversation(prompt):
+            text = self.apply_template(prompt)
+            ids = self._ids(text, special=False)  # the text holds them by name
+        else:
+            given, text = _parts(prompt)
+            ids = self._ids(given, special=True)
         return Request(prompt_token_ids=ids, params=params, prompt=text, **fields)
 
     def _chat_request(
@@ -295,6 +354,8 @@ class LLM:
         prefix, suffix = ends
         request = self._request(prefix, params)
         gap = 0 if suffix is None else params.max_tokens
+        if gap is None:
+            raise ValueError("max_tokens=None beside a suffix; give the number of tokens to write")
         ids = [] if suffix is None else self._ids(suffix, special=False)
         return infill_request(self.model, self.strategy, request, gap, ids)
 
@@ -308,6 +369,25 @@ class LLM:
                 "give lists of token ids"
             )
         return encode(tokenizer, prompt, special)
+
+    def _advise(self, prompts: Sequence[Any]) -> None:
+        """Warn once of texts that a chat model gets without its template."""
+        tokenizer = self.model.tokenizer
+        texts = [one.get("prompt") if isinstance(one, Mapping) else one for one in prompts]
+        texts = [text for text in texts if isinstance(text, str)]
+        if self._is_advised or tokenizer is None or not texts:
+            return
+        if not (tokenizer.chat_template or chat.template_of(self.model)):
+            return
+        special = [token for token in tokenizer.get_added_vocab() if token.strip()]
+        if all(any(token in text for token in special) for text in texts):
+            return
+        self._is_advised = True
+        warnings.warn(
+            f"{self.model.source} is a chat model, and a text goes to it as it is, without the "
+            "chat template; use llm.chat, give messages, or llm.apply_template(messages)",
+            stacklevel=3,
+        )
 
     def _run(
         self,
@@ -331,7 +411,7 @@ class LLM:
                     checks.raise_exit(error)
                     refusals.append(error)
                     outputs[i] = _refused(prompt, one, error)
-            if not where:
+            if refusals and not where:
                 raise refusals[0]
             hidden = None if use_tqdm else True  # None: shown on a terminal
             with tqdm(total=len(prompts), unit="prompt", leave=False, disable=hidden) as bar:
@@ -443,25 +523,50 @@ def _model(model: Any, **how: Any) -> Model:
     return model
 
 
+def _is_conversation(given: Any) -> TypeGuard[Messages]:
+    """Whether it is a list of messages."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    return bool(given) and all(isinstance(one, Mapping) and "role" in one for one in given)
+
+
+def _parts(prompt: Any) -> tuple[Any, str | None]:
+    """What a prompt is made of, and its text if it has one."""
+    if not isinstance(prompt, Mapping):
+        return prompt, prompt if isinstance(prompt, str) else None
+    for name in prompt.keys() - {"prompt", "prompt_token_ids"}:
+        raise ValueError(f"a prompt has no field {name!r}; give prompt or prompt_token_ids")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError(f"the prompt is {dict(prompt)}; give it prompt or prompt_token_ids")
+    return text if ids is None else ids, text
+
+
+def _either(params: Any, sampling_params: Any) -> Any:
+    if params is not None and sampling_params is not None:
+        raise TypeError("params and sampling_params are the same; give one of them")
+    return params if sampling_params is None else sampling_params
+
+
 def _texts(given: Any) -> list[Prompt]:
     """A list of prompts, from one or several."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if _is_conversation(given) or isinstance(given, str) or not isinstance(given, Sequence):
         return [given]
     return list(given) if any(not hasattr(one, "__index__") for one in given) else [given]
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping) or _is_conversation(prompts):
         return [prompts]
-    if not hasattr(prompts, "__iter__") or isinstance(prompts, bytes | Mapping):
+    if not hasattr(prompts, "__iter__") or isinstance(prompts, bytes):
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; give a text, or a list of texts and of lists "
             "of token ids"
         )
     prompts = list(prompts)
-    if not prompts:
-        raise ValueError("prompts is empty; give at least one")
-    if all(hasattr(one, "__index__") and not getattr(one, "ndim", 0) for one in prompts):
+    if prompts and all(
+        hasattr(one, "__index__") and not getattr(one, "ndim", 0) for one in prompts
+    ):
         raise ValueError("prompts is a flat list of token ids; wrap a single prompt in a list")
     return prompts
 
@@ -495,5 +600,6 @@ def _refused(prompt: Any, params: SamplingParams, error: BaseException) -> Reque
     zero = Metrics(0, 0, 0, 0, 0.0, None, 0.0)
     reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     prompt = prompt.prefix if isinstance(prompt, _Ends) else prompt
+    prompt = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput("", text, [], empty, True, zero, reason)

@@ -2,8 +2,8 @@
 
 A snapshot is a folder. `snapshot.json` holds the model, strategy and sizes, and for each text its
 prompt, settled tokens and placement. `slots.npz` holds the slots as they were last fetched. Reading
-a snapshot runs none of its content, but imports the strategy that it names. Keys and values are not
-stored: they are computed again from the tokens, as after a preemption.
+a snapshot runs none of its content: a strategy from outside this package must be given. Keys and
+values are not stored: they are computed again from the tokens, as after a preemption.
 """
 
 import dataclasses
@@ -11,8 +11,10 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 import time
+import zipfile
 from collections import abc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ from dllm_jax import __version__
 from dllm_jax.api.strategy import bind_draft, check_fit
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
-from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.engine.requests import DraftMetrics, Request, SamplingParams
 from dllm_jax.engine.scheduler import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
@@ -235,8 +237,8 @@ def load_snapshot(path: str | Path) -> Snapshot:
                 f"snapshot {str(path)!r} has version {version}, this program reads {VERSION}; "
                 f"use dllm-jax {layout.get('dllm_jax')}"
             )
-        with np.load(folder / SLOTS, allow_pickle=False) as slots:
-            texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(layout["texts"])]
+        slots = _read_slots(folder / SLOTS)
+        texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(layout["texts"])]
         return Snapshot(
             folder,
             layout["model"],
@@ -254,9 +256,30 @@ def load_snapshot(path: str | Path) -> Snapshot:
         ) from error
 
 
+def _read_slots(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file; none is larger than the bytes that it takes there."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is no regular file")
+    found = {}
+    with zipfile.ZipFile(path) as packed:
+        for info in packed.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > path.stat().st_size:
+                raise ValueError(f"{info.filename} in {path.name} is compressed")
+            with packed.open(info) as member:
+                np.lib.format.read_magic(member)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+                size = info.file_size - member.tell()
+                if len(shape) != 1 or dtype != np.int32 or shape[0] * 4 != size:
+                    raise ValueError(f"a slot is {dtype}{shape}")
+                name = info.filename.removesuffix(".npy")
+                found[name] = np.frombuffer(member.read(size), np.int32)
+    return found
+
+
 def _saved_text(layout: Mapping[str, Any], slot: np.ndarray | None) -> SavedText:
-    if slot is not None and (slot.ndim != 1 or slot.dtype != np.int32):
-        raise ValueError(f"a slot is {slot.dtype}{slot.shape}")
+    known = len(layout["prompt"]) + len(layout["tokens"])
+    if not 0 <= layout["start"] <= known:
+        raise ValueError(f"start={layout['start']} is behind the {known} tokens of its text")
     return SavedText(
         request_id=str(layout["request_id"]),
         index=int(layout["index"]),
@@ -275,16 +298,27 @@ def _of(kind: Any, fields: Mapping[str, Any]) -> Any:
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
-def saved_strategy(snapshot: Snapshot) -> Any:
+def saved_strategy(snapshot: Snapshot, given: str | None = None) -> Any:
     """The strategy value, with its fields.
+
+    Args:
+        given: Where it is, `module:name` or `file.py:name`; needed outside this package.
 
     Raises:
         SnapshotError: It can no longer be imported, or has other fields.
     """
     layout = snapshot.strategy
     try:
-        fields = {name: _field_value(value) for name, value in layout["fields"].items()}
-        return load_strategy(layout["spec"]).replace(**fields)
+        spec = given or _in_package(layout["spec"])
+        strategy = load_strategy(spec)
+        fields = {
+            name: _field_value(value)
+            for name, value in layout["fields"].items()
+            if given is None or not (isinstance(value, dict) and "function" in value)
+        }
+        return strategy.replace(**fields)
+    except SnapshotError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SnapshotError(
             f"the snapshot's strategy {layout.get('spec')!r} is not what it was ({error}); "
@@ -299,10 +333,21 @@ def _field_value(value: Any) -> Any:
         return _of(Needs, value["needs"])
     if "tuple" in value:
         return tuple(map(_field_value, value["tuple"]))
-    module, _, name = value["function"].rpartition(":")
-    if not module.endswith(".py"):
-        return getattr(importlib.import_module(module), name)
-    return load_strategy(value["function"]).fn
+    module, _, name = _in_package(value["function"]).rpartition(":")
+    found = getattr(importlib.import_module(module), name)
+    if getattr(found, "__module__", None) != module:
+        raise SnapshotError(f"{value['function']!r} is not of that module; it cannot be replayed")
+    return found
+
+
+def _in_package(spec: str) -> str:
+    """The name, if it is one of this package's strategies."""
+    if not re.fullmatch(r"dllm_jax\.strategies(\.\w+)+:\w+", spec):
+        raise SnapshotError(
+            f"the snapshot names {spec[:200]!r}, which is not part of dllm-jax, and a snapshot "
+            "runs no code; if you trust it, give it by --strategy"
+        )
+    return spec
 
 
 # --- running again ----------------------------------------------------------------------------
@@ -311,13 +356,18 @@ def _field_value(value: Any) -> Any:
 class SavedSlot:
     """A slot of a snapshot in place of a fetch, for `Sequence.saved`."""
 
-    def __init__(self, slot: np.ndarray):
-        self._slot = slot
+    def __init__(self, slot: np.ndarray, device: ModelRunner):
+        self._slot, self._device = slot, device
 
     def saved(self, row: int) -> np.ndarray:
         """As `Fetched.saved`."""
         del row
         return self._slot
+
+    def drafted(self, row: int) -> DraftMetrics | None:
+        """As `Fetched.drafted`."""
+        del row
+        return self._device.drafted(self._slot)
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Empty: nothing was fetched yet."""
@@ -341,6 +391,7 @@ def resume(
     model: Model,
     implementation: str | None = None,
     draft: str | None = None,
+    given: str | None = None,
 ) -> tuple[Engine, str]:
     """An engine with one text of the snapshot, in its last fetched state.
 
@@ -348,6 +399,7 @@ def resume(
         which: Index into `snapshot.texts`.
         implementation: Attention back end, None for the best.
         draft: The current path of the snapshot's drafter; None: unchanged.
+        given: As of `saved_strategy`.
 
     Returns:
         The engine and the request's id.
@@ -359,12 +411,17 @@ def resume(
     text = snapshot.texts[which]
     if snapshot.draft is not None:
         draft = draft or snapshot.draft["source"]
-    strategy, aux = bind_draft(saved_strategy(snapshot), draft, model)
+    strategy, aux = bind_draft(saved_strategy(snapshot, given), draft, model)
     for one in aux.values():
         _check_same("draft", snapshot.draft or {}, one)
     check_fit(model, strategy)
     placement = text.placement
     end = max(placement.limit, placement.prompt_len + len(placement.given))
+    if end > model.config.max_position:
+        raise SnapshotError(
+            f"the snapshot's text ends at {end}, {model.source} takes {model.config.max_position} "
+            "tokens; it cannot be replayed"
+        )
     written = end + strategy.block_size
     window = strategy.block_size * strategy.buffer_size
     config = dataclasses.replace(
@@ -401,5 +458,5 @@ def _restore(sequence: Sequence, text: SavedText, written: int, device: ModelRun
             f"a slot of the snapshot has {len(text.slot)} words, one of this model and strategy "
             f"has {device.num_words}; was the strategy changed since?"
         )
-    sequence.saved = (SavedSlot(text.slot), 0)
+    sequence.saved = (SavedSlot(text.slot, device), 0)
     sequence.tokens, sequence.start, sequence.nfe = list(text.tokens), text.start, text.nfe

@@ -1,7 +1,8 @@
-"""`dllm-jax eval`: strategies on the same held-out word problems, as a table and as JSON."""
+"""`dllm-jax eval`: strategies on the same problems, as a table, as JSON and as a plot."""
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from dllm_jax.cli.interrupt import ALL, Interrupt
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
 WITH_A_DRAFT = ("ar", "dflash")
 ONE_TOKEN = "one token a forward"
+PROBLEMS = 200  # of a built-in half
+MOST_SETTINGS = 100  # of a sweep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +36,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_draft_flag(parser)
     group = parser.add_argument_group("problems")
-    group.add_argument("--half", choices=("plain", "hard", "both"), default="both")
-    group.add_argument("--problems", type=flags.whole(1), default=200, metavar="N")
-    group.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0)
-    group.add_argument("--batch-size", type=flags.whole(1), default=32, metavar="B")
-    group.add_argument("--max-tokens", type=flags.whole(1), default=224, metavar="N")
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        help='your own problems: .jsonl with "question" and "answer" (default: the built-in ones)',
+    )
+    group.add_argument(
+        "--scorer",
+        type=_scorer,
+        metavar="NAME",
+        help="judge of --data: exact (the whole text), numeric (its last number) or regex:PATTERN "
+        "(the last match, or its first group) against the answer (default: numeric)",
+    )
+    group.add_argument(
+        "--half",
+        choices=("plain", "hard", "both"),
+        help="which built-in problems (default: both)",
+    )
+    group.add_argument(
+        "--problems",
+        type=flags.whole(1),
+        metavar="N",
+        help=f"the first N of a half (default: {PROBLEMS}) or of --data (default: all)",
+    )
+    group.add_argument(
+        "--seed",
+        type=flags.whole(0, 2**32 - 1),
+        default=0,
+        help="of the built-in problems (default: %(default)s)",
+    )
+    group.add_argument(
+        "--batch-size",
+        type=flags.whole(1),
+        default=32,
+        metavar="B",
+        help="problems decoded at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=flags.whole(1),
+        default=224,
+        metavar="N",
+        help="tokens of a text at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--sweep",
+        type=_sweep,
+        metavar="KNOB=LOW:HIGH:N",
+        help="each strategy that has the threshold at N values of it, e.g. "
+        "accept_threshold=0.5:0.99:8",
+    )
     group.add_argument(
         "--one-token",
         action=argparse.BooleanOptionalAction,
@@ -47,6 +95,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     group.add_argument("--output", metavar="FILE", help="write the JSON object to FILE as well")
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf)",
+    )
+
+
+def _scorer(name: str) -> tuple[str, Any]:
+    """An argparse type: the name of a scorer, and the scorer."""
+    from dllm_jax.tasks.own_problems import scorer
+
+    try:
+        return name, scorer(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _sweep(text: str) -> tuple[str, list[float]]:
+    """An argparse type: a knob and its values, evenly spaced."""
+    name, _, values = text.partition("=")
+    first, last, number = 0.0, 0.0, 0
+    try:
+        low, high, count = values.split(":")
+        first, last, number = float(low), float(high), int(count)
+    except ValueError:
+        pass
+    if not name.isidentifier() or not 2 <= number <= MOST_SETTINGS or not first < last < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not KNOB=LOW:HIGH:N with LOW below HIGH and N from 2 to {MOST_SETTINGS}; "
+            "write e.g. accept_threshold=0.5:0.99:8"
+        )
+    step = (last - first) / (number - 1)
+    return name, [round(first + step * i, 6) for i in range(number)]
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
@@ -55,7 +136,12 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     usual = DEFAULT_STRATEGIES if args.draft is None else WITH_A_DRAFT
     if args.output is not None:
         check_output(args.output)
+    if args.plot is not None:
+        check_output(args.plot, "--plot")
+        if Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
+            raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
     choices = strategies.load_several(args.strategy or usual, strategies.given_fields(args))
+    sets = _problems(args)
 
     from dllm_jax.cli.sources import load_model
 
@@ -63,18 +149,86 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     if model.tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
     settings = _settings(args, model, choices)
-    halves = ("plain", "hard") if args.half == "both" else (args.half,)
+    curves = {label: _points(args, label, one) for label, (one, *_) in settings.items()}
+    _check_sweep(args, curves)
     facts = _facts(args, model) | {
-        "strategies": {label: repr(strategy) for label, (strategy, _) in settings.items()},
-        "halves": {half: _evaluate(args, model, settings, half) for half in halves},
+        "strategies": {
+            point: strategies.plain(settings[label][0].replace(**values), settings[label][2])
+            for label, points in curves.items()
+            for point, values in points.items()
+        },
+        "halves": {
+            half: _evaluate(args, model, settings, curves, half, problems)
+            for half, problems in sets.items()
+        },
     }
     print(json.dumps(facts) if args.json else table(facts), flush=True)
     if args.output is not None:
         Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from dllm_jax.tasks.plot import draw
+
+        short = {label: label.rpartition("/")[2] for label in curves}  # a file without its folders
+        if len(set(short.values())) < len(short):
+            short = {label: label for label in curves}
+        texts = {
+            short[label]: {
+                point: ", ".join(f"{value:g}" for value in values.values()) or short[label]
+                for point, values in points.items()
+            }
+            for label, points in curves.items()
+        }
+        results = {half: content["results"] for half, content in facts["halves"].items()}
+        draw(results, texts, Path(args.plot))
     return 0
 
 
-def check_output(name: str) -> None:
+def _problems(args: argparse.Namespace) -> dict[str, list[Any]]:
+    """The sets of problems, by the name that the report gives them."""
+    if args.data is None:
+        if args.scorer is not None:
+            raise UsageError("--scorer judges the answers of --data; give both")
+        from dllm_jax.tasks.evaluate import held_out
+
+        halves = ("plain", "hard") if args.half in (None, "both") else (args.half,)
+        return {half: held_out(half, args.problems or PROBLEMS, args.seed) for half in halves}
+    if args.half is not None:
+        raise UsageError("--half chooses among the built-in problems; leave it out with --data")
+    from dllm_jax.tasks.own_problems import read_problems
+
+    if not Path(args.data).is_file():
+        raise UsageError(f"--data {args.data!r} is not a file; give a .jsonl file")
+    args.scorer = args.scorer or _scorer("numeric")
+    try:
+        return {Path(args.data).name: read_problems(args.data)[: args.problems]}
+    except ValueError as error:
+        raise UsageError(f"--data {error}") from None
+
+
+def _points(args: argparse.Namespace, label: str, strategy: Any) -> dict[str, dict[str, float]]:
+    """The settings of a strategy: the label of each, and its knobs that are swept."""
+    from dllm_jax.strategies.core.protocol import check_knob, knob_ranges
+
+    if args.sweep is None or args.sweep[0] not in knob_ranges(strategy) or label == ONE_TOKEN:
+        return {label: {}}
+    name, values = args.sweep
+    try:
+        for value in values:
+            check_knob(strategy, name, value)
+    except ValueError as error:
+        raise UsageError(f"--sweep: {error}") from None
+    return {f"{label},{name}={value:g}": {name: value} for value in values}
+
+
+def _check_sweep(args: argparse.Namespace, curves: dict[str, dict[str, Any]]) -> None:
+    if args.sweep is not None and not any(len(points) > 1 for points in curves.values()):
+        raise UsageError(
+            f"--sweep {args.sweep[0]}: none of {', '.join(curves)} has that threshold; "
+            "`dllm-jax info STRATEGY` lists them"
+        )
+
+
+def check_output(name: str, flag: str = "--output") -> None:
     """Refuse, before the work, a file that could not be written after it."""
     path = Path(name)
     reason = None
@@ -85,11 +239,11 @@ def check_output(name: str) -> None:
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         reason = "permission is denied"
     if reason:
-        raise UsageError(f"--output {name!r} cannot be written: {reason}; give another path")
+        raise UsageError(f"{flag} {name!r} cannot be written: {reason}; give another path")
 
 
 def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[str, Any]:
-    """By label a strategy value, and the draft of one that drafts.
+    """By label a strategy value, the draft of one that drafts, and the spec that was given.
 
     Raises:
         ValueError: Some strategy needs a draft and none is given, or none needs the one given.
@@ -105,37 +259,47 @@ def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[
             strategy, aux = bind_draft(strategy, draft, model)
             (bound,) = aux.values()
             draft = bound  # loaded once
-        settings[label] = strategy, bound
+        settings[label] = strategy, bound, spec
     if args.draft is not None and draft is args.draft:
         raise UsageError(
             f"--draft {args.draft!r}: none of {', '.join(settings)} drafts; add --strategy dflash"
         )
     if args.one_token and model.config.mask_token_id >= 0:
         block_size = next(iter(settings.values()))[0].block_size
-        settings[ONE_TOKEN] = one_token(block_size), None
+        settings[ONE_TOKEN] = one_token(block_size), None, "block_diffusion"
     return settings
 
 
 def _evaluate(
-    args: argparse.Namespace, model: Any, settings: dict[str, Any], half: str
+    args: argparse.Namespace,
+    model: Any,
+    settings: dict[str, Any],
+    curves: dict[str, dict[str, Any]],
+    half: str,
+    problems: list[Any],
 ) -> dict[str, Any]:
     from tqdm import tqdm
 
     from dllm_jax.tasks import evaluate
 
-    problems = evaluate.held_out(half, args.problems, args.seed)
+    judged = {"is_right": args.scorer[1]} if args.scorer is not None else {}
     outcomes = {}
-    for label, (strategy, draft) in settings.items():
-        with tqdm(total=len(problems), desc=f"{half}, {label}", leave=False, disable=None) as bar:
-            outcomes[label] = evaluate.solve(
+    for label, (strategy, draft, _) in settings.items():
+        points = curves[label]
+        total = len(problems) * len(points)
+        with tqdm(total=total, desc=f"{half}, {label}", leave=False, disable=None) as bar:
+            found = evaluate.sweep(
                 model,
                 strategy,
+                list(points.values()),
                 problems,
                 draft=draft,
                 batch_size=args.batch_size,
                 max_tokens=args.max_tokens,
                 progress=lambda done, bar=bar: bar.update(done - bar.n),
+                **judged,
             )
+        outcomes |= zip(points, found, strict=True)
     base = next(iter(outcomes))
     return {
         "results": {label: evaluate.summarise(outcome) for label, outcome in outcomes.items()},
@@ -145,6 +309,7 @@ def _evaluate(
             for label, outcome in outcomes.items()
             if label != base
         },
+        "problems": evaluate.each_problem(problems, outcomes),
     }
 
 
@@ -160,6 +325,8 @@ def _facts(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         "versions": {"dllm-jax": __version__, "jax": jax.__version__},
         "seed": args.seed,
         "batch_size": args.batch_size,
+        "data": args.data,
+        "scorer": None if args.scorer is None else args.scorer[0],
         "greedy": True,
     }
 
@@ -170,7 +337,7 @@ def table(facts: dict[str, Any]) -> str:
     for half, content in facts["halves"].items():
         results = content["results"]
         count = next(iter(results.values()))["problems"]
-        lines += ["", f"{half}: {count} held-out problems"]
+        lines += ["", f"{half}: {count} {'' if facts.get('data') else 'held-out '}problems"]
         lines.append(
             f"{'':<32}{'exact %':>21}{'tokens/forward':>22}{'without commits':>17}"
             f"{'denoise/block':>15}{'tok/s':>9}"

@@ -1,12 +1,17 @@
-"""`dllm-jax info`: what is installed, what it runs on, which models and strategies there are."""
+"""`dllm-jax info [STRATEGY]`: what is installed and what it runs on, or one strategy's fields."""
 
 import argparse
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import platform
+import re
+import sys
+import textwrap
 from typing import Any
 
+from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.interrupt import Interrupt
 
 PACKAGES = ("dllm-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoint", "numpy")
@@ -14,11 +19,21 @@ PACKAGES = ("dllm-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
+    parser.add_argument(
+        "strategy",
+        nargs="?",
+        metavar="STRATEGY",
+        help="describe this strategy instead: a name, pkg.module:Name or path/to/file.py:name",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Print the report."""
+    if args.strategy is not None:
+        described = describe(args.strategy)
+        print(json.dumps(described) if args.json else _page(described))
+        return 0
     facts = collect()
     if args.json:
         print(json.dumps(facts))
@@ -47,6 +62,56 @@ def collect() -> dict[str, dict[str, str]]:
         "strategies": dict.fromkeys(strategy_names(), ""),
         "cache": {str(cache_folder()): _size_of_cache()},
     }
+
+
+def describe(spec: str) -> dict[str, Any]:
+    """A strategy: what it does, its source, and each field with range, default and meaning.
+
+    Raises:
+        UsageError: It names no strategy, or its file cannot be run.
+    """
+    strategy = strategies.load(spec)
+    made = getattr(strategy, "made_of", type(strategy))
+    module = sys.modules[made.__module__]
+    own = inspect.getdoc(made) if "__doc__" in vars(made) or inspect.isfunction(made) else None
+    of_module = inspect.getdoc(module)
+    # A shipped module is one algorithm, so that its docstring tells more than its class's.
+    text = (of_module if ":" not in spec else own) or own or of_module or "no docstring"
+    does, _, source = text.partition("Source: ")
+    return {
+        "strategy": spec,
+        "does": does.partition("\nAttributes:")[0].strip(),
+        "source": " ".join(source.split("\n\n")[0].split()) or None,
+        "file": inspect.getsourcefile(made),
+        "fields": strategies.describe_fields(strategy, _attributes(own or "")),
+    }
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The entries of a docstring's `Attributes:`."""
+    entries = docstring.partition("Attributes:\n")[2].split("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", entries, re.M)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def _page(facts: dict[str, Any]) -> str:
+    source = facts["source"] or "none is named"
+    lines = [
+        facts["strategy"],
+        "",
+        facts["does"],
+        "",
+        f"Source: {source}",
+        f"File:   {facts['file']}",
+    ]
+    for name, field in facts["fields"].items():
+        default = strategies.shown(field["default"])
+        lines += ["", f"{name} = {default}  ({field['range']})"]
+        if field["about"]:
+            lines += textwrap.wrap(
+                field["about"], 92, initial_indent="    ", subsequent_indent="    "
+            )
+    return "\n".join(lines)
 
 
 def _devices() -> dict[str, str]:

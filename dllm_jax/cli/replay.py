@@ -11,6 +11,7 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.text import shown
 
 STATUS = ("-", "active", "to cache")  # of a block, by `dllm_jax.strategies.core.state`
 
@@ -28,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=flags.whole(1), metavar="N", help="forwards at most")
     parser.add_argument("--model", metavar="SRC", help="where the model is now (default: as then)")
     parser.add_argument("--draft", metavar="SRC", help="where its draft is now (default: as then)")
+    parser.add_argument(
+        "--strategy",
+        metavar="S",
+        help="a strategy from outside dllm-jax, file.py:name or module:name; a snapshot that names "
+        "one runs no code by itself",
+    )
     flags.add_source_flags(parser)
     parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
     group = parser.add_argument_group("output")
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     args.dtype = snapshot.model["dtype"]
     model = load_model(args)
     engine, request_id = snapshots.resume(
-        snapshot, args.sample, model, args.attention_implementation, args.draft
+        snapshot, args.sample, model, args.attention_implementation, args.draft, args.strategy
     )
     steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])
     steps.begin(len(snapshot.texts))
@@ -142,7 +149,7 @@ class _Steps:
         settled = "".join(str(cell) for cell in cell_texts(self._model, new))
         state = one.finish_reason or ", ".join(status)
         print(
-            f"forward {output.metrics.nfe:>3} |{window}| +{len(new)} {settled!r} {state}",
+            f"forward {output.metrics.nfe:>3} |{shown(window)}| +{len(new)} {settled!r} {state}",
             flush=True,
         )
 
@@ -160,7 +167,10 @@ class _Steps:
             facts = {"text": one.text, "token_ids": one.token_ids}
             print(json.dumps(facts | {"finish_reason": one.finish_reason}), flush=True)
         else:
-            print(f"\n{one.text}\n\n{len(one.token_ids)} tokens, {one.finish_reason or 'running'}")
+            print(
+                f"\n{shown(one.text)}\n\n{len(one.token_ids)} tokens, "
+                f"{one.finish_reason or 'running'}"
+            )
 
     def _status(self) -> list[str]:
         """The states of the blocks in the window; empty for a finished text."""

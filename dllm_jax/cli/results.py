@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from dllm_jax.cli.text import shown
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 
 
@@ -62,7 +63,7 @@ class OneText(contextlib.AbstractContextManager):
         )
 
     def _print(self, text: str) -> None:
-        print(text[len(self._printed) :], end="", flush=True)
+        print(shown(text[len(self._printed) :]), end="", flush=True)
         self._printed = text
 
     def _close(self) -> None:
@@ -96,7 +97,7 @@ class Watched(OneText):
 
     def _close(self) -> None:
         self._watch.clear()
-        print(f"{self._text}\n", flush=True)
+        print(shown(f"{self._text}\n"), flush=True)
 
     def _figures(self) -> None:
         # No rate: the device works on while a frame is shown.
@@ -194,7 +195,7 @@ class Rows(contextlib.AbstractContextManager):
             self._write(json.dumps(facts, ensure_ascii=False))
         else:
             failed = f"\n[failed: {output.error}]" if output.error else ""
-            self._write(f"> {output.prompt}\n{one.text}{failed}\n")
+            self._write(shown(f"> {output.prompt}\n{one.text}{failed}\n"))
 
     def _write(self, text: str) -> None:
         with self._bar.external_write_mode():

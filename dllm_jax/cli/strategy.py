@@ -5,10 +5,11 @@ An error in it is a `UsageError`, raised before anything is printed.
 
 import argparse
 import dataclasses
+import math
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError, one_line
@@ -166,6 +167,40 @@ def settable(strategy: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in _UNSETTABLE)
 
 
+def describe_fields(strategy: Any, about: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Each settable field: its default, range in words, and what `about` says of it."""
+    from dllm_jax.strategies.core.protocol import knob_ranges
+
+    knobs, kinds = knob_ranges(strategy), _kinds(strategy)
+    described = {}
+    for name in settable(strategy):
+        default, range_ = getattr(strategy, name), None
+        if name in knobs:
+            low, high = knobs[name]
+            range_ = f"a number in [{low:g}, {high:g}]"
+            if math.isinf(high):
+                range_ = f"a number from {low:g} up"
+        elif name in SIZES:
+            range_ = "a whole number from 1 up" + ("; none: the model's" * (default is None))
+        else:
+            range_ = _broken_rule(name, _NOTHING, kinds.get(name, Any)) or "any value"
+        described[name] = {
+            "default": default if isinstance(default, _PLAIN) else repr(default),
+            "range": range_,
+            "about": about.get(name) or _ABOUT_SIZES.get(name, ""),
+        }
+    return described
+
+
+def plain(strategy: Any, spec: str) -> dict[str, Any]:
+    """A strategy for a report: the name or path that was given, and its fields as JSON has them."""
+    fields = {name: getattr(strategy, name) for name in settable(strategy)}
+    return {
+        "name": spec,
+        "fields": {k: v if isinstance(v, _PLAIN) else repr(v) for k, v in fields.items()},
+    }
+
+
 def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields by their types: `1,8` is a tuple where the field is one.
 
@@ -262,6 +297,9 @@ def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
     return " or ".join(rules)
 
 
+_NOTHING = object()  # breaks every rule
+_PLAIN = (int, float, str, list, tuple, types.NoneType)  # what JSON can write
+_ABOUT_SIZES = {"block_size": "Tokens of a block.", "buffer_size": "Blocks in the window."}
 _WORDS = {float: "a number", bool: "true or false", str: "a word"}
 _LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _NUMBERS = {int: "whole numbers", float: "numbers"}

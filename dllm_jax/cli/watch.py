@@ -11,6 +11,7 @@ import unicodedata
 from collections import abc
 from typing import Any, TextIO
 
+from dllm_jax.cli.text import shown
 from dllm_jax.engine.requests import RequestOutput
 from dllm_jax.engine.scheduler import Sequence
 
@@ -46,6 +47,12 @@ class Watch:
 
     def show(self, frame: Frame) -> None:
         """Draw a frame over the last one."""
+        frame = dataclasses.replace(
+            frame,
+            committed=shown(frame.committed, self._tty),
+            cells=tuple(None if cell is None else shown(cell, self._tty) for cell in frame.cells),
+            behind=shown(frame.behind, self._tty),
+        )
         if not self._tty:
             text = "".join(HOLE if cell is None else cell for cell in frame.cells)
             behind = frame.behind.replace("\n", "⏎")

@@ -49,7 +49,13 @@ def accept(
     stops = params.stop_token_ids + (() if params.ignore_eos else layout.stop_token_ids)
     stop_ids = tuple(dict.fromkeys(stops))
     _check(request, prompt, suffix, stop_ids, layout, tokenizer)
-    limit, capacity = _limits(scheduler, len(prompt), params.max_tokens, suffix)
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        if suffix:
+            raise ValueError("max_tokens=None beside a suffix; give the number of tokens to write")
+        room = layout.window if layout.in_window else layout.max_model_len
+        max_tokens = max(1, room - len(prompt))
+    limit, capacity = _limits(scheduler, len(prompt), max_tokens, suffix)
     first = layout.prefill_len(len(prompt))
     deadline = None if request.deadline_s is None else now + request.deadline_s
     active = ActiveRequest(request_id, request, params, now, deadline, [])
@@ -66,7 +72,7 @@ def accept(
         knobs={**layout.knob_values, **params.strategy_overrides},
         seed=seed if params.seed is None else params.seed,
         fold=0,
-        given=(HOLE,) * params.max_tokens + suffix if suffix else (),
+        given=(HOLE,) * max_tokens + suffix if suffix else (),
     )
     watched = request.stream or request.denoise or bool(params.stop)
     has_stream = watched and tokenizer is not None

@@ -8,8 +8,9 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+_Kind = TypeVar("_Kind")
 MOST = 2**31 - 1  # the largest count that fits the device's int32
 
 
@@ -98,15 +99,15 @@ def overrides(values: Any) -> dict[str, float]:
     }
 
 
-def known_fields[T: type](**nearest: str) -> Callable[[T], T]:
+def known_fields(**nearest: str) -> Callable[[type[_Kind]], type[_Kind]]:
     """Make a class refuse unknown keywords by name, with the nearest one that it has.
 
     Args:
         nearest: What comes nearest to keywords that are spelled differently.
     """
 
-    def wrap(kind: T) -> T:
-        make = kind.__init__
+    def wrap(kind: type[_Kind]) -> type[_Kind]:
+        make: Any = kind.__init__
         fields = list(inspect.signature(make).parameters)[1:]
 
         @functools.wraps(make)
@@ -118,7 +119,7 @@ def known_fields[T: type](**nearest: str) -> Callable[[T], T]:
                 raise TypeError(f"{kind.__name__} has no field {name!r}; {known}")
             make(self, *args, **given)
 
-        kind.__init__ = checked
+        kind.__init__ = checked  # type: ignore[method-assign]
         return kind
 
     return wrap

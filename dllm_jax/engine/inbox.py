@@ -41,7 +41,7 @@ class SharedEngine(Engine):
         self._boxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
         self._dropped: deque[str] = deque()
-        self._is_stepping = self._has_warned = False
+        self._is_stepping = self._has_warned = self._is_closed = False
 
     def add(self, request: Request) -> str:
         """`Engine.add`; a Ctrl-C meanwhile ends the request, whose id the caller never sees."""
@@ -86,9 +86,11 @@ class SharedEngine(Engine):
                 self._lock.release()
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
+        """Raise RuntimeError in a forked child, and once the engine is closed."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make a new LLM")
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +101,19 @@ class SharedEngine(Engine):
         """A place for the outputs of one caller's requests."""
         self.check_process()
         return Inbox(self)
+
+    def close(self) -> None:
+        """End all requests with "abort", then the runner; a second call does nothing."""
+        if self._is_closed:
+            return
+        with InterruptsHeld(), self._turn():
+            try:
+                for request_id in list(self._requests):
+                    self.abort(request_id)
+                self.advance()
+            finally:
+                self._is_closed = True
+                self.runner.close()
 
     def advance(self) -> None:
         """Take a step and distribute its outputs. Call it with interrupts held."""

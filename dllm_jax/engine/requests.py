@@ -16,14 +16,26 @@ _MOST_FLOAT = 3.0e38  # what float32 holds
 FinishReason = str  # "stop" | "length" | "nfe" | "repetition" | "abort" | "error"
 
 
+@checks.known_fields(
+    repetition_penalty="max_repetition_run",
+    presence_penalty="max_repetition_run",
+    frequency_penalty="max_repetition_run",
+    min_tokens="ignore_eos",
+    logprobs="Model.logits",
+    prompt_logprobs="Model.logits",
+    best_of="n",
+    min_p="top_p",
+    do_sample="temperature",
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded and when it ends.
 
     Attributes:
-        max_tokens: Most tokens to emit.
+        max_tokens: Most tokens to emit; None: as many as fit behind the prompt.
         temperature: 0 is greedy.
-        top_k, top_p: Keep the k most probable ids; the fewest ids that hold probability p.
+        top_k, top_p: Keep the k most probable ids (None, 0 and -1: all); the fewest ids that hold
+            probability p.
         seed: Of sampling; None draws from the engine's own seed and the submission number.
         stop: Strings that end the text; they are not part of it.
         stop_token_ids: Ids that end the text beside the model's own.
@@ -37,7 +49,7 @@ class SamplingParams:
         ValueError: A value outside its range.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = 256
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -62,16 +74,18 @@ class SamplingParams:
         }
         if self.top_p is not None:
             plain["top_p"] = checks.real_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_k is not None:
+            kept = checks.whole_number("top_k", self.top_k, -1)
+            plain["top_k"] = kept if kept > 0 else None
         for name, low, high in (
             ("max_tokens", 1, checks.MOST),
             ("n", 1, MOST_TEXTS),
-            ("top_k", 1, checks.MOST),
             ("seed", 0, MAX_SEED),
             ("max_nfe", 1, checks.MOST),
             ("max_repetition_run", 2, checks.MOST),
         ):
             value = getattr(self, name)
-            if value is not None or name in ("max_tokens", "n"):
+            if value is not None or name == "n":
                 plain[name] = checks.whole_number(name, value, low, high)
         checks.set_fields(self, plain)
 
@@ -248,6 +262,19 @@ class RequestOutput:
     finished: bool
     metrics: Metrics
     error: str | None = None
+
+    def __repr__(self) -> str:
+        texts = ", ".join(f"{_short(one.text)} ({one.finish_reason})" for one in self.outputs[:3])
+        more = ", ..." if len(self.outputs) > 3 else ""
+        error = f", error={_short(self.error)}" if self.error else ""
+        return (
+            f"RequestOutput({_short(self.request_id)}, {len(self.prompt_token_ids)} prompt tokens, "
+            f"texts=[{texts}{more}], nfe={self.metrics.nfe}{error})"
+        )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 @dataclasses.dataclass(frozen=True)

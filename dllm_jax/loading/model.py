@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -60,6 +61,14 @@ class Model(struct.PyTreeNode):
     defaults: FamilyDefaults = struct.field(pytree_node=False)
     source: str = struct.field(pytree_node=False, default="")
     tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        count = sum(getattr(leaf, "size", 0) for leaf in leaves)
+        types = ", ".join(sorted({str(getattr(leaf, "dtype", "no dtype")) for leaf in leaves}))
+        return (
+            f"Model({self.source!r}, family={self.defaults.family!r}, {count:,} weights, {types})"
+        )
 
     @property
     def tokenizer(self) -> Any:

@@ -162,11 +162,11 @@ class ModelRunner:
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._absorbs = strategy.absorbs
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        worker = threading.Thread(
+        self._worker = threading.Thread(
             target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
         )
-        worker.start()
-        _workers[worker] = self._tasks
+        self._worker.start()
+        _workers[self._worker] = self._tasks
         weakref.finalize(self, self._tasks.put, None)
         if allocate:
             self.reset()
@@ -189,6 +189,14 @@ class ModelRunner:
             piece.boundary.cancel()
         self._pieces.clear()
         self._submit(self._reset).result()
+
+    def close(self) -> None:
+        """End the worker and free the state, once what was dispatched is done."""
+        self._tasks.put(None)
+        self._worker.join()
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        self.state = None
 
     def _reset(self) -> None:
         self.state = self._lost = None  # the old pools go before new ones come

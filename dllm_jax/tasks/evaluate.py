@@ -1,6 +1,6 @@
-"""Accuracy and tokens per forward of strategies on the same built-in word problems.
+"""Accuracy and tokens per forward of strategies on the same problems.
 
-Data flow: seed -> held-out problems -> prompts -> batches through the decode loop, greedy by
+Data flow: problems -> prompts -> batches through the decode loop, greedy by
 default -> `Outcome` (one row a problem) -> `summarise` and `compare`, with 95 % confidence
 intervals.
 """
@@ -90,6 +90,7 @@ def sweep(
     prompts: Sequence[Sequence[int]] | None = None,
     tokenizer: Any = None,
     draft: Model | None = None,
+    is_right: Callable[[str, Problem], bool] = is_correct,
     temperature: float = 0.0,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
@@ -106,6 +107,7 @@ def sweep(
         prompts: Token ids of the problems; None: those of `encode`.
         tokenizer: Decodes the texts in place of the model's.
         draft: The model that the strategy drafts with.
+        is_right: Judges a text of a problem.
         batch_size: Rows decoded together; the last batch is padded with rows that are dropped.
         is_timed: Decode the first batch once more, before the clock starts, to compile.
         progress: Called with the number of rows done, after each batch.
@@ -146,7 +148,7 @@ def sweep(
         return decode_text(list(tokens), skip_special_tokens=True)
 
     return [
-        _outcome(text_of, block_of(strategy), problems, lengths, *part)
+        _outcome(text_of, is_right, block_of(strategy), problems, lengths, *part)
         for part in zip(*(np.split(leaf, len(settings)) for leaf in leaves), strict=True)
     ]
 
@@ -167,6 +169,7 @@ def _finish(model: Model, session: generate.Session) -> Any:
 
 def _outcome(
     text_of: Callable[[tuple[int, ...]], str],
+    is_right: Callable[[str, Problem], bool],
     block_size: int | None,
     problems: Sequence[Problem],
     prompt_len: np.ndarray,
@@ -187,7 +190,7 @@ def _outcome(
         last = prompt_len + length + has_end - 1
         blocks = np.maximum(last // block_size - prompt_len // block_size + 1, 1)
     return Outcome(
-        right=np.array([is_correct(t, one) for t, one in zip(texts, problems, strict=True)]),
+        right=np.array([is_right(t, one) for t, one in zip(texts, problems, strict=True)]),
         tokens=length,
         forwards=forwards,
         denoise=denoise,
@@ -261,6 +264,29 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "draft": None if outcome.drafted is None else outcome.drafted.figures(),
         "tok_s": float(outcome.tokens.sum() / max(outcome.seconds, 1e-9)),
     }
+
+
+def each_problem(
+    problems: Sequence[Problem], outcomes: Mapping[str, Outcome]
+) -> list[dict[str, Any]]:
+    """Each problem with the text, verdict and counts of each label."""
+    return [
+        {
+            "question": one.question,
+            "answer": one.answer,
+            "outputs": {
+                label: {
+                    "text": outcome.texts[i],
+                    "right": bool(outcome.right[i]),
+                    "tokens": int(outcome.tokens[i]),
+                    "forwards": int(outcome.forwards[i]),
+                    "finish_reason": outcome.finish[i],
+                }
+                for label, outcome in outcomes.items()
+            },
+        }
+        for i, one in enumerate(problems)
+    ]
 
 
 def compare(base: Outcome, other: Outcome) -> dict[str, Any]:

@@ -23,6 +23,11 @@ _PACKAGE = __name__.rpartition(".core.")[0]
 
 # Names that are promised; they are refused by name until they work.
 _TO_COME = ("diffusion_gemma",)
+_OUR_FOLDERS = {
+    "strategies": "dllm_jax.strategies",
+    "pallas_kernels": "dllm_jax.kernels",
+    "checkpoints_convert": "dllm_jax.convert",
+}
 _FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
 _DEFAULT_NEEDS = Needs("grid_causal")
 
@@ -137,9 +142,12 @@ def _find(spec: str) -> Any:
 def _import(location: str, spec: str) -> Any:
     try:
         return importlib.import_module(location)
-    except ModuleNotFoundError as error:
+    except (ImportError, AttributeError) as error:
+        if not isinstance(error, ModuleNotFoundError) and not _foreign(error):
+            raise
+        remedy = _foreign(error) or "check the path and PYTHONPATH"
         raise ValueError(
-            f"strategy={spec!r}: cannot import {location} ({error}); check the path and PYTHONPATH"
+            f"strategy={spec!r}: cannot import {location} ({error}); {remedy}"
         ) from error
 
 
@@ -159,9 +167,22 @@ def _load_file(location: str) -> Any:
         del sys.modules[module.__name__]
         raise ValueError(
             f"strategy file {location!r} cannot be run "
-            f"({type(error).__name__}: {error}); mend the file"
+            f"({type(error).__name__}: {error}); {_foreign(error) or 'mend the file'}"
         ) from error
     return module
+
+
+def _foreign(error: Exception) -> str | None:
+    """The remedy where a user's import met another package with the name of one of our folders."""
+    name = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    if isinstance(error, AttributeError):
+        name = getattr(error.obj, "__name__", None)
+    top = str(name).partition(".")[0]
+    module = sys.modules.get(top)
+    if top not in _OUR_FOLDERS or module is None or module.__name__ != top:
+        return None
+    folder = next(iter(getattr(module, "__path__", ())), None) or module.__file__
+    return f"{top!r} is the foreign {folder}; import from {_OUR_FOLDERS[top]}"
 
 
 def _override(strategy: Any, overrides: dict[str, Any]) -> Any:

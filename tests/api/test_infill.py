@@ -209,7 +209,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
     ("call", "said"),
     [
         (
-            lambda llm: llm.infill("no hole here"),
+            lambda llm: llm.infill([5, 6]),
             f"the text has no hole; write {MASK} for each token to fill in, or give a suffix",
         ),
         (

@@ -155,7 +155,7 @@ def test_metrics_count_what_was_spent(model, truth):
 
 
 def test_one_refused_prompt_ends_with_its_reason_and_the_others_go_on(llm, truth):
-    prompts = [PROMPTS[0], [], [5000], PROMPTS[1], "word " * 400, None]
+    prompts = [PROMPTS[0], [], [5000], PROMPTS[1], "<|user|>" + "word " * 400, None]
     outputs = llm.generate(prompts, GREEDY)
     assert tokens(outputs[0]) == [truth[0][0]]
     assert tokens(outputs[3]) == [truth[1][0]]
@@ -548,6 +548,114 @@ def test_several_conversations_are_answered_in_order(llm, truth):
     assert all("is no conversation; give a list" in output.error for output in outputs[3:])
 
 
+def test_conversations_go_where_prompts_do(llm, model, truth):
+    """Item 2."""
+    talks = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.generate([talks[0], PROMPTS[1], talks[2]], GREEDY)
+    assert [tokens(output) for output in outputs] == [[want] for want, _ in truth]
+    assert [output.prompt for output in outputs] == PROMPTS
+    (alone,) = llm.generate(talks[0], GREEDY)
+    assert tokens(alone) == [truth[0][0]]
+    assert joined(list(llm.stream(talks[1], GREEDY)))[1] == truth[1][0]
+
+
+def test_raw_text_for_a_chat_model_warns_once(llm, monkeypatch):
+    """Item 2."""
+    monkeypatch.setattr(llm, "_is_advised", False)
+    few = SamplingParams(max_tokens=1)
+    llm.generate([PROMPTS[0], {"prompt": PROMPTS[1]}, [5, 6]], few)
+    with pytest.warns(UserWarning, match=r"without the chat template; use llm\.chat") as caught:
+        llm.generate(["2 + 2 =", "3 + 3 ="], few)
+    list(llm.stream("2 + 2 =", few))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+# --- what users of vLLM expect ----------------------------------------------------------------
+
+
+def test_prompts_and_parameters_of_vllm_work(llm, model, truth):
+    """Item 3."""
+    as_ids = ids(model, PROMPTS[1])
+    prompts = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": as_ids}, {"prompt": "x"}]
+    prompts[2]["prompt_token_ids"] = ids(model, PROMPTS[2])
+    llm._is_advised = True
+    outputs = llm.generate(prompts, sampling_params=replace(GREEDY, top_k=-1))
+    assert [tokens(output) for output in outputs] == [[want] for want, _ in truth]
+    assert [output.prompt for output in outputs] == [PROMPTS[0], None, "x"]
+    (alone,) = llm.generate({"prompt": PROMPTS[0]}, sampling_params=GREEDY)
+    assert tokens(alone) == [truth[0][0]]
+    assert llm.generate([]) == llm.generate([], GREEDY) == []
+    assert llm.tokenizer is llm.get_tokenizer() is model.tokenizer
+    assert SamplingParams(top_k=0).top_k is SamplingParams(top_k=-1).top_k is None
+    with pytest.raises(TypeError, match="params and sampling_params are the same; give one"):
+        llm.generate(PROMPTS[0], GREEDY, sampling_params=GREEDY)
+
+
+def test_max_tokens_none_writes_what_fits(llm, truth):
+    """Item 3."""
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[0], endless)
+    one = output.outputs[0]
+    assert one.finish_reason == "length"
+    assert len(output.prompt_token_ids) + len(one.token_ids) == CONFIG.max_model_len
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=None))
+    assert tokens(output) == [truth[0][0]]
+
+
+def test_representations_are_one_short_line(llm, model):
+    """Item 3."""
+    (output,) = llm.generate(PROMPTS[0], GREEDY)
+    for value, said in (
+        (llm, "LLM('builtin:tiny-sdar', MultiBD(block_size=32"),
+        (model, "Model('builtin:tiny-sdar', family="),
+        (output, "(stop)], nfe="),
+    ):
+        assert said in repr(value)
+        assert len(repr(value)) < 300
+        assert "\n" not in repr(value)
+
+
+def test_a_closed_llm_has_ended_everything_and_refuses_by_name(model):
+    """Item 3."""
+    with fresh(model) as llm:
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        runner = llm.engine.runner
+        next(stream)
+        leaves = jax.tree.leaves(runner.state)
+    assert [event.finish_reason for event in stream][-1] == "abort"
+    assert not runner._worker.is_alive()
+    assert all(leaf.is_deleted() for leaf in leaves if leaf is not None)
+    llm.close()
+    for call in (
+        lambda: llm.generate(PROMPTS[0]),
+        lambda: llm.generate([]),
+        lambda: llm.stream(PROMPTS[0]),
+        lambda: llm.engine.step(),
+        lambda: llm.engine.add(Request(prompt_token_ids=[5])),
+    ):
+        with pytest.raises(RuntimeError, match="the engine is closed; make a new LLM"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SamplingParams(repetition_penalty=1.1), "max_repetition_run"),
+        (lambda: SamplingParams(min_tokens=3), "ignore_eos"),
+        (lambda: SamplingParams(logprobs=1), "Model.logits"),
+        (lambda: SamplingParams(max_new_tokens=3), "max_tokens"),
+        (lambda: SamplingParams(zzz=3), "it has max_tokens, temperature"),
+        (lambda: dj.LLM("builtin:tiny-sdar", max_length=3), "max_model_len"),
+        (lambda: dj.LLM("builtin:tiny-sdar", enforce_eager=True), "warm_up"),
+    ],
+)
+def test_unknown_field_is_refused_with_the_nearest(make, said):
+    """Item 3."""
+    with pytest.raises(TypeError, match=r"has no field '\w+'; [^\n]*$") as caught:
+        make()
+    assert said in str(caught.value)
+
+
 # --- models, arguments ----------------------------------------------------------------------------
 
 
@@ -581,7 +689,7 @@ SIGNATURES = {
         "attention_implementation draft seed"
     ),
     "generate": "prompts params use_tqdm",
-    "chat": "messages params use_tqdm template_kwargs",
+    "chat": "messages params use_tqdm sampling_params template_kwargs",
     "stream": "prompt params events",
     "infill": "prefix suffix params",
 }
@@ -624,6 +732,7 @@ def test_outputs_have_the_promised_fields():
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number"),
         ({"page_size": 1.5}, "page_size=1.5 must be a whole number"),
         ({"memory_utilization": 2.0}, "memory_utilization=2.0 must be in"),
+        ({"gpu_memory_utilization": 2.0}, "memory_utilization=2.0 must be in"),
         ({"memory_utilization": "all"}, "memory_utilization='all' must be in"),
         ({"max_model_len": 10_000}, "more than the model's 512 positions; lower it"),
         ({"strategy": "nothing"}, "nothing"),
@@ -641,18 +750,21 @@ def test_wrong_argument_is_one_line(model, arguments, said):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda llm: llm.generate([]), "prompts is empty; give at least one"),
         (lambda llm: llm.generate([5, 6]), "flat list of token ids; wrap"),
         (lambda llm: llm.generate(np.array([5, 6])), "flat list of token ids; wrap"),
         (lambda llm: llm.generate(None), "prompts is a NoneType; give a text"),
-        (lambda llm: llm.generate({"prompt": "x"}), "prompts is a dict; give a text"),
+        (lambda llm: llm.generate({"text": "x"}), "a prompt has no field 'text'; give prompt or"),
+        (lambda llm: llm.generate([{}]), "the prompt is {}; give it prompt or prompt_token_ids"),
         (lambda llm: llm.generate([[1.5]]), "the prompt is [1.5]; give one list of whole numbers"),
-        (lambda llm: llm.generate("x", [GREEDY] * 2), "2 params for 1 prompts; give one"),
-        (lambda llm: llm.generate("x", {"n": 2}), "params holds a dict; give SamplingParams"),
+        (lambda llm: llm.generate(PROMPTS[0], [GREEDY] * 2), "2 params for 1 prompts; give one"),
+        (
+            lambda llm: llm.generate(PROMPTS[0], {"n": 2}),
+            "params holds a dict; give SamplingParams",
+        ),
         (lambda llm: llm.chat([]), "messages is empty"),
         (lambda llm: llm.chat("hello"), "messages is a str; give a list"),
         (lambda llm: llm.stream("x", events="all"), "events='all' is not known; use \"commit\""),
-        (lambda llm: llm.stream("x", {"n": 2}), "params is a dict; give SamplingParams"),
+        (lambda llm: llm.stream(PROMPTS[0], {"n": 2}), "params is a dict; give SamplingParams"),
         (lambda llm: llm.stream([]), "the prompt is empty"),
         (lambda llm: llm.infill("x", "y"), "MultiBD does not see what stands behind a hole; use"),
     ],

@@ -7,6 +7,7 @@ with a folder is one error that names it.
 
 import dataclasses
 import json
+import os
 import shutil
 
 import numpy as np
@@ -116,6 +117,21 @@ def test_replay_prints_a_line_a_forward_and_stops_after_steps(model, killed, cap
     assert out.endswith(f"\n{text}\n\n40 tokens, length\n")
 
 
+def test_replay_that_fails_again_ends_as_the_first_time(model, killed, monkeypatch):
+    """Item 13."""
+    path, _, _ = killed
+    engine, request_id = snapshot.resume(snapshot.load_snapshot(path), 0, model)
+
+    def failing(chunk):
+        raise DeviceFailure("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(engine.runner, "fetch", failing)
+    while engine.has_work:
+        outputs = engine.step()
+    assert outputs[-1].request_id == request_id
+    assert outputs[-1].error == "the device failed twice (RESOURCE_EXHAUSTED)"
+
+
 def test_text_that_never_decoded_is_run_from_its_prompt(model, tmp_path, capsys, monkeypatch):
     llm = make_llm(model, tmp_path)
     break_device(llm, 0, monkeypatch)
@@ -192,8 +208,34 @@ def damage(path, tmp_path, change):
             "is damaged (ValueError: a slot is float64(3,))",
         ),
         (
+            lambda layout, folder: np.savez_compressed(
+                folder / "slots.npz", **{"0": np.zeros(1 << 20, np.int32)}
+            ),
+            "0.npy in slots.npz is compressed",
+        ),
+        (
+            lambda layout, folder: (
+                (folder / "slots.npz").unlink() or os.mkfifo(folder / "slots.npz")
+            ),
+            "slots.npz is no regular file",
+        ),
+        (
+            lambda layout, folder: layout["texts"][0].update(start=2**60),
+            "is behind the",
+        ),
+        (
+            lambda layout, folder: layout["texts"][0]["placement"].update(limit=2**60),
+            "it cannot be replayed",
+        ),
+        (
+            lambda layout, folder: layout["strategy"]["fields"].update(
+                needs={"function": "os:system"}
+            ),
+            "names 'os:system', which is not part of dllm-jax",
+        ),
+        (
             lambda layout, folder: layout["strategy"].update(spec="no_such.module:Thing"),
-            "strategy 'no_such.module:Thing' is not what it was (",
+            "names 'no_such.module:Thing', which is not part of dllm-jax",
         ),
         (
             lambda layout, folder: layout["model"].update(weights="0"),
@@ -220,15 +262,17 @@ def test_path_and_sample_that_are_not_there(killed, tmp_path, capsys):
 
 
 def test_strategy_is_found_again_by_its_name(tmp_path):
-    def round_trip(strategy):
+    def round_trip(strategy, given=None):
         layout = json.loads(json.dumps(snapshot._strategy_facts(strategy)))
-        return layout, snapshot.saved_strategy(
-            snapshot.Snapshot(tmp_path, {}, layout, dj.EngineConfig(), [])
-        )
+        found = snapshot.Snapshot(tmp_path, {}, layout, dj.EngineConfig(), [])
+        if given:
+            with pytest.raises(snapshot.SnapshotError, match="give it by --strategy"):
+                snapshot.saved_strategy(found)
+        return layout, snapshot.saved_strategy(found, given)
 
     needs = Needs("whole_causal", hidden_layers=(1, 2))
     made = as_strategy(half_step, 8, 2, needs)
-    layout, again = round_trip(made)
+    layout, again = round_trip(made, f"{half_step.__module__}:half_step")
     assert again == made
     assert layout["spec"].endswith("test_snapshot:half_step")
     (tmp_path / "mine.py").write_text(
@@ -243,7 +287,7 @@ def test_strategy_is_found_again_by_its_name(tmp_path):
         "    return strategies.AR().step(forward, state)\n"
     )
     made = load_strategy(f"{tmp_path / 'own.py'}:step", block_size=4)
-    layout, again = round_trip(made)
+    layout, again = round_trip(made, f"{tmp_path / 'own.py'}:step")
     assert layout["spec"] == f"{tmp_path / 'own.py'}:step"
     assert (again.fn.__name__, again.block_size) == ("step", 4)
 

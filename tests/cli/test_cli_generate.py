@@ -21,6 +21,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli import main
+from dllm_jax.cli.text import shown
 from dllm_jax.cli.watch import Frame, Watch
 
 CACHE = Path(__file__).parents[2] / ".cache" / "jax"
@@ -382,6 +383,17 @@ def test_watch_without_a_terminal_prints_a_line_a_forward(model, random_folder, 
     assert len(frames) == out.nfe[0] - 1  # the text takes the last one's place
     assert [int(frame[8:11]) for frame in frames] == list(range(1, out.nfe[0]))
     assert any(re.search(r"[^·]·", frame.split("|")[1]) for frame in frames)
+
+
+def test_control_characters_reach_a_terminal_as_text():
+    """Item 14."""
+    out = io.StringIO()
+    frame = Frame(nfe=1, committed="a\x1b[2J", cells=("\x00", None), num_settled=0)
+    Watch(out, tty=True).show(frame)
+    assert r"a\x1b[2J" in out.getvalue()
+    assert "\x00" not in out.getvalue()
+    assert shown("\x1b\u202e\n", tty=True) == "\\x1b\\u202e\n"
+    assert shown("\x1b", tty=False) == "\x1b"
 
 
 def test_watch_draws_over_the_last_frame_in_colours():

@@ -84,6 +84,27 @@ def test_info_tells_what_runs_here(capsys):
     assert "versions    python" in capsys.readouterr().out
 
 
+def test_info_describes_a_strategy_field_by_field(capsys, tmp_path):
+    """Item 7: what it does, its source, and each field with range and default."""
+    assert main(["info", "multi_bd", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["does"].startswith("Multi-block diffusion: ")
+    assert facts["source"].startswith("MBD-LMs, algorithm 5")
+    field = facts["fields"]["accept_threshold"]
+    assert (field["default"], field["range"]) == (0.9, "a number from 0 up")
+    assert field["about"].startswith("A token is accepted when its probability is above it")
+    for name in info.collect()["strategies"]:
+        assert main(["info", name]) == 0
+        assert f"\n{name}\n" in f"\n{capsys.readouterr().out}"
+    own = tmp_path / "my.py"
+    own.write_text('def my_step(forward, state):\n    """Accept all."""\n')
+    assert main(["info", f"{own}:my_step"]) == 0
+    shown = capsys.readouterr().out
+    assert "Accept all." in shown
+    assert f"File:   {own}" in shown
+    assert "block_size = none" in shown
+
+
 def test_train_hands_on_only_what_was_given(monkeypatch):
     seen = []
     monkeypatch.setattr("dllm_jax.training.command.main", lambda *call: seen.append(call))

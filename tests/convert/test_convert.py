@@ -261,7 +261,7 @@ def test_convert_refuses_to_overwrite(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from checkpoints_convert import convert, placing
+from dllm_jax.convert import convert, placing
 placing._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], force=True)
 """

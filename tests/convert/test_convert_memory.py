@@ -55,7 +55,7 @@ import os
 import sys
 import jax
 import orbax.checkpoint
-from checkpoints_convert import convert, load_params
+from dllm_jax.convert import convert, load_params
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # scratch memory is by the thread
 print("ready", flush=True)
 sys.stdin.readline()

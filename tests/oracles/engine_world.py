@@ -6,8 +6,8 @@ streams that only grow, every request ended exactly once, with the tokens and th
 alone (`fake_device.alone`) or, where it was cut short, with a beginning of them.
 """
 
-import dataclasses
 import contextlib
+import dataclasses
 import random
 import sys
 from collections import Counter
@@ -40,8 +40,8 @@ ACTIONS = {
     "abort": 1,
     "preempt": 2,
     "fail": 0.4,
-    "mistrace": 0.4,
-    "interrupt": 1,
+    "mistrace": 0.2,
+    "interrupt": 0.6,
     "wait": 1,
 }
 
@@ -102,9 +102,8 @@ class World:
         cost = Cost(0.0001, rng.choice((0.00001, 0.001))) if rng.random() < 0.5 else None
         self.clock = Clock()
         self.device = FakeDevice(self.layout, host.layout.DeviceFailure, self.clock, cost)
-        self.tokenizer = rng.choice(
-            (None, None, Letters(), Letters(breaks_at=9), Letters(9, Panic))
-        )
+        failure = rng.choice((OverflowError, Panic))
+        self.tokenizer = rng.choice((None, None, Letters(), Letters(9, failure)))
         self.device.compile_failure = host.layout.CompileFailure
         self.engine = host.engine.Engine(
             self.device, self.tokenizer, seed=ENGINE_SEED, clock=self.clock

@@ -190,6 +190,60 @@ def test_packages_of_the_same_name_on_the_path_do_no_harm(installed, tmp_path):
     run_installed(installed, tmp_path, "-c", SHADOWED)
 
 
+GENERATE_SHADOWED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import dllm_jax as dj, strategies
+import dllm_jax.strategies.testing
+assert strategies.NAME == "foreign"
+assert dj.generate("builtin:tiny-sdar", [[3, 5, 6]], max_tokens=1).length[0] <= 1
+for line in ("from strategies import AR", "import strategies.core", "import strategies as s; s.AR"):
+    with open("mine.py", "w") as file:
+        file.write(line)
+    for name in ("mine.py:step", "mine:step"):
+        try:
+            dj.strategies.load_strategy(name)
+        except ValueError as error:
+            sys.modules.pop("mine", None)
+            print(error)
+"""
+
+
+def test_foreign_packages_first_on_the_path_break_nothing(tmp_path):
+    """Item 1: the checkout's own modules, and the error of a user's file that met a foreign one."""
+    for folder in LINKS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text('NAME = "foreign"\n', encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", GENERATE_SHADOWED, str(tmp_path)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    said = f"'strategies' is the foreign {tmp_path / 'strategies'}; import from dllm_jax.strategies"
+    assert all(line.endswith(said) for line in lines), lines
+
+
+SHORT_NAMES = re.compile(
+    r"^\s*(?:from|import) (?:strategies|pallas_kernels|checkpoints_convert)\b", re.MULTILINE
+)
+
+
+def test_project_and_documents_import_through_dllm_jax():
+    """Item 1. Only the programs of this file may use the short names."""
+    pages = [page for kind in ("*.md", "*.py") for page in ROOT.glob(kind)]
+    for folder in ("dllm_jax", *LINKS, "tests", "benchmarks", "examples", "docs"):
+        pages += [page for kind in ("*.md", "*.py") for page in (ROOT / folder).rglob(kind)]
+    found = [page for page in pages if SHORT_NAMES.search(page.read_text(encoding="utf-8"))]
+    assert {page.name for page in found} <= {"test_packaging.py"}
+
+
 def test_import_loads_no_jax():
     code = "import sys, dllm_jax; assert 'jax' not in sys.modules; print(dllm_jax.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

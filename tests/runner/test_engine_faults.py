@@ -168,6 +168,8 @@ def test_a_prompt_the_tokenizer_cannot_read_fails_alone():
     requests = case(name).requests
 
     class Reader(Tokenizer):
+        chat_template, get_added_vocab = None, dict
+
         def __call__(self, text, **_):
             if not text.isdecimal():
                 raise LookupError(f"no ids for {text!r}")

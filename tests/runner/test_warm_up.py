@@ -182,7 +182,7 @@ SEARCHES = """
 import sys, types
 import jax, jax.numpy as jnp
 from dllm_jax.runner import warmup
-from pallas_kernels.layer import triton
+from dllm_jax.kernels.layer import triton
 from tests.cross_lowering import H200
 
 searched, texts = [], []

@@ -57,7 +57,7 @@ class Dispatched:
         self.futures: list[Future] = []
         self.device.run = self.note
 
-    def note(self, call: Any) -> Future:
+    def note(self, call: Any, slots: Any = ()) -> Future:
         self.device._flush()
         some = call.key[0] in ("admit", "prefill", "decode")
         self.names.append((call.key[0], call.args[0][:, 0].tolist() if some else []))

@@ -182,7 +182,12 @@ def test_command_prints_the_table_and_writes_the_object(
     assert list(results) == ["block_diffusion", "multi_bd,buffer_size=3"]
     assert results["block_diffusion"]["problems"] == COUNT
     assert results["block_diffusion"]["mean_forwards"] == outcome.forwards.mean()
-    assert "buffer_size=3" in facts["strategies"]["multi_bd,buffer_size=3"]
+    told = facts["strategies"]["multi_bd,buffer_size=3"]
+    assert (told["name"], told["fields"]["buffer_size"]) == ("multi_bd", 3)
+    texts = [
+        row["outputs"]["block_diffusion"]["text"] for row in facts["halves"]["plain"]["problems"]
+    ]
+    assert tuple(texts) == outcome.texts
     shown = capsys.readouterr().out
     speed = results["multi_bd,buffer_size=3"]["tokens_per_forward"]["value"]
     assert f"{speed:.2f} [" in shown
@@ -217,3 +222,32 @@ def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch
     captured = capsys.readouterr()
     assert "plain: 2 held-out problems" in captured.out
     assert captured.err == "error: [Errno 28] No space left on device\n"
+
+
+def test_problems_and_a_strategy_of_the_user_are_swept_and_drawn(
+    random_folder, capsys, monkeypatch, tmp_path
+):
+    """Items 7 and 8: a file of problems, a strategy file, one labelled point a setting."""
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+    (tmp_path / "p.jsonl").write_text('{"question": "1 + 1 = ?", "answer": 2}\n')
+    mine = tmp_path / "my.py"
+    mine.write_text(
+        "from dllm_jax.strategies import blocks\n"
+        "def my_step(forward, state):\n"
+        "    state = blocks.open_next(state)\n"
+        "    return blocks.denoise(forward, state, lambda stats, *_: stats.token >= 0)\n"
+    )
+    argv = ["eval", "--model", str(random_folder), "--data", str(tmp_path / "p.jsonl")]
+    argv += ["--strategy", f"{mine}:my_step", "--strategy", "multi_bd", "--no-one-token"]
+    argv += ["--sweep", "accept_threshold=0.5:0.9:2", "--plot", str(tmp_path / "out.svg")]
+    argv += ["--max-tokens", "8", "--batch-size", "2", "--json"]
+    assert main(argv) == 0
+    facts = json.loads(capsys.readouterr().out)
+    points = [f"multi_bd,accept_threshold={value}" for value in ("0.5", "0.9")]
+    assert list(facts["strategies"]) == [f"{mine}:my_step", *points]
+    assert facts["strategies"][points[1]]["fields"]["accept_threshold"] == 0.9
+    (row,) = facts["halves"]["p.jsonl"]["problems"]
+    assert list(row["outputs"]) == list(facts["strategies"])
+    drawn = (tmp_path / "out.svg").read_text()
+    for text in ("tokens per forward", "accuracy (%)", "Up and right is better", ">0.5<", ">0.9<"):
+        assert text in drawn

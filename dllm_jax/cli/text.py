@@ -1,0 +1,13 @@
+"""Text for a terminal, where a control character would act instead of being read."""
+
+import re
+import sys
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def shown(text: str, tty: bool | None = None) -> str:
+    r"""The text with control characters as `\x1b`; as it is where stdout is no terminal."""
+    if not (sys.stdout.isatty() if tty is None else tty):
+        return text
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
