@@ -228,7 +228,7 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
         made = Request(prompt_token_ids=ids, **fields)
         if suffix is None:
             return made
-        return infill_request(llm.model, llm.strategy, made, made.params.max_tokens, suffix)
+        return infill_request(llm.model, llm.strategy, made, made.params.max_tokens or 0, suffix)
 
     return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request)
 
