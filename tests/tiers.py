@@ -65,6 +65,8 @@ LONG: dict[str, str | None] = {
     "runner/test_many_rows.py": None,
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run",
     "runner/test_warm_up.py": None,
+    "serve/test_http.py": None,
+    "serve/test_server.py": None,
     "strategies/test_credit_decoding.py": None,
     "strategies/test_d2f.py": "adapter",
     "strategies/test_dflash_costs.py": None,

@@ -74,7 +74,8 @@ class LLM:
         warm_up: Compile every size now; otherwise each size when it is first needed.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
         config: All sizes at once, instead of the arguments that are its fields.
-        progress: Show a line while compiling (on a terminal).
+        progress: Show a line while compiling (on a terminal), or a function of a program's name,
+            programs compiled and programs in all.
         clock: Seconds; of deadlines and metrics.
         gpu_memory_utilization: The same as `memory_utilization`.
 
@@ -106,7 +107,7 @@ class LLM:
         warm_up: bool = True,
         calibrate: bool | None = None,
         config: EngineConfig | None = None,
-        progress: bool = True,
+        progress: bool | Callable[[str, int, int], None] = True,
         clock: Callable[[], float] = time.perf_counter,
         gpu_memory_utilization: float | None = None,
     ):
@@ -134,7 +135,7 @@ class LLM:
             attention_implementation,
             warm_up=warm_up,
             calibrate=calibrate,
-            progress=buckets.progress_line() if progress and warm_up else None,
+            progress=_progress(progress) if warm_up else None,
         )
         self.engine = SharedEngine(
             device,
@@ -483,6 +484,14 @@ def _how_to_ask(model: Model) -> str:
 
 
 # --- arguments ---------------------------------------------------------------------------------
+
+
+def _progress(
+    progress: bool | Callable[[str, int, int], None],
+) -> Callable[[str, int, int], None] | None:
+    if callable(progress):
+        return progress
+    return buckets.progress_line() if progress else None
 
 
 def _config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> EngineConfig:

@@ -21,6 +21,7 @@ DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 VERBS = {
     "generate": "text from a prompt, shown as it settles",
     "chat": "a conversation in the terminal",
+    "serve": "an OpenAI-compatible HTTP server",
     "bench": "speed of the engine: throughput, latency, one step",
     "eval": "accuracy and tokens per forward on the built-in word problems",
     "convert": "a Hugging Face folder to a converted one",
@@ -32,7 +33,7 @@ VERBS = {
 }
 
 # Planned; refused by name until they work.
-PLANNED_VERBS = ("serve", "tune")
+PLANNED_VERBS = ("tune",)
 PLANNED_FLAGS = {
     "--tokenizer": "the tokenizer of the model's folder is used",
     "--tasks": "the built-in task is the only one",

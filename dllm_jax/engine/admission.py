@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
@@ -22,6 +23,7 @@ class ActiveRequest:
     deadline_s: float | None
     sequences: list[Sequence]
     error: str | None = None
+    is_late: bool = False
 
 
 def accept(
@@ -40,7 +42,7 @@ def accept(
         seed: Of requests without one.
 
     Raises:
-        ValueError: It can never run, or asks for what does not exist.
+        Refused: It can never run, or asks for what does not exist.
     """
     layout, params = scheduler.layout, request.params
     prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
@@ -100,10 +102,12 @@ def _limits(
     text_len, total = max_tokens + inner_len, prompt_len + max_tokens + len(suffix)
     limit, capacity = scheduler.limits(prompt_len, text_len, len(suffix) - inner_len)
     if suffix and (limit < prompt_len + text_len or total > layout.max_model_len):
-        raise ValueError(
+        raise Refused(
             f"prompt, max_tokens and suffix are {total} tokens; the engine takes "
             f"{layout.max_model_len} and its pool {layout.num_pages * layout.page_size}, including "
-            "one more block: lower max_tokens, or raise max_model_len or num_pages"
+            "one more block: lower max_tokens, or raise max_model_len or num_pages",
+            "max_tokens",
+            "context_length_exceeded",
         )
     return limit, capacity
 
@@ -123,44 +127,54 @@ def _check(
 ) -> None:
     params = request.params
     if not (prompt or suffix):
-        raise ValueError("the prompt is empty; give at least one token")
+        raise Refused("the prompt is empty; give at least one token", "prompt")
     if not prompt and layout.compute_at_least:
-        raise ValueError(
+        raise Refused(
             "nothing stands before the text, and the model tells a token from the one before it; "
-            "give at least one token as the prompt"
+            "give at least one token as the prompt",
+            "prompt",
         )
     given = [token for token in suffix if token != HOLE]
     for token in (min(prompt, default=0), max(prompt, default=0), *given):
         if not 0 <= token < layout.vocab_size:
-            raise ValueError(
+            raise Refused(
                 f"the prompt holds id {token}, outside the vocabulary [0, {layout.vocab_size}); "
-                "was it tokenized for another model?"
+                "was it tokenized for another model?",
+                "prompt",
             )
     if suffix and not layout.in_window:
-        raise ValueError(
+        raise Refused(
             "a suffix needs a strategy that keeps the prompt in its window; "
-            'use strategy="full_sequence"'
+            'use strategy="full_sequence"',
+            "suffix",
+            "unsupported_parameter",
         )
     for name, value in params.strategy_overrides.items():
         if name not in layout.knobs:
             known = ", ".join(sorted(layout.knobs)) or "none"
-            raise ValueError(
-                f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}"
+            raise Refused(
+                f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}",
+                f"strategy_overrides.{name}",
             )
         low, high = layout.knobs[name]
         if not low <= value <= high:
-            raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose one inside")
+            raise Refused(
+                f"{name}={value} is outside [{low}, {high}]; choose one inside",
+                f"strategy_overrides.{name}",
+            )
     if len(stop_ids) > STOP_WIDTH:
-        raise ValueError(
+        raise Refused(
             f"{len(stop_ids)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "
-            "give fewer, or use stop strings"
+            "give fewer, or use stop strings",
+            "stop_token_ids",
         )
     if params.stop and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        raise Refused("stop strings need a tokenizer; use stop_token_ids", "stop")
     if params.stop and any(token != HOLE for token in suffix[: _inner_len(suffix)]):
-        raise ValueError(
+        raise Refused(
             f"stop={params.stop!r} may also be found in what is given between holes; "
-            "use stop_token_ids, which end the text only where they are written"
+            "use stop_token_ids, which end the text only where they are written",
+            "stop",
         )
     if request.deadline_s is not None and not request.deadline_s > 0:
-        raise ValueError(f"deadline_s={request.deadline_s!r} must be above 0 seconds")
+        raise Refused(f"deadline_s={request.deadline_s!r} must be above 0 seconds", "deadline_s")

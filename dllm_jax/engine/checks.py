@@ -14,6 +14,19 @@ _Kind = TypeVar("_Kind")
 MOST = 2**31 - 1  # the largest count that fits the device's int32
 
 
+class Refused(ValueError):
+    """A request that can never run.
+
+    Attributes:
+        param: The field at fault, None if it is none of them.
+        code: The kind of error in a word, as an HTTP server answers it.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
 def whole_number(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
     """An int in [low, high]; NumPy's integers count, truth values do not."""
     number = low - 1

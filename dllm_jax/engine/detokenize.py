@@ -31,6 +31,7 @@ class TextStream:
     Attributes:
         text: Shown text: whole characters, without a stop string or a possible beginning of one.
         stopped: Once a stop string was found, the fewest tokens that make `text`.
+        stop: That stop string.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
@@ -48,6 +49,7 @@ class TextStream:
         self._held = ""  # the last of these, if they may begin a stop string
         self.text = ""
         self.stopped: int | None = None
+        self.stop: str | None = None
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The text added since the last call.
@@ -110,9 +112,10 @@ class TextStream:
         """The part of the settled text to show; the rest is held, or follows a stop string."""
         found = [(at + len(s), at) for s in self._stops if (at := pending.find(s)) >= 0]
         if found:
-            _, start = min(found)
+            end, start = min(found)
             visible = self._settled - (len(pending) - start)
             self.stopped = self._count_ids(self._window[:visible])
+            self.stop = pending[start:end]
             self._is_over = True
             return pending[:start]
         split = len(pending) - (0 if last else self._beginning(pending))

@@ -201,6 +201,7 @@ class Engine:
     def stats(self) -> Stats:
         """Current values, and counts since the engine was made."""
         pool, counts, drafted = self.scheduler.pool, self._counts, self.drafted
+        running = [s for r in self._requests.values() for s in r.sequences if s.stage != DONE]
         return Stats(
             num_running=len(self.scheduler.live),
             num_waiting=self.scheduler.num_waiting,
@@ -214,8 +215,9 @@ class Engine:
             num_failures=counts["num_failures"],
             num_late_compiles=self.runner.num_late_compiles,
             prompt_tokens=counts["prompt_tokens"],
-            generated_tokens=counts["generated_tokens"],
-            nfe=counts["nfe"],
+            generated_tokens=counts["generated_tokens"]
+            + sum(s.placement.num_written(len(s.tokens)) for s in running),
+            nfe=counts["nfe"] + sum(s.nfe for s in running),
             prefix_queries=pool.queries,
             prefix_hits=pool.hits,
             prefix_evictions=pool.evictions,
@@ -249,6 +251,8 @@ class Engine:
         return True
 
     def _place(self, sequence: Sequence) -> None:
+        if sequence.admitted_s is None:
+            sequence.admitted_s = self._clock()
         self.runner.admit(sequence.slot, sequence.placement)
         for source, target in sequence.copies:
             self.runner.copy_page(source, target)
@@ -419,6 +423,7 @@ class Engine:
         now = self._clock()
         for active in list(self._requests.values()):
             if active.deadline_s is not None and now >= active.deadline_s:
+                active.is_late = True
                 for sequence in active.sequences:
                     self._end(sequence, "abort")
 

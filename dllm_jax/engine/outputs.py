@@ -62,7 +62,17 @@ def _completion(active: ActiveRequest, sequence: Sequence) -> CompletionOutput:
         token_ids=tokens,
         finish_reason=sequence.finish_reason,
         window=window,
+        stop_reason=_stop_reason(active, sequence),
     )
+
+
+def _stop_reason(active: ActiveRequest, sequence: Sequence) -> str | None:
+    reason, stream = sequence.finish_reason, sequence.stream
+    if reason == "stop" and stream is not None:
+        return stream.stop
+    if reason == "abort" and active.is_late:
+        return "deadline"
+    return reason if reason in ("nfe", "repetition") else None
 
 
 def _metrics(
@@ -75,6 +85,7 @@ def _metrics(
         for sequence, completion in zip(sequences, completions, strict=True)
     )
     firsts = [sequence.first_s for sequence in sequences if sequence.first_s is not None]
+    slots = [sequence.admitted_s for sequence in sequences if sequence.admitted_s is not None]
     ends = [sequence.end_s for sequence in sequences if sequence.end_s is not None]
     if len(ends) == len(sequences):
         now = max(ends)
@@ -86,5 +97,7 @@ def _metrics(
         tokens_per_forward=num_written / max(nfe, 1),
         ttfb_s=min(firsts) - active.added_s if firsts else None,
         e2e_s=now - active.added_s,
+        prompt_cached_tokens=sequences[0].cached_tokens or 0,  # the others find its pages
+        queue_s=min(slots) - active.added_s if slots else None,
         draft=DraftMetrics.together(sequence.draft_metrics() for sequence in sequences),
     )

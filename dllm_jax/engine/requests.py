@@ -203,6 +203,9 @@ class Metrics:
         tokens_per_forward: Visible tokens / nfe; what was given between holes is none.
         ttfb_s: Seconds from `add` to the first committed block, or to the end if none committed.
         e2e_s: Seconds from `add`.
+        prompt_cached_tokens: `cached_tokens` of the first sequence alone: never more than the
+            prompt has, however large `n` is.
+        queue_s: Seconds from `add` to the first slot; None if it never had one.
         draft: How drafts fared, all its sequences together; None without a drafting strategy, and
             before the first of its steps was read.
         trajectory: Where `LLM.generate` was asked for it, an event for each forward and text, as
@@ -216,6 +219,8 @@ class Metrics:
     tokens_per_forward: float
     ttfb_s: float | None
     e2e_s: float
+    prompt_cached_tokens: int = 0
+    queue_s: float | None = None
     draft: DraftMetrics | None = None
     trajectory: "tuple[StreamEvent, ...] | None" = None
 
@@ -230,6 +235,7 @@ class CompletionOutput:
             `max_tokens` and what a suffix puts between holes.
         finish_reason: None while it runs.
         window: The provisional window behind the settled tokens, None for a hole (denoise only).
+        stop_reason: The stop string that ended it; "nfe", "repetition" or "deadline" for a limit.
     """
 
     index: int
@@ -237,6 +243,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     window: tuple[int | None, ...] = ()
+    stop_reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.layout import EngineLayout, Placement
 from dllm_jax.engine.pages import Chain, OutOfPages, PagePool, digest
 
@@ -76,6 +77,7 @@ class Sequence:
     cached_tokens: int | None = None
     num_preemptions: int = 0
     failed_at: int = -1
+    admitted_s: float | None = None
     first_s: float | None = None
     end_s: float | None = None
     watched: bool = False
@@ -147,24 +149,30 @@ class Scheduler:
         layout = self.layout
         beyond = layout.block_size + suffix_len
         if prompt_len >= layout.max_model_len:
-            raise ValueError(
+            raise Refused(
                 f"the prompt has {prompt_len} tokens; the engine takes {layout.max_model_len}, "
-                "prompt and text together: shorten it or raise max_model_len"
+                "prompt and text together: shorten it or raise max_model_len",
+                "prompt",
+                "context_length_exceeded",
             )
         total = prompt_len + text_len + suffix_len
         if layout.in_window and total > layout.window:
-            raise ValueError(
+            raise Refused(
                 f"prompt, text and suffix are {prompt_len} + {text_len} + {suffix_len} tokens, the "
                 f"window has {layout.window}; use buffer_size={-(-total // layout.block_size)} or "
-                "lower max_tokens"
+                "lower max_tokens",
+                "max_tokens",
+                "context_length_exceeded",
             )
         room = layout.num_pages * layout.page_size - beyond
         limit = min(prompt_len + text_len, layout.max_model_len, room)
         if limit <= prompt_len:
-            raise ValueError(
+            raise Refused(
                 f"the prompt has {prompt_len} tokens and needs "
                 f"{layout.pages_for(prompt_len + 1 + beyond)} pages of {layout.page_size}; "
-                f"the pool has {layout.num_pages}: raise num_pages or shorten the prompt"
+                f"the pool has {layout.num_pages}: raise num_pages or shorten the prompt",
+                "prompt",
+                "context_length_exceeded",
             )
         # The device drops writes behind the page table.
         in_table = layout.page_buckets[-1] * layout.page_size

@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
-
-from dllm_jax.loading.model import Model
+from typing import Any, NamedTuple, Protocol
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -28,6 +26,30 @@ _OURS = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
     "return_assistant_tokens_mask",
 )
+
+
+class _Family(Protocol):
+    @property
+    def family(self) -> str: ...
+
+
+class TextModel(Protocol):
+    """What is read of a model here: a `Model`, or the text side of one without its weights."""
+
+    @property
+    def source(self) -> str:
+        """What it was loaded from."""
+        ...
+
+    @property
+    def defaults(self) -> _Family:
+        """Names the family."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer, None for a model without one."""
+        ...
 
 
 class Template(NamedTuple):
@@ -70,7 +92,7 @@ _SHIPPED = {
 
 
 def template_of(
-    model: Model, chosen: str | None = None, tools: Sequence[Any] | None = None
+    model: TextModel, chosen: str | None = None, tools: Sequence[Any] | None = None
 ) -> Template | None:
     """The chat template of a model; None for one without a chat format, or without a tokenizer.
 
@@ -107,7 +129,7 @@ def template_of(
     return Template(text, f"dllm_jax ({file})", shipped.name)
 
 
-def note(model: Model) -> str | None:
+def note(model: TextModel) -> str | None:
     """A one-line note on a template of ours; None for the folder's own."""
     template = template_of(model)
     if template is None or template.shipped is None:
@@ -119,7 +141,10 @@ def note(model: Model) -> str | None:
 
 
 def render(
-    model: Model, conversation: Messages, chat_template: str | None = None, **template_kwargs: Any
+    model: TextModel,
+    conversation: Messages,
+    chat_template: str | None = None,
+    **template_kwargs: Any,
 ) -> str:
     """A conversation as the text the model reads, up to where it answers.
 
@@ -180,7 +205,7 @@ def _limited() -> Iterator[None]:
         sys.settrace(before)
 
 
-def _no_template(model: Model) -> str:
+def _no_template(model: TextModel) -> str:
     if model.tokenizer is None:
         return (
             f"model {model.source!r} has no tokenizer and no chat template; give generate token ids"

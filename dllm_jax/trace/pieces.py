@@ -39,6 +39,15 @@ def piece(tokenizer: Any, token: int) -> Piece:
     return Piece(visible(text) or f"[{token}]", False)
 
 
+def plain_text(tokenizer: Any, token: int) -> str:
+    """The token alone as it stands in a text; as `piece` where it is none by itself."""
+    found = piece(tokenizer, token)
+    if found.is_special or tokenizer is None or found.text.startswith(("⟨", "[")):
+        return found.text
+    text = _after_another(tokenizer, token)
+    return found.text if _BROKEN in text or not text else text
+
+
 def visible(text: str) -> str:
     """The text with a sign or `U+....` for each character that would not be seen."""
     return "".join(map(_shown, text))

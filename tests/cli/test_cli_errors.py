@@ -39,7 +39,7 @@ def fails(capsys):
     return run
 
 
-@pytest.mark.parametrize("verb", ["serve", "tune"])
+@pytest.mark.parametrize("verb", ["tune"])
 def test_planned_verb_is_refused_by_name(fails, verb):
     message = fails(2, verb, "--anything")
     assert f"verb '{verb}' is not supported yet" in message

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
     "cli": 9,
     "bench": 8,
+    "serve": 8,
     "training": 7,
     "tasks": 6,
     "trace": 6,
@@ -162,6 +163,15 @@ def test_imports_go_down(room):
     assert not problems, "\n".join(problems)
 
 
+def test_the_front_of_the_server_has_no_jax():
+    """Only the engine process imports it, and what needs it."""
+    heavy = {"jax", "flax", "numpy", "dllm_jax.api", "dllm_jax.runner", "dllm_jax.models"}
+    for path in (ROOT / "dllm_jax" / "serve").glob("*.py"):
+        if path.name != "child.py":
+            names = imports(f"dllm_jax.serve.{path.stem}", path.read_text("utf-8"))
+            assert not [n for n in names if any(f"{n}.".startswith(f"{h}.") for h in heavy)], path
+
+
 def test_no_files_import_each_other_in_a_circle():
     graphlib.TopologicalSorter(project()).prepare()
 
@@ -182,6 +192,8 @@ BREACHES = [
     ("runner.forward", "from dllm_jax.api.generate import generate"),
     ("tasks.evaluate", "from dllm_jax.trace import page"),
     ("api.llm", "from dllm_jax.cli import main"),
+    ("serve.app", "from dllm_jax.cli import main"),
+    ("api.llm", "from dllm_jax.serve import pipe"),
 ]
 KEPT = [
     ("api.generate", "from dllm_jax.strategies.core import blocks"),

@@ -1,0 +1,266 @@
+"""`dllm-jax serve MODEL`: the OpenAI-compatible HTTP server.
+
+Data flow: flags -> a bound port -> the front process, which launches the engine process and tells
+it to call `make_engine` here. Nothing of JAX is imported in the front.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli import strategy as strategies
+from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from dllm_jax.serve.child import Served
+
+KEY_VARIABLE = "DLLM_API_KEY"
+_LOG_FORMATS = ("text", "json", "none")
+_EXTRA = "pip install 'dllm-jax[server]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.epilog = (
+        "GET /health tells when the server is ready. The first Ctrl-C or SIGTERM lets running "
+        "requests end. docs/http.md describes routes and fields, docs/security.md the limits."
+    )
+    parser.add_argument(
+        "source", nargs="?", metavar="MODEL", help="as --model, which it takes the place of"
+    )
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    group.add_argument(
+        "--port", type=flags.whole(0, 65535), default=8000, help="0: any (default: %(default)s)"
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what requests call the model (default: MODEL)"
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"opens every route but /health and /live; repeat it for several. ${KEY_VARIABLE} and "
+        "--api-key-file keep it out of the process list",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="a key a line")
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name the Host header may hold where no key is set (default: loopback names)",
+    )
+    group.add_argument(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web origin whose pages may call, as https://example.org (default: none)",
+    )
+    group.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
+    group.add_argument(
+        "--no-vllm-metrics", action="store_true", help="leave the vllm:* names out of /metrics"
+    )
+    group.add_argument(
+        "--restart-engine",
+        type=flags.whole(0),
+        default=0,
+        metavar="N",
+        help="replace an engine process that died up to N times (default: exit with status 1)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=flags.number(0, 86400),
+        default=30.0,
+        metavar="S",
+        help="seconds running requests get after the first signal (default: %(default)g)",
+    )
+    group.add_argument(
+        "--log-format", choices=_LOG_FORMATS, default="text", help="of the line a request"
+    )
+    _add_limits(parser)
+    flags.add_model_flags(parser)
+    flags.add_strategy_flags(parser)
+    flags.add_draft_flag(parser)
+    flags.add_engine_flags(parser)
+    engine = parser.add_argument_group("engine process")
+    engine.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0, metavar="N")
+    engine.add_argument(
+        "--no-warm-up", action="store_true", help="compile each size when it is first met"
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    group.add_argument(
+        "--request-timeout",
+        type=flags.number(0, 86400, open_low=True),
+        default=600.0,
+        metavar="S",
+        help="seconds after which a text ends with 'length' (default: %(default)g)",
+    )
+    for name, usual, what in (
+        ("--max-waiting", 256, "texts waiting for a slot; more are answered 429"),
+        ("--max-connections", 1024, "open connections; more are closed"),
+        ("--max-body-bytes", 4 << 20, "bytes of a request"),
+        ("--max-texts", 128, "prompts times n of a request"),
+    ):
+        group.add_argument(
+            name, type=flags.whole(1), default=usual, metavar="N", help=f"{what} ({usual})"
+        )
+    group.add_argument(
+        "--max-denoise-streams",
+        type=flags.whole(0),
+        default=2,
+        metavar="N",
+        help="streams of denoise frames; one makes every chunk of the batch a step long (2)",
+    )
+
+
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
+    """Serve until a signal or a failure; while it serves, the server takes the signals."""
+    try:
+        from dllm_jax.serve.app import Config
+        from dllm_jax.serve.limits import Limits
+        from dllm_jax.serve.pipe import Launch
+        from dllm_jax.serve.server import bind
+        from dllm_jax.serve.server import run as serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn", "msgspec"):
+            raise
+        raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
+    if args.source is not None:
+        args.model = args.source
+    keys = _keys(args)
+    if "*" in args.allowed_origin and keys:
+        raise UsageError("--allowed-origin * with a key; name the origins")
+    from dllm_jax import __version__
+
+    limits = Limits(
+        max_body_bytes=args.max_body_bytes,
+        max_texts=args.max_texts,
+        max_waiting=args.max_waiting,
+        max_connections=args.max_connections,
+        request_timeout=args.request_timeout,
+        max_denoise_streams=args.max_denoise_streams,
+    )
+    config = Config(
+        model=args.served_model_name or args.model,
+        launch=Launch("dllm_jax.cli.serve:make_engine", _settings(args)),
+        version=__version__,
+        host=args.host,
+        port=args.port,
+        api_keys=keys,
+        allowed_hosts=tuple(args.allowed_host),
+        allowed_origins=tuple(args.allowed_origin),
+        open_metrics=args.open_metrics,
+        vllm_metrics=not args.no_vllm_metrics,
+        restart_engine=args.restart_engine,
+        drain_timeout=args.drain_timeout,
+        log_format=args.log_format,
+        limits=limits,
+    )
+    try:
+        sock = bind(args.host, args.port)
+    except OSError as error:
+        raise UsageError(
+            f"{args.host}:{args.port} cannot be listened on ({error.strerror or error}); "
+            "choose another --host or --port"
+        ) from error
+    return serve(config, sock)
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    from dllm_jax.cli.prompts import read_file
+
+    keys = [*args.api_key]
+    if args.api_key_file is not None:
+        keys += read_file("key file", args.api_key_file).splitlines()
+    keys += [os.environ.get(KEY_VARIABLE, "")]
+    keys = [key.strip() for key in keys if key.strip()]
+    if not keys and (args.api_key or args.api_key_file):
+        raise UsageError("the API key is empty; give at least one character")
+    return tuple(keys)
+
+
+_OF_ENGINE = (
+    *("model", "revision", "lora", "dtype", "strategy", "block_size", "buffer_size", "set"),
+    *(*flags.THRESHOLDS, "draft", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
+    *("page_size", "memory_utilization", "no_prefix_caching", "attention_implementation"),
+    *("tensor_parallel_size", "seed", "no_warm_up"),
+)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the engine process must know, as msgpack holds it."""
+    return {name: getattr(args, name) for name in _OF_ENGINE}
+
+
+def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) -> "Served":
+    """The engine of these flags; called in the engine process.
+
+    Raises:
+        UnusableSettings: The flags ask for what does not exist.
+        ValueError: The model does not load, or does not fit.
+    """
+    from dllm_jax.serve.child import Served, UnusableSettings, facts_of, yield_processor
+
+    settings["set"] = [(key, value) for key, value in settings["set"]]
+    args = argparse.Namespace(**settings)
+    try:
+        llm = _make_llm(args, progress)
+    except UsageError as error:
+        raise UnusableSettings(one_line(error)) from error
+    yield_processor()
+
+    from dllm_jax.api.llm import infill_request
+    from dllm_jax.engine.requests import Request
+
+    def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
+        made = Request(prompt_token_ids=ids, **fields)
+        if suffix is None:
+            return made
+        return infill_request(llm.model, llm.strategy, made, made.params.max_tokens or 0, suffix)
+
+    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request)
+
+
+def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) -> Any:
+    from dllm_jax.api.llm import LLM
+    from dllm_jax.cli.engine import SLOTS
+    from dllm_jax.cli.sources import load_model
+    from dllm_jax.engine.layout import EngineConfig
+    from dllm_jax.loading.chat import note
+
+    chosen = strategies.load(args.strategy)
+    model = load_model(args)
+    if said := note(model):
+        print(f"note: {said}", file=sys.stderr, flush=True)
+    fields = strategies.given_fields(args)
+    strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
+    return LLM(
+        model,
+        strategy,
+        draft=args.draft,
+        attention_implementation=args.attention_implementation,
+        tensor_parallel_size=args.tensor_parallel_size,
+        seed=args.seed,
+        warm_up=not args.no_warm_up,
+        progress=lambda name, done, total: progress(done, total),
+        config=EngineConfig(
+            max_num_seqs=args.max_num_seqs or SLOTS,
+            max_model_len=args.max_model_len,
+            page_size=args.page_size,
+            memory_utilization=args.memory_utilization or 0.9,
+            enable_prefix_caching=not args.no_prefix_caching,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+    )

@@ -1,0 +1,148 @@
+"""Answers in OpenAI's form: chunks of a stream, whole answers, usage and our metrics beside it.
+
+Nothing here waits or sends.
+"""
+
+import hashlib
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from dllm_jax.serve.pipe import Delta, Facts, Frame, Usage
+
+# How the engine ends a text -> `finish_reason` and `stop_reason`, where it has none of its own.
+_ENDS = {
+    "stop": ("stop", None),
+    "length": ("length", None),
+    "nfe": ("length", "nfe"),
+    "repetition": ("length", "repetition"),
+    "abort": ("length", "deadline"),
+}
+
+
+def fingerprint(version: str, facts: Facts) -> str:
+    """`system_fingerprint`: answers under the same one come from the same settings."""
+    told = (version, facts.jax, facts.source, facts.strategy, facts.dtype)
+    return f"dllm-{hashlib.sha256(repr(told).encode()).hexdigest()[:10]}"
+
+
+class Form:
+    """The answers of one request.
+
+    Attributes:
+        is_chat: Chat completions; else completions.
+        id: Of every chunk.
+    """
+
+    def __init__(self, is_chat: bool, model: str, system_fingerprint: str, num_prompt_tokens: int):
+        self.is_chat = is_chat
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
+        self._num_prompt_tokens = num_prompt_tokens
+        kind = "chat.completion" if is_chat else "text_completion"
+        self._whole = {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": system_fingerprint,
+        }
+        self._chunk = self._whole | ({"object": f"{kind}.chunk"} if is_chat else {})
+
+    def role(self, choice: int) -> dict[str, Any]:
+        """A chat stream's first chunk of a choice."""
+        delta = {"index": choice, "delta": {"role": "assistant", "content": ""}}
+        return self._chunk | {"choices": [delta | {"logprobs": None, "finish_reason": None}]}
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        """A chunk of text, the last one with its reason."""
+        finish, stop = _ending(delta)
+        content = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
+        choice = {"index": delta.choice, **content, "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = stop
+        return self._chunk | {"choices": [choice]}
+
+    def frame(self, choice: int, seq: int, told: dict[str, Any]) -> dict[str, Any]:
+        """A denoise frame."""
+        return self._chunk | {"choices": [], "diffusion": {"index": choice, "seq": seq, **told}}
+
+    def last(self, num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
+        """The usage chunk."""
+        return self._chunk | {
+            "choices": [],
+            "usage": self.usage(num_tokens, usages),
+            "metrics": metrics(num_tokens, usages),
+        }
+
+    def whole(self, texts: Sequence[Delta], usages: Sequence[Usage]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        choices = []
+        for delta in texts:
+            finish, stop = _ending(delta)
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            content = {"message": message} if self.is_chat else {"text": delta.text}
+            ends = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+            choices.append({"index": delta.choice, **content, **ends})
+        num_tokens = sum(delta.num_tokens for delta in texts)
+        return self._whole | {
+            "choices": choices,
+            "usage": self.usage(num_tokens, usages),
+            "metrics": metrics(num_tokens, usages),
+        }
+
+    def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
+        """Token counts; a prompt counts once, however many texts it has."""
+        total: dict[str, Any] = {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self._num_prompt_tokens + num_tokens,
+        }
+        if usages:
+            cached = sum(usage.cached_tokens for usage in usages)
+            total["prompt_tokens_details"] = {"cached_tokens": cached}
+        return total
+
+
+def metrics(num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
+    """What a request took: times of its slowest prompt, forwards of all."""
+    nfe = sum(usage.nfe for usage in usages)
+    queue_s = max(usage.queue_s or 0.0 for usage in usages)
+    first_s = max(usage.ttfb_s or 0.0 for usage in usages)
+    work_s = max(usage.e2e_s for usage in usages) - queue_s
+    written = sum(usage.written for usage in usages)
+    return {
+        "queue_time_ms": round(1e3 * queue_s, 3),
+        "time_to_first_token_ms": round(1e3 * first_s, 3),
+        "generation_time_ms": round(1e3 * work_s, 3),
+        "tokens_per_second": round(num_tokens / work_s, 1) if work_s > 0 else None,
+        "nfe": nfe,
+        "prefill_nfe": sum(usage.prefill_nfe for usage in usages),
+        "tokens_per_forward": round(written / max(nfe, 1), 3),
+        "num_preemptions": sum(usage.num_preemptions for usage in usages),
+    }
+
+
+class Window:
+    """The provisional window of one choice as its viewer knows it."""
+
+    def __init__(self):
+        self._cells: dict[int, str] = {}
+        self.seq = 0
+
+    def change(self, frame: Frame) -> dict[str, Any]:
+        """What a frame changes, cell by cell; indices count output tokens."""
+        cells = {at: text for at, text in enumerate(frame.cells, frame.at) if text is not None}
+        before, self._cells = self._cells, cells
+        changed = [[at, text] for at, text in cells.items() if before.get(at) != text]
+        holes = [at for at in before if at >= frame.at and at not in cells]
+        self.seq += 1
+        size = len(frame.cells)
+        return {"nfe": frame.nfe, "at": frame.at, "size": size, "set": changed, "clear": holes}
+
+
+def _ending(delta: Delta) -> tuple[str | None, str | int | None]:
+    if delta.finish is None:
+        return None, None
+    finish, stop = _ENDS[delta.finish]
+    return finish, delta.stop_reason if delta.stop_reason is not None else stop

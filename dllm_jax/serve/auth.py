@@ -1,0 +1,98 @@
+"""Who may ask: keys, the Host header, the type of a body.
+
+Without a key the Host must be loopback or named by `--allowed-host`: a page of another site cannot
+reach the server through a name of its own that resolves to this machine. A body must be
+`application/json`: a form of another site cannot send that.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable
+
+from dllm_jax.serve.refusals import Refusal
+
+OPEN_PATHS = frozenset({"/health", "/live"})
+
+
+class Guard:
+    """Checks that come before a route.
+
+    Args:
+        keys: Any of them opens every route; none: loopback names only.
+        hosts: Further names that the Host header may hold.
+        open_metrics: `/metrics` needs no key.
+    """
+
+    def __init__(self, keys: Iterable[str], hosts: Iterable[str], open_metrics: bool = False):
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._hosts = {host.lower() for host in hosts}
+        self._open = OPEN_PATHS | ({"/metrics"} if open_metrics else set())
+
+    def check(self, method: str, path: str, headers: dict[str, str]) -> None:
+        """Refuse who may not ask.
+
+        Args:
+            headers: Names in lower case.
+
+        Raises:
+            Refusal: 401, 403 or 415.
+        """
+        if path not in self._open:
+            if self._digests:
+                self._check_key(headers.get("authorization", ""))
+            else:
+                self._check_host(headers.get("host", ""))
+        if method == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Refusal(
+                    "the content type is not application/json; send JSON and say so",
+                    code="unsupported_media_type",
+                    status=415,
+                )
+
+    def _check_key(self, said: str) -> None:
+        scheme, _, value = said.partition(" ")
+        key = value.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() == "basic":  # a browser asks for it; the user name is not looked at
+            try:
+                key = base64.b64decode(key, validate=True).partition(b":")[2]
+            except (binascii.Error, ValueError):
+                key = b""
+        elif scheme.lower() != "bearer":
+            key = b""
+        digest = hashlib.sha256(key).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
+            raise Refusal(
+                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                status=401,
+                headers={"www-authenticate": 'Bearer, Basic realm="dllm_jax"'},
+            )
+
+    def _check_host(self, said: str) -> None:
+        name = said.rpartition(":")[0] if _has_port(said) else said
+        name = name.strip("[]").lower()
+        if name == "localhost" or name in self._hosts or _is_loopback(name):
+            return
+        raise Refusal(
+            "the Host header names no loopback address; start the server with --api-key, or with "
+            "--allowed-host for this name",
+            code="forbidden_host",
+            status=403,
+        )
+
+
+def _has_port(host: str) -> bool:
+    return host.rpartition(":")[2].isdecimal() and not (host.count(":") > 1 and "]" not in host)
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,398 @@
+"""The engine process: a loop over one engine, and a thread that sends what it brings.
+
+Data flow: socket -> `Add`, `Abort` -> engine -> outputs -> deltas -> `Sender`, which merges what it
+could not send yet -> socket. The loop alone touches the engine. It waits at the socket when nothing
+runs, and the process ends when the other end of the socket is closed.
+"""
+
+import ctypes
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dllm_jax.engine.inbox import News
+from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
+from dllm_jax.serve import pipe
+from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Message, Usage
+from dllm_jax.trace.pieces import plain_text
+
+_PR_SET_PDEATHSIG = 1
+CPU_NICENESS = 5  # XLA's threads would starve the front
+_READ_BYTES = 1 << 20
+_COUNTS_PERIOD_S = 0.5
+
+
+class Served(NamedTuple):
+    """An engine and what the loop needs beside it.
+
+    Attributes:
+        make_request: From prompt ids and fields to the engine's `Request`.
+    """
+
+    engine: Any
+    facts: Facts
+    tokenizer: Any
+    make_request: Callable[[list[int], list[int] | None, dict[str, Any]], Request]
+
+
+# Settings of the launch, and where to tell programs compiled of how many.
+Factory = Callable[[dict[str, Any], Callable[[int, int], None]], Served]
+
+
+class UnusableSettings(ValueError):
+    """The command line asks for what does not exist."""
+
+
+class Sender:
+    """Sends from a thread of its own; a slow reader delays nothing, its deltas are merged."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._messages: deque[Message] = deque()
+        self._deltas: dict[tuple[int, int], Delta] = {}
+        self._counts: Counts | None = None
+        self._steps: list[tuple[int, float]] = []
+        self._wake = threading.Condition()
+        self._is_busy = self._is_broken = False
+        threading.Thread(target=self._run, name="sender", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Queue a message, before deltas that were put later."""
+        with self._wake:
+            self._messages.append(message)
+            self._wake.notify()
+
+    def put(self, deltas: list[Delta], counts: Counts) -> None:
+        """Queue deltas; each is merged with what waits for the same text."""
+        with self._wake:
+            for delta in deltas:
+                key = delta.id, delta.choice
+                waiting = self._deltas.get(key)
+                if waiting is None:
+                    self._deltas[key] = delta
+                else:
+                    waiting.merge(delta)
+            self._steps += counts.steps
+            self._counts = counts
+            self._wake.notify()
+
+    def drop(self, request_id: int) -> None:
+        """Forget the deltas of a request."""
+        with self._wake:
+            for key in [key for key in self._deltas if key[0] == request_id]:
+                del self._deltas[key]
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything is sent."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._is_broken or not self._has_news(), seconds)
+
+    def _has_news(self) -> bool:
+        waiting = self._messages or self._deltas or self._counts
+        return bool(waiting or self._is_busy)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(
+                        lambda: self._messages or self._deltas or self._counts is not None
+                    )
+                    data = b"".join(map(pipe.frame, self._take()))
+                    self._is_busy = True
+                self._sock.sendall(data)
+                with self._wake:
+                    self._is_busy = False
+                    self._wake.notify_all()
+        except OSError:  # the front is gone: the loop sees it too
+            with self._wake:
+                self._is_broken = True
+                self._wake.notify_all()
+
+    def _take(self) -> list[Message]:
+        messages = list(self._messages)
+        if self._counts is not None:
+            self._counts.steps = self._steps
+            messages.append(pipe.Moved(list(self._deltas.values()), self._counts))
+        self._messages.clear()
+        self._deltas, self._steps, self._counts = {}, [], None
+        return messages
+
+
+class _Live:
+    """A prompt in the engine: where its texts go and what was said of them."""
+
+    def __init__(self, add: pipe.Add, number: int, n: int):
+        self.id, self.first, self.stream = add.id, number * n, add.stream
+        self.news = News(every=add.denoise)
+        self.num_tokens = [0] * n
+
+
+class Loop:
+    """Messages in, steps, deltas out.
+
+    Args:
+        sock: The front's socket.
+    """
+
+    def __init__(self, served: Served, sock: socket.socket, sender: Sender):
+        self._served, self._engine = served, served.engine
+        self._sock, self._sender = sock, sender
+        self._reader = pipe.Reader(pipe.ToEngine)
+        self._live: dict[str, _Live] = {}
+        self._prompts: dict[int, list[str]] = {}
+        self._pieces: dict[int, str] = {}
+        self._num_steps = 0
+
+    def run(self) -> None:
+        """Work until the front closes the socket."""
+        sent_s = 0.0
+        while True:
+            messages = self._receive()
+            if messages is None:
+                return
+            for message in messages:
+                if isinstance(message, pipe.Add):
+                    self._add(message)
+                elif isinstance(message, pipe.Abort):
+                    self._abort(message.id)
+            if not self._engine.has_work:
+                continue
+            started = time.perf_counter()
+            deltas = [delta for output in self._engine.step() for delta in self._deltas(output)]
+            now = time.perf_counter()
+            stats = self._engine.stats()
+            ran, self._num_steps = stats.num_steps - self._num_steps, stats.num_steps
+            steps = [(ran, now - started)] if ran else []
+            is_idle = not self._engine.has_work
+            if deltas or steps or is_idle or now - sent_s > _COUNTS_PERIOD_S:
+                self._sender.put(deltas, _counts(stats, steps))
+                sent_s = now
+
+    def _receive(self) -> list[Any] | None:
+        """What has arrived; waits where the engine has nothing to do. None: the front is gone."""
+        messages: list[Any] = []
+        while True:
+            wait = 0.0 if self._engine.has_work or messages else None
+            if not select.select([self._sock], [], [], wait)[0]:
+                return messages
+            data = self._sock.recv(_READ_BYTES)
+            if not data:
+                return None
+            messages += self._reader.feed(data)
+
+    def _add(self, add: pipe.Add) -> None:
+        """Queue every prompt or none."""
+        n = int(add.params.get("n", 1))
+        names: list[str] = []
+        try:
+            for number, prompt in enumerate(add.prompts):
+                name = f"{add.id}.{number}"
+                fields = {
+                    "params": SamplingParams(**add.params),
+                    "request_id": name,
+                    "stream": add.stream,
+                    "denoise": add.denoise,
+                    "deadline_s": add.deadline_s,
+                    "priority": add.priority,
+                }
+                request = self._served.make_request(prompt.ids, prompt.suffix, fields)
+                self._engine.add(request)
+                names.append(name)
+                self._live[name] = _Live(add, number, n)
+        except ValueError as error:
+            for name in names:
+                del self._live[name]
+                self._engine.abort(name)
+            param, code = getattr(error, "param", None), getattr(error, "code", "invalid_value")
+            self._sender.send(pipe.Refused(add.id, str(error), param, code))
+            return
+        self._prompts[add.id] = names
+        self._sender.send(pipe.Accepted(add.id))
+
+    def _abort(self, request_id: int) -> None:
+        for name in self._prompts.pop(request_id, ()):
+            if self._live.pop(name, None) is not None:
+                self._engine.abort(name)
+        self._sender.drop(request_id)
+
+    def _deltas(self, output: RequestOutput) -> list[Delta]:
+        live = self._live.get(output.request_id)
+        if live is None:  # aborted: nobody waits for it
+            return []
+        deltas = []
+        for event in live.news.of(output):
+            one = output.outputs[event.index]
+            live.num_tokens[event.index] += len(event.token_ids)
+            delta = Delta(
+                id=live.id,
+                choice=live.first + event.index,
+                text=event.text,
+                num_tokens=live.num_tokens[event.index],
+                finish=event.finish_reason,
+                stop_reason=one.stop_reason,
+                error=output.error if event.finish_reason == "error" else None,
+            )
+            if event.window and not event.finish_reason:
+                cells = [None if cell is None else self._piece(cell) for cell in event.window]
+                delta.frame = Frame(delta.num_tokens, output.metrics.nfe, cells)
+            deltas.append(delta)
+        if output.finished:
+            del self._live[output.request_id]
+            names = self._prompts[live.id]
+            names.remove(output.request_id)
+            if not names:
+                del self._prompts[live.id]
+            if not deltas:  # every text had ended before
+                last = len(output.outputs) - 1
+                deltas = [Delta(live.id, live.first + last, "", live.num_tokens[last])]
+            deltas[-1].usage = _usage(output)
+        return deltas
+
+    def _piece(self, token: int) -> str:
+        text = self._pieces.get(token)
+        if text is None:
+            text = self._pieces[token] = plain_text(self._served.tokenizer, token)
+        return text
+
+
+def _counts(stats: Any, steps: list[tuple[int, float]]) -> Counts:
+    """The engine's `Stats` as they are sent.
+
+    Args:
+        steps: Decode steps of this turn of the loop, and the seconds it took.
+    """
+    names = (name for name in Counts.__struct_fields__ if name != "steps")
+    return Counts(**{name: getattr(stats, name) for name in names}, steps=steps)
+
+
+def _usage(output: RequestOutput) -> Usage:
+    metrics = output.metrics
+    num_prompt = len(output.prompt_token_ids)
+    return Usage(
+        prompt_tokens=num_prompt,
+        cached_tokens=metrics.prompt_cached_tokens,
+        nfe=metrics.nfe,
+        prefill_nfe=metrics.prefill_nfe,
+        num_preemptions=metrics.num_preemptions,
+        written=round(metrics.tokens_per_forward * max(metrics.nfe, 1)),
+        queue_s=metrics.queue_s,
+        ttfb_s=metrics.ttfb_s,
+        e2e_s=metrics.e2e_s,
+    )
+
+
+def facts_of(llm: Any) -> Facts:
+    """What the front must know of an `LLM`."""
+    import jax
+
+    from dllm_jax.loading.model import Model
+
+    model: Model = llm.model
+    strategy, layout, usual = llm.strategy, llm.engine.layout, llm.default_params
+    folder = None if model.tokenizer_source is None else str(model.tokenizer_source.folder)
+    leaves = jax.tree.leaves(model.params)
+    return Facts(
+        source=model.source,
+        family=model.defaults.family,
+        strategy=_name(strategy),
+        block_size=layout.block_size,
+        window=layout.window,
+        thresholds={
+            name: (float(layout.knob_values[name]), float(low), float(high))
+            for name, (low, high) in layout.knobs.items()
+        },
+        max_model_len=min(layout.max_model_len, layout.window)
+        if layout.in_window
+        else layout.max_model_len,
+        vocab_size=layout.vocab_size,
+        mask_token_id=model.config.mask_token_id,
+        num_slots=layout.num_slots,
+        dtype=str(max(leaves, key=lambda leaf: leaf.size).dtype),
+        jax=jax.__version__,
+        tokenizer_folder=folder,
+        infill=layout.in_window,
+        causal=_name(strategy) == "ar",
+        drafts=_name(strategy) == "dflash",
+        temperature=usual.temperature,
+        top_p=usual.top_p,
+    )
+
+
+def _name(strategy: Any) -> str:
+    """The strategy's short name, its class's for one of the user's."""
+    from dllm_jax.strategies.core.resolve import load_strategy, strategy_names
+
+    for name in strategy_names():
+        if type(load_strategy(name)) is type(strategy):
+            return name
+    return type(strategy).__name__
+
+
+def yield_processor() -> None:
+    """On a CPU, run after the front: every thread of this process is niced."""
+    import jax
+
+    if jax.default_backend() != "cpu" or not os.path.isdir("/proc/self/task"):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.setpriority(os.PRIO_PROCESS, int(thread), CPU_NICENESS)
+        except OSError:  # it has ended
+            continue
+
+
+def main(fd: int, parent: int) -> int:
+    """The process: launched by `client.EngineClient`.
+
+    Args:
+        fd: The socket.
+        parent: The front's process id.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with(parent)
+    sock = socket.socket(fileno=fd)
+    reader, messages = pipe.Reader(pipe.ToEngine), []
+    while not messages:
+        data = sock.recv(_READ_BYTES)
+        if not data:
+            return 0
+        messages = reader.feed(data)
+    launch = messages[0]
+    sender = Sender(sock)
+    try:
+        module, _, name = launch.factory.partition(":")
+        factory: Factory = getattr(importlib.import_module(module), name)
+        served = factory(launch.settings, lambda done, of: sender.send(pipe.Progress(done, of)))
+        loop = Loop(served, sock, sender)
+        sender.send(pipe.Ready(served.facts))
+        loop.run()
+    except BaseException as error:
+        if not isinstance(error, ValueError):  # a refused setting is one line
+            traceback.print_exc()
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = "; ".join(lines[:3]) or "no message"
+        message = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+        sender.send(pipe.Failed(message, isinstance(error, UnusableSettings)))
+        sender.flush(1.0)
+        return 1
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """End this process when the front's does, even within a long compilation."""
+    if sys.platform != "linux":
+        return  # the closed socket ends the loop
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)

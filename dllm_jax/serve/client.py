@@ -1,0 +1,328 @@
+"""The front's end of the pipe: starts the engine process, hands requests over, fills mailboxes.
+
+A `Mailbox` has one pending delta a text, which grows until it is taken: a slow reader holds its own
+text and nothing else. Nothing here knows HTTP.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from dllm_jax.serve import pipe
+from dllm_jax.serve.pipe import Counts, Delta, Facts, Usage
+from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.text import TextSide
+
+State = Literal["starting", "ready", "draining", "failed"]
+_READ_BYTES = 1 << 18
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dllm_jax.serve.child import main; "
+    "sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
+)
+
+
+class EngineGone(Exception):
+    """The engine ended before the request did; the message says how."""
+
+
+class Mailbox:
+    """What the engine said of one request and its reader has not taken.
+
+    Args:
+        num_choices: Texts of the request.
+        num_prompts: Prompts of the request.
+
+    Attributes:
+        num_open: Texts that have not ended.
+        usages: Counts of the prompts that have ended.
+        is_closed: Its reader left.
+    """
+
+    def __init__(self, request_id: int, num_choices: int, num_prompts: int):
+        self.id, self.num_choices, self.num_prompts = request_id, num_choices, num_prompts
+        self.num_open = num_choices
+        self.usages: list[Usage] = []
+        self.num_tokens = [0] * num_choices
+        self.failure: str | None = None
+        self.is_closed = False
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.merged_frames = 0
+        self._pending: dict[int, Delta] = {}
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing further will come."""
+        return self.num_open == 0 and len(self.usages) == self.num_prompts
+
+    def put(self, delta: Delta) -> None:
+        """Take a delta from the engine."""
+        self.num_tokens[delta.choice] = delta.num_tokens
+        if delta.finish is not None:
+            self.num_open -= 1
+        if delta.usage is not None:
+            self.usages.append(delta.usage)
+        waiting = self._pending.get(delta.choice)
+        if waiting is None:
+            self._pending[delta.choice] = delta
+        else:
+            self.merged_frames += waiting.frame is not None and delta.frame is not None
+            waiting.merge(delta)
+        self._news.set()
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone, or the server ends."""
+        self.failure = reason
+        if not self.accepted.done():
+            self.accepted.set_exception(EngineGone(reason))
+            self.accepted.exception()  # retrieved: its reader may have left
+        self._news.set()
+
+    def leave(self) -> None:
+        """Its reader left."""
+        self.is_closed = True
+        self._news.set()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait for something new; False where nothing came in time."""
+        if not self._news.is_set():
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def take(self) -> list[Delta]:
+        """What is pending, in the order of the choices."""
+        self._news.clear()
+        pending, self._pending = self._pending, {}
+        return sorted(pending.values(), key=lambda delta: delta.choice)
+
+
+class EngineClient:
+    """The engine process as the front sees it.
+
+    Args:
+        launch: The first message to the process.
+        max_restarts: How often a process that was ready is replaced when it ends.
+        on_counts: Called with each new `Counts`.
+
+    Attributes:
+        facts, text: Of the model, once the engine is ready.
+        over: Set when the engine has failed for good; `failure` says why.
+        is_usage: It failed for what the command line says.
+    """
+
+    def __init__(
+        self,
+        launch: pipe.Launch,
+        max_restarts: int = 0,
+        on_counts: Callable[[Counts], None] = lambda counts: None,
+    ):
+        self._launch, self._on_counts = launch, on_counts
+        self._restarts_left = max_restarts
+        self._boxes: dict[int, Mailbox] = {}
+        self._ids = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_ready = False
+        self.is_draining = False
+        self.progress: tuple[int, int] | None = None
+        self.facts: Facts | None = None
+        self.text: TextSide | None = None
+        self.counts = Counts()
+        self.failure: str | None = None
+        self.is_usage = False
+        self.num_failures = self.num_restarts = 0
+        self.over = asyncio.Event()
+
+    @property
+    def state(self) -> State:
+        """What `/health` tells."""
+        if self.failure is not None:
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        return "ready" if self._is_ready else "starting"
+
+    @property
+    def num_open(self) -> int:
+        """Texts that have not ended."""
+        return sum(box.num_open for box in self._boxes.values())
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a request has not been released by its reader."""
+        return bool(self._boxes)
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Spawn the engine; returns at once. Call it from the main thread."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        paths = json.dumps([path or os.getcwd() for path in sys.path])
+        command = [sys.executable, "-c", _CHILD, paths, str(theirs.fileno()), str(os.getpid())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._is_ready, self.progress = False, None
+        self._task = asyncio.get_running_loop().create_task(self._serve(ours))
+
+    async def submit(
+        self,
+        prompts: list[pipe.Prompt],
+        params: dict[str, Any],
+        *,
+        stream: bool = False,
+        denoise: bool = False,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> Mailbox:
+        """Queue prompts, all or none; returns when the engine has accepted them.
+
+        Raises:
+            Refusal: The engine refuses one.
+            EngineGone: It ended first.
+        """
+        n = params.get("n", 1)
+        box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
+        add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority)
+        self._send(add)
+        self._boxes[box.id] = box
+        try:
+            await box.accepted
+        except Refusal:
+            del self._boxes[box.id]
+            raise
+        except BaseException:
+            self.release(box)
+            raise
+        return box
+
+    def release(self, box: Mailbox) -> None:
+        """Forget a request; what of it runs is aborted."""
+        if self._boxes.pop(box.id, None) is not None and not box.is_over:
+            with contextlib.suppress(EngineGone):
+                self._send(pipe.Abort(box.id))
+
+    def fail_all(self, reason: str) -> None:
+        """Tell every reader that its request ends here."""
+        for box in list(self._boxes.values()):
+            box.fail(reason)
+
+    async def close(self) -> None:
+        """End the engine process: it is not waited for."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self.text is not None:
+            self.text.close()
+
+    # --- the pipe ---------------------------------------------------------------------------------
+
+    def _send(self, message: pipe.Message) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise EngineGone(self.failure or "the engine is not ready")
+        try:
+            self._writer.write(pipe.frame(message))
+        except ValueError as error:
+            raise Refusal(str(error), code="request_too_large", status=413) from None
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Read until the engine ends, then say so or start another."""
+        told: pipe.Failed | None = None
+        try:
+            stream, self._writer = await asyncio.open_connection(sock=sock)
+            self._writer.write(pipe.frame(self._launch))
+            reader = pipe.Reader(pipe.FromEngine)
+            while data := await stream.read(_READ_BYTES):
+                for message in reader.feed(data):
+                    if isinstance(message, pipe.Failed):
+                        told = message
+                    else:
+                        await self._take(message)
+        except OSError:
+            pass  # a reset connection is an end
+        except Exception as error:  # a tokenizer that cannot be read, a broken frame
+            told = pipe.Failed(f"{type(error).__name__}: {error}")
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+        await self._end(told)
+
+    async def _take(self, message: Any) -> None:
+        if isinstance(message, pipe.Moved):
+            for delta in message.deltas:
+                if (box := self._boxes.get(delta.id)) is not None:
+                    box.put(delta)
+            self.counts = message.counts
+            self._on_counts(message.counts)
+        elif isinstance(message, pipe.Accepted):
+            if (box := self._boxes.get(message.id)) is not None and not box.accepted.done():
+                box.accepted.set_result(None)
+        elif isinstance(message, pipe.Refused):
+            if (box := self._boxes.get(message.id)) is not None and not box.accepted.done():
+                error = Refusal(message.message, param=message.param, code=message.code)
+                box.accepted.set_exception(error)
+        elif isinstance(message, pipe.Progress):
+            self.progress = message.done, message.of
+        elif isinstance(message, pipe.Ready):
+            if self.text is None:
+                self.text = await asyncio.to_thread(TextSide, message.facts)
+            self.facts, self._is_ready = message.facts, True
+
+    async def _end(self, told: pipe.Failed | None) -> None:
+        """The engine is gone."""
+        process = self._process
+        assert process is not None
+        was_ready, self._is_ready = self._is_ready, False
+        self.num_failures += 1
+        self.counts = Counts()
+        self._on_counts(self.counts)
+        status = None
+        for _ in range(20):  # it closes the socket as it ends
+            if (status := process.poll()) is not None:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            process.kill()
+        reason = f"the engine process {_how(status)}" if told is None else told.message
+        restarts = was_ready and self._restarts_left > 0 and not self.is_draining
+        if not restarts:
+            self.failure = reason
+            self.is_usage = told is not None and told.usage
+        self.fail_all(reason)
+        if restarts:
+            self._restarts_left -= 1
+            self.num_restarts += 1
+            print(f"engine: {reason}; starting another", file=sys.stderr, flush=True)
+            self.start()
+        else:
+            self.over.set()
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "closed its connection"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

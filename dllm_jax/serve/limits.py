@@ -1,0 +1,139 @@
+"""Limits of the server: their defaults, and who is refused when one is reached.
+
+Nothing here waits: a request over a limit is answered at once.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dllm_jax.serve.refusals import Refusal
+
+BODY_SECONDS = 30.0  # from the headers to the last byte of a body
+CLIENT_SECONDS = 60.0  # a client that takes nothing for so long is dropped
+KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment line
+MAX_HEADER_BYTES = 64 << 10
+DISCARDED_BYTES = 64 << 20  # of a body that is too large: its client reads no answer before its end
+_LOW_RETRY_S, _HIGH_RETRY_S = 1, 30
+_SMOOTHING = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        max_body_bytes: Of a request.
+        max_texts: Prompts times `n` of a request.
+        max_waiting: Texts that wait for a slot; more are answered 429.
+        max_connections: Open connections; more are closed at once.
+        request_timeout: Seconds after which a text ends with "length".
+        max_denoise_streams: Streams of frames: one makes every chunk of the batch a step long.
+    """
+
+    max_body_bytes: int = 4 << 20
+    max_texts: int = 128
+    max_waiting: int = 256
+    max_connections: int = 1024
+    request_timeout: float = 600.0
+    max_denoise_streams: int = 2
+
+
+class Admission:
+    """Who may queue now."""
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._mean_s = 1.0  # of a request
+        self.num_denoise = 0
+
+    def check(self, num_open: int, num_slots: int, num_texts: int, denoise: bool) -> None:
+        """Refuse a request over a limit.
+
+        Args:
+            num_open: Texts in the engine.
+
+        Raises:
+            Refusal: 400 or 429, with how long to wait.
+        """
+        limits = self._limits
+        if num_texts > limits.max_texts:
+            raise Refusal(
+                f"prompts times n are {num_texts}; at most {limits.max_texts} are taken in one "
+                "request: send several",
+                param="n",
+            )
+        waiting = max(0, num_open - num_slots)
+        if waiting >= limits.max_waiting:
+            raise Refusal(
+                f"{waiting} texts wait for a slot; at most {limits.max_waiting} may: try again "
+                "later",
+                code="queue_full",
+                status=429,
+                headers={"retry-after": self.retry_after(waiting, num_slots)},
+            )
+        if denoise and self.num_denoise >= limits.max_denoise_streams:
+            raise Refusal(
+                f"{self.num_denoise} denoise streams are open, the most there may be; try again "
+                'later or use stream_mode="commit"',
+                param="stream_mode",
+                code="denoise_busy",
+                status=429,
+                headers={"retry-after": self.retry_after(waiting, num_slots)},
+            )
+
+    def retry_after(self, waiting: int, num_slots: int) -> str:
+        """Seconds until a slot may be free."""
+        seconds = waiting * self._mean_s / max(1, num_slots)
+        return str(round(min(max(seconds, _LOW_RETRY_S), _HIGH_RETRY_S)))
+
+    def ended(self, seconds: float) -> None:
+        """A request has ended after so long."""
+        self._mean_s += _SMOOTHING * (seconds - self._mean_s)
+
+
+async def read_body(
+    receive: Callable[[], Awaitable[Any]], headers: dict[str, str], most: int
+) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refusal: It is too large, or does not arrive in time.
+        ConnectionError: The client left.
+    """
+    close = {"connection": "close"}
+    too_large = Refusal(
+        f"the body is over {most} bytes; send less at once",
+        code="request_too_large",
+        status=413,
+        headers=close,
+    )
+    declared = headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared) > DISCARDED_BYTES:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionError("the client left")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > DISCARDED_BYTES:
+                    raise too_large
+                if size <= most:
+                    parts.append(part)
+                if not message.get("more_body"):
+                    break
+    except TimeoutError:
+        raise Refusal(
+            f"the body did not arrive within {BODY_SECONDS:g} s; send it again",
+            code="request_timeout",
+            status=408,
+            headers=close,
+        ) from None
+    if size > most:
+        raise too_large
+    return b"".join(parts)

@@ -1,0 +1,241 @@
+"""Counters, gauges and histograms in Prometheus' text form.
+
+Data flow: the engine's `Counts`, ended requests and HTTP answers -> one registry in the front ->
+`GET /metrics`. Names are `dllm_*`; some are repeated under vLLM's names, which its bench client,
+routers and dashboards read.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+
+from dllm_jax.serve.pipe import Counts, Facts, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+BUCKETS = {
+    "dllm_time_to_first_block_seconds": _FIRST,
+    "dllm_queue_seconds": _FIRST,
+    "dllm_e2e_request_latency_seconds": (*_FIRST, 60.0, 120.0),
+    "dllm_inter_block_seconds": _FIRST[:9],
+    "dllm_tokens_per_forward": (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128),
+    "dllm_step_seconds": (
+        *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
+        *(0.01, 0.025, 0.05, 0.1, 0.25),
+    ),
+}
+HELP = {
+    "dllm_num_requests_running": "Texts that hold a slot.",
+    "dllm_num_requests_waiting": "Texts that wait for a slot.",
+    "dllm_kv_cache_usage_ratio": "Share of the page pool that is held.",
+    "dllm_streams_open": "Open SSE streams.",
+    "dllm_state": "1 for the state of the server.",
+    "dllm_build_info": "Versions and model.",
+    "dllm_prompt_tokens_total": "Prompt tokens taken in.",
+    "dllm_generation_tokens_total": "Visible tokens written.",
+    "dllm_nfe_total": "Forwards after prefill, summed over texts.",
+    "dllm_prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
+    "dllm_prefix_cache_hits_total": "Prompt tokens found there.",
+    "dllm_num_preemptions_total": "Texts that lost their slot.",
+    "dllm_recompiles_total": "Programs compiled after the start.",
+    "dllm_draft_tokens_proposed_total": "Drafts judged, of texts that ended.",
+    "dllm_draft_tokens_accepted_total": "Drafts accepted, of texts that ended.",
+    "dllm_device_failures_total": "Device failures the engine recovered from.",
+    "dllm_engine_failures_total": "Engine processes that ended.",
+    "dllm_engine_restarts_total": "Engine processes that were replaced.",
+    "dllm_request_success_total": "Texts that ended, by reason.",
+    "dllm_http_requests_total": "Answers by route and status.",
+    "dllm_disconnects_total": "Clients that left before their answer ended.",
+    "dllm_denoise_frames_total": "Denoise frames by fate.",
+    "dllm_time_to_first_block_seconds": "From acceptance to the first committed block.",
+    "dllm_queue_seconds": "From acceptance to a slot.",
+    "dllm_e2e_request_latency_seconds": "From acceptance to the end.",
+    "dllm_inter_block_seconds": "Between pieces of a streamed text.",
+    "dllm_tokens_per_forward": "Visible tokens a forward of a prompt's texts.",
+    "dllm_step_seconds": "A decode step, mean of a turn of the engine's loop.",
+    "vllm:num_requests_running": "As dllm_num_requests_running.",
+    "vllm:num_requests_waiting": "As dllm_num_requests_waiting.",
+    "vllm:kv_cache_usage_perc": "As dllm_kv_cache_usage_ratio.",
+    "vllm:diffusion_num_denoising_steps_total": "Forwards and one commit a block, as vLLM counts.",
+    "vllm:diffusion_num_canvas_positions_total": "Block size times the denoising steps.",
+    "vllm:diffusion_num_committed_tokens_total": "Visible tokens written.",
+    "vllm:spec_decode_num_drafts_total": "Rounds in which drafts were judged.",
+    "vllm:spec_decode_num_draft_tokens_total": "As dllm_draft_tokens_proposed_total.",
+    "vllm:spec_decode_num_accepted_tokens_total": "As dllm_draft_tokens_accepted_total.",
+}
+# Counter -> field of `Counts`.
+_LIVE = {
+    "dllm_prompt_tokens_total": "prompt_tokens",
+    "dllm_generation_tokens_total": "generated_tokens",
+    "dllm_nfe_total": "nfe",
+    "dllm_prefix_cache_queries_total": "prefix_queries",
+    "dllm_prefix_cache_hits_total": "prefix_hits",
+    "dllm_num_preemptions_total": "num_preemptions",
+    "dllm_recompiles_total": "num_late_compiles",
+    "dllm_draft_tokens_proposed_total": "draft_tokens_proposed",
+    "dllm_draft_tokens_accepted_total": "draft_tokens_accepted",
+    "dllm_device_failures_total": "num_failures",
+}
+_ROUNDS = "draft_rounds"
+STATES = ("starting", "ready", "draining", "failed")
+FINISHES = ("stop", "length", "nfe", "repetition", "abort", "error")
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Histogram:
+    """Counts of values by bucket."""
+
+    def __init__(self, bounds: Iterable[float]):
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self._sum += value * times
+
+    def lines(self, name: str, labels: Labels) -> Iterable[str]:
+        """Cumulative buckets, sum and count."""
+        total = 0
+        for bound, count in zip((*self.bounds, None), self._counts, strict=True):
+            total += count
+            le = "+Inf" if bound is None else f"{bound:g}"
+            yield f"{name}_bucket{_braces((*labels, ('le', le)))} {total}"
+        yield f"{name}_sum{_braces(labels)} {self._sum:.9g}"
+        yield f"{name}_count{_braces(labels)} {total}"
+
+
+class Metrics:
+    """The registry of a server.
+
+    Args:
+        model: The `model` label.
+        vllm_names: Repeat some under vLLM's names.
+    """
+
+    def __init__(self, model: str, version: str, vllm_names: bool = True):
+        self._label: Labels = (("model", model),)
+        self._version, self._vllm_names = version, vllm_names
+        self._facts: Facts | None = None
+        self._counts, self._totals = Counts(), dict.fromkeys((*_LIVE.values(), _ROUNDS), 0)
+        self._counters: dict[tuple[str, Labels], int] = {}
+        self._histograms = {name: Histogram(bounds) for name, bounds in BUCKETS.items()}
+        self.streams_open = 0
+        for reason in FINISHES:
+            self.count("dllm_request_success_total", 0, finish_reason=reason)
+        for fate in ("sent", "merged"):
+            self.count("dllm_denoise_frames_total", 0, fate=fate)
+        for name in ("disconnects", "engine_failures", "engine_restarts"):
+            self.count(f"dllm_{name}_total", 0)
+
+    def count(self, name: str, more: int = 1, **labels: str) -> None:
+        """Add to a counter."""
+        key = name, tuple(labels.items())
+        self._counters[key] = self._counters.get(key, 0) + more
+
+    def counted(self, name: str, **labels: str) -> int:
+        """What a counter stands at."""
+        return self._counters.get((name, tuple(labels.items())), 0)
+
+    def observe(self, name: str, value: float | None) -> None:
+        """Add a value to a histogram; None is none."""
+        if value is not None:
+            self._histograms[name].observe(value)
+
+    def describe(self, facts: Facts) -> None:
+        """What the engine said when it was ready."""
+        self._facts = facts
+
+    def update(self, new: Counts) -> None:
+        """The engine's counts; a new engine's begin at zero again."""
+        old = self._counts if new.prompt_tokens >= self._counts.prompt_tokens else Counts()
+        for name in self._totals:
+            self._totals[name] += max(0, getattr(new, name) - getattr(old, name))
+            # What a stop string cut away is counted again only once it is passed.
+            setattr(new, name, max(getattr(new, name), getattr(old, name)))
+        steps = self._histograms["dllm_step_seconds"]
+        for ran, seconds in new.steps:
+            steps.observe(seconds / ran, ran)
+        self._counts = new
+
+    def ended(self, usage: Usage) -> None:
+        """A prompt has ended."""
+        self.observe("dllm_time_to_first_block_seconds", usage.ttfb_s)
+        self.observe("dllm_queue_seconds", usage.queue_s)
+        self.observe("dllm_e2e_request_latency_seconds", usage.e2e_s)
+        if usage.nfe:
+            self.observe("dllm_tokens_per_forward", usage.written / usage.nfe)
+
+    def text(self, state: str) -> str:
+        """Everything, as Prometheus reads it."""
+        lines: list[str] = []
+        for name, kind, values in self._families(state):
+            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
+            lines += [f"{name}{_braces(labels)} {value:.12g}" for labels, value in values]
+        for name, histogram in self._histograms.items():
+            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} histogram"]
+            lines += histogram.lines(name, self._label)
+        return "\n".join(lines) + "\n"
+
+    def _families(self, state: str) -> Iterable[tuple[str, str, list[tuple[Labels, float]]]]:
+        counts, label = self._counts, self._label
+        usage = counts.num_pages_held / counts.num_pages if counts.num_pages else 0.0
+        gauges = {
+            "dllm_num_requests_running": counts.num_running,
+            "dllm_num_requests_waiting": counts.num_waiting,
+            "dllm_kv_cache_usage_ratio": usage,
+            "dllm_streams_open": self.streams_open,
+        }
+        if self._vllm_names:
+            gauges["vllm:num_requests_running"] = counts.num_running
+            gauges["vllm:num_requests_waiting"] = counts.num_waiting
+            gauges["vllm:kv_cache_usage_perc"] = usage
+        for name, value in gauges.items():
+            yield name, "gauge", [(label, float(value))]
+        states = [((*label, ("state", one)), float(one == state)) for one in STATES]
+        yield "dllm_state", "gauge", states
+        if self._facts is not None:
+            facts = self._facts
+            told = {"jax": facts.jax, "strategy": facts.strategy, "dtype": facts.dtype}
+            about = (("version", self._version), *told.items())
+            yield "dllm_build_info", "gauge", [((*label, *about), 1.0)]
+        for name, field in _LIVE.items():
+            yield name, "counter", [(label, float(self._totals[field]))]
+        by_name: dict[str, list[tuple[Labels, float]]] = {}
+        for (name, labels), value in self._counters.items():
+            by_name.setdefault(name, []).append(((*label, *labels), float(value)))
+        for name, values in by_name.items():
+            yield name, "counter", values
+        for name, value in self._of_vllm().items():
+            yield name, "counter", [(label, value)]
+
+    def _of_vllm(self) -> Mapping[str, float]:
+        """What vLLM's bench client reads and divides by; nothing for a causal strategy."""
+        facts, totals = self._facts, self._totals
+        if not self._vllm_names or facts is None or facts.causal:
+            return {}
+        if facts.drafts:
+            return {
+                "vllm:spec_decode_num_drafts_total": totals[_ROUNDS],
+                "vllm:spec_decode_num_draft_tokens_total": totals["draft_tokens_proposed"],
+                "vllm:spec_decode_num_accepted_tokens_total": totals["draft_tokens_accepted"],
+            }
+        # vLLM counts a commit for each block; its client takes them off again.
+        size, tokens = facts.block_size, totals["generated_tokens"]
+        steps = totals["nfe"] + tokens / size
+        return {
+            "vllm:diffusion_num_denoising_steps_total": steps,
+            "vllm:diffusion_num_canvas_positions_total": steps * size,
+            "vllm:diffusion_num_committed_tokens_total": tokens,
+        }
+
+
+def _braces(labels: Labels) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

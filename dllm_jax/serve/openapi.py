@@ -1,0 +1,97 @@
+"""`/openapi.json`: made of the Structs that read the bodies, so it says what is taken."""
+
+from typing import Any
+
+import msgspec
+
+from dllm_jax.serve import wire
+
+_REF = "#/components/schemas/{name}"
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _STRING,
+                "type": _STRING,
+                "param": _NULLABLE,
+                "code": _NULLABLE,
+            },
+        }
+    },
+}
+_ERRORS = {
+    400: "The body is refused; `param` is the path of the field",
+    401: "The API key is missing or wrong",
+    403: "The Host header is not allowed without a key",
+    404: "No such model",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "Too many wait; see Retry-After",
+    500: "A failure of the server",
+    503: "Starting, draining or failed; see Retry-After",
+}
+_BODIES = {
+    "/v1/completions": (wire.Completion, "Continue prompts, or fill in before a suffix"),
+    "/v1/chat/completions": (wire.Chat, "Answer a conversation"),
+    "/tokenize": (wire.Tokenize, "Token ids of a prompt or a conversation"),
+    "/detokenize": (wire.Detokenize, "The text of token ids"),
+}
+_READS = {
+    "/v1/models": "The model, its strategy and its thresholds with their ranges",
+    "/tokenizer_info": "Special tokens and chat template",
+    "/health": "State of the server: starting, ready, draining or failed",
+    "/live": "Whether the process should go on",
+    "/metrics": "Prometheus",
+    "/version": "Version of dllm_jax",
+    "/openapi.json": "This document",
+    "/": "The routes",
+}
+_OPEN = ("/health", "/live")
+
+
+def document(version: str) -> dict[str, Any]:
+    """The OpenAPI document."""
+    kinds = [kind for kind, _ in _BODIES.values()]
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    paths: dict[str, Any] = {}
+    for (path, (kind, summary)), ref in zip(_BODIES.items(), refs, strict=True):
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+        if issubclass(kind, wire.Sampling):
+            content["text/event-stream"] = {"schema": {}}
+        paths[path] = {
+            "post": {
+                "summary": summary,
+                "requestBody": {"required": True, "content": {"application/json": {"schema": ref}}},
+                "responses": {
+                    "200": {"description": "The answer", "content": content},
+                    **_error_answers(_ERRORS),
+                },
+            }
+        }
+    for path, summary in _READS.items():
+        kind = "text/plain" if path == "/metrics" else "application/json"
+        statuses = (503,) if path in _OPEN else (401, 403, 404, 500, 503)
+        answers = {"200": {"description": "The answer", "content": {kind: {"schema": {}}}}}
+        answers |= _error_answers(statuses, {} if path in _OPEN else None)
+        paths[path] = {"get": {"summary": summary, "responses": answers}}
+    keys = {"Bearer": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "dllm_jax", "version": version},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "Error": _ERROR}, "securitySchemes": keys},
+        "security": [{}, {"Bearer": []}],
+    }
+
+
+def _error_answers(statuses: Any, schema: Any = None) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(name="Error")} if schema is None else schema
+    content = {"application/json": {"schema": schema}}
+    return {str(one): {"description": _ERRORS[one], "content": content} for one in statuses}

@@ -1,0 +1,263 @@
+"""What the two processes say to each other: array-like msgpack, 4 bytes of length before each.
+
+Nothing here is pickled, and nothing here knows HTTP or the engine.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+MAX_FRAME = 64 << 20  # bytes of one message
+_LENGTH = struct.Struct(">I")
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Anything that is sent."""
+
+
+# --- to the engine ------------------------------------------------------------------------------
+
+
+class Launch(Message):
+    """The first message: which engine to make.
+
+    Attributes:
+        factory: `module:function` that makes it from `settings`.
+    """
+
+    factory: str
+    settings: dict[str, Any]
+
+
+class Prompt(msgspec.Struct, array_like=True):
+    """One prompt of an `Add`; `suffix` is None where nothing is to be filled in."""
+
+    ids: list[int]
+    suffix: list[int] | None = None
+
+
+class Add(Message):
+    """Prompts that are accepted together or not at all; `params` are fields of `SamplingParams`."""
+
+    id: int
+    prompts: list[Prompt]
+    params: dict[str, Any]
+    stream: bool
+    denoise: bool
+    deadline_s: float | None
+    priority: int
+
+
+class Abort(Message):
+    """End a request; nothing more is said of it."""
+
+    id: int
+
+
+# --- from the engine ----------------------------------------------------------------------------
+
+
+class Progress(Message):
+    """Programs compiled while the engine starts."""
+
+    done: int
+    of: int
+
+
+class Facts(msgspec.Struct):
+    """What the front must know of the model and the engine.
+
+    Attributes:
+        tokenizer_folder: Where the tokenizer's files are; None for a model without one.
+        thresholds: Knobs of the strategy: value, lowest, highest.
+        infill: `suffix` can be filled in.
+        causal: Decoded token by token: no forward is a denoising step.
+        temperature, top_p: Of requests that name none.
+    """
+
+    source: str
+    family: str
+    strategy: str
+    block_size: int
+    window: int
+    thresholds: dict[str, tuple[float, float, float]]
+    max_model_len: int
+    vocab_size: int
+    mask_token_id: int
+    num_slots: int
+    dtype: str
+    jax: str
+    tokenizer_folder: str | None = None
+    infill: bool = False
+    causal: bool = False
+    drafts: bool = False
+    temperature: float = 0.0
+    top_p: float | None = None
+
+
+class Ready(Message):
+    """The engine takes requests."""
+
+    facts: Facts
+
+
+class Accepted(Message):
+    """Every prompt of an `Add` is queued."""
+
+    id: int
+
+
+class Refused(Message):
+    """None of them is; the engine is as before."""
+
+    id: int
+    message: str
+    param: str | None
+    code: str
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """Counts of one prompt, sent with its last delta."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    nfe: int
+    prefill_nfe: int
+    num_preemptions: int
+    written: int
+    queue_s: float | None
+    ttfb_s: float | None
+    e2e_s: float
+
+
+class Frame(msgspec.Struct, array_like=True):
+    """The provisional window behind `at` settled tokens; None for a hole."""
+
+    at: int
+    nfe: int
+    cells: list[str | None]
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What is new in one text; deltas of one text that wait together are merged.
+
+    Attributes:
+        choice: `prompt * n + sample`.
+        num_tokens: Settled tokens in all.
+        usage: On the last delta of a prompt.
+    """
+
+    id: int
+    choice: int
+    text: str
+    num_tokens: int
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    frame: Frame | None = None
+    usage: Usage | None = None
+
+    def merge(self, later: "Delta") -> None:
+        """Become what a reader of both would know."""
+        self.text += later.text
+        self.num_tokens = later.num_tokens
+        self.finish = later.finish or self.finish
+        self.stop_reason = self.stop_reason if later.stop_reason is None else later.stop_reason
+        self.error = later.error or self.error
+        self.frame = later.frame or self.frame
+        self.usage = later.usage or self.usage
+
+
+class Counts(msgspec.Struct):
+    """Counts of the engine: the first four of this moment, the others since it was made.
+
+    Attributes:
+        steps: Decode steps and the seconds they took, since the last counts.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_held: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    nfe: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    num_failures: int = 0
+    num_late_compiles: int = 0
+    draft_rounds: int = 0
+    draft_tokens_proposed: int = 0
+    draft_tokens_accepted: int = 0
+    steps: list[tuple[int, float]] = []
+
+
+class Moved(Message):
+    """Deltas, and the engine's counts."""
+
+    deltas: list[Delta]
+    counts: Counts
+
+
+class Failed(Message):
+    """The engine cannot go on, or could not be made.
+
+    Attributes:
+        usage: The command line asks for what does not exist.
+    """
+
+    message: str
+    usage: bool = False
+
+
+ToEngine = Launch | Add | Abort
+FromEngine = Progress | Ready | Accepted | Refused | Moved | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def frame(message: Message) -> bytes:
+    """A message as it goes over the socket.
+
+    Raises:
+        ValueError: It is too long.
+    """
+    data = _ENCODER.encode(message)
+    if len(data) > MAX_FRAME:
+        raise ValueError(f"a message of {len(data)} bytes is over {MAX_FRAME}; send less at once")
+    return _LENGTH.pack(len(data)) + data
+
+
+class Reader:
+    """Messages from bytes that come in any portions.
+
+    Args:
+        kind: `ToEngine` or `FromEngine`.
+    """
+
+    def __init__(self, kind: Any):
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that are complete now.
+
+        Raises:
+            ValueError: The other end does not speak this protocol.
+        """
+        self._buffer += data
+        messages, at = [], 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            if length > MAX_FRAME:
+                raise ValueError(f"a message of {length} bytes; at most {MAX_FRAME} are taken")
+            end = at + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(bytes(self._buffer[at + _LENGTH.size : end])))
+            at = end
+        if at:
+            del self._buffer[:at]
+        return messages

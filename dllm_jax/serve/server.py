@@ -1,0 +1,163 @@
+"""The front process: binds the port, starts the engine, serves until a signal or a failure.
+
+Order of things: port bound -> engine spawned -> HTTP answered, `/health` says "starting" -> ready.
+The first SIGTERM or Ctrl-C drains: new requests are refused, running ones go on for
+`drain_timeout`, then end with an error event. A second signal does not wait.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dllm_jax.serve import limits
+from dllm_jax.serve.app import Config, Service
+from dllm_jax.serve.client import EngineClient
+
+DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
+FLUSH_SECONDS = 1.0  # for error events and a last /health to get out
+_POLL_S = 0.05
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our own signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket.
+
+    Raises:
+        OSError: The address is in use, or none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def run(config: Config, sock: socket.socket) -> int:
+    """Serve on a bound socket; the exit status."""
+    return asyncio.run(_run(config, sock))
+
+
+async def _run(config: Config, sock: socket.socket) -> int:
+    service = Service(config)
+    engine, stop = service.engine, _Stop(service.engine)
+    engine.start()
+    server = _Server(
+        uvicorn.Config(
+            service.app,
+            http=_protocol(config.limits.max_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=limits.MAX_HEADER_BYTES,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    gc.freeze()
+    service.log.line("listening", url=_url(config, sock))
+    try:
+        status = await _until_over(service, stop)
+    finally:
+        engine.fail_all("the server is shutting down")
+        await _none_open(engine, FLUSH_SECONDS)
+        server.should_exit = True
+        await serving
+        await engine.close()
+    return status
+
+
+async def _until_over(service: Service, stop: "_Stop") -> int:
+    engine, was_ready = service.engine, False
+    while not (stop.number or engine.over.is_set()):
+        if not was_ready and engine.state == "ready":
+            was_ready = True
+            service.log.line("ready", model=service.config.model)
+        await _either(engine.over, stop.first, None if was_ready else _POLL_S)
+    if engine.over.is_set():
+        print(f"error: {engine.failure}", file=sys.stderr, flush=True)
+        if was_ready:
+            await asyncio.sleep(FLUSH_SECONDS)
+        return BAD_USAGE if engine.is_usage else FAILED
+    engine.is_draining = True
+    service.log.line("draining", open=engine.num_open, seconds=service.config.drain_timeout)
+    await _none_open(engine, service.config.drain_timeout)
+    if engine.failure is not None:
+        return FAILED
+    return DONE if stop.number == signal.SIGTERM else SIGNALLED + signal.SIGINT
+
+
+async def _either(one: asyncio.Event, other: asyncio.Event, seconds: float | None) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in (one, other)]
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _none_open(engine: EngineClient, seconds: float) -> None:
+    """Wait until no request is open."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while engine.has_open and loop.time() < until:
+        await asyncio.sleep(_POLL_S)
+
+
+class _Stop:
+    """Signals: the first leaves a mark, the second ends the process."""
+
+    def __init__(self, engine: EngineClient):
+        self.number = 0
+        self.first = asyncio.Event()
+        self._engine = engine
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: int) -> None:
+        if self.number:
+            if self._engine.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._engine.pid, signal.SIGKILL)
+            os._exit(SIGNALLED + number)
+        self.number = number
+        self.first.set()
+
+
+def _protocol(max_connections: int) -> Any:
+    class Limited(H11Protocol):
+        """Closes connections over the limit at once."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                transport.abort()
+
+    return Limited
+
+
+def _url(config: Config, sock: socket.socket) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{sock.getsockname()[1]}"

@@ -1,0 +1,227 @@
+"""The readers of a mailbox: a stream of server-sent events, or one whole answer.
+
+A stream is `data: {json}` and an empty line, again and again, then `data: [DONE]`. There is no
+`event:`, `id:` or `retry:` line and no CRLF: each of them breaks clients (docs/http.md). After 15 s
+of silence a comment line keeps proxies awake. A client that leaves, or takes nothing for 60 s,
+aborts its request.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from dllm_jax.serve import limits
+from dllm_jax.serve.answers import Form, Window
+from dllm_jax.serve.client import EngineGone, Mailbox
+from dllm_jax.serve.metrics import Metrics
+from dllm_jax.serve.pipe import Delta, Frame
+from dllm_jax.serve.refusals import error_object
+
+FRAME_SECONDS = 1 / 60  # between two frames of a choice
+DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_ENCODER = msgspec.json.Encoder()
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client left, or takes nothing."""
+
+
+class RequestFailed(Exception):
+    """The engine ended a text with an error, which is for the log."""
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + _ENCODER.encode(content) + b"\n\n"
+
+
+class EventStream:
+    """A stream of one request, as an ASGI response.
+
+    Args:
+        usage: `include_usage`.
+        running_usage: `continuous_usage_stats`.
+
+    Attributes:
+        finishes: How texts ended, for log and metrics.
+        error: What was said in an error event.
+    """
+
+    def __init__(
+        self,
+        box: Mailbox,
+        form: Form,
+        metrics: Metrics,
+        request_id: str,
+        *,
+        usage: bool = False,
+        running_usage: bool = False,
+    ):
+        self._box, self._form, self._metrics = box, form, metrics
+        self._request_id = request_id
+        self._usage, self._running_usage = usage, running_usage
+        self._roles: set[int] = set()
+        self._ended: set[int] = set()
+        self._windows: dict[int, Window] = {}
+        self._held: dict[int, Frame] = {}
+        self._frame_at = 0.0
+        self._told_at: dict[int, float] = {}
+        self.finishes: list[Delta] = []
+        self.error: str | None = None
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Send until the texts have ended.
+
+        Raises:
+            ClientGone: It left.
+        """
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        box = self._box
+        async with listening(receive, box):
+            is_over = False
+            while not is_over:
+                arrived = await box.wait(self._patience())
+                if box.is_closed:
+                    raise ClientGone
+                if not arrived and not self._held:
+                    await self._send(send, _KEEP_ALIVE, True)
+                    continue
+                data = b"".join(map(event, self._chunks(box.take())))
+                is_over = self.error is not None or box.failure is not None or box.is_over
+                if is_over:
+                    data += self._ending()
+                if data:
+                    await self._send(send, data, not is_over)
+
+    def _patience(self) -> float:
+        if not self._held:
+            return limits.KEEP_ALIVE_SECONDS
+        return max(0.0, self._frame_at + FRAME_SECONDS - time.monotonic())
+
+    async def _send(self, send: Send, data: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(limits.CLIENT_SECONDS):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise ClientGone from None
+
+    def _chunks(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
+        now = time.monotonic()
+        for delta in deltas:
+            if delta.finish == "error":
+                self.finishes.append(delta)
+                self.error = delta.error or "no reason given"
+                return
+            if delta.text or delta.finish is not None:
+                if delta.text:
+                    if (before := self._told_at.get(delta.choice)) is not None:
+                        self._metrics.observe("dllm_inter_block_seconds", now - before)
+                    self._told_at[delta.choice] = now
+                if self._form.is_chat and delta.choice not in self._roles:
+                    self._roles.add(delta.choice)
+                    yield self._form.role(delta.choice)
+                yield self._piece(delta)
+            if delta.finish is not None:
+                self.finishes.append(delta)
+                self._ended.add(delta.choice)
+                self._held.pop(delta.choice, None)
+            elif delta.frame is not None:
+                if self._held.pop(delta.choice, None) is not None:
+                    self._metrics.count("dllm_denoise_frames_total", fate="merged")
+                self._held[delta.choice] = delta.frame
+        if self._held and now >= self._frame_at + FRAME_SECONDS:
+            self._frame_at = now
+            yield from self._frames()
+
+    def _piece(self, delta: Delta) -> dict[str, Any]:
+        chunk = self._form.piece(delta)
+        box = self._box
+        if self._running_usage:
+            chunk["usage"] = self._form.usage(sum(box.num_tokens))
+        if box.is_over and not self._usage and len(self.finishes) == box.num_choices - 1:
+            last = self._form.last(sum(box.num_tokens), box.usages)
+            chunk["metrics"] = last["metrics"]
+        return chunk
+
+    def _frames(self) -> Iterator[dict[str, Any]]:
+        held, self._held = self._held, {}
+        for choice, frame in held.items():
+            window = self._windows.setdefault(choice, Window())
+            told = window.change(frame)
+            if told["set"] or told["clear"] or window.seq == 1:
+                self._metrics.count("dllm_denoise_frames_total", fate="sent")
+                yield self._form.frame(choice, window.seq, told)
+
+    def _ending(self) -> bytes:
+        """The usage chunk or the error, and the end."""
+        if self._box.failure is not None and not self._box.is_over:
+            self.error = self.error or self._box.failure
+            said = error_object(self._box.failure, 503, None, "engine_failed")
+            return event(said) + DONE
+        if self.error is not None:
+            return event(internal_error(self._request_id)) + DONE
+        if self._usage:
+            last = self._form.last(sum(self._box.num_tokens), self._box.usages)
+            return event(last) + DONE
+        return DONE
+
+
+async def whole(box: Mailbox, receive: Receive) -> list[Delta]:
+    """The texts of a request, in the order of its choices, once all have ended.
+
+    Raises:
+        ClientGone: The client left.
+        RequestFailed: A text ended with an error.
+        EngineGone: The engine ended first.
+    """
+    texts: dict[int, Delta] = {}
+    async with listening(receive, box):
+        while not (box.is_over and len(texts) == box.num_choices):
+            await box.wait()
+            if box.is_closed:
+                raise ClientGone
+            for delta in box.take():
+                if delta.choice in texts:
+                    texts[delta.choice].merge(delta)
+                else:
+                    texts[delta.choice] = delta
+                if delta.finish == "error":
+                    raise RequestFailed(delta.error or "no reason given")
+            if box.failure is not None and not box.is_over:
+                raise EngineGone(box.failure)
+    return [texts[choice] for choice in sorted(texts)]
+
+
+def internal_error(request_id: str) -> dict[str, Any]:
+    """The error object of a failure of ours: the reason is in the log."""
+    message = f"the server failed on this request; its id in the log is {request_id}"
+    return error_object(message, 500, None, "internal_error")
+
+
+@contextlib.asynccontextmanager
+async def listening(receive: Receive, box: Mailbox) -> AsyncIterator[None]:
+    """Inside, the mailbox is told when the client leaves."""
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        box.leave()
+
+    task = asyncio.create_task(listen())
+    try:
+        yield
+    finally:
+        task.cancel()

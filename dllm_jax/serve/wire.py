@@ -1,0 +1,349 @@
+"""Request bodies: what is read, what changes nothing and is taken, what is refused by name.
+
+Data flow: bytes -> JSON -> fields that change nothing dropped (`NEUTRAL`, `IGNORED`), others that
+are not read refused -> a Struct, whose types and ranges are checked by msgspec. The OpenAPI
+document is made of the same Structs.
+"""
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from dllm_jax.serve.refusals import Refusal, not_json, not_valid, shown
+
+MAX_INT = 2**31 - 1  # counts on the device
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+
+Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both generating routes."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=32)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    strategy_overrides: dict[str, float] | None = None
+    max_nfe: Count | None = None
+    max_repetition_run: Annotated[int, Meta(ge=2, le=MAX_INT)] | None = None
+    stream_mode: Literal["commit", "denoise"] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+
+
+class Completion(Sampling, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+    suffix: str | None = None
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    """A part of a message's content; text only."""
+
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class Turn(Struct, forbid_unknown_fields=True):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: str | None = None
+
+
+class Chat(Sampling, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Tokenize(Struct, forbid_unknown_fields=True):
+    """`POST /tokenize`: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Turn], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(Struct, forbid_unknown_fields=True):
+    """`POST /detokenize`."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
+    model: str | None = None
+
+
+class _Any:
+    """A field that changes nothing, whatever its value."""
+
+
+ANY = _Any()
+
+# Fields that are not read, and the values at which they would change nothing; null always is one.
+NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": ANY,
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "include_reasoning": (True,),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "watermarking": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "chat_template": (),
+    "documents": (),
+    "reasoning_effort": (),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "truncate_prompt_tokens": (),
+    "thinking": (),
+    "prompt_embeds": (),
+    "lora_path": (),
+    "kv_transfer_params": (),
+}
+# What the tokenizer puts around a prompt: a text gets it, a rendered conversation holds it already.
+SPECIAL_TOKENS = "add_special_tokens"
+# Said by clients for their own sake; never read.
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("session_id", "request_id", "verbosity"),
+    }
+)
+_CANVAS = "it is not enforced while a canvas is denoised; leave it out and check the text"
+_TOOLS = "tools are not supported; leave it out"
+_LOGPROBS = "log-probabilities are not supported; leave it out"
+_PENALTY = "penalties are not supported; leave it out (max_repetition_run ends a run)"
+# Remedies where "leave it out" is not all there is to say.
+REMEDIES = {
+    "response_format": _CANVAS,
+    "guided_json": _CANVAS,
+    "guided_regex": _CANVAS,
+    "guided_choice": _CANVAS,
+    "guided_grammar": _CANVAS,
+    "structured_outputs": _CANVAS,
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "tool_choice": _TOOLS,
+    "function_call": _TOOLS,
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "echo": "the prompt is not repeated and has no log-probabilities here; leave it out",
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _PENALTY,
+    "logit_bias": "logits are not biased; leave it out",
+    "best_of": "candidates are not ranked; use n",
+    "chat_template": "a caller's template is not run; the model's own is used",
+    "reasoning_effort": "give what the chat template reads as chat_template_kwargs",
+    "thinking": "give what the chat template reads as chat_template_kwargs",
+    "truncate_prompt_tokens": "prompts are not cut; shorten the prompt",
+    "continue_final_message": "answers start anew; leave it out",
+}
+# Of a message. Clients echo an answer with all of its fields.
+TURN_NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
+    "refusal": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning": (),
+    "reasoning_content": (),
+}
+_PART_ONLY = "only text parts are read; nothing is fetched or decoded"
+
+Body = TypeVar("Body", bound=Struct)
+
+
+def read_json(data: bytes) -> Any:
+    """The JSON of a body: strict, no NaN, no half characters.
+
+    Raises:
+        Refusal: It is none.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.ValidationError as error:  # a number that no float holds
+        raise not_json(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error) from None
+
+
+def read(data: bytes, kind: type[Body]) -> Body:
+    """A body as the route reads it.
+
+    Raises:
+        Refusal: It is no JSON, asks for what is not supported, or has a wrong type.
+    """
+    fields = read_json(data)
+    if not isinstance(fields, dict):
+        raise Refusal("the body is no JSON object; send one object", code="invalid_json")
+    is_sampling = issubclass(kind, Sampling)
+    kept = _kept(fields, kind, NEUTRAL if is_sampling else {}, "", special=issubclass(kind, Chat))
+    if isinstance(kept.get("messages"), list):
+        kept["messages"] = [
+            _turn(turn, f"messages[{i}]") for i, turn in enumerate(kept["messages"])
+        ]
+    try:
+        return msgspec.convert(kept, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise not_valid(error) from None
+    except RecursionError as error:
+        raise not_json(error) from None
+
+
+def _kept(
+    fields: dict[str, Any],
+    kind: type[Struct],
+    neutral: dict[str, tuple[Any, ...] | _Any],
+    prefix: str,
+    special: bool | None = None,
+) -> dict[str, Any]:
+    """The fields that the Struct reads; the others change nothing, or are refused.
+
+    Args:
+        special: Whether this is a conversation, whose text holds its special tokens already.
+    """
+    known = kind.__struct_fields__
+    kept = {}
+    for name, value in fields.items():
+        if name in known:
+            if value is not None:
+                kept[name] = value
+        elif value is None or (name in IGNORED and not prefix):
+            continue
+        elif name in neutral:
+            if not _changes_nothing(value, neutral[name]):
+                raise _unsupported(prefix + name, name, value)
+        elif name == SPECIAL_TOKENS and special is not None:
+            if value is not (not special):
+                raise Refusal(
+                    f"{name}={shown(value)} is not supported here; use {str(not special).lower()} "
+                    "or token ids",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        else:
+            raise _unknown(name, prefix, (*known, *neutral))
+    return kept
+
+
+def _changes_nothing(value: Any, neutral: tuple[Any, ...] | _Any) -> bool:
+    if isinstance(neutral, _Any):
+        return True
+    return any(isinstance(value, bool) is isinstance(one, bool) and value == one for one in neutral)
+
+
+def _unsupported(param: str, name: str, value: Any) -> Refusal:
+    remedy = REMEDIES.get(name, "it is not supported; leave it out")
+    if param != name:
+        remedy = f"it is not supported in a message; {'leave it out'}"
+    return Refusal(f"{param}={shown(value)}: {remedy}", param=param, code="unsupported_parameter")
+
+
+def _unknown(name: str, prefix: str, known: tuple[str, ...]) -> Refusal:
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+    what = shown(name)
+    return Refusal(
+        f"the field {what} is unknown; {hint}", param=prefix + name, code="unknown_parameter"
+    )
+
+
+def _turn(turn: Any, path: str) -> Any:
+    """A message without the fields that change nothing."""
+    if not isinstance(turn, dict):
+        return turn
+    if turn.get("role") in ("tool", "function"):
+        raise Refusal(
+            f"{path}.role={shown(turn['role'])}: {_TOOLS}",
+            param=f"{path}.role",
+            code="unsupported_parameter",
+        )
+    kept = _kept(turn, Turn, TURN_NEUTRAL, f"{path}.")
+    content = kept.get("content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in ("text", "input_text"):
+            param = f"{path}.content[{i}].type"
+            raise Refusal(
+                f"{param}={shown(kind)}: {_PART_ONLY}", param=param, code="unsupported_parameter"
+            )
+    return kept
+
+
+def text_of(content: str | list[Part]) -> str:
+    """A message's content as one text."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content)
+
+
+def stop_strings(body: Sampling) -> tuple[str, ...]:
+    """Stop strings of a request."""
+    stop = body.stop
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,0 +1,160 @@
+"""A server whose engine is a script: no model, no JAX, and faults when a request's seed asks.
+
+Run as `python -m tests.serve.scripted '{"restart_engine": 1}'`; the fields are those of `Config`,
+and `limits` those of `Limits`.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from dllm_jax.engine.checks import Refused
+from dllm_jax.engine.requests import CompletionOutput, Metrics, Request, RequestOutput
+from dllm_jax.serve.pipe import Counts, Facts, Launch
+
+FOLDER = Path(__file__).resolve().parents[2] / "dllm_jax" / "builtin" / "tiny-sdar"
+STEP_S = 0.004
+A_STEP = 4  # words a step
+# Seeds that ask for something else than words.
+DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED = 101, 102, 103, 104, 105, 106
+
+
+class Script:
+    """`word0 word1 ...`, four words a step, all requests at once."""
+
+    def __init__(self, max_model_len):
+        self._most = max_model_len
+        self._live = {}
+        self._ended = []
+        self.num_steps = self.tokens = self.nfe = self.prompts = 0
+
+    def add(self, request):
+        if request.params.seed == REFUSED:
+            raise Refused("the script refuses it; take another seed", "seed", "invalid_value")
+        self._live[request.request_id] = SimpleNamespace(
+            request=request, done=0, added=time.monotonic(), nfe=0
+        )
+        self.prompts += len(request.prompt_token_ids)
+        return request.request_id
+
+    def abort(self, request_id):
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._ended.append(self._output(live, "abort"))
+
+    @property
+    def has_work(self):
+        return bool(self._live or self._ended)
+
+    def step(self):
+        time.sleep(STEP_S)
+        outputs, self._ended = self._ended, []
+        self.num_steps += 1
+        for live in list(self._live.values()):
+            seed = live.request.params.seed
+            if seed == DIES and live.done:
+                os._exit(9)
+            if seed == RAISES:
+                raise RuntimeError("the script raises")
+            if seed == HANGS and live.done:
+                continue
+            if seed == SLEEPS and live.done:
+                time.sleep(0.3)
+            most = min(live.request.params.max_tokens, self._most)
+            live.done, live.nfe = min(live.done + A_STEP, most), live.nfe + 1
+            self.tokens, self.nfe = self.tokens + A_STEP, self.nfe + 1
+            finish = "length" if live.done >= most else None
+            if seed == FAILS and live.done > A_STEP:
+                finish = "error"
+            if finish:
+                del self._live[live.request.request_id]
+            if finish or live.request.stream:
+                outputs.append(self._output(live, finish))
+        return outputs
+
+    def _output(self, live, finish):
+        request, now = live.request, time.monotonic()
+        window = (None, 70, 71) if request.denoise else ()
+        one = CompletionOutput(
+            index=0,
+            text="".join(f"word{i} " for i in range(live.done)),
+            token_ids=list(range(live.done)),
+            finish_reason=finish,
+            window=window,
+        )
+        others = [dataclasses.replace(one, index=i) for i in range(request.params.n)]
+        metrics = Metrics(
+            nfe=live.nfe * request.params.n,
+            prefill_nfe=1,
+            cached_tokens=0,
+            num_preemptions=0,
+            tokens_per_forward=float(A_STEP),
+            ttfb_s=STEP_S,
+            e2e_s=now - live.added,
+            queue_s=0.0,
+        )
+        error = "the script's secret" if finish == "error" else None
+        ids = list(request.prompt_token_ids)
+        done = finish is not None
+        return RequestOutput(request.request_id, None, ids, others, done, metrics, error)
+
+    def stats(self):
+        told = dict.fromkeys(Counts.__struct_fields__, 0)
+        told |= {"num_running": len(self._live), "num_pages": 8, "num_pages_held": len(self._live)}
+        told |= {"prompt_tokens": self.prompts, "generated_tokens": self.tokens, "nfe": self.nfe}
+        return SimpleNamespace(**told, num_steps=self.num_steps)
+
+
+def make(settings, progress):
+    """The engine of `settings`, after `slow` seconds."""
+    from dllm_jax.loading.tokenizer import read_tokenizer
+    from dllm_jax.serve.child import Served
+
+    progress(1, 2)
+    time.sleep(settings.get("slow", 0))
+    if settings.get("broken"):
+        raise ValueError("the script does not start; mend it")
+    facts = Facts(
+        source="scripted",
+        family="sdar",
+        strategy="multi_bd",
+        block_size=4,
+        window=8,
+        thresholds={"accept_threshold": (0.9, 0.0, 1.0)},
+        max_model_len=settings.get("max_model_len", 4096),
+        vocab_size=768,
+        mask_token_id=-1,
+        num_slots=settings.get("num_slots", 8),
+        dtype="none",
+        jax="none",
+        tokenizer_folder=str(FOLDER),
+    )
+
+    def request(ids, suffix, fields):
+        return Request(prompt_token_ids=ids, **fields)
+
+    return Served(Script(facts.max_model_len), facts, read_tokenizer(FOLDER), request)
+
+
+def main():
+    """Serve on a free port."""
+    from dllm_jax.serve.app import Config
+    from dllm_jax.serve.limits import Limits
+    from dllm_jax.serve.server import bind, run
+
+    told = json.loads(sys.argv[1])
+    launch = Launch("tests.serve.scripted:make", told.pop("settings", {}))
+    limits = Limits(**told.pop("limits", {}))
+    told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+    config = Config(
+        model="scripted", launch=launch, version="0", limits=limits, log_format="json", **told
+    )
+    return run(config, bind("127.0.0.1", 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

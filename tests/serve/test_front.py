@@ -1,0 +1,169 @@
+"""Proves the parts of the front one by one: pipe, mailboxes, frames, metrics, keys, admission."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dllm_jax.serve import pipe
+from dllm_jax.serve.answers import Form, Window
+from dllm_jax.serve.auth import Guard
+from dllm_jax.serve.client import EngineGone, Mailbox
+from dllm_jax.serve.limits import Admission, Limits
+from dllm_jax.serve.metrics import Metrics
+from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Usage
+from dllm_jax.serve.refusals import Refusal
+
+FACTS = Facts("m", "sdar", "multi_bd", 4, 8, {}, 64, 10, -1, 2, "float32", "0")
+USAGE = Usage(3, 0, 2, 1, 0, 8, 0.01, 0.02, 0.05)
+
+
+def test_messages_survive_the_pipe_in_any_portions():
+    messages = [
+        pipe.Add(1, [pipe.Prompt([1, 2], [3])], {"n": 2, "stop": ("a",)}, True, False, 1.5, -1),
+        pipe.Abort(7),
+        pipe.Launch("a:b", {"x": [1, "y", None]}),
+    ]
+    data = b"".join(map(pipe.frame, messages))
+    for size in (1, 3, len(data)):
+        reader, found = pipe.Reader(pipe.ToEngine), []
+        for at in range(0, len(data), size):
+            found += reader.feed(data[at : at + size])
+        assert [type(one) for one in found] == [type(one) for one in messages]
+        assert found[0].prompts == messages[0].prompts
+    with pytest.raises(ValueError, match="at most"):
+        pipe.Reader(pipe.ToEngine).feed(b"\xff\xff\xff\xff")
+
+
+def test_deltas_that_wait_together_are_one():
+    async def run():
+        box = Mailbox(1, 2, 1)
+        box.put(Delta(1, 0, "a", 1, frame=Frame(1, 1, ["x"])))
+        box.put(Delta(1, 1, "z", 1, finish="stop", stop_reason="q"))
+        box.put(Delta(1, 0, "b", 2, frame=Frame(2, 2, [None])))
+        assert await box.wait(0)
+        first, second = box.take()
+        assert (first.text, first.num_tokens, first.frame) == ("ab", 2, Frame(2, 2, [None]))
+        assert (second.text, second.stop_reason, box.merged_frames) == ("z", "q", 1)
+        assert not await box.wait(0)
+        box.put(Delta(1, 0, "", 2, finish="length", usage=USAGE))
+        assert box.is_over
+        assert [delta.finish for delta in box.take()] == ["length"]
+        assert (box.num_tokens, box.num_open) == ([2, 1], 0)
+
+    asyncio.run(run())
+
+
+def test_a_mailbox_tells_of_the_engines_end():
+    async def run():
+        box = Mailbox(1, 1, 1)
+        box.fail("gone")
+        assert await box.wait(0)
+        with pytest.raises(EngineGone, match="gone"):
+            await box.accepted
+
+    asyncio.run(run())
+
+
+def test_frames_say_what_changed():
+    window = Window()
+    assert window.change(Frame(4, 1, [None, "a", "b"])) == {
+        **{"nfe": 1, "at": 4, "size": 3},
+        **{"set": [[5, "a"], [6, "b"]], "clear": []},
+    }
+    told = window.change(Frame(4, 2, ["c", "a", None]))
+    assert (told["set"], told["clear"]) == ([[4, "c"]], [6])
+    told = window.change(Frame(6, 3, [None, "d"]))
+    assert (told["set"], told["clear"]) == ([[7, "d"]], [])  # cells that settled are not cleared
+    assert window.seq == 3
+
+
+def test_answers_have_openais_reasons():
+    form = Form(True, "m", "f", 3)
+    for ours, finish, stop in (
+        ("stop", "stop", None),
+        ("length", "length", None),
+        ("nfe", "length", "nfe"),
+        ("repetition", "length", "repetition"),
+        ("abort", "length", "deadline"),
+    ):
+        (choice,) = form.whole([Delta(1, 0, "x", 2, finish=ours)], [USAGE])["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop)
+    told = form.whole([Delta(1, 0, "x", 2, finish="stop")], [USAGE])["metrics"]
+    assert (told["tokens_per_forward"], told["queue_time_ms"]) == (4.0, 10.0)
+    assert told["generation_time_ms"] == 40.0
+
+
+def lines(metrics, name):
+    return [line for line in metrics.text("ready").splitlines() if line.startswith(name)]
+
+
+def test_counters_never_fall_and_outlive_an_engine():
+    metrics = Metrics('a"b', "0")
+    for tokens, total in ((10, 10), (8, 10), (12, 12), (0, 12), (5, 17)):
+        metrics.update(Counts(prompt_tokens=tokens and 1, generated_tokens=tokens))
+        (line,) = lines(metrics, "dllm_generation_tokens_total")
+        assert line == f'dllm_generation_tokens_total{{model="a\\"b"}} {total}'
+
+
+def test_histograms_are_cumulative():
+    metrics = Metrics("m", "0")
+    for _ in range(2):
+        metrics.ended(USAGE)
+    buckets = [int(line.rsplit(" ", 1)[1]) for line in lines(metrics, "dllm_tokens_per_forward_b")]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == 2
+    assert lines(metrics, "dllm_tokens_per_forward_sum") == [
+        'dllm_tokens_per_forward_sum{model="m"} 8'
+    ]
+    metrics.update(Counts(steps=[(4, 0.008)]))
+    assert lines(metrics, "dllm_step_seconds_count") == ['dllm_step_seconds_count{model="m"} 4']
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "vllm:diffusion"),
+        ({"causal": True}, None),
+        ({"drafts": True}, "vllm:spec_decode"),
+    ],
+)
+def test_vllms_names_are_those_that_its_client_divides_by(change, name):
+    metrics = Metrics("m", "0")
+    metrics.describe(msgspec.structs.replace(FACTS, **change))
+    kinds = ("vllm:diffusion", "vllm:spec_decode")
+    assert [kind for kind in kinds if lines(metrics, kind)] == ([name] if name else [])
+    assert not Metrics("m", "0", vllm_names=False).text("ready").count("vllm:")
+
+
+def test_every_metric_has_a_type_and_each_line_a_value():
+    metrics = Metrics("m", "0")
+    metrics.describe(FACTS)
+    metrics.count("dllm_http_requests_total", route="/x", status="200")
+    for line in metrics.text("ready").splitlines():
+        if not line.startswith("#"):
+            float(line.rsplit(" ", 1)[1])
+            assert '{model="m"' in line
+
+
+def test_a_guard_without_keys_wants_loopback():
+    guard = Guard((), ("Name.example",))
+    for host in ("localhost:1", "127.0.0.2", "[::1]:5", "::1", "name.example:80"):
+        guard.check("GET", "/v1/models", {"host": host})
+    for host in ("", "example", "name.example.evil", "0.0.0.0", "[::2]:1", "localhost.evil:1"):
+        with pytest.raises(Refusal) as raised:
+            guard.check("GET", "/v1/models", {"host": host})
+        assert raised.value.status == 403
+
+
+def test_admission_counts_texts_that_wait():
+    admission = Admission(Limits(max_waiting=2, max_texts=4, max_denoise_streams=0))
+    admission.check(num_open=3, num_slots=2, num_texts=4, denoise=False)
+    for told, status in (((4, 2, 1, False), 429), ((0, 2, 5, False), 400), ((0, 2, 1, True), 429)):
+        with pytest.raises(Refusal) as raised:
+            admission.check(*told)
+        assert raised.value.status == status
+    for _ in range(100):
+        admission.ended(60.0)
+    assert admission.retry_after(100, 1) == "30"
+    assert admission.retry_after(0, 1) == "1"

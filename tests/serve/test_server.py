@@ -1,0 +1,185 @@
+"""Proves `dllm-jax serve` on the built-in model: its texts are those of `LLM.generate`.
+
+One server for the module, started by the command line as a user starts it.
+"""
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.serve.driving import CHAT, TEXT, Server, text_of, within
+
+QUESTIONS = [
+    "Ben earns 37 dollars a day and spends 29 dollars of it. Ben does this for 5 days. "
+    "How many dollars does Ben have then?",
+    "Fay earns 49 dollars a day and spends 8 dollars of it. Fay does this for 9 days. "
+    "How many dollars are there in the end?",
+]
+PROMPTS = [f"<|user|>{question}<|assistant|>" for question in QUESTIONS]
+
+
+def command(*flags):
+    return ["-m", "dllm_jax.cli", "serve", *flags, "--port", "0", "--log-format", "json"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    flags = ("builtin:tiny-sdar", "--max-num-seqs", "4", "--page-size", "32", "--no-warm-up")
+    started = time.monotonic()
+    one = Server(command(*flags), folder / "log")
+    one.bound_s = time.monotonic() - started
+    try:
+        yield one.wait_ready()
+    finally:
+        assert one.stop(signal.SIGTERM) == 0
+
+
+@pytest.fixture(scope="module")
+def llm():
+    import dllm_jax as dj
+
+    return dj.LLM("builtin:tiny-sdar", max_num_seqs=4, page_size=32, warm_up=False)
+
+
+def test_the_port_is_bound_before_the_engine_is_there(server):
+    assert server.bound_s < 5  # 0.2 s on a quiet machine
+
+
+CASES = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 7},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+    "n": {"temperature": 1.0, "seed": 3, "n": 2},
+    "stop": {"stop": ["dollars", "keeps"]},
+    "stop ids": {"stop_token_ids": [300, 301, 302]},
+    "past the end": {"ignore_eos": True, "max_tokens": 48},
+    "forwards": {"max_nfe": 1},
+    "threshold": {"strategy_overrides": {"accept_threshold": 0.5}},
+    "short": {"max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_are_those_of_generate(server, llm, name):
+    import dllm_jax as dj
+
+    fields = {"max_tokens": 64, **CASES[name]}
+    params = dj.SamplingParams(**{**fields, "stop": tuple(fields.get("stop", ()))})
+    wanted = [one for output in llm.generate(PROMPTS, params) for one in output.outputs]
+    status, told, _ = server.complete(PROMPTS, **fields)
+    assert status == 200
+    streamed = server.events(TEXT, {"prompt": PROMPTS, **fields})
+    slow = server.events(TEXT, {"prompt": PROMPTS, **fields}, delay=0.02)
+    for i, one in enumerate(wanted):
+        choice = told["choices"][i]
+        assert choice["text"] == text_of(streamed, i) == text_of(slow, i) == one.text
+        reason = "stop" if one.finish_reason == "stop" else "length"
+        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, one.stop_reason)
+    assert told["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in wanted)
+
+
+def test_chat_is_the_template_and_a_completion(server):
+    chat = server.chat(QUESTIONS[0], max_tokens=64)[1]
+    answer = server.complete(PROMPTS[0], max_tokens=64)[1]
+    assert chat["choices"][0]["message"]["content"] == answer["choices"][0]["text"]
+    assert chat["choices"][0]["message"]["content"].endswith(" 40.")
+    assert chat["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    details = server.chat(QUESTIONS[0], max_tokens=64, n=2)[1]["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] <= chat["usage"]["prompt_tokens"]
+
+
+def test_stop_reasons(server):
+    assert server.complete(PROMPTS[0], stop=["days"])[1]["choices"][0]["stop_reason"] == "days"
+    (one,) = server.complete(PROMPTS[0], max_nfe=1, max_tokens=64)[1]["choices"]
+    assert (one["finish_reason"], one["stop_reason"]) == ("length", "nfe")
+
+
+def test_seeds_of_any_size(server):
+    fields = {"temperature": 1.0, "max_tokens": 32}
+    for seed in (-1, 2**63 - 1):
+        texts = [
+            server.complete("hi", seed=one, **fields)[1]["choices"][0]["text"]
+            for one in (seed, seed % 2**32)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_frames_never_hold_settled_text(server):
+    body = {"messages": [{"role": "user", "content": QUESTIONS[1]}], "max_tokens": 96}
+    plain = text_of(server.events(CHAT, body))
+    events = server.events(CHAT, {**body, "stream_mode": "denoise"})
+    assert text_of(events) == plain
+    frames = [event["diffusion"] for event in events if not event["choices"]]
+    assert frames
+    at = 0
+    for frame in frames:
+        assert frame["at"] >= at
+        at = frame["at"]
+        places = [place for place, _ in frame["set"]] + frame["clear"]
+        assert all(at <= place for place in places)
+
+
+def test_suffix_is_refused_where_nothing_is_filled_in(server):
+    status, told, _ = server.complete("a", suffix="b")
+    assert (status, told["error"]["param"]) == (400, "suffix")
+    assert "full_sequence" in told["error"]["message"]
+
+
+def test_clients_that_leave_free_slots_and_pages(server):
+    body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True}
+    for stream in (True, False):
+        held = [server.open(TEXT, {**body, "stream": stream}) for _ in range(4)]
+        assert within(20, lambda: server.metric("dllm_num_requests_running") == 4)
+        for one in held:
+            one.close()
+        assert within(5, lambda: server.metric("dllm_num_requests_running") == 0)
+        assert server.metric("dllm_kv_cache_usage_ratio") == 0
+
+
+def test_many_clients_at_once(server):
+    wanted = server.chat(QUESTIONS[0], max_tokens=64)[1]["choices"][0]["message"]["content"]
+    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 64}
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda _: text_of(server.events(CHAT, body)), range(32)))
+    assert set(texts) == {wanted}
+    assert server.metric("dllm_kv_cache_usage_ratio") == 0
+
+
+def test_infilling(tmp_path):
+    flags = ("builtin:tiny-sdar", "--strategy", "full_sequence", "--no-warm-up")
+    server = Server(command(*flags, "--buffer-size", "2"), tmp_path / "log")
+    try:
+        server.wait_ready()
+        assert server.get("/v1/models")[1]["data"][0]["dllm"]["infill"] is True
+        status, told, _ = server.complete("17 + 25", suffix=" 42", max_tokens=4)
+        assert status == 200
+        assert told["usage"]["completion_tokens"] <= 4
+        status, told, _ = server.complete("a", suffix="b" * 400, max_tokens=60)
+        assert status == 400
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (("nowhere",), 1, "does not exist"),
+        (("builtin:tiny-sdar", "--strategy", "nope"), 2, "nope"),
+        (("builtin:tiny-sdar", "--host", "192.0.2.1"), 2, "cannot be listened on"),
+        (("builtin:tiny-sdar", "--api-key", " "), 2, "empty"),
+        (("builtin:tiny-sdar", "--api-key", "k", "--allowed-origin", "*"), 2, "name the origins"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_one_line(flags, status, said):
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, *command(*flags)], capture_output=True, text=True, timeout=120
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.returncode, len(errors)) == (status, 1), done.stderr
+    assert said in errors[0]
