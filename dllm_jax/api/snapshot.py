@@ -17,13 +17,13 @@ import time
 import zipfile
 from collections import abc
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dllm_jax import __version__
 from dllm_jax.api.strategy import bind_draft, check_fit
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
@@ -108,7 +108,7 @@ def snapshot_saver(
     def save(sequences: abc.Sequence[Sequence]) -> str:
         layout = {
             "version": VERSION,
-            "dllm_jax": __version__,
+            "dllm_jax": metadata.version("dllm-jax"),
             "model": _model_facts(model),
             "draft": None if draft is None else _model_facts(draft),
             "strategy": _strategy_facts(strategy),
