@@ -36,6 +36,7 @@ class StreamConfig:
             opened ahead of the end are trained too.
         hard_share: Share of problems of the hard half.
         example_share: Share of samples with a solved problem before the question, where it fits.
+        family: The only family of problems; None: all of them, in the shares above.
     """
 
     seed: int = 0
@@ -44,6 +45,7 @@ class StreamConfig:
     room: int = 16
     hard_share: float = 0.6
     example_share: float = 0.1
+    family: str | None = None
 
 
 @functools.cache
@@ -96,7 +98,9 @@ def make_chunk(cfg: StreamConfig, tokenizer: tokenizers.Tokenizer, chunk: int) -
         texts = []
         for i in range(prefix, prefix + wanted - len(rows)):
             half = "hard" if rng.random() < cfg.hard_share else "plain"
-            drawn = problems.problem(half, cfg.seed, chunk * 2 * wanted + i)
+            if cfg.family is not None:
+                half = problems.half_of(cfg.family)
+            drawn = problems.problem(half, cfg.seed, chunk * 2 * wanted + i, family=cfg.family)
             before = ""
             if rng.random() < cfg.example_share:
                 shown = problems.problem("plain", cfg.seed + 1, chunk * 2 * wanted + i)
