@@ -137,9 +137,10 @@ def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_proble
             )
             results.append(result)
             print(
-                f"{config.data.family or half} block {block_size} buffer {buffer} threshold {threshold}: "
-                f"{100 * result['exact']:.2f} % exact, {result['tokens_per_forward']:.2f} tokens "
-                f"per forward, {result['denoise_per_block']:.2f} denoise forwards a block"
+                f"{config.data.family or half} block {block_size} buffer {buffer} "
+                f"threshold {threshold}: {100 * result['exact']:.2f} % exact, "
+                f"{result['tokens_per_forward']:.2f} tokens per forward, "
+                f"{result['denoise_per_block']:.2f} denoise forwards a block"
             )
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     cards.write_blocks(run, config, out / "model", results)
