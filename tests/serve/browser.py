@@ -142,11 +142,11 @@ class Browser:
         return told["result"].get("value")
 
     def wait(self, condition, seconds=20):
-        """Until an expression is true; its value."""
+        """Until an expression is true."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if found := self.run(condition):
-                return found
+            if self.run(f"(({condition}) && true) || false"):
+                return
             time.sleep(0.05)
         raise AssertionError(f"never came true: {condition}; {self.problems}")
 

@@ -105,7 +105,7 @@ async function loadModel() {
 // --- settings of the next message ----------------------------------------------------------------
 
 function makeThreshold([name, { value, low, high }]) {
-  const least = low ?? 0, most = high ?? Math.max(1, 2 * value);
+  const least = low ?? 0, most = high ?? (value > 1 ? 2 * value : 1);
   const exact = make("input", { type: "number", name, step: "any", value, title: name, "aria-label": `${NAMES[name] || name}, exact` });
   if (low !== null) exact.min = low;
   if (high !== null) exact.max = high;

@@ -122,7 +122,11 @@ class Answer {
     this.title = make("h2", { className: "who" });
     this.play = make("button", { type: "button", className: "play", onclick: () => this.toggle() });
     this.slider = make("input", { type: "range", min: 0, value: 0, step: 1, "aria-label": "Step of the answer" });
-    this.slider.addEventListener("input", () => { this.pause(); this.show(Number(this.slider.value)); });
+    this.slider.addEventListener("input", () => {
+      const asked = Number(this.slider.value); // drawing writes it
+      this.pause();
+      this.show(asked);
+    });
     this.slider.addEventListener("keydown", (event) => {
       if (event.key === " ") { event.preventDefault(); this.toggle(); }
     });
@@ -226,8 +230,9 @@ class Answer {
     const found = lane.steps.findLastIndex((step) => step.nfe <= at), index = isOver ? lane.steps.length - 1 : Math.max(found, 0);
     const step = lane.steps[index], before = lane.steps[Math.max(index - 1, 0)];
     const from = isEnd || (isOver && at > step.nfe) ? step.chars : before.chars;
-    parts.settled.textContent = lane.text.slice(0, from);
-    parts.fresh.textContent = lane.text.slice(from, step.chars);
+    const lead = lane.text.startsWith(" ") ? 1 : 0; // many models begin with a space
+    parts.settled.textContent = lane.text.slice(lead, from);
+    parts.fresh.textContent = lane.text.slice(Math.max(from, lead), step.chars);
     const cells = isOver ? [] : cellsAt(lane, index), numOpen = cells.filter((cell) => cell === null).length;
     const changed = new Set(step.set.map(([cell]) => cell));
     parts.window.hidden = !cells.length;
