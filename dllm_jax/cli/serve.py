@@ -128,13 +128,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Serve until a signal or a failure; while it serves, the server takes the signals."""
     try:
-        from dllm_jax.serve.app import Config
         from dllm_jax.serve.limits import Limits
         from dllm_jax.serve.pipe import Launch
         from dllm_jax.serve.server import bind
         from dllm_jax.serve.server import run as serve
+        from dllm_jax.serve.service import Config
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "msgspec"):
+        if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     if args.source is not None:

@@ -142,9 +142,9 @@ def make(settings, progress):
 
 def main():
     """Serve on a free port."""
-    from dllm_jax.serve.app import Config
     from dllm_jax.serve.limits import Limits
     from dllm_jax.serve.server import bind, run
+    from dllm_jax.serve.service import Config
 
     told = json.loads(sys.argv[1])
     launch = Launch("tests.serve.scripted:make", told.pop("settings", {}))
