@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dllm_jax.serve import logs
-from dllm_jax.serve.auth import Guard
+from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone
 from dllm_jax.serve.exchange import Endpoint, Json, Record
 from dllm_jax.serve.pipe import Delta
@@ -68,7 +68,10 @@ class Gate:
     def _answer(self, error: Exception, record: Record) -> Response:
         """The error object of an exception."""
         if isinstance(error, Refusal):
-            return Json(error.body, error.status, headers=error.headers)
+            answer = Json(error.body, error.status, headers=error.headers)
+            if error.status == 401:
+                answer.headers.append("www-authenticate", BASIC)
+            return answer
         if isinstance(error, HTTPException):
             if error.status_code == 405:
                 said = error_object(
