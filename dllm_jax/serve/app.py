@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from dllm_jax.serve import generating, page, reading
+from dllm_jax.serve import decisions, generating, page, reading
 from dllm_jax.serve.exchange import JSON, Call, Endpoint, Json
 from dllm_jax.serve.gate import Gate
 from dllm_jax.serve.metrics import CONTENT_TYPE
@@ -89,6 +89,7 @@ ROUTES = (
     ("/health", "GET", health),
     ("/metrics", "GET", metrics),
     ("/live", "GET", live),
+    ("/v1/decisions", "POST", decisions.decide),
     ("/v1/models", "GET", reading.models),
     ("/v1/models/{model:path}", "GET", reading.model),
     ("/tokenize", "POST", reading.tokenize),

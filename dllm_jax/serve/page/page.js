@@ -171,7 +171,11 @@ async function send() {
   setLive(null);
   if (isSame(answer)) drawFigures(byId("figures"), main);
   if (run.kind === "chat" && main.text) turns = [...run.turns, { role: "assistant", content: main.text }];
-  if (!main.text && main.error && !prompt.value) { prompt.value = content; grow(); }
+  if (!main.text && main.error && !prompt.value) {
+    prompt.value = content;
+    grow();
+    talk.scrollTop = talk.scrollHeight;
+  }
 }
 
 function makeRun(content, told) {
@@ -324,7 +328,7 @@ function onKey(event) {
 // The box grows with its lines.
 function grow() {
   prompt.style.height = "auto";
-  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 200)}px`;
+  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, innerHeight / 5)}px`;
 }
 
 function setTheme(next) {
