@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from dllm_jax.engine.checks import told
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
@@ -214,11 +215,12 @@ def check_number(
         return
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name}={value} must be {kind} in [{low}, {high}]; choose a value there")
+        given = told(value.item() if isinstance(value, np.generic) else value)
+        raise ValueError(f"{name}={given} must be {kind} in [{low}, {high}]; choose a value there")
 
 
 # --- the drafter -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from dllm_jax.engine import checks
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
@@ -153,7 +154,8 @@ def _check(
         if name not in layout.knobs:
             known = ", ".join(sorted(layout.knobs)) or "none"
             raise Refused(
-                f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}",
+                f"strategy_overrides: the strategy has no threshold "
+                f"{checks.told(name)}; it has {known}",
                 f"strategy_overrides.{name}",
             )
         low, high = layout.knobs[name]
@@ -172,9 +174,11 @@ def _check(
         raise Refused("stop strings need a tokenizer; use stop_token_ids", "stop")
     if params.stop and any(token != HOLE for token in suffix[: _inner_len(suffix)]):
         raise Refused(
-            f"stop={params.stop!r} may also be found in what is given between holes; "
+            f"stop={checks.told(params.stop)} may also be found in what is given between holes; "
             "use stop_token_ids, which end the text only where they are written",
             "stop",
         )
     if request.deadline_s is not None and not request.deadline_s > 0:
-        raise Refused(f"deadline_s={request.deadline_s!r} must be above 0 seconds", "deadline_s")
+        raise Refused(
+            f"deadline_s={checks.told(request.deadline_s)} must be above 0 seconds", "deadline_s"
+        )

@@ -121,7 +121,10 @@ class Engine:
         number = self._counts["num_requests"]
         request_id = str(number) if request.request_id is None else request.request_id
         if request_id in self._requests:
-            raise ValueError(f"{request_id=} is already in the engine; give another, or none")
+            raise ValueError(
+                f"request_id={checks.told(request_id)} is already in the engine; give "
+                f"another, or none"
+            )
         active = accept(
             request,
             request_id,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import PAGE_SIZE
@@ -154,11 +155,14 @@ def _check(config: EngineConfig, max_len: int, columns: int) -> None:
             continue
         wrong = [size for size in sizes if not isinstance(size, int) or size < 1]
         if wrong or not sizes:
-            raise ValueError(f"{name}={sizes!r} must be whole numbers >= 1; leave it out for some")
+            raise ValueError(
+                f"{name}={checks.told(sizes)} must be whole numbers >= 1; leave it out for some"
+            )
         if limit is not None and max(sizes) > limit:
             what = "max_num_seqs" if name == "slot_buckets" else "the pages of a whole text"
             raise ValueError(
-                f"{name}={sizes!r} holds {max(sizes)}, more than {what}, {limit}; leave it out"
+                f"{name}={checks.told(sizes)} holds {max(sizes)}, more than {what}, "
+                f"{limit}; leave it out"
             )
 
 
