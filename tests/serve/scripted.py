@@ -157,7 +157,7 @@ def main():
     limits = Limits(**told.pop("limits", {}))
     told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
     config = Config(
-        model="scripted", launch=launch, version="0", limits=limits, log_format="json", **told
+        model="scripted", launch=launch, version="0", limits=limits, **{"log_format": "json"} | told
     )
     return run(config, bind("127.0.0.1", 0))
 
