@@ -1,4 +1,4 @@
-"""Load on `dllm-jax serve builtin:tiny-sdar`: many clients, some of whom leave, one who never reads.
+"""Load on `dllm-jax serve builtin:tiny-sdar`: many clients, some who leave, one who never reads.
 
 Checks that no request is stuck, that no page is held at the end and that memory stays flat, and
 prints latencies of `/health` and of whole answers, and tokens a second beside `LLM.generate` on the

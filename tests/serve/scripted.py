@@ -133,6 +133,7 @@ def make(settings, progress):
         jax="none",
         tokenizer_folder=str(FOLDER),
         answer_end=1,
+        causal=settings.get("causal", False),
     )
 
     def request(ids, suffix, fields):

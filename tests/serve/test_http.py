@@ -386,7 +386,7 @@ def test_pages_of_named_origins_may_call(tmp_path):
 
 
 def test_states_while_the_engine_starts(tmp_path):
-    with scripted(tmp_path, settings={"slow": 1.0}) as server:
+    with scripted(tmp_path, settings={"slow": 4.0}) as server:
         assert within(5, lambda: server.get("/health")[1].get("done") == 1)
         status, told, _ = server.get("/health")
         assert (status, told) == (503, {"status": "starting", "done": 1, "of": 2})
@@ -394,7 +394,7 @@ def test_states_while_the_engine_starts(tmp_path):
         status, told, headers = server.chat()
         assert (status, told["error"]["code"]) == (503, "starting")
         assert "retry-after" in headers
-        assert within(10, lambda: server.get("/health")[0] == 200)
+        assert within(30, lambda: server.get("/health")[0] == 200)
 
 
 def test_an_engine_that_does_not_start_is_exit_1(tmp_path):
