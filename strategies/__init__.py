@@ -11,6 +11,7 @@ from .block_diffusion import BlockDiffusion
 from .core import blocks, random, sampling
 from .core.needs import Needs, PromptMode
 from .core.protocol import (
+    Conditioned,
     Forward,
     ForwardOutput,
     Knob,
@@ -49,6 +50,7 @@ __all__ = [
     "BlockBuffer",
     "BlockDiffusion",
     "Carry",
+    "Conditioned",
     "DFlash",
     "DMax",
     "DecodeState",

@@ -158,13 +158,25 @@ class Soft(struct.PyTreeNode):
     on: Bool[Array, "B K S"]
 
 
+class Conditioned(struct.PyTreeNode):
+    """Input rows of tokens and, where `on`, of what was expected at their cells.
+
+    The architecture mixes the two (`Architecture.condition`); elsewhere a row is the plain
+    embedding of its token. A cell that is `on` goes through the mixing with expectation 0 too.
+    """
+
+    ids: Int[Array, "B K S"]
+    expected: Float[Array, "B K S D"]
+    on: Bool[Array, "B K S"]
+
+
 class Taps(struct.PyTreeNode):
     """Features that become context keys and values of an auxiliary model; only to be stored."""
 
     vectors: Float[Array, "B K S F"]
 
 
-Inputs = Array | TokenMix | Soft | Taps
+Inputs = Array | TokenMix | Soft | Conditioned | Taps
 
 
 class TokenStats(struct.PyTreeNode):
@@ -177,6 +189,7 @@ class TokenStats(struct.PyTreeNode):
         confidence: Its probability.
         entropy: Of the whole law, in nats.
         top_ids: The `num_top` most probable ids; `top_probs` are their probabilities.
+        soft: Expected embedding under the same law, 0 where not asked for; None: not computed.
     """
 
     token: Int[Array, "B K S"]
@@ -184,6 +197,7 @@ class TokenStats(struct.PyTreeNode):
     entropy: Float[Array, "B K S"]
     top_ids: Int[Array, "B K S M"]
     top_probs: Float[Array, "B K S M"]
+    soft: Float[Array, "B K S D"] | None = None
 
 
 class ForwardOutput(Protocol):
@@ -205,6 +219,7 @@ class ForwardOutput(Protocol):
         num_top: int = 0,
         guide: tuple["ForwardOutput", float] | None = None,
         width: int | None = None,
+        soft: bool = False,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -221,6 +236,8 @@ class ForwardOutput(Protocol):
                 Ho and Salimans, arXiv 2207.12598).
             width: Read out only the first `width` cells from the first of `where` on; the others
                 have no prediction.
+            soft: Also the expected embedding under the law drawn from, for models whose head is
+                their embedding. The draw then takes other noise than without it.
         """
         ...
 
@@ -258,9 +275,9 @@ class Forward(Protocol):
         inputs: Inputs | None = None,
         live: Bool[Array, "B K S"] | np.ndarray | None = None,
         visible: Bool[Array, "B K K"] | None = None,
-        causal: bool | Bool[Array, " B"] = False,
+        causal: bool | Bool[Array, " B"] | Bool[Array, "B K"] = False,
         context_len: Int[Array, " B"] | None = None,
-        mode: Int[Array, " B"] | int | None = None,
+        mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
         hidden_layers: tuple[int, ...] = (),
         width: int | None = None,
     ) -> ForwardOutput:
@@ -272,10 +289,10 @@ class Forward(Protocol):
                 cells of blocks that are not DUMMY). Of a NumPy array, alike in all rows, it is
                 known while tracing which rows a narrow pass computes and stores: fewer operations.
             visible: Which block sees which (default: itself and those before it).
-            causal: Token order as well.
+            causal: Token order as well, for a row or for the queries of a block.
             context_len: Cached prefix seen (default `start`); where a position is both cached
                 and live, the live cell wins.
-            mode: Handed to the model.
+            mode: Handed to the model, of a row or of a block.
             hidden_layers: Residual streams to return.
             width: Compute only the first `width` live cells of each row; the others have no
                 prediction. The output is a pytree of the window's shape, so passes of several
