@@ -18,8 +18,8 @@ class Architecture:
         param_shapes: `(cfg, dtype) -> tree of ShapeDtypeStruct`.
         embed: `(params, cfg, ids) -> rows [..., D]`.
         trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
-            `takes_mode` it also takes `mode`, int32 [B], as a keyword, with `takes_live` `live`,
-            with `takes_ops` `ops`.
+            `takes_mode` it also takes `mode`, int32 [B] or [B T], as a keyword, with `takes_live`
+            `live`, with `takes_ops` `ops`.
         unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`; an `Unembed` says how
             it computes, so that tokens may be read off without logits in memory.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
@@ -27,6 +27,8 @@ class Architecture:
         layer_view: `(cfg, layer) -> (window, causal)`: restricts the mask of a layer to keys
             fewer than `window` positions away (None: any), and to earlier ones if `causal`. None
             where all layers share one mask.
+        condition: `(params, cfg, rows [..., D], expected [..., D]) -> rows` mixes embeddings with
+            what was expected of their cells. None: the network takes no `Conditioned` inputs.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
         takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations.
@@ -38,6 +40,7 @@ class Architecture:
     unembed: Callable[..., Any]
     context_kv: Callable[..., Any] | None = None
     layer_view: Callable[[Any, int], tuple[int | None, bool]] | None = None
+    condition: Callable[..., Any] | None = None
     takes_mode: bool = False
     takes_live: bool = False
     takes_ops: bool = False

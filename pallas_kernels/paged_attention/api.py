@@ -75,9 +75,12 @@ def _back_ends(
 ) -> dict[Implementation, BackEnd]:
     B, T, N, _ = q.shape
     scores = B * T * N * (page_table.shape[1] * k_pages.shape[2] + T)
+    by_row = "needs rows of one order" if mask.causal.ndim > 1 else None
+    on_mosaic = by_row or mosaic.unsupported(q, k_pages, mask)
+    on_triton = by_row or triton.unsupported(q, k_pages)
     return {
-        "mosaic": BackEnd(mosaic.attention, mosaic.unsupported(q, k_pages, mask), T <= MOSAIC_ROWS),
-        "triton": BackEnd(triton.attention, triton.unsupported(q, k_pages), T <= TRITON_ROWS),
+        "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS),
+        "triton": BackEnd(triton.attention, on_triton, T <= TRITON_ROWS),
         "cudnn": BackEnd(cudnn.attention, cudnn.unsupported(q), scores >= XLA_SCORES),
         "xla": BackEnd(reference.attention),
     }

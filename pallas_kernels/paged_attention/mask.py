@@ -16,7 +16,7 @@ class WindowMask(struct.PyTreeNode):
         context_len: Cached keys seen, counted from position 0.
         visible: Whether row block q sees key block k; leading axis B or 1. None: the blocks up to
             its own.
-        causal: Rows in token order as well.
+        causal: Rows in token order as well; [B K] says it of the rows of a block.
         block_size: Cells of a block.
         window: Keys of all kinds are seen only where they are fewer than so many positions away,
             before or behind; None: at any distance.
@@ -27,13 +27,20 @@ class WindowMask(struct.PyTreeNode):
     live: Int[Array, "B 2"]
     context_len: Int[Array, " B"]
     visible: Bool[Array, "B K K"] | None
-    causal: Bool[Array, " B"]
+    causal: Bool[Array, " B"] | Bool[Array, "B K"]
     block_size: int = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False, default=None)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Which computed rows are live."""
         return (self.cell >= self.live[:, :1]) & (self.cell < self.live[:, 1:])
+
+    def rows_in_order(self) -> Bool[Array, "B T 1"]:
+        """Which computed rows are in token order; [B 1 1] where those of a sequence are alike."""
+        if self.causal.ndim == 1:
+            return self.causal[:, None, None]
+        block = jnp.clip(self.cell // self.block_size, 0, self.causal.shape[1] - 1)
+        return jnp.take_along_axis(self.causal, block, axis=1)[:, :, None]
 
     def sees_context(self, length: int) -> Bool[Array, "B T L"]:
         """Whether row i sees cached position j.
@@ -46,7 +53,7 @@ class WindowMask(struct.PyTreeNode):
         refreshed = (j >= edges[:, 0]) & (j < edges[:, 1])
         cached = (j < self.context_len[:, None, None]) & ~refreshed
         position = (self.start[:, None] + self.cell)[:, :, None]
-        in_order = ~self.causal[:, None, None] | (j <= position)
+        in_order = ~self.rows_in_order() | (j <= position)
         near = self._is_near(position - j)
         return cached & in_order & near & self.rows_live()[:, :, None]
 
@@ -62,7 +69,7 @@ class WindowMask(struct.PyTreeNode):
             rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
             pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
         ahead = self.cell[:, None, :] - self.cell[:, :, None]
-        in_order = ~self.causal[:, None, None] | (ahead <= 0)
+        in_order = ~self.rows_in_order() | (ahead <= 0)
         return pairs & in_order & self._is_near(ahead) & live[:, :, None] & live[:, None, :]
 
     def _is_near(self, distance: Int[Array, "..."]) -> Bool[Array, "..."]:
