@@ -38,6 +38,7 @@ from .core.state import (
 )
 from .d2f import D2F
 from .dflash import DFlash
+from .diffusion_gemma import DiffusionGemma
 from .dmax import DMax
 from .edit import Edit
 from .fast_dllm_v2 import FastDLLMV2
@@ -54,6 +55,7 @@ __all__ = [
     "DFlash",
     "DMax",
     "DecodeState",
+    "DiffusionGemma",
     "Edit",
     "FastDLLMV2",
     "Forward",

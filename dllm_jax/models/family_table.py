@@ -60,12 +60,14 @@ class FamilyDefaults(Decoding):
         stop_token_ids: Ids that end a text, ascending.
         forbidden_token_ids: Ids that only the family's own strategy may draw.
         vocab_limit: Rows of the vocabulary at or past this id belong to no token.
+        numbers: Fields of the family's own strategy that its files set, by name.
     """
 
     stop_token_ids: tuple[int, ...] = ()
     forbidden_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     vocab_limit: int
+    numbers: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
         if self.attention not in get_args(Attention):

@@ -60,7 +60,8 @@ def read_expected(
     each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
 
     def whole(rows: tuple[Any, ...]) -> TokenStats:
-        return _with_all_logits(head, *rows, forbidden, num_top)
+        hidden, sampling, keys = rows
+        return _with_all_logits(head, hidden, sampling, keys, forbidden, num_top)
 
     def tiled(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
@@ -111,7 +112,14 @@ def _in_tiles(
     never = jnp.full((num_rows,), -jnp.inf, jnp.float32)
     zero, none = jnp.zeros_like(never), jnp.zeros((num_rows,), jnp.int32)
     carry = _Running(
-        never, zero, zero, jnp.zeros(hidden.shape, jnp.float32), none, never, none, never
+        peak=never,
+        mass=zero,
+        spread=zero,
+        soft=jnp.zeros(hidden.shape, jnp.float32),
+        best=none,
+        noisy=never,
+        token=none,
+        token_law=never,
     )
 
     def one(index: Array, carry: _Running) -> _Running:

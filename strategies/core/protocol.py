@@ -82,15 +82,16 @@ class PerSlot:
 Knob = Any
 
 
-def knob(default: float, low: float = 0.0, high: float = float("inf")) -> Any:
+def knob(default: float, low: float = 0.0, high: float = float("inf"), whole: bool = False) -> Any:
     """A float field of a strategy that each request may override.
 
     Args:
         default: Its value when it is not set.
         low: Smallest legal value.
         high: Largest legal value.
+        whole: Only whole numbers are legal.
     """
-    return struct.field(default=default, metadata={"knob": (low, high)})
+    return struct.field(default=default, metadata={"knob": (low, high), "whole": whole})
 
 
 def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
@@ -100,6 +101,12 @@ def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
         for field in dataclasses.fields(strategy)
         if "knob" in field.metadata
     }
+
+
+def whole_knobs(strategy: Any) -> frozenset[str]:
+    """Names of a strategy's knobs that are whole numbers."""
+    fields = dataclasses.fields(strategy)
+    return frozenset(field.name for field in fields if field.metadata.get("whole"))
 
 
 def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
@@ -118,10 +125,14 @@ def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_knob(strategy: Any, name: str, value: Any) -> None:
-    """Raise ValueError if `value` is a plain number outside the range of knob `name`."""
+    """Raise ValueError if `value` is a plain number that knob `name` may not have."""
     low, high = knob_ranges(strategy)[name]
-    if isinstance(value, int | float | np.number) and not low <= value <= high:
+    if not isinstance(value, int | float | np.number):
+        return
+    if not low <= value <= high:
         raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose a value inside it")
+    if name in whole_knobs(strategy) and float(value) % 1:
+        raise ValueError(f"{name}={value} is not a whole number; round it")
 
 
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
