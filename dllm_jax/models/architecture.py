@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.models import dense, dflash, moe
+from dllm_jax.models import dense, dflash, gemma, moe
+from dllm_jax.models.view import View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +25,8 @@ class Architecture:
             it computes, so that tokens may be read off without logits in memory.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
-        layer_view: `(cfg, layer) -> (window, causal)`: restricts the mask of a layer to keys
-            fewer than `window` positions away (None: any), and to earlier ones if `causal`. None
-            where all layers share one mask.
+        layer_view: `(cfg, layer) -> View`: what a layer sees of the mask, and the scale of its
+            scores. None where all layers are alike.
         condition: `(params, cfg, rows [..., D], expected [..., D]) -> rows` mixes embeddings with
             what was expected of their cells. None: the network takes no `Conditioned` inputs.
         takes_mode: Whether `trunk` takes `mode`.
@@ -39,7 +39,7 @@ class Architecture:
     trunk: Callable[..., Any]
     unembed: Callable[..., Any]
     context_kv: Callable[..., Any] | None = None
-    layer_view: Callable[[Any, int], tuple[int | None, bool]] | None = None
+    layer_view: Callable[[Any, int], View] | None = None
     condition: Callable[..., Any] | None = None
     takes_mode: bool = False
     takes_live: bool = False
@@ -73,9 +73,22 @@ DFLASH = Architecture(
     takes_ops=True,
 )
 
+GEMMA = Architecture(
+    param_shapes=gemma.param_shapes,
+    embed=gemma.embed,
+    trunk=gemma.trunk,
+    unembed=gemma.unembed,
+    layer_view=gemma.layer_view,
+    condition=gemma.condition,
+    takes_mode=True,
+    takes_live=True,
+)
+
 
 def arch_of(cfg: dense.DenseConfig) -> Architecture:
     """The network that a config describes."""
+    if isinstance(cfg, gemma.GemmaConfig):
+        return GEMMA
     if isinstance(cfg, dflash.DFlashConfig):
         return DFLASH
     return MOE if isinstance(cfg, moe.MoEConfig) else DENSE

@@ -115,10 +115,11 @@ class ModelForward:
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             fresh.append((k, v))
             k_pages, v_pages = state.pools[self.pool][layer]
-            seen = mask
+            seen, scale = mask, None
             if arch.layer_view is not None:
-                window, in_order = arch.layer_view(self.model.config, layer)
-                seen = mask.replace(window=window, causal=mask.causal | in_order)
+                window, in_order, by_block, scale = arch.layer_view(self.model.config, layer)
+                causal = mask.causal | in_order
+                seen = mask.replace(window=window, causal=causal, by_block=by_block)
             return paged_attention(
                 q,
                 k,
@@ -127,6 +128,7 @@ class ModelForward:
                 v_pages,
                 state.page_table,
                 seen,
+                scale=scale,
                 implementation=self._implementation,
             )
 

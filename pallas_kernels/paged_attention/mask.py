@@ -20,6 +20,8 @@ class WindowMask(struct.PyTreeNode):
         block_size: Cells of a block.
         window: Keys of all kinds are seen only where they are fewer than so many positions away,
             before or behind; None: at any distance.
+        by_block: Rows that are not in token order count the window from the first cell of their
+            block, and see all of their block.
     """
 
     cell: Int[Array, "B T"]
@@ -30,6 +32,7 @@ class WindowMask(struct.PyTreeNode):
     causal: Bool[Array, " B"] | Bool[Array, "B K"]
     block_size: int = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False, default=None)
+    by_block: bool = struct.field(pytree_node=False, default=False)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Which computed rows are live."""
@@ -54,7 +57,7 @@ class WindowMask(struct.PyTreeNode):
         cached = (j < self.context_len[:, None, None]) & ~refreshed
         position = (self.start[:, None] + self.cell)[:, :, None]
         in_order = ~self.rows_in_order() | (j <= position)
-        near = self._is_near(position - j)
+        near = self._is_near(j - position)
         return cached & in_order & near & self.rows_live()[:, :, None]
 
     def sees_fresh(self) -> Bool[Array, "B T T"]:
@@ -72,10 +75,15 @@ class WindowMask(struct.PyTreeNode):
         in_order = ~self.rows_in_order() | (ahead <= 0)
         return pairs & in_order & self._is_near(ahead) & live[:, :, None] & live[:, None, :]
 
-    def _is_near(self, distance: Int[Array, "..."]) -> Bool[Array, "..."]:
+    def _is_near(self, ahead: Int[Array, "B T U"]) -> Bool[Array, "B T U"]:
+        """Whether keys so many positions ahead of each row are within its window."""
         if self.window is None:
-            return jnp.ones_like(distance, dtype=bool)
-        return jnp.abs(distance) < self.window
+            return jnp.ones_like(ahead, dtype=bool)
+        near = jnp.abs(ahead) < self.window
+        if not self.by_block:
+            return near
+        of_block = ahead + (self.cell % self.block_size)[:, :, None]
+        return jnp.where(self.rows_in_order(), near, of_block > -self.window)
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:
