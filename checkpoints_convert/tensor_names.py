@@ -263,7 +263,7 @@ _QK_KEY = Part(KEY.axes, KEY.groups, np.s_[:, :, -1])
 
 
 def _factor(mode: int) -> Part:
-    return Part((0,), index=np.s_[mode : mode + 1])
+    return Part((0,), index=(np.s_[mode : mode + 1],))
 
 
 def _gemma_experts(rules: Rules) -> Rules:

@@ -142,6 +142,13 @@ def _check(
                 "was it tokenized for another model?",
                 "prompt",
             )
+    unread = next((t for t in layout.unread_token_ids if t in prompt or t in given), None)
+    if unread is not None:
+        raise Refused(
+            f"the prompt holds id {unread}, which stands for an image or a sound: this package "
+            "reads text only; leave it out",
+            "prompt",
+        )
     if suffix and not (layout.in_window or layout.pins):
         raise Refused(
             "a suffix needs a strategy that keeps the prompt in its window; "

@@ -91,7 +91,7 @@ class EngineLayout:
         starts_over: A preempted request starts over: its slot does not hold its whole state.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
-        vocab_size, mask_id, stop_token_ids: Of the model.
+        vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
         knobs: The strategy's thresholds, with the range of each.
         whole_knobs: Those that are whole numbers.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
@@ -121,6 +121,7 @@ class EngineLayout:
     vocab_size: int
     mask_id: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    unread_token_ids: tuple[int, ...] = ()
     knobs: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     knob_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     whole_knobs: frozenset[str] = frozenset()

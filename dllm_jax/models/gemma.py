@@ -34,6 +34,7 @@ class GemmaConfig(MoEConfig):
     """Facts of a DiffusionGemma. The plain names are those of the sliding layers.
 
     Attributes:
+        canvas_length: Tokens that are denoised together.
         sliding: For each layer, whether it slides; the others are global.
         window: Positions that a row of a sliding layer sees, its own counted; of a canvas, counted
             from its first cell.
@@ -42,6 +43,7 @@ class GemmaConfig(MoEConfig):
         logit_cap: Logits are bent to lie within it either side of 0; None leaves them.
     """
 
+    canvas_length: int = 256
     sliding: tuple[bool, ...]
     window: int
     global_num_kv_heads: int

@@ -83,6 +83,7 @@ def make_layout(
         vocab_size=cfg.vocab_size,
         mask_id=cfg.mask_token_id,
         stop_token_ids=tuple(model.defaults.stop_token_ids),
+        unread_token_ids=model.defaults.unread_token_ids,
         knobs=knob_ranges(strategy),
         knob_values={name: float(value) for name, value in knobs.items()},
         whole_knobs=whole_knobs(strategy),
