@@ -154,7 +154,7 @@ class DiffusionGemma(Strategy):
     def _law(self, state: DecodeState, steps: Int[Array, " B"]) -> Sampling:
         """The schedule's temperature times the request's."""
         count, low = self.max_denoising_steps.values, self.t_min.values
-        scheduled = low + (self.t_max.values - low) * ((count - steps) / count)
+        scheduled = low + (self.t_max.values - low) * ((count - _as_float(steps)) / count)
         own = state.sampling.temperature
         return state.sampling.replace(temperature=scheduled * jnp.where(own > 0, own, 1.0))
 
@@ -167,7 +167,8 @@ class DiffusionGemma(Strategy):
         canvas = jnp.where(begins[:, None, None], noise, slot["canvas"][:, None])
         on = (state.buffer.status == ACTIVE)[:, :, None]
         held = blocks.is_given(state) | ~on
-        expected = jnp.where(begins[:, None, None], 0, slot["expected"])[:, None]
+        none = jnp.zeros_like(slot["expected"])
+        expected = jnp.where(begins[:, None, None], none, slot["expected"])[:, None]
         return Conditioned(
             ids=jnp.where(held, tokens, canvas),
             expected=jnp.broadcast_to(expected, (*tokens.shape, expected.shape[-1])),
@@ -210,17 +211,17 @@ class DiffusionGemma(Strategy):
 
         same = jnp.all((likeliest == buffer.tokens) | ~free, axis=(1, 2)) & (steps > 0)
         unchanged = jnp.where(same, slot["unchanged"] + 1, 0)
-        count = jnp.maximum(jnp.sum(free, axis=(1, 2)), 1)
+        count = _as_float(jnp.maximum(jnp.sum(free, axis=(1, 2)), 1))
         entropy = jnp.sum(jnp.where(free, stats.entropy, 0.0), axis=(1, 2)) / count
         is_sure = entropy < self.confidence_threshold.values
-        is_still = unchanged >= self.stability_threshold.values
-        is_last = steps + 1 >= self.max_denoising_steps.values
+        is_still = _as_float(unchanged) >= self.stability_threshold.values
+        is_last = _as_float(steps + 1) >= self.max_denoising_steps.values
         done = (is_still & is_sure) | is_last
 
         def of_canvas(leaf: Any) -> Array:
             """The cells of the one canvas in work, [B S ...]."""
             on = active if leaf.ndim == 3 else active[..., None]
-            return jnp.sum(jnp.where(on, leaf, 0), axis=1).astype(leaf.dtype)
+            return jnp.sum(jnp.where(on, leaf, jnp.zeros((), leaf.dtype)), axis=1)
 
         carry = Carry(
             slot={
@@ -232,6 +233,10 @@ class DiffusionGemma(Strategy):
         filled = free & ~buffer.filled
         state = blocks.write(state.replace(carry=carry), likeliest, active)
         return blocks.finish_step(state, filled, ready=done[:, None])
+
+
+def _as_float(count: Int[Array, " B"]) -> Array:
+    return count.astype(jnp.float32)
 
 
 def _first(state: DecodeState) -> np.ndarray:
