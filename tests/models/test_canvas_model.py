@@ -16,7 +16,6 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.models import gemma
-from dllm_jax.models.architecture import GEMMA
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.runner.cache import new_pool, page_slots, write_rows
 from tests.golden import make_canvas_golden as made
@@ -67,9 +66,10 @@ def one_pass(model, pool, x, start, *, causal, mode):
 
     def attend(layer, q, k, v):
         fresh.append((k, v))
-        view = GEMMA.layer_view(cfg, layer)
+        view = gemma.layer_view(cfg, layer)
+        k_pages, v_pages = pool[layer]
         seen = mask.replace(window=view.window, by_block=view.by_block)
-        return paged_attention(q, k, v, *pool[layer], table, seen, scale=view.scale)
+        return paged_attention(q, k, v, k_pages, v_pages, table, seen, scale=view.scale)
 
     rows, _ = gemma.trunk(
         model.params, cfg, x, start + cell, attend, mode=jnp.full((1,), mode, jnp.int32)

@@ -113,7 +113,7 @@ GENERATION: dict[str, Any] = {
 }
 
 
-def config_of(shape: str = "base", **text: Any) -> dict[str, Any]:
+def config_of(shape: str = "base", /, **text: Any) -> dict[str, Any]:
     """The `config.json` of a shape; `text` are entries of its text_config."""
     changes, canvas = SHAPES[shape]
     return {
