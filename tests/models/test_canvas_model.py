@@ -15,7 +15,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
-from dllm_jax.models import gemma
+from dllm_jax.models import dense, gemma
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.runner.cache import new_pool, page_slots, write_rows
 from tests.golden import make_canvas_golden as made
@@ -292,6 +292,16 @@ def test_kernels_refuse_a_window_that_counts_from_a_block():
     for name in ("triton", "mosaic"):
         with pytest.raises(NotImplementedError, match="needs a window counted from each row"):
             paged_attention(*arguments, implementation=name)
+
+
+def test_factors_of_random_weights_are_ones(models):
+    """Drawn small, they would shrink the residual stream by 50 in every layer."""
+    shapes = gemma.param_shapes(models("base", 0.4).config)
+    drawn = dense.random_params(jax.random.key(0), shapes)
+    for layer in drawn["layers"]:
+        for name in ("mode_scale", "router_scale", "expert_scale", "post_ffn_norm"):
+            assert (layer[name] == 1).all(), name
+        assert 0 < float(jnp.std(layer["router"].astype(jnp.float32))) < 0.1
 
 
 def test_config_is_the_same_in_both_spellings(models):
