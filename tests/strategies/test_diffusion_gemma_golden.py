@@ -138,3 +138,42 @@ def test_generate_answers_as_transformers(name: str, blocks: int, folder: Path) 
         for i, n in enumerate(out.nfe)
     ]
     assert got == wanted(name, early)
+
+
+def test_an_engine_answers_as_transformers_alone_together_and_preempted(folder: Path) -> None:
+    """Ragged prompts on 15 pages of 8: not all texts fit at once, and a second run finds pages."""
+    name = "ragged"
+    rows = cases()[name]["rows"]
+    config = dj.EngineConfig(
+        max_num_seqs=len(rows),
+        max_model_len=64,
+        page_size=8,
+        num_pages=15,
+        slot_buckets=(len(rows),),
+        page_buckets=(10,),
+        prefill_buckets=(32,),
+    )
+    llm = dj.LLM(
+        model_of(name, folder),
+        strategy=strategy_of(name, early_slots=len(rows)),
+        config=config,
+        warm_up=False,
+        progress=False,
+    )
+    params = [
+        dj.SamplingParams(strategy_overrides={"row": i}, **params_of(name))
+        for i in range(len(rows))
+    ]
+    batches = [[i] for i in range(len(rows))] + [list(range(len(rows)))] * 2
+    preempted = cached = 0
+    for batch in batches:
+        outputs = llm.generate([rows[i]["prompt"] for i in batch], [params[i] for i in batch])
+        got = [
+            (list(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.metrics.nfe)
+            for o in outputs
+        ]
+        assert got == [wanted(name, early=True)[i] for i in batch]
+        preempted += sum(o.metrics.num_preemptions for o in outputs)
+        cached += sum(o.metrics.cached_tokens for o in outputs)
+    assert preempted
+    assert cached
