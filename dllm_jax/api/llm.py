@@ -309,7 +309,6 @@ class LLM:
                 f"{len(suffixes)} suffixes for {len(prefixes)} prefixes; give one, or one a prefix"
             )
         ends = [_Ends(*pair) for pair in zip(prefixes, suffixes, strict=True)]
-        self._advise(prefixes)
         return self._run(self._infill_request, ends, _either(params, sampling_params), use_tqdm)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:

@@ -15,6 +15,7 @@ from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.prompts import read_prompts
+from dllm_jax.cli.text import count
 
 INPUTS, OUTPUTS = "16:256", "16:128"
 MAX_TOKENS = 224  # of adaptive work: more than the longest worked solution of the word problems
@@ -31,7 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     child = whats.add_parser("throughput", help=summary, description=summary)
     _add_common(child)
     group = child.add_argument_group("load")
-    group.add_argument("--num-prompts", type=flags.whole(1), default=64, metavar="N")
+    group.add_argument(
+        "--num-prompts",
+        type=flags.whole(1),
+        default=64,
+        metavar="N",
+        help="requests in all (default: %(default)s)",
+    )
     group.add_argument(
         "--request-rate",
         type=flags.number(0, 1e6, open_low=True),
@@ -42,9 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     child = whats.add_parser("latency", help=summary, description=summary)
     _add_common(child)
     group = child.add_argument_group("load")
-    group.add_argument("--batch-size", type=flags.whole(1), default=1, metavar="B")
     group.add_argument(
-        "--num-iters", type=flags.whole(1), default=5, metavar="N", help="batches, after one more"
+        "--batch-size",
+        type=flags.whole(1),
+        default=1,
+        metavar="B",
+        help="requests of a batch (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-iters",
+        type=flags.whole(1),
+        default=5,
+        metavar="N",
+        help="batches that are timed, after one that is not (default: %(default)s)",
     )
     child = whats.add_parser("step", help=bench_step.SUMMARY, description=bench_step.SUMMARY)
     bench_step.add_arguments(child)
@@ -71,8 +88,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mode",
         choices=("fixed", "adaptive"),
-        help="default: adaptive for built-in models, with --prompt-file and with --draft, else "
-        "fixed",
+        help="what a step does, see below (default: adaptive for built-in models, with "
+        "--prompt-file and with --draft, else fixed)",
     )
     group.add_argument(
         "--tokens-per-step", type=flags.whole(1), metavar="N", help="fixed: n (default: 4)"
@@ -95,11 +112,20 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="adaptive: UTF-8, one prompt a line (default: the built-in word problems)",
     )
-    group.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0)
+    group.add_argument(
+        "--seed",
+        type=flags.whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="of the work (default: %(default)s)",
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
     group.add_argument(
-        "--output", "--out", metavar="FILE", help="write the JSON object to FILE as well"
+        "--output",
+        "--out",
+        metavar="FILE",
+        help="write the JSON object to FILE as well (default: no file)",
     )
 
 
@@ -269,7 +295,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     """The report as lines."""
     mode = facts["mode"]
     if mode == "fixed":
-        mode += f", {facts['tokens_per_step']} tokens a step"
+        mode += f", {count(facts['tokens_per_step'], 'token')} a step"
     accuracy = facts.get("accuracy")
     draft = facts.get("draft_model")
     beside = "" if draft is None else f" with the draft {draft}"
@@ -278,12 +304,12 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['model']}{beside} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, "
         f"commit {facts['commit']}",
         f"{facts['strategy']} ({mode}), window {facts['buffer_size']} x {facts['block_size']}, "
-        f"{facts['num_slots']} slots",
-        f"{facts['requests']} requests, {facts['prompt_tokens']} prompt tokens, "
-        f"{facts['visible_tokens']} visible tokens{right}",
-        f"{facts['nfe']} forwards, {facts['tokens_per_forward']:.2f} tokens per forward; "
-        f"{facts['prefill_nfe']} prefill passes, {facts['cached_tokens']} tokens from the prefix "
-        f"cache, {facts['preemptions']} preemptions",
+        + count(facts["num_slots"], "slot"),
+        f"{count(facts['requests'], 'request')}, {count(facts['prompt_tokens'], 'prompt token')}, "
+        f"{count(facts['visible_tokens'], 'visible token')}{right}",
+        f"{count(facts['nfe'], 'forward')}, {facts['tokens_per_forward']:.2f} tokens per forward; "
+        f"{facts['prefill_nfe']} prefill passes, {count(facts['cached_tokens'], 'token')} from the "
+        f"prefix cache, {count(facts['preemptions'], 'preemption')}",
         f"{facts['wall_s']:.2f} s, {facts['tok_s']:.1f} tok/s"
         + ("" if facts["decode_tok_s"] is None else f" (decode only {facts['decode_tok_s']:.1f})"),
     ]
@@ -300,11 +326,18 @@ def lines(facts: dict[str, Any]) -> list[str]:
             floor = f"floor {facts['floor_ms']:.3f} ms, x{facts['step_over_floor']:.2f}"
         report.append(
             f"{'step':<12} {facts['step_ms']:.3f} ms, bare {facts['bare_step_ms']:.3f} ms, "
-            f"{floor}; host overhead {facts['host_overhead']:.1%}"
+            f"{floor}; {_overhead(facts['host_overhead'])}"
         )
     if facts.get("round_programs"):
         report.append(_round(facts))
     return report
+
+
+def _overhead(share: float) -> str:
+    """The share of a step that the bare loop does without; timings scatter, so it may be none."""
+    if share < 0:
+        return "host overhead below what can be measured: the bare loop was slower"
+    return f"host overhead {share:.1%}"
 
 
 def _round(facts: dict[str, Any]) -> str:
@@ -326,7 +359,7 @@ def _drafts(draft: dict[str, Any]) -> str:
     """The acceptance of drafts, as a line."""
     shares = (f"{share:.0%}" for share in draft["accepted_per_position"] if share is not None)
     return (
-        f"{'drafts':<12} {draft['rounds']} rounds, mean accepted length "
+        f"{'drafts':<12} {count(draft['rounds'], 'round')}, mean accepted length "
         f"{draft['mean_accepted_length']:.2f} (the target's own token counted), accepted by place "
         f"{' '.join(shares)}"
     )

@@ -53,26 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forwards of a run (default: 64, or what the model has positions for)",
     )
     group.add_argument(
-        "--repeats", type=flags.whole(1), default=5, metavar="N", help="runs; the median counts"
+        "--repeats",
+        type=flags.whole(1),
+        default=5,
+        metavar="N",
+        help="runs; the median counts (default: %(default)s)",
     )
-    group.add_argument(
-        "--attention-implementation",
-        choices=("xla", "cudnn", "triton"),
-        help="back end of attention (default: the best there is)",
-    )
+    flags.add_attention_flag(group)
     group = parser.add_argument_group("output")
     group.add_argument(
         "--profile", action="store_true", help="say how much of the step each kernel takes"
     )
     group.add_argument(
-        "--plot", metavar="PNG", help="draw the steps under the device's roofline to PNG"
+        "--plot",
+        metavar="PNG",
+        help="draw the steps under the device's roofline to PNG (default: no plot)",
     )
     group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
     group.add_argument(
         "--output",
         "--out",
         metavar="FILE",
-        help="write the JSON object to FILE as well, after each shape",
+        help="write the JSON object to FILE as well, after each shape (default: no file)",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.interrupt import Interrupt, Interrupted
+from dllm_jax.cli.text import shown
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
@@ -20,7 +21,11 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = f"{HELP}. From a pipe each line is a turn."
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the first turn")
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="a system message before the first turn (default: none)",
+    )
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
@@ -28,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the template's)",
     )
     parser.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja in the place of the model's chat template"
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja in the place of the model's chat template (default: the model's)",
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser)
@@ -150,7 +157,7 @@ class Chat:
         try:
             for output in follow(self._llm.engine, request_ids, self._stop):
                 one = output.outputs[0]
-                print(one.text[len(text) :], end="", flush=True)
+                print(shown(one.text[len(text) :]), end="", flush=True)
                 text, reason, error = one.text, one.finish_reason, output.error
         except Interrupted as signalled:
             print(flush=True)

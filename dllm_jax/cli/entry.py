@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from dllm_jax.cli.errors import UsageError, fitted, one_line
 from dllm_jax.cli.interrupt import Interrupt, Interrupted
+from dllm_jax.cli.text import shown
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 
@@ -32,6 +33,35 @@ VERBS = {
     "info": "versions, devices, kernels, models",
 }
 
+EXAMPLES = {
+    "generate": (
+        "--seed 7 --half hard --watch",
+        '--strategy multi_bd --accept-threshold 0.95 "How many legs have three cats?"',
+    ),
+    "chat": ("", '--system "Answer in one sentence." --temperature 0.7'),
+    "serve": ("builtin:tiny-sdar", "--model /models/SDAR-1.7B-Chat --port 8080"),
+    "bench": ("throughput --num-prompts 16", "step --shapes 1x1,1x4 --json"),
+    "eval": (
+        "--half plain --problems 20 --no-one-token",
+        "--sweep accept_threshold=0.5:0.99:8 --plot sweep.svg",
+    ),
+    "convert": (
+        "/models/SDAR-1.7B-Chat /models/sdar --dtype bfloat16",
+        "builtin:tiny-sdar /tmp/tiny --dry-run",
+    ),
+    "inspect": ("builtin:tiny-sdar", "/models/SDAR-1.7B-Chat --json"),
+    "train": (
+        "--out runs/first --budget-seconds 180",
+        "dflash --target builtin:tiny-qwen3 --out runs/draft",
+    ),
+    "replay": ("snapshot", "snapshot --sample 1 --watch"),
+    "trace": (
+        "--seed 7 --half hard --out trace.html",
+        "--strategy multi_bd --strategy block_diffusion",
+    ),
+    "info": ("", "multi_bd"),
+}
+
 # Planned; refused by name until they work.
 PLANNED_VERBS = ("tune",)
 PLANNED_FLAGS = {
@@ -40,11 +70,22 @@ PLANNED_FLAGS = {
 }
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        blocks = text.split("\n\n")
+        return "\n\n".join(
+            block if "\n  " in block else fill(block, width, indent) for block in blocks
+        )
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, raised instead of printed."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` that points to `--help`."""
@@ -73,7 +114,13 @@ def build_parser(verb: str | None = None) -> Parser:
         )
         if name == verb:
             importlib.import_module(f"dllm_jax.cli.{name}").add_arguments(child)
+            child.epilog = f"{child.epilog or ''}\n\n{_examples(name)}".strip()
     return parser
+
+
+def _examples(verb: str) -> str:
+    lines = (f"  dllm-jax {verb} {words}".rstrip() for words in EXAMPLES[verb])
+    return "\n".join(("examples:", *lines))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -157,7 +204,8 @@ def _fail(message: str, status: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     sys.stdout.flush()
-    print(f"error: {fitted(message)}", file=sys.stderr, flush=True)
+    told = shown(message, sys.stderr.isatty())
+    print(f"error: {fitted(told)}", file=sys.stderr, flush=True)
     return status
 
 

@@ -11,6 +11,7 @@ from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.text import count
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
 WITH_A_DRAFT = ("ar", "dflash")
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_sweep,
         metavar="KNOB=LOW:HIGH:N",
         help="each strategy that has the threshold at N values of it, e.g. "
-        "accept_threshold=0.5:0.99:8",
+        "accept_threshold=0.5:0.99:8 (default: one setting)",
     )
     group.add_argument(
         "--one-token",
@@ -94,11 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    group.add_argument("--output", metavar="FILE", help="write the JSON object to FILE as well")
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the JSON object to FILE as well (default: no file)",
+    )
     group.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf)",
+        help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no "
+        "plot)",
     )
 
 
@@ -336,8 +342,9 @@ def table(facts: dict[str, Any]) -> str:
     lines = [f"{facts['model']}, {facts['dtype']}, {facts['device']}, greedy, seed {facts['seed']}"]
     for half, content in facts["halves"].items():
         results = content["results"]
-        count = next(iter(results.values()))["problems"]
-        lines += ["", f"{half}: {count} {'' if facts.get('data') else 'held-out '}problems"]
+        number = next(iter(results.values()))["problems"]
+        kind = "problem" if facts.get("data") else "held-out problem"
+        lines += ["", f"{half}: {count(number, kind)}"]
         lines.append(
             f"{'':<32}{'exact %':>21}{'tokens/forward':>22}{'without commits':>17}"
             f"{'denoise/block':>15}{'tok/s':>9}"

@@ -9,14 +9,17 @@ from typing import Any
 from dllm_jax.engine import checks
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
-# flag -> field of the strategy
-THRESHOLDS = (
-    "accept_threshold",
-    "add_block_threshold",
-    "semi_complete_threshold",
-    "edit_threshold",
-    "token_stability_threshold",
-)
+ATTENTION = ("xla", "cudnn", "triton", "mosaic")
+# Fields of strategies with flags of their own.
+THRESHOLDS = {
+    "accept_threshold": "probability above which a token is accepted",
+    "add_block_threshold": "share of the last block that is filled when the next one opens",
+    "semi_complete_threshold": "share of a block that is filled when the next one must take a "
+    "token in each forward",
+    "edit_threshold": "probability above which a token replaces one that is written",
+    "token_stability_threshold": "share of a block's tokens that stayed as they were when the next "
+    "one opens",
+}
 
 
 def whole(low: int, high: int = checks.MOST) -> Callable[[str], int]:
@@ -102,7 +105,9 @@ def add_source_flags(parser: Any) -> None:
         help="branch, tag or commit of a hub id (default: its main branch)",
     )
     parser.add_argument(
-        "--lora", metavar="SRC", help="a LoRA adapter to merge in: a PEFT folder or a hub id"
+        "--lora",
+        metavar="SRC",
+        help="a LoRA adapter to merge in: a PEFT folder or a hub id (default: none)",
     )
 
 
@@ -112,7 +117,16 @@ def add_draft_flag(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="SRC",
         help="a drafter that was trained for the model: a folder, a hub id or builtin:NAME; the "
-        "strategy is then dflash, where none is named",
+        "strategy is then dflash, where none is named (default: none)",
+    )
+
+
+def add_attention_flag(parser: Any) -> None:
+    """--attention-implementation."""
+    parser.add_argument(
+        "--attention-implementation",
+        choices=ATTENTION,
+        help="back end of attention (default: the best there is)",
     )
 
 
@@ -144,27 +158,33 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
         "--max-num-batched-tokens",
         type=whole(1),
         metavar="N",
-        help="prefill tokens between two decode steps at most",
+        help="prefill tokens between two decode steps at most (default: as many as take no longer "
+        "than a step)",
     )
     group.add_argument(
-        "--page-size", type=whole(1), default=64, metavar="Z", help="tokens of a page of the cache"
+        "--page-size",
+        type=whole(1),
+        default=64,
+        metavar="Z",
+        help="tokens of a page of the cache (default: %(default)s)",
     )
     group.add_argument(
         "--memory-utilization",
         type=number(0, 1, open_low=True),
         metavar="SHARE",
-        help="of the device's memory, weights included (default: 0.9)",
+        help="share of the device's memory to use, weights included (default: 0.9)",
     )
     group.add_argument(
         "--no-prefix-caching", action="store_true", help="compute equal prefixes every time"
     )
+    add_attention_flag(group)
     group.add_argument(
-        "--attention-implementation",
-        choices=("xla", "cudnn", "triton"),
-        help="back end of attention (default: the best there is)",
-    )
-    group.add_argument(
-        "--tensor-parallel-size", "--tp", type=one_device, default=1, metavar="N", help="1"
+        "--tensor-parallel-size",
+        "--tp",
+        type=one_device,
+        default=1,
+        metavar="N",
+        help="devices that the model is spread over; only 1 is supported yet (default: 1)",
     )
 
 
@@ -176,14 +196,22 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool =
         stops: The verb takes --stop; one that does not refuses it with a reason of its own.
     """
     group = parser.add_argument_group("sampling and limits")
-    group.add_argument("--max-tokens", type=whole(1), default=256, metavar="N")
+    group.add_argument(
+        "--max-tokens",
+        type=whole(1),
+        default=256,
+        metavar="N",
+        help="tokens of a text at most (default: %(default)s)",
+    )
     group.add_argument(
         "--temperature",
         type=number(0, 1e6),
         metavar="T",
         help="0 is greedy (default: the model family's, mostly 0)",
     )
-    group.add_argument("--top-k", type=whole(1), metavar="K")
+    group.add_argument(
+        "--top-k", type=whole(1), metavar="K", help="draw from the K surest ids (default: all)"
+    )
     group.add_argument(
         "--top-p",
         type=number(0, 1, open_low=True),
@@ -196,7 +224,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool =
         action="append",
         default=[],
         metavar="TEXT",
-        help="ends the text and is no part of it; repeat it for several"
+        help="ends the text and is no part of it; repeat it for several (default: none)"
         if stops
         else argparse.SUPPRESS,
     )
@@ -205,9 +233,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool =
         type=token_ids,
         default=(),
         metavar="ID,...",
-        help="ids that end the text, beside the model's own",
+        help="ids that end the text, beside the model's own (default: none)",
     )
-    group.add_argument("--max-nfe", type=whole(1), metavar="N", help="forwards at most")
+    group.add_argument(
+        "--max-nfe",
+        type=whole(1),
+        metavar="N",
+        help="forwards of a text at most (default: no limit)",
+    )
     group.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help=seed)
 
 
@@ -228,15 +261,30 @@ def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = Non
         )
     else:
         group.add_argument("--strategy", metavar="SPEC", help=f"{spec} (default: the model's)")
-    group.add_argument("--block-size", type=whole(1), metavar="S", help="tokens of a block")
-    group.add_argument("--buffer-size", type=whole(1), metavar="K", help="blocks in the window")
-    for name in THRESHOLDS:
-        group.add_argument(f"--{name.replace('_', '-')}", type=number(0, math.inf), metavar="P")
+    group.add_argument(
+        "--block-size",
+        type=whole(1),
+        metavar="S",
+        help="tokens of a block (default: the model's)",
+    )
+    group.add_argument(
+        "--buffer-size",
+        type=whole(1),
+        metavar="K",
+        help="blocks in the window (default: the model's)",
+    )
+    for name, about in THRESHOLDS.items():
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=number(0, math.inf),
+            metavar="P",
+            help=f"{about} (default: the strategy's)",
+        )
     group.add_argument(
         "--set",
         type=key_value,
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any field of the strategy",
+        help="any field of the strategy, which `dllm-jax info STRATEGY` lists (default: none)",
     )

@@ -26,14 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
     parser.add_argument(
-        "--prompt-file", metavar="FILE", help="UTF-8, one prompt a line (- for stdin)"
+        "--prompt-file",
+        metavar="FILE",
+        help="UTF-8, one prompt a line; - for stdin (default: none)",
     )
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument(
         "--suffix",
         metavar="TEXT",
         help="what stands behind the text: --max-tokens tokens are written between PROMPT and it, "
-        "and one for each mask token in either; no chat template is used",
+        "and one for each mask token in either; no chat template is used (default: none)",
     )
     parser.add_argument(
         "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"

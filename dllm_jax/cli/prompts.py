@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.text import count
 from dllm_jax.convert.small_files import MOST_BYTES, read_bytes
 
 
@@ -122,14 +123,14 @@ def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[
     most = model.config.max_position
     if len(ids) >= most:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens but {model.source} takes {most}, prompt and text "
-            "together; shorten the prompt"
+            f"the prompt has {count(len(ids), 'token')} but {model.source} takes {most}, prompt "
+            "and text together; shorten the prompt"
         )
     mask = model.config.mask_token_id
     if mask in ids and not has_holes:
         print(
             f"warning: the prompt holds the mask token {tokenizer.decode([mask])!r} (id {mask}) "
-            f"{ids.count(mask)} time(s); its ids are kept as they are, as text",
+            f"{count(ids.count(mask), 'time')}; its ids are kept as they are, as text",
             file=sys.stderr,
         )
     return ids

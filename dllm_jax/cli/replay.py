@@ -11,7 +11,7 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.interrupt import ALL, Interrupt
-from dllm_jax.cli.text import shown
+from dllm_jax.cli.text import count, shown
 
 STATUS = ("-", "active", "to cache")  # of a block, by `dllm_jax.strategies.core.state`
 
@@ -26,17 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=flags.whole(0), default=0, metavar="I", help="which text (default: 0)"
     )
-    parser.add_argument("--steps", type=flags.whole(1), metavar="N", help="forwards at most")
+    parser.add_argument(
+        "--steps", type=flags.whole(1), metavar="N", help="forwards at most (default: no limit)"
+    )
     parser.add_argument("--model", metavar="SRC", help="where the model is now (default: as then)")
     parser.add_argument("--draft", metavar="SRC", help="where its draft is now (default: as then)")
     parser.add_argument(
         "--strategy",
         metavar="S",
         help="a strategy from outside dllm-jax, file.py:name or module:name; a snapshot that names "
-        "one runs no code by itself",
+        "one runs no code by itself (default: as then)",
     )
     flags.add_source_flags(parser)
-    parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
+    flags.add_attention_flag(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a forward")
     group.add_argument("--watch", action="store_true", help="draw the window as it denoises")
@@ -62,8 +64,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     snapshot = snapshots.load_snapshot(args.path)
     if args.sample >= len(snapshot.texts):
         raise UsageError(
-            f"--sample {args.sample}: the snapshot holds {len(snapshot.texts)} texts, the first "
-            "is 0"
+            f"--sample {args.sample}: the snapshot holds {count(len(snapshot.texts), 'text')}, the "
+            "first is 0"
         )
     if args.draft is not None and snapshot.draft is None:
         raise UsageError(f"--draft {args.draft!r}: nothing drafted in this snapshot; leave it out")
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     )
     steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])
     steps.begin(len(snapshot.texts))
-    stop.tell = lambda: f"interrupted after {steps.num_steps} forwards"
+    stop.tell = lambda: f"interrupted after {count(steps.num_steps, 'forward')}"
     for output in follow(engine, [request_id], stop):
         steps.show(output)
         if args.watch and not output.finished:
@@ -107,15 +109,15 @@ class _Steps:
         """Whether --steps forwards are done."""
         return self.num_steps == self._args.steps
 
-    def begin(self, count: int) -> None:
+    def begin(self, num_texts: int) -> None:
         """Print how far the text was."""
         if self._args.json:
             return
         text = self._text
         print(
-            f"text {self._args.sample} of {count} (request {text.request_id}, sample "
-            f"{text.index}): {len(text.prompt)} prompt tokens, {len(text.tokens)} settled after "
-            f"{text.nfe} forwards"
+            f"text {self._args.sample} of {num_texts} (request {text.request_id}, sample "
+            f"{text.index}): {count(len(text.prompt), 'prompt token')}, {len(text.tokens)} settled "
+            f"after {count(text.nfe, 'forward')}"
         )
         if text.tokens and not self._settled:
             print("it starts over: its slot does not say all of it")
@@ -168,7 +170,7 @@ class _Steps:
             print(json.dumps(facts | {"finish_reason": one.finish_reason}), flush=True)
         else:
             print(
-                f"\n{shown(one.text)}\n\n{len(one.token_ids)} tokens, "
+                f"\n{shown(one.text)}\n\n{count(len(one.token_ids), 'token')}, "
                 f"{one.finish_reason or 'running'}"
             )
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dllm_jax.cli.text import shown
+from dllm_jax.cli.text import count, shown
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 
 
@@ -58,8 +58,8 @@ class OneText(contextlib.AbstractContextManager):
         self._close()
         self._figures()
         return (
-            f"interrupted after {self._output.metrics.nfe} forwards; what was generated so far is "
-            "shown; run it again to finish"
+            f"interrupted after {count(self._output.metrics.nfe, 'forward')}; what was generated "
+            "so far is shown; run it again to finish"
         )
 
     def _print(self, text: str) -> None:
@@ -219,8 +219,8 @@ def figures(outputs: Sequence[RequestOutput], seconds: float | None, compile_s: 
     written = sum(output.metrics.tokens_per_forward * output.metrics.nfe for output in outputs)
     firsts = [output.metrics.ttfb_s for output in outputs if output.metrics.ttfb_s is not None]
     parts = [
-        f"{tokens} tokens",
-        f"{nfe} forwards",
+        count(tokens, "token"),
+        count(nfe, "forward"),
         f"{written / max(nfe, 1):.2f} tokens per forward",
     ]
     drafted = DraftMetrics.together(output.metrics.draft for output in outputs)

@@ -6,6 +6,11 @@ import sys
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
+def count(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def shown(text: str, tty: bool | None = None) -> str:
     r"""The text with control characters as `\x1b`; as it is where stdout is no terminal."""
     if not (sys.stdout.isatty() if tty is None else tty):

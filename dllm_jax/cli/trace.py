@@ -18,6 +18,7 @@ from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.generate import draw_problem
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.text import count
 
 PAGE = "trace.html"
 FORMS = (".html", ".json", ".png")
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         seed="of sampling, and of the problem where no prompt is given (default: 0)",
         stops=False,
     )
-    parser.add_argument("--attention-implementation", choices=("xla", "cudnn", "triton"))
+    flags.add_attention_flag(parser)
     group = parser.add_argument_group("output")
     group.add_argument(
         "--out",
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         name = f", {one.strategy}" if len(made) > 1 else ""
         rate = len(one.tokens) / max(one.nfe, 1)
         print(
-            f"{told}{name}: {len(one.tokens)} tokens, {one.nfe} forwards, "
+            f"{told}{name}: {count(len(one.tokens), 'token')}, {count(one.nfe, 'forward')}, "
             f"{rate:.2f} tokens per forward, {one.finish_reason}"
         )
     if any(one.finish_reason == "error" for one in made):
@@ -245,7 +246,9 @@ def _write_picture(out: Path, step: int | None, trajectory: Any, tokenizer: Any)
     last = len(trajectory.steps)
     wanted = last if step is None else step
     if wanted > last:
-        raise UsageError(f"--step {wanted}: the text took {last} steps; give one in [0, {last}]")
+        raise UsageError(
+            f"--step {wanted}: the text took {count(last, 'step')}; give one in [0, {last}]"
+        )
     pictures = enumerate(render_pictures(trajectory, tokenizer))
     picture = next(picture for number, picture in pictures if number == wanted)
     with _whole(out) as part:
@@ -260,7 +263,7 @@ def _write_folder(out: Path, trajectory: Any, tokenizer: Any) -> str:
     for number, picture in enumerate(render_pictures(trajectory, tokenizer)):
         with _whole(out / f"step-{number:04}.png") as part:
             picture.save(part, "PNG")
-    return f"{out}, {len(trajectory.steps) + 1} pictures"
+    return f"{out}, {count(len(trajectory.steps) + 1, 'picture')}"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ settled cells are green, provisional ones (behind a hole) yellow, holes grey dot
 """
 
 import dataclasses
+import os
 import shutil
 import sys
 import unicodedata
@@ -38,11 +39,17 @@ class Frame:
 
 
 class Watch:
-    """Shows frames: in place on a terminal, elsewhere one line a frame."""
+    """Shows frames: in place on a terminal, elsewhere one line a frame.
+
+    A terminal that cannot move its cursor (`TERM=dumb`) gets lines too; one whose user wants no
+    colours (`NO_COLOR`) gets none.
+    """
 
     def __init__(self, out: TextIO | None = None, tty: bool | None = None):
         self._out = sys.stdout if out is None else out
         self._tty = self._out.isatty() if tty is None else tty
+        self._in_place = self._tty and os.environ.get("TERM") != "dumb"
+        self._colored = not os.environ.get("NO_COLOR")
         self._height = 0
 
     def show(self, frame: Frame) -> None:
@@ -53,23 +60,23 @@ class Watch:
             cells=tuple(None if cell is None else shown(cell, self._tty) for cell in frame.cells),
             behind=shown(frame.behind, self._tty),
         )
-        if not self._tty:
+        if not self._in_place:
             text = "".join(HOLE if cell is None else cell for cell in frame.cells)
             behind = frame.behind.replace("\n", "⏎")
             print(f"forward {frame.nfe:>3} |{text}|{behind}", file=self._out, flush=True)
             return
         columns, lines = shutil.get_terminal_size()
-        rows = _rows(frame, columns)
+        rows = _rows(frame, columns, self._colored)
         # Lines that scrolled off cannot be redrawn, and the last line holds the cursor.
         rows = rows[-max(1, lines - 2) :]
-        body = f"forward {frame.nfe}\n" + "\n".join(rows) + RESET + "\n"
+        body = f"forward {frame.nfe}\n" + "\n".join(rows) + RESET * self._colored + "\n"
         self._out.write(self._rewind() + body)
         self._out.flush()
         self._height = 1 + len(rows)
 
     def clear(self) -> None:
         """Remove the drawing, so that later output takes its place."""
-        if self._tty:
+        if self._in_place:
             self._out.write(self._rewind())
             self._out.flush()
         self._height = 0
@@ -78,8 +85,8 @@ class Watch:
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
 
 
-def _rows(frame: Frame, columns: int) -> list[str]:
-    """Text and cells as coloured terminal rows, broken at the width of the terminal."""
+def _rows(frame: Frame, columns: int, colored: bool) -> list[str]:
+    """Text and cells as terminal rows, broken at the width of the terminal."""
     pieces = [(frame.committed, "")]
     for i, cell in enumerate(frame.cells):
         color = GREY if cell is None else GREEN if i < frame.num_settled else YELLOW
@@ -94,7 +101,7 @@ def _rows(frame: Frame, columns: int) -> list[str]:
                 used, current = 0, ""
             if char == "\n":
                 continue
-            rows[-1] += (color if color != current else "") + char
+            rows[-1] += (color if colored and color != current else "") + char
             used, current = used + wide, color
     return rows
 

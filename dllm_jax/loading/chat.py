@@ -4,18 +4,15 @@ Data flow: model -> template (the folder's own, else the one shipped here for it
 The text holds its special tokens by name, so it is encoded without further ones.
 """
 
-import contextlib
 import re
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
+
+from dllm_jax.loading import templates
 
 Messages = Sequence[Mapping[str, Any]]
 
-MOST_SECONDS = 5.0  # for a template
 _FOLDER = Path(__file__).parent / "chat_templates"
 _ROLES = ("system", "user", "assistant")  # that the shipped templates know
 # Arguments of transformers' `apply_chat_template` that templates do not read ...
@@ -173,36 +170,14 @@ def render(
     goes_on = bool(template_kwargs.get("continue_final_message"))
     told = {"add_generation_prompt": not goes_on, **template_kwargs}
     try:
-        with _limited():
-            return model.tokenizer.apply_chat_template(
-                turns, chat_template=template.text, tokenize=False, **told
-            )
+        return templates.fill(
+            template.text, turns, **{**model.tokenizer.special_tokens_map, **told}
+        )
     except Exception as error:  # a template may raise anything
         raise ValueError(
             f"the chat template of {template.whose} does not take this conversation: "
             f"{_one_line(error)}; change the messages or give another chat_template"
         ) from error
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """A limit on the CPU time of Python code inside: a template may loop for ever.
-
-    A trace function can stop a loop; a thread that renders could only be left running.
-    """
-    until, before = time.thread_time() + MOST_SECONDS, sys.gettrace()
-
-    def traced(frame: FrameType, event: str, value: Any) -> Any:
-        del frame, event, value
-        if time.thread_time() > until:
-            raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
-        return traced
-
-    sys.settrace(traced)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _no_template(model: TextModel) -> str:

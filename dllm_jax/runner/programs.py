@@ -217,7 +217,7 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layo
 
 # For products of many rows XLA's autotuner sometimes takes its own Triton kernels, by times that
 # other work on the host disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
-# chose (benchmarks/LOG.md, "Products of many rows"; prefill of fewer than 1,024 rows: not timed).
+# chose (benchmarks/notes/many_row_products.md; prefill of fewer than 1,024 rows: not timed).
 _NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 

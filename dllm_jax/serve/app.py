@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from dllm_jax.serve import logs, wire
+from dllm_jax.serve import logs, page, wire
 from dllm_jax.serve.answers import Form, fingerprint
 from dllm_jax.serve.auth import Guard
 from dllm_jax.serve.client import EngineClient, EngineGone, Mailbox
@@ -157,6 +157,7 @@ class Service:
             ("/version", "GET", self._version),
             ("/openapi.json", "GET", self._openapi),
             ("/", "GET", self._index),
+            ("/page/{name}", "GET", self._page),
         ]
         self._routes = [f"{method} {path}" for path, method, _ in routes]
         table = [
@@ -445,8 +446,17 @@ class Service:
         return Response(self._document, media_type=_JSON)
 
     async def _index(self, call: Call) -> Any:
+        if page.is_browser(call.headers.get("accept", "")):
+            return page.asset("page.html", bool(self.config.api_keys))
         told = {"name": "dllm_jax", "version": self.config.version, "model": self.config.model}
-        return Json(told | {"status": self.engine.state, "routes": self._routes})
+        told |= {"status": self.engine.state, "routes": self._routes}
+        return Json(told, headers={"vary": "accept"})
+
+    async def _page(self, call: Call) -> Any:
+        name = call.scope["path_params"]["name"]
+        if name not in page.FILES:
+            raise HTTPException(404)
+        return page.asset(name, bool(self.config.api_keys))
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -61,9 +61,9 @@ class Outcome:
     drafted: DraftMetrics | None = None
 
 
-def held_out(half: str, count: int, seed: int) -> list[Problem]:
-    """The first `count` held-out problems of a stream."""
-    return [problem(half, seed, index, heldout=True) for index in range(count)]
+def held_out(half: str, count: int, seed: int, family: str | None = None) -> list[Problem]:
+    """The first `count` held-out problems of a stream, of one family or all."""
+    return [problem(half, seed, index, heldout=True, family=family) for index in range(count)]
 
 
 def one_token(block_size: int) -> BlockDiffusion:

@@ -13,9 +13,10 @@ import random
 import re
 import zlib
 
-from dllm_jax.tasks import hard_families, plain_families, words
+from dllm_jax.tasks import first_family, hard_families, plain_families, words
 
 HALVES = {"plain": plain_families.FAMILIES, "hard": hard_families.FAMILIES}
+_ALL = HALVES | {"first": first_family.FAMILIES}
 _HELDOUT_MODULUS = 16  # one instance in sixteen belongs to the held-out split
 _ANSWER = re.compile(r"The answer is (-?\d+)")
 
@@ -44,25 +45,43 @@ def is_heldout(family: str, spec: tuple) -> bool:
     return zlib.crc32(repr((family, spec)).encode()) % _HELDOUT_MODULUS == 0
 
 
-def problem(half: str, seed: int, index: int, heldout: bool = False) -> Problem:
-    """Problem `index` of the stream (half, seed, split).
+def half_of(family: str) -> str:
+    """What `problem` takes as the half of a family.
+
+    Raises:
+        ValueError: There is no such family.
+    """
+    for half, families in _ALL.items():
+        if family in (one.name for one in families):
+            return half
+    names = ", ".join(one.name for families in _ALL.values() for one in families)
+    raise ValueError(f"{family=} is no family of word problems; use one of {names}")
+
+
+def problem(
+    half: str, seed: int, index: int, heldout: bool = False, family: str | None = None
+) -> Problem:
+    """Problem `index` of the stream (half, seed, split, family).
 
     Args:
-        half: "plain" or "hard".
+        half: "plain" or "hard"; "first" for the family of short sums, which is in no half.
         seed: Any integer; streams of different seeds are independent.
         heldout: True draws from the split that training never sees.
+        family: Of this half, the only one to draw from; None: all of them.
     """
-    if half not in HALVES:
+    if half not in _ALL:
         raise ValueError(f'{half=} is not one of "plain", "hard"')
-    families = HALVES[half]
+    families = _ALL[half]
+    if family is not None:
+        families = [one for one in families if one.name == family]
     rng = random.Random(f"{half}/{seed}/{index}/{bool(heldout)}")
-    family = rng.choices(families, weights=[f.weight for f in families])[0]
-    spec = family.draw(rng)
-    while is_heldout(family.name, spec) != heldout:
-        spec = family.draw(rng)
-    question, lines, answer = family.write(spec, words.Words(rng))
+    drawn = rng.choices(families, weights=[f.weight for f in families])[0]
+    spec = drawn.draw(rng)
+    while is_heldout(drawn.name, spec) != heldout:
+        spec = drawn.draw(rng)
+    question, lines, answer = drawn.write(spec, words.Words(rng))
     response = "".join(f" {line}" for line in lines) + f" The answer is {answer}."
-    return Problem(question, response, str(answer), family.name, half)
+    return Problem(question, response, str(answer), drawn.name, half)
 
 
 def extract_answer(text: str) -> str | None:

@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ class StreamConfig:
             opened ahead of the end are trained too.
         hard_share: Share of problems of the hard half.
         example_share: Share of samples with a solved problem before the question, where it fits.
+        family: The only family of problems; None: all of them, in the shares above.
     """
 
     seed: int = 0
@@ -44,6 +46,7 @@ class StreamConfig:
     room: int = 16
     hard_share: float = 0.6
     example_share: float = 0.1
+    family: str | None = None
 
 
 @functools.cache
@@ -96,7 +99,9 @@ def make_chunk(cfg: StreamConfig, tokenizer: tokenizers.Tokenizer, chunk: int) -
         texts = []
         for i in range(prefix, prefix + wanted - len(rows)):
             half = "hard" if rng.random() < cfg.hard_share else "plain"
-            drawn = problems.problem(half, cfg.seed, chunk * 2 * wanted + i)
+            if cfg.family is not None:
+                half = problems.half_of(cfg.family)
+            drawn = problems.problem(half, cfg.seed, chunk * 2 * wanted + i, family=cfg.family)
             before = ""
             if rng.random() < cfg.example_share:
                 shown = problems.problem("plain", cfg.seed + 1, chunk * 2 * wanted + i)
@@ -177,6 +182,7 @@ def _chunks(
 
 def _work(cfg: StreamConfig, tokenizer_json: str, first: int, stride: int, queue: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its workers
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     chunk = first
     while True:

@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,22 @@ def test_turn_that_is_too_long_is_dropped(argv, answer, capsys, monkeypatch):
     (told,) = [line for line in captured.err.splitlines() if "dropped" in line]
     assert told.startswith("note: the prompt has ")
     assert "the engine takes 192" in told
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_reach_a_terminal_as_text(argv, capsys, monkeypatch, is_terminal):
+    """Item 14: a pipe gets them as they are."""
+
+    def follow(engine, request_ids, stop):
+        for text in ("a", "a\x1b[2J"):
+            one = SimpleNamespace(text=text, finish_reason="stop")
+            yield SimpleNamespace(outputs=[one], error=None)
+
+    monkeypatch.setattr("dllm_jax.cli.engine.follow", follow)
+    typed(monkeypatch, FIRST)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert main(argv) == 0
+    assert capsys.readouterr().out == ("a\\x1b[2J\n" if is_terminal else "a\x1b[2J\n")
 
 
 def signal_at_step(monkeypatch, number, after):

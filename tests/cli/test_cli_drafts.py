@@ -198,11 +198,12 @@ def test_bench_measures_its_rounds(folder, capsys, tmp_path):
     assert f"round        draft {facts['draft_ms']:.3f} ms, verify " in told
 
 
-@pytest.mark.xfail(strict=False, reason="issue 23: the last line lacks the drafts")
 def test_the_last_line_says_how_long_accepted_drafts_were():
     text = CompletionOutput(0, "", [1] * 9, "length")
     outputs = [
-        RequestOutput("", "", [], [text], True, Metrics(3, 1, 0, 0, 3.0, 0.5, 1.0, draft), None)
+        RequestOutput(
+            "", "", [], [text], True, Metrics(3, 1, 0, 0, 3.0, 0.5, 1.0, draft=draft), None
+        )
         for draft in (DraftMetrics((2, 0, 1), (3, 3), (1, 1)), None)
     ]
     assert "6 forwards, 3.00 tokens per forward, mean accepted length 1.67, " in figures(

@@ -106,7 +106,7 @@ def test_prompt_with_the_mask_token_warns_and_keeps_its_ids(model, random_folder
     assert main(["generate", *argv]) == 0
     captured = capsys.readouterr()
     assert captured.err == (
-        "warning: the prompt holds the mask token '<|mask|>' (id 1) 1 time(s); its ids are kept "
+        "warning: the prompt holds the mask token '<|mask|>' (id 1) 1 time; its ids are kept "
         "as they are, as text\n"
     )
     ids = rendered(model, prompt)
@@ -396,7 +396,9 @@ def test_control_characters_reach_a_terminal_as_text():
     assert shown("\x1b", tty=False) == "\x1b"
 
 
-def test_watch_draws_over_the_last_frame_in_colours():
+def test_watch_draws_over_the_last_frame_in_colours(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     watch = Watch(out, tty=True)
     watch.show(Frame(nfe=1, committed="ab", cells=(None, "x", None), num_settled=0))
@@ -408,7 +410,24 @@ def test_watch_draws_over_the_last_frame_in_colours():
     assert cleared == ""
 
 
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_watch_leaves_out_what_the_terminal_does_not_take(monkeypatch, name, value):
+    """Item 10."""
+    monkeypatch.setenv(name, value)
+    out = io.StringIO()
+    watch = Watch(out, tty=True)
+    watch.show(Frame(nfe=1, committed="ab", cells=("\x1b", None), num_settled=0))
+    watch.show(Frame(nfe=2, committed="ab", cells=("w", None), num_settled=2))
+    watch.clear()
+    if name == "NO_COLOR":
+        drawn = "forward 2\nabw·\n"
+        assert out.getvalue().split("\x1b[2A\r\x1b[J") == ["forward 1\nab\\x1b·\n", drawn, ""]
+    else:
+        assert out.getvalue() == "forward   1 |\\x1b·|\nforward   2 |w·|\n"
+
+
 def test_watch_counts_wrapped_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "10")
     out = io.StringIO()
     watch = Watch(out, tty=True)
@@ -418,6 +437,8 @@ def test_watch_counts_wrapped_lines(monkeypatch):
 
 
 def test_watch_keeps_to_the_lines_and_columns_of_the_terminal(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "4")
     monkeypatch.setenv("LINES", "5")
     out = io.StringIO()

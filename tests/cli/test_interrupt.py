@@ -101,12 +101,12 @@ def test_a_signal_in_a_collection_is_sent_again():
         (
             ["train", "--out", "runs/a"],
             "dllm_jax.training.command.main",
-            "the same command continues from the last checkpoint in runs/a",
+            "runs/a holds no checkpoint yet; the same command begins anew",
         ),
     ],
 )
 def test_an_interrupted_verb_is_one_line_and_a_status(monkeypatch, capsys, argv, work, says):
     for number in (signal.SIGINT, signal.SIGTERM):
-        monkeypatch.setattr(work, lambda *_, number=number: signal.raise_signal(number))
+        monkeypatch.setattr(work, lambda *_, number=number, **__: signal.raise_signal(number))
         assert main(argv) == 128 + number
         assert capsys.readouterr().err == f"error: interrupted; {says}\n"

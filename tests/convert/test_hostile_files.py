@@ -11,7 +11,6 @@ from dllm_jax.convert import inspect
 from dllm_jax.convert.inspection import _too_many
 from dllm_jax.convert.lora import _of_module
 from dllm_jax.convert.small_files import MOST_BYTES
-from dllm_jax.loading import chat
 from dllm_jax.loading.sources import LoadError, find_folder
 from tests.golden.folders import INDEX, copy_golden
 
@@ -83,22 +82,6 @@ def test_a_pattern_with_catastrophic_backtracking_ends():
     module = "a" * 60 + "b"
     with pytest.raises(TimeoutError, match="name the modules"):
         _of_module(config, "rank_pattern", module, 8, time.monotonic() + 0.1)
-
-
-def test_a_template_that_loops_for_ever_ends(monkeypatch):
-    """Item 16."""
-    monkeypatch.setattr(chat, "MOST_SECONDS", 0.05)
-
-    def loop():
-        while True:
-            pass
-
-    def limited():
-        with chat._limited():
-            loop()
-
-    with pytest.raises(TimeoutError, match="takes more than"):
-        limited()
 
 
 def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
