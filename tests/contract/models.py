@@ -115,7 +115,7 @@ def two_modes(dtype=jnp.float32) -> Model:
     return Model(params=params, config=CONFIG, arch=TWO_MODES, defaults=DEFAULTS)
 
 
-# --- conditioned -----------------------------------------------------------------------------------
+# --- conditioned ----------------------------------------------------------------------------------
 
 
 def _condition(params, cfg, rows, expected):
