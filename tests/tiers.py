@@ -69,6 +69,7 @@ LONG: dict[str, str | None] = {
     "serve/test_server.py": None,
     "strategies/test_credit_decoding.py": None,
     "strategies/test_d2f.py": "adapter",
+    "strategies/test_diffusion_gemma_golden.py": None,
     "strategies/test_dflash_costs.py": None,
     "strategies/test_dflash_counts.py": None,
     "strategies/test_dflash_rejection.py": None,

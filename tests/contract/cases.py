@@ -220,7 +220,7 @@ def _canvas() -> Case:
 
 # One that ends canvases early, one whose first canvas holds tokens of its own, one that is fixed.
 _CANVASES = (
-    SAMPLED[0],
+    _own(SAMPLED[0], confidence_threshold=5.0, max_denoising_steps=12, entropy_bound=8.0),
     Request(
         tuple(_ids[5:26]), 3, seed=2, suffix=(_ids[50], _ids[51], *(-1,) * 15), temperature=0.5
     ),

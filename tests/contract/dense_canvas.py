@@ -100,9 +100,8 @@ def denoise(
             else random_id(own_key(request, 2, step, begin + i), VOCAB)
             for i in range(size)
         ]
-        expected = np.stack([law.probs(heat) for law in laws]) @ np.stack(
-            embedded(net, list(range(VOCAB)))
-        )
+        every = np.stack(embedded(net, list(range(VOCAB))))
+        expected = np.stack([law.probs(heat) for law in laws]).astype(np.float32) @ every
         before = best
     return best, step + 1
 

@@ -121,8 +121,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("canvases")
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [(name, 2) for name in NAMES] + [(name, 1) for name in (*RAGGED, "pattern fixed", "k=2")],
+)
 def test_generate_answers_as_transformers(name: str, blocks: int, folder: Path) -> None:
     rows = cases()[name]["rows"]
     early = blocks == 2
