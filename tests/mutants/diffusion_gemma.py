@@ -4,7 +4,7 @@
 `strategies/test_diffusion_gemma.py`.
 """
 
-from tests.mutation import broken, unbroken
+from tests.mutation import broken
 
 _BEGINS = 'expected = jnp.where(begins[:, None, None], none, slot["expected"])[:, None]'
 _STILL = "_as_float(unchanged) >= self.stability_threshold.values"
@@ -15,7 +15,6 @@ _FREE = "free = active & ~blocks.is_given(state)"
 _SHARE = "((count - _as_float(steps)) / count)"
 
 MUTANTS = [
-    unbroken("diffusion_gemma"),
     *broken(
         "diffusion_gemma",
         "diffusion_gemma.py",
