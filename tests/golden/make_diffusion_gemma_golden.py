@@ -21,7 +21,8 @@ KEPT = ("name", "canvas", "gain", "seed", "gen", "rows", "greedy", "inverse", "s
 
 def main(oracle_path: str, recorded: str) -> None:
     spec = importlib.util.spec_from_file_location("oracle", oracle_path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     oracle = importlib.util.module_from_spec(spec)
     sys.modules["oracle"] = oracle
     spec.loader.exec_module(oracle)
