@@ -17,6 +17,7 @@ CASE_FILES = {
 GATE = {"multi_bd_shifted", "d2f_whole_full", "ar"}
 
 LONG: dict[str, str | None] = {
+    "api/test_decide.py": "of_the_logits|programs_are_few",
     "api/test_dflash_drafts.py": None,
     "api/test_generate.py": "alone_and_in_a_batch|max_tokens_without_stops|jit_and_vmap",
     "api/test_infill.py": None,
@@ -24,6 +25,7 @@ LONG: dict[str, str | None] = {
     "api/test_threads.py": None,
     "bench/test_bench.py": None,
     "bench/test_bench_profile.py": None,
+    "bench/test_bench_serving.py": "real_server",
     "bench/test_bench_step.py": None,
     "cli/test_builtin.py": None,
     "cli/test_cli_bench.py": None,
@@ -65,7 +67,9 @@ LONG: dict[str, str | None] = {
     "runner/test_many_rows.py": None,
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run",
     "runner/test_warm_up.py": None,
+    "serve/test_decisions.py": None,
     "serve/test_http.py": None,
+    "serve/test_page_browser.py": None,
     "serve/test_server.py": None,
     "strategies/test_credit_decoding.py": None,
     "strategies/test_d2f.py": "adapter",
@@ -85,6 +89,7 @@ LONG: dict[str, str | None] = {
     "training/test_training_kinds.py": None,
     "training/test_training_loop.py": None,
     "training/test_training_objective.py": None,
+    "training/test_training_stop.py": "real_process|one_family",
     "training/test_training_tokenizer.py": None,
 }
 

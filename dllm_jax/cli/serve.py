@@ -128,13 +128,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Serve until a signal or a failure; while it serves, the server takes the signals."""
     try:
-        from dllm_jax.serve.app import Config
         from dllm_jax.serve.limits import Limits
         from dllm_jax.serve.pipe import Launch
         from dllm_jax.serve.server import bind
         from dllm_jax.serve.server import run as serve
+        from dllm_jax.serve.service import Config
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "msgspec"):
+        if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     if args.source is not None:
@@ -221,7 +221,11 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
 
+    from jax.errors import JaxRuntimeError
+
+    from dllm_jax.api.decide import log_probabilities
     from dllm_jax.api.llm import infill_request
+    from dllm_jax.api.questions import Read
     from dllm_jax.engine.requests import Request
 
     def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
@@ -230,7 +234,15 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
             return made
         return infill_request(llm.model, llm.strategy, made, made.params.max_tokens or 0, suffix)
 
-    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request)
+    def read(texts: list[Read]) -> tuple[list[list[list[float]]], int]:
+        try:
+            return log_probabilities(llm.model, texts), 1
+        except JaxRuntimeError as error:
+            raise ValueError(
+                f"the device could not read them ({one_line(error)[:120]}); ask fewer questions"
+            ) from error
+
+    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request, read)
 
 
 def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) -> Any:

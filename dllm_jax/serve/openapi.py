@@ -40,6 +40,7 @@ _ERRORS = {
 _BODIES = {
     "/v1/completions": (wire.Completion, "Continue prompts, or fill in before a suffix"),
     "/v1/chat/completions": (wire.Chat, "Answer a conversation"),
+    "/v1/decisions": (wire.Decisions, "Probabilities of the answers to typed questions"),
     "/tokenize": (wire.Tokenize, "Token ids of a prompt or a conversation"),
     "/detokenize": (wire.Detokenize, "The text of token ids"),
 }

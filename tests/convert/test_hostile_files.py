@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from dllm_jax.convert.inspection import _too_many
 from dllm_jax.convert.lora import _of_module
 from dllm_jax.convert.small_files import MOST_BYTES
 from dllm_jax.loading.sources import LoadError, find_folder
+from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from tests.golden.folders import INDEX, copy_golden
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -68,6 +70,45 @@ def test_a_sparse_tokenizer_is_refused_by_its_size(tmp_path):
     assert any(f"at most {MOST_BYTES} are read" in p for p in inspect(folder).problems)
 
 
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BACKTRACKS = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"}
+
+
+def with_steps(folder, **steps):
+    """The folder with these steps in its `tokenizer.json`."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | steps))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}, BACKTRACKS] * 9}},
+        {"normalizer": {**DOUBLE, "content": "a" * 10**6}},
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 60}},
+        {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 60}},
+    ],
+)
+def test_a_tokenizer_that_blows_texts_up_is_refused(steps, random_folder, tmp_path):
+    """Item 16: a text of one character would need more memory than there is."""
+    folder = with_steps(shutil.copytree(random_folder, tmp_path / "m"), **steps)
+    with pytest.raises(ValueError, match="can make a text more than 1000 times as long"):
+        read_tokenizer(folder)
+
+
+def test_a_pattern_of_a_tokenizer_that_backtracks_is_one_error(random_folder, tmp_path, capfd):
+    """Item 16: the library's panic is no `Exception`; its own lines go to stderr."""
+    folder = with_steps(shutil.copytree(random_folder, tmp_path / "m"), normalizer=BACKTRACKS)
+    with pytest.raises(ValueError, match="the tokenizer cannot encode the text") as refused:
+        encode(read_tokenizer(folder), "a" * 60 + "b")
+    assert len(str(refused.value)) < 1000
+    capfd.readouterr()
+
+
 def test_two_million_experts_are_one_problem():
     """Item 16."""
     layer = {"experts_down": np.broadcast_to(np.uint8(0), (2_000_000, 8, 8))}
@@ -89,4 +130,6 @@ def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
         assert main(["generate", "--prompt-file", name]) == 1
-        assert "is a pipe or a device; give a regular file" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"prompt file {name!r} is a pipe or a device" in told
+        assert "give a regular file, or pipe the text in and give -" in told

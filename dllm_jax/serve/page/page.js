@@ -171,7 +171,11 @@ async function send() {
   setLive(null);
   if (isSame(answer)) drawFigures(byId("figures"), main);
   if (run.kind === "chat" && main.text) turns = [...run.turns, { role: "assistant", content: main.text }];
-  if (!main.text && main.error && !prompt.value) { prompt.value = content; grow(); }
+  if (!main.text && main.error && !prompt.value) {
+    prompt.value = content;
+    grow();
+    talk.scrollTop = talk.scrollHeight;
+  }
 }
 
 function makeRun(content, told) {
@@ -288,20 +292,17 @@ async function saveRun(answer) {
 }
 
 function savedPage(run, style, script) {
-  const made = document.implementation.createHTMLDocument(`How ${run.strategy} wrote a text`);
-  const policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:";
-  const inside = (tag, text, told) => Object.assign(make(tag, told), { textContent: text });
-  made.documentElement.lang = "en";
-  made.head.prepend(make("meta", { "char-set": "utf-8" }));
-  made.head.firstChild.removeAttribute("char-set");
-  made.head.firstChild.setAttribute("charset", "utf-8");
-  made.head.append(make("meta", { name: "viewport", content: "width=device-width, initial-scale=1" }), make("meta", { "http-equiv": "Content-Security-Policy", content: policy }), inside("style", style));
-  made.body.className = "saved";
   const { path, numBefore, ...kept } = run;
-  // No parser of HTML takes these characters for markup.
-  const json = JSON.stringify(kept).replace(/[<>&\u2028\u2029]/g, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
-  made.body.append(inside("script", json, { type: "application/json", id: "run" }), inside("script", script, {}));
-  return `<!DOCTYPE html>\n${made.documentElement.outerHTML}\n`;
+  const policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:";
+  // No parser of HTML takes these characters for markup, neither in a title nor in a script.
+  const escaped = (text, as) => text.replace(/[<>&\u2028\u2029]/g, (char) => as(char.charCodeAt(0)));
+  const title = escaped(`How ${run.strategy} wrote a text`, (code) => `&#${code};`);
+  const json = escaped(JSON.stringify(kept), (code) => `\\u${code.toString(16).padStart(4, "0")}`);
+  return [
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">', '<meta name="viewport" content="width=device-width, initial-scale=1">',
+    `<meta http-equiv="Content-Security-Policy" content="${policy}">`, `<title>${title}</title>`, `<style>\n${style}</style>`,
+    '</head>\n<body class="saved">', `<script type="application/json" id="run">${json}</script>`, `<script>\n${script}</script>`, "</body>\n</html>\n",
+  ].join("\n");
 }
 
 // --- keys and buttons ------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ function onKey(event) {
 // The box grows with its lines.
 function grow() {
   prompt.style.height = "auto";
-  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 200)}px`;
+  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, innerHeight / 5)}px`;
 }
 
 function setTheme(next) {

@@ -72,6 +72,7 @@ function cellsAt(lane, index) {
 const REASONS = { nfe: "limit of forwards", repetition: "repetition", deadline: "time limit" };
 
 function ending(lane) {
+  if (lane.error) return "error";
   if (lane.isStopped) return "stopped";
   if (!lane.finish) return "ended early";
   if (lane.finish === "stop") return lane.reason == null ? "end of text" : "stop string";
@@ -135,9 +136,10 @@ class Answer {
     this.bar = make("div", { className: "bar" }, this.play, this.slider, this.where,
       make("label", { className: "check" }, this.slow, " slow motion"));
     this.lanes = run.lanes.map((lane) => this.makeLane(lane));
+    this.acts = make("div", { className: "row acts" }, ...actions.map(([name, act]) => make("button", { type: "button", onclick: () => act(this) }, name)));
     this.box = make("article", { className: "answer" }, this.title, this.bar,
       make("div", { className: run.lanes.length > 1 ? "lanes several" : "lanes" }, ...this.lanes.map((one) => one.box)),
-      make("div", { className: "row acts" }, ...actions.map(([name, act]) => make("button", { type: "button", onclick: () => act(this) }, name))));
+      this.acts);
     this.box.addEventListener("focusin", () => onPick(this));
     this.draw();
   }
@@ -212,7 +214,7 @@ class Answer {
     const isEnd = this.isDone && this.shown >= last, main = this.run.lanes.at(-1);
     const open = this.lanes.map((parts) => this.drawLane(parts, at, isEnd));
     this.title.textContent = `Model · ${isEnd ? ending(main) : main.steps.length < 2 && !this.isDone ? "waiting" : "denoising"}`;
-    this.bar.hidden = this.isDone && last < 1;
+    this.bar.hidden = this.acts.hidden = this.isDone && this.run.lanes.every((lane) => lane.error && lane.steps.length < 3);
     this.slider.max = last;
     this.slider.value = this.shown;
     const total = Math.max(...this.run.lanes.map((lane) => lane.steps.findLast((step) => step.isKnown).nfe));
