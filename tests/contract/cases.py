@@ -222,7 +222,12 @@ def _canvas() -> Case:
 _CANVASES = (
     _own(SAMPLED[0], confidence_threshold=5.0, max_denoising_steps=12, entropy_bound=8.0),
     Request(
-        tuple(_ids[5:22]), 3, seed=2, suffix=(_ids[50], _ids[51], *(-1,) * 9), temperature=0.5
+        tuple(_ids[5:22]),
+        3,
+        seed=2,
+        suffix=(_ids[50], _ids[51], *(-1,) * 9),
+        temperature=0.5,
+        knobs=(("entropy_bound", 0.3), ("max_denoising_steps", 8)),
     ),
     _own(REQUESTS[2], max_denoising_steps=6, stability_threshold=2, entropy_bound=0.5),
 )

@@ -38,7 +38,7 @@ MUTANTS = [
         noise_of_one_step=("random.block_keys(state, salt)", "random.position_keys(state, salt)"),
         text_runs_go_on=(
             'unchanged = jnp.where(same, slot["unchanged"] + 1, 0)',
-            'unchanged = slot["unchanged"] + same',
+            'unchanged = slot["unchanged"] + same.astype(jnp.int32)',
         ),
         counts_a_first_step=("axis=(1, 2)) & (steps > 0)", "axis=(1, 2)) | (steps == 0)"),
     ),

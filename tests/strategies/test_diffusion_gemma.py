@@ -21,6 +21,10 @@ SIZE, STEPS = 4, 6
 
 def check_case(module: Any, name: str) -> None:
     """A module's strategy on a case of the gate."""
+    unsure = run([A], prob=0.2, strategy=module.DiffusionGemma)
+    assert unsure.nfe == STEPS
+    again = run([A, A, B], stability_threshold=2, strategy=module.DiffusionGemma)
+    assert again.nfe == 5, "a run of equal texts begins anew"
     known = case(name).strategy
     fields = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
     rows = paged(name, strategy=module.DiffusionGemma(**fields)).rows
@@ -29,16 +33,16 @@ def check_case(module: Any, name: str) -> None:
     ]
 
 
-def run(texts: list[list[int]], prob: float = 1.0, **fields: Any) -> Trace:
+def run(
+    texts: list[list[int]], prob: float = 1.0, strategy: Any = DiffusionGemma, **fields: Any
+) -> Trace:
     """One canvas of a script whose forward i says `texts[i]`, the last one for good."""
     token = np.full((STEPS + 4, 32), 5)
     for i in range(len(token)):
         token[i, 1 : 1 + SIZE] = texts[min(i, len(texts) - 1)]
-    strategy = DiffusionGemma(
-        **{"max_denoising_steps": STEPS, "block_size": SIZE, "buffer_size": 1} | fields
-    )
+    made = strategy(**{"max_denoising_steps": STEPS, "block_size": SIZE, "buffer_size": 1} | fields)
     law = np.full(token.shape, prob, np.float32)
-    return run_script(strategy, [3], token, law, max_tokens=SIZE, mask_id=-1, vocab_size=12)
+    return run_script(made, [3], token, law, max_tokens=SIZE, mask_id=-1, vocab_size=12)
 
 
 A, B = [7, 7, 8, 8], [7, 7, 8, 9]
