@@ -263,6 +263,12 @@ def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
                 f"prompt {i} holds id {bad}, outside the vocabulary [0, {vocab}); "
                 "was it tokenized for another model?"
             )
+        unread = next((t for t in model.defaults.unread_token_ids if t in row), None)
+        if unread is not None:
+            raise ValueError(
+                f"prompt {i} holds id {unread}, which stands for an image or a sound: this package "
+                "reads text only; leave it out"
+            )
     ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row

@@ -136,10 +136,11 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     }
     if name == defaults.strategy or not {name, defaults.strategy} & {*_OWN_THRESHOLD}:
         fields["accept_threshold"] = defaults.accept_threshold
-    if plain.needs.prompt.is_grid:  # elsewhere the algorithm sets the size, as AR its 2
+    # Elsewhere the algorithm sets the size, as AR its 2.
+    if plain.needs.prompt.is_grid or plain.needs.conditions:
         fields["block_size"] = defaults.block_size
     if name == defaults.strategy:
-        fields["buffer_size"] = defaults.buffer_size
+        fields |= {"buffer_size": defaults.buffer_size, **dict(defaults.numbers)}
         for key in ("edit_threshold", "remasking", "block_length"):
             if (value := getattr(defaults, key)) is not None:
                 fields[key] = value
@@ -182,6 +183,11 @@ def check_fit(model: Model, strategy: Any) -> None:
         raise ValueError(
             f"{name} continues from the row before its window, which predicts the next token only "
             f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
+        )
+    if strategy.needs.conditions and model.arch.condition is None:
+        raise ValueError(
+            f"{name} feeds back what was expected of each cell, which {model.defaults.family} has "
+            f"no weights for: {instead}"
         )
     denoises = strategy.needs.prompt.is_grid or strategy.needs.prompt.in_window
     if denoises and cfg.mask_token_id < 0:

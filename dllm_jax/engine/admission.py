@@ -143,12 +143,27 @@ def _check(
                 "was it tokenized for another model?",
                 "prompt",
             )
-    if suffix and not layout.in_window:
+    unread = next((t for t in layout.unread_token_ids if t in prompt or t in given), None)
+    if unread is not None:
+        raise Refused(
+            f"the prompt holds id {unread}, which stands for an image or a sound: this package "
+            "reads text only; leave it out",
+            "prompt",
+        )
+    if suffix and not (layout.in_window or layout.pins):
         raise Refused(
             "a suffix needs a strategy that keeps the prompt in its window; "
             'use strategy="full_sequence"',
             "suffix",
             "unsupported_parameter",
+        )
+    last = max((end for end, token in enumerate(suffix, 1) if token != HOLE), default=0)
+    if layout.pins and last and (params.max_tokens or 0) + last > layout.block_size:
+        raise Refused(
+            f"the last token given behind the prompt is at {(params.max_tokens or 0) + last}, "
+            f"behind the {layout.block_size} cells of the first block; give it before, or leave it "
+            "out",
+            "suffix",
         )
     for name, value in params.strategy_overrides.items():
         if name not in layout.knobs:
@@ -163,6 +178,10 @@ def _check(
             raise Refused(
                 f"{name}={value} is outside [{low}, {high}]; choose one inside",
                 f"strategy_overrides.{name}",
+            )
+        if name in layout.whole_knobs and value % 1:
+            raise Refused(
+                f"{name}={value} is not a whole number; round it", f"strategy_overrides.{name}"
             )
     if len(stop_ids) > STOP_WIDTH:
         raise Refused(
