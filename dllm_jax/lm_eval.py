@@ -19,7 +19,7 @@ try:
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        f"dllm_jax.lm_eval needs lm-evaluation-harness ({error}); pip install 'dllm-jax[lm-eval]'"
+        f"dllm_jax.lm_eval needs lm-evaluation-harness ({error}); pip install 'lm-eval>=0.4.9'"
     ) from error
 
 NAME = "dllm-jax"

@@ -183,5 +183,5 @@ def test_an_error_of_the_run_is_one_line(harness, monkeypatch):
 def test_without_the_harness_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "dllm_jax.lm_eval", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'dllm-jax\[lm-eval\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lm-eval>=0.4.9'"):
         importlib.import_module("dllm_jax.lm_eval")
