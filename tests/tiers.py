@@ -68,6 +68,7 @@ LONG: dict[str, str | None] = {
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run",
     "runner/test_warm_up.py": None,
     "serve/test_decisions.py": None,
+    "serve/test_hostile.py": None,
     "serve/test_http.py": None,
     "serve/test_page_browser.py": None,
     "serve/test_server.py": None,
