@@ -62,6 +62,7 @@ def test_commands_of_the_readme_work_as_printed(clone):
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right: the answer is") >= 2
