@@ -68,7 +68,7 @@ def test_a_sweep_is_the_solves_of_its_settings(solved):
     assert (slow.denoise > fast.denoise).all()
 
 
-@pytest.mark.parametrize(("size", "rows"), [(32, [COUNT, COUNT]), (4, [4, 4, 4, 4])])
+@pytest.mark.parametrize(("size", "rows"), [(32, [COUNT, COUNT]), (4, [4, 4, 4])])
 def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows):
     """And what compiles the program before the clock starts takes one step."""
     model, problems, _, _ = solved
