@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 EVENTS_EACH = 16  # four words an event
 CASES = {
-    "event": ("/v1/chat/completions", {"max_tokens": 4 * EVENTS_EACH, "stream": True}),
+    "event": ("/v1/completions", {"prompt": [1], "max_tokens": 4 * EVENTS_EACH, "stream": True}),
     "short request (token ids)": ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}),
     "short request (text)": ("/v1/completions", {"prompt": "hi there", "max_tokens": 4}),
     "short request (chat)": ("/v1/chat/completions", {"max_tokens": 4}),
