@@ -65,7 +65,7 @@ async def measure(pid: int, port: int, name: str, clients: int, count: int) -> f
     path, body = CASES[name]
     if body is not None and "prompt" not in body:
         body = {**body, "messages": [{"role": "user", "content": "hi there"}]}
-    await client(port, path, body, 3)
+    await client(port, path, body, 50)
     before = cpu_seconds(pid)
     seen = sum(await asyncio.gather(*(client(port, path, body, count) for _ in range(clients))))
     return 1e6 * (cpu_seconds(pid) - before) / seen

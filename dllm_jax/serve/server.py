@@ -95,6 +95,8 @@ async def _until_over(service: Service, stop: "_Stop") -> int:
     while not (stop.number or engine.over.is_set()):
         if not was_ready and engine.state == "ready":
             was_ready = True
+            gc.collect()  # the tokenizer has brought many objects: none of them is ever garbage
+            gc.freeze()
             service.log.line("ready", model=service.config.model)
         await _either(engine.over, stop.first, None if was_ready else _POLL_S)
     if engine.over.is_set():
