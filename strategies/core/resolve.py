@@ -22,8 +22,6 @@ from .state import Carry
 _PACKAGE = __name__.rpartition(".core.")[0]
 
 
-# Names that are promised; they are refused by name until they work.
-_TO_COME = ("diffusion_gemma",)
 _OUR_FOLDERS = {
     "strategies": "dllm_jax.strategies",
     "pallas_kernels": "dllm_jax.kernels",
@@ -126,9 +124,8 @@ def _with_defaults(kind: type) -> type[Strategy]:
 def _find(spec: str) -> Any:
     if ":" not in spec:
         if spec not in strategy_names():
-            what = "is not there yet" if spec in _TO_COME else "is unknown"
             raise ValueError(
-                f"strategy={told(spec)} {what}; use one of {', '.join(strategy_names())}, "
+                f"strategy={told(spec)} is unknown; use one of {', '.join(strategy_names())}, "
                 "'package.module:Name' or 'path/to/file.py:name'"
             )
         module = importlib.import_module(f"{_PACKAGE}.{spec}")
