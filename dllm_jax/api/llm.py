@@ -502,6 +502,8 @@ def _config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> EngineConf
     sizes = {name: size.item() if hasattr(size, "item") else size for name, size in sizes.items()}
     if config is None:
         return EngineConfig(**sizes)
+    if not isinstance(config, EngineConfig):
+        raise ValueError(f"config has type {type(config).__name__}; give an EngineConfig")
     usual = EngineConfig()
     beside = [name for name, size in sizes.items() if size != getattr(usual, name)]
     if beside:

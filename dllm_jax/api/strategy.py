@@ -245,7 +245,7 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
         return Bound(strategy, {})
     name = type(strategy).__name__
     source = draft.source if isinstance(draft, Model) else draft and os.fspath(draft)
-    given = f"draft={source!r}"
+    given = f"draft={told(source)}"
     if not names:
         other = ", or use the strategy 'dflash'" if target.config.shift else ""
         raise ValueError(

@@ -229,11 +229,23 @@ def _batches(args: argparse.Namespace, model: Any) -> list[list[Any]]:
         if args.prompt_file is not None:
             args.prompt = None
             work = workload.text_work(model, read_prompts(args), batch * number, most)
+            _check_prompts(args, model, work)
         else:
             work = workload.problem_work(model, batch * number, most, args.seed)
     if not latency and args.request_rate is not None:
         work = workload.arriving(work, args.request_rate, args.seed)
     return [work[i * batch : (i + 1) * batch] for i in range(number)]
+
+
+def _check_prompts(args: argparse.Namespace, model: Any, work: list[Any]) -> None:
+    """Refuse a prompt that is too long before an engine is made and compiled for it."""
+    longest = max(len(one.prompt) for one in work)
+    most = args.max_model_len or model.config.max_position
+    if longest >= most:
+        raise UsageError(
+            f"a prompt of {args.prompt_file!r} has {count(longest, 'token')} and there are {most} "
+            "positions, prompt and text together; shorten it"
+        )
 
 
 def _check_room(args: argparse.Namespace, model: Any, inputs: Any, outputs: Any) -> None:
