@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dllm_jax.cli import main
 from dllm_jax.convert import inspect
@@ -68,6 +69,44 @@ def test_a_sparse_tokenizer_is_refused_by_its_size(tmp_path):
     with (folder / "tokenizer.json").open("wb") as file:
         file.truncate(4 << 30)
     assert any(f"at most {MOST_BYTES} are read" in p for p in inspect(folder).problems)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(name, tmp_path):
+    """Item 16: reading it would wait for ever."""
+    folder = copy_golden("sdar", tmp_path / "sdar")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert any(f"{name} is a pipe or a device" in problem for problem in inspect(folder).problems)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["deep", "pipe", "folder", "sparse"])
+def test_hostile_files_of_an_adapter_are_one_line(name, kind, tmp_path, capsys):
+    """Items 16 and 17: also a config that nests deep, and 4 GiB of nothing."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    save_file(
+        {"x.lora_A.weight": np.zeros((4, 8), np.float32)}, folder / "adapter_model.safetensors"
+    )
+    path = folder / name
+    path.unlink()
+    if kind == "deep":
+        path.write_text(DEEP)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(4 << 30)
+    assert (
+        main(["inspect", str(copy_golden("sdar", tmp_path / "sdar")), "--lora", str(folder)]) == 1
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert len(line.encode()) < 1000
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
