@@ -86,6 +86,7 @@ LONG: dict[str, str | None] = {
     "strategies/test_recording.py": None,
     "strategies/test_short_prompts.py": None,
     "strategies/test_strategy_batch.py": None,
+    "strategies/test_stuck.py": "everything_that_decodes",
     "tasks/test_evaluate.py": None,
     "trace/test_page.py": "command_puts",
     "training/test_training_answers.py": None,

@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from .needs import Needs
 from .state import Carry, DecodeState, Sampling, StepInfo
 
+PATIENCE = 64  # the least of what a strategy waits by default
+
 
 @dataclasses.dataclass(frozen=True)
 class SlotSpec:
@@ -413,6 +415,19 @@ class Strategy(struct.PyTreeNode, abc.ABC):
         """The strategy whose every step makes the choice `index`."""
         del index
         return self
+
+    def patience(self, window: int) -> int | Int[Array, " B"]:
+        """Steps in a row that may change nothing; then the request ends with an error.
+
+        A step changes something if it writes a cell or commits a token. A strategy whose schedule
+        may wait longer than the default says how long. No request of a shipped strategy ends so:
+        all but two change something in each step or the next, and `full_sequence` and
+        `diffusion_gemma` never wait for longer than a block's schedule.
+
+        Args:
+            window: Cells of the window.
+        """
+        return max(PATIENCE, 2 * window)
 
     @property
     def absorbs(self) -> bool:
