@@ -6,7 +6,7 @@ for callers that read the state between steps.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
 from dllm_jax.engine.checks import token_ids, told
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
+from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode, timing
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.runner.forward import ModelForward
@@ -169,6 +171,11 @@ def _prepare(
         check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
+    if model.split is not None and B % model.split.num_batches:
+        raise ValueError(
+            f"{B} prompts cannot be split over the {model.split.num_batches} groups of devices of "
+            f"the mesh's axis {model.split.batch!r}; give a multiple"
+        )
     last = model.config.max_position
     if strategy.needs.prompt.in_window:
         last = min(last, strategy.block_size * strategy.buffer_size)
@@ -319,22 +326,58 @@ def _fresh(
     return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
 
 
+def _per_device(body: Callable[..., Any], model: Model, args: tuple, specs: Any, out: Any) -> Any:
+    """`body(model, *args)`, on every device that shares the model.
+
+    Args:
+        specs, out: A split to the specs of the arguments behind strategy and auxiliary models, and
+            to those of the result.
+    """
+    split = model.split
+    if split is None:
+        return body(model, *args)
+    of_models = split.specs(model), PartitionSpec(), split.specs(args[1])
+    return split.run(body, (model, *args), (*of_models, *specs(split)), out(split))
+
+
+def _by_row(split: Split) -> PartitionSpec:
+    return PartitionSpec(split.batch) if split.batch else PartitionSpec()
+
+
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _start(model, strategy, aux, batch, max_tokens, implementation):
-    forward = ModelForward(model, aux=aux, implementation=implementation)
-    state = _fresh(model, strategy, aux, batch, max_tokens)
-    return decode.prefill(strategy, forward, state, batch.prompt)
+    def body(model, strategy, aux, batch):
+        forward = ModelForward(model, aux=aux, implementation=implementation)
+        state = _fresh(model, strategy, aux, batch, max_tokens)
+        return decode.prefill(strategy, forward, state, batch.prompt)
+
+    args = strategy, aux, batch
+    return _per_device(body, model, args, lambda split: (_by_row(split),), decode.state_specs)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
 def _advance(model, strategy, aux, state, num_steps, implementation):
-    forward = ModelForward(model, aux=aux, implementation=implementation)
-    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
-    return decode.run(strategy, forward, state, spec, num_steps)
+    def body(model, strategy, aux, state, num_steps):
+        forward = ModelForward(model, aux=aux, implementation=implementation)
+        spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+        return decode.run(strategy, forward, state, spec, num_steps)
+
+    def specs(split):
+        return decode.state_specs(split), PartitionSpec()
+
+    args = strategy, aux, state, num_steps
+    return _per_device(body, model, args, specs, decode.state_specs)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _generate(model, strategy, aux, batch, max_tokens, implementation):
+    body = functools.partial(_decoded, max_tokens=max_tokens, implementation=implementation)
+    args = strategy, aux, batch
+    return _per_device(body, model, args, lambda split: (_by_row(split),), _by_row)
+
+
+def _decoded(model, strategy, aux, batch, max_tokens, implementation) -> GenerateOutput:
+    """Prompts to texts on one device."""
     forward = ModelForward(model, aux=aux, implementation=implementation)
     state = _fresh(model, strategy, aux, batch, max_tokens)
     state = decode.prefill(strategy, forward, state, batch.prompt)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dllm_jax.convert import tokenizer_files
@@ -24,7 +25,9 @@ from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, join
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
+from dllm_jax.models.head import Unembed
 from dllm_jax.models.published import PUBLISHED
+from dllm_jax.models.sharding import Split, as_split
 from dllm_jax.strategies.core.checks import told
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
@@ -37,6 +40,7 @@ def load(
     revision: str | None = None,
     lora: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | Split | None = None,
 ) -> Model:
     """Load a model.
 
@@ -49,15 +53,17 @@ def load(
         revision: Branch, tag or commit of `src`; for hub ids only.
         lora: A LoRA adapter to merge into the weights: a PEFT folder or a hub id.
         progress: Called with bytes read and bytes in all, while a folder is read.
+        mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
 
     Returns:
-        The model, weights on the default device.
+        The model, weights on the default device or on those of the mesh.
 
     Raises:
         LoadError: If a source names no model, or an argument is not supported.
         ConversionError: If the files of a checkpoint are wrong, with every problem.
     """
     enable_async_dispatch()
+    split = None if mesh is None else as_split(mesh)
     source = os.fspath(src)
     if dtype not in _DTYPES:
         raise LoadError(f"dtype={told(dtype)} is not supported; use one of {', '.join(_DTYPES)}")
@@ -67,9 +73,9 @@ def load(
                 raise LoadError(
                     f"{name}={told(value)}: the weights of {source!r} are drawn; leave it out"
                 )
-        return _random(source, dtype)
+        return _random(source, dtype, split)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
-    return _from_folder(find_folder(source, revision), source, dtype, adapter, progress)
+    return _from_folder(find_folder(source, revision), source, dtype, adapter, progress, split)
 
 
 def _from_folder(
@@ -78,12 +84,26 @@ def _from_folder(
     dtype: str,
     adapter: Path | None,
     progress: Callable[[int, int], None] | None,
+    split: Split | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
     for note in report.notes:
         warnings.warn(f"{source}: {note}", stacklevel=3)
+    tokenizer = None
+    if tokenizer_files.has_tokenizer(folder):
+        tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
+    model = Model(
+        params=None,
+        config=config,
+        arch=arch_of(config),
+        defaults=defaults,
+        source=source,
+        tokenizer_source=tokenizer,
+    )
+    if split is not None:
+        return place(model.replace(params=params), split)
     leaves, tree = jax.tree.flatten(params)
     del params  # so that each host leaf goes as soon as its copy is made
     # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
@@ -91,20 +111,34 @@ def _from_folder(
     keeps = jax.default_backend() == "cpu"
     for i, leaf in enumerate(leaves):
         leaves[i] = jax.block_until_ready(jax.device_put(np.array(leaf) if keeps else leaf))
-    tokenizer = None
-    if tokenizer_files.has_tokenizer(folder):
-        tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
-    return Model(
-        params=jax.tree.unflatten(tree, leaves),
-        config=config,
-        arch=arch_of(config),
-        defaults=defaults,
-        source=source,
-        tokenizer_source=tokenizer,
-    )
+    return model.replace(params=jax.tree.unflatten(tree, leaves))
 
 
-def _random(source: str, dtype: str) -> Model:
+def place(model: Model, split: Split) -> Model:
+    """A model whose weights the devices of a split share.
+
+    Args:
+        model: On one device, on the host, or on the same split already.
+
+    Raises:
+        ValueError: Its network cannot be split, or it is on other devices.
+    """
+    if model.split == split:
+        return model
+    if model.split is not None:
+        raise ValueError(
+            f"{model.source!r} is split over {model.split.mesh}, not over {split.mesh}; load it "
+            "with one mesh"
+        )
+    if not model.arch.takes_ops or not isinstance(model.arch.unembed, Unembed):
+        raise ValueError(
+            f"a {model.defaults.family} model cannot be split over devices: its layers do not add "
+            "up parts of a sum; use one device (tensor_parallel_size=1)"
+        )
+    return model.replace(params=split.place(model.params, model.config), split=split)
+
+
+def _random(source: str, dtype: str, split: Split | None) -> Model:
     name = source.removeprefix("random:")
     if name not in PUBLISHED:
         raise LoadError(f"{source!r} is no published config; known are {join(sorted(PUBLISHED))}")
@@ -113,7 +147,7 @@ def _random(source: str, dtype: str) -> Model:
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
     leaves, tree = jax.tree.flatten_with_path(shapes)
-    return Model(
+    model = Model(
         params=jax.tree.unflatten(
             tree, [_random_leaf(i, path, leaf) for i, (path, leaf) in enumerate(leaves)]
         ),
@@ -122,6 +156,7 @@ def _random(source: str, dtype: str) -> Model:
         defaults=parsed.defaults,
         source=source,
     )
+    return model if split is None else place(model, split)
 
 
 def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:

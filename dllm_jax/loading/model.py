@@ -16,6 +16,7 @@ from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.sharding import Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Model(struct.PyTreeNode):
         defaults: How the model is decoded by default.
         source: The argument of `load`.
         tokenizer_source: The tokenizer's files, None for a model without one.
+        split: The devices that share the weights; None: one has them all.
     """
 
     params: Any
@@ -61,6 +63,7 @@ class Model(struct.PyTreeNode):
     defaults: FamilyDefaults = struct.field(pytree_node=False)
     source: str = struct.field(pytree_node=False, default="")
     tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
+    split: Split | None = struct.field(pytree_node=False, default=None)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)

@@ -31,7 +31,8 @@ class Architecture:
             what was expected of their cells. None: the network takes no `Conditioned` inputs.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
-        takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations.
+        takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations; only
+            then can several devices share the network.
     """
 
     param_shapes: Callable[..., Any]

@@ -19,6 +19,7 @@ from dllm_jax.kernels.layer import LayerOps, add_rms_norm, qkv_matmul, rotate_qk
 from dllm_jax.kernels.layer.reference import as_row, matmul, rms_norm
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import RopeScaling, gate_up_shape, rope_tables, swiglu
+from dllm_jax.models.sharding import once, total
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]
@@ -215,7 +216,8 @@ def trunk(
         attend: Attention of one layer on rotated queries and keys.
         hidden_layers: Which residual streams to return; 0 is the input, j is after layer j.
         ffn: The second half of a layer, on normed rows; None: `swiglu`.
-        ops: Back ends of what stands between products and attention; only "xla" has gradients.
+        ops: Back ends of what stands between products and attention, of which only "xla" has
+            gradients, and the devices that share the weights.
 
     Returns:
         The rows after the final norm, and the residual streams asked for, in that order.
@@ -227,6 +229,7 @@ def trunk(
     after = [*(layer["attn_norm"] for layer in layers[1:]), params["final_norm"]]
 
     def add(x: Array, y: Array, scale: Array) -> tuple[Array, Array]:
+        y = total(y, x, ops.axis)
         return add_rms_norm(x, y, scale, cfg.norm_eps, implementation=ops.add_rms_norm)
 
     def mlp(layer: Any, rows: Array) -> Array:
@@ -267,7 +270,7 @@ def _attention(
     out = out.reshape(*x.shape[:-1], -1)
     if cfg.o_bias:
         out = matmul(out, wo)
-        return out + as_row(layer["bo"], out)
+        return out + as_row(once(layer["bo"], ops.axis), out)
     return split_matmul(out, wo, implementation=ops.split_matmul)
 
 

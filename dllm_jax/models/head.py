@@ -19,12 +19,15 @@ class Head:
     Attributes:
         embed_scale: The embedding of an id is its row of `weights` times this, in their type.
             None: the weights are not the embedding's.
+        axis: The axis of a mesh whose devices each have consecutive rows of the weights, zeros
+            behind the last; None: one device has all.
     """
 
     weights: Float[Array, "V D"]
     scale: float = 1.0
     cap: float | None = None
     embed_scale: float | None = None
+    axis: str | None = None
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32."""
@@ -50,4 +53,8 @@ class Unembed:
 
     def __call__(self, params: Any, cfg: Any, hidden: Array) -> Float[Array, "... V"]:
         """Logits in float32 of rows that went through the final norm."""
-        return self.head(params, cfg)(hidden)
+        logits = self.head(params, cfg)(hidden)
+        # A head that is placed on several devices may have rows of zeros at its end.
+        if not 0 < cfg.vocab_size < logits.shape[-1]:
+            return logits
+        return logits[..., : cfg.vocab_size]

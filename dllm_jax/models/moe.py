@@ -16,6 +16,7 @@ from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.models import dense, routing
 from dllm_jax.models.dense import PLAIN, Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
 from dllm_jax.models.layers import gate_up_shape, swiglu
+from dllm_jax.models.sharding import first_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,9 @@ def trunk(
         ids, weights = routing.route(
             cfg, rows, layer["router"], layer.get("router_bias"), positions, live
         )
+        if ops.axis is not None:  # an id outside of a device's own experts is none there
+            none = ids >= cfg.num_experts
+            ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
         flat = rows.reshape(-1, cfg.hidden_size)
         out = expert_ffn(
             flat,

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.kernels import kv_write
+from dllm_jax.models.sharding import Split, num_local
 
 PAGE_SIZE = 64  # one K tile of 64 x 128 is 16 KB
 
@@ -13,12 +15,19 @@ PAGE_SIZE = 64  # one K tile of 64 x 128 is 16 KB
 Pool = tuple[tuple[Array, Array], ...]
 
 
-def new_pool(cfg: Any, num_pages: int, page_size: int, dtype: Any) -> Pool:
-    """An empty pool for every layer of a model; zeros, so that stale rows are finite."""
+def new_pool(
+    cfg: Any, num_pages: int, page_size: int, dtype: Any, split: Split | None = None
+) -> Pool:
+    """An empty pool for every layer of a model; zeros, so that stale rows are finite.
+
+    Args:
+        split: The devices that share the model; the pool is then one device's.
+    """
 
     def empty(layer: int) -> Array:
         heads, size = cfg.heads(layer)
-        return jnp.zeros((num_pages, heads, page_size, size), dtype)
+        pages = jnp.zeros((num_pages, num_local(heads, split), page_size, size), dtype)
+        return pages if split is None else jax.lax.pcast(pages, (split.axis,), to="varying")
 
     return tuple((empty(i), empty(i)) for i in range(cfg.num_layers))
 

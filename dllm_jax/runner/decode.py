@@ -3,16 +3,19 @@
 Data flow: `new_state` -> `prefill` -> `run`. Callers jit these and donate the state.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from dllm_jax.engine.layout import PassKind
 from dllm_jax.loading.model import Model
+from dllm_jax.models.sharding import Split
 from dllm_jax.runner.cache import new_pool
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.strategies.core import driver
@@ -134,9 +137,20 @@ def new_pools(
     """Empty pools of the model and of those the strategy needs beside it."""
     models = {TARGET: model, **{name: aux[name] for name in strategy.needs.aux}}
     return {
-        name: new_pool(other.config, num_pages, page_size, other.params["embed"].dtype)
+        name: new_pool(
+            other.config, num_pages, page_size, other.params["embed"].dtype, other.split
+        )
         for name, other in models.items()
     }
+
+
+def state_specs(split: Split) -> DecodeState:
+    """Of a state on several devices: a device has its heads of the pools and, of a batch that is
+    split too, its rows of everything.
+    """
+    rows = PartitionSpec(split.batch) if split.batch else PartitionSpec()
+    fields: dict[str, Any] = {field.name: rows for field in dataclasses.fields(DecodeState)}
+    return DecodeState(**fields | {"pools": PartitionSpec(split.batch, split.axis)})
 
 
 def prefill(

@@ -19,6 +19,7 @@ from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
 from dllm_jax.models.head import Head, Unembed
+from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cache import page_slots, write_rows
 from dllm_jax.runner.expectation import read_expected
 from dllm_jax.runner.readout import read_soft, read_stats
@@ -31,7 +32,7 @@ from dllm_jax.strategies.core.protocol import (
     TokenMix,
     TokenStats,
 )
-from dllm_jax.strategies.core.sampling import drawn_law
+from dllm_jax.strategies.core.sampling import Shard, drawn_law
 from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
@@ -61,6 +62,8 @@ class ModelForward:
         self.mask_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
         self.shift: bool = model.config.shift
+        self.axis = None if model.split is None else model.split.axis
+        self.shard = None if self.axis is None else Shard(self.axis, self.vocab_size)
         self.aux = {
             name: ModelForward(other, name, implementation=implementation, reads_ahead=reads_ahead)
             for name, other in (aux or {}).items()
@@ -142,7 +145,7 @@ class ModelForward:
         if arch.takes_live:
             more["live"] = _between(cell, edges)
         if arch.takes_ops:
-            more["ops"] = LayerOps()
+            more["ops"] = LayerOps(axis=self.axis)
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )
@@ -150,6 +153,16 @@ class ModelForward:
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Embedding rows of ids."""
+        if self.axis is None:
+            return self._own_rows(ids)
+        size = len(self.model.params["embed"])
+        ids = ids - first_of(size, self.axis)
+        mine = ((ids >= 0) & (ids < size))[..., None]
+        rows = self._own_rows(jnp.clip(ids, 0, size - 1))
+        return total(jnp.where(mine, rows, jnp.zeros_like(rows)), rows, self.axis)
+
+    def _own_rows(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Rows of the embedding that this device has, by place."""
         return self.model.arch.embed(self.model.params, self.model.config, ids)
 
     def predict(
@@ -166,12 +179,16 @@ class ModelForward:
             greedy(axes[0]) if sampling is None else sampling,
             None if keys is None else keys.reshape(-1),
             forbidden=self.forbidden,
+            shard=self.shard,
         )
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
     @property
     def unembed(self) -> Callable[[Array], Array]:
-        """Hidden rows [... D] to float32 logits [... V]; a `Head` where the network has one."""
+        """Hidden rows [... D] to float32 logits [... V]; a `Head` where the network has one.
+
+        Where devices share the vocabulary, logits are of a device's own ids; see `whole`.
+        """
         params, cfg, unembed = self.model.params, self.model.config, self.model.arch.unembed
         if isinstance(unembed, Unembed):
             return unembed.head(params, cfg)
@@ -194,7 +211,7 @@ class ModelForward:
         """The law that hidden rows are drawn from, as logits; see the protocol."""
         *axes, width = hidden.shape
         per_row = math.prod(axes[1:])
-        logits = self.unembed(hidden.reshape(-1, width))
+        logits = self.whole(self.unembed(hidden.reshape(-1, width)))
         never = self.forbidden(jnp.arange(logits.shape[-1], dtype=jnp.int32))
         law = drawn_law(
             jnp.where(never, -jnp.inf, logits),
@@ -203,6 +220,14 @@ class ModelForward:
             top_p=jnp.repeat(sampling.top_p, per_row),
         )
         return law.reshape(*axes, law.shape[-1])
+
+    def whole(self, logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
+        """Logits of all ids, gathered from the devices that share them."""
+        if self.shard is None:
+            return logits
+        rows = logits.reshape(-1, logits.shape[-1])
+        rows = jnp.moveaxis(self.shard.of_all(rows), 0, 1).reshape(len(rows), -1)
+        return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 
     def forbidden(self, ids: Any) -> Any:
         """Ids never predicted: the mask, edits that are no text, rows that hold no token.
@@ -425,6 +450,7 @@ class WindowOutput(struct.PyTreeNode):
                 confidence=confidence,
                 num_top=num_top,
                 guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+                shard=self.forward.shard,
             )
 
         def as_cells(leaf: Array) -> Array:
@@ -444,19 +470,21 @@ class WindowOutput(struct.PyTreeNode):
         B, K, S = self.live.shape
         forward = self.forward
         per_cell = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, K, S)).reshape(-1)
-        every = forward.embed(jnp.arange(forward.vocab_size, dtype=jnp.int32))
+        size = forward.vocab_size if forward.shard is None else len(forward.model.params["embed"])
+        every = forward._own_rows(jnp.arange(size, dtype=jnp.int32))
         rows = read_soft(
             forward.unembed,
             every,
             self._aligned().reshape(B * K * S, -1),
             per_cell,
             forward.forbidden,
+            forward.shard,
         )
         return rows.reshape(B, K, S, -1)
 
     def logits(self) -> Float[Array, "B K S V"]:
         """Everything, aligned."""
-        return self.forward.unembed(self._aligned())
+        return self.forward.whole(self.forward.unembed(self._aligned()))
 
     def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
         """Write K/V of live cells in `where` of running rows; keep the raw rows for the boundary.

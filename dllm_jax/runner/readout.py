@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
 from dllm_jax.models.head import Head
 from dllm_jax.strategies.core.protocol import TokenStats
-from dllm_jax.strategies.core.sampling import settled, token_stats
+from dllm_jax.strategies.core.sampling import Shard, normaliser, settled, token_stats
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
@@ -58,6 +58,7 @@ def read_stats(
     confidence: Literal["drawn", "raw"] = "drawn",
     num_top: int = 0,
     guide: tuple[Float[Array, "R D"], float] | None = None,
+    shard: Shard | None = None,
 ) -> TokenStats:
     """Statistics of each row under its sampling, leading axis R.
 
@@ -68,6 +69,7 @@ def read_stats(
         forbidden: Ids, of NumPy or of JAX, to a mask of those never drawn.
         penalty: An id a row and what its logit loses.
         guide: Rows to move away from, and how far: see `ForwardOutput.predict`.
+        shard: The head is a device's part, among several devices.
     """
     away, scale = (None, 0.0) if guide is None else guide
     of_slot = len(hidden) // len(sampling.temperature)
@@ -84,7 +86,7 @@ def read_stats(
         logits, sampling, keys, penalty = rows
 
         def restrict(logits: Array) -> Array:
-            ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+            ids = _ids(logits, shard)
             logits = jnp.where(forbidden(ids), -jnp.inf, logits)
             if penalty is None:
                 return logits
@@ -99,6 +101,7 @@ def read_stats(
             confidence=confidence,
             num_top=num_top,
             restrict=restrict,
+            shard=shard,
         )
 
     def in_rows() -> TokenStats:
@@ -106,7 +109,8 @@ def read_stats(
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
         return in_chunks(one, (hidden, each, keys, penalty, away))
 
-    head = unembed if isinstance(unembed, Head) and guide is None else None
+    # The kernels tell a whole vocabulary.
+    head = unembed if isinstance(unembed, Head) and guide is None and shard is None else None
     if head is None:
         return in_rows()
     at_once = MOSAIC_ROWS  # the most rows of one kernel call
@@ -152,6 +156,12 @@ def read_stats(
     return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
 
 
+def _ids(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
+    """The ids that logits are of."""
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return ids if shard is None else shard.first(logits) + ids
+
+
 def _by_row(which: Array, a: Array, b: Array) -> Array:
     return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
@@ -162,14 +172,25 @@ def read_soft(
     hidden: Float[Array, "R D"],
     temperature: Float[Array, " R"],
     forbidden: Callable[[Array], Array],
+    shard: Shard | None = None,
 ) -> Float[Array, "R D"]:
-    """Expected embedding of each row under its tempered law."""
+    """Expected embedding of each row under its tempered law.
+
+    Args:
+        embedding: Of the ids whose logits `unembed` gives.
+        shard: These are a device's, among several devices.
+    """
 
     def one(rows: tuple[Array, Array]) -> Array:
         hidden, temperature = rows
         logits = unembed(hidden)
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        logits = jnp.where(forbidden(ids), -jnp.inf, logits)
+        logits = jnp.where(forbidden(_ids(logits, shard)), -jnp.inf, logits)
+        if shard is not None:
+            law = logits / temperature[:, None]
+            peak, mass = normaliser(law, shard)
+            prob = jnp.exp(law - peak[:, None]) / mass[:, None]
+            part = (prob.astype(embedding.dtype) @ embedding).astype(hidden.dtype)
+            return shard.total(part)
         prob = jax.nn.softmax(logits / temperature[:, None], axis=-1)
         return (prob.astype(embedding.dtype) @ embedding).astype(hidden.dtype)
 

@@ -40,13 +40,18 @@ GATED_COLUMNS = (128, 192, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOps:
-    """The back end of each operation of a layer; None chooses the fastest one."""
+    """The back end of each operation of a layer; None chooses the fastest one.
+
+    Attributes:
+        axis: The axis of a mesh whose devices each have a part of the weights; None: one device.
+    """
 
     add_rms_norm: Implementation | None = None
     qkv_matmul: Implementation | None = None
     rotate_qkv: Implementation | None = None
     split_matmul: Implementation | None = None
     gated_matmul: Implementation | None = None
+    axis: str | None = None
 
 
 def add_rms_norm(

@@ -4,18 +4,47 @@
 compose: each takes statistics of the window and says which cells to fill.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from . import blocks
 from .protocol import PerSlot, TokenStats
 from .state import NO_TOKEN, DecodeState
 
 _NEVER = -jnp.inf
+_DIGIT = 4  # bits of a threshold found by one reduction over the devices
+
+
+class Shard(NamedTuple):
+    """What of the ids a device has, where several share them: consecutive ones, padded behind.
+
+    Attributes:
+        axis: The devices' axis of the mesh.
+        num_ids: Of all devices, without padding.
+    """
+
+    axis: str
+    num_ids: int
+
+    def first(self, logits: Float[Array, "R V"]) -> Int[Array, ""]:
+        """The first id of this device."""
+        return jax.lax.axis_index(self.axis) * logits.shape[-1]
+
+    def of_all(self, numbers: Float[Array, "R n"]) -> Float[Array, "devices R n"]:
+        """The numbers of every device on each of them; for few, as they cross in float32."""
+        # A sum of arrays that are zero elsewhere: a gather would not be known to be the same.
+        mine = jnp.arange(jax.lax.axis_size(self.axis)) == jax.lax.axis_index(self.axis)
+        placed = jnp.where(mine.reshape(-1, *(1,) * numbers.ndim), numbers[None], 0.0)
+        return self.total(placed)
+
+    def total(self, numbers: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The sum over the devices."""
+        return jax.lax.psum(numbers, self.axis)
 
 
 def token_stats(
@@ -28,6 +57,7 @@ def token_stats(
     confidence: Literal["drawn", "raw"] = "drawn",
     num_top: int = 0,
     restrict: Callable[[Array], Array] = lambda logits: logits,
+    shard: Shard | None = None,
 ) -> TokenStats:
     """Draw one token a row and say how sure the law is.
 
@@ -40,6 +70,7 @@ def token_stats(
         confidence: Law of confidence, entropy and top: see `ForwardOutput.predict`.
         restrict: What is done to the logits first, such as forbidden ids to -inf. It is given here
             so that whoever reads the logits does it on the way, and no second array is written.
+        shard: The logits are those of a device's ids, among several devices.
 
     Returns:
         TokenStats with leading axis R. Token and statistics never leave float32. A row whose
@@ -47,22 +78,27 @@ def token_stats(
         engine ends the request (`driver.decode_step`).
     """
 
-    def as_is(logits: Array) -> TokenStats:
+    def as_is(logits: Array) -> Any:
         logits = restrict(logits)
         peak, token = _peak(logits)
+        if shard is not None:
+            return _part(logits, token, peak, num_top, shard)
         return _judge(logits, token, peak, peak, num_top)
 
-    def drawn(logits: Array) -> TokenStats:
+    def drawn(logits: Array) -> Any:
         logits = restrict(logits)
-        law = drawn_law(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-        noisy = law if keys is None else law + _gumbel(keys, temperature > 0, law.shape[-1])
+        law = drawn_law(logits, temperature=temperature, top_k=top_k, top_p=top_p, shard=shard)
+        noisy = law if keys is None else law + _gumbel(keys, temperature > 0, law, shard)
         token = jnp.argmax(noisy, axis=-1)
         judged = law if confidence == "drawn" else logits
+        if shard is not None:
+            return _part(judged, token, _at(noisy, token), num_top, shard)
         return _judge(judged, token, _at(judged, token), jnp.max(judged, axis=-1), num_top)
 
     # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
     plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
-    return settled(jax.lax.cond(plain, as_is, drawn, logits))
+    read = jax.lax.cond(plain, as_is, drawn, logits)
+    return settled(read if shard is None else _joined(shard.of_all(read), num_top))
 
 
 def settled(stats: TokenStats) -> TokenStats:
@@ -81,6 +117,7 @@ def drawn_law(
     temperature: Float[Array, " R"],
     top_k: Int[Array, " R"],
     top_p: Float[Array, " R"],
+    shard: Shard | None = None,
 ) -> Float[Array, "R V"]:
     """The law that a row's token is drawn from, as logits, -inf for what is never drawn.
 
@@ -91,7 +128,8 @@ def drawn_law(
     # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
     law = jnp.where(logits == _NEVER, _NEVER, law)
     cut = jnp.any((top_k > 0) | (top_p < 1.0))
-    return jax.lax.cond(cut, _cut, lambda law, *_: law, law, top_k, top_p)
+    narrowed = _cut if shard is None else functools.partial(_cut_over, shard)
+    return jax.lax.cond(cut, narrowed, lambda law, *_: law, law, top_k, top_p)
 
 
 def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]:
@@ -143,9 +181,20 @@ def _judge(
     )
 
 
-def _gumbel(keys: PRNGKeyArray, tempered: Bool[Array, " R"], size: int) -> Float[Array, "R V"]:
-    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows."""
+def _gumbel(
+    keys: PRNGKeyArray, tempered: Bool[Array, " R"], law: Float[Array, "R V"], shard: Shard | None
+) -> Float[Array, "R V"]:
+    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows.
+
+    Every device draws that of all ids and takes its own: a number depends on how many are drawn.
+    """
+    size = law.shape[-1] if shard is None else shard.num_ids
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
+    if shard is not None:
+        behind = law.shape[-1] * jax.lax.axis_size(shard.axis) - size
+        noise = jnp.pad(noise, ((0, 0), (0, behind)))
+        first = shard.first(law)
+        noise = jax.lax.dynamic_slice_in_dim(noise, first, law.shape[-1], axis=1)
     return jnp.where(tempered[:, None], noise, 0.0)
 
 
@@ -164,6 +213,115 @@ def _cut(law: Array, top_k: Array, top_p: Array) -> Array:
     kept = (law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None])
     # What is no number stays, for the caller to see.
     return jnp.where(kept | jnp.isnan(law), law, _NEVER)
+
+
+# --- ids that several devices share -----------------------------------------------------------
+
+
+def _part(
+    law: Float[Array, "R V"],
+    token: Int[Array, " R"],
+    noisy: Float[Array, " R"],
+    num_top: int,
+    shard: Shard,
+) -> Float[Array, "R n"]:
+    """What a device says of its ids: six numbers a row, then its likeliest ids and their logits.
+
+    Ids are below 2^24, so float32 holds them.
+    """
+    first, (peak, mass) = shard.first(law), _mass(law)
+    above = law - jnp.where(peak == _NEVER, 0.0, peak)[:, None]
+    weight = jnp.exp(above)
+    spread = jnp.sum(jnp.where(weight > 0, weight * above, 0.0), axis=-1)
+    numbers = [noisy, (first + token).astype(jnp.float32), _at(law, token), peak, mass, spread]
+    top_law, top_ids = jax.lax.top_k(law, min(num_top, law.shape[1]))
+    top_ids = (first + top_ids).astype(jnp.float32)
+    return jnp.concatenate([jnp.stack(numbers, axis=1), top_law, top_ids], axis=1)
+
+
+def _mass(law: Float[Array, "R V"]) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+    """The largest logit of each row and the sum of weights below it; 0 where all are -inf."""
+    peak = jnp.max(law, axis=-1)
+    base = jnp.where(peak == _NEVER, 0.0, peak)
+    return peak, jnp.sum(jnp.exp(law - base[:, None]), axis=-1)
+
+
+def _kept(peaks: Float[Array, "devices R"]) -> tuple[Array, Array, Array]:
+    """The peak of all devices; each one's below it, and the factor of its weights."""
+    peak = jnp.max(peaks, axis=0)
+    base = jnp.where(peak == _NEVER, 0.0, peak)
+    sunk = jnp.where(peaks == _NEVER, 0.0, peaks - base[None])
+    return peak, sunk, jnp.where(peaks == _NEVER, 0.0, jnp.exp(sunk))
+
+
+def _joined(parts: Float[Array, "devices R n"], num_top: int) -> TokenStats:
+    """Statistics of all ids, from what every device says of its own; see `_part`."""
+    noisy, token, own, peaks, masses, spreads = jnp.moveaxis(parts[..., :6], -1, 0)
+    best = jnp.argmax(noisy, axis=0)[None]  # of equals the first device, whose ids are lower
+
+    def chosen(values: Float[Array, "devices R"]) -> Float[Array, " R"]:
+        return jnp.take_along_axis(values, best, axis=0)[0]
+
+    peak, sunk, kept = _kept(peaks)
+    mass = jnp.sum(kept * masses, axis=0)
+    spread = jnp.sum(kept * (spreads + sunk * masses), axis=0)
+    tops = jnp.moveaxis(parts[..., 6:], 0, 1)
+    tops = tops.reshape(*tops.shape[:2], 2, -1).swapaxes(1, 2).reshape(len(tops), 2, -1)
+    top_law, place = jax.lax.top_k(tops[:, 0], num_top)
+    return TokenStats(
+        token=chosen(token).astype(jnp.int32),
+        confidence=jnp.exp(chosen(own) - peak) / mass,
+        entropy=jnp.log(mass) - spread / mass,
+        top_ids=jnp.take_along_axis(tops[:, 1], place, axis=1).astype(jnp.int32),
+        top_probs=jnp.exp(top_law - peak[:, None]) / mass[:, None],
+    )
+
+
+def normaliser(
+    law: Float[Array, "R V"], shard: Shard
+) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+    """The largest logit of each row over all devices, and the sum of all weights below it."""
+    peaks, masses = jnp.moveaxis(shard.of_all(jnp.stack(_mass(law), axis=1)), -1, 0)
+    peak, _, kept = _kept(peaks)
+    return peak, jnp.sum(kept * masses, axis=0)
+
+
+def _cut_over(shard: Shard, law: Array, top_k: Array, top_p: Array) -> Array:
+    """As `_cut`, without a sort: thresholds are found by sums over the devices."""
+    code, V = _ordered(law), shard.num_ids
+    k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V).astype(jnp.float32)
+    kth = _threshold(shard, code, jnp.ones_like(law), k)
+    kept = code >= kth[:, None]
+    peak, mass = normaliser(jnp.where(kept, law, _NEVER), shard)
+    weight = jnp.where(kept, jnp.exp(law - peak[:, None]), 0.0)
+    edge = _threshold(shard, code, weight, top_p * mass)
+    edge = jnp.minimum(edge, _ordered(peak))  # the most probable id stays
+    kept = kept & ((code >= edge[:, None]) | (top_p >= 1.0)[:, None])
+    return jnp.where(kept | jnp.isnan(law), law, _NEVER)
+
+
+def _ordered(values: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Numbers in the order of float32 values; both zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    return jnp.where(bits < top, bits | top, ~bits)
+
+
+def _threshold(
+    shard: Shard, code: UInt32[Array, "R V"], weight: Float[Array, "R V"], wanted: Array
+) -> UInt32[Array, " R"]:
+    """The largest number of each row at or above which the weights of all ids reach `wanted`."""
+    steps = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
+
+    def digit(i: Array, found: Array) -> Array:
+        shift = (32 - _DIGIT * (i + 1)).astype(jnp.uint32)
+        tried = found[:, None] | (steps << shift)[None]
+        above = code[:, None] >= tried[..., None]
+        reached = shard.total(jnp.sum(jnp.where(above, weight[:, None], 0.0), axis=-1))
+        passed = jnp.sum(reached >= wanted[:, None], axis=-1, dtype=jnp.uint32)
+        return found | (passed << shift)
+
+    return jax.lax.fori_loop(0, 32 // _DIGIT, digit, jnp.zeros(len(code), jnp.uint32))
 
 
 # --- which cells to accept --------------------------------------------------------------------

@@ -1,0 +1,277 @@
+"""How weights lie on several devices: which axis of a leaf is split, and programs over the parts.
+
+Data flow: parameters -> `fitted` (axes that do not divide are repeated or padded) -> `place`. A
+program then runs whole on every device (`Split.run`), over that device's parts, and adds partial
+sums (`total`). Nothing here knows about pages or strategies.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+# The axis of a leaf that is split, by its name; every other leaf is whole on every device. Split
+# axes are outer ones, so that a part is a run of memory.
+AXES = {
+    "embed": 0,  # [V D]
+    "lm_head": 0,
+    "wqkv": 1,  # [D G n+2 H]
+    "bqkv": 0,
+    "wo": 0,  # [N H D]
+    "context_wkv": 2,  # [D L G 2 H]
+    "w_gate_up": 1,  # [D C 2 W]
+    "w_down": 0,  # [C*W D]
+    "shared_gate_up": 1,
+    "shared_down": 0,
+    "experts_gate_up": 0,  # [E D 2 F]
+    "experts_down": 0,
+}
+_MLPS = {"w_gate_up": "w_down", "shared_gate_up": "shared_down"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The devices that share a model.
+
+    Attributes:
+        mesh: The devices.
+        axis: The axis of the mesh that heads, experts and the vocabulary are split along.
+        batch: The axis that the rows of `dj.generate` are split along; None: every device
+            computes all rows.
+    """
+
+    mesh: Mesh
+    axis: str = "tp"
+    batch: str | None = None
+
+    def __post_init__(self):
+        names = self.mesh.axis_names
+        for field in ("axis", "batch"):
+            name = getattr(self, field)
+            if name not in names and not (name is None and field == "batch"):
+                raise ValueError(f"{field}={name!r} is no axis of the mesh; it has {names}")
+        if self.batch == self.axis:
+            raise ValueError(
+                f"batch={self.batch!r} is the axis that splits the weights; rows need another"
+            )
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a split axis."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def num_batches(self) -> int:
+        """Groups of devices that decode rows of their own."""
+        return 1 if self.batch is None else self.mesh.shape[self.batch]
+
+    def specs(self, tree: Any) -> Any:
+        """A tree of parameters, or a `Model`, with the `PartitionSpec` of each leaf."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(path), tree)
+
+    def _spec(self, path: Any) -> PartitionSpec:
+        axis = AXES.get(getattr(path[-1], "key", ""))
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis)
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """The placement of an array by the mesh's axes; none: whole on every device."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def place(self, params: Any, cfg: Any) -> Any:
+        """Parameters on the devices, each of which gets its parts alone.
+
+        Args:
+            params: The network's tree, on the host or on a device.
+            cfg: Its config.
+        """
+
+        def put(path: Any, leaf: Any) -> Array:
+            sharding = NamedSharding(self.mesh, self._spec(path))
+            # A CPU device would share the memory of a NumPy array.
+            return jax.make_array_from_callback(
+                leaf.shape, sharding, lambda index: np.array(leaf[index])
+            )
+
+        leaves, tree = jax.tree_util.tree_flatten_with_path(fitted(params, cfg, self.num_parts))
+        return jax.tree.unflatten(tree, [jax.block_until_ready(put(*one)) for one in leaves])
+
+    def misplaced(self, params: Any) -> list[str]:
+        """Names of leaves that do not lie as the rules say; every call would move them."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        return [
+            jax.tree_util.keystr(path)
+            for path, leaf in leaves
+            if not leaf.sharding.is_equivalent_to(
+                NamedSharding(self.mesh, self._spec(path)), leaf.ndim
+            )
+        ]
+
+    def run(self, body: Callable[..., Any], args: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`body(*args)` on every device, over its parts of the arguments; inside of a jit.
+
+        On CPU devices JAX's types also prove that what must be the same on all devices is.
+
+        Args:
+            in_specs, out_specs: Trees of `PartitionSpec`, or prefixes of them, for the arguments
+                and the result.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+        if AxisType.Explicit in self.mesh.axis_types:
+            leaves = [
+                jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ]
+        # jaxlib 0.11.2 crashes where an array without elements enters: such are made inside.
+        whole = [bool(math.prod(leaf.shape)) for leaf in leaves]
+        shapes = [
+            NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+
+        def inside(given: list[Array]) -> Any:
+            rest = iter(given)
+            filled = [
+                next(rest) if is_whole else jnp.zeros(shape, leaf.dtype)
+                for leaf, shape, is_whole in zip(leaves, shapes, whole, strict=True)
+            ]
+            return body(*jax.tree.unflatten(tree, filled))
+
+        def chosen(values: list[Any]) -> list[Any]:
+            return [value for value, is_whole in zip(values, whole, strict=True) if is_whole]
+
+        is_proved = self.mesh.devices.flat[0].platform == "cpu" and self.batch is None
+        return jax.shard_map(
+            inside,
+            mesh=self.mesh,
+            in_specs=(chosen(specs),),
+            out_specs=out_specs,
+            check_vma=is_proved,
+        )(chosen(leaves))
+
+
+def over_devices(count: int) -> Split:
+    """A model split over the first `count` devices.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    devices = jax.devices()
+    if not 1 <= count <= len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={count} needs {count} devices, this process sees "
+            f"{len(devices)} ({devices[0].platform}); choose a number in [1, {len(devices)}]"
+        )
+    return Split(Mesh(np.array(devices[:count]), ("tp",)))
+
+
+def as_split(mesh: Mesh | Split) -> Split:
+    """A mesh of one axis as a `Split` along it.
+
+    Raises:
+        ValueError: It has several axes, of which one must be named.
+    """
+    if isinstance(mesh, Split):
+        return mesh
+    if len(mesh.axis_names) != 1:
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}; name the one that splits the weights: "
+            f"mesh=dj.Split(mesh, axis={mesh.axis_names[-1]!r}, batch={mesh.axis_names[0]!r})"
+        )
+    return Split(mesh, axis=mesh.axis_names[0])
+
+
+def total(y: Array, rows: Float[Array, "*M D"], axis: str | None) -> Array:
+    """The sum over devices of what each has of it; without an axis, `y` as it is.
+
+    Args:
+        y: Rows like `rows`, or parts of them as `split_matmul` leaves, which are added first.
+    """
+    if axis is None:
+        return y
+    y = jnp.sum(y, axis=0) if y.ndim > rows.ndim else y
+    return jax.lax.psum(y.astype(rows.dtype), axis)
+
+
+def once(bias: Array, axis: str | None) -> Array:
+    """A bias that is added to a partial sum: on one device only."""
+    if axis is None:
+        return bias
+    return jnp.where(jax.lax.axis_index(axis) == 0, bias, jnp.zeros_like(bias))
+
+
+def first_of(num_local: int, axis: str | None) -> Array | int:
+    """The number of a device's first expert, or id, of which it holds `num_local`."""
+    return 0 if axis is None else jax.lax.axis_index(axis) * num_local
+
+
+def num_local(count: int, split: Split | None) -> int:
+    """KV heads of a device, of a layer with `count`."""
+    return count if split is None else math.lcm(count, split.num_parts) // split.num_parts
+
+
+# --- axes that do not divide ---------------------------------------------------------------------
+
+
+def fitted(params: Any, cfg: Any, num_parts: int) -> Any:
+    """Parameters of the same function whose split axes are multiples of `num_parts`.
+
+    KV heads are repeated and their query heads dealt out among the copies; query heads, turns of
+    gate and up, experts and ids are padded with zeros, which add nothing.
+    """
+    layers = [_fitted_layer(layer, cfg, num_parts) for layer in params["layers"]]
+    own = {
+        name: _padded(leaf, AXES[name], num_parts) if name in ("embed", "lm_head") else leaf
+        for name, leaf in params.items()
+    }
+    return own | {"layers": layers}
+
+
+def _fitted_layer(layer: Any, cfg: Any, num_parts: int) -> Any:
+    layer = dict(layer)
+    num_groups = cfg.num_kv_heads
+    copies = num_parts // math.gcd(num_groups, num_parts)
+    for name in ("wqkv", "bqkv"):
+        if copies > 1 and name in layer:
+            layer[name] = _dealt(layer[name], copies)
+    if copies > 1:
+        heads = layer["wo"].reshape(num_groups, -1, *layer["wo"].shape[1:])
+        heads = _padded(heads, 1, copies)
+        layer["wo"] = heads.reshape(-1, *heads.shape[2:])
+    for gate_up, down in _MLPS.items():
+        if gate_up in layer:
+            turn = layer[gate_up].shape[-1]
+            layer[gate_up] = _padded(layer[gate_up], AXES[gate_up], num_parts)
+            layer[down] = _padded(layer[down], AXES[down], num_parts * turn)
+    for name in ("experts_gate_up", "experts_down"):
+        if name in layer:
+            layer[name] = _padded(layer[name], AXES[name], num_parts)
+    return layer
+
+
+def _dealt(leaf: Array, copies: int) -> Array:
+    """[... G n+2 H] with every KV head `copies` times and its n query heads dealt out."""
+    xp = _module(leaf)
+    queries = _padded(leaf[..., :-2, :], leaf.ndim - 2, copies)
+    *axes, num_groups, num_queries, size = queries.shape
+    queries = queries.reshape(*axes, num_groups * copies, num_queries // copies, size)
+    both = xp.repeat(leaf[..., -2:, :], copies, axis=leaf.ndim - 3)
+    return xp.concatenate([queries, both], axis=-2)
+
+
+def _padded(leaf: Array, axis: int, multiple: int) -> Array:
+    """Zeros behind an axis, up to a multiple."""
+    missing = -leaf.shape[axis] % multiple
+    if not missing:
+        return leaf
+    return _module(leaf).pad(leaf, [(0, missing if i == axis else 0) for i in range(leaf.ndim)])
+
+
+def _module(leaf: Any) -> Any:
+    return np if isinstance(leaf, np.ndarray) else jnp
