@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from dllm_jax.loading.load import load
     from dllm_jax.loading.model import Model
+    from dllm_jax.models.sharding import Split
     from dllm_jax.trace.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Split",
     "StreamEvent",
     "Trajectory",
     "convert",
@@ -64,6 +66,7 @@ _HOMES = {
     "Request": "engine.requests",
     "RequestOutput": "engine.requests",
     "SamplingParams": "engine.requests",
+    "Split": "models.sharding",
     "StreamEvent": "engine.requests",
     "Trajectory": "trace.trajectory",
     "generate": "api.generate",

@@ -6,7 +6,7 @@ for callers that read the state between steps.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
 from dllm_jax.engine.checks import token_ids, told
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
-from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode, timing
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.runner.forward import ModelForward
@@ -326,24 +325,6 @@ def _fresh(
     return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
 
 
-def _per_device(body: Callable[..., Any], model: Model, args: tuple, specs: Any, out: Any) -> Any:
-    """`body(model, *args)`, on every device that shares the model.
-
-    Args:
-        specs, out: A split to the specs of the arguments behind strategy and auxiliary models, and
-            to those of the result.
-    """
-    split = model.split
-    if split is None:
-        return body(model, *args)
-    of_models = split.specs(model), PartitionSpec(), split.specs(args[1])
-    return split.run(body, (model, *args), (*of_models, *specs(split)), out(split))
-
-
-def _by_row(split: Split) -> PartitionSpec:
-    return PartitionSpec(split.batch) if split.batch else PartitionSpec()
-
-
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _start(model, strategy, aux, batch, max_tokens, implementation):
     def body(model, strategy, aux, batch):
@@ -351,8 +332,15 @@ def _start(model, strategy, aux, batch, max_tokens, implementation):
         state = _fresh(model, strategy, aux, batch, max_tokens)
         return decode.prefill(strategy, forward, state, batch.prompt)
 
-    args = strategy, aux, batch
-    return _per_device(body, model, args, lambda split: (_by_row(split),), decode.state_specs)
+    return decode.per_device(
+        body,
+        model,
+        strategy,
+        aux,
+        (batch,),
+        lambda split: (decode.row_specs(split),),
+        decode.state_specs,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
@@ -365,15 +353,22 @@ def _advance(model, strategy, aux, state, num_steps, implementation):
     def specs(split):
         return decode.state_specs(split), PartitionSpec()
 
-    args = strategy, aux, state, num_steps
-    return _per_device(body, model, args, specs, decode.state_specs)
+    args = state, num_steps
+    return decode.per_device(body, model, strategy, aux, args, specs, decode.state_specs)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _generate(model, strategy, aux, batch, max_tokens, implementation):
     body = functools.partial(_decoded, max_tokens=max_tokens, implementation=implementation)
-    args = strategy, aux, batch
-    return _per_device(body, model, args, lambda split: (_by_row(split),), _by_row)
+    return decode.per_device(
+        body,
+        model,
+        strategy,
+        aux,
+        (batch,),
+        lambda split: (decode.row_specs(split),),
+        decode.row_specs,
+    )
 
 
 def _decoded(model, strategy, aux, batch, max_tokens, implementation) -> GenerateOutput:

@@ -30,9 +30,10 @@ from dllm_jax.engine.requests import (
 from dllm_jax.loading import chat
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
-from dllm_jax.loading.load import load
+from dllm_jax.loading.load import load, place
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
@@ -67,7 +68,8 @@ class LLM:
         dtype, revision, lora: As in `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
-        tensor_parallel_size: 1; more is not supported yet.
+        tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
+            stays there.
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
@@ -116,16 +118,12 @@ class LLM:
             memory_utilization = gpu_memory_utilization
         fields = {field.name for field in dataclasses.fields(EngineConfig)}
         sizes = {name: value for name, value in locals().items() if name in fields}
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={checks.told(tensor_parallel_size)} is not supported yet; "
-                "use 1"
-            )
+        split = _split(tensor_parallel_size)
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
-        self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
+        self.model = _model(model, split, dtype=dtype, revision=revision, lora=lora)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
         )
@@ -513,9 +511,14 @@ def _config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> EngineConf
     return config
 
 
-def _model(model: Any, **how: Any) -> Model:
+def _split(count: Any) -> Split | None:
+    count = checks.whole_number("tensor_parallel_size", count)
+    return None if count == 1 else over_devices(count)
+
+
+def _model(model: Any, split: Split | None, **how: Any) -> Model:
     if isinstance(model, str | os.PathLike):
-        return load(model, **how)
+        return load(model, **how, mesh=split)
     if not isinstance(model, Model):
         raise ValueError(
             f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
@@ -526,7 +529,12 @@ def _model(model: Any, **how: Any) -> Model:
                 f"{name}={checks.told(value)} is for a model that is loaded here; "
                 "give it to dj.load"
             )
-    return model
+    if model.split is not None and model.split.batch:
+        raise ValueError(
+            f"the model's mesh splits rows along {model.split.batch!r}, an engine does not; load "
+            "it without batch=, and start a process for each replica"
+        )
+    return model if split is None else place(model, split)
 
 
 def _is_conversation(given: Any) -> TypeGuard[Messages]:

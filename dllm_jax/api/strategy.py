@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 
 from dllm_jax.engine.checks import told
 from dllm_jax.engine.requests import SamplingParams
@@ -22,6 +24,7 @@ from dllm_jax.loading.sources import LoadError
 from dllm_jax.models import dflash
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.families import FamilyDefaults
+from dllm_jax.models.sharding import Split
 from dllm_jax.strategies.core.resolve import load_strategy, strategy_names
 
 # Strategies with an accept threshold of their own scale. `edit` and `dmax` may revise what they
@@ -68,6 +71,8 @@ def bind_strategy(
     """
     if isinstance(strategy, Bound):
         check_fit(model, strategy.strategy)
+        for other in strategy.aux.values():
+            check_devices(model, other)
         return strategy
     fields = {name: value for name, value in fields.items() if value is not None}
     if fields:
@@ -262,7 +267,8 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
         )
     if not isinstance(draft, Model):
         try:
-            draft = load(draft, dtype=str(target.params["embed"].dtype))
+            dtype = str(target.params["embed"].dtype)
+            draft = load(draft, dtype=dtype, mesh=target.split)
         except LoadError as error:
             raise LoadError(f"draft: {error}") from error
     joined = with_target(target, draft)
@@ -282,6 +288,7 @@ def with_target(target: Model, draft: Model) -> Model:
         ValueError: The two do not fit (`check_draft`).
     """
     check_draft(target, draft)
+    check_devices(target, draft)
     if "embed" in draft.params:
         return draft
     names = ("embed",) if target.config.tie_embeddings else ("embed", "lm_head")
@@ -297,11 +304,31 @@ def with_target(target: Model, draft: Model) -> Model:
     )
     params = draft.params | {name: target.params[name] for name in names}
     if isinstance(draft.config, DFlashConfig):
-        params["context_wkv"] = _context_weights(draft.params)
+        params["context_wkv"] = _context_weights(draft.params, draft.split)
     return draft.replace(params=params, config=config, defaults=defaults)
 
 
-_context_weights = jax.jit(dflash.context_weights)
+@functools.partial(jax.jit, static_argnames=("split",))
+def _context_weights(params: Any, split: Split | None) -> Array:
+    if split is None:
+        return dflash.context_weights(params)
+    made = split.specs({"context_wkv": params["fc"]})["context_wkv"]
+    return split.run(dflash.context_weights, (params,), (split.specs(params),), made)
+
+
+def check_devices(target: Model, draft: Model) -> None:
+    """Refuse a drafter on other devices than its target: it would draft garbage.
+
+    Raises:
+        ValueError: It is.
+    """
+    if draft.split == target.split:
+        return
+    where = "one device" if target.split is None else f"{target.split.num_parts} devices"
+    raise ValueError(
+        f"draft={draft.source!r} does not lie on the devices of its target, {where}; give both the "
+        "same mesh (dj.load(..., mesh=)), or give the draft's source"
+    )
 
 
 def check_draft(target: Model, draft: Model) -> None:

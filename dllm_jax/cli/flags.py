@@ -142,13 +142,6 @@ def add_attention_flag(parser: Any) -> None:
     )
 
 
-def one_device(text: str) -> int:
-    """An argparse type: the number of devices a model is spread over, which is 1."""
-    if whole(1)(text) != 1:
-        raise argparse.ArgumentTypeError(f"{text} is not supported yet; use 1")
-    return 1
-
-
 def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> None:
     """Sizes of the engine; see `engine.make_llm`.
 
@@ -193,10 +186,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
     group.add_argument(
         "--tensor-parallel-size",
         "--tp",
-        type=one_device,
+        type=whole(1),
         default=1,
         metavar="N",
-        help="devices that the model is spread over; only 1 is supported yet (default: 1)",
+        help="devices that share the model (default: 1)",
     )
 
 

@@ -18,7 +18,9 @@ def load_model(args: argparse.Namespace) -> Any:
 
     import dllm_jax as dj
     from dllm_jax.loading.jax_settings import enable_compile_cache
+    from dllm_jax.models.sharding import over_devices
 
+    count = getattr(args, "tensor_parallel_size", 1)
     enable_compile_cache()
     bars: list[tqdm] = []
 
@@ -33,7 +35,8 @@ def load_model(args: argparse.Namespace) -> Any:
         bars[0].update(done - bars[0].n)
 
     try:
-        return dj.load(args.model, args.dtype, args.revision, args.lora, progress)
+        split = None if count == 1 else over_devices(count)
+        return dj.load(args.model, args.dtype, args.revision, args.lora, progress, split)
     finally:
         for bar in bars:
             bar.close()

@@ -101,6 +101,20 @@ class Split:
         leaves, tree = jax.tree_util.tree_flatten_with_path(fitted(params, cfg, self.num_parts))
         return jax.tree.unflatten(tree, [jax.block_until_ready(put(*one)) for one in leaves])
 
+    def laid(self, shapes: Any, specs: Any) -> Any:
+        """Shapes that say where their arrays lie.
+
+        Args:
+            specs: A tree of `PartitionSpec`, or a prefix of one.
+        """
+        return jax.tree.map(
+            lambda shape, spec: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
+            shapes,
+            jax.tree.broadcast(specs, shapes),
+        )
+
     def misplaced(self, params: Any) -> list[str]:
         """Names of leaves that do not lie as the rules say; every call would move them."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)

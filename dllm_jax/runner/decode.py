@@ -4,7 +4,7 @@ Data flow: `new_state` -> `prefill` -> `run`. Callers jit these and donate the s
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -137,9 +137,7 @@ def new_pools(
     """Empty pools of the model and of those the strategy needs beside it."""
     models = {TARGET: model, **{name: aux[name] for name in strategy.needs.aux}}
     return {
-        name: new_pool(
-            other.config, num_pages, page_size, other.params["embed"].dtype, other.split
-        )
+        name: new_pool(other.config, num_pages, page_size, other.params["embed"].dtype, other.split)
         for name, other in models.items()
     }
 
@@ -148,9 +146,36 @@ def state_specs(split: Split) -> DecodeState:
     """Of a state on several devices: a device has its heads of the pools and, of a batch that is
     split too, its rows of everything.
     """
-    rows = PartitionSpec(split.batch) if split.batch else PartitionSpec()
+    rows = row_specs(split)
     fields: dict[str, Any] = {field.name: rows for field in dataclasses.fields(DecodeState)}
     return DecodeState(**fields | {"pools": PartitionSpec(split.batch, split.axis)})
+
+
+def row_specs(split: Split) -> PartitionSpec:
+    """Of arrays with a row a request."""
+    return PartitionSpec(split.batch) if split.batch else PartitionSpec()
+
+
+def per_device(
+    body: Callable[..., Any],
+    model: Model,
+    strategy: Any,
+    aux: Mapping[str, Model],
+    args: tuple[Any, ...],
+    specs: Callable[[Split], tuple[Any, ...]],
+    out_specs: Callable[[Split], Any],
+) -> Any:
+    """`body(model, strategy, aux, *args)`, on every device of those that share the model.
+
+    Args:
+        specs, out_specs: Of `args` and of the result, as `Split.run` takes them.
+    """
+    split = model.split
+    if split is None:
+        return body(model, strategy, aux, *args)
+    of_models = split.specs(model), PartitionSpec(), split.specs(aux)
+    given = (model, strategy, aux, *args)
+    return split.run(body, given, (*of_models, *specs(split)), out_specs(split))
 
 
 def prefill(

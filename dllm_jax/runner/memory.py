@@ -134,9 +134,15 @@ def measure(
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree, or of what `jax.eval_shape` says of them."""
+    """Bytes that a device holds of the arrays of a tree, or of shapes of arrays."""
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(math.prod(own_shape(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def own_shape(leaf: Any) -> tuple[int, ...]:
+    """Shape of a device's part of an array."""
+    sharding = getattr(leaf, "sharding", None)
+    return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
 
 
 def host_bytes_available() -> int:

@@ -8,14 +8,17 @@ it decode without one, `decode` gathers a bucket of slots, steps them and scatte
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.loading.model import Model
+from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import packing
 from dllm_jax.runner.forward import ModelForward
@@ -70,6 +73,31 @@ class Call:
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The lowered program; the state's shapes are enough."""
         return self.program.lower(self.programs, state, *self.args, **self.static)
+
+
+def _specs(programs: Programs, split: Split) -> Programs:
+    """Where the weights lie; everything else is whole on every device."""
+    return programs.replace(
+        model=split.specs(programs.model),
+        aux=split.specs(programs.aux),
+        strategy=PartitionSpec(),
+    )
+
+
+def _per_device(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that runs on every device of those that share the model."""
+
+    @functools.wraps(body)
+    def run(programs, state, *args, **static):
+        split = programs.model.split
+        if split is None:
+            return body(programs, state, *args, **static)
+        of_state = decoding.state_specs(split)
+        specs = (_specs(programs, split), of_state, *(PartitionSpec() for _ in args))
+        bound = functools.partial(body, **static)
+        return split.run(bound, (programs, state, *args), specs, (of_state, PartitionSpec()))
+
+    return run
 
 
 class _Request(struct.PyTreeNode):
@@ -140,6 +168,21 @@ def new_state(
     programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
 ) -> DecodeState:
     """Every slot empty, and pools without content."""
+    split, sizes = programs.model.split, (num_pages, page_size, knobs)
+    if split is None:
+        return _own_state(programs, *sizes)
+    return split.run(
+        lambda programs: _own_state(programs, *sizes),
+        (programs,),
+        (_specs(programs, split),),
+        decoding.state_specs(split),
+    )
+
+
+def _own_state(
+    programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
+) -> DecodeState:
+    """`new_state` on one device."""
     words = packing.request_fields(programs.window)
     ints = jnp.zeros((words.size,), jnp.int32).at[words.span("given")].set(-1)
     slot = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
@@ -171,6 +214,7 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
 
 
 @functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
+@_per_device
 def admit(programs, state, requests, knobs):
     """Fresh requests in their slots, which keep what lasts.
 
@@ -196,6 +240,7 @@ def admit(programs, state, requests, knobs):
 
 
 @functools.partial(jax.jit, static_argnames=("knobs", "slot_layout"), donate_argnames=("state",))
+@_per_device
 def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
     """A fetched slot and what it had emitted, back in a slot."""
     old = _rows(state, slot[None])
@@ -227,6 +272,7 @@ _NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
     donate_argnames=("state",),
     compiler_options=_NO_TRITON_PRODUCTS,
 )
+@_per_device
 def prefill(programs, state, pieces, size, kind):
     """One prefill pass of distinct slots.
 
@@ -259,6 +305,7 @@ def prefill(programs, state, pieces, size, kind):
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
+@_per_device
 def begin(programs, state, slot, boundary):
     """Let a slot decode, with the row before its window."""
     row = _rows(state, slot[None])
@@ -272,12 +319,14 @@ def begin(programs, state, slot, boundary):
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
+@_per_device
 def copy_page(programs, state, source, target):
     """One page copied in every pool."""
     pools = jax.tree.map(lambda pages: pages.at[target].set(pages[source]), state.pools)
     return state.replace(pools=pools), None
 
 
+@_per_device
 def _decode(programs, state, requests):
     """Steps of some slots.
 

@@ -130,6 +130,8 @@ class ModelRunner:
         implementation: str | None = None,
         allocate: bool = True,
     ):
+        for network in (model, *aux.values()):
+            _check_placed(network)
         self.layout = layout
         self.memory: memory.MemoryPlan | None = None
         self._knobs = tuple(sorted(layout.knobs))
@@ -182,7 +184,9 @@ class ModelRunner:
     def shapes(self, num_pages: int | None = None) -> DecodeState:
         """Shapes of the state, with so many pages or as many as there are."""
         sizes = self._state_sizes() | ({"num_pages": num_pages} if num_pages else {})
-        return programs.make_state.eval_shape(self._programs, **sizes)
+        shapes = programs.make_state.eval_shape(self._programs, **sizes)
+        split = self._programs.model.split
+        return shapes if split is None else split.laid(shapes, decoding.state_specs(split))
 
     def _state_sizes(self) -> dict[str, Any]:
         num_pages, page_size = self.layout.num_pages, self.layout.page_size
@@ -234,14 +238,24 @@ class ModelRunner:
 
     def lower(self, call: Call) -> jax.stages.Lowered:
         """A call's program, lowered from the shapes of the state; nothing runs."""
-        return call.lower(self.shapes())
+        return self._laid(call).lower(self.shapes())
+
+    def _laid(self, call: Call) -> Call:
+        """A call whose arguments are on every device of those that share the model.
+
+        Otherwise arrays of the host and of the devices would be two programs.
+        """
+        split = self._programs.model.split
+        if split is None:
+            return call
+        return dataclasses.replace(call, args=jax.device_put(call.args, split.sharding()))
 
     def _here(self, call: Call) -> tuple[DecodeState, Call]:
         """The state, and a call whose arguments were computed."""
         if self.state is None:  # dispatched behind a failure
             raise self._lost or DeviceFailure("the device has no state yet; call reset()")
         args = [arg.result() if isinstance(arg, Future) else arg for arg in call.args]
-        return self.state, dataclasses.replace(call, args=tuple(args))
+        return self.state, self._laid(dataclasses.replace(call, args=tuple(args)))
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program; `_call` finds it: jit keeps one cache for both."""
@@ -569,6 +583,16 @@ class ModelRunner:
 
     def _failure(self, error: Exception) -> DeviceFailure:
         return DeviceFailure(memory.explain(str(error), self.memory))
+
+
+def _check_placed(model: Model) -> None:
+    """Refuse weights that every call would move to where its programs expect them."""
+    wrong = [] if model.split is None else model.split.misplaced(model.params)
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} leaves of {model.source!r} do not lie as its mesh says, the first is "
+            f"{wrong[0]}; place the model again (dj.load(..., mesh=))"
+        )
 
 
 def _pass_on(done: Future, others: Sequence[Future]) -> None:

@@ -7,6 +7,7 @@ taken last, so that compiling, which tries kernels out on the device, has room.
 
 import dataclasses
 import gc
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,20 +85,24 @@ def _planned(
     text = layout.max_model_len
     if config.max_model_len is None:
         text = min(text, REASONABLE_LEN)
-    plan = memory.measure(
-        next(iter(weights[0].devices())),
-        weights,
-        shapes.replace(pools=None),
-        shapes.pools,
-        config.memory_utilization,
-        num_slots=layout.num_slots,
-        num_pages=layout.num_pages,
-        page_size=layout.page_size,
-        needed_tokens=text + layout.block_size,
-    )
+    plans = [
+        memory.measure(
+            device,
+            weights,
+            shapes.replace(pools=None),
+            shapes.pools,
+            config.memory_utilization,
+            num_slots=layout.num_slots,
+            num_pages=layout.num_pages,
+            page_size=layout.page_size,
+            needed_tokens=text + layout.block_size,
+        )
+        for device in weights[0].devices()
+    ]
+    plan = min(plans, key=lambda plan: plan.limit_bytes - plan.in_use_bytes)  # the tightest device
     if config.num_pages is not None:
         return plan
-    elements = max(leaf.size for leaf in jax.tree.leaves(shapes.pools))
+    elements = max(math.prod(memory.own_shape(leaf)) for leaf in jax.tree.leaves(shapes.pools))
     plan = _resized(device, memory.fill(plan, layout.num_pages, elements))
     if not plan.is_counted or not measured:
         return plan

@@ -215,6 +215,21 @@ def _run(
     model: Model, strategy: Strategy, aux: dict[str, Model], state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
     """Decode to the end, counting the forwards of each row in which a block was open."""
+    return decode.per_device(
+        _counted,
+        model,
+        strategy,
+        aux,
+        (state,),
+        lambda split: (decode.state_specs(split),),
+        lambda split: (decode.state_specs(split), decode.row_specs(split)),
+    )
+
+
+def _counted(
+    model: Model, strategy: Strategy, aux: dict[str, Model], state: DecodeState
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """`_run` on one device."""
     forward = ModelForward(model, aux=aux)
     spec = decode.slot_spec(strategy, model, state.finish.shape[0])
 

@@ -205,9 +205,20 @@ def _error(strategy: Any, finish: int, position: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
 def _recorded(model, strategy, aux, state, implementation):
-    forward = ModelForward(model, aux=aux, implementation=implementation)
-    spec = decode.slot_spec(strategy, model, state.finish.shape[0])
-    return recorded_step(strategy, forward, state, spec)
+    def body(model, strategy, aux, state):
+        forward = ModelForward(model, aux=aux, implementation=implementation)
+        spec = decode.slot_spec(strategy, model, state.finish.shape[0])
+        return recorded_step(strategy, forward, state, spec)
+
+    return decode.per_device(
+        body,
+        model,
+        strategy,
+        aux,
+        (state,),
+        lambda split: (decode.state_specs(split),),
+        lambda split: (decode.state_specs(split), decode.row_specs(split)),
+    )
 
 
 def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:

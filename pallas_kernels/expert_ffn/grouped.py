@@ -61,7 +61,9 @@ def _run_tiles(
 
     num_used = (table.length > 0).sum(dtype=jnp.int32)
     blank = jnp.zeros((len(pairs), x.shape[1]), jnp.float32)
-    if axes := jax.typeof(w_down).vma:  # results differ between devices, so the first must
+    if axes := jax.typeof(
+        w_down
+    ).manual_axis_type.varying:  # results differ between devices, so the first must
         blank = jax.lax.pcast(blank, tuple(axes), to="varying")
     return jax.lax.fori_loop(0, num_used, run_tile, blank)
 
