@@ -76,6 +76,7 @@ LONG: dict[str, str | None] = {
     "serve/test_server.py": None,
     "serve/test_client_traps.py": None,
     "strategies/test_credit_decoding.py": None,
+    "strategies/test_canvas_engine.py": None,
     "strategies/test_d2f.py": "adapter",
     "strategies/test_diffusion_gemma_golden.py": None,
     "strategies/test_dflash_costs.py": None,
