@@ -58,7 +58,8 @@ class DMax(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=2)
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         check_one_of("merge", self.merge, get_args(Merge))
         check_one_of("compat", self.compat, (None, *get_args(Compat)))
         check_whole("token_merge_top_k", self.token_merge_top_k, 1)

@@ -63,7 +63,8 @@ class FullSequence(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=16)
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         if self.steps is not None:
             check_whole("steps", self.steps, 1, _MOST_STEPS)
         if self.block_length is not None:

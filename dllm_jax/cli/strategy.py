@@ -25,6 +25,7 @@ def load(spec: str | None) -> Any:
         UsageError: It names no strategy, or its file cannot be run.
     """
     from dllm_jax.strategies import load_strategy
+    from dllm_jax.strategies.core.errors import described
 
     if spec is None:
         return None
@@ -34,7 +35,7 @@ def load(spec: str | None) -> Any:
         raise UsageError(one_line(error)) from error
     except Exception as error:  # code of the user's runs here
         raise UsageError(
-            f"strategy={spec!r} cannot be used ({type(error).__name__}: {error}); mend its code"
+            f"strategy={spec!r} cannot be used ({described(error)}); mend its code"
         ) from error
     except SystemExit as stop:
         raise UsageError(

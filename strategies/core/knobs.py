@@ -4,14 +4,20 @@
 slot, and `bind_knobs` puts them back as `PerSlot`s. One compiled step serves every value.
 """
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
+
+from .checks import told
 
 
 @jax.tree_util.register_pytree_node_class
@@ -61,6 +67,30 @@ class PerSlot:
 Knob = Any
 
 
+# What a rule compares with: a knob of the strategy, or one number for all slots.
+Threshold = PerSlot | float
+
+
+def at_block(threshold: Threshold) -> Any:
+    """A threshold to compare with [B K]; a plain number is that of every slot."""
+    return threshold.at_block if isinstance(threshold, PerSlot) else _scalar(threshold)
+
+
+def at_token(threshold: Threshold) -> Any:
+    """A threshold to compare with [B K S]; a plain number is that of every slot."""
+    return threshold.at_token if isinstance(threshold, PerSlot) else _scalar(threshold)
+
+
+def _scalar(threshold: Any) -> Any:
+    shape = np.shape(threshold)
+    if shape:
+        raise ValueError(
+            f"a threshold of shape {shape} does not say its axis; give a knob of the strategy, "
+            "PerSlot(values) with one value a slot, or one number"
+        )
+    return threshold
+
+
 def knob(default: float, low: float = 0.0, high: float = float("inf"), whole: bool = False) -> Any:
     """A float field of a strategy that each request may override.
 
@@ -94,24 +124,44 @@ def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
     What is left is static, so one compiled step serves every value.
 
     Raises:
-        ValueError: A concrete value is outside its range.
+        ValueError: A value is no number, or outside its range.
     """
     ranges = knob_ranges(strategy)
+    check_knobs(strategy)
     values = {name: getattr(strategy, name) for name in ranges}
-    for name, value in values.items():
-        check_knob(strategy, name, value)
     return strategy.replace(**dict.fromkeys(ranges)), values
 
 
 def check_knob(strategy: Any, name: str, value: Any) -> None:
-    """Raise ValueError if `value` is a plain number that knob `name` may not have."""
-    low, high = knob_ranges(strategy)[name]
-    if not isinstance(value, int | float | np.number):
+    """Raise ValueError unless knob `name` may have `value`.
+
+    Arrays and tracers, of one value a slot or a run, are known by their dtype alone.
+    """
+    if value is None or isinstance(value, PerSlot):  # taken out, or bound
         return
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose a value inside it")
-    if name in whole_knobs(strategy) and float(value) % 1:
-        raise ValueError(f"{name}={value} is not a whole number; round it")
+    low, high = knob_ranges(strategy)[name]
+    kind = getattr(value, "dtype", None)
+    if kind is not None and not isinstance(value, np.generic):
+        if not jnp.issubdtype(kind, np.number):
+            raise ValueError(f"{name} is an array of {kind}; give numbers in [{low}, {high}]")
+        return
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name}={told(value)} is no number; choose one in [{low}, {high}]")
+    number = math.nan
+    with contextlib.suppress(OverflowError):
+        number = float(value)
+    if not low <= number <= high:
+        raise ValueError(
+            f"{name}={told(value)} is outside [{low}, {high}]; choose a value inside it"
+        )
+    if name in whole_knobs(strategy) and number % 1:
+        raise ValueError(f"{name}={told(value)} is not a whole number; round it")
+
+
+def check_knobs(strategy: Any) -> None:
+    """Raise ValueError unless every knob may have its value."""
+    for name in knob_ranges(strategy):
+        check_knob(strategy, name, getattr(strategy, name))
 
 
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:

@@ -29,6 +29,7 @@ from .knobs import (
     PerSlot,
     bind_knobs,
     check_knob,
+    check_knobs,
     knob,
     knob_ranges,
     split_knobs,
@@ -56,6 +57,7 @@ __all__ = [
     "TokenStats",
     "bind_knobs",
     "check_knob",
+    "check_knobs",
     "knob",
     "knob_ranges",
     "split_knobs",
@@ -125,6 +127,10 @@ class Strategy(struct.PyTreeNode, abc.ABC):
         super(struct.PyTreeNode, cls).__init_subclass__()
         dataclasses.dataclass(frozen=True, **options)(cls)
         _register(cls)
+
+    def __post_init__(self) -> None:
+        """Check the knobs. A subclass with checks of its own calls this one as well."""
+        check_knobs(self)
 
     @abc.abstractmethod
     def step(self, forward: Forward, state: DecodeState) -> tuple[DecodeState, StepInfo]:
@@ -198,6 +204,12 @@ class Strategy(struct.PyTreeNode, abc.ABC):
 def _register(cls: type) -> None:
     """Make a dataclass a pytree whose static structure holds the class and its static fields."""
     fields = dataclasses.fields(cls)
+    for f in fields:
+        if f.name in ("block_size", "buffer_size") and f.metadata.get("pytree_node", True):
+            raise TypeError(
+                f"{cls.__name__}.{f.name} would be data of the step, but sizes are static; write "
+                f"{f.name}: int = struct.field(pytree_node=False, default=...)"
+            )
     data = [f.name for f in fields if f.metadata.get("pytree_node", True)]
     static = [f.name for f in fields if f.name not in data]
     keys = [jax.tree_util.GetAttrKey(name) for name in data]
@@ -211,9 +223,10 @@ def _register(cls: type) -> None:
         return tuple(zip(keys, children, strict=True)), structure
 
     def unflatten(structure: tuple[type, tuple[Any, ...]], children: Iterable[Any]) -> Any:
-        return cls(
-            **dict(zip(data, children, strict=True)), **dict(zip(static, structure[1], strict=True))
-        )
+        value = object.__new__(cls)  # unchecked: a transformation may put anything there
+        for name, part in zip((*data, *static), (*children, *structure[1]), strict=True):
+            object.__setattr__(value, name, part)
+        return value
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 

@@ -4,6 +4,7 @@ A name is the module of that name in this package; there is no registry.
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ from typing import Any, cast
 from flax import struct
 
 from .checks import told
+from .errors import described
 from .knobs import check_knob, knob_ranges
 from .needs import Needs
 from .protocol import InitFunction, SlotSpec, StepFunction, Strategy
@@ -139,7 +141,9 @@ def _find(spec: str) -> Any:
     location, _, name = spec.rpartition(":")
     module = _load_file(location) if location.endswith(".py") else _import(location, spec)
     if not hasattr(module, name):
-        raise ValueError(f"strategy={told(spec)}: {location} has no {told(name)}; check the name")
+        close = difflib.get_close_matches(name, vars(module), 1)
+        hint = f"did you mean {close[0]!r}?" if close else "check the name"
+        raise ValueError(f"strategy={told(spec)}: {location} has no {told(name)}; {hint}")
     return getattr(module, name)
 
 
@@ -171,7 +175,7 @@ def _load_file(location: str) -> Any:
         del sys.modules[module.__name__]
         raise ValueError(
             f"strategy file {told(location)} cannot be run "
-            f"({type(error).__name__}: {error}); {_foreign(error) or 'mend the file'}"
+            f"({described(error)}); {_foreign(error) or 'mend the file'}"
         ) from error
     return module
 

@@ -20,8 +20,8 @@ MUTANTS = [
         "paper",
         "sampling.py",
         run_ends_at_the_threshold=(
-            "among & (stats.confidence < threshold.at_token)",
-            "among & (stats.confidence <= threshold.at_token)",
+            "among & (stats.confidence < at_token(threshold))",
+            "among & (stats.confidence <= at_token(threshold))",
         ),
         run_may_be_empty=(_FORCED, "return among & before_unsure"),
         run_skips_the_unsure=(_FORCED, "return among & (~unsure | first)"),

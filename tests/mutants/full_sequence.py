@@ -57,8 +57,8 @@ MUTANTS = [
         "low_confidence",
         "sampling.py",
         sure_is_not_strict=(
-            "stats.confidence > threshold.at_token",
-            "stats.confidence >= threshold.at_token",
+            "stats.confidence > at_token(threshold)",
+            "stats.confidence >= at_token(threshold)",
         ),
     ),
     *broken(
