@@ -46,9 +46,13 @@ def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, A
 
 def gated_matmul(x: Float[Array, "... K"], w: Float[Array, "K C 2 W"]) -> Array:
     """See `api.gated_matmul`."""
-    both = matmul(x, w)
-    gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
-    return gated.reshape(*x.shape[:-1], -1)
+    return gated(matmul(x, w))
+
+
+def gated(both: Float[Array, "... C 2 W"]) -> Float[Array, "... C*W"]:
+    """SiLU of the gates times the others, gate and up in turns."""
+    out = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    return out.reshape(*both.shape[:-3], -1)
 
 
 def matmul(x: Array, w: Array) -> Array:
