@@ -109,13 +109,13 @@ class _Steps:
         """Whether --steps forwards are done."""
         return self.num_steps == self._args.steps
 
-    def begin(self, count: int) -> None:
+    def begin(self, num_texts: int) -> None:
         """Print how far the text was."""
         if self._args.json:
             return
         text = self._text
         print(
-            f"text {self._args.sample} of {count} (request {text.request_id}, sample "
+            f"text {self._args.sample} of {num_texts} (request {text.request_id}, sample "
             f"{text.index}): {count(len(text.prompt), 'prompt token')}, {len(text.tokens)} settled "
             f"after {count(text.nfe, 'forward')}"
         )

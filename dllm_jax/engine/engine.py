@@ -373,9 +373,20 @@ class Engine:
                     "check the weights and the prompt, or use float32",
                 )
             elif finish != RUNNING_CODE:
+                if REASONS[finish] == "stop":
+                    sequence.stop_id = self._callers_stop(sequence, fetched, i)
                 self._end(sequence, REASONS[finish])
             elif sequence.watched and (moved or sequence.owner.request.denoise):
                 self._show(sequence)
+
+    def _callers_stop(self, sequence: Sequence, fetched: Any, row: int) -> int | None:
+        """The one of the caller's `stop_token_ids` that was written; None for the model's own."""
+        params = sequence.owner.params
+        callers = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            callers -= set(self.scheduler.layout.stop_token_ids)
+        token = fetched.behind(row) if callers else None
+        return token if token in callers else None
 
     def _show(self, sequence: Sequence) -> None:
         """Update the text of a running sequence, and report it if its request streams."""

@@ -66,10 +66,11 @@ def _completion(active: ActiveRequest, sequence: Sequence) -> CompletionOutput:
     )
 
 
-def _stop_reason(active: ActiveRequest, sequence: Sequence) -> str | None:
+def _stop_reason(active: ActiveRequest, sequence: Sequence) -> str | int | None:
     reason, stream = sequence.finish_reason, sequence.stream
-    if reason == "stop" and stream is not None:
-        return stream.stop
+    if reason == "stop":
+        text = None if stream is None else stream.stop
+        return sequence.stop_id if text is None else text
     if reason == "abort" and active.is_late:
         return "deadline"
     return reason if reason in ("nfe", "repetition") else None

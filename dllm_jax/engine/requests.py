@@ -235,7 +235,8 @@ class CompletionOutput:
             `max_tokens` and what a suffix puts between holes.
         finish_reason: None while it runs.
         window: The provisional window behind the settled tokens, None for a hole (denoise only).
-        stop_reason: The stop string that ended it; "nfe", "repetition" or "deadline" for a limit.
+        stop_reason: The stop string, or the one of `stop_token_ids`, that ended it; None for the
+            model's own end; "nfe", "repetition" or "deadline" for a limit.
     """
 
     index: int
@@ -243,7 +244,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     window: tuple[int | None, ...] = ()
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,12 @@ class Fetched:
         """Cells behind the first `length` output tokens, None for a hole."""
         return provisional(self._runner.unpack(self._slot(row)), length)
 
+    def behind(self, row: int) -> int:
+        """The cell behind the emitted tokens of a row whose last fetch is this one."""
+        buffer = self._runner.unpack(self._slot(row))["buffer"]
+        place = int(buffer.prompt_len) + self.length[row] - int(buffer.start)
+        return int(buffer.tokens.reshape(-1)[place])
+
     def drafted(self, row: int) -> DraftMetrics | None:
         """Draft counts of a request so far; None for a strategy without drafts."""
         return self._runner.drafted(self._slot(row))

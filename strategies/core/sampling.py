@@ -222,6 +222,10 @@ def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array
     a tie to depend on how one is implemented.
     """
     score = jnp.where(among, score, -jnp.inf)
+    # Fused into both sides of the comparison, a score may be rounded in two ways, and a cell then
+    # outranks itself. (On a CPU jaxlib 0.10 drops the barrier too early: what `predict` says is
+    # safe there, arithmetic on it may not be.)
+    score = jax.lax.optimization_barrier(score)
     index = jnp.arange(score.shape[-1]).reshape(*(1,) * (score.ndim - 1), -1)
     mine, other = score[..., :, None], score[..., None, :]
     tie = (other == mine) & (index[..., None, :] < index[..., :, None])

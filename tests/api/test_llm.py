@@ -292,6 +292,15 @@ def test_stop_ids_and_no_end_of_text(llm, truth):
     token = want[20]
     (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=64, stop_token_ids=[token]))
     assert tokens(output) == [want[: want.index(token)]]
+    assert output.outputs[0].stop_reason == token
+    (own,) = llm.engine.layout.stop_token_ids
+    for params, reason in (
+        (SamplingParams(max_tokens=64), None),
+        (SamplingParams(max_tokens=64, stop_token_ids=[own]), None),
+        (SamplingParams(max_tokens=64, stop_token_ids=[own], ignore_eos=True), own),
+    ):
+        (one,) = llm.generate(PROMPTS[:1], params)[0].outputs
+        assert (one.finish_reason, one.stop_reason, one.token_ids) == ("stop", reason, want)
     (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=64, ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 64

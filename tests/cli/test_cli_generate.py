@@ -106,7 +106,7 @@ def test_prompt_with_the_mask_token_warns_and_keeps_its_ids(model, random_folder
     assert main(["generate", *argv]) == 0
     captured = capsys.readouterr()
     assert captured.err == (
-        "warning: the prompt holds the mask token '<|mask|>' (id 1) 1 time(s); its ids are kept "
+        "warning: the prompt holds the mask token '<|mask|>' (id 1) 1 time; its ids are kept "
         "as they are, as text\n"
     )
     ids = rendered(model, prompt)

@@ -78,6 +78,7 @@ class Fetched:
         self.before, self.steps = before, steps
         self.emitted = [slot.output[first:] for slot, first in zip(slots, before, strict=True)]
         self._saved = [slot.saved() for slot in slots]
+        self._prompts = [slot.placement.prompt_len for slot in slots]
         self.life = 0  # of the device it ran in
 
     def saved(self, row: int) -> tuple[Any, ...]:
@@ -85,6 +86,10 @@ class Fetched:
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         return self._saved[row][1]
+
+    def behind(self, row: int) -> int | None:
+        start, window = self._saved[row][:2]
+        return window[self._prompts[row] + self.length[row] - start]
 
     def drafted(self, row: int) -> None:
         return None

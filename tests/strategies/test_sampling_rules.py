@@ -3,10 +3,11 @@
 Proves of the factor rule that it takes the cells its formula names (worked by hand and over random
 statistics), a knob a slot, ties by position, only holes, the surest in any case, and that its run
 is the paper's largest n; of the margin that it is the gap of the two likeliest tokens of a law,
-that it ranks otherwise than confidence does, and refuses statistics without them; and that a
-strategy of a few lines decodes by them.
+that it ranks otherwise than confidence does, and refuses statistics without them; that a rank is
+a permutation however the score is compiled; and that a strategy of a few lines decodes by them.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,55 @@ def taken(confidence, factor, among=None):
     among = np.ones((1, 1, len(confidence)), bool) if among is None else np.array([[among]], bool)
     got = sampling.factor_bounded(stats, per_slot(factor), jnp.asarray(among))
     return np.asarray(got)[0, 0].astype(int).tolist()
+
+
+# ---- the rank ----
+
+
+def plogp(p):
+    return jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+
+
+SCORES = {
+    "confidence": lambda p: p,
+    "entropy": lambda p: -(-plogp(p) - 14 * plogp((1 - p) / 14)),
+    "log_odds": lambda p: jnp.log(p) - jnp.log1p(-p),
+}
+
+
+# As users compile: the tests' own flags turn the optimisations off.
+OPTIMISED = {"xla_backend_optimization_level": 3}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 7), (1, 1, 16), (2, 3, 16), (3, 1, 21), (1, 1, 128)])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jaxlib 0.10 drops barriers on a CPU before it fuses"
+)
+def test_a_rank_is_a_permutation_whatever_the_score_is_fused_with(score, shape, batched):
+    size = int(np.prod(shape))
+
+    def places(table, index, among):
+        return sampling.rank(SCORES[score](table[index].reshape(shape)), among)
+
+    compiled = jax.jit(jax.vmap(places), compiler_options=OPTIMISED)
+    alone = jax.jit(places, compiler_options=OPTIMISED)
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        table = rng.random((2, 50)).astype(np.float32)
+        index = rng.integers(0, 50 if seed % 2 else 6, (2, size))  # few values: ties
+        among = rng.random((2, *shape)) < 0.8
+        rows = (table, index, among)
+        one_by_one = (alone(*row) for row in zip(*rows, strict=True))
+        got = np.asarray(compiled(*rows)) if batched else np.stack([*one_by_one])
+        each = np.broadcast_to(np.arange(shape[-1]), got.shape)
+        np.testing.assert_array_equal(np.sort(got, axis=-1), each)
+        for place, values, where, held in zip(got, *rows, strict=True):
+            # Equal values tie, so that the order is that of position.
+            alike = values[where].reshape(shape)
+            same = (alike[..., :-1] == alike[..., 1:]) & held[..., :-1] & held[..., 1:]
+            assert (place[..., :-1] < place[..., 1:])[same].all()
 
 
 # ---- the factor rule ----
