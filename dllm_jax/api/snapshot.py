@@ -146,6 +146,7 @@ def _model_facts(model: Model) -> dict[str, Any]:
     return {
         "source": model.source,
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "quantization": model.quantization,
         "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
         "weights": _weights(model),
     }
@@ -377,7 +378,7 @@ class SavedSlot:
 
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
-    for what in ("config", "dtype", "weights"):
+    for what in ("config", "dtype", "quantization", "weights"):
         if stored[what] is not None and stored[what] != now[what]:
             raise SnapshotError(
                 f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "

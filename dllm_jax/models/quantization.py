@@ -33,4 +33,9 @@ def quantized(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array | Fp8Matrix:
     return leaf if inputs is None else _quantize(leaf, inputs)
 
 
+def is_quantized(leaf: Any) -> bool:
+    """Whether a node of a parameter tree is a matrix in 8 bits."""
+    return isinstance(leaf, Fp8Matrix)
+
+
 _quantize = jax.jit(quantize_matrix, static_argnames="num_inputs")
