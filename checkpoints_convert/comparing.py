@@ -91,7 +91,8 @@ def _extra(asked: Asked, names: list[str]) -> tuple[list[str], list[str]]:
     for name in names:
         if name == asked.table.lm_head and asked.cfg.tie_embeddings:
             continue  # compared with the embedding when the weights are read
-        if _layer(name) in further or _NEXT_TOKENS.fullmatch(name):
+        is_left_out = asked.table.ignored is not None and asked.table.ignored.fullmatch(name)
+        if is_left_out or _layer(name) in further or _NEXT_TOKENS.fullmatch(name):
             dropped.append(name)
         elif not IGNORED.fullmatch(name):
             rest.append(name)

@@ -12,10 +12,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import logging
 import math
 import shutil
+import sys
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from .tokenizer_files import present, read_json
 
 PARAMS = "params"  # the folder of the weights
 _VERSION = 3
+_SETTLE_S = 1.0  # for writes under way when one has failed
 _SHOWN = 5  # damaged leaves that are listed one by one
 AGAIN = "convert the checkpoint again"
 # Orbax's header of an array that is neither chunked nor compressed, without shape and type.
@@ -231,11 +235,21 @@ def _write_params(params: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Suppress Orbax's log lines; one of them warns of missing files that are not needed."""
+    """Suppress Orbax's log lines; one of them warns of missing files that are not needed.
+
+    A failed write is raised, but the others go on behind it and print a traceback each.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
+    said = io.StringIO()
     try:
-        yield
+        with contextlib.redirect_stderr(said):
+            try:
+                yield
+            except Exception:
+                time.sleep(_SETTLE_S)
+                raise
+        print(said.getvalue(), end="", file=sys.stderr)
     finally:
         logger.setLevel(level)

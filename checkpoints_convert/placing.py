@@ -1,18 +1,26 @@
 """A folder written under another name beside its place, and renamed when it is complete.
 
 So a folder of the final name is always whole, and write access is checked first. An old folder is
-replaced only if its `meta.json` says that it is a converted one.
+replaced only if its `meta.json` says that it is a converted one. A process holds a lock on the
+folder that it writes, so the next one can tell what a killed process has left, and removes it.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+import time
+import warnings
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from .report import FORMAT, META
 from .tokenizer_files import read_json
+
+_JUST_MADE_S = 60.0  # a folder this young may be another process's that has not locked it yet
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -34,12 +42,14 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
     made = [folder for folder in place.parents if not folder.exists()]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
+        _remove_left(place)
+        partial = Path(tempfile.mkdtemp(prefix=_prefix(place), dir=place.parent))
     except OSError as error:
         raise OSError(
             f"{str(dst)!r} cannot be made ({error.strerror}: {error.filename}); "
             "choose a destination in a folder that can be written"
         ) from error
+    lock = _locked(partial)
     try:
         yield partial
         partial.chmod(0o755)  # mkdtemp makes it private
@@ -50,12 +60,75 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
         except OSError:
             _require_free(dst, force)  # it may have appeared just now
             raise
-    except BaseException:  # Ctrl-C too: no half folder is left behind
+    except BaseException as error:  # Ctrl-C too: no half folder is left behind
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):  # a parent that holds something else by now stays
             for folder in made:
                 folder.rmdir()
+        if (full := full_disk(error, dst)) is not None:
+            raise full from error
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def full_disk(error: BaseException, folder: Path) -> OSError | None:
+    """A line on a disk without space if that is what `error` comes from, else None.
+
+    Orbax reports it as a ValueError of native code, behind others.
+    """
+    for one in _causes(error):
+        text = str(one)
+        is_code = isinstance(one, OSError) and one.errno in _NO_SPACE
+        if is_code or any(os.strerror(code) in text for code in _NO_SPACE):
+            return OSError(
+                f"{str(folder)!r} cannot be written: no space is left on its disk; free some, or "
+                "choose another folder"
+            )
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those behind it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _prefix(place: Path) -> str:
+    return f".{place.name}.partial-"
+
+
+def _locked(folder: Path) -> int | None:
+    """An open folder with a lock that ends with this process; None where another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # also a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_left(place: Path) -> None:
+    """Remove what killed processes have left of conversions to `place`, and name it."""
+    prefix = _prefix(place)
+    for folder in [path for path in place.parent.iterdir() if path.name.startswith(prefix)]:
+        with contextlib.suppress(OSError):  # another's folder, or gone meanwhile
+            if time.time() - folder.stat().st_mtime < _JUST_MADE_S:
+                continue
+            if (lock := _locked(folder)) is None:
+                continue
+            try:
+                shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+            warnings.warn(
+                f"removed {str(folder)!r}, which a conversion left that was killed", stacklevel=4
+            )
 
 
 def require_place(dst: Path, src: Path, *, force: bool) -> None:

@@ -33,12 +33,14 @@ class Table:
     Attributes:
         rules: The rules that every checkpoint follows.
         choices: Alternatives, the usual one first; a checkpoint follows one of each.
+        ignored: Names of tensors that are left out, with a note.
         embed: Name of the embedding.
         lm_head: Name of the head. A tied model may hold it as a copy of the embedding.
     """
 
     rules: Rules
     choices: tuple[Forms, ...] = ()
+    ignored: re.Pattern[str] | None = None
     embed: str = "model.embed_tokens.weight"
     lm_head: str = "lm_head.weight"
     keys: ConfigKeys = ConfigKeys()
@@ -247,6 +249,73 @@ _MUSE = (*_ends("encoder.fc", "encoder.output_norm_enc"), _FINAL, *_BARE)
 
 _DFLASH = Table((), choices=((_Z_LAB, _prefixed(_Z_LAB), _MUSE, _prefixed(_MUSE)),))
 
+# DiffusionGemma: Gemma 4's names under `model.decoder`. The encoder is tied to it; only its factor
+# of each layer is stored. Global layers have no `v_proj`: their keys are their values. The hub
+# holds packed experts, some exports a tensor for each.
+
+_DECODER = "model.decoder."
+_GEMMA_LAYER = _DECODER + "layers.{i}."
+_GEMMA_ATTENTION = _GEMMA_LAYER + "self_attn."
+_CONDITION = _DECODER + "self_conditioning."
+# wqk [D, G, n + 1, H]: for each KV group its n query heads and its key.
+_QK_QUERIES = Part(QUERIES.axes, QUERIES.groups, np.s_[:, :, :-1])
+_QK_KEY = Part(KEY.axes, KEY.groups, np.s_[:, :, -1])
+
+
+def _factor(mode: int) -> Part:
+    return Part((0,), index=(np.s_[mode : mode + 1],))
+
+
+def _gemma_experts(rules: Rules) -> Rules:
+    return tuple(
+        Rule(rule.pattern.replace(_EXPERTS, _GEMMA_LAYER + "experts."), rule.path, rule.part)
+        for rule in rules
+    )
+
+
+_GEMMA = Table(
+    (
+        Rule(_DECODER + "embed_tokens.weight", "embed", ROWS),
+        Rule(_DECODER + "norm.weight", "final_norm", VECTOR),
+        Rule(_CONDITION + "pre_norm.weight", "condition_norm", VECTOR),
+        Rule(_CONDITION + "gate_proj.weight", "condition_gate_up", GATE),
+        Rule(_CONDITION + "up_proj.weight", "condition_gate_up", UP),
+        Rule(_CONDITION + "down_proj.weight", "condition_down", MATRIX),
+        Rule(_GEMMA_LAYER + "input_layernorm.weight", _TO + "attn_norm", VECTOR),
+        Rule(_GEMMA_ATTENTION + "q_proj.weight", _TO + "wqkv", QUERIES),
+        Rule(_GEMMA_ATTENTION + "k_proj.weight", _TO + "wqkv", KEY),
+        Rule(_GEMMA_ATTENTION + "v_proj.weight", _TO + "wqkv", VALUE),
+        Rule(_GEMMA_ATTENTION + "q_proj.weight", _TO + "wqk", _QK_QUERIES),
+        Rule(_GEMMA_ATTENTION + "k_proj.weight", _TO + "wqk", _QK_KEY),
+        Rule(_GEMMA_ATTENTION + "q_norm.weight", _TO + "q_norm", VECTOR),
+        Rule(_GEMMA_ATTENTION + "k_norm.weight", _TO + "k_norm", VECTOR),
+        Rule(_GEMMA_ATTENTION + "o_proj.weight", _TO + "wo", OUTPUT),
+        Rule(_GEMMA_LAYER + "post_attention_layernorm.weight", _TO + "post_attn_norm", VECTOR),
+        Rule(_GEMMA_LAYER + "pre_feedforward_layernorm.weight", _TO + "mlp_norm", VECTOR),
+        Rule(_GEMMA_LAYER + "mlp.gate_proj.weight", _TO + "w_gate_up", GATE),
+        Rule(_GEMMA_LAYER + "mlp.up_proj.weight", _TO + "w_gate_up", UP),
+        Rule(_GEMMA_LAYER + "mlp.down_proj.weight", _TO + "w_down", MATRIX),
+        Rule(_GEMMA_LAYER + "post_feedforward_layernorm_1.weight", _TO + "post_mlp_norm", VECTOR),
+        Rule(_GEMMA_LAYER + "router.scale", _TO + "router_scale", VECTOR),
+        Rule(_GEMMA_LAYER + "router.proj.weight", _TO + "router", MATRIX),
+        Rule(_GEMMA_LAYER + "router.per_expert_scale", _TO + "expert_scale", VECTOR),
+        Rule(_GEMMA_LAYER + "pre_feedforward_layernorm_2.weight", _TO + "pre_experts_norm", VECTOR),
+        Rule(
+            _GEMMA_LAYER + "post_feedforward_layernorm_2.weight", _TO + "post_experts_norm", VECTOR
+        ),
+        Rule(_GEMMA_LAYER + "post_feedforward_layernorm.weight", _TO + "post_ffn_norm", VECTOR),
+        Rule(
+            "model.encoder.language_model.layers.{i}.layer_scalar", _TO + "mode_scale", _factor(0)
+        ),
+        Rule(_GEMMA_LAYER + "layer_scalar", _TO + "mode_scale", _factor(1)),
+    ),
+    choices=(tuple(map(_gemma_experts, (_PACKED, _SPLIT, _MERGED))),),
+    ignored=re.compile(
+        r"model\.encoder\.(vision_tower|embed_vision)\..*|.*embed_vision\.embedding\..*"
+    ),
+    embed=_DECODER + "embed_tokens.weight",
+)
+
 TABLES = {
     **dict.fromkeys(("sdar", "qwen3", "dream", "dream_reasoner"), _DENSE),
     **dict.fromkeys(("stable_diffcoder", "fast_dllm_v2", "llama"), _DENSE),
@@ -254,6 +323,7 @@ TABLES = {
     "llada": _LLADA,
     "llada2": _LLADA2,
     "dflash": _DFLASH,
+    "diffusion_gemma": _GEMMA,
 }
 
 

@@ -11,6 +11,7 @@ from .block_diffusion import BlockDiffusion
 from .core import blocks, random, sampling
 from .core.needs import Needs, PromptMode
 from .core.protocol import (
+    Conditioned,
     Forward,
     ForwardOutput,
     Knob,
@@ -37,6 +38,7 @@ from .core.state import (
 )
 from .d2f import D2F
 from .dflash import DFlash
+from .diffusion_gemma import DiffusionGemma
 from .dmax import DMax
 from .edit import Edit
 from .fast_dllm_v2 import FastDLLMV2
@@ -49,9 +51,11 @@ __all__ = [
     "BlockBuffer",
     "BlockDiffusion",
     "Carry",
+    "Conditioned",
     "DFlash",
     "DMax",
     "DecodeState",
+    "DiffusionGemma",
     "Edit",
     "FastDLLMV2",
     "Forward",

@@ -21,7 +21,9 @@ class AR(Strategy):
 
     block_size: int = struct.field(pytree_node=False, default=2)
     buffer_size: int = struct.field(pytree_node=False, default=1)
-    needs: Needs = struct.field(pytree_node=False, default=Needs("whole_causal", boundary=True))
+    needs: Needs = struct.field(
+        pytree_node=False, default=Needs("whole_causal", boundary=True, token_a_step=True)
+    )
 
     def absorb(self, chunk, state):
         """Draw the first token from the prompt's last row: the first anchor."""

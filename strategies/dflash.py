@@ -82,7 +82,9 @@ class DFlash(Strategy):
         """A causal prompt, a drafter, and the streams its context is made of."""
         # Stream j is what layer j - 1 leaves; stream 0 is the embedding.
         streams = tuple(layer + 1 for layer in self.target_layer_ids or ())
-        return Needs("whole_causal", hidden_layers=streams, boundary=True, aux=(DRAFT,))
+        return Needs(
+            "whole_causal", hidden_layers=streams, boundary=True, aux=(DRAFT,), token_a_step=True
+        )
 
     @property
     def choices(self) -> tuple[int, ...]:

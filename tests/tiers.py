@@ -17,6 +17,7 @@ CASE_FILES = {
 GATE = {"multi_bd_shifted", "d2f_whole_full", "ar"}
 
 LONG: dict[str, str | None] = {
+    "api/test_decide.py": "of_the_logits|programs_are_few",
     "api/test_dflash_drafts.py": None,
     "api/test_generate.py": "alone_and_in_a_batch|max_tokens_without_stops|jit_and_vmap",
     "api/test_infill.py": None,
@@ -24,6 +25,7 @@ LONG: dict[str, str | None] = {
     "api/test_threads.py": None,
     "bench/test_bench.py": None,
     "bench/test_bench_profile.py": None,
+    "bench/test_bench_serving.py": "real_server",
     "bench/test_bench_step.py": None,
     "cli/test_builtin.py": None,
     "cli/test_cli_bench.py": None,
@@ -43,6 +45,7 @@ LONG: dict[str, str | None] = {
     "kernels/test_token_readout_mosaic.py": None,
     "loading/test_async_dispatch.py": None,
     "loading/test_hub.py": "ctrl_c",
+    "models/test_canvas_model.py": "single_passes|bfloat16|commit",
     "models/test_draft_model.py": None,
     "models/test_draft_traps.py": None,
     "models/test_family_decode.py": None,
@@ -58,16 +61,23 @@ LONG: dict[str, str | None] = {
     "project/test_docs.py": "python_blocks",
     "project/test_examples.py": "command_line",
     "project/test_packaging.py": "wheel|foreign_packages",
+    "project/test_readme.py": None,
+    "project/test_wrong_usages.py": None,
     "runner/test_engine_device.py": "every_status|prefill_chunkings|buckets_change|fill_a_bucket"
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
     "runner/test_many_rows.py": None,
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run",
     "runner/test_warm_up.py": None,
+    "serve/test_decisions.py": None,
+    "serve/test_hostile.py": None,
     "serve/test_http.py": None,
+    "serve/test_page_browser.py": None,
     "serve/test_server.py": None,
+    "serve/test_client_traps.py": None,
     "strategies/test_credit_decoding.py": None,
     "strategies/test_d2f.py": "adapter",
+    "strategies/test_diffusion_gemma_golden.py": None,
     "strategies/test_dflash_costs.py": None,
     "strategies/test_dflash_counts.py": None,
     "strategies/test_dflash_rejection.py": None,
@@ -83,6 +93,7 @@ LONG: dict[str, str | None] = {
     "training/test_training_kinds.py": None,
     "training/test_training_loop.py": None,
     "training/test_training_objective.py": None,
+    "training/test_training_stop.py": "real_process|one_family",
     "training/test_training_tokenizer.py": None,
 }
 

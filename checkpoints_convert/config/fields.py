@@ -21,6 +21,7 @@ _KINDS: dict[str, Any] = {
     "rope_parameters": Mapping,
     "dllm_jax": Mapping,
     "dflash_config": Mapping,
+    "text_config": Mapping,
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")

@@ -116,6 +116,53 @@ def _dflash(cfg: Any, layers: Layers) -> dict[str, Any]:
     }
 
 
+def _diffusion_gemma(cfg: Any, layers: Layers) -> dict[str, Any]:
+    del layers
+
+    def rope(theta: float, rotated: int | None, size: int) -> dict[str, Any]:
+        if rotated is None:
+            return {"rope_type": "default", "rope_theta": theta}
+        share = {"partial_rotary_factor": rotated / size}
+        return {"rope_type": "proportional", "rope_theta": theta, **share}
+
+    return {
+        "canvas_length": cfg.canvas_length,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "diffusion_gemma_text",
+            "vocab_size": cfg.vocab_size,
+            "hidden_size": cfg.hidden_size,
+            "intermediate_size": cfg.ffn_size,
+            "num_hidden_layers": cfg.num_layers,
+            "num_attention_heads": cfg.num_heads,
+            "num_key_value_heads": cfg.num_kv_heads,
+            "head_dim": cfg.head_dim,
+            "num_global_key_value_heads": cfg.global_num_kv_heads,
+            "global_head_dim": cfg.global_head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rms_norm_eps": cfg.norm_eps,
+            "rope_parameters": {
+                "sliding_attention": rope(cfg.rope_theta, cfg.rotary_dim, cfg.head_dim),
+                "full_attention": rope(
+                    cfg.global_rope_theta, cfg.global_rotary_dim, cfg.global_head_dim
+                ),
+            },
+            "attention_bias": False,
+            "sliding_window": cfg.window,
+            "layer_types": [
+                "sliding_attention" if slides else "full_attention" for slides in cfg.sliding
+            ],
+            "final_logit_softcapping": cfg.logit_cap,
+            "max_position_embeddings": cfg.max_position,
+            "num_experts": cfg.num_experts,
+            "top_k_experts": cfg.experts_per_token,
+            "moe_intermediate_size": cfg.expert_size,
+            "use_bidirectional_attention": "vision",
+            "tie_word_embeddings": True,
+        },
+    }
+
+
 def _decoder(cfg: Any) -> dict[str, Any]:
     return {
         "vocab_size": cfg.vocab_size,
@@ -150,4 +197,5 @@ WRITERS: dict[str, Callable[[Any, Layers], dict[str, Any]]] = {
     "llada": _llada,
     "llada2": _llada2,
     "dflash": _dflash,
+    "diffusion_gemma": _diffusion_gemma,
 }

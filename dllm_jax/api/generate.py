@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
-from dllm_jax.engine.checks import token_ids
+from dllm_jax.engine.checks import token_ids, told
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode, timing
@@ -163,7 +163,7 @@ def _prepare(
     check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
     check_number("top_p", top_p, 0.0, 1.0)
     check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
-    for stop in stop_token_ids:
+    for stop in token_ids("stop_token_ids", stop_token_ids):
         check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
     ids, lengths = _pad_prompts(model, prompts, prompt_len)
     B = ids.shape[0]
@@ -263,6 +263,12 @@ def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
                 f"prompt {i} holds id {bad}, outside the vocabulary [0, {vocab}); "
                 "was it tokenized for another model?"
             )
+        unread = next((t for t in model.defaults.unread_token_ids if t in row), None)
+        if unread is not None:
+            raise ValueError(
+                f"prompt {i} holds id {unread}, which stands for an image or a sound: this package "
+                "reads text only; leave it out"
+            )
     ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
@@ -284,7 +290,7 @@ def _bucket(length: int) -> int:
 def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
     key = jax.random.key(0) if key is None else key
     if not hasattr(key, "dtype"):
-        raise ValueError(f"{key=} is no random key; give jax.random.key(seed)")
+        raise ValueError(f"key={told(key)} is no random key; give jax.random.key(seed)")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:

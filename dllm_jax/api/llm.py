@@ -119,7 +119,10 @@ class LLM:
         fields = {field.name for field in dataclasses.fields(EngineConfig)}
         sizes = {name: value for name, value in locals().items() if name in fields}
         if tensor_parallel_size != 1:
-            raise ValueError(f"{tensor_parallel_size=} is not supported yet; use 1")
+            raise ValueError(
+                f"tensor_parallel_size={checks.told(tensor_parallel_size)} is not supported yet; "
+                "use 1"
+            )
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
         self.config = _config(config, sizes)
         self._is_advised = False
@@ -259,7 +262,9 @@ class LLM:
             ValueError: The request can never run.
         """
         if events not in ("commit", "denoise"):
-            raise ValueError(f'{events=} is not known; use "commit" or "denoise"')
+            raise ValueError(
+                f'events={checks.told(events)} is not known; use "commit" or "denoise"'
+            )
         denoise = events == "denoise"
         self._advise([prompt])
         chosen = _either(params, sampling_params) or self.default_params
@@ -501,6 +506,8 @@ def _config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> EngineConf
     sizes = {name: size.item() if hasattr(size, "item") else size for name, size in sizes.items()}
     if config is None:
         return EngineConfig(**sizes)
+    if not isinstance(config, EngineConfig):
+        raise ValueError(f"config has type {type(config).__name__}; give an EngineConfig")
     usual = EngineConfig()
     beside = [name for name, size in sizes.items() if size != getattr(usual, name)]
     if beside:
@@ -515,13 +522,13 @@ def _model(model: Any, **how: Any) -> Model:
         return load(model, **how)
     if not isinstance(model, Model):
         raise ValueError(
-            f"model is a {type(model).__name__}; give what dj.load takes, or what it returns"
+            f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
         )
     for name, value in how.items():
         if value not in ("auto", None):
             raise ValueError(
-                f"{name}={value!r} is for a model that is loaded here; "
-                f"use dj.load(..., {name}={value!r})"
+                f"{name}={checks.told(value)} is for a model that is loaded here; "
+                "give it to dj.load"
             )
     return model
 
@@ -538,10 +545,14 @@ def _parts(prompt: Any) -> tuple[Any, str | None]:
     if not isinstance(prompt, Mapping):
         return prompt, prompt if isinstance(prompt, str) else None
     for name in prompt.keys() - {"prompt", "prompt_token_ids"}:
-        raise ValueError(f"a prompt has no field {name!r}; give prompt or prompt_token_ids")
+        raise ValueError(
+            f"a prompt has no field {checks.told(name)}; give prompt or prompt_token_ids"
+        )
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
-        raise ValueError(f"the prompt is {dict(prompt)}; give it prompt or prompt_token_ids")
+        raise ValueError(
+            f"the prompt is {checks.told(dict(prompt))}; give it prompt or prompt_token_ids"
+        )
     return text if ids is None else ids, text
 
 
@@ -563,8 +574,8 @@ def _prompt_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if not hasattr(prompts, "__iter__") or isinstance(prompts, bytes):
         raise ValueError(
-            f"prompts is a {type(prompts).__name__}; give a text, or a list of texts and of lists "
-            "of token ids"
+            f"prompts has type {type(prompts).__name__}; give a text, or a list of texts and of "
+            "lists of token ids"
         )
     prompts = list(prompts)
     if prompts and all(
@@ -577,7 +588,7 @@ def _prompt_list(prompts: Any) -> list[Prompt]:
 def _conversations(messages: Any) -> list[Messages]:
     if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
         raise ValueError(
-            f"messages is a {type(messages).__name__}; give a list of "
+            f"messages has type {type(messages).__name__}; give a list of "
             '{"role": "user", "content": "..."}, or a list of such lists'
         )
     messages = list(messages)
@@ -592,7 +603,9 @@ def _params_list(params: Any, count: int) -> list[SamplingParams]:
     every = list(params) if isinstance(params, Sequence) else [params]
     for one in every:
         if not isinstance(one, SamplingParams):
-            raise ValueError(f"params holds a {type(one).__name__}; give SamplingParams")
+            raise ValueError(
+                f"params holds a value of type {type(one).__name__}; give SamplingParams"
+            )
     if len(every) != count:
         raise ValueError(f"{len(every)} params for {count} prompts; give one, or one a prompt")
     return every

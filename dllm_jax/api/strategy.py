@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from dllm_jax.engine.checks import told
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
@@ -135,10 +136,11 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     }
     if name == defaults.strategy or not {name, defaults.strategy} & {*_OWN_THRESHOLD}:
         fields["accept_threshold"] = defaults.accept_threshold
-    if plain.needs.prompt.is_grid:  # elsewhere the algorithm sets the size, as AR its 2
+    # Elsewhere the algorithm sets the size, as AR its 2.
+    if plain.needs.prompt.is_grid or plain.needs.conditions:
         fields["block_size"] = defaults.block_size
     if name == defaults.strategy:
-        fields["buffer_size"] = defaults.buffer_size
+        fields |= {"buffer_size": defaults.buffer_size, **dict(defaults.numbers)}
         for key in ("edit_threshold", "remasking", "block_length"):
             if (value := getattr(defaults, key)) is not None:
                 fields[key] = value
@@ -182,6 +184,11 @@ def check_fit(model: Model, strategy: Any) -> None:
             f"{name} continues from the row before its window, which predicts the next token only "
             f"in shifted (autoregressive) models; {model.defaults.family} is none: {instead}"
         )
+    if strategy.needs.conditions and model.arch.condition is None:
+        raise ValueError(
+            f"{name} feeds back what was expected of each cell, which {model.defaults.family} has "
+            f"no weights for: {instead}"
+        )
     denoises = strategy.needs.prompt.is_grid or strategy.needs.prompt.in_window
     if denoises and cfg.mask_token_id < 0:
         raise ValueError(
@@ -214,11 +221,12 @@ def check_number(
         return
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name}={value} must be {kind} in [{low}, {high}]; choose a value there")
+        given = told(value.item() if isinstance(value, np.generic) else value)
+        raise ValueError(f"{name}={given} must be {kind} in [{low}, {high}]; choose a value there")
 
 
 # --- the drafter -------------------------------------------------------------------------------
@@ -237,7 +245,7 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
         return Bound(strategy, {})
     name = type(strategy).__name__
     source = draft.source if isinstance(draft, Model) else draft and os.fspath(draft)
-    given = f"draft={source!r}"
+    given = f"draft={told(source)}"
     if not names:
         other = ", or use the strategy 'dflash'" if target.config.shift else ""
         raise ValueError(

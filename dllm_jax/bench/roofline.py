@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
-from dllm_jax.runner.timing import RATES, pass_work, weights
+from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
 
 
 def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:
@@ -41,23 +41,25 @@ def step_parts(
     read, used = weights(model.params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
     experts_read = experts_used = 0.0
-    widths = [cfg.ffn_size] * cfg.num_layers
+    layers = model.params["layers"]
+    widths = [cfg.ffn_size if "w_gate_up" in layer else 0 for layer in layers]
     if isinstance(cfg, MoEConfig):
-        experts = [layer for layer in model.params["layers"] if "router" in layer]
+        experts = [layer for layer in layers if "router" in layer]
         experts_read, experts_used = weights([_experts(layer) for layer in experts], cfg, cells)
         moe_width = cfg.experts_per_token * cfg.expert_size + cfg.shared_size
-        widths = [moe_width if moe else cfg.ffn_size for moe in cfg.moe_layers]
-    heads = cfg.num_layers * cfg.head_dim
-    # The prefix is read once; fresh keys and values are written and read; rows go in and out.
-    kv = 2 * heads * cfg.num_kv_heads * rows * (context + 2 * window)
-    keys = context + block_size * (blocks + 1) / 2  # of a row, on average
+        widths = [
+            width + moe_width * moe for width, moe in zip(widths, cfg.moe_layers, strict=True)
+        ]
+    moved = attended = 0.0
+    for (heads, head_dim), seen in layer_reads(cfg, context):
+        # The prefix is read once; fresh keys and values are written and read; rows go in and out.
+        moved += 2 * head_dim * (heads * rows * (seen + 2 * window) + cfg.num_heads * cells)
+        keys = seen + block_size * (blocks + 1) / 2  # of a row, on average
+        attended += 4 * head_dim * cfg.num_heads * cells * keys
     parts = {
         "dense": (read - head - experts_read, 2 * (used - head - experts_used) * cells),
         "experts": (experts_read, 2 * experts_used * cells),
-        "attention": (
-            kv + 2 * heads * cfg.num_heads * cells,
-            4 * heads * cfg.num_heads * cells * keys,
-        ),
+        "attention": (moved, attended),
         "head": (head, 2 * head * cells),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }

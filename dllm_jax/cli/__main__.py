@@ -2,7 +2,7 @@
 
 import sys
 
-from dllm_jax.cli.entry import main
+from dllm_jax.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

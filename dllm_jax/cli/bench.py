@@ -1,7 +1,8 @@
-"""`dllm-jax bench throughput|latency|step`: speed of the engine, as a few lines and as JSON.
+"""`dllm-jax bench throughput|latency|step|serve`: speed, as a few lines and as JSON.
 
 Data flow: command line -> work and an engine for it -> `dllm_jax.bench` -> lines or one object.
-docs/benchmarks.md says how each number is counted. `step` is `bench_step`'s.
+docs/benchmarks.md says how each number is counted. `step` is `bench_step`'s, `serve`
+`bench_serve`'s.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli import bench_step, flags
+from dllm_jax.cli import bench_serve, bench_step, flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
@@ -65,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     child = whats.add_parser("step", help=bench_step.SUMMARY, description=bench_step.SUMMARY)
     bench_step.add_arguments(child)
+    summary = bench_serve.SUMMARY
+    child = whats.add_parser("serve", help=summary, description=summary)
+    bench_serve.add_arguments(child)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -96,13 +100,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--input-len",
-        type=lengths,
+        type=flags.lengths,
         metavar="N[:M]",
         help=f"fixed: tokens of a prompt, log-uniform from N to M (default: {INPUTS})",
     )
     group.add_argument(
         "--output-len",
-        type=lengths,
+        type=flags.lengths,
         metavar="N[:M]",
         help=f"tokens of a text (fixed: default {OUTPUTS}); adaptive: at most so many "
         f"(default {MAX_TOKENS})",
@@ -129,23 +133,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def lengths(text: str) -> Any:
-    """An argparse type: `512` or `16:4096`."""
-    from dllm_jax.bench.workload import Lengths
-
-    low, colon, high = text.partition(":")
-    try:
-        return Lengths(int(low), int(high if colon else low))
-    except ValueError as error:
-        reason = str(error) if "must be" in str(error) else "write e.g. 512 or 16:4096"
-        raise argparse.ArgumentTypeError(f"{text!r}: {reason}") from None
-
-
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Measure, print the lines or the object."""
     stop.forced = ALL
     if args.what == "step":
         return bench_step.run(args)
+    if args.what == "serve":
+        return bench_serve.run(args)
     args.mode = args.mode or _mode(args)
     _check_flags(args)
     if args.output is not None:
@@ -224,7 +218,10 @@ def _batches(args: argparse.Namespace, model: Any) -> list[list[Any]]:
     batch = args.batch_size if latency else args.num_prompts
     number = args.num_iters + 1 if latency else 1
     if args.mode == "fixed":
-        inputs, outputs = args.input_len or lengths(INPUTS), args.output_len or lengths(OUTPUTS)
+        inputs, outputs = (
+            args.input_len or flags.lengths(INPUTS),
+            args.output_len or flags.lengths(OUTPUTS),
+        )
         _check_room(args, model, inputs, outputs)
         work = workload.random_work(model, batch * number, inputs, outputs, args.seed)
     else:
@@ -232,11 +229,23 @@ def _batches(args: argparse.Namespace, model: Any) -> list[list[Any]]:
         if args.prompt_file is not None:
             args.prompt = None
             work = workload.text_work(model, read_prompts(args), batch * number, most)
+            _check_prompts(args, model, work)
         else:
             work = workload.problem_work(model, batch * number, most, args.seed)
     if not latency and args.request_rate is not None:
         work = workload.arriving(work, args.request_rate, args.seed)
     return [work[i * batch : (i + 1) * batch] for i in range(number)]
+
+
+def _check_prompts(args: argparse.Namespace, model: Any, work: list[Any]) -> None:
+    """Refuse a prompt that is too long before an engine is made and compiled for it."""
+    longest = max(len(one.prompt) for one in work)
+    most = args.max_model_len or model.config.max_position
+    if longest >= most:
+        raise UsageError(
+            f"a prompt of {args.prompt_file!r} has {count(longest, 'token')} and there are {most} "
+            "positions, prompt and text together; shorten it"
+        )
 
 
 def _check_room(args: argparse.Namespace, model: Any, inputs: Any, outputs: Any) -> None:

@@ -23,7 +23,7 @@ VERBS = {
     "generate": "text from a prompt, shown as it settles",
     "chat": "a conversation in the terminal",
     "serve": "an OpenAI-compatible HTTP server",
-    "bench": "speed of the engine: throughput, latency, one step",
+    "bench": "speed: throughput, latency, one step, a server",
     "eval": "accuracy and tokens per forward on the built-in word problems",
     "convert": "a Hugging Face folder to a converted one",
     "inspect": "what a checkpoint folder holds, and every problem in it",

@@ -50,6 +50,18 @@ def _checked(check: Callable[..., Any], kind: type, text: str, low: float, high:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def lengths(text: str) -> Any:
+    """An argparse type: `512` or `16:4096`."""
+    from dllm_jax.bench.workload import Lengths
+
+    low, colon, high = text.partition(":")
+    try:
+        return Lengths(int(low), int(high if colon else low))
+    except ValueError as error:
+        reason = str(error) if "must be" in str(error) else "write e.g. 512 or 16:4096"
+        raise argparse.ArgumentTypeError(f"{text!r}: {reason}") from None
+
+
 def token_ids(text: str) -> tuple[int, ...]:
     """An argparse type: token ids separated by commas."""
     parts = [part for part in text.split(",") if part.strip()]

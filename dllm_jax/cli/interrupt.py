@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ class Interrupt:
         self._number: int | None = None  # the signal that the main thread has seen
         self._pending: int | None = None  # the signal that the watching thread waits for
         self._noted = threading.Event()
-        self._is_again = False  # the next signal is one that was sent again
+        self._again_sent: deque[int] = deque()  # signals that are the first one, sent again
         self._is_held = False
         self._claim = threading.Lock()
         self._restore: list[Callable[[], Any]] = []
@@ -133,7 +134,7 @@ class Interrupt:
     def _again(self, number: int) -> None:
         """Send a signal again that the main thread could not raise, unless it was dealt with."""
         if self._restore and self._number is not None:
-            self._is_again = True
+            self._again_sent.append(number)
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _watch(self, reading: int) -> None:
@@ -149,12 +150,15 @@ class Interrupt:
                 data = pipe.read(64)
                 if not data:
                     return
-                for number in set(data) & {*ALL}:
-                    is_again, self._is_again = self._is_again, False
+                for number in data:
+                    if number not in ALL:
+                        continue
                     if self._pending is None:
                         self._pending, until = number, time.monotonic() + GRACE_S
                         self._noted.set()
-                    elif not is_again:
+                    elif self._again_sent:
+                        self._again_sent.popleft()
+                    else:
                         os._exit(128 + number)
 
     def _end(self, number: int) -> NoReturn:

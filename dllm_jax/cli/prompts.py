@@ -75,6 +75,11 @@ def read_file(kind: str, name: str) -> str:
         ValueError: It cannot be read or is not UTF-8.
     """
     what = "stdin" if name == "-" else f"{kind} {name!r}"
+    if name != "-" and not _is_regular(name):
+        raise ValueError(
+            f"{what} is a pipe or a device, which might never end; give a regular file, or pipe "
+            "the text in and give -"
+        )
     if name == "-" and sys.stdin is None:
         raise ValueError("stdin cannot be read: it is closed; give a text or a file")
     try:
@@ -91,6 +96,15 @@ def read_file(kind: str, name: str) -> str:
             f"{what} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
             "save it as UTF-8"
         ) from error
+
+
+def _is_regular(name: str) -> bool:
+    """Whether a name is no pipe and no device; one that is not there, or a folder, fails later."""
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return True
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def encode(model: Any, prompt: str, raw: bool, has_holes: bool = False) -> list[int]:

@@ -164,8 +164,8 @@ class Rows(contextlib.AbstractContextManager):
                 self._print(_whole(self._llm, output))
         self._total()
         return (
-            f"interrupted after {finished} of {len(self._prompts)} prompts; what was generated so "
-            "far is shown; run it again to finish"
+            f"interrupted after {finished} of {count(len(self._prompts), 'prompt')}; what was "
+            "generated so far is shown; run it again to finish"
         )
 
     def _print(self, output: RequestOutput) -> None:

@@ -17,6 +17,7 @@ from dllm_jax.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from dllm_jax.serve.child import Served
+    from dllm_jax.serve.service import Config
 
 KEY_VARIABLE = "DLLM_API_KEY"
 _LOG_FORMATS = ("text", "json", "none")
@@ -127,14 +128,35 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Serve until a signal or a failure; while it serves, the server takes the signals."""
+    config = config_of(args)
+    from dllm_jax.serve.server import bind
+    from dllm_jax.serve.server import run as serve
+
     try:
-        from dllm_jax.serve.app import Config
+        sock = bind(args.host, args.port)
+    except OSError as error:
+        raise UsageError(
+            f"{args.host}:{args.port} cannot be listened on ({error.strerror or error}); "
+            "choose another --host or --port"
+        ) from error
+    return serve(config, sock)
+
+
+def config_of(args: argparse.Namespace) -> "Config":
+    """The server that the flags describe.
+
+    Raises:
+        UsageError: A package is missing, or flags contradict each other.
+    """
+    try:
+        import httptools  # noqa: F401
+        import uvicorn  # noqa: F401
+
         from dllm_jax.serve.limits import Limits
         from dllm_jax.serve.pipe import Launch
-        from dllm_jax.serve.server import bind
-        from dllm_jax.serve.server import run as serve
+        from dllm_jax.serve.service import Config
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "msgspec"):
+        if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     if args.source is not None:
@@ -152,7 +174,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         request_timeout=args.request_timeout,
         max_denoise_streams=args.max_denoise_streams,
     )
-    config = Config(
+    return Config(
         model=args.served_model_name or args.model,
         launch=Launch("dllm_jax.cli.serve:make_engine", _settings(args)),
         version=__version__,
@@ -168,14 +190,6 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         log_format=args.log_format,
         limits=limits,
     )
-    try:
-        sock = bind(args.host, args.port)
-    except OSError as error:
-        raise UsageError(
-            f"{args.host}:{args.port} cannot be listened on ({error.strerror or error}); "
-            "choose another --host or --port"
-        ) from error
-    return serve(config, sock)
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -231,7 +245,11 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
 
+    from jax.errors import JaxRuntimeError
+
+    from dllm_jax.api.decide import log_probabilities
     from dllm_jax.api.llm import infill_request
+    from dllm_jax.api.questions import Read
     from dllm_jax.engine.requests import Request
 
     def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
@@ -240,7 +258,15 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
             return made
         return infill_request(llm.model, llm.strategy, made, made.params.max_tokens or 0, suffix)
 
-    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request)
+    def read(texts: list[Read]) -> tuple[list[list[list[float]]], int]:
+        try:
+            return log_probabilities(llm.model, texts), 1
+        except JaxRuntimeError as error:
+            raise ValueError(
+                f"the device could not read them ({one_line(error)[:120]}); ask fewer questions"
+            ) from error
+
+    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request, read)
 
 
 def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) -> Any:

@@ -1,6 +1,8 @@
 """`dllm-jax train [KIND]`: a small model from nothing, or a drafter for any target."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
@@ -20,9 +22,33 @@ def layer_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
+def family(text: str) -> str:
+    """An argparse type: a family of word problems."""
+    from dllm_jax.tasks.problems import half_of
+
+    try:
+        half_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def dtype(text: str) -> str:
+    """An argparse type: what products are computed in."""
+    if text not in ("bfloat16", "float32"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype here; use bfloat16 or float32")
+    return text
+
+
 KINDS = ("sdar", "ar", "dflash")
 _ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar"), ("dflash",)
-_METAVARS = {"--target": "SRC", "--prompts": "FILE", "--target-layer-ids": "ID,..."}
+_METAVARS = {
+    "--target": "SRC",
+    "--prompts": "FILE",
+    "--family": "NAME",
+    "--dtype": "NAME",
+    "--target-layer-ids": "ID,...",
+}
 # flag, type, kinds, help; a flag that is not given keeps the default of its recipe
 OPTIONS = (
     ("--steps", flags.whole(1), _ALL, "length of the run"),
@@ -32,6 +58,8 @@ OPTIONS = (
     ("--seed", flags.whole(0, 2**31 - 1), _ALL, "of data, noise and weights"),
     ("--muon-lr", flags.number(0, 10, True), _ALL, "peak learning rate of the layers' matrices"),
     ("--adam-lr", flags.number(0, 10, True), _ALL, "peak learning rate of everything else"),
+    ("--dtype", dtype, _ALL, "of products, bfloat16 or float32, which is faster on a CPU"),
+    ("--family", family, _OWN, "the only family of word problems; sums is the easiest"),
     ("--layers", flags.whole(1), _ALL, "layers of the model"),
     ("--hidden-size", flags.whole(1), _OWN, "width of the model"),
     ("--ffn-size", flags.whole(1), _ALL, "width of its feed-forward part"),
@@ -48,7 +76,7 @@ OPTIONS = (
     ("--block-size", flags.whole(2), _DRAFT, "tokens of a block, the anchor counted"),
     ("--anchors", flags.whole(1), _DRAFT, "blocks of each text and step"),
     ("--gamma", flags.number(0, 1e6, True), _DRAFT, "decay of the loss along a block"),
-    ("--row-tokens", flags.whole(3), _DRAFT, "texts are cut to so many tokens"),
+    ("--row-tokens", flags.whole(3), _ALL, "tokens of a row; longer texts are left out or cut"),
     ("--num-responses", flags.whole(1), _DRAFT, "answers to learn from, in whole batches"),
     ("--response-batch", flags.whole(1), _DRAFT, "prompts it answers at a time"),
     ("--response-tokens", flags.whole(2), _DRAFT, "tokens of its longest answer"),
@@ -87,8 +115,21 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     if kind == "dflash" and args.target is None:
         raise UsageError("train dflash needs a --target: give what --model takes")
     from dllm_jax.training.command import main
+    from dllm_jax.training.run_folder import latest_step
 
-    again = f"interrupted; the same command continues from the last checkpoint in {args.out}"
-    stop.tell = lambda: again
-    main(kind, args.out, given)
+    def tell() -> str:
+        step = latest_step(args.out)
+        if step is None:
+            return f"interrupted; {args.out} holds no checkpoint yet; the same command begins anew"
+        return f"interrupted; {args.out} holds step {step}; the same command continues from there"
+
+    @contextlib.contextmanager
+    def held() -> Iterator[None]:
+        with stop.held():
+            yield
+        stop.check()
+
+    stop.tell = tell
+    stop.forced = ()  # a checkpoint may take longer than the usual grace
+    main(kind, args.out, given, held=held)
     return 0

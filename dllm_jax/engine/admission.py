@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from dllm_jax.engine import checks
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
@@ -142,18 +143,34 @@ def _check(
                 "was it tokenized for another model?",
                 "prompt",
             )
-    if suffix and not layout.in_window:
+    unread = next((t for t in layout.unread_token_ids if t in prompt or t in given), None)
+    if unread is not None:
+        raise Refused(
+            f"the prompt holds id {unread}, which stands for an image or a sound: this package "
+            "reads text only; leave it out",
+            "prompt",
+        )
+    if suffix and not (layout.in_window or layout.pins):
         raise Refused(
             "a suffix needs a strategy that keeps the prompt in its window; "
             'use strategy="full_sequence"',
             "suffix",
             "unsupported_parameter",
         )
+    last = max((end for end, token in enumerate(suffix, 1) if token != HOLE), default=0)
+    if layout.pins and last and (params.max_tokens or 0) + last > layout.block_size:
+        raise Refused(
+            f"the last token given behind the prompt is at {(params.max_tokens or 0) + last}, "
+            f"behind the {layout.block_size} cells of the first block; give it before, or leave it "
+            "out",
+            "suffix",
+        )
     for name, value in params.strategy_overrides.items():
         if name not in layout.knobs:
             known = ", ".join(sorted(layout.knobs)) or "none"
             raise Refused(
-                f"strategy_overrides: the strategy has no threshold {name!r}; it has {known}",
+                f"strategy_overrides: the strategy has no threshold "
+                f"{checks.told(name)}; it has {known}",
                 f"strategy_overrides.{name}",
             )
         low, high = layout.knobs[name]
@@ -161,6 +178,10 @@ def _check(
             raise Refused(
                 f"{name}={value} is outside [{low}, {high}]; choose one inside",
                 f"strategy_overrides.{name}",
+            )
+        if name in layout.whole_knobs and value % 1:
+            raise Refused(
+                f"{name}={value} is not a whole number; round it", f"strategy_overrides.{name}"
             )
     if len(stop_ids) > STOP_WIDTH:
         raise Refused(
@@ -172,9 +193,11 @@ def _check(
         raise Refused("stop strings need a tokenizer; use stop_token_ids", "stop")
     if params.stop and any(token != HOLE for token in suffix[: _inner_len(suffix)]):
         raise Refused(
-            f"stop={params.stop!r} may also be found in what is given between holes; "
+            f"stop={checks.told(params.stop)} may also be found in what is given between holes; "
             "use stop_token_ids, which end the text only where they are written",
             "stop",
         )
     if request.deadline_s is not None and not request.deadline_s > 0:
-        raise Refused(f"deadline_s={request.deadline_s!r} must be above 0 seconds", "deadline_s")
+        raise Refused(
+            f"deadline_s={checks.told(request.deadline_s)} must be above 0 seconds", "deadline_s"
+        )

@@ -7,11 +7,26 @@ import inspect
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind")
 MOST = 2**31 - 1  # the largest count that fits the device's int32
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 20
+
+
+def told(value: Any) -> str:
+    """A value as an error names it: its `repr` cut short, or its type where that fails."""
+    try:
+        text = _SHORT.repr(value).replace("\n", " ")
+    except Exception:  # a number of too many digits
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:98]} ... {text[-97:]}"
 
 
 class Refused(ValueError):
@@ -35,17 +50,22 @@ def whole_number(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
             number = operator.index(value)
     if not low <= number <= high:
         raise ValueError(
-            f"{name}={value!r} must be a whole number in [{low}, {high}]; choose a value there"
+            f"{name}={told(value)} must be a whole number in [{low}, {high}]; choose a value there"
         )
     return number
 
 
 def real_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """A float in [low, high]; NaN and truth values are refused."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not low <= float(value) <= high:
-        raise ValueError(f"{name}={value!r} must be a number in [{low}, {high}]; choose one there")
-    return float(value)
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    if not low <= number <= high:
+        raise ValueError(
+            f"{name}={told(value)} must be a number in [{low}, {high}]; choose one there"
+        )
+    return number
 
 
 def raise_exit(error: BaseException) -> None:
@@ -57,7 +77,7 @@ def raise_exit(error: BaseException) -> None:
 def boolean(name: str, value: Any) -> bool:
     """True or False, Python's or NumPy's."""
     if type(value).__name__ not in ("bool", "bool_"):
-        raise ValueError(f"{name}={value!r} must be True or False; choose one")
+        raise ValueError(f"{name}={told(value)} must be True or False; choose one")
     return bool(value)
 
 
@@ -66,8 +86,8 @@ def token_ids(name: str, ids: Any, most: int | None = None) -> list[int]:
     try:
         plain = list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
     except TypeError:
-        text = repr(ids)
-        text = text if len(text) <= 60 and "\n" not in text else f"a {type(ids).__name__}"
+        text = told(ids)
+        text = text if len(text) <= 60 else f"of type {type(ids).__name__}"
         raise ValueError(f"{name} is {text}; give one list of whole numbers, token ids") from None
     if most is not None:
         for token in plain:
@@ -79,11 +99,13 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     """One string or several, none of them empty."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Iterable):
-        raise ValueError(f"{stop=} must be a string or several; give those that end the text")
+        raise ValueError(
+            f"stop={told(stop)} must be a string or several; give those that end the text"
+        )
     stops = tuple(stops)
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"stop holds {text!r}; give strings of at least one character")
+            raise ValueError(f"stop holds {told(text)}; give strings of at least one character")
     return stops
 
 
@@ -91,11 +113,12 @@ def overrides(values: Any) -> dict[str, float]:
     """Thresholds by name."""
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"strategy_overrides={values!r} must be a mapping; "
+            f"strategy_overrides={told(values)} must be a mapping; "
             'give thresholds by name, as {"accept_threshold": 0.8}'
         )
     return {
-        name: real_number(f"strategy_overrides[{name!r}]", value) for name, value in values.items()
+        name: real_number(f"strategy_overrides[{told(name)}]", value)
+        for name, value in values.items()
     }
 
 

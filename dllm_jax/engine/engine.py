@@ -118,10 +118,12 @@ class Engine:
             ValueError: It can never run, or asks for what does not exist; the engine is unchanged.
         """
         self._mend()
-        number = self._counts["num_requests"]
-        request_id = str(number) if request.request_id is None else request.request_id
+        request_id = self.id_of(request)
         if request_id in self._requests:
-            raise ValueError(f"{request_id=} is already in the engine; give another, or none")
+            raise ValueError(
+                f"request_id={checks.told(request_id)} is already in the engine; give "
+                f"another, or none"
+            )
         active = accept(
             request,
             request_id,
@@ -169,6 +171,11 @@ class Engine:
             self._recover(failure)
         self._report()
         self._is_torn = False
+
+    def id_of(self, request: Request) -> str:
+        """The id that a request has, or gets if it is added next."""
+        number = self._counts["num_requests"]
+        return str(number) if request.request_id is None else request.request_id
 
     def abort(self, request_id: str) -> bool:
         """End a request with "abort" and the tokens it has; the next step returns its last output.

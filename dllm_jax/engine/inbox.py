@@ -39,6 +39,7 @@ class SharedEngine(Engine):
         self._process = os.getpid()
         self._lock, self._next = threading.RLock(), threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
+        self._returning: dict[int, str] = {}  # by thread: the request of an `add` under way
         self._unclaimed: list[RequestOutput] = []
         self._dropped: deque[str] = deque()
         self._is_stepping = self._has_warned = self._is_closed = False
@@ -49,17 +50,29 @@ class SharedEngine(Engine):
 
     def add_to(self, inbox: "Inbox | None", request: Request) -> str:
         """Queue a request whose outputs go to an inbox."""
-        request_id = None
+        me = threading.get_ident()
         try:
             with InterruptsHeld(), self._turn():
-                request_id = super().add(request)
+                self._abandon(me)
+                request_id = self.id_of(request)
+                if request_id not in self._requests:  # else it is refused, and another's
+                    self._returning[me] = request_id
+                self._returning[me] = request_id = super().add(request)
                 if inbox is not None:
                     self._boxes[request_id] = inbox.expect(request_id)
-            return request_id
+            return self._returning.pop(me)
         except BaseException:
-            if request_id is not None:
-                self.drop(request_id)
+            self._abandon(me)
             raise
+
+    def _abandon(self, thread: int) -> None:
+        """End the request of an `add` of this thread that did not return.
+
+        A second Ctrl-C may interrupt this too: the thread's next step or `add` makes up for it.
+        """
+        if (request_id := self._returning.get(thread)) is not None:
+            self.drop(request_id)
+            self._returning.pop(thread, None)
 
     def abort(self, request_id: str) -> bool:
         """See `Engine.abort`."""
@@ -118,6 +131,7 @@ class SharedEngine(Engine):
     def advance(self) -> None:
         """Take a step and distribute its outputs. Call it with interrupts held."""
         with self._turn():
+            self._abandon(threading.get_ident())
             self._is_stepping = True
             try:
                 self._take_step()

@@ -60,7 +60,7 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(
-                f"memory_utilization={self.memory_utilization!r} must be in (0, 1]; "
+                f"memory_utilization={checks.told(self.memory_utilization)} must be in (0, 1]; "
                 "0.9 leaves a tenth for others"
             )
 
@@ -84,13 +84,16 @@ class EngineLayout:
         is_full: Prompt rows all see each other: one pass, reusable only as a whole.
         is_token_causal: Prompt rows see the tokens up to their own.
         in_window: Prompts stay in the window and are never prefilled.
+        token_a_step: Each step settles a token at least.
+        pins: A request may bring cells of the first block behind its prompt.
         compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
         soft_commits: Committed keys depend on more than tokens: generated pages are never shared.
         starts_over: A preempted request starts over: its slot does not hold its whole state.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
-        vocab_size, mask_id, stop_token_ids: Of the model.
+        vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
         knobs: The strategy's thresholds, with the range of each.
+        whole_knobs: Those that are whole numbers.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
         many_rows: Slot buckets from this size on run without command buffers; None: none.
@@ -108,6 +111,8 @@ class EngineLayout:
     is_full: bool = False
     is_token_causal: bool = False
     in_window: bool = False
+    token_a_step: bool = False
+    pins: bool = False
     compute_at_least: int = 0
     soft_commits: bool = False
     starts_over: bool = False
@@ -116,8 +121,10 @@ class EngineLayout:
     vocab_size: int
     mask_id: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    unread_token_ids: tuple[int, ...] = ()
     knobs: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     knob_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    whole_knobs: frozenset[str] = frozenset()
     slot_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
@@ -162,7 +169,7 @@ class Placement:
         knobs: One value for each of `EngineLayout.knobs`.
         seed, fold: The sequence's random key is `fold_in(key(seed), fold)`.
         given: Ids behind the prompt, `HOLE` for one to be written; cells behind them are to be
-            written too. Only for prompts in the window.
+            written too. Only for prompts in the window, or where the layout has `pins`.
     """
 
     tail: tuple[int, ...]

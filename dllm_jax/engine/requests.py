@@ -118,11 +118,13 @@ class Request:
 
     def __post_init__(self):
         if not isinstance(self.params, SamplingParams):
-            raise ValueError(f"params is a {type(self.params).__name__}; give SamplingParams")
+            raise ValueError(f"params has type {type(self.params).__name__}; give SamplingParams")
         for name in ("prompt", "request_id"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
-                raise ValueError(f"{name}={value!r} must be a string; leave it out or give one")
+                raise ValueError(
+                    f"{name}={checks.told(value)} must be a string; leave it out or give one"
+                )
         plain: dict[str, Any] = {
             "prompt_token_ids": checks.token_ids("prompt_token_ids", self.prompt_token_ids),
             "suffix_token_ids": checks.token_ids("suffix_token_ids", self.suffix_token_ids),

@@ -104,7 +104,7 @@ def _steps_left(layout: EngineLayout, sequence: Sequence) -> int:
     """An upper bound of the steps that a text takes after its last fetch."""
     placement = sequence.placement
     left = placement.max_nfe - sequence.nfe  # a step is at least one forward
-    if layout.is_token_causal:  # and writes at least one token
+    if layout.token_a_step:
         left = min(left, placement.limit - placement.prompt_len - len(sequence.tokens))
     return left
 

@@ -4,18 +4,14 @@ Data flow: model -> template (the folder's own, else the one shipped here for it
 The text holds its special tokens by name, so it is encoded without further ones.
 """
 
-import contextlib
 import re
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 Messages = Sequence[Mapping[str, Any]]
 
-MOST_SECONDS = 5.0  # for a template
 _FOLDER = Path(__file__).parent / "chat_templates"
 _ROLES = ("system", "user", "assistant")  # that the shipped templates know
 # Arguments of transformers' `apply_chat_template` that templates do not read ...
@@ -116,7 +112,8 @@ def template_of(
             raise ValueError(f"model {model.source!r}: {_one_line(error)}") from error
         if text == chosen and not re.search(r"\{[{%]", text):
             raise ValueError(
-                f"chat_template={text!r} is neither Jinja nor {_names(tokenizer.chat_template)}"
+                f"chat_template={_told(text)} is neither Jinja nor "
+                f"{_names(tokenizer.chat_template)}"
             )
         return Template(text, "chat_template" if chosen == text else f"model {model.source!r}")
     shipped = _SHIPPED.get(model.defaults.family)
@@ -158,13 +155,16 @@ def render(
         ValueError: The model has no tokenizer or no template, this is no conversation, or not one
             that the template takes.
     """
-    template = template_of(model, chat_template, template_kwargs.get("tools"))
+    tools = template_kwargs.get("tools")
+    if not isinstance(tools, Sequence | None) or isinstance(tools, str):
+        raise ValueError(f"tools={_told(tools)} must be a list of tools; give one")
+    template = template_of(model, chat_template, tools)
     if template is None:
         raise ValueError(_no_template(model))
-    turns = list(conversation)
+    turns = list(conversation) if isinstance(conversation, Iterable) else []
     if not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError(
-            f"{conversation!r} is no conversation; give a list of "
+            f"{_told(conversation)} is no conversation; give a list of "
             '{"role": "user", "content": "..."}'
         )
     if template.shipped is not None:
@@ -172,37 +172,17 @@ def render(
     _check_read(template_kwargs, template)
     goes_on = bool(template_kwargs.get("continue_final_message"))
     told = {"add_generation_prompt": not goes_on, **template_kwargs}
+    from dllm_jax.loading import templates  # Jinja takes long to import
+
     try:
-        with _limited():
-            return model.tokenizer.apply_chat_template(
-                turns, chat_template=template.text, tokenize=False, **told
-            )
+        return templates.fill(
+            template.text, turns, **{**model.tokenizer.special_tokens_map, **told}
+        )
     except Exception as error:  # a template may raise anything
         raise ValueError(
             f"the chat template of {template.whose} does not take this conversation: "
             f"{_one_line(error)}; change the messages or give another chat_template"
         ) from error
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """A limit on the CPU time of Python code inside: a template may loop for ever.
-
-    A trace function can stop a loop; a thread that renders could only be left running.
-    """
-    until, before = time.thread_time() + MOST_SECONDS, sys.gettrace()
-
-    def traced(frame: FrameType, event: str, value: Any) -> Any:
-        del frame, event, value
-        if time.thread_time() > until:
-            raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
-        return traced
-
-    sys.settrace(traced)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _no_template(model: TextModel) -> str:
@@ -234,12 +214,14 @@ def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None
     for i, turn in enumerate(turns):
         if turn.get("role") not in _ROLES:
             raise ValueError(
-                f"message {i} has role {turn.get('role')!r}; the chat template of {template.whose} "
+                f"message {i} has role {_told(turn.get('role'))}; the chat "
+                f"template of {template.whose} "
                 f"takes {', '.join(_ROLES)}; give a chat_template that knows it"
             )
         if not isinstance(turn.get("content"), str):
             raise ValueError(
-                f"message {i} has content={turn.get('content')!r}; the chat template of "
+                f"message {i} has content={_told(turn.get('content'))}; the chat "
+                f"template of "
                 f"{template.whose} takes text"
             )
 
@@ -250,14 +232,24 @@ def _check_read(told: Mapping[str, Any], template: Template) -> None:
         if name in _RENDERING:
             continue
         if name == "chat_template_kwargs":
-            raise ValueError(f"{name}={value!r} is not taken as one; give its entries as keywords")
+            raise ValueError(
+                f"{name}={_told(value)} is not taken as one; give its entries as keywords"
+            )
         if name in _OURS:
-            raise ValueError(f"{name}={value!r} is not for a chat template to read; leave it out")
+            raise ValueError(
+                f"{name}={_told(value)} is not for a chat template to read; leave it out"
+            )
         if not re.search(rf"\b{re.escape(name)}\b", template.text):
             raise ValueError(
-                f"the chat template of {template.whose} does not read {name}, so {name}={value!r} "
+                f"the chat template of {template.whose} does not read {name}, so "
+                f"{name}={_told(value)} "
                 "would change nothing; leave it out"
             )
+
+
+def _told(value: Any) -> str:
+    """A value for a message, cut short."""
+    return reprlib.repr(value).replace("\n", " ")
 
 
 def _names(templates: Any) -> str:

@@ -5,6 +5,8 @@ Importing the library changes no global setting.
 
 import contextlib
 import os
+import time
+import zlib
 from pathlib import Path
 
 import filelock
@@ -13,6 +15,7 @@ import filelock
 ASYNC_DISPATCH = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 _ASYNC_SINCE = (0, 11, 2)  # earlier versions were not tried
 MOST_BYTES = 2 * 2**30  # some thousand programs; the least recently used are removed first
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"  # how such data begin
 LOCK_TIMEOUT_S = 10.0  # JAX's own
 # Programs that compile faster are not kept. Every program of an engine takes longer, a single
 # operation does not; JAX visits every entry whenever it writes one, 0.05 ms each.
@@ -60,20 +63,41 @@ def enable_compile_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_S)
 
 
-def _repair(folder: Path) -> bool:
-    """Remove truncated entries; whether JAX can lock the folder and bound its size.
+def _unpacks(entry: Path) -> bool:
+    """Whether an entry is whole, as far as its packing tells; JAX may have packed it otherwise."""
+    unpacking = zlib.decompressobj()
+    try:
+        with entry.open("rb") as file:
+            if file.read(4) == _ZSTANDARD:
+                return True
+            file.seek(0)
+            while piece := file.read(1 << 20):
+                unpacking.decompress(piece)
+    except zlib.error:
+        return False
+    return unpacking.eof
 
-    JAX writes an entry in place and never replaces one, so an entry that a killed process left
-    truncated would fail at every start. With a bounded size JAX locks the folder and writes each
-    entry's time last: an entry without a time is truncated. Some file systems have no locks, and
-    jax 0.10 needs the owner's name, which some containers lack; the size is then not bounded.
+
+def _repair(folder: Path) -> bool:
+    """Remove damaged entries; whether JAX can lock the folder and bound its size.
+
+    JAX writes an entry in place and never replaces one, so an entry that cannot be read would fail
+    and be reported at every start. With a bounded size JAX locks the folder and writes each entry's
+    time last: an entry without a time is truncated. One that was written since the last start is
+    unpacked once. Some file systems have no locks, and jax 0.10 needs the owner's name, which some
+    containers lack; the size is then not bounded.
     """
     try:
         folder.owner()
         with filelock.FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT_S):
+            began, stamp = time.time(), folder / ".checked"
+            since = stamp.stat().st_mtime if stamp.exists() else 0.0
             for entry in folder.glob("*-cache"):
-                if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
+                is_timed = entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists()
+                if not is_timed or (entry.stat().st_mtime >= since and not _unpacks(entry)):
                     entry.unlink()
+            stamp.touch()
+            os.utime(stamp, (began, began))
     except (OSError, KeyError, NotImplementedError):
         return False
     return True

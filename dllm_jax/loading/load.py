@@ -26,6 +26,7 @@ from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import QUANTIZATIONS, Quantization, quantized
+from dllm_jax.strategies.core.checks import told
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _DRAW = 1 << 26  # elements of a random leaf drawn at a time
@@ -64,16 +65,17 @@ def load(
     enable_async_dispatch()
     source = os.fspath(src)
     if dtype not in _DTYPES:
-        raise LoadError(f"{dtype=} is not supported; use one of {', '.join(_DTYPES)}")
+        raise LoadError(f"dtype={told(dtype)} is not supported; use one of {', '.join(_DTYPES)}")
     if quantization not in (None, *QUANTIZATIONS):
         raise LoadError(
-            f"{quantization=} is not supported; use one of {', '.join(QUANTIZATIONS)}, or None"
+            f"quantization={told(quantization)} is not supported; use one of "
+            f"{', '.join(QUANTIZATIONS)}, or None"
         )
     if source.startswith("random:"):
         for name, value in (("revision", revision), ("lora", lora)):
             if value is not None:
                 raise LoadError(
-                    f"{name}={value!r}: the weights of {source!r} are drawn; leave it out"
+                    f"{name}={told(value)}: the weights of {source!r} are drawn; leave it out"
                 )
         return _random(source, dtype, quantization)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first

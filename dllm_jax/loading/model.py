@@ -118,6 +118,11 @@ class Model(struct.PyTreeNode):
                 f"token_ids are {ids.shape[1]} tokens long; blocks of {self.routing_block} choose "
                 "their experts together, so give a multiple of that: fill up with the mask token"
             )
+        if self.arch.condition is not None and attention != "causal":
+            raise ValueError(
+                f"{attention=}: {self.defaults.family} decodes a canvas behind a cached text; only "
+                'its encoder has logits of whole texts: use attention="causal"'
+            )
         visible = reference.visibility(attention, ids.shape[1], size)
         mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
         return reference.dense_logits(self.params, self.config, ids, mask, self.arch)

@@ -5,17 +5,27 @@ The files of a hub id are fetched (`hub`). JAX is not imported.
 
 import os
 import re
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 
 from dllm_jax.loading import hub
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
+_MOST_MESSAGE = 800  # characters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class LoadError(ValueError):
-    """A source that names no model; the message says value, rule and remedy in one line."""
+    """A source that names no model; the message says value, rule and remedy in one line.
+
+    A longer one loses its middle: a name may have any length.
+    """
+
+    def __init__(self, message: str):
+        message, half = message.replace("\n", " "), _MOST_MESSAGE // 2
+        is_long = len(message) > _MOST_MESSAGE
+        super().__init__(f"{message[:half]} ... {message[-half:]}" if is_long else message)
 
 
 def builtin_names() -> list[str]:
@@ -33,7 +43,10 @@ def find_folder(source: str, revision: str | None = None) -> Path:
         raise LoadError(f"model {source!r} is empty; give a folder, a hub id or builtin:NAME")
     is_hub = _is_hub_id(source)
     if revision is not None and not is_hub:
-        raise LoadError(f"{revision=} applies to hub ids only, not to {source!r}; leave it out")
+        raise LoadError(
+            f"revision={reprlib.repr(revision)} applies to hub ids only, not to "
+            f"{source!r}; leave it out"
+        )
     if is_hub:
         return _fetched(hub.fetch_model, source, revision)
     if source.startswith("builtin:"):

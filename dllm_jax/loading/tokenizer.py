@@ -8,6 +8,7 @@ named but is none (SDAR's `<|MASK|>`), and to added tokens the next free ones.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -17,6 +18,11 @@ from dllm_jax.convert import tokenizer_files
 from dllm_jax.convert.small_files import MOST_TEMPLATE_BYTES, read_text
 from dllm_jax.convert.tokenizer_files import TokenizerParts
 
+MOST_GROWTH = 1000  # times the length of a text, before it is split into tokens or after
+# The most that one step of a `tokenizer.json` makes of a character; of others nothing is known to
+# grow. NFKC makes 18 of one.
+_GROWTHS = {"ByteLevel": 4, "Precompiled": 18, "NFD": 4, "NFKD": 18, "NFC": 3, "NFKC": 18}
+_EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 # The roles of every stock class; unset ones would get defaults.
 _ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -38,7 +44,9 @@ def read_tokenizer(folder: Path, mask_token_id: int | None = None) -> Any:
     with _without_advice():
         try:
             return _tokenizer(folder, mask_token_id)
-        except Exception as error:  # whatever the tokenizers library meets in a broken file
+        except _EXITS:
+            raise
+        except BaseException as error:  # whatever the tokenizers library meets in a broken file
             raise ValueError(
                 f"{folder}: the tokenizer cannot be read ({error}); download its files again"
             ) from error
@@ -53,7 +61,8 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
     Raises:
         ValueError: The text holds a lone surrogate, which UTF-8 cannot encode; the tokenizers
-            library gives no reason.
+            library gives no reason. Or that library gives up on the text, by a pattern of the
+            folder that backtracks without end, say.
     """
     try:
         text.encode()
@@ -64,7 +73,16 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
         ) from error
 
     def ids(special: bool) -> list[int]:
-        return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        try:
+            return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        except _EXITS:
+            raise
+        except BaseException as error:  # a panic of native code is no `Exception`
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ValueError(
+                f"the tokenizer cannot encode the text ({reason}); change the text, or use another "
+                "tokenizer.json"
+            ) from error
 
     bos = getattr(tokenizer, "bos_token_id", None)
     found = ids(special)
@@ -140,6 +158,12 @@ def _whole(folder: Path, parts: TokenizerParts) -> dict[str, Any]:
 
     path = folder / "tokenizer.json"
     content = tokenizer_files.read_json(path)
+    before = _growth(content.get("normalizer")) * _growth(content.get("pre_tokenizer"))
+    if max(before, _growth(content.get("decoder"))) > MOST_GROWTH:
+        raise ValueError(
+            f"tokenizer.json can make a text more than {MOST_GROWTH} times as long; its "
+            "normalizer, pre_tokenizer or decoder is not meant to be used"
+        )
     vocab = content["model"]["vocab"]
     stated = [token["id"] for token in content.get("added_tokens") or ()]
     stated = [i for i in stated if i in parts.added and parts.texts[i] not in vocab]
@@ -149,6 +173,25 @@ def _whole(folder: Path, parts: TokenizerParts) -> dict[str, Any]:
         return {"tokenizer_file": str(path)}
     vocab |= {parts.texts[i]: i for i in parts.added}
     return {"tokenizer_object": Tokenizer.from_str(json.dumps(content))}
+
+
+def _growth(step: Any) -> int:
+    """The most that a step of a `tokenizer.json`, or a sequence of steps, makes of a character."""
+    if not isinstance(step, dict):
+        return 1
+    parts = next((step[key] for key in _SEQUENCES if isinstance(step.get(key), list)), None)
+    if parts is not None:
+        return math.prod(map(_growth, parts))
+    kind, content = step.get("type"), step.get("content", step.get("prepend"))
+    if not isinstance(content, str):
+        return _GROWTHS.get(str(kind), 1)
+    pattern = tokenizer_files.json_object(step.get("pattern")).get("String")
+    if kind == "Replace" and isinstance(pattern, str) and pattern:
+        return max(1, -(-len(content) // len(pattern)))
+    return 1 + len(content)  # beside each character, or in the place of what a pattern finds
+
+
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 
 def _vocabulary(folder: Path) -> tuple[dict[str, int], Any]:

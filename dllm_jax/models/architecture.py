@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.models import dense, dflash, moe
+from dllm_jax.models import dense, dflash, gemma, moe
+from dllm_jax.models.view import View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,15 +19,16 @@ class Architecture:
         param_shapes: `(cfg, dtype) -> tree of ShapeDtypeStruct`.
         embed: `(params, cfg, ids) -> rows [..., D]`.
         trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
-            `takes_mode` it also takes `mode`, int32 [B], as a keyword, with `takes_live` `live`,
-            with `takes_ops` `ops`.
+            `takes_mode` it also takes `mode`, int32 [B] or [B T], as a keyword, with `takes_live`
+            `live`, with `takes_ops` `ops`.
         unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`; an `Unembed` says how
             it computes, so that tokens may be read off without logits in memory.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
             that caches keys and values of vectors it is given (a drafter); None where it has none.
-        layer_view: `(cfg, layer) -> (window, causal)`: restricts the mask of a layer to keys
-            fewer than `window` positions away (None: any), and to earlier ones if `causal`. None
-            where all layers share one mask.
+        layer_view: `(cfg, layer) -> View`: what a layer sees of the mask, and the scale of its
+            scores. None where all layers are alike.
+        condition: `(params, cfg, rows [..., D], expected [..., D]) -> rows` mixes embeddings with
+            what was expected of their cells. None: the network takes no `Conditioned` inputs.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
         takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations.
@@ -37,7 +39,8 @@ class Architecture:
     trunk: Callable[..., Any]
     unembed: Callable[..., Any]
     context_kv: Callable[..., Any] | None = None
-    layer_view: Callable[[Any, int], tuple[int | None, bool]] | None = None
+    layer_view: Callable[[Any, int], View] | None = None
+    condition: Callable[..., Any] | None = None
     takes_mode: bool = False
     takes_live: bool = False
     takes_ops: bool = False
@@ -70,9 +73,22 @@ DFLASH = Architecture(
     takes_ops=True,
 )
 
+GEMMA = Architecture(
+    param_shapes=gemma.param_shapes,
+    embed=gemma.embed,
+    trunk=gemma.trunk,
+    unembed=gemma.unembed,
+    layer_view=gemma.layer_view,
+    condition=gemma.condition,
+    takes_mode=True,
+    takes_live=True,
+)
+
 
 def arch_of(cfg: dense.DenseConfig) -> Architecture:
     """The network that a config describes."""
+    if isinstance(cfg, gemma.GemmaConfig):
+        return GEMMA
     if isinstance(cfg, dflash.DFlashConfig):
         return DFLASH
     return MOE if isinstance(cfg, moe.MoEConfig) else DENSE

@@ -96,6 +96,16 @@ class DenseConfig:
                 "check the checkpoint's config.json"
             )
 
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer and their size: what its keys and its values take in the cache."""
+        del layer
+        return self.num_kv_heads, self.head_dim
+
+    def reach(self, layer: int) -> int | None:
+        """Cached keys that a row of a layer reads at most; None: all."""
+        del layer
+        return None
+
 
 class LayerParams(TypedDict):
     """Weights of one layer, input axis first. `n = N // G`: query heads of one KV head."""
@@ -172,7 +182,7 @@ def init_params(key: PRNGKeyArray, cfg: DenseConfig, dtype: Any = jnp.bfloat16) 
 
 
 def random_params(key: PRNGKeyArray, shapes: Any) -> Any:
-    """Random weights for a tree of shapes: normal(0.02), unit norms."""
+    """Random weights for a tree of shapes: normal(0.02), unit norms and scales."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     made = [
         jnp.ones(s.shape, s.dtype)
@@ -184,8 +194,8 @@ def random_params(key: PRNGKeyArray, shapes: Any) -> Any:
 
 
 def is_norm(path: Any) -> bool:
-    """Whether the leaf at a key path of a parameter tree is the scale of a norm."""
-    return path[-1].key.endswith("norm")
+    """Whether the leaf at a key path of a parameter tree is a norm's scale, or another factor."""
+    return path[-1].key.endswith(("norm", "scale"))
 
 
 def embed(params: Any, cfg: DenseConfig, ids: Int[Array, "..."]) -> Float[Array, "... D"]:

@@ -18,6 +18,7 @@ from dllm_jax.models import dense
 from dllm_jax.models.dense import DenseConfig, leaf
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import rope_tables
+from dllm_jax.models.view import View
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +151,6 @@ def context_weights(params: Any) -> Float[Array, "D L G 2 H"]:
     return jnp.stack([layer["wqkv"][:, :, -2:] for layer in params["layers"]], axis=1)
 
 
-def layer_view(cfg: DFlashConfig, layer: int) -> tuple[int | None, bool]:
+def layer_view(cfg: DFlashConfig, layer: int) -> View:
     """How far a row of this layer sees, and whether in token order only."""
-    return cfg.windows[layer], cfg.causal[layer]
+    return View(window=cfg.windows[layer], in_order=cfg.causal[layer])

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dllm_jax.convert.config.canvas import diffusion_gemma, numbers
 from dllm_jax.convert.config.drafts import dflash
 from dllm_jax.convert.config.fields import ConfigError, Fields, Json, well_formed
 from dllm_jax.convert.config.parsers import PARSERS
@@ -25,10 +26,11 @@ from dllm_jax.models.family_table import (
     FamilyDefaults,
     family_named,
 )
+from dllm_jax.models.gemma import GemmaConfig
 from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig
 
-_PARSERS = {**PARSERS, "dflash": dflash}
+_PARSERS = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
 # Families whose model_type is also another's.
 _MODEL_TYPES = {"dream": "Dream", "dream_reasoner": "Dream", "stable_diffcoder": "llama"}
 
@@ -53,9 +55,9 @@ def parse_config(
 
     Args:
         config: The parsed file.
-        generation_config: The parsed `generation_config.json`, if the folder has one. Only its
-            ids are read. Its temperature belongs to another decoding loop; the table has the
-            card's.
+        generation_config: The parsed `generation_config.json`, if the folder has one. Its ids are
+            read, and DiffusionGemma's numbers of denoising. A temperature belongs to another
+            decoding loop; the table has the card's.
         tokenizer: The contents of the folder's tokenizer files.
         name: Name of the folder or repository; `-b32` in it states the native block size, other
             parts of it change defaults.
@@ -71,6 +73,8 @@ def parse_config(
     network = _PARSERS[family.dialect](fields, family.layers)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
     settings = settings_of(fields, family, network, name)
+    if family.dialect == "diffusion_gemma":
+        settings["numbers"] = numbers(generation, problems)
     cfg = None
     if not problems:
         try:
@@ -162,13 +166,15 @@ def defaults_from_json(mapping: Mapping[str, Any]) -> FamilyDefaults:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A JSON list as the tuple it was."""
-    return tuple(value) if isinstance(value, list) else value
+    """A JSON list as the tuple it was, and so the lists in it."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _config_class(family: Family) -> type[DenseConfig]:
     if family.dialect == "dflash":
         return DFlashConfig
+    if family.dialect == "diffusion_gemma":
+        return GemmaConfig
     return MoEConfig if family.dialect in ("qwen_moe", "llada2") else DenseConfig
 
 
@@ -201,11 +207,15 @@ def _tokens(
         }
         said = {i for value in pads for i in ids(value)}
         mask = mask_id(sources, rows, {*stops, *said}, problems, notes)
-    forbidden = {i for key in family.forbidden for i in ids(config.get(key)) if 0 <= i < rows}
+    forbidden, unread = (
+        {i for key in keys for i in ids(config.get(key)) if 0 <= i < rows}
+        for keys in (family.forbidden, family.unread)
+    )
     return {
         "mask_token_id": mask,
         "stop_token_ids": stops,
         "forbidden_token_ids": tuple(sorted(forbidden)),
+        "unread_token_ids": tuple(sorted(unread)),
         "pad_token_id": first_id(rows, (*pads, family.pad_token_id, *stops)),
         "vocab_limit": limit,
     }

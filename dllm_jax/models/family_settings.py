@@ -33,6 +33,8 @@ def settings_of(
         settings |= BLOCK_ROUTED
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
+    if "canvas_length" in network:
+        settings["block_size"] = network["canvas_length"]
     if "block_size" in network:  # a drafter's config has it
         settings["block_size"] = network["block_size"]
     hinted = _hinted(fields, family, settings["strategy"], name)

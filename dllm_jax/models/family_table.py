@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from dllm_jax.convert.config.parsers import Layers
 
 Attention = Literal["full", "causal", "block_causal", "d2f"]
-Dialect = Literal["hf", "qwen_moe", "llada", "llada2", "dflash"]
+Dialect = Literal["hf", "qwen_moe", "llada", "llada2", "dflash", "diffusion_gemma"]
 
 D2F_BLOCK = 32
 _PLAIN = Layers()
@@ -60,12 +60,16 @@ class FamilyDefaults(Decoding):
         stop_token_ids: Ids that end a text, ascending.
         forbidden_token_ids: Ids that only the family's own strategy may draw.
         vocab_limit: Rows of the vocabulary at or past this id belong to no token.
+        numbers: Fields of the family's own strategy that its files set, by name.
+        unread_token_ids: Ids that stand for images or sounds; a prompt with one is refused.
     """
 
     stop_token_ids: tuple[int, ...] = ()
     forbidden_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     vocab_limit: int
+    numbers: tuple[tuple[str, float], ...] = ()
+    unread_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.attention not in get_args(Attention):
@@ -105,6 +109,7 @@ class Family(Decoding):
         mask_token_id: None for a model without a mask token.
         mask_tokens: Texts of the mask in the vocabulary.
         forbidden: Entries of the config with ids that only the family's own strategy may draw.
+        unread: Entries with ids that stand for images or sounds, which no prompt may hold.
         trained_len: Longest texts of training, where the config states more.
         hints: Settings implied by the name.
     """
@@ -120,6 +125,7 @@ class Family(Decoding):
     stop_token_ids: tuple[int, ...]
     pad_token_id: int | None = None
     forbidden: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     trained_len: int | None = None
     hints: tuple[Hint, ...] = ()
 
@@ -302,6 +308,24 @@ FAMILIES = (
             Hint(pattern=r"LLaDA2\.1", strategy="edit"),
             Hint(pattern="DMax", strategy="dmax"),
         ),
+    ),
+    # google/diffusiongemma-26B-A4B-it. A canvas starts as random tokens: there is no mask. The
+    # schedule has temperatures of its own; a request's is a factor.
+    Family(
+        family="diffusion_gemma",
+        architecture="DiffusionGemmaForBlockDiffusion",
+        model_types=("diffusion_gemma",),
+        dialect="diffusion_gemma",
+        shift=False,
+        attention="causal",
+        strategy="diffusion_gemma",
+        block_size=256,
+        buffer_size=2,
+        temperature=1.0,
+        mask_token_id=None,
+        stop_token_ids=(1, 50, 106),  # <eos>, <|tool_response>, <turn|>
+        pad_token_id=0,
+        unread=("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id"),
     ),
     # Qwen/Qwen3-*, the autoregressive targets of drafters
     Family(

@@ -14,11 +14,17 @@ from jaxtyping import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Logits that are products with `weights`, times `scale`, then `cap * tanh(logits / cap)`."""
+    """Logits that are products with `weights`, times `scale`, then `cap * tanh(logits / cap)`.
+
+    Attributes:
+        embed_scale: The embedding of an id is its row of `weights` times this, in their type.
+            None: the weights are not the embedding's.
+    """
 
     weights: Float[Array, "V D"]
     scale: float = 1.0
     cap: float | None = None
+    embed_scale: float | None = None
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32."""

@@ -200,6 +200,52 @@ _ROUTED: Config = {  # LLaDA2.2
     "max_position_embeddings": 131072,
 }
 
+_DIFFUSION_GEMMA: Config = {
+    "architectures": ["DiffusionGemmaForBlockDiffusion"],
+    "model_type": "diffusion_gemma",
+    "canvas_length": 256,
+    "eos_token_id": [1, 106, 50],
+    "boi_token_id": 255999,
+    "eoi_token_id": 258882,
+    "image_token_id": 258880,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "diffusion_gemma_text",
+        "vocab_size": 262144,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "attention_bias": False,
+        "sliding_window": 1024,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": "vision",
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+}
+
 PUBLISHED: dict[str, Config] = {
     **dict.fromkeys(
         ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), _LLADA_8B
@@ -225,6 +271,7 @@ PUBLISHED: dict[str, Config] = {
     "inclusionAI/LLaDA2.1-flash": _llada2(flash=True),
     "inclusionAI/LLaDA2.2-mini": _llada2(**_ROUTED),
     "inclusionAI/LLaDA2.2-flash": _llada2(flash=True, **_ROUTED),
+    "google/diffusiongemma-26B-A4B-it": _DIFFUSION_GEMMA,
     "Zigeng/DMax-16B": _llada2(model_type="llada2_moe_veomni", max_position_embeddings=16384),
     "Qwen/Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.models.architecture import DENSE, Architecture
+from dllm_jax.models.view import View
 
 
 def attention(
@@ -17,14 +18,20 @@ def attention(
     k: Float[Array, "B U G H"],
     v: Float[Array, "B U G H"],
     visible: Bool[Array, "B T U"],
+    scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention under a mask, softmax in float32; a row that sees nothing gives 0."""
+    """Grouped-query attention under a mask, softmax in float32; a row that sees nothing gives 0.
+
+    `scale` is the factor of the scores; None: one over the root of the head size.
+    """
     B, T, N, H = q.shape
     G = k.shape[2]
     grouped = q.reshape(B, T, G, N // G, H)
     scores = jnp.einsum("btgnh,bugh->bgntu", grouped, k, preferred_element_type=jnp.float32)
     mask = visible[:, None, None]
-    scores = jnp.where(mask, scores * H**-0.5, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(
+        mask, scores * (H**-0.5 if scale is None else scale), jnp.finfo(jnp.float32).min
+    )
     weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0)
     out = jnp.einsum("bgntu,bugh->btgnh", weights.astype(v.dtype), v)
     return out.reshape(B, T, N, H)
@@ -39,10 +46,16 @@ def dense_logits(
 ) -> Float[Array, "B T V"]:
     """Raw logits of every row (row i belongs to input i) under any visibility, without a cache."""
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    x = arch.embed(params, cfg, token_ids)
-    hidden, _ = arch.trunk(
-        params, cfg, x, positions, lambda _, q, k, v: attention(q, k, v, visible)
-    )
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        view = View() if arch.layer_view is None else arch.layer_view(cfg, layer)
+        seen = visible
+        if view.window is not None:
+            apart = jnp.abs(positions[:, :, None] - positions[:, None])
+            seen = seen & (apart < view.window)
+        return attention(q, k, v, seen, view.scale)
+
+    hidden, _ = arch.trunk(params, cfg, arch.embed(params, cfg, token_ids), positions, attend)
     return arch.unembed(params, cfg, hidden)
 
 

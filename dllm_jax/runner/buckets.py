@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.strategies.core.needs import PromptMode
-from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs
+from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs, whole_knobs
 
 SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512)
 CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
@@ -51,8 +52,6 @@ def make_layout(
     S, W = strategy.block_size, strategy.block_size * strategy.buffer_size
     keeps = needs.boundary or cfg.shift or strategy.absorbs
     least = (S if needs.prompt.is_grid else 1) if keeps else 0
-    if needs.prompt.is_token_causal:
-        least = 1
     columns = -(-max(max_len + S, W) // config.page_size)
     _check(config, max_len, columns)
     on_cpu = is_on_cpu(model)
@@ -75,6 +74,8 @@ def make_layout(
         is_full=needs.prompt.is_full,
         is_token_causal=needs.prompt.is_token_causal,
         in_window=needs.prompt.in_window,
+        token_a_step=needs.token_a_step,
+        pins=needs.pins,
         compute_at_least=least,
         soft_commits=needs.soft_commits,
         starts_over=needs.starts_over,
@@ -83,8 +84,10 @@ def make_layout(
         vocab_size=cfg.vocab_size,
         mask_id=cfg.mask_token_id,
         stop_token_ids=tuple(model.defaults.stop_token_ids),
+        unread_token_ids=model.defaults.unread_token_ids,
         knobs=knob_ranges(strategy),
         knob_values={name: float(value) for name, value in knobs.items()},
+        whole_knobs=whole_knobs(strategy),
         slot_buckets=_buckets(slots, config.max_num_seqs),
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
         prefill_buckets=prefill,
@@ -154,11 +157,14 @@ def _check(config: EngineConfig, max_len: int, columns: int) -> None:
             continue
         wrong = [size for size in sizes if not isinstance(size, int) or size < 1]
         if wrong or not sizes:
-            raise ValueError(f"{name}={sizes!r} must be whole numbers >= 1; leave it out for some")
+            raise ValueError(
+                f"{name}={checks.told(sizes)} must be whole numbers >= 1; leave it out for some"
+            )
         if limit is not None and max(sizes) > limit:
             what = "max_num_seqs" if name == "slot_buckets" else "the pages of a whole text"
             raise ValueError(
-                f"{name}={sizes!r} holds {max(sizes)}, more than {what}, {limit}; leave it out"
+                f"{name}={checks.told(sizes)} holds {max(sizes)}, more than {what}, "
+                f"{limit}; leave it out"
             )
 
 

@@ -15,8 +15,12 @@ Pool = tuple[tuple[Array, Array], ...]
 
 def new_pool(cfg: Any, num_pages: int, page_size: int, dtype: Any) -> Pool:
     """An empty pool for every layer of a model; zeros, so that stale rows are finite."""
-    shape = (num_pages, cfg.num_kv_heads, page_size, cfg.head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
+
+    def empty(layer: int) -> Array:
+        heads, size = cfg.heads(layer)
+        return jnp.zeros((num_pages, heads, page_size, size), dtype)
+
+    return tuple((empty(i), empty(i)) for i in range(cfg.num_layers))
 
 
 def page_slots(

@@ -18,11 +18,19 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
-from dllm_jax.models.head import Unembed
+from dllm_jax.models.head import Head, Unembed
 from dllm_jax.runner.cache import page_slots, write_rows
+from dllm_jax.runner.expectation import read_expected
 from dllm_jax.runner.readout import read_soft, read_stats
 from dllm_jax.strategies.core import blocks
-from dllm_jax.strategies.core.protocol import Inputs, Soft, Taps, TokenMix, TokenStats
+from dllm_jax.strategies.core.protocol import (
+    Conditioned,
+    Inputs,
+    Soft,
+    Taps,
+    TokenMix,
+    TokenStats,
+)
 from dllm_jax.strategies.core.sampling import drawn_law
 from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
 
@@ -65,9 +73,9 @@ class ModelForward:
         inputs: Inputs | None = None,
         live: Bool[Array, "B K S"] | np.ndarray | None = None,
         visible: Bool[Array, "B K K"] | None = None,
-        causal: bool | Bool[Array, " B"] = False,
+        causal: bool | Bool[Array, " B"] | Bool[Array, "B K"] = False,
         context_len: Int[Array, " B"] | None = None,
-        mode: Int[Array, " B"] | int | None = None,
+        mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
         hidden_layers: tuple[int, ...] = (),
         width: int | None = None,
     ) -> "WindowOutput":
@@ -99,7 +107,7 @@ class ModelForward:
             live=edges,
             context_len=buffer.start if context_len is None else context_len,
             visible=visible,
-            causal=jnp.broadcast_to(jnp.asarray(causal), (B,)),
+            causal=_by_row_or_block(causal, B),
             block_size=S,
         )
         fresh: list[tuple[Array, Array]] = []
@@ -107,10 +115,11 @@ class ModelForward:
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             fresh.append((k, v))
             k_pages, v_pages = state.pools[self.pool][layer]
-            seen = mask
+            seen, scale = mask, None
             if arch.layer_view is not None:
-                window, in_order = arch.layer_view(self.model.config, layer)
-                seen = mask.replace(window=window, causal=mask.causal | in_order)
+                window, in_order, by_block, scale = arch.layer_view(self.model.config, layer)
+                causal = mask.causal | in_order
+                seen = mask.replace(window=window, causal=causal, by_block=by_block)
             return paged_attention(
                 q,
                 k,
@@ -119,13 +128,16 @@ class ModelForward:
                 v_pages,
                 state.page_table,
                 seen,
+                scale=scale,
                 implementation=self._implementation,
             )
 
-        x = _narrowed(self._embed_inputs(state, inputs), first, cell.shape[1])
+        x = self._embed_inputs(state, inputs, first, cell.shape[1])
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
-        mode = jnp.broadcast_to(jnp.asarray(0 if mode is None else mode), (B,))
+        mode = _by_row_or_block(0 if mode is None else mode, B)
+        if mode.ndim > 1:
+            mode = jnp.take_along_axis(mode, jnp.minimum(cell // S, K - 1), axis=1)
         more: dict[str, Any] = {"mode": mode} if arch.takes_mode else {}
         if arch.takes_live:
             more["live"] = _between(cell, edges)
@@ -165,6 +177,17 @@ class ModelForward:
             return unembed.head(params, cfg)
         return functools.partial(unembed, params, cfg)
 
+    @property
+    def tied_head(self) -> Head:
+        """The head, if its weights are the embedding's."""
+        head = self.unembed
+        if not isinstance(head, Head) or head.embed_scale is None:
+            raise ValueError(
+                f"model {self.pool!r} has a head that is not its embedding, of which predict reads "
+                "no expectation; use out.soft()"
+            )
+        return head
+
     def drawn_law(
         self, hidden: Float[Array, "B *X D"], sampling: Sampling
     ) -> Float[Array, "B *X V"]:
@@ -192,9 +215,18 @@ class ModelForward:
             never |= ids == token
         return never
 
-    def _embed_inputs(self, state: DecodeState, inputs: Any) -> Float[Array, "B W D"]:
+    def _embed_inputs(
+        self, state: DecodeState, inputs: Any, first: Int[Array, " B"] | int, size: int
+    ) -> Float[Array, "B T D"]:
+        """Input rows of the `size` cells from `first` on."""
         buffer = state.buffer
         B, K, S = buffer.tokens.shape
+
+        def narrow(cells: Array) -> Array:
+            return _narrowed(cells.reshape(B, K * S, *cells.shape[3:]), first, size)
+
+        if isinstance(inputs, Conditioned):
+            return self._conditioned(*map(narrow, (inputs.ids, inputs.expected, inputs.on)))
         if inputs is None:
             inputs = jnp.where(buffer.filled, buffer.tokens, max(self.mask_id, 0))
         if isinstance(inputs, TokenMix):
@@ -205,7 +237,20 @@ class ModelForward:
             rows = jnp.where(inputs.on[..., None], inputs.vectors.astype(hard.dtype), hard)
         else:
             rows = self.embed(jnp.asarray(inputs))
-        return rows.reshape(B, K * S, -1)
+        return narrow(rows)
+
+    def _conditioned(
+        self, ids: Int[Array, "B T"], expected: Float[Array, "B T D"], on: Bool[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        condition = self.model.arch.condition
+        if condition is None:
+            raise ValueError(
+                f"model {self.pool!r} takes no expectation beside a token; give it token inputs"
+            )
+        plain = self.embed(ids)
+        expected = expected.astype(plain.dtype)
+        mixed = condition(self.model.params, self.model.config, plain, expected)
+        return jnp.where(on[..., None], mixed, plain)
 
     def _mixture(self, mix: TokenMix) -> Float[Array, "B K S D"]:
         base, parts = self.embed(mix.base_ids), self.embed(mix.ids)
@@ -237,6 +282,12 @@ class ModelForward:
         vectors = _narrowed(vectors, first, positions.shape[1])
         fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
         return _window_output(self, state, tuple(fresh), live, vectors, (), first)
+
+
+def _by_row_or_block(value: Any, num_rows: int) -> Array:
+    """One value a row [B], or one for each of its blocks [B K]."""
+    value = jnp.asarray(value)
+    return value if value.ndim > 1 else jnp.broadcast_to(value, (num_rows,))
 
 
 def _narrowed_cells(
@@ -336,6 +387,7 @@ class WindowOutput(struct.PyTreeNode):
         num_top: int = 0,
         guide: tuple[Any, float] | None = None,
         width: int | None = None,
+        soft: bool = False,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
@@ -350,17 +402,30 @@ class WindowOutput(struct.PyTreeNode):
             flat = leaf.reshape(B, K * S, *leaf.shape[3:])
             return _narrowed(flat, first, T).reshape(B * T, *flat.shape[2:])
 
-        stats = read_stats(
-            self.forward.unembed,
-            read(self._aligned()),
-            greedy(B) if sampling is None else sampling,
-            None if keys is None else read(keys),
-            forbidden=self.forward.forbidden,
-            penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
-            confidence=confidence,
-            num_top=num_top,
-            guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
-        )
+        rows = read(self._aligned())
+        sampling = greedy(B) if sampling is None else sampling
+        keys = None if keys is None else read(keys)
+        forbidden = self.forward.forbidden
+        if soft:
+            if penalty is not None or guide is not None or confidence != "drawn" or num_top > 1:
+                raise ValueError(
+                    "soft=True reads the law drawn from and its likeliest token alone; leave "
+                    "penalty, guide, confidence and num_top above 1 out"
+                )
+            head = self.forward.tied_head
+            stats = read_expected(head, rows, sampling, keys, forbidden=forbidden, num_top=num_top)
+        else:
+            stats = read_stats(
+                self.forward.unembed,
+                rows,
+                sampling,
+                keys,
+                forbidden=forbidden,
+                penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+                confidence=confidence,
+                num_top=num_top,
+                guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+            )
 
         def as_cells(leaf: Array) -> Array:
             rows = leaf.reshape(B, T, *leaf.shape[1:])
@@ -371,6 +436,7 @@ class WindowOutput(struct.PyTreeNode):
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),
             entropy=jnp.where(where, stats.entropy, jnp.inf),
+            soft=jnp.where(where[..., None], stats.soft, 0.0) if soft else None,
         )
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:

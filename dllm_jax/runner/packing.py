@@ -106,8 +106,8 @@ def pack_request(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A placement as `request_fields` and `float_fields`."""
     given = np.full((window,), -1, np.int32)
-    first = placement.prompt_len  # the window begins with the prompt
-    given[first : first + len(placement.given)] = placement.given
+    first = len(placement.tail)  # the window begins with what of the prompt is not prefilled
+    given[first : first + len(placement.given)] = placement.given[: window - first]
     stop_ids = np.full((STOP_WIDTH,), -1, np.int32)
     stop_ids[: len(placement.stop_ids)] = placement.stop_ids
     ints = request_fields(window).pack(

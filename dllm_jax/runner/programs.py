@@ -82,8 +82,9 @@ class _Request(struct.PyTreeNode):
 
 
 def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
-    """Ids by cell of the window behind the prompt, -1 elsewhere."""
-    if not programs.strategy.needs.prompt.in_window:
+    """Ids by cell of the window that the request brings behind its prompt, -1 elsewhere."""
+    needs = programs.strategy.needs
+    if not (needs.prompt.in_window or needs.pins):
         return None
     return ints[None, packing.request_fields(programs.window).span("given")]
 
@@ -107,6 +108,7 @@ def _request(
             max_nfe=ints[words.span("max_nfe")],
             max_run=ints[words.span("max_run")],
             given=None if given is None else given >= 0,
+            given_behind=programs.strategy.needs.pins,
         ),
         knobs={name: floats[numbers.at("knobs") + i][None] for i, name in enumerate(knobs)},
         keys=key[None],

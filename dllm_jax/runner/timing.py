@@ -14,7 +14,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,11 +124,19 @@ def pass_work(
     logits, which are never written.
     """
     read, used = weights(params, cfg, rows * cells)
-    heads = cfg.num_layers * cfg.head_dim
-    cached = 2 * heads * cfg.num_kv_heads * context * rows
-    attention = 4 * heads * cfg.num_heads * (context + cells) * rows * cells
+    cached = attention = 0.0
+    for (heads, size), seen in layer_reads(cfg, context):
+        cached += 2 * heads * size * seen * rows
+        attention += 4 * size * cfg.num_heads * (seen + cells) * rows * cells
     size = params["embed"].dtype.itemsize
     return (read + reads * cached) * size, 2 * used * rows * cells + attention
+
+
+def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, int], float]]:
+    """For each layer its KV heads and their size, and how much of a context it reads."""
+    for i in range(cfg.num_layers):
+        reach = cfg.reach(i)
+        yield cfg.heads(i), context if reach is None else min(context, reach)
 
 
 def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:

@@ -76,7 +76,8 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
         Work("admit", lambda runner: runner.admit_call([(0, empty, False)])),
         Work("restore", lambda runner: runner.restore_call(0, empty, saved, ())),
     ]
-    if not layout.is_token_causal:  # whose prompts always leave a token to compute
+    # A prompt that sees tokens in order and keeps the row before it leaves a token to compute.
+    if not (layout.is_token_causal and layout.compute_at_least):
         work.append(Work("begin", lambda runner: runner.begin_call(0)))
     if layout.is_full:
         work.append(Work("copy", lambda runner: runner.copy_call(0, 0)))

@@ -3,12 +3,13 @@
 Nothing here waits or sends.
 """
 
+import functools
 import hashlib
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Facts, Frame, Usage
 
 # How the engine ends a text -> `finish_reason` and `stop_reason`, where it has none of its own.
@@ -23,7 +24,11 @@ _ENDS = {
 
 def fingerprint(version: str, facts: Facts) -> str:
     """`system_fingerprint`: answers under the same one come from the same settings."""
-    told = (version, facts.jax, facts.source, facts.strategy, facts.dtype)
+    return _digest(version, facts.jax, facts.source, facts.strategy, facts.dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def _digest(*told: str) -> str:
     return f"dllm-{hashlib.sha256(repr(told).encode()).hexdigest()[:10]}"
 
 
@@ -37,7 +42,7 @@ class Form:
 
     def __init__(self, is_chat: bool, model: str, system_fingerprint: str, num_prompt_tokens: int):
         self.is_chat = is_chat
-        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{random_id()[:24]}"
         self._num_prompt_tokens = num_prompt_tokens
         kind = "chat.completion" if is_chat else "text_completion"
         self._whole = {

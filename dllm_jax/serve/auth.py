@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 from dllm_jax.serve.refusals import Refusal
 
+# A header field of its own: Chromium reads the first scheme of a field alone.
+BASIC = 'Basic realm="dllm_jax"'
 OPEN_PATHS = frozenset({"/health", "/live"})
 
 
@@ -71,7 +73,7 @@ class Guard:
                 "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key",
                 status=401,
-                headers={"www-authenticate": 'Bearer, Basic realm="dllm_jax"'},
+                headers={"www-authenticate": "Bearer"},  # `Gate` adds BASIC
             )
 
     def _check_host(self, said: str) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dllm_jax.api.questions import Read
 from dllm_jax.engine.inbox import News
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.serve import pipe
@@ -36,12 +37,15 @@ class Served(NamedTuple):
 
     Attributes:
         make_request: From prompt ids and fields to the engine's `Request`.
+        read: Log-probabilities of the labels in texts, and the forwards that took; ValueError for
+            texts that cannot be read.
     """
 
     engine: Any
     facts: Facts
     tokenizer: Any
     make_request: Callable[[list[int], list[int] | None, dict[str, Any]], Request]
+    read: Callable[[list[Read]], tuple[list[list[list[float]]], int]]
 
 
 # Settings of the launch, and where to tell programs compiled of how many.
@@ -163,6 +167,8 @@ class Loop:
             for message in messages:
                 if isinstance(message, pipe.Add):
                     self._add(message)
+                elif isinstance(message, pipe.Ask):
+                    self._read(message)
                 elif isinstance(message, pipe.Abort):
                     self._abort(message.id)
             if not self._engine.has_work:
@@ -218,6 +224,15 @@ class Loop:
             return
         self._prompts[add.id] = names
         self._sender.send(pipe.Accepted(add.id))
+
+    def _read(self, ask: pipe.Ask) -> None:
+        """Answer between two steps."""
+        try:
+            found, nfe = self._served.read([Read(*fields) for fields in ask.reads])
+        except ValueError as error:
+            self._sender.send(pipe.Refused(ask.id, str(error), "questions", "invalid_value"))
+        else:
+            self._sender.send(pipe.Told(ask.id, found, nfe))
 
     def _abort(self, request_id: int) -> None:
         for name in self._prompts.pop(request_id, ()):
@@ -295,10 +310,12 @@ def facts_of(llm: Any) -> Facts:
     """What the front must know of an `LLM`."""
     import jax
 
+    from dllm_jax.api.decide import reading_of
     from dllm_jax.loading.model import Model
 
     model: Model = llm.model
     strategy, layout, usual = llm.strategy, llm.engine.layout, llm.default_params
+    how = reading_of(model)
     folder = None if model.tokenizer_source is None else str(model.tokenizer_source.folder)
     leaves = jax.tree.leaves(model.params)
     return Facts(
@@ -325,6 +342,10 @@ def facts_of(llm: Any) -> Facts:
         drafts=_name(strategy) == "dflash",
         temperature=usual.temperature,
         top_p=usual.top_p,
+        attention=how.attention,
+        shift=how.shift,
+        answer_end=how.end_token_id,
+        routing_block=how.multiple,
     )
 
 

@@ -132,6 +132,7 @@ class EngineClient:
         self._launch, self._on_counts = launch, on_counts
         self._restarts_left = max_restarts
         self._boxes: dict[int, Mailbox] = {}
+        self._asked: dict[int, asyncio.Future[pipe.Told]] = {}
         self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -159,12 +160,12 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Texts that have not ended."""
-        return sum(box.num_open for box in self._boxes.values())
+        return sum(box.num_open for box in self._boxes.values()) + len(self._asked)
 
     @property
     def has_open(self) -> bool:
         """Whether a request has not been released by its reader."""
-        return bool(self._boxes)
+        return bool(self._boxes or self._asked)
 
     @property
     def pid(self) -> int | None:
@@ -213,6 +214,23 @@ class EngineClient:
             raise
         return box
 
+    async def ask(self, texts: list[Any]) -> pipe.Told:
+        """Have texts (`api.questions.Read`) read in one forward.
+
+        Raises:
+            Refusal: They cannot be read.
+            EngineGone: The engine ended first.
+        """
+        number = next(self._ids)
+        reads = [(text.ids, text.prompt_len, text.rows, text.labels) for text in texts]
+        self._send(pipe.Ask(number, reads))
+        answer = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            return await answer
+        finally:
+            del self._asked[number]
+
     def release(self, box: Mailbox) -> None:
         """Forget a request; what of it runs is aborted."""
         if self._boxes.pop(box.id, None) is not None and not box.is_over:
@@ -223,6 +241,9 @@ class EngineClient:
         """Tell every reader that its request ends here."""
         for box in list(self._boxes.values()):
             box.fail(reason)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineGone(reason))
 
     async def close(self) -> None:
         """End the engine process: it is not waited for."""
@@ -279,9 +300,14 @@ class EngineClient:
             if (box := self._boxes.get(message.id)) is not None and not box.accepted.done():
                 box.accepted.set_result(None)
         elif isinstance(message, pipe.Refused):
+            error = Refusal(message.message, param=message.param, code=message.code)
             if (box := self._boxes.get(message.id)) is not None and not box.accepted.done():
-                error = Refusal(message.message, param=message.param, code=message.code)
                 box.accepted.set_exception(error)
+            if (asked := self._asked.get(message.id)) is not None and not asked.done():
+                asked.set_exception(error)
+        elif isinstance(message, pipe.Told):
+            if (asked := self._asked.get(message.id)) is not None and not asked.done():
+                asked.set_result(message)
         elif isinstance(message, pipe.Progress):
             self.progress = message.done, message.of
         elif isinstance(message, pipe.Ready):

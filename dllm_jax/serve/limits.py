@@ -93,6 +93,18 @@ class Admission:
         self._mean_s += _SMOOTHING * (seconds - self._mean_s)
 
 
+_CLOSE = {"connection": "close"}
+
+
+def _too_large(most: int) -> Refusal:
+    return Refusal(
+        f"the body is over {most} bytes; send less at once",
+        code="request_too_large",
+        status=413,
+        headers=_CLOSE,
+    )
+
+
 async def read_body(
     receive: Callable[[], Awaitable[Any]], headers: dict[str, str], most: int
 ) -> bytes:
@@ -102,16 +114,9 @@ async def read_body(
         Refusal: It is too large, or does not arrive in time.
         ConnectionError: The client left.
     """
-    close = {"connection": "close"}
-    too_large = Refusal(
-        f"the body is over {most} bytes; send less at once",
-        code="request_too_large",
-        status=413,
-        headers=close,
-    )
     declared = headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > DISCARDED_BYTES:
-        raise too_large
+        raise _too_large(most)
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -122,7 +127,7 @@ async def read_body(
                 part = message.get("body", b"")
                 size += len(part)
                 if size > DISCARDED_BYTES:
-                    raise too_large
+                    raise _too_large(most)
                 if size <= most:
                     parts.append(part)
                 if not message.get("more_body"):
@@ -132,8 +137,8 @@ async def read_body(
             f"the body did not arrive within {BODY_SECONDS:g} s; send it again",
             code="request_timeout",
             status=408,
-            headers=close,
+            headers=_CLOSE,
         ) from None
     if size > most:
-        raise too_large
+        raise _too_large(most)
     return b"".join(parts)

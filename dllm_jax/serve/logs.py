@@ -1,10 +1,11 @@
 """One line for each finished request: JSON, or the same fields as text. No prompt, no answer."""
 
-import datetime
+import functools
+import random
 import re
 import sys
+import time
 import traceback
-import uuid
 from typing import Any, TextIO
 
 import msgspec
@@ -16,13 +17,23 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 def request_id(headers: dict[str, str]) -> str:
     """The caller's `X-Request-Id` if it is harmless, else a new one."""
     said = headers.get("x-request-id", "")
-    return said if _REQUEST_ID.fullmatch(said) else uuid.uuid4().hex
+    return said if said and _REQUEST_ID.fullmatch(said) else random_id()
+
+
+def random_id() -> str:
+    """32 hexadecimal digits; not secret. `os.urandom` costs more than a log line."""
+    return f"{random.getrandbits(128):032x}"
 
 
 def traceparent(headers: dict[str, str]) -> str | None:
     """The caller's `traceparent` if it is one."""
     said = headers.get("traceparent", "")
-    return said if _TRACEPARENT.fullmatch(said) else None
+    return said if said and _TRACEPARENT.fullmatch(said) else None
+
+
+@functools.lru_cache(maxsize=2)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 class Log:
@@ -39,7 +50,8 @@ class Log:
         """Write a line; fields that are None are left out."""
         if self._form == "none" and level == "info":
             return
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
+        now = f"{_second(seconds)}.{milliseconds:03}Z"
         said = {key: value for key, value in fields.items() if value is not None}
         record = {"ts": now, "level": level, "event": event, **said}
         if self._form == "json":
@@ -47,7 +59,9 @@ class Log:
         else:
             pairs = " ".join(f"{key}={value}" for key, value in said.items())
             text = f"{now[11:23]} {event} {pairs}"
-        print(text, file=self._to or sys.stderr, flush=True)
+        to = self._to or sys.stderr
+        to.write(f"{text}\n")
+        to.flush()
 
     def error(self, error: BaseException, request_id: str) -> None:
         """Say where an error was raised; its message may hold a prompt, so only its type."""

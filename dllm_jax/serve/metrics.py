@@ -44,6 +44,8 @@ HELP = {
     "dllm_engine_restarts_total": "Engine processes that were replaced.",
     "dllm_request_success_total": "Texts that ended, by reason.",
     "dllm_http_requests_total": "Answers by route and status.",
+    "dllm_decisions_total": "Questions answered by /v1/decisions.",
+    "dllm_decision_forwards_total": "Forwards that answered them.",
     "dllm_disconnects_total": "Clients that left before their answer ended.",
     "dllm_denoise_frames_total": "Denoise frames by fate.",
     "dllm_time_to_first_block_seconds": "From acceptance to the first committed block.",
@@ -126,7 +128,13 @@ class Metrics:
             self.count("dllm_request_success_total", 0, finish_reason=reason)
         for fate in ("sent", "merged"):
             self.count("dllm_denoise_frames_total", 0, fate=fate)
-        for name in ("disconnects", "engine_failures", "engine_restarts"):
+        for name in (
+            "decisions",
+            "decision_forwards",
+            "disconnects",
+            "engine_failures",
+            "engine_restarts",
+        ):
             self.count(f"dllm_{name}_total", 0)
 
     def count(self, name: str, more: int = 1, **labels: str) -> None:

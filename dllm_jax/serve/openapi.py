@@ -30,9 +30,11 @@ _ERRORS = {
     401: "The API key is missing or wrong",
     403: "The Host header is not allowed without a key",
     404: "No such model",
+    405: "The method is not allowed here",
     408: "The body did not arrive in time",
     413: "The body is too large",
     415: "The body is not JSON",
+    431: "The headers are over 64 KiB",
     429: "Too many wait; see Retry-After",
     500: "A failure of the server",
     503: "Starting, draining or failed; see Retry-After",
@@ -40,11 +42,13 @@ _ERRORS = {
 _BODIES = {
     "/v1/completions": (wire.Completion, "Continue prompts, or fill in before a suffix"),
     "/v1/chat/completions": (wire.Chat, "Answer a conversation"),
+    "/v1/decisions": (wire.Decisions, "Probabilities of the answers to typed questions"),
     "/tokenize": (wire.Tokenize, "Token ids of a prompt or a conversation"),
     "/detokenize": (wire.Detokenize, "The text of token ids"),
 }
 _READS = {
     "/v1/models": "The model, its strategy and its thresholds with their ranges",
+    "/v1/models/{model}": "The model of that name",
     "/tokenizer_info": "Special tokens and chat template",
     "/health": "State of the server: starting, ready, draining or failed",
     "/live": "Whether the process should go on",
@@ -77,10 +81,13 @@ def document(version: str) -> dict[str, Any]:
         }
     for path, summary in _READS.items():
         kind = "text/plain" if path == "/metrics" else "application/json"
-        statuses = (503,) if path in _OPEN else (401, 403, 404, 500, 503)
+        statuses = (503,) if path in _OPEN else (400, 401, 403, 404, 405, 431, 500, 503)
         answers = {"200": {"description": "The answer", "content": {kind: {"schema": {}}}}}
         answers |= _error_answers(statuses, {} if path in _OPEN else None)
         paths[path] = {"get": {"summary": summary, "responses": answers}}
+        if "{model}" in path:
+            name = {"name": "model", "in": "path", "required": True, "schema": _STRING}
+            paths[path]["get"]["parameters"] = [name]
     keys = {"Bearer": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

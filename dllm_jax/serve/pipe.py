@@ -49,6 +49,13 @@ class Add(Message):
     priority: int
 
 
+class Ask(Message):
+    """Texts to read in one forward; `reads` are fields of `api.questions.Read`, in their order."""
+
+    id: int
+    reads: list[tuple[list[int], int, list[int], list[list[int]]]]
+
+
 class Abort(Message):
     """End a request; nothing more is said of it."""
 
@@ -74,6 +81,8 @@ class Facts(msgspec.Struct):
         infill: `suffix` can be filled in.
         causal: Decoded token by token: no forward is a denoising step.
         temperature, top_p: Of requests that name none.
+        attention, shift, answer_end, routing_block: How questions are laid out
+            (`api.questions.Reading`).
     """
 
     source: str
@@ -94,6 +103,10 @@ class Facts(msgspec.Struct):
     drafts: bool = False
     temperature: float = 0.0
     top_p: float | None = None
+    attention: str = "block_causal"
+    shift: bool = False
+    answer_end: int | None = None
+    routing_block: int = 1
 
 
 class Ready(Message):
@@ -109,12 +122,20 @@ class Accepted(Message):
 
 
 class Refused(Message):
-    """None of them is; the engine is as before."""
+    """None of them is, or an `Ask` is not answered; the engine is as before."""
 
     id: int
     message: str
     param: str | None
     code: str
+
+
+class Told(Message):
+    """Log-probabilities of each text, row and label of an `Ask`, and the forwards it took."""
+
+    id: int
+    log_probabilities: list[list[list[float]]]
+    nfe: int
 
 
 class Usage(msgspec.Struct, array_like=True):
@@ -212,8 +233,8 @@ class Failed(Message):
     usage: bool = False
 
 
-ToEngine = Launch | Add | Abort
-FromEngine = Progress | Ready | Accepted | Refused | Moved | Failed
+ToEngine = Launch | Add | Ask | Abort
+FromEngine = Progress | Ready | Accepted | Refused | Told | Moved | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -8,19 +8,19 @@ The first SIGTERM or Ctrl-C drains: new requests are refused, running ones go on
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Generator
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dllm_jax.serve import limits
-from dllm_jax.serve.app import Config, Service
+from dllm_jax.serve.app import application
 from dllm_jax.serve.client import EngineClient
+from dllm_jax.serve.protocol import limited
+from dllm_jax.serve.service import Config, Service
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 FLUSH_SECONDS = 1.0  # for error events and a last /health to get out
@@ -59,13 +59,14 @@ def run(config: Config, sock: socket.socket) -> int:
 
 
 async def _run(config: Config, sock: socket.socket) -> int:
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Gate` answers and logs
     service = Service(config)
     engine, stop = service.engine, _Stop(service.engine)
     engine.start()
     server = _Server(
         uvicorn.Config(
-            service.app,
-            http=_protocol(config.limits.max_connections),
+            application(service),
+            http=limited(config.limits.max_connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -73,7 +74,6 @@ async def _run(config: Config, sock: socket.socket) -> int:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=limits.MAX_HEADER_BYTES,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -95,6 +95,8 @@ async def _until_over(service: Service, stop: "_Stop") -> int:
     while not (stop.number or engine.over.is_set()):
         if not was_ready and engine.state == "ready":
             was_ready = True
+            gc.collect()  # the tokenizer has brought many objects: none of them is ever garbage
+            gc.freeze()
             service.log.line("ready", model=service.config.model)
         await _either(engine.over, stop.first, None if was_ready else _POLL_S)
     if engine.over.is_set():
@@ -144,18 +146,6 @@ class _Stop:
             os._exit(SIGNALLED + number)
         self.number = number
         self.first.set()
-
-
-def _protocol(max_connections: int) -> Any:
-    class Limited(H11Protocol):
-        """Closes connections over the limit at once."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > max_connections:
-                transport.abort()
-
-    return Limited
 
 
 def _url(config: Config, sock: socket.socket) -> str:

@@ -100,6 +100,52 @@ class Detokenize(Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
+class Option(Struct, forbid_unknown_fields=True):
+    """A value of a choice."""
+
+    value: str | bool
+    description: str | None = None
+
+
+class Level(Struct, forbid_unknown_fields=True):
+    """A level of a score."""
+
+    label: str
+    description: str | None = None
+
+
+class Predicate(Struct, forbid_unknown_fields=True, kw_only=True, tag="predicate"):
+    """Whether something is so."""
+
+    instructions: str
+    name: str | None = None
+
+
+class ChoiceOf(Struct, forbid_unknown_fields=True, kw_only=True, tag="choice"):
+    """Which one of several."""
+
+    instructions: str
+    choices: Annotated[list[Option], Meta(min_length=2, max_length=26)]
+    name: str | None = None
+
+
+class Score(Struct, forbid_unknown_fields=True, kw_only=True, tag="score"):
+    """How much, by levels in ascending order."""
+
+    instructions: str
+    levels: Annotated[list[Level], Meta(min_length=2, max_length=26)]
+    name: str | None = None
+
+
+class Decisions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/decisions`."""
+
+    input: str | Annotated[list[Turn], Meta(min_length=1)]
+    questions: Annotated[list[Predicate | ChoiceOf | Score], Meta(min_length=1, max_length=64)]
+    model: str | None = None
+    joint: bool | None = None
+
+
 class _Any:
     """A field that changes nothing, whatever its value."""
 

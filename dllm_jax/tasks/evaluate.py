@@ -108,8 +108,9 @@ def sweep(
         tokenizer: Decodes the texts in place of the model's.
         draft: The model that the strategy drafts with.
         is_right: Judges a text of a problem.
-        batch_size: Rows decoded together; the last batch is padded with rows that are dropped.
-        is_timed: Decode the first batch once more, before the clock starts, to compile.
+        batch_size: Most rows decoded together; the last of several batches is padded with rows
+            that are dropped.
+        is_timed: Take one step of the first batch before the clock starts, to compile.
         progress: Called with the number of rows done, after each batch.
     """
     ids = encode(model, problems) if prompts is None else prompts
@@ -118,6 +119,7 @@ def sweep(
     for i, row in enumerate(ids):
         padded[i, : len(row)] = row
     total = len(settings) * len(ids)
+    batch_size = min(batch_size, total)
     values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
     parts = []
     for first in range(0, total, batch_size):
@@ -133,7 +135,7 @@ def sweep(
             draft=draft,
         )
         if first == 0 and is_timed:
-            _finish(model, session())
+            _finish(model, session(max_nfe=1))
         began = time.perf_counter()
         part = _finish(model, session())
         count = min(batch_size, total - first)

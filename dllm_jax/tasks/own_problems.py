@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from dllm_jax.convert.small_files import read_text
 from dllm_jax.tasks.problems import Problem
 
 SCORERS = ("exact", "numeric", "regex:PATTERN")
@@ -20,7 +21,7 @@ def read_problems(path: str) -> list[Problem]:
         OSError: The file cannot be read.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
         if not line.strip():
             continue
         try:

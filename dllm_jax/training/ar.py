@@ -110,7 +110,9 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
     def score(params: Any, rows: NamedSharding) -> list[dict]:
         del rows  # decodes on one device, in seconds
         model = rounded(params, config.model, config.compute_dtype)
-        return scoring.score_tokens(model, tokenizer, num_problems=config.eval_problems)
+        return scoring.score_tokens(
+            model, tokenizer, num_problems=config.eval_problems, family=config.data.family
+        )
 
     task = loop.Task(
         init=lambda key: dense.init_params(key, config.model, jnp.float32),

@@ -1,8 +1,10 @@
 """A whole run: its config from options, training, scores, curves and a Hugging Face folder."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from dllm_jax.training import (
@@ -30,21 +32,33 @@ FINAL_SETTINGS = (
     (1, 1.0, 32),  # one token a forward
 )
 FINAL_PROBLEMS = 2048  # a half, when the run is complete
-_FIELDS = {"steps": "num_steps", "layers": "num_layers"}  # options whose fields have other names
+_FIELDS = {
+    "steps": "num_steps",
+    "layers": "num_layers",
+    "dtype": "compute_dtype",
+}  # options whose fields have other names
 _SHAPE = ("num_layers", "hidden_size", "ffn_size")
 
 
-def main(kind: str, out: str, given: dict[str, Any]) -> None:
+def main(
+    kind: str,
+    out: str,
+    given: dict[str, Any],
+    *,
+    held: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> None:
     """Train or continue; once the run is complete, score it and write its model.
 
     Args:
         kind: One of `KINDS`.
         out: The run's folder.
         given: Options by the names of their flags without dashes; the recipe sets the others.
+        held: As `loop.run` takes it.
     """
     given = dict(given)
     num_problems = given.pop("final_problems", FINAL_PROBLEMS)
     how = {"max_seconds": given.pop("max_seconds", None), "num_workers": given.pop("workers", 2)}
+    how["held"] = held
     folder, config = pathlib.Path(out), make_config(kind, given)
     train = {"sdar": sdar.train, "ar": ar.train, "dflash": dflash.train}[kind]
     run = train(config, folder, **how)
@@ -63,8 +77,11 @@ def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
     fields = {_FIELDS.get(name, name): value for name, value in given.items()}
     if kind != "dflash":
         shape = {name: fields.pop(name) for name in _SHAPE if name in fields}
-        rows = {name: fields[name] for name in ("seed", "batch_size") if name in fields}
-        fields.pop("batch_size", None)
+        rows = {name: fields[name] for name in ("seed", "batch_size", "family") if name in fields}
+        if (longest := fields.pop("row_tokens", None)) is not None:
+            rows |= {"lengths": (longest, longest), "room": 1, "example_share": 0.0}
+        for name in ("batch_size", "family"):
+            fields.pop(name, None)
         fields["model"] = dataclasses.replace(recipe.model, **shape)
         fields["data"] = dataclasses.replace(recipe.data, **rows)
     return dataclasses.replace(recipe, **fields)
@@ -74,7 +91,9 @@ def _finish_ar(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems
     folder = out / "model"
     export.save_causal(run["params"], config.model, run["tokenizer"], folder)
     model = export.rounded(run["params"], config.model, config.compute_dtype)
-    results = scoring.score_tokens(model, run["tokenizer"], num_problems=num_problems)
+    results = scoring.score_tokens(
+        model, run["tokenizer"], num_problems=num_problems, family=config.data.family
+    )
     _report(results, out)
     cards.write_causal(run, config, folder, results, out / "curves.png")
 
@@ -104,7 +123,7 @@ def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_proble
     export.save_folder(run, config, out / "model", curves=out / "curves.png")
     model = export.rounded(run["params"], config.model, config.compute_dtype, "sdar")
     results = []
-    for half in ("plain", "hard"):
+    for half in scoring.halves_of(config.data.family):
         for buffer, threshold, block_size in FINAL_SETTINGS:
             result = scoring.score_blocks(
                 model,
@@ -114,12 +133,14 @@ def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_proble
                 buffer=buffer,
                 threshold=threshold,
                 block_size=block_size,
+                family=config.data.family,
             )
             results.append(result)
             print(
-                f"{half} block {block_size} buffer {buffer} threshold {threshold}: "
-                f"{100 * result['exact']:.2f} % exact, {result['tokens_per_forward']:.2f} tokens "
-                f"per forward, {result['denoise_per_block']:.2f} denoise forwards a block"
+                f"{config.data.family or half} block {block_size} buffer {buffer} "
+                f"threshold {threshold}: {100 * result['exact']:.2f} % exact, "
+                f"{result['tokens_per_forward']:.2f} tokens per forward, "
+                f"{result['denoise_per_block']:.2f} denoise forwards a block"
             )
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     cards.write_blocks(run, config, out / "model", results)

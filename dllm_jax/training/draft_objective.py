@@ -68,7 +68,7 @@ def visible(
 ) -> Bool[Array, "B NS T+NS"]:
     """What a layer's block rows see of (context, all blocks): what `dflash` drafts with sees."""
     B, N = anchors.shape
-    S, reach, causal = cfg.block_size, *dflash.layer_view(cfg, layer)
+    S, reach, causal = cfg.block_size, cfg.windows[layer], cfg.causal[layer]
     cell = jnp.arange(N * S)
     row = (anchors[:, :, None] + jnp.arange(S)[None, None]).reshape(B, N * S, 1)
     first = jnp.repeat(anchors, S, axis=1)[:, :, None]

@@ -115,15 +115,18 @@ def run(
     max_seconds: float | None = None,
     num_workers: int = 2,
     say: Callable[[str], None] = print,
+    held: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Train, or continue the run in `out_dir`, to its end or for `max_seconds`.
 
-    Writes `checkpoints/` and `metrics.jsonl` under `out_dir`.
+    Writes `checkpoints/` and `metrics.jsonl` under `out_dir`. A KeyboardInterrupt leaves a
+    checkpoint of the last whole step.
 
     Args:
         out_dir: A folder that `run_folder.claim` gave to this run.
         max_seconds: Stop cleanly, with a checkpoint, after this long in this call.
         num_workers: Processes that make data; 0 makes it in this process.
+        held: Delays signals: inside its context none is raised, at its end one that came is.
 
     Returns:
         `params` (float32, on the host), `step`, `seconds`, `done` (the run is complete) and the
@@ -131,6 +134,7 @@ def run(
 
     Raises:
         FloatingPointError: If the loss is no number any more.
+        OSError: A checkpoint cannot be written.
     """
     clock = run_log.Clock(config.num_steps, config.budget_seconds)
     init, step = make_step(config, task)
@@ -152,24 +156,31 @@ def run(
             say(f"resumed at step {clock.step}, {clock.seconds_before:.0f} s")
         log = run_log.Log(file, say, clock)
         part, saved_at = math.floor(clock.progress() * config.evals), clock.seconds()
-        with contextlib.closing(task.batches(clock.step, num_workers)) as feed:
-            while clock.progress() < 1.0 and not clock.is_over(max_seconds):
-                batch = jax.device_put(next(feed), rows)
-                factor = learning_rate_factor(config, clock.progress())
-                if config.budget_seconds is not None:  # compiling may have taken the warm-up
-                    factor = min(factor, (clock.step + 1) / _FIRST_STEPS)
-                factor = np.float32(factor)
-                state, metrics = run_step(state, frozen, batch, factor)
-                clock.step += 1
-                log.add(metrics, float(factor), clock.step % config.log_every == 0)
-                if math.floor(clock.progress() * config.evals) > part:
-                    part = math.floor(clock.progress() * config.evals)
-                    log.write_scores(task.score(state.params, rows))
-                if clock.seconds() - saved_at > config.checkpoint_seconds:
-                    save(saver, state, clock.seconds())
-                    saved_at = clock.seconds()
-        if saver.latest_step() != clock.step:
-            save(saver, state, clock.seconds())
+        try:
+            with contextlib.closing(task.batches(clock.step, num_workers)) as feed:
+                while clock.progress() < 1.0 and not clock.is_over(max_seconds):
+                    batch = jax.device_put(next(feed), rows)
+                    factor = learning_rate_factor(config, clock.progress())
+                    if config.budget_seconds is not None:  # compiling may have taken the warm-up
+                        factor = min(factor, (clock.step + 1) / _FIRST_STEPS)
+                    factor = np.float32(factor)
+                    with held():  # a step donates the state before it
+                        state, metrics = run_step(state, frozen, batch, factor)
+                        clock.step += 1
+                        log.add(metrics, float(factor), clock.step % config.log_every == 0)
+                        if clock.seconds() - saved_at > config.checkpoint_seconds:
+                            save(saver, state, clock.seconds())
+                            saved_at = clock.seconds()
+                    if math.floor(clock.progress() * config.evals) > part:
+                        part = math.floor(clock.progress() * config.evals)
+                        log.write_scores(task.score(state.params, rows))
+        except KeyboardInterrupt:
+            # Without `held` it may have come inside a step.
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+                with held():
+                    _save_last(saver, state, clock)
+            raise
+        _save_last(saver, state, clock)
     return {
         "params": jax.device_get(state.params),
         "step": clock.step,
@@ -177,6 +188,12 @@ def run(
         "done": clock.progress() >= 1.0,
         "metrics": log.last,
     }
+
+
+def _save_last(saver: ocp.CheckpointManager, state: TrainState, clock: run_log.Clock) -> None:
+    """Write a checkpoint unless the newest one is of this step."""
+    if int(state.step) != saver.latest_step():
+        save(saver, state, clock.seconds())
 
 
 def _norm(tree: Any) -> Array:

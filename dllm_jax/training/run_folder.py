@@ -52,6 +52,15 @@ def check(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
     return path
 
 
+def latest_step(folder: str | os.PathLike[str]) -> int | None:
+    """The step of the newest checkpoint in the folder of a run; None if it holds none."""
+    try:
+        names = os.listdir(pathlib.Path(folder) / "checkpoints")
+    except OSError:
+        return None
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
 def _text(config: Any) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 

@@ -34,12 +34,14 @@ class Clock:
 
 
 def figures(of: dict) -> str:
-    """Names and values on one line, those with parts of their own left out."""
+    """Names and values on one line, in columns; those with parts of their own are left out."""
     shown = {name: value for name, value in of.items() if not isinstance(value, dict | list)}
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+    return "  ".join(
+        f"{name.replace('_', ' ')} {value:<9.4g}"
+        if isinstance(value, float)
+        else f"{name.replace('_', ' ')} {value!s:<5}"
         for name, value in shown.items()
-    )
+    ).rstrip()
 
 
 class Log:
@@ -66,8 +68,8 @@ class Log:
         line = {"step": step, "seconds": self._clock.seconds(), "progress": self._clock.progress()}
         self._write(line | self.last | {"lr_factor": factor, "steps_per_second": speed})
         self._say(
-            f"step {step} {100 * self._clock.progress():.1f} % {figures(self.last)}, "
-            f"{speed:.1f} steps/s"
+            f"step {step:<6} {100 * self._clock.progress():5.1f} %  {speed:6.1f} steps/s  "
+            f"{figures(self.last)}"
         )
         if not math.isfinite(self.last["loss"]):
             raise FloatingPointError(f"loss={self.last['loss']} at {step=}; lower the rates")

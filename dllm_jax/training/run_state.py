@@ -1,5 +1,8 @@
 """The state of a run at one step, and its checkpoints."""
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,12 +23,37 @@ class TrainState(struct.PyTreeNode):
 
 
 def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> None:
-    """Write a checkpoint and wait for it; `seconds` is how long the run has lasted."""
+    """Write a checkpoint and wait for it; `seconds` is how long the run has lasted.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk.
+    """
     # Optimiser states hold empty nodes that a stored tree cannot name, so leaves are numbered.
     leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state.optimizer))}
     tree = {"params": state.params, "optimizer": leaves, "seconds": np.float64(seconds)}
-    saver.save(int(state.step), args=ocp.args.StandardSave(tree))
-    saver.wait_until_finished()
+    step = int(state.step)
+    try:
+        with _quiet():
+            saver.save(step, args=ocp.args.StandardSave(tree))
+            saver.wait_until_finished()
+    except Exception as error:  # a page of Orbax, of several types
+        full = "No space left on device" in str(error)
+        reason = "the disk is full" if full else f"{error!s:.200}".splitlines()[0]
+        raise OSError(
+            f"checkpoint of step {step} cannot be written to {saver.directory} ({reason}); "
+            "make room, and the same command continues from the checkpoint before"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax logs the traceback of a failed write before it raises; the caller says it in a line."""
+    log = logging.getLogger("absl")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def restore(

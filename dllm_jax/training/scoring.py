@@ -20,6 +20,11 @@ SEED = 2026  # of the held-out problems
 BATCH_SIZE = 1024
 
 
+def halves_of(family: str | None) -> tuple[str, ...]:
+    """The halves to score: both, or that of the only family."""
+    return tuple(problems.HALVES) if family is None else (problems.half_of(family),)
+
+
 def score_blocks(
     model: Model,
     tokenizer: tokenizers.Tokenizer,
@@ -29,11 +34,13 @@ def score_blocks(
     buffer: int,
     threshold: float = 0.9,
     block_size: int = 32,
+    family: str | None = None,
 ) -> dict[str, Any]:
     """Solve held-out problems of one half by block diffusion with a window of `buffer` blocks.
 
     Args:
         threshold: Accept threshold; 1.0 decodes one token a forward.
+        family: Of problems, the only one; None: all of the half.
 
     Returns:
         Means over problems, with the 95 % half-widths of the first two.
@@ -41,7 +48,7 @@ def score_blocks(
     strategy = BlockDiffusion(block_size=block_size, accept_threshold=threshold)
     if buffer > 1:
         strategy = MultiBD(block_size=block_size, buffer_size=buffer, accept_threshold=threshold)
-    outcome = _solve(model, tokenizer, half, strategy, num_problems)
+    outcome = _solve(model, tokenizer, half, strategy, num_problems, family)
     speed = outcome.tokens / np.maximum(outcome.forwards, 1)
     assert outcome.blocks is not None
     return {
@@ -67,6 +74,7 @@ def score_tokens(
     *,
     num_problems: int,
     temperature: float = 0.0,
+    family: str | None = None,
 ) -> list[dict[str, Any]]:
     """Solve held-out problems of both halves by `ar` or, with a draft, by `dflash`.
 
@@ -78,10 +86,11 @@ def score_tokens(
     width = None if draft is None else getattr(draft.config, "block_size", None)
     strategy = resolve_strategy(model, "ar" if draft is None else DFlash(width=width))
     results = []
-    for half in problems.HALVES:
+    for half in halves_of(family):
         outcome = _solve(
-            model, tokenizer, half, strategy, num_problems, draft=draft, temperature=temperature
-        )
+            model, tokenizer, half, strategy, num_problems, family, draft=draft,
+            temperature=temperature,
+        )  # fmt: skip
         results.append(
             {
                 "half": half,
@@ -103,9 +112,10 @@ def _solve(
     half: str,
     strategy: Any,
     num_problems: int,
+    family: str | None,
     **how: Any,
 ) -> evaluate.Outcome:
-    some = evaluate.held_out(half, num_problems, SEED)
+    some = evaluate.held_out(half, num_problems, SEED, family)
     return evaluate.solve(
         model,
         strategy,

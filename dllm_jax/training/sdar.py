@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from dllm_jax.models import dense
-from dllm_jax.tasks.problems import HALVES
 from dllm_jax.training import loop, objective, run_folder, scoring, stream
 from dllm_jax.training.export import rounded
 from dllm_jax.training.tokenizer import MASK_ID
@@ -74,9 +73,14 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
         model = rounded(params, config.model, config.compute_dtype, "sdar")
         return [
             scoring.score_blocks(
-                model, tokenizer, half, num_problems=config.eval_problems, buffer=buffer
+                model,
+                tokenizer,
+                half,
+                num_problems=config.eval_problems,
+                buffer=buffer,
+                family=config.data.family,
             )
-            for half in HALVES
+            for half in scoring.halves_of(config.data.family)
             for buffer in (1, 4)
         ]
 

@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -181,6 +182,7 @@ def _chunks(
 
 def _work(cfg: StreamConfig, tokenizer_json: str, first: int, stride: int, queue: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its workers
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     chunk = first
     while True:

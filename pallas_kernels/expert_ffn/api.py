@@ -6,6 +6,7 @@ the weighted results are added.
 Letters: T rows, k experts of a row, E experts, D model width, F an expert's inner width.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .. import dispatch
+from ..activation import Activation
 from ..dispatch import BackEnd
 from . import grouped, reference, triton
 from .transforms import transformable
@@ -28,9 +30,6 @@ DENSE_WORK = 1_000_000  # T x E x D x F
 DENSE_ROWS = 16
 DENSE_SHARE = 4  # experts in all, per expert of a row
 
-_grouped = transformable(grouped.expert_ffn)
-_triton = transformable(triton.expert_ffn)
-
 
 def expert_ffn(
     x: Float[Array, "T D"],
@@ -39,6 +38,7 @@ def expert_ffn(
     w_gate_up: Float[Array, "E D 2 F"],
     w_down: Float[Array, "E F D"],
     *,
+    activation: Activation = "silu",
     implementation: Implementation | None = None,
 ) -> Float[Array, "T D"]:
     """`sum over k of weight * (silu(x Wg) * (x Wu)) Wd`, each expert with its own Wg, Wu and Wd.
@@ -51,6 +51,7 @@ def expert_ffn(
             weights for it. Rows that are not live have only such ids.
         expert_weights: The factor of each result, float32, as the router normalised it.
         w_gate_up: Index 0 of the axis of 2 is the gate.
+        activation: Of the gate; "gelu" is its tanh approximation.
         implementation: "dense" (every expert over every row: the reference; any device), "grouped"
             (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), or None
             for the fastest that supports the arguments.
@@ -63,7 +64,8 @@ def expert_ffn(
     """
     _check(x, expert_ids, expert_weights, w_gate_up, w_down)
     arguments = (x, expert_ids, expert_weights, w_gate_up, w_down)
-    return dispatch.run(implementation, _back_ends(x, expert_ids, w_down), *arguments)
+    back_ends = _back_ends(x, expert_ids, w_down, activation)
+    return dispatch.run(implementation, back_ends, *arguments)
 
 
 def choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
@@ -71,16 +73,21 @@ def choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
     return dispatch.choose(None, _back_ends(x, expert_ids, w_down))
 
 
-def _back_ends(x: Array, expert_ids: Array, w_down: Array) -> dict[Implementation, BackEnd]:
+def _back_ends(
+    x: Array, expert_ids: Array, w_down: Array, activation: Activation = "silu"
+) -> dict[Implementation, BackEnd]:
     T, k = expert_ids.shape
     is_few = T <= DENSE_ROWS and len(w_down) <= DENSE_SHARE * k
     is_little = is_few or T * w_down.size <= DENSE_WORK
     return {
-        "triton": BackEnd(_triton, triton.unsupported(x, w_down)),
-        "dense": BackEnd(
-            reference.expert_ffn, is_fast=is_little and jax.default_backend() != "gpu"
+        "triton": BackEnd(
+            transformable(triton.expert_ffn, activation), triton.unsupported(x, w_down)
         ),
-        "grouped": BackEnd(_grouped),
+        "dense": BackEnd(
+            functools.partial(reference.expert_ffn, activation=activation),
+            is_fast=is_little and jax.default_backend() != "gpu",
+        ),
+        "grouped": BackEnd(transformable(grouped.expert_ffn, activation)),
     }
 
 

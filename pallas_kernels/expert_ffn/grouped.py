@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..activation import ACTIVATIONS, Activation
 from .tiles import TileTable, combine, tile_table
 
 # Reading an expert hides the work of about 16 rows on a CPU: [R 2048] by [2048 1024] in float32 on
@@ -24,13 +25,15 @@ def expert_ffn(
     w_gate_up: Array,
     w_down: Array,
     *,
+    activation: Activation = "silu",
     tile_rows: int = TILE_ROWS,
 ) -> Array:
     """See `api.expert_ffn`."""
     if not len(x):
         return x
     table = tile_table(expert_ids, len(w_down), tile_rows)
-    results = _run_tiles(x, expert_weights, table, w_gate_up, w_down, tile_rows)
+    matrices = w_gate_up, w_down
+    results = _run_tiles(x, expert_weights, table, *matrices, tile_rows, activation)
     return combine(results, table.place).astype(x.dtype)
 
 
@@ -41,6 +44,7 @@ def _run_tiles(
     w_gate_up: Array,
     w_down: Array,
     tile_rows: int,
+    activation: Activation,
 ) -> Float[Array, "P_up D"]:
     """Weighted results by place; the next tile overwrites the garbage past a tile's end."""
     k = expert_weights.shape[1]
@@ -50,7 +54,7 @@ def _run_tiles(
         expert, first = table.expert[i], table.first[i]
         pair = jax.lax.dynamic_slice_in_dim(pairs, first, tile_rows)
         gate, up = jnp.split(_product(x[pair // k], _of_expert(w_gate_up, expert)), 2, axis=-1)
-        inner = (jax.nn.silu(gate) * up).astype(x.dtype)
+        inner = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
         out = _product(inner, _of_expert(w_down, expert))
         out = expert_weights.reshape(-1, 1)[pair] * out
         return jax.lax.dynamic_update_slice_in_dim(results, out, first, axis=0)

@@ -4,9 +4,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..activation import ACTIVATIONS, Activation
+
 
 def expert_ffn(
-    x: Array, expert_ids: Array, expert_weights: Array, w_gate_up: Array, w_down: Array
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    activation: Activation = "silu",
 ) -> Array:
     """See `api.expert_ffn`; E/k times the work, and [E T F] floats of memory."""
     E = len(w_gate_up)
@@ -16,7 +24,7 @@ def expert_ffn(
     x = jnp.where(routed.any(axis=1)[:, None], x, 0)
     both = _products(jnp.broadcast_to(x, (E, *x.shape)), w_gate_up.reshape(*w_down.shape[::2], -1))
     gate, up = jnp.split(both, 2, axis=-1)
-    out = _products((jax.nn.silu(gate) * up).astype(x.dtype), w_down)
+    out = _products((ACTIVATIONS[activation](gate) * up).astype(x.dtype), w_down)
     weight = jnp.where(chosen, expert_weights[:, :, None], 0).sum(axis=1)
     kept = jnp.where(routed.T[:, :, None], weight.T[:, :, None] * out, 0)
     return kept.sum(axis=0).astype(x.dtype)

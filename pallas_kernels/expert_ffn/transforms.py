@@ -1,21 +1,27 @@
 """`vmap` and gradients for back ends that are loops or kernels and define neither."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 from jaxtyping import Array
 
+from ..activation import Activation
 from . import reference
 
-ExpertFfn = Callable[[Array, Array, Array, Array, Array], Array]
+ExpertFfn = Callable[..., Array]
 
 
-def transformable(function: ExpertFfn) -> ExpertFfn:
-    """The same function; vmap of it is more rows, and its gradient is the reference's.
+@functools.cache
+def transformable(function: ExpertFfn, activation: Activation = "silu") -> ExpertFfn:
+    """The function with one activation; its vmap is more rows, its gradient the reference's.
 
     Rows do not depend on each other, so a batch of calls with the same experts is one call. The
     gradient takes the reference's memory and time.
     """
+    # Without the usual activation named, so that its programs keep their names.
+    named = {} if activation == "silu" else {"activation": activation}
+    function = functools.partial(function, **named) if named else function
     by_rows = jax.custom_batching.custom_vmap(function)
 
     @by_rows.def_vmap
@@ -31,7 +37,9 @@ def transformable(function: ExpertFfn) -> ExpertFfn:
         return out.reshape(rows[0].shape), True
 
     with_gradient = jax.custom_vjp(lambda *args: by_rows(*args))
-    with_gradient.defvjp(lambda *args: (by_rows(*args), args), _pull_back)
+    with_gradient.defvjp(
+        lambda *args: (by_rows(*args), args), functools.partial(_pull_back, activation)
+    )
     return with_gradient
 
 
@@ -41,10 +49,14 @@ def _merge(one: list[Array], args: tuple[Array, ...], batched: list[bool]) -> li
     return [next(mine) if is_batched else a for a, is_batched in zip(args, batched, strict=True)]
 
 
-def _pull_back(args: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+def _pull_back(
+    activation: Activation, args: tuple[Array, ...], cotangent: Array
+) -> tuple[Array | None, ...]:
     x, expert_ids, *weights = args
     _, pull = jax.vjp(
-        lambda x, *weights: reference.expert_ffn(x, expert_ids, *weights), x, *weights
+        lambda x, *weights: reference.expert_ffn(x, expert_ids, *weights, activation=activation),
+        x,
+        *weights,
     )
     dx, *d_weights = pull(cotangent)
     return dx, None, *d_weights

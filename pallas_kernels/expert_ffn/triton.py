@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
+from ..activation import ACTIVATIONS, Activation
 from .tiles import TileTable, combine, tile_table
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
@@ -73,7 +74,7 @@ def unsupported_arguments(x: Array, w_down: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers lower once
+@functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once
 def expert_ffn(
     x: Array,
     expert_ids: Array,
@@ -81,6 +82,7 @@ def expert_ffn(
     w_gate_up: Array,
     w_down: Array,
     *,
+    activation: Activation = "silu",
     tiling: Tiling = Tiling(),
     interpret: bool = False,
 ) -> Array:
@@ -89,7 +91,7 @@ def expert_ffn(
     call = functools.partial(_call, table, tiling, interpret)
     k = expert_ids.shape[1]
     F, D = w_down.shape[1:]
-    body = functools.partial(_gate_up, k=k)
+    body = functools.partial(_gate_up, k=k, activation=activation)
     w_gate_up = w_gate_up.reshape(-1, D, 2 * F)
     inner = call(body, tiling.gate_up.fit(F, D), (x, w_gate_up), F, x.dtype)
     operands = (inner, expert_weights.reshape(-1), w_down)
@@ -123,8 +125,8 @@ def _call(
     )(table.pair, table.expert, table.first, table.length, *operands)
 
 
-def _gate_up(pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, block: Block):
-    """`silu(x Wg) * (x Wu)` of a tile's rows, some columns."""
+def _gate_up(pairs, experts, firsts, lengths, x, w, out, *, k, activation, rows, block):
+    """`activation(x Wg) * (x Wu)` of a tile's rows, some columns."""
     tile, column = pl.program_id(1), pl.program_id(0) * block.columns
     length = pltriton.load(lengths.at[tile])
 
@@ -144,7 +146,7 @@ def _gate_up(pairs, experts, firsts, lengths, x, w, out, *, k: int, rows: int, b
 
         blank = jnp.zeros((rows, block.columns), jnp.float32)
         gate, up = jax.lax.fori_loop(0, x.shape[1] // block.depth, step, (blank, blank))
-        _store_rows(out, place, column, jax.nn.silu(gate) * up, live)
+        _store_rows(out, place, column, ACTIVATIONS[activation](gate) * up, live)
 
 
 def _down(pairs, experts, firsts, lengths, x, weights, w, out, *, rows: int, block: Block):

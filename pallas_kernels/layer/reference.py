@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..activation import ACTIVATIONS, Activation
+
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
     """Root-mean-square norm of the last axis: statistics in float32, scale in the dtype of `x`.
@@ -44,14 +46,18 @@ def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, A
     return total, rms_norm(total, scale, eps)
 
 
-def gated_matmul(x: Float[Array, "... K"], w: Float[Array, "K C 2 W"]) -> Array:
-    """See `api.gated_matmul`."""
-    return gated(matmul(x, w))
+def gated_matmul(
+    x: Float[Array, "... K"], w: Float[Array, "K C 2 W"], activation: Activation = "silu"
+) -> Array:
+    """See `api.gated_matmul`; here the gate may have another activation."""
+    return gated(matmul(x, w), activation)
 
 
-def gated(both: Float[Array, "... C 2 W"]) -> Float[Array, "... C*W"]:
-    """SiLU of the gates times the others, gate and up in turns."""
-    out = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+def gated(
+    both: Float[Array, "... C 2 W"], activation: Activation = "silu"
+) -> Float[Array, "... C*W"]:
+    """Activated gates times the others, gate and up in turns."""
+    out = ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
     return out.reshape(*both.shape[:-3], -1)
 
 

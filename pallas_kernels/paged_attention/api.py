@@ -42,6 +42,7 @@ def paged_attention(
     page_table: Int[Array, "B C"],
     mask: WindowMask,
     *,
+    scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the window's rows over cached pages and fresh keys, softmax in float32.
@@ -51,6 +52,7 @@ def paged_attention(
         k_pages, v_pages: The pools of this layer. They are only read.
         page_table: Pages of each sequence in order of position; -1 where there is none.
         mask: Which keys each row sees.
+        scale: Factor of the scores; None: one over the root of the head size.
         implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
             16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
             the arguments.
@@ -62,7 +64,9 @@ def paged_attention(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     back_ends = _back_ends(q, k_pages, page_table, mask)
-    return dispatch.run(implementation, back_ends, q, k, v, k_pages, v_pages, page_table, mask)
+    arguments = (q, k, v, k_pages, v_pages, page_table, mask)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return dispatch.run(implementation, back_ends, *arguments, scale=scale)
 
 
 def choose(q: Array, k_pages: Array, page_table: Array, mask: WindowMask) -> Implementation:
@@ -75,9 +79,16 @@ def _back_ends(
 ) -> dict[Implementation, BackEnd]:
     B, T, N, _ = q.shape
     scores = B * T * N * (page_table.shape[1] * k_pages.shape[2] + T)
+    by_row = None
+    if mask.causal.ndim > 1:
+        by_row = "needs rows of one order"
+    elif mask.by_block and mask.window is not None:
+        by_row = "needs a window counted from each row"
+    on_mosaic = by_row or mosaic.unsupported(q, k_pages, mask)
+    on_triton = by_row or triton.unsupported(q, k_pages)
     return {
-        "mosaic": BackEnd(mosaic.attention, mosaic.unsupported(q, k_pages, mask), T <= MOSAIC_ROWS),
-        "triton": BackEnd(triton.attention, triton.unsupported(q, k_pages), T <= TRITON_ROWS),
+        "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS),
+        "triton": BackEnd(triton.attention, on_triton, T <= TRITON_ROWS),
         "cudnn": BackEnd(cudnn.attention, cudnn.unsupported(q), scores >= XLA_SCORES),
         "xla": BackEnd(reference.attention),
     }

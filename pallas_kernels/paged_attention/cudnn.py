@@ -28,6 +28,8 @@ def attention(
     v_pages: Array,
     page_table: Array,
     mask: WindowMask,
+    *,
+    scale: float,
 ) -> Array:
     """See `api.paged_attention`."""
     Z = k_pages.shape[2]
@@ -35,7 +37,7 @@ def attention(
     values = jnp.concatenate([_gather_pages(v_pages, page_table), v], axis=1)
     visible = sees(mask, page_table, Z)
     return jax.nn.dot_product_attention(
-        q, keys, values, mask=visible[:, None], implementation="cudnn"
+        q, keys, values, mask=visible[:, None], scale=scale, implementation="cudnn"
     )
 
 

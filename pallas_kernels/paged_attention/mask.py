@@ -16,10 +16,12 @@ class WindowMask(struct.PyTreeNode):
         context_len: Cached keys seen, counted from position 0.
         visible: Whether row block q sees key block k; leading axis B or 1. None: the blocks up to
             its own.
-        causal: Rows in token order as well.
+        causal: Rows in token order as well; [B K] says it of the rows of a block.
         block_size: Cells of a block.
         window: Keys of all kinds are seen only where they are fewer than so many positions away,
             before or behind; None: at any distance.
+        by_block: Rows that are not in token order count the window from the first cell of their
+            block, and see all of their block.
     """
 
     cell: Int[Array, "B T"]
@@ -27,13 +29,21 @@ class WindowMask(struct.PyTreeNode):
     live: Int[Array, "B 2"]
     context_len: Int[Array, " B"]
     visible: Bool[Array, "B K K"] | None
-    causal: Bool[Array, " B"]
+    causal: Bool[Array, " B"] | Bool[Array, "B K"]
     block_size: int = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False, default=None)
+    by_block: bool = struct.field(pytree_node=False, default=False)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Which computed rows are live."""
         return (self.cell >= self.live[:, :1]) & (self.cell < self.live[:, 1:])
+
+    def rows_in_order(self) -> Bool[Array, "B T 1"]:
+        """Which computed rows are in token order; [B 1 1] where those of a sequence are alike."""
+        if self.causal.ndim == 1:
+            return self.causal[:, None, None]
+        block = jnp.clip(self.cell // self.block_size, 0, self.causal.shape[1] - 1)
+        return jnp.take_along_axis(self.causal, block, axis=1)[:, :, None]
 
     def sees_context(self, length: int) -> Bool[Array, "B T L"]:
         """Whether row i sees cached position j.
@@ -46,8 +56,8 @@ class WindowMask(struct.PyTreeNode):
         refreshed = (j >= edges[:, 0]) & (j < edges[:, 1])
         cached = (j < self.context_len[:, None, None]) & ~refreshed
         position = (self.start[:, None] + self.cell)[:, :, None]
-        in_order = ~self.causal[:, None, None] | (j <= position)
-        near = self._is_near(position - j)
+        in_order = ~self.rows_in_order() | (j <= position)
+        near = self._is_near(j - position)
         return cached & in_order & near & self.rows_live()[:, :, None]
 
     def sees_fresh(self) -> Bool[Array, "B T T"]:
@@ -62,13 +72,18 @@ class WindowMask(struct.PyTreeNode):
             rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
             pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
         ahead = self.cell[:, None, :] - self.cell[:, :, None]
-        in_order = ~self.causal[:, None, None] | (ahead <= 0)
+        in_order = ~self.rows_in_order() | (ahead <= 0)
         return pairs & in_order & self._is_near(ahead) & live[:, :, None] & live[:, None, :]
 
-    def _is_near(self, distance: Int[Array, "..."]) -> Bool[Array, "..."]:
+    def _is_near(self, ahead: Int[Array, "B T U"]) -> Bool[Array, "B T U"]:
+        """Whether keys so many positions ahead of each row are within its window."""
         if self.window is None:
-            return jnp.ones_like(distance, dtype=bool)
-        return jnp.abs(distance) < self.window
+            return jnp.ones_like(ahead, dtype=bool)
+        near = jnp.abs(ahead) < self.window
+        if not self.by_block:
+            return near
+        of_block = ahead + (self.cell % self.block_size)[:, :, None]
+        return jnp.where(self.rows_in_order(), near, of_block > -self.window)
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:

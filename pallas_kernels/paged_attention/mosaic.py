@@ -62,7 +62,7 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers trace it once
+@functools.partial(jax.jit, static_argnames=("scale", "tiling", "interpret"))  # traced once
 def attention(
     q: Array,
     k: Array,
@@ -72,6 +72,7 @@ def attention(
     page_table: Array,
     mask: WindowMask,
     *,
+    scale: float | None = None,
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -86,7 +87,9 @@ def attention(
     if mask.visible is not None:  # the blocks that each block of rows sees, a bit each
         place = jnp.arange(mask.visible.shape[-1], dtype=jnp.int32)
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
-    settings = {"block_size": mask.block_size, "window": mask.window, "tiling": tiling}
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    settings = {"block_size": mask.block_size, "window": mask.window, "scale": scale}
+    settings["tiling"] = tiling
     run = functools.partial(_run, **settings, interpret=interpret)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(
@@ -94,8 +97,10 @@ def attention(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "tiling", "interpret"))
-def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling, interpret):
+@functools.partial(
+    jax.jit, static_argnames=("block_size", "window", "scale", "tiling", "interpret")
+)
+def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, scale, tiling, interpret):
     """One launch, and a merge where the parts are not a cluster's. Layers lower once."""
     q, _, _ = fresh
     B, T, N, H = q.shape
@@ -154,6 +159,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, block_size, window, tiling,
         names=tuple(scratch),
         block_size=block_size,
         window=window,
+        scale=scale,
         tiling=tiling,
         chunk=chunk,
         places=(tiles, blocks, stay),

@@ -14,7 +14,7 @@ from .mosaic_kernel import compute
 from .mosaic_tiles import drain, load, whole, work_of
 
 
-def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places):
+def attend(*refs, num_operands, names, block_size, window, scale, tiling, chunk, places):
     """A block of threads: a tile of rows of a KV head, over its share of the keys.
 
     With `tiling.resident` several such tiles, one behind another.
@@ -41,7 +41,8 @@ def attend(*refs, num_operands, names, block_size, window, tiling, chunk, places
 
     def compute_rows(work, turn=None, following=None):
         operands = (q, k_pages.shape, table, bits, results, scratch)
-        compute(work, warpgroup, *operands, turn=turn, following=following, **settings)
+        whose = {"turn": turn, "following": following, "scale": scale}
+        compute(work, warpgroup, *operands, **whose, **settings)
 
     if work is None:
         _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places)

@@ -34,6 +34,7 @@ def compute(
     following,
     block_size,
     window,
+    scale,
     tiling,
     chunk,
 ):
@@ -153,7 +154,7 @@ def compute(
         plgpu.barrier_wait(scratch["turn"].at[0])
 
     takes_turns = "turn" in scratch
-    scale = _LOG2_E * H**-0.5
+    scale = _LOG2_E * scale
 
     def look(i, carry, sees):
         """Take in a tile of keys; `sees` None: every row sees all of them."""

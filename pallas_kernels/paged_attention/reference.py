@@ -15,6 +15,8 @@ def attention(
     v_pages: Array,
     page_table: Array,
     mask: WindowMask,
+    *,
+    scale: float,
 ) -> Array:
     """See `api.paged_attention`; a row that sees nothing gives zeros, never NaN."""
     B, T, N, H = q.shape
@@ -26,7 +28,7 @@ def attention(
     rows = q.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     scores = jnp.einsum("bgrh,bguh->bgru", rows, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, G, N // G, T, -1)
-    scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible, scores * scale, jnp.finfo(jnp.float32).min)
     weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0)
     weights = weights.astype(values.dtype).reshape(B, G, N // G * T, -1)
     out = jnp.einsum("bgru,bguh->bgrh", weights, values, preferred_element_type=jnp.float32)

@@ -66,7 +66,7 @@ def unsupported_arguments(q: Array, k_pages: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers trace it once
+@functools.partial(jax.jit, static_argnames=("scale", "tiling", "interpret"))  # traced once
 def attention(
     q: Array,
     k: Array,
@@ -76,6 +76,7 @@ def attention(
     page_table: Array,
     mask: WindowMask,
     *,
+    scale: float | None = None,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -93,6 +94,7 @@ def attention(
         visible,
         block_size=mask.block_size,
         window=mask.window,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
         tiling=tiling,
         interpret=interpret,
     )
@@ -117,8 +119,10 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     return Tiling(rows=tile, keys=keys, splits=splits)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "tiling", "interpret"))
-def _run(fresh, pools, page_table, facts, visible, *, block_size, window, tiling, interpret):
+@functools.partial(
+    jax.jit, static_argnames=("block_size", "window", "scale", "tiling", "interpret")
+)
+def _run(fresh, pools, page_table, facts, visible, *, block_size, window, scale, tiling, interpret):
     """One launch, and a merge where the context is split. Layers lower once."""
     q, _, _ = fresh
     B, T, N, H = q.shape
@@ -136,6 +140,7 @@ def _run(fresh, pools, page_table, facts, visible, *, block_size, window, tiling
         num_operands=len(operands),
         block_size=block_size,
         window=window,
+        scale=scale,
         rows=tiling.rows,
         keys=min(tiling.keys, Z),
         splits=splits,
@@ -156,7 +161,7 @@ def _merge(out: Float[Array, "X B T N H"], log_mass: Float[Array, "X B T N"]) ->
     return jnp.sum(out * weight[..., None], axis=0) / jnp.sum(weight, axis=0)[..., None]
 
 
-def _attend(*refs, num_operands, block_size, window, rows, keys, splits):
+def _attend(*refs, num_operands, block_size, window, scale, rows, keys, splits):
     """One program: a tile of rows of a KV head, over its share of the keys."""
     q, k, v, k_pages, v_pages, table, facts, *visible = refs[:num_operands]
     results = refs[num_operands:]
@@ -182,7 +187,7 @@ def _attend(*refs, num_operands, block_size, window, rows, keys, splits):
     def look(carry, key, value, seen):
         """Process a tile of keys; `seen` None means that every live row sees all of them."""
         total, peak, mass = carry
-        score = pltriton.dot(mine, key.T) * (_LOG2_E * H**-0.5)
+        score = pltriton.dot(mine, key.T) * (_LOG2_E * scale)
         if seen is not None:
             score = jnp.where(seen, score, _NEVER)
         higher = jnp.maximum(peak, jnp.max(score, axis=1))

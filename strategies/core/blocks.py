@@ -45,6 +45,8 @@ def is_given(state: DecodeState) -> Bool[Array, "B K S"]:
     if given is None:
         return prompt
     positions = buffer.positions.reshape(len(given), -1)
+    if state.limits.given_behind:
+        positions = positions - buffer.prompt_len[:, None]
     found = jnp.take_along_axis(given, positions, axis=1, mode="fill", fill_value=False)
     return prompt | found.reshape(prompt.shape)
 
@@ -102,7 +104,8 @@ def open_next(
     limit never opens, nor does any once a stop id stands in the window.
 
     Args:
-        add_block_threshold: Progress (>=) the last open block must show; None: one at a time.
+        add_block_threshold: Progress (>=) the last open block must show; None: one at a time, but
+            for `stable`.
         stable: Blocks behind which another may open, for strategies that rewrite what is filled;
             None: all.
     """
@@ -110,13 +113,15 @@ def open_next(
     K = buffer.tokens.shape[1]
     num_open = jnp.sum(buffer.status != DUMMY, axis=1)
     ready = num_open == 0
+    last = jnp.maximum(num_open - 1, 0)[:, None]
     if add_block_threshold is not None:
-        last = jnp.maximum(num_open - 1, 0)[:, None]
         last_progress = jnp.take_along_axis(progress(state), last, axis=1)
         enough = last_progress >= add_block_threshold.at_block
         if stable is not None:
             enough &= jnp.take_along_axis(stable, last, axis=1)
         ready |= enough[:, 0]
+    elif stable is not None:
+        ready |= jnp.take_along_axis(stable, last, axis=1)[:, 0]
     is_next = jnp.arange(K)[None, :] == num_open[:, None]
     opens = is_next & ready[:, None] & (block_starts(state) < buffer.limit[:, None])
     opens &= ~has_stop(state)[:, None]

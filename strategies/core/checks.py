@@ -1,9 +1,23 @@
 """Checks of a strategy's static fields, which are made before anything is compiled."""
 
 import math
+import reprlib
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 20
+
+
+def told(value: Any) -> str:
+    """A value as an error names it: its `repr` cut short, or its type where that fails."""
+    try:
+        text = _SHORT.repr(value).replace("\n", " ")
+    except Exception:  # a number of too many digits
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:98]} ... {text[-97:]}"
 
 
 def is_whole(value: Any) -> bool:
@@ -14,14 +28,16 @@ def is_whole(value: Any) -> bool:
 def check_one_of(name: str, value: Any, names: Sequence[Any]) -> None:
     """Raise ValueError unless `value` is one of `names`."""
     if value not in names:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, names))}; choose one")
+        raise ValueError(
+            f"{name}={told(value)} is not one of {', '.join(map(str, names))}; choose one"
+        )
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise ValueError unless `value` is a whole number in [least, most]."""
     if not (is_whole(value) and value >= least and (most is None or value <= most)):
         rule = f"of at least {least}" if most is None else f"in [{least}, {most}]"
-        raise ValueError(f"{name}={value!r} must be a whole number {rule}; choose one")
+        raise ValueError(f"{name}={told(value)} must be a whole number {rule}; choose one")
 
 
 def check_number(name: str, value: Any, off: str) -> None:
@@ -31,4 +47,4 @@ def check_number(name: str, value: Any, off: str) -> None:
         off: What 0 means, for the message.
     """
     if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
-        raise ValueError(f"{name}={value!r} must be a number of at least 0; 0 is {off}")
+        raise ValueError(f"{name}={told(value)} must be a number of at least 0; 0 is {off}")

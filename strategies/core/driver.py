@@ -53,7 +53,7 @@ def admit_window(
     Args:
         tail: The prompt's ids from the window's first position on (`prompt_tail`); what lies
             behind the prompt may be anything.
-        given: Ids of cells behind the prompt, -1 elsewhere (`in_window` prompts only).
+        given: Ids of cells behind the prompt, -1 elsewhere: of `in_window` prompts, or `pins`.
     """
     B = tail.shape[0]
     K, S = num_blocks, block_size
@@ -64,10 +64,10 @@ def admit_window(
     end = prompt_len
     if needs.prompt.in_window:
         end = limit
-        if given is not None:
-            held = given >= 0
-            tokens, filled = jnp.where(held, given, tokens), filled | held
-            end = jnp.maximum(limit, jnp.max(jnp.where(held, position + 1, 0), axis=1))
+    if given is not None:
+        held = given >= 0
+        tokens, filled = jnp.where(held, given, tokens), filled | held
+        end = jnp.maximum(end, jnp.max(jnp.where(held, position + 1, 0), axis=1))
     tokens = jnp.where(filled, tokens, 0).reshape(B, K, S)
     in_use = (position < end[:, None]).reshape(B, K, S)[:, :, 0]
     return BlockBuffer(

@@ -72,6 +72,9 @@ class Needs:
             engine refuses `context_len`. "same_step": what the same step stored. "across_steps":
             what an earlier step stored. The slot then does not hold the whole request, so a
             preempted request starts over.
+        token_a_step: Each step settles a token at least, so steps can be bounded by tokens.
+        conditions: Inputs are `Conditioned`: only a network that mixes them runs the strategy.
+        pins: A request may bring cells of the first block behind a "whole_causal" prompt.
 
     Raises:
         ValueError: `prompt` or `provisional_cache` is none of its names.
@@ -84,6 +87,9 @@ class Needs:
     aux: tuple[str, ...] = ()
     soft_commits: bool = False
     provisional_cache: CacheReads = "none"
+    token_a_step: bool = False
+    conditions: bool = False
+    pins: bool = False
 
     def __post_init__(self):
         names = {"prompt": [*PromptMode], "provisional_cache": get_args(CacheReads)}

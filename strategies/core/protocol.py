@@ -82,15 +82,16 @@ class PerSlot:
 Knob = Any
 
 
-def knob(default: float, low: float = 0.0, high: float = float("inf")) -> Any:
+def knob(default: float, low: float = 0.0, high: float = float("inf"), whole: bool = False) -> Any:
     """A float field of a strategy that each request may override.
 
     Args:
         default: Its value when it is not set.
         low: Smallest legal value.
         high: Largest legal value.
+        whole: Only whole numbers are legal.
     """
-    return struct.field(default=default, metadata={"knob": (low, high)})
+    return struct.field(default=default, metadata={"knob": (low, high), "whole": whole})
 
 
 def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
@@ -100,6 +101,12 @@ def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
         for field in dataclasses.fields(strategy)
         if "knob" in field.metadata
     }
+
+
+def whole_knobs(strategy: Any) -> frozenset[str]:
+    """Names of a strategy's knobs that are whole numbers."""
+    fields = dataclasses.fields(strategy)
+    return frozenset(field.name for field in fields if field.metadata.get("whole"))
 
 
 def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
@@ -118,10 +125,14 @@ def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_knob(strategy: Any, name: str, value: Any) -> None:
-    """Raise ValueError if `value` is a plain number outside the range of knob `name`."""
+    """Raise ValueError if `value` is a plain number that knob `name` may not have."""
     low, high = knob_ranges(strategy)[name]
-    if isinstance(value, int | float | np.number) and not low <= value <= high:
+    if not isinstance(value, int | float | np.number):
+        return
+    if not low <= value <= high:
         raise ValueError(f"{name}={value} is outside [{low}, {high}]; choose a value inside it")
+    if name in whole_knobs(strategy) and float(value) % 1:
+        raise ValueError(f"{name}={value} is not a whole number; round it")
 
 
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
@@ -158,13 +169,25 @@ class Soft(struct.PyTreeNode):
     on: Bool[Array, "B K S"]
 
 
+class Conditioned(struct.PyTreeNode):
+    """Input rows of tokens and, where `on`, of what was expected at their cells.
+
+    The architecture mixes the two (`Architecture.condition`); elsewhere a row is the plain
+    embedding of its token. A cell that is `on` goes through the mixing with expectation 0 too.
+    """
+
+    ids: Int[Array, "B K S"]
+    expected: Float[Array, "B K S D"]
+    on: Bool[Array, "B K S"]
+
+
 class Taps(struct.PyTreeNode):
     """Features that become context keys and values of an auxiliary model; only to be stored."""
 
     vectors: Float[Array, "B K S F"]
 
 
-Inputs = Array | TokenMix | Soft | Taps
+Inputs = Array | TokenMix | Soft | Conditioned | Taps
 
 
 class TokenStats(struct.PyTreeNode):
@@ -177,6 +200,7 @@ class TokenStats(struct.PyTreeNode):
         confidence: Its probability.
         entropy: Of the whole law, in nats.
         top_ids: The `num_top` most probable ids; `top_probs` are their probabilities.
+        soft: Expected embedding under the same law, 0 where not asked for; None: not computed.
     """
 
     token: Int[Array, "B K S"]
@@ -184,6 +208,7 @@ class TokenStats(struct.PyTreeNode):
     entropy: Float[Array, "B K S"]
     top_ids: Int[Array, "B K S M"]
     top_probs: Float[Array, "B K S M"]
+    soft: Float[Array, "B K S D"] | None = None
 
 
 class ForwardOutput(Protocol):
@@ -205,6 +230,7 @@ class ForwardOutput(Protocol):
         num_top: int = 0,
         guide: tuple["ForwardOutput", float] | None = None,
         width: int | None = None,
+        soft: bool = False,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -221,6 +247,8 @@ class ForwardOutput(Protocol):
                 Ho and Salimans, arXiv 2207.12598).
             width: Read out only the first `width` cells from the first of `where` on; the others
                 have no prediction.
+            soft: Also the expected embedding under the law drawn from, for models whose head is
+                their embedding. The draw then takes other noise than without it.
         """
         ...
 
@@ -258,9 +286,9 @@ class Forward(Protocol):
         inputs: Inputs | None = None,
         live: Bool[Array, "B K S"] | np.ndarray | None = None,
         visible: Bool[Array, "B K K"] | None = None,
-        causal: bool | Bool[Array, " B"] = False,
+        causal: bool | Bool[Array, " B"] | Bool[Array, "B K"] = False,
         context_len: Int[Array, " B"] | None = None,
-        mode: Int[Array, " B"] | int | None = None,
+        mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
         hidden_layers: tuple[int, ...] = (),
         width: int | None = None,
     ) -> ForwardOutput:
@@ -272,10 +300,10 @@ class Forward(Protocol):
                 cells of blocks that are not DUMMY). Of a NumPy array, alike in all rows, it is
                 known while tracing which rows a narrow pass computes and stores: fewer operations.
             visible: Which block sees which (default: itself and those before it).
-            causal: Token order as well.
+            causal: Token order as well, for a row or for the queries of a block.
             context_len: Cached prefix seen (default `start`); where a position is both cached
                 and live, the live cell wins.
-            mode: Handed to the model.
+            mode: Handed to the model, of a row or of a block.
             hidden_layers: Residual streams to return.
             width: Compute only the first `width` live cells of each row; the others have no
                 prediction. The output is a pytree of the window's shape, so passes of several

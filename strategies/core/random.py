@@ -1,7 +1,7 @@
 """Random keys of a step: one a cell, from the request's own key.
 
 Keys do not depend on the slot or the batch: a request draws the same numbers wherever it runs. A
-leading fold separates the two streams (by position, by step).
+leading fold separates the streams (by position, by step, by a block's own step).
 """
 
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from .state import DecodeState
 
 _POSITION_STREAM, _STEP_STREAM = 0, 1  # further ones are the further draws of a position
+_BLOCK_STREAM = 2**31 - 1
 
 
 def _fold(keys: PRNGKeyArray, data: Array) -> PRNGKeyArray:
@@ -47,6 +48,20 @@ def step_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
     step = _fold(_fold(state.keys, jnp.asarray(_STEP_STREAM)), state.buffer.nfe)
     step = _fold(step, jnp.asarray(salt))
     return _fold(step[:, None, None], state.buffer.positions)
+
+
+def block_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
+    """One key a cell [B K S], of the request's key, its block's own step and the position.
+
+    Forwards that the block did not take part in do not count, so its draws do not depend on when
+    the text before it was stored.
+
+    Args:
+        salt: Tells apart several draws of one step.
+    """
+    rows = _fold(_fold(state.keys, jnp.asarray(_BLOCK_STREAM)), jnp.asarray(salt))
+    own = _fold(rows[:, None], state.buffer.block_steps)
+    return _fold(own[:, :, None], state.buffer.positions)
 
 
 def position_uniforms(state: DecodeState, further: int) -> Float[Array, "B K S"]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from flax import struct
 
+from .checks import told
 from .needs import Needs
 from .protocol import InitFunction, SlotSpec, StepFunction, Strategy, check_knob, knob_ranges
 from .state import Carry
@@ -21,8 +22,6 @@ from .state import Carry
 _PACKAGE = __name__.rpartition(".core.")[0]
 
 
-# Names that are promised; they are refused by name until they work.
-_TO_COME = ("diffusion_gemma",)
 _OUR_FOLDERS = {
     "strategies": "dllm_jax.strategies",
     "pallas_kernels": "dllm_jax.kernels",
@@ -100,14 +99,14 @@ def _adopt(found: Any, spec: Any) -> Strategy:
     if not hasattr(found, "step"):
         if not callable(found):
             raise ValueError(
-                f"strategy={spec!r} has no step(forward, state) and is not a function; "
+                f"strategy={told(spec)} has no step(forward, state) and is not a function; "
                 f"use one of {', '.join(strategy_names())} or a value with a step"
             )
         return FunctionStrategy(cast(StepFunction, found))
     kind = type(found)
     if not dataclasses.is_dataclass(found):
         raise ValueError(
-            f"strategy={spec!r} is a {kind.__name__}, which is not a dataclass; "
+            f"strategy={told(spec)} has type {kind.__name__}, which is not a dataclass; "
             f"write class {kind.__name__}(dllm_jax.strategies.Strategy)"
         )
     return _with_defaults(kind)(
@@ -125,9 +124,8 @@ def _with_defaults(kind: type) -> type[Strategy]:
 def _find(spec: str) -> Any:
     if ":" not in spec:
         if spec not in strategy_names():
-            what = "is not there yet" if spec in _TO_COME else "is unknown"
             raise ValueError(
-                f"strategy={spec!r} {what}; use one of {', '.join(strategy_names())}, "
+                f"strategy={told(spec)} is unknown; use one of {', '.join(strategy_names())}, "
                 "'package.module:Name' or 'path/to/file.py:name'"
             )
         module = importlib.import_module(f"{_PACKAGE}.{spec}")
@@ -135,7 +133,7 @@ def _find(spec: str) -> Any:
     location, _, name = spec.rpartition(":")
     module = _load_file(location) if location.endswith(".py") else _import(location, spec)
     if not hasattr(module, name):
-        raise ValueError(f"strategy={spec!r}: {location} has no {name!r}; check the name")
+        raise ValueError(f"strategy={told(spec)}: {location} has no {told(name)}; check the name")
     return getattr(module, name)
 
 
@@ -147,17 +145,17 @@ def _import(location: str, spec: str) -> Any:
             raise
         remedy = _foreign(error) or "check the path and PYTHONPATH"
         raise ValueError(
-            f"strategy={spec!r}: cannot import {location} ({error}); {remedy}"
+            f"strategy={told(spec)}: cannot import {location} ({error}); {remedy}"
         ) from error
 
 
 def _load_file(location: str) -> Any:
     path = Path(location)
     if not path.is_file():
-        raise ValueError(f"strategy file {location!r} does not exist; check the path")
+        raise ValueError(f"strategy file {told(location)} does not exist; check the path")
     found = importlib.util.spec_from_file_location(f"strategy_file_{path.stem}", path)
     if found is None or found.loader is None:
-        raise ValueError(f"strategy file {location!r} is no Python source; check the path")
+        raise ValueError(f"strategy file {told(location)} is no Python source; check the path")
     module = importlib.util.module_from_spec(found)
     # Dataclasses look their module up by name while the file runs.
     sys.modules[module.__name__] = module
@@ -166,7 +164,7 @@ def _load_file(location: str) -> Any:
     except Exception as error:
         del sys.modules[module.__name__]
         raise ValueError(
-            f"strategy file {location!r} cannot be run "
+            f"strategy file {told(location)} cannot be run "
             f"({type(error).__name__}: {error}); {_foreign(error) or 'mend the file'}"
         ) from error
     return module
@@ -191,7 +189,7 @@ def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
     for name, value in overrides.items():
         if name not in names:
             raise ValueError(
-                f"{name}={value!r}: {type(strategy).__name__} has no such field to set; "
+                f"{name}={told(value)}: {type(strategy).__name__} has no such field to set; "
                 f"its fields are {', '.join(names)}"
             )
         if name in ranges:

@@ -79,12 +79,14 @@ class Limits(struct.PyTreeNode):
     Attributes:
         given: Positions behind the prompt whose tokens the request brought, between its holes or
             behind them: no stop id there ends it. None: no request has any.
+        given_behind: `given` counts from the prompt's end, not from position 0.
     """
 
     stop_ids: Int[Array, "B E"]
     max_nfe: Int[Array, " B"]
     max_run: Int[Array, " B"]
     given: Bool[Array, "B W"] | None = None
+    given_behind: bool = struct.field(pytree_node=False, default=False)
 
 
 class Carry(struct.PyTreeNode):

@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core import blocks
-from ..core.protocol import SlotSpec, Soft, TokenMix, TokenStats
+from ..core.protocol import Conditioned, SlotSpec, Soft, TokenMix, TokenStats
 from ..core.state import DUMMY, RUNNING, DecodeState, Sampling
 
 MASK, VOCAB, ROWS = 0, 8, 16
@@ -143,6 +143,7 @@ class Output(struct.PyTreeNode):
         confidence: str = "drawn",
         penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
         num_top: int = 0,
+        soft: bool = False,
         **_: Any,
     ) -> TokenStats:
         """Statistics of the cells that a row speaks about; top-k and top-p restrict nothing."""
@@ -163,6 +164,7 @@ class Output(struct.PyTreeNode):
             token=jnp.where(told, token, 0),
             confidence=jnp.where(told, sure, -jnp.inf),
             entropy=jnp.where(told, stats.entropy, jnp.inf),
+            soft=self.hidden if soft else None,
         )
 
     def soft(self, temperature: Any = 1.0) -> Float[Array, "B K S 0"]:
@@ -201,7 +203,7 @@ def _shown(state: DecodeState, inputs: Any) -> Int[Array, "B K S"]:
         return plain
     if isinstance(inputs, TokenMix):
         return jnp.where(inputs.on, MIXTURE, plain)
-    if isinstance(inputs, Soft):
+    if isinstance(inputs, Soft | Conditioned):
         return jnp.where(inputs.on, MIXTURE, inputs.ids)
     return jnp.asarray(inputs)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import driver
-from ..core.protocol import PrefillChunk, knob_ranges, split_knobs
+from ..core.protocol import PrefillChunk, knob_ranges, split_knobs, whole_knobs
 from ..core.state import (
     ACTIVE,
     DUMMY,
@@ -85,6 +85,9 @@ def draw(
         given = None
         prompt_len = rng.integers(1, 2 * S + 4, B)
         limit = prompt_len + rng.integers(1, (K + 2) * S, B)
+        if strategy.needs.pins:
+            brings = (rng.random((B, W)) < rng.choice([0.0, 0.3], (B, 1))) & (np.arange(W) < S)
+            given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
     # Mostly the same token at a position, now and then another one.
     token = rng.integers(0, VOCAB - 1, (B, 1, X)) + (rng.random((B, ROWS, X)) < 0.2)
     world = World(
@@ -102,7 +105,13 @@ def draw(
         _int32(prompt_len),
         _int32(limit),
         Sampling(temperature, _int32(np.zeros(B)), _float32(np.ones(B))),
-        Limits(_int32(stops), never, never, None if given is None else given >= 0),
+        Limits(
+            _int32(stops),
+            never,
+            never,
+            None if given is None else given >= 0,
+            strategy.needs.pins,
+        ),
         given,
         _draw_knobs(rng, strategy, B, knobs),
         jax.random.split(jax.random.key(int(rng.integers(1 << 30))), B),
@@ -173,6 +182,8 @@ def _draw_knobs(
     for name, (low, high) in knob_ranges(strategy).items():
         values = {getattr(strategy, name), low, *_KNOBS, min(high, 2 * max(_KNOBS))}
         legal = sorted(value for value in values if low <= value <= high)
+        if name in whole_knobs(strategy):
+            legal = [value for value in legal if value % 1 == 0]
         drawn[name] = _float32(rng.choice(given.get(name, legal), count))
     return drawn
 

@@ -75,6 +75,7 @@ class _ScriptedOutput(struct.PyTreeNode):
         num_top: int = 0,
         guide: Any = None,
         width: int | None = None,
+        soft: bool = False,
     ) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
         del sampling, keys, confidence, width
@@ -85,7 +86,7 @@ class _ScriptedOutput(struct.PyTreeNode):
             other, scale = guide
             law = _guided(law, self.forward.law(other.row, other.positions)[0], scale)
             entropy = -jnp.sum(_plogp(law), axis=-1)
-        stats = _read_out(law, entropy, num_top)
+        stats = _read_out(law, entropy, num_top).replace(soft=self.hidden if soft else None)
         if where is None:
             return stats
         return stats.replace(

@@ -218,7 +218,6 @@ BAD = {
     "stop": ({"stop_token_ids": [-5]}, "stop_token_ids=-5 must be a whole number in"),
     "max_nfe": ({"max_nfe": 0}, r"max_nfe=0 must be a whole number in \[1, "),
     "strategy": ({"strategy": "no_such"}, "strategy='no_such' is unknown; use one of ar, "),
-    "to_come": ({"strategy": "diffusion_gemma"}, "strategy='diffusion_gemma' is not there yet"),
     "step": ({"strategy": returns_nothing}, "the step of returns_nothing returned NoneType, not"),
     "knob": ({"strategy": MultiBD(accept_threshold=-0.5)}, r"accept_threshold=-0.5 is outside"),
     "draft": ({"draft": "builtin:tiny-sdar"}, "draft='builtin:tiny-sdar' does not fit MultiBD"),

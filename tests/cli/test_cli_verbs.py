@@ -107,7 +107,7 @@ def test_info_describes_a_strategy_field_by_field(capsys, tmp_path):
 
 def test_train_hands_on_only_what_was_given(monkeypatch):
     seen = []
-    monkeypatch.setattr("dllm_jax.training.command.main", lambda *call: seen.append(call))
+    monkeypatch.setattr("dllm_jax.training.command.main", lambda *call, held: seen.append(call))
     assert main(["train", "--out", "run", "--steps", "50", "--muon-lr", "0.01"]) == 0
     argv = ["train", "dflash", "--out", "run", "--target", "t", "--target-layer-ids", "1,4"]
     assert main(argv) == 0
@@ -124,7 +124,7 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
 
     seen = []
 
-    def train(config, folder, **how):
+    def train(config, folder, *, held, **how):
         seen.append((config, how))
         return {"done": True}
 
@@ -143,7 +143,8 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
         usual = asked(kind)
         for flag, _, kinds, _ in OPTIONS:
             if kind in kinds:
-                value = "0.25" if flag == "--greedy-share" else "7"
+                words = {"--greedy-share": "0.25", "--family": "sums", "--dtype": "float32"}
+                value = words.get(flag, "7")
                 assert asked(kind, flag, value) != usual, flag
     assert command.make_config("ar", {}) == command.KINDS["ar"]
     rows = {"seed": 7, "batch_size": 8}

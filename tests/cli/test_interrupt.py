@@ -8,6 +8,8 @@ is raised later.
 import gc
 import importlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -94,6 +96,39 @@ def test_a_signal_in_a_collection_is_sent_again():
     assert raised
 
 
+FIRST = "import sys; from dllm_jax.cli import main; print(flush=True); sys.exit(main())"
+
+
+@pytest.mark.parametrize("wait", [0.01, 0.03, 0.06, 0.1, 0.14, 0.2, 0.3, 0.5, 0.8])
+def test_a_signal_while_the_command_starts_is_a_line_and_a_status(wait):
+    """Item 20: also in the imports, and when the signal has to be sent again."""
+    command = [sys.executable, "-c", FIRST, "generate", "--seed", "7"]
+    with subprocess.Popen(command, text=True, stdin=-3, stdout=-1, stderr=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
+    (line,) = err.splitlines()
+    assert line.startswith("error: interrupted")
+    assert process.returncode == 130
+
+
+def test_little_is_imported_before_signals_are_caught():
+    """Item 20: what is imported before prints a traceback; `importlib.abc` alone takes 30 ms."""
+    code = "import dllm_jax.cli, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"argparse", "importlib.abc", "inspect", "pathlib", "dllm_jax.cli.entry"}
+    assert not heavy & set(done.stdout.split()) - site_modules()
+
+
+def site_modules():
+    """What a bare interpreter of this environment imports."""
+    code = "import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("argv", "work", "says"),
     [
@@ -101,12 +136,12 @@ def test_a_signal_in_a_collection_is_sent_again():
         (
             ["train", "--out", "runs/a"],
             "dllm_jax.training.command.main",
-            "the same command continues from the last checkpoint in runs/a",
+            "runs/a holds no checkpoint yet; the same command begins anew",
         ),
     ],
 )
 def test_an_interrupted_verb_is_one_line_and_a_status(monkeypatch, capsys, argv, work, says):
     for number in (signal.SIGINT, signal.SIGTERM):
-        monkeypatch.setattr(work, lambda *_, number=number: signal.raise_signal(number))
+        monkeypatch.setattr(work, lambda *_, number=number, **__: signal.raise_signal(number))
         assert main(argv) == 128 + number
         assert capsys.readouterr().err == f"error: interrupted; {says}\n"

@@ -17,6 +17,7 @@ from dllm_jax.strategies import (
     D2F,
     BlockDiffusion,
     DFlash,
+    DiffusionGemma,
     DMax,
     Edit,
     FastDLLMV2,
@@ -26,6 +27,7 @@ from dllm_jax.strategies import (
 from tests.contract import (
     dense,
     dense_blocks,
+    dense_canvas,
     dense_dmax,
     dense_edit,
     dense_full_sequence,
@@ -216,6 +218,36 @@ def _canvas() -> Case:
     )
 
 
+# One that ends canvases early, one whose first canvas holds tokens of its own, one that is fixed.
+_CANVASES = (
+    _own(SAMPLED[0], confidence_threshold=5.0, max_denoising_steps=12, entropy_bound=8.0),
+    Request(
+        tuple(_ids[5:22]),
+        3,
+        seed=2,
+        suffix=(_ids[50], _ids[51], *(-1,) * 9),
+        temperature=0.5,
+        knobs=(("entropy_bound", 0.3), ("max_denoising_steps", 8)),
+    ),
+    _own(REQUESTS[2], max_denoising_steps=6, stability_threshold=2, entropy_bound=0.5),
+)
+
+
+def _diffusion_gemma(buffer_size: int) -> Case:
+    model = models.conditioned()
+    net, early = dense.Net(model), buffer_size > 1
+    strategy = DiffusionGemma(
+        **dense_canvas.NUMBERS, early_slots=SLOTS, block_size=8, buffer_size=buffer_size
+    )
+    return Case(
+        strategy,
+        model,
+        functools.partial(dense_canvas.decode_canvases, net, size=8, early=early),
+        _CANVASES,
+        lambda _, text: {"target": dense_canvas.text_rows(net, text).kv},
+    )
+
+
 # One that fills and edits almost anything, one that is never at rest, one that edits late.
 _EDITED = (
     _own(REQUESTS[0], accept_threshold=0.2, edit_threshold=0.1),
@@ -297,6 +329,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "dmax": _dmax,
     "full_sequence_dual": _full_sequence_dual,
     "dflash": _dflash,
+    "diffusion_gemma": lambda: _diffusion_gemma(2),
+    "diffusion_gemma_alone": lambda: _diffusion_gemma(1),
 }
 NAMES = tuple(CASES)
 

@@ -165,13 +165,15 @@ def fresh_state(
     state = decode.new_state(
         bare, model, aux, batch, jnp.asarray(table), num_pages or needed, page_size, ROOM
     )
-    if bare.needs.prompt.in_window:  # with or without a suffix: one program
+    pins = bare.needs.pins
+    if bare.needs.prompt.in_window or pins:  # with or without a suffix: one program
         cells = np.full((SLOTS, window), -1, np.int32)
         for b, r in enumerate(some):
-            cells[b, len(r.prompt) : len(r.prompt + r.given)] = r.given
+            first = 0 if pins else len(r.prompt)
+            cells[b, first : first + len(r.given)] = r.given[: window - first]
         given = jnp.asarray(cells)
         state = state.replace(
-            limits=batch.limits.replace(given=given >= 0),
+            limits=batch.limits.replace(given=given >= 0, given_behind=pins),
             buffer=driver.admit_window(
                 bare.needs,
                 driver.prompt_tail(

@@ -51,7 +51,9 @@ class Watcher:
             if position < end:
                 assert filled
                 self.settled[position] = token
-        if (given := new.limits.given) is not None:  # of a window that stays where it is
+        given = new.limits.given
+        if given is not None and (not new.limits.given_behind or buffer.start == len(self.prompt)):
+            # Of a window that is where it was when the request came.
             assert buffer.filled.ravel()[given].all()
             assert (buffer.tokens == old_buffer.tokens).ravel()[given].all(), "a given cell changed"
         text = new.output[: new.output_len].tolist()

@@ -17,6 +17,7 @@ from dllm_jax.models import dense
 from dllm_jax.models.architecture import DENSE, Architecture, arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.models.moe import MoEConfig
 
@@ -112,6 +113,39 @@ def two_modes(dtype=jnp.float32) -> Model:
     gain = 1 + 0.5 * np.random.default_rng(9).normal(size=(2, CONFIG.hidden_size))
     params = weights(CONFIG, 3, dtype) | {"mode_gain": jnp.asarray(gain, dtype)}
     return Model(params=params, config=CONFIG, arch=TWO_MODES, defaults=DEFAULTS)
+
+
+# --- conditioned ----------------------------------------------------------------------------------
+
+
+def _condition(params, cfg, rows, expected):
+    """The norm of what is shown and a function of what was expected, which is 0 at 0."""
+    own = jnp.tanh(matmul(expected, params["condition"]))
+    return rms_norm(rows + own, jnp.ones_like(rows[0, 0]), cfg.norm_eps)
+
+
+def _scaled_embed(params, cfg, ids):
+    return dense.embed(params, cfg, ids) * 1.5
+
+
+CONDITIONED = Architecture(
+    param_shapes=dense.param_shapes,
+    embed=_scaled_embed,
+    trunk=_two_mode_trunk,
+    unembed=Unembed(lambda params, _: Head(params["embed"], 3.0, 30.0, embed_scale=1.5)),
+    condition=_condition,
+    takes_mode=True,
+)
+
+
+def conditioned(dtype=jnp.float32) -> Model:
+    """A model without a mask, of an encoder (mode 0) and a decoder (mode 1) that is conditioned."""
+    cfg = dataclasses.replace(CONFIG, mask_token_id=-1)
+    draw = np.random.default_rng(11).normal
+    gain = 1 + 0.5 * draw(size=(2, cfg.hidden_size))
+    own = {"mode_gain": gain, "condition": 0.4 * draw(size=(cfg.hidden_size, cfg.hidden_size))}
+    params = weights(cfg, 8, dtype) | {k: jnp.asarray(v, dtype) for k, v in own.items()}
+    return Model(params=params, config=cfg, arch=CONDITIONED, defaults=DEFAULTS)
 
 
 # --- a drafter ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Then: one file or shards, bfloat16 kept exactly, casts rounded once, Orbax and b
 back, and what threads and a keyboard may do meanwhile.
 """
 
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -24,7 +26,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_jax.convert import convert, export_hf, inspect, load_params
+from dllm_jax.cli import main as command
+from dllm_jax.convert import convert, converted, export_hf, inspect, load_params, placing
 from dllm_jax.convert.__main__ import main
 from dllm_jax.convert.copying import Copy, copy_all
 from dllm_jax.convert.weights import read_weights
@@ -282,7 +285,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr("dllm_jax.convert.placing._sync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="no space is left"):
         convert(GOLDEN / "sdar", tmp_path / "deep" / "converted")
     assert list(tmp_path.iterdir()) == []
 
@@ -340,6 +343,75 @@ def test_an_interrupt_between_the_renames_brings_the_old_folder_back(tmp_path, m
             convert(GOLDEN / "sdar", folder, force=True)
     assert inspect(folder).family == "qwen3"
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def left_over(folder, age=3600):
+    """What a killed conversion to `folder` leaves."""
+    left = folder.with_name(f".{folder.name}.partial-abc")
+    (left / "params").mkdir(parents=True)
+    (left / "params" / "x").write_bytes(bytes(99))
+    os.utime(left, (time.time() - age,) * 2)
+    return left
+
+
+def test_what_a_killed_conversion_left_is_named_and_removed(tmp_path):
+    """Item 20."""
+    folder = tmp_path / "converted"
+    left, others = left_over(folder), left_over(tmp_path / "other")
+    with pytest.warns(UserWarning, match=r"removed '.+\.converted\.partial-abc', which a conv"):
+        convert(GOLDEN / "sdar", folder)
+    assert not left.exists()
+    assert others.exists()
+
+
+@pytest.mark.parametrize("why", ["locked", "just made"])
+def test_what_may_be_another_process_s_stays(tmp_path, why):
+    """Item 20: a lock says that its process lives; a new folder may not have one yet."""
+    folder = tmp_path / "converted"
+    left = left_over(folder, age=3600 if why == "locked" else 1)
+    held = placing._locked(left) if why == "locked" else None
+    convert(GOLDEN / "sdar", folder)
+    assert left.exists()
+    if held is not None:
+        os.close(held)
+
+
+def test_a_conversion_holds_a_lock_on_what_it_writes(tmp_path):
+    """Item 20."""
+    seen = []
+
+    def progress(done, total):
+        seen.extend(path for path in tmp_path.iterdir() if placing._locked(path) is None)
+
+    convert(GOLDEN / "sdar", tmp_path / "converted", progress=progress)
+    assert all(".partial-" in path.name for path in seen)
+    assert seen
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        ValueError("RESOURCE_EXHAUSTED: 14: No space left on device [os_error_code='28']"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, error, capsys):
+    """Item 20: the last is what Orbax raises, of native code; each other write prints a page."""
+
+    def fail(params, path):
+        path.mkdir()
+        with converted._quiet():
+            print("Traceback ...", file=sys.stderr)
+            raise RuntimeError("save failed") from error
+
+    monkeypatch.setattr(converted, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(converted, "_write_params", fail)
+    argv = ["convert", str(GOLDEN / "sdar"), str(tmp_path / "converted")]
+    assert command(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("no space is left on its disk; free some, or choose another folder")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_place_that_cannot_be_written_is_found_before_reading(tmp_path, monkeypatch):

@@ -92,6 +92,8 @@ def test_fields_arrive():
         "forbidden_token_ids": (),
         "pad_token_id": 150,
         "vocab_limit": 160,
+        "numbers": (),
+        "unread_token_ids": (),
     }
     assert notes == ()
 

@@ -2,17 +2,19 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dllm_jax.cli import main
 from dllm_jax.convert import inspect
 from dllm_jax.convert.inspection import _too_many
 from dllm_jax.convert.lora import _of_module
 from dllm_jax.convert.small_files import MOST_BYTES
-from dllm_jax.loading import chat
 from dllm_jax.loading.sources import LoadError, find_folder
+from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from tests.golden.folders import INDEX, copy_golden
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -69,6 +71,83 @@ def test_a_sparse_tokenizer_is_refused_by_its_size(tmp_path):
     assert any(f"at most {MOST_BYTES} are read" in p for p in inspect(folder).problems)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(name, tmp_path):
+    """Item 16: reading it would wait for ever."""
+    folder = copy_golden("sdar", tmp_path / "sdar")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert any(f"{name} is a pipe or a device" in problem for problem in inspect(folder).problems)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["deep", "pipe", "folder", "sparse"])
+def test_hostile_files_of_an_adapter_are_one_line(name, kind, tmp_path, capsys):
+    """Items 16 and 17: also a config that nests deep, and 4 GiB of nothing."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    save_file(
+        {"x.lora_A.weight": np.zeros((4, 8), np.float32)}, folder / "adapter_model.safetensors"
+    )
+    path = folder / name
+    path.unlink()
+    if kind == "deep":
+        path.write_text(DEEP)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(4 << 30)
+    assert (
+        main(["inspect", str(copy_golden("sdar", tmp_path / "sdar")), "--lora", str(folder)]) == 1
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert len(line.encode()) < 1000
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BACKTRACKS = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"}
+
+
+def with_steps(folder, **steps):
+    """The folder with these steps in its `tokenizer.json`."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | steps))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}, BACKTRACKS] * 9}},
+        {"normalizer": {**DOUBLE, "content": "a" * 10**6}},
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 60}},
+        {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 60}},
+    ],
+)
+def test_a_tokenizer_that_blows_texts_up_is_refused(steps, random_folder, tmp_path):
+    """Item 16: a text of one character would need more memory than there is."""
+    folder = with_steps(shutil.copytree(random_folder, tmp_path / "m"), **steps)
+    with pytest.raises(ValueError, match="can make a text more than 1000 times as long"):
+        read_tokenizer(folder)
+
+
+def test_a_pattern_of_a_tokenizer_that_backtracks_is_one_error(random_folder, tmp_path, capfd):
+    """Item 16: the library's panic is no `Exception`; its own lines go to stderr."""
+    folder = with_steps(shutil.copytree(random_folder, tmp_path / "m"), normalizer=BACKTRACKS)
+    with pytest.raises(ValueError, match="the tokenizer cannot encode the text") as refused:
+        encode(read_tokenizer(folder), "a" * 60 + "b")
+    assert len(str(refused.value)) < 1000
+    capfd.readouterr()
+
+
 def test_two_million_experts_are_one_problem():
     """Item 16."""
     layer = {"experts_down": np.broadcast_to(np.uint8(0), (2_000_000, 8, 8))}
@@ -85,25 +164,11 @@ def test_a_pattern_with_catastrophic_backtracking_ends():
         _of_module(config, "rank_pattern", module, 8, time.monotonic() + 0.1)
 
 
-def test_a_template_that_loops_for_ever_ends(monkeypatch):
-    """Item 16."""
-    monkeypatch.setattr(chat, "MOST_SECONDS", 0.05)
-
-    def loop():
-        while True:
-            pass
-
-    def limited():
-        with chat._limited():
-            loop()
-
-    with pytest.raises(TimeoutError, match="takes more than"):
-        limited()
-
-
 def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
     """Item 16."""
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
         assert main(["generate", "--prompt-file", name]) == 1
-        assert "is a pipe or a device; give a regular file" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"prompt file {name!r} is a pipe or a device" in told
+        assert "give a regular file, or pipe the text in and give -" in told

@@ -596,7 +596,7 @@ def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: ModuleType
     for steps, is_last in ((5, False), (6, True), (9, True)):
         assert ends(steps, (nine,)) == is_last
         assert ends(steps, (nine, nine)) == is_last
-        assert ends(steps, ({"max_tokens": 8},), is_grid=False, is_token_causal=True) == is_last
+        assert ends(steps, ({"max_tokens": 8},), is_grid=False, token_a_step=True) == is_last
     assert not ends(9, (nine,), in_flight=0)
     assert not ends(9, ({"max_tokens": 8},)), "how many steps a block takes is not known"
     for other in ({}, {"max_nfe": 8}, {**nine, "ignore_eos": False}):

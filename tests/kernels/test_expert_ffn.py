@@ -344,3 +344,36 @@ def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dt
         grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
         tiles = max_tiles(T * k, E, triton.Tiling().rows)
         assert grids == [(F // 64, tiles, 1), (D // 128, tiles, 1)]
+
+
+GELU = {
+    "dense": functools.partial(expert_ffn, implementation="dense", activation="gelu"),
+    "grouped": functools.partial(expert_ffn, implementation="grouped", activation="gelu"),
+    "triton": transformable(
+        functools.partial(triton.expert_ffn, tiling=SMALL_TILES, interpret=True), "gelu"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GELU)
+def test_gates_may_be_gelus(name):
+    """GELU by tanh, also in the gradient; values against NumPy, gradients against differences."""
+    x, ids, weights, w_gate_up, w_down = (np.asarray(a) for a in case(ALONE))
+    got = jax.jit(GELU[name])(x, ids, weights, w_gate_up, w_down)
+    want = np.zeros_like(x, np.float64)
+    for t, k in np.ndindex(*ids.shape):
+        e = ids[t, k]
+        if 0 <= e < len(w_down):
+            gate, up = (x[t] @ w_gate_up[e, :, i] for i in range(2))
+            gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+            want[t] += weights[t, k] * ((gelu * up) @ w_down[e])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert np.abs(got - RUN["dense"](x, ids, weights, w_gate_up, w_down)).max() > 1e-2
+
+    def total(x):
+        return GELU[name](x, ids, weights, w_gate_up, w_down).sum()
+
+    def reference(x):
+        return GELU["dense"](x, ids, weights, w_gate_up, w_down).sum()
+
+    np.testing.assert_allclose(jax.grad(total)(x), jax.grad(reference)(x), atol=1e-5)

@@ -111,3 +111,15 @@ def test_rows_go_where_they_belong_on_a_gpu(arrays):
     assert all(leaf.is_deleted() for leaf in given)
     for a, b in zip(got, oracle.write_rows(pages, rows, PAGE, OFFSET), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_layers_of_several_shapes_are_written_each_to_its_own():
+    """Two kinds of layers in turns, as sliding and global ones have: places are the same."""
+    (wide, wide_rows), (narrow, narrow_rows) = (
+        case(4, "float32", "float32", heads, size) for heads, size in ((3, 16), (1, 32))
+    )
+    pages = [leaf for pair in zip(wide, narrow, strict=True) for leaf in pair]
+    rows = [leaf for pair in zip(wide_rows, narrow_rows, strict=True) for leaf in pair]
+    got = write_rows(tuple(map(jnp.asarray, pages)), tuple(map(jnp.asarray, rows)), PAGE, OFFSET)
+    for a, b in zip(got, oracle.write_rows(pages, rows, PAGE, OFFSET), strict=True):
+        np.testing.assert_array_equal(a, b)

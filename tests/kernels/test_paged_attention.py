@@ -249,3 +249,18 @@ def test_paged_attention_refuses_what_it_cannot_do():
     assert refused(q, pages) is None
     assert "head size that is a power of two from 16 to 256, got 12" in refused(q[..., :12], pages)
     assert "page size that is a power of two from 16 up, got 8" in refused(q, pages[:, :, :8])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton, one tile"])
+def test_scores_have_the_scale_that_is_asked_for(implementation):
+    """Twice the usual scale is the usual one with queries twice as large, bit for bit."""
+    data, table, mask = case(3, "float32" if implementation == "xla" else "bfloat16")
+    q, *others = map(jnp.asarray, data)
+    how: dict = {"implementation": implementation}
+    call = paged_attention
+    if implementation in TILINGS:
+        call, how = triton.attention, {"tiling": TILINGS[implementation], "interpret": True}
+    rest = (*others, jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
+    scaled = call(q, *rest, scale=2 * q.shape[-1] ** -0.5, **how)
+    assert np.array_equal(scaled, call(2 * q, *rest, **how))
+    assert not np.array_equal(scaled, call(q, *rest, **how))

@@ -609,7 +609,8 @@ def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resid
     q, k, v, *pools, table, _ = shapes(8, 128, MODELS["SDAR-1.7B"])
     numbers = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     tiling = mosaic.Tiling(consumers=2, resident=resident)
-    settings = {"block_size": 32, "window": None, "tiling": tiling, "interpret": None}
+    settings = {"block_size": 32, "window": None, "scale": 0.1, "tiling": tiling}
+    settings["interpret"] = None
     run = functools.partial(mosaic._run.__wrapped__, **settings)
     jax.eval_shape(run, (q, k, v), pools, table, numbers, None)
     assert grids == [blocks]

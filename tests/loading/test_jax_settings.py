@@ -5,9 +5,11 @@ share a folder). For users each start removes what a killed process left, whole 
 the folder is locked and bounded, unless they chose otherwise or it cannot be locked.
 """
 
+import os
 import re
 import tomllib
 import warnings
+import zlib
 from pathlib import Path
 
 import jax
@@ -100,6 +102,35 @@ def test_what_a_killed_process_left_goes_at_the_next_start_and_the_rest_stays(mo
     assert whole.read_bytes() == content
     assert other(jnp.int32(4)) == 20  # and is kept now: nothing warns here, for that is an error
     assert len(entries()) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbled", "foreign", "emptied"])
+def test_a_damaged_entry_is_replaced_at_the_next_start(damage):
+    """Item 20: JAX itself would report it at every start, and never write it again."""
+    turn_on()
+    assert triple(4) == 12
+    (entry,) = entries().values()
+    whole = entry.read_bytes()
+    middle = len(whole) // 2
+    garbled = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+    content = {"cut": whole[:-20], "garbled": garbled, "foreign": b"x" * 99, "emptied": b""}
+    entry.write_bytes(content[damage])
+    turn_on()
+    assert triple(5) == 15  # nothing warns here, for that is an error
+    (again,) = entries().values()
+    assert again.name == entry.name
+    assert zlib.decompress(again.read_bytes())
+
+
+def test_an_entry_is_unpacked_once(monkeypatch):
+    """Item 20: a start costs the entries that are new, not the whole folder."""
+    turn_on()
+    assert triple(4) == 12
+    (entry,) = entries().values()
+    os.utime(entry, (1, 1))
+    monkeypatch.setattr("dllm_jax.loading.jax_settings._unpacks", pytest.fail)
+    turn_on()
+    assert list(entries().values()) == [entry]
 
 
 def test_the_folder_is_locked_and_bounded_unless_the_user_chose(monkeypatch):

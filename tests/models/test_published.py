@@ -62,6 +62,7 @@ SIZES = {
     "inclusionAI/LLaDA2.1-flash": (102889705216, 4, 24161),
     "inclusionAI/LLaDA2.2-mini": (16255643392, 4, 14813),
     "inclusionAI/LLaDA2.2-flash": (102889705216, 4, 24161),
+    "google/diffusiongemma-26B-A4B-it": (25250986812, 0, 691),  # the text part, tied
     "Zigeng/DMax-16B": (16255643392, 2, 14813),  # counted with one tensor an expert
     "Qwen/Qwen3-0.6B": (596049920, 0, 310),
     "Qwen/Qwen3-1.7B": (1720574976, 0, 310),
@@ -131,6 +132,7 @@ DEFAULTS = {
     "Zigeng/DMax-16B": "multi_bd 32 0.95 0.0 156895 156892,156900 156892 edit,dmax",
     "Qwen/Qwen3-8B": "ar 1 0.95 0.0 -1 151643,151645 151643",
     "Qwen/Qwen3-30B-A3B": "ar 1 0.95 0.0 -1 151643,151645 151643",
+    "google/diffusiongemma-26B-A4B-it": "diffusion_gemma 256 0.95 1.0 -1 1,50,106 0",
     "meta-llama/Llama-3.1-8B-Instruct": "ar 1 0.95 0.0 -1 128001,128008,128009 128001",
 }
 

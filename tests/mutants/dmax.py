@@ -88,8 +88,8 @@ MUTANTS = [
         "paper",
         "blocks.py",
         stability_of_the_first_block=(
-            "jnp.take_along_axis(stable, last, axis=1)",
-            "stable[:, :1]",
+            "enough &= jnp.take_along_axis(stable, last, axis=1)",
+            "enough &= stable[:, :1]",
         ),
     ),
     *broken(

@@ -490,7 +490,10 @@ ADMISSION = [
             "layout.stop_token_ids)\n    stop_ids",
         ),
         deadline_on_the_clock=("else now + request.deadline_s", "else request.deadline_s"),
-        hole_of_the_suffix_is_not_text=("enumerate(suffix, 1)", "enumerate(suffix[:0], 1)"),
+        hole_of_the_suffix_is_not_text=(
+            "enumerate(suffix, 1) if token == HOLE",
+            "enumerate(suffix[:0], 1) if token == HOLE",
+        ),
         stop_string_among_what_is_given=("if params.stop and any(", "if False and any("),
         tail_is_cut=("prompt[first : first + layout.window]", "prompt[first : first + 1]"),
         overrides_are_forgotten=(

@@ -8,11 +8,13 @@ import pytest
 import dllm_jax.engine
 from dllm_jax import strategies
 from dllm_jax.strategies import dflash as dflash_module
-from dllm_jax.strategies.core import drafting, rejection
+from dllm_jax.strategies import diffusion_gemma as canvas_module
+from dllm_jax.strategies.core import drafting, random, rejection
 from tests.mutants import (
     d2f,
     decoding,
     dflash,
+    diffusion_gemma,
     dmax,
     edit,
     engine,
@@ -28,6 +30,13 @@ def load_dflash(mutant: Mutant, folder: Path) -> tuple[Any, Any, Any]:
     dflash, *shared = (copy_module(one, mutant) for one in (dflash_module, drafting, rejection))
     dflash.__dict__.update(zip(("drafting", "rejection"), shared, strict=True))
     return dflash, *shared
+
+
+def load_canvas(mutant: Mutant, folder: Path) -> Any:
+    """`diffusion_gemma` on mutated keys; the rest of the package is unbroken."""
+    canvas = copy_module(canvas_module, mutant)
+    canvas.__dict__["random"] = copy_module(random, mutant)
+    return canvas
 
 
 SUITES = {
@@ -52,6 +61,12 @@ SUITES = {
         strategies,
         fast_dllm_v2.MUTANTS,
         "tests.strategies.test_fast_dllm_v2.check_corpus",
+    ),
+    "diffusion_gemma": Suite(
+        strategies,
+        diffusion_gemma.MUTANTS,
+        "tests.strategies.test_diffusion_gemma.check_case",
+        load=load_canvas,
     ),
     "dflash": Suite(
         strategies, dflash.MUTANTS, "tests.mutants.dflash_checks.check_dflash", load=load_dflash

@@ -182,7 +182,7 @@ def test_a_prompt_the_tokenizer_cannot_read_fails_alone():
     assert ends([got[0]]) == ends([got[2]])
     assert (got[0].outputs[0].finish_reason, got[0].prompt) == ("length", "0")
     assert (got[1].outputs[0].finish_reason, got[1].prompt) == ("error", "one")
-    assert "LookupError: no ids for 'one'" in got[1].error
+    assert "cannot encode the text (no ids for 'one')" in got[1].error
 
 
 def test_an_override_that_does_not_exist_or_fit_is_refused_and_changes_nothing():

@@ -216,6 +216,14 @@ def test_every_size_of_every_program_is_listed_once_largest_first():
     assert largest == ["decode 3 slots, 8 pages", "prefill 8 tokens, 8 pages, blocks"]
 
 
+def test_the_built_in_model_needs_few_programs_on_a_cpu():
+    """A count, because seconds depend on the machine: the state and seven more, 23 CPU seconds."""
+    model = dj.load("builtin:tiny-sdar")
+    made = buckets.make_layout(model, MultiBD(), {}, EngineConfig())
+    names = [one.name for one in warmup.every_program(made, 5)]
+    assert len(names) <= 7, names
+
+
 @pytest.mark.parametrize(
     ("strategy", "model", "kinds"),
     [

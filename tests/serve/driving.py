@@ -18,15 +18,15 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 class Server:
     """A server process; its log lines are kept in a file."""
 
-    def __init__(self, command, log: Path, env=None):
+    def __init__(self, command, log: Path, env=None, root=ROOT):
         self.log = log
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 stderr=out,
                 stdout=out,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": str(root), **(env or {})},
             )
         self.port = int(self._first_line()["url"].rsplit(":", 1)[1])
 
@@ -140,9 +140,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def scripted(folder, **fields):
+def scripted(folder, root=ROOT, **fields):
     """A server with the scripted engine, ready unless `settings` say otherwise."""
-    server = Server(["-m", "tests.serve.scripted", json.dumps(fields)], folder / "log")
+    server = Server(["-m", "tests.serve.scripted", json.dumps(fields)], folder / "log", root=root)
     try:
         if not {"slow", "broken"} & set(fields.get("settings", {})):
             server.wait_ready()

@@ -127,31 +127,38 @@ def make(settings, progress):
         thresholds={"accept_threshold": (0.9, 0.0, 1.0)},
         max_model_len=settings.get("max_model_len", 4096),
         vocab_size=768,
-        mask_token_id=-1,
+        mask_token_id=5,
         num_slots=settings.get("num_slots", 8),
         dtype="none",
         jax="none",
         tokenizer_folder=str(FOLDER),
+        answer_end=1,
+        causal=settings.get("causal", False),
     )
 
     def request(ids, suffix, fields):
         return Request(prompt_token_ids=ids, **fields)
 
-    return Served(Script(facts.max_model_len), facts, read_tokenizer(FOLDER), request)
+    def read(texts):
+        if texts[0].prompt_len > 600:
+            raise ValueError("the script reads 600 tokens; ask less")
+        return [[[-1.0 - i for i in range(len(row))] for row in text.labels] for text in texts], 1
+
+    return Served(Script(facts.max_model_len), facts, read_tokenizer(FOLDER), request, read)
 
 
 def main():
     """Serve on a free port."""
-    from dllm_jax.serve.app import Config
     from dllm_jax.serve.limits import Limits
     from dllm_jax.serve.server import bind, run
+    from dllm_jax.serve.service import Config
 
     told = json.loads(sys.argv[1])
     launch = Launch("tests.serve.scripted:make", told.pop("settings", {}))
     limits = Limits(**told.pop("limits", {}))
     told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
     config = Config(
-        model="scripted", launch=launch, version="0", limits=limits, log_format="json", **told
+        model="scripted", launch=launch, version="0", limits=limits, **{"log_format": "json"} | told
     )
     return run(config, bind("127.0.0.1", 0))
 

@@ -1,6 +1,9 @@
 """Proves the parts of the front one by one: pipe, mailboxes, frames, metrics, keys, admission."""
 
 import asyncio
+import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,10 +13,11 @@ from dllm_jax.serve.answers import Form, Window
 from dllm_jax.serve.auth import Guard
 from dllm_jax.serve.client import EngineGone, Mailbox
 from dllm_jax.serve.limits import Admission, Limits
-from dllm_jax.serve.metrics import Metrics
+from dllm_jax.serve.metrics import BUCKETS, HELP, Metrics
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Usage
 from dllm_jax.serve.refusals import Refusal
 
+_NAME = re.compile(r"dllm_[a-z0-9_]+(?=[{])")
 FACTS = Facts("m", "sdar", "multi_bd", 4, 8, {}, 64, 10, -1, 2, "float32", "0")
 USAGE = Usage(3, 0, 2, 1, 0, 8, 0.01, 0.02, 0.05)
 
@@ -167,3 +171,12 @@ def test_admission_counts_texts_that_wait():
         admission.ended(60.0)
     assert admission.retry_after(100, 1) == "30"
     assert admission.retry_after(0, 1) == "1"
+
+
+def test_the_dashboard_reads_metrics_that_exist():
+    path = Path(__file__).resolve().parents[2] / "deploy" / "grafana.json"
+    board = json.loads(path.read_text(encoding="utf-8"))
+    asked = {name for panel in board["panels"] for name in _NAME.findall(json.dumps(panel))}
+    known = set(HELP) | {f"{name}_bucket" for name in BUCKETS}
+    assert len(asked) > 20
+    assert asked <= known

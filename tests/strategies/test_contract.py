@@ -88,7 +88,7 @@ def test_the_cache_holds_what_a_dense_pass_computes(name):
                     np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["multi_bd", "ar", "speculate", "canvas"])
+@pytest.mark.parametrize("name", ["multi_bd", "ar", "speculate", "canvas", "diffusion_gemma"])
 def test_the_cache_of_a_text_is_its_prefill(name):
     decoded, c = once(name), case(name)
     texts = [

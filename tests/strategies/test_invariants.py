@@ -71,6 +71,8 @@ CASES: dict[str, tuple[Any, int]] = {
     ),
     "full_sequence_toy": (toys.FullSequence(), 8),  # two cells a forward: half of 16, a block
     "canvas": (toys_models.Canvas(), 9),
+    "diffusion_gemma": (strategies.DiffusionGemma(block_size=4, buffer_size=1), 7),
+    "diffusion_gemma_early": (strategies.DiffusionGemma(early_slots=99, block_size=4), 7),
 }
 CASES |= {
     f"block_diffusion_{rule}": (strategies.BlockDiffusion(remasking=rule, block_size=4), 5)
@@ -89,6 +91,9 @@ CASES |= {
 }
 # Without a cap on a block's steps a confidence that nothing reaches keeps it for good.
 KNOBS = {"dmax_diffulex": {"commit_confidence": (0.5, 0.9, 1.0)}}
+# A canvas takes what its schedule says.
+_STEPS = {"max_denoising_steps": (1, 2, 3, 6), "stability_threshold": (0, 1, 2)}
+KNOBS |= dict.fromkeys(("diffusion_gemma", "diffusion_gemma_early"), _STEPS)
 
 
 @pytest.mark.slow

@@ -68,6 +68,25 @@ def test_a_sweep_is_the_solves_of_its_settings(solved):
     assert (slow.denoise > fast.denoise).all()
 
 
+@pytest.mark.parametrize(("size", "rows"), [(32, [COUNT, COUNT]), (4, [4, 4, 4])])
+def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows):
+    """And what compiles the program before the clock starts takes one step."""
+    model, problems, _, _ = solved
+    seen, finish = [], evaluate._finish
+
+    def watched(model, session):
+        part = finish(model, session)
+        seen.append((len(part[0]), int(part[2].max())))
+        return part
+
+    monkeypatch.setattr(evaluate, "_finish", watched)
+    strategy = dj.strategies.BlockDiffusion(block_size=8)
+    evaluate.solve(model, strategy, problems, batch_size=size, max_tokens=20)
+    assert [count for count, _ in seen] == rows
+    assert seen[0][1] == 1
+    assert all(nfe > 1 for _, nfe in seen[1:])
+
+
 def test_problems_are_held_out_and_repeatable(solved):
     from dllm_jax.tasks.problems import problem
 

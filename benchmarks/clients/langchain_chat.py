@@ -1,0 +1,25 @@
+"""LangChain's wrapper of the openai client: URL -> one JSON line."""
+
+import importlib.metadata
+import json
+import sys
+
+from langchain_openai import ChatOpenAI
+
+told = {"version": importlib.metadata.version("langchain-openai")}
+for name, extra in (("plain", {}), ("denoise", {"extra_body": {"stream_mode": "denoise"}})):
+    model = ChatOpenAI(
+        model=sys.argv[2],
+        base_url=sys.argv[1] + "/v1",
+        api_key="none",
+        max_retries=0,
+        temperature=0,
+        max_tokens=48,
+    )
+    streamed = "".join(
+        chunk.content for chunk in model.stream("How many days has a week?", **extra)
+    )
+    answer = model.invoke("How many days has a week?")
+    told[f"{name}_stream_equals_answer"] = streamed == answer.content != ""
+    told[f"{name}_usage"] = answer.usage_metadata["output_tokens"] > 0
+print(json.dumps(told))

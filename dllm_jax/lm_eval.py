@@ -1,0 +1,177 @@
+"""`python -m dllm_jax.lm_eval`: the command of lm-evaluation-harness with `dj.LLM` as a model.
+
+The released harness finds models in a table of its own and reads no entry points, so this module
+registers the model `dllm-jax` and then hands the command line on. Likelihoods are refused: only
+tasks that generate (`output_type: generate_until`) run.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dllm_jax.api.llm import LLM
+from dllm_jax.cli.errors import fitted, one_line
+from dllm_jax.engine.requests import SamplingParams
+from dllm_jax.loading.tokenizer import encode
+
+try:
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError(
+        f"dllm_jax.lm_eval needs lm-evaluation-harness ({error}); pip install 'lm-eval>=0.4.9'"
+    ) from error
+
+NAME = "dllm-jax"
+MOST_TOKENS = 256  # of an answer, where the task does not say
+_NO_LIKELIHOOD = (
+    "model dllm-jax has no log-likelihoods yet, which multiple-choice and perplexity tasks need; "
+    "use a task with output_type: generate_until"
+)
+_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+
+
+@register_model(NAME)
+class DllmLM(TemplateLM):
+    """A model of the harness that `dj.LLM` answers for.
+
+    Args:
+        model: As `dj.LLM` takes it; `pretrained` is the same.
+        batch_size, max_batch_size, device: Ignored. The harness always sends some; the engine fills
+            its slots (`max_num_seqs`) by itself, and JAX chooses the device.
+        sizes: All else that `dj.LLM` takes, such as `strategy` or `max_num_seqs`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        pretrained: str | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: str | None = None,
+        **sizes: Any,
+    ):
+        super().__init__()
+        if model is not None and pretrained is not None:
+            raise ValueError("model and pretrained are the same; give one of them")
+        del batch_size, max_batch_size, device
+        self.llm = LLM(model or pretrained or "builtin:tiny-sdar", **sizes)
+        if self.llm.tokenizer is None:
+            raise ValueError(
+                f"model {self.llm.model.source!r} has no tokenizer; give a folder that holds its "
+                "tokenizer.json"
+            )
+        self.tokenizer = self.llm.tokenizer
+        self._is_chat = False  # the prompts come from a chat template, with its special tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        """The first id that ends a text."""
+        return self.llm.model.defaults.stop_token_ids[0]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Keeps the harness's stored requests of different models apart."""
+        return self.llm.model.source.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Ids of a text."""
+        special = not self._is_chat if add_special_tokens is None else add_special_tokens
+        return encode(self.tokenizer, string, special)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the text the model reads."""
+        if not add_generation_prompt:
+            raise ValueError(
+                "an answer that the task begins (gen_prefix) is not supported with a chat template;"
+                " leave --apply_chat_template out"
+            )
+        self._is_chat = True
+        return self.llm.apply_template(chat_history)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to each request's stop strings, in the order of the requests.
+
+        A prompt that leaves no room for its answer loses its beginning, as in the harness's models.
+        """
+        params = [sampling_params(request.args[1]) for request in requests]
+        most = self.llm.engine.layout.max_model_len
+        prompts = []
+        for request, one in zip(requests, params, strict=True):
+            room = most - (one.max_tokens or 0)
+            if room < 1:
+                raise ValueError(
+                    f"max_gen_toks={one.max_tokens} leaves no room for a prompt within "
+                    f"max_model_len={most}; lower it with --gen_kwargs"
+                )
+            prompts.append({"prompt_token_ids": self.tok_encode(request.args[0])[-room:]})
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        texts = []
+        for request, output in zip(requests, outputs, strict=True):
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+            texts.append(output.outputs[0].text)
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Refused."""
+        raise NotImplementedError(_NO_LIKELIHOOD)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Refused."""
+        raise NotImplementedError(_NO_LIKELIHOOD)
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(_NO_LIKELIHOOD)
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """What the harness asks of one generation, as ours; greedy unless it samples.
+
+    Raises:
+        ValueError: It asks for what does not exist.
+    """
+    left = dict(given)
+    until = left.pop("until", None) or ()
+    fields: dict[str, Any] = {"stop": (until,) if isinstance(until, str) else tuple(until)}
+    lengths = [left.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
+    fields["max_tokens"] = next((n for n in lengths if n is not None), MOST_TOKENS)
+    samples = left.pop("do_sample", "temperature" in left)
+    fields |= {name: left.pop(name) for name in _SAMPLING if left.get(name) is not None}
+    if not samples:
+        fields["temperature"] = 0.0
+    elif "temperature" not in fields:
+        fields["temperature"] = 1.0
+    if unknown := [name for name, value in left.items() if value is not None]:
+        raise ValueError(
+            f"generation argument {unknown[0]!r} is not supported; use until, max_gen_toks, "
+            f"do_sample, {', '.join(_SAMPLING)}"
+        )
+    fields["stop"] = tuple(text for text in fields["stop"] if text)
+    return SamplingParams(**fields)
+
+
+def main(argv: Sequence[str]) -> None:
+    """The harness's command line, with our model where none is named."""
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+    words = [*argv]
+    if words[:1] == ["run"]:
+        words = words[1:]
+    is_named = any(word.split("=")[0] in ("--model", "-M") for word in words)
+    if words and words[0] not in ("ls", "validate", "-h", "--help"):
+        words = ["run", *([] if is_named else ["--model", NAME]), *words]
+    sys.argv = ["lm_eval", *words]
+    try:
+        cli_evaluate()
+    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        sys.exit(f"error: {fitted(one_line(error))}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,273 @@
+"""DiffusionGemma: Gemma 4's text stack, which encodes a text and denoises a canvas behind it.
+
+Encoder (mode 0) and decoder (mode 1) share their weights but for one factor a layer. Sliding and
+global layers differ in heads, rotation and view; every layer has a dense half beside its experts.
+`condition` makes the decoder's input rows of a canvas and of what was expected in its cells.
+
+Source: google/diffusiongemma-26B-A4B-it; DiffusionGemmaForBlockDiffusion of transformers 5.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.kernels.expert_ffn import expert_ffn
+from dllm_jax.kernels.layer.reference import apply_rope, as_row, gated_matmul, matmul
+from dllm_jax.models import dense, routing
+from dllm_jax.models.dense import Attend, leaf
+from dllm_jax.models.head import Head, Unembed
+from dllm_jax.models.layers import gate_up_shape, rope_tables
+from dllm_jax.models.moe import MoEConfig
+from dllm_jax.models.view import View
+
+ENCODER, DECODER = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaConfig(MoEConfig):
+    """Facts of a DiffusionGemma. The plain names are those of the sliding layers.
+
+    Attributes:
+        canvas_length: Tokens that are denoised together.
+        sliding: For each layer, whether it slides; the others are global.
+        window: Positions that a row of a sliding layer sees, its own counted; of a canvas, counted
+            from its first cell.
+        rotary_dim, global_rotary_dim: Components of a head that are rotated, half of them from its
+            middle on; None: all. The frequencies are those of a whole head.
+        logit_cap: Logits are bent to lie within it either side of 0; None leaves them.
+    """
+
+    canvas_length: int = 256
+    sliding: tuple[bool, ...]
+    window: int
+    global_num_kv_heads: int
+    global_head_dim: int
+    global_rope_theta: float = 1e6
+    global_rotary_dim: int | None = None
+    logit_cap: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.sliding) != self.num_layers:
+            raise ValueError(
+                f"sliding has {len(self.sliding)} entries; give one for each of the "
+                f"{self.num_layers} layers"
+            )
+        if self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1: a row sees itself")
+        if self.num_heads % self.global_num_kv_heads:
+            raise ValueError(
+                f"global_num_kv_heads={self.global_num_kv_heads} must divide "
+                f"num_heads={self.num_heads}; check the checkpoint's config.json"
+            )
+        rotary, size = self.global_rotary_dim, self.global_head_dim
+        if size % 2 or (rotary is not None and (rotary % 2 or not 0 < rotary <= size)):
+            raise ValueError(
+                f"global_rotary_dim={rotary} and global_head_dim={size} must be even, the first at "
+                "most the second; check the checkpoint's config.json"
+            )
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer and their size."""
+        if self.sliding[layer]:
+            return self.num_kv_heads, self.head_dim
+        return self.global_num_kv_heads, self.global_head_dim
+
+    def reach(self, layer: int) -> int | None:
+        """Cached keys that a row of a layer reads at most; None: all."""
+        return self.window - 1 if self.sliding[layer] else None
+
+
+def param_shapes(cfg: GemmaConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """Shapes of every weight.
+
+    A global layer has no values of its own: `wqk` is its `wqkv`, and its keys are its values.
+    """
+    D, E, F = cfg.hidden_size, cfg.num_experts, cfg.expert_size
+
+    def layer(i: int) -> dict[str, Any]:
+        G, H = cfg.heads(i)
+        n = cfg.num_heads // G
+        own = {"wqkv": (D, G, n + 2, H)} if cfg.sliding[i] else {"wqk": (D, G, n + 1, H)}
+        shapes = {
+            "attn_norm": (D,),
+            **own,
+            "q_norm": (H,),
+            "k_norm": (H,),
+            "wo": (cfg.num_heads, H, D),
+            "post_attn_norm": (D,),
+            "mlp_norm": (D,),
+            "w_gate_up": gate_up_shape(D, cfg.ffn_size),
+            "w_down": (cfg.ffn_size, D),
+            "post_mlp_norm": (D,),
+            "router_scale": (D,),
+            "router": (D, E),
+            "expert_scale": (E,),
+            "pre_experts_norm": (D,),
+            "experts_gate_up": (E, D, 2, F),
+            "experts_down": (E, F, D),
+            "post_experts_norm": (D,),
+            "post_ffn_norm": (D,),
+            "mode_scale": (2,),  # encoder, decoder
+        }
+        return {name: leaf(dtype, *shape) for name, shape in shapes.items()}
+
+    return {
+        "embed": leaf(dtype, cfg.vocab_size, D),
+        "final_norm": leaf(dtype, D),
+        "condition_norm": leaf(dtype, D),
+        "condition_gate_up": leaf(dtype, *gate_up_shape(D, cfg.ffn_size)),
+        "condition_down": leaf(dtype, cfg.ffn_size, D),
+        "layers": [layer(i) for i in range(cfg.num_layers)],
+    }
+
+
+def embed(params: Any, cfg: GemmaConfig, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """Scaled rows of the embedding: the encoder's input."""
+    rows = dense.embed(params, cfg, ids)
+    return rows * jnp.asarray(_embed_scale(cfg, rows.dtype), rows.dtype)
+
+
+def condition(
+    params: Any, cfg: GemmaConfig, rows: Float[Array, "... D"], expected: Float[Array, "... D"]
+) -> Float[Array, "... D"]:
+    """The decoder's input: `embed` rows and what the step before expected there, mixed.
+
+    Args:
+        expected: In the units of `embed`; zeros where nothing was expected yet. The sum is normed
+            even then, so that no row of the decoder is a row of `embed`.
+    """
+    signal = rms_norm(expected.astype(rows.dtype), params["condition_norm"], cfg.norm_eps)
+    signal = _geglu(signal, params["condition_gate_up"], params["condition_down"])
+    return rms_norm(rows + signal, None, cfg.norm_eps)
+
+
+def trunk(
+    params: Any,
+    cfg: GemmaConfig,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    hidden_layers: tuple[int, ...] = (),
+    *,
+    mode: Int[Array, " B"] | Int[Array, "B T"] | None = None,
+    live: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
+    """Run the layers; see `dense.trunk`.
+
+    Args:
+        x: Rows of `embed` in the encoder, of `condition` in the decoder.
+        mode: `ENCODER` or `DECODER`, a row or a text; None: the encoder.
+        live: Rows that belong to a text; the others go to no expert. None: all.
+    """
+    mode = jnp.zeros(len(x), jnp.int32) if mode is None else mode
+    tables = {
+        True: _rotary(positions, cfg.head_dim, cfg.rotary_dim, cfg.rope_theta),
+        False: _rotary(
+            positions, cfg.global_head_dim, cfg.global_rotary_dim, cfg.global_rope_theta
+        ),
+    }
+
+    def norm(rows: Array, scale: Array) -> Array:
+        return rms_norm(rows, scale, cfg.norm_eps)
+
+    streams = {0: x}
+    for i, layer in enumerate(params["layers"]):
+        rows = norm(x, layer["attn_norm"])
+        out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], functools.partial(attend, i))
+        x = x + norm(out, layer["post_attn_norm"])
+        rows = norm(x, layer["mlp_norm"])
+        out = norm(_geglu(rows, layer["w_gate_up"], layer["w_down"]), layer["post_mlp_norm"])
+        out = out + norm(_experts(layer, cfg, x, positions, live), layer["post_experts_norm"])
+        x = x + norm(out, layer["post_ffn_norm"])
+        x = x * layer["mode_scale"].astype(x.dtype)[mode].reshape(len(x), -1, 1)
+        streams[i + 1] = x
+    return norm(x, params["final_norm"]), tuple(streams[j] for j in hidden_layers)
+
+
+def head(params: Any, cfg: GemmaConfig) -> Head:
+    """What the logits of rows that went through the final norm are products with."""
+    weights = params["embed"]
+    return Head(weights, cap=cfg.logit_cap, embed_scale=_embed_scale(cfg, weights.dtype))
+
+
+unembed = Unembed(head)
+
+
+def layer_view(cfg: GemmaConfig, layer: int) -> View:
+    """What a layer sees: a sliding one its window; scores are not scaled."""
+    return View(window=cfg.window if cfg.sliding[layer] else None, by_block=True, scale=1.0)
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float) -> Array:
+    """Root-mean-square norm of the last axis, rounded once, after the scale."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 if scale is None else x32 * as_row(scale, x32)).astype(x.dtype)
+
+
+def _embed_scale(cfg: GemmaConfig, dtype: Any) -> float:
+    """The root of the width, rounded to the type of the weights: 53.0 of 53.07 in bfloat16."""
+    return float(np.asarray(cfg.hidden_size**0.5).astype(dtype))
+
+
+def _rotary(
+    positions: Int[Array, "B T"], size: int, rotated: int | None, theta: float
+) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
+    """Cosine and sine for heads of `size`, of which the first `rotated // 2` pairs turn."""
+    cos, sin = rope_tables(positions, size, theta)
+    if rotated is None:
+        return cos, sin
+    turns = (np.arange(size // 2) < rotated // 2)[None, None]
+    return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
+
+
+def _attention(
+    layer: Any,
+    cfg: GemmaConfig,
+    x: Float[Array, "B T D"],
+    tables: tuple[Array, Array],
+    attend: Callable[..., Array],
+) -> Float[Array, "B T D"]:
+    """The first half of a layer on normed rows."""
+    fused = matmul(x, layer["wqkv"] if "wqkv" in layer else layer["wqk"])
+    B, T, G, _, H = fused.shape
+    n = cfg.num_heads // G
+    q = rms_norm(fused[..., :n, :].reshape(B, T, cfg.num_heads, H), layer["q_norm"], cfg.norm_eps)
+    k = rms_norm(fused[..., n, :], layer["k_norm"], cfg.norm_eps)
+    v = rms_norm(fused[..., -1, :], None, cfg.norm_eps)  # of `wqk`, what the key is made of
+    out = attend(apply_rope(q, *tables), apply_rope(k, *tables), v)
+    return matmul(out.reshape(B, T, -1), layer["wo"].reshape(-1, cfg.hidden_size))
+
+
+def _experts(
+    layer: Any,
+    cfg: GemmaConfig,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    live: Bool[Array, "B T"] | None,
+) -> Float[Array, "B T D"]:
+    """The routed half of the feed-forward part.
+
+    The router reads the residual stream with a norm of its own, in float32.
+    """
+    D, k = cfg.hidden_size, cfg.experts_per_token
+    scale = layer["router_scale"].astype(jnp.float32) * D**-0.5
+    told = rms_norm(x.astype(jnp.float32), scale, cfg.norm_eps)
+    ids, weights = routing.route(cfg, told, layer["router"], None, positions, live)
+    ids, weights = ids.reshape(-1, k), weights.reshape(-1, k)
+    weights = weights * layer["expert_scale"].astype(jnp.float32).at[ids].get(mode="clip")
+    rows = rms_norm(x, layer["pre_experts_norm"], cfg.norm_eps).reshape(-1, D)
+    matrices = layer["experts_gate_up"], layer["experts_down"]
+    return expert_ffn(rows, ids, weights, *matrices, activation="gelu").reshape(x.shape)
+
+
+def _geglu(x: Float[Array, "... D"], w_gate_up: Array, w_down: Array) -> Float[Array, "... D"]:
+    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh."""
+    return matmul(gated_matmul(x, w_gate_up, activation="gelu"), w_down)

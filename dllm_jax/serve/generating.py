@@ -1,0 +1,208 @@
+"""`/v1/completions` and `/v1/chat/completions`: bodies to prompts, accepted requests to answers."""
+
+import time
+from typing import Any
+
+from dllm_jax.serve import wire
+from dllm_jax.serve.answers import Form, fingerprint
+from dllm_jax.serve.client import Mailbox
+from dllm_jax.serve.exchange import Call, Json, Record
+from dllm_jax.serve.pipe import Facts, Prompt
+from dllm_jax.serve.refusals import Refusal, shown
+from dllm_jax.serve.service import Service
+from dllm_jax.serve.stream import EventStream, whole
+from dllm_jax.serve.text import TextSide
+
+SEED_MODULUS = 2**32  # a random key is made from 32 bits
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+async def completions(service: Service, call: Call) -> Any:
+    """`/v1/completions`."""
+    service.check_state()
+    body = wire.read(await call.body(), wire.Completion)
+    facts, text = service.ready()
+    service.check_model(body.model)
+    suffix = None
+    if body.suffix is not None:
+        if not facts.infill:
+            raise Refusal(
+                f"suffix: the strategy {facts.strategy!r} does not see what follows a hole; "
+                "start the server with --strategy full_sequence",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        suffix = await text.run(len(body.suffix), text.ids, body.suffix, False, "suffix")
+    given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
+    if all(isinstance(one, int) for one in given):
+        given = [given]
+    service.check_texts(len(given) * (body.n or 1))
+    prompts = []
+    for i, one in enumerate(given):
+        param = f"prompt[{i}]" if len(given) > 1 else "prompt"
+        if isinstance(one, str):
+            ids = await text.run(len(one), text.ids, one, True, param)
+        elif isinstance(one, list):
+            ids = one
+            text.check_ids(ids, param)
+        else:
+            raise Refusal(
+                f"{param}={shown(one)} stands beside texts or lists; give all as lists of ids",
+                param=param,
+            )
+        prompts.append(Prompt(ids, suffix))
+    return await _generate(service, call, body, prompts, body.max_tokens or COMPLETION_TOKENS)
+
+
+async def chat(service: Service, call: Call) -> Any:
+    """`/v1/chat/completions`."""
+    service.check_state()
+    body = wire.read(await call.body(), wire.Chat)
+    facts, text = service.ready()
+    service.check_model(body.model)
+    size = sum(len(wire.text_of(turn.content)) for turn in body.messages)
+    ids = await text.run(size, chat_ids, text, body.messages, body.chat_template_kwargs)
+    if (
+        body.max_tokens is not None
+        and body.max_completion_tokens is not None
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise Refusal(
+            f"max_tokens={body.max_tokens} and max_completion_tokens="
+            f"{body.max_completion_tokens} differ; give one",
+            param="max_completion_tokens",
+        )
+    room = max(1, facts.max_model_len - len(ids))
+    return await _generate(
+        service, call, body, [Prompt(ids)], body.max_completion_tokens or body.max_tokens or room
+    )
+
+
+def chat_ids(text: TextSide, turns: list[wire.Turn], told: dict[str, Any] | None) -> list[int]:
+    """Token ids of a conversation."""
+    return text.ids(text.render(turns, told), False, "messages")
+
+
+async def _generate(
+    service: Service, call: Call, body: wire.Sampling, prompts: list[Prompt], max_tokens: int
+) -> Any:
+    """Queue the prompts; the answer once they are accepted."""
+    facts, _ = service.ready()
+    is_chat = isinstance(body, wire.Chat)
+    for i, prompt in enumerate(prompts):
+        if len(prompt.ids) >= facts.max_model_len:
+            param = "messages" if is_chat else "prompt"
+            param = f"prompt[{i}]" if len(prompts) > 1 else param
+            raise Refusal(
+                f"{param} has {len(prompt.ids)} tokens; the context takes "
+                f"{facts.max_model_len}, prompt and text together: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+    denoise = body.stream_mode == "denoise"
+    for name, is_given in (("stream_mode", denoise), ("stream_options", body.stream_options)):
+        if is_given and not body.stream:
+            raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
+    params = _params(body, facts, max_tokens)
+    num_texts = len(prompts) * params["n"]
+    service.check_texts(num_texts)
+    service.admission.check(service.engine.num_open, facts.num_slots, num_texts, denoise)
+    call.record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    box = await service.engine.submit(
+        prompts,
+        params,
+        stream=bool(body.stream),
+        denoise=denoise,
+        deadline_s=service.config.limits.request_timeout,
+        priority=body.priority or 0,
+    )
+    system = fingerprint(service.config.version, facts)
+    form = Form(is_chat, service.config.model, system, call.record.prompt_tokens)
+    if body.stream:
+        options = body.stream_options or wire.StreamOptions()
+        running = bool(options.continuous_usage_stats)
+        stream = EventStream(
+            box,
+            form,
+            service.metrics,
+            call.record.id,
+            usage=bool(options.include_usage),
+            running_usage=running,
+        )
+        return _Tracked(service, stream, box, call.record, denoise)
+    try:
+        texts = await whole(box, call.receive)
+        call.record.texts, call.record.usages = texts, box.usages
+    finally:
+        _ended(service, box, call.record)
+    return Json(form.whole(texts, box.usages))
+
+
+def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any]:
+    """Fields of `SamplingParams`."""
+    top_p = facts.top_p if body.top_p is None else body.top_p
+    params = {
+        "max_tokens": max_tokens,
+        "temperature": facts.temperature if body.temperature is None else body.temperature,
+        "top_p": top_p,
+        "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        "seed": None if body.seed is None else body.seed % SEED_MODULUS,
+        "stop": wire.stop_strings(body),
+        "stop_token_ids": body.stop_token_ids or (),
+        "ignore_eos": bool(body.ignore_eos),
+        "max_nfe": body.max_nfe,
+        "max_repetition_run": body.max_repetition_run,
+        "n": body.n or 1,
+        "strategy_overrides": body.strategy_overrides or {},
+    }
+    for name, value in params["strategy_overrides"].items():
+        param = f"strategy_overrides.{name}"
+        if name not in facts.thresholds:
+            known = ", ".join(sorted(facts.thresholds)) or "none"
+            raise Refusal(
+                f"the strategy has no threshold {shown(name)}; it has {known}", param=param
+            )
+        _, low, high = facts.thresholds[name]
+        if not low <= value <= high:
+            raise Refusal(
+                f"{param}={shown(value)} is outside [{low:g}, {high:g}]; choose one inside",
+                param=param,
+            )
+    return params
+
+
+def _ended(service: Service, box: Mailbox, record: Record) -> None:
+    """A request has ended, however it did."""
+    service.engine.release(box)
+    service.admission.ended(time.monotonic() - record.started_s)
+    for usage in box.usages:
+        service.metrics.ended(usage)
+    for text in record.texts:
+        if text.finish is not None:
+            service.metrics.count("dllm_request_success_total", finish_reason=text.finish)
+
+
+class _Tracked:
+    """A stream that is counted while it is open."""
+
+    def __init__(
+        self, service: Service, stream: EventStream, box: Mailbox, record: Record, denoise: bool
+    ):
+        self._service, self._stream, self._box = service, stream, box
+        self._record, self._denoise = record, denoise
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        service, stream, record = self._service, self._stream, self._record
+        service.metrics.streams_open += 1
+        service.admission.num_denoise += self._denoise
+        try:
+            await stream(scope, receive, send)
+        finally:
+            service.metrics.streams_open -= 1
+            service.admission.num_denoise -= self._denoise
+            service.metrics.count(
+                "dllm_denoise_frames_total", self._box.merged_frames, fate="merged"
+            )
+            record.texts, record.usages = stream.finishes, self._box.usages
+            record.error = stream.error
+            _ended(service, self._box, record)

@@ -1,0 +1,99 @@
+"""A server's settings and what its handlers share."""
+
+import dataclasses
+
+from dllm_jax.serve.client import EngineClient
+from dllm_jax.serve.limits import Admission, Limits
+from dllm_jax.serve.logs import Log
+from dllm_jax.serve.metrics import Metrics
+from dllm_jax.serve.pipe import Facts, Launch
+from dllm_jax.serve.refusals import Refusal, shown
+from dllm_jax.serve.text import TextSide
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A server.
+
+    Attributes:
+        model: What `GET /v1/models` calls the model, and requests name.
+        launch: How the engine process is made.
+        api_keys: Any of them opens every route but /health and /live; none: loopback names only.
+        allowed_hosts: Names the Host header may hold without a key.
+        allowed_origins: Web origins whose pages may call (CORS).
+        open_metrics: /metrics needs no key.
+        restart_engine: How often an engine that was ready is replaced when it ends.
+        drain_timeout: Seconds that running requests get after the first signal.
+    """
+
+    model: str
+    launch: Launch
+    version: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    open_metrics: bool = False
+    vllm_metrics: bool = True
+    restart_engine: int = 0
+    drain_timeout: float = 30.0
+    log_format: str = "text"
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+
+class Service:
+    """What the handlers share.
+
+    Attributes:
+        engine: The engine process.
+    """
+
+    def __init__(self, config: Config, log: Log | None = None):
+        self.config = config
+        self.log = log or Log(config.log_format)
+        self.metrics = Metrics(config.model, config.version, config.vllm_metrics)
+        self.engine = EngineClient(config.launch, config.restart_engine, self.metrics.update)
+        self.admission = Admission(config.limits)
+
+    def check_state(self) -> None:
+        """Refuse what only a ready engine answers."""
+        state = self.engine.state
+        if state == "ready":
+            return
+        said = {
+            "starting": "the engine is starting; try again in a moment (GET /health tells)",
+            "draining": "the server is shutting down; ask another one",
+            "failed": "the engine has failed; the log says why",
+        }
+        code = "engine_failed" if state == "failed" else state
+        retry = {"retry-after": "5" if state == "starting" else "30"}
+        raise Refusal(said[state], code=code, status=503, headers=retry)
+
+    def ready(self) -> tuple[Facts, TextSide]:
+        """The facts and the text side of a ready engine."""
+        self.check_state()
+        assert self.engine.facts is not None
+        assert self.engine.text is not None
+        return self.engine.facts, self.engine.text
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served."""
+        if name in (None, self.config.model):
+            return
+        raise Refusal(
+            f"the model {shown(name)} is not served here; use {self.config.model!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+    def check_texts(self, num_texts: int) -> None:
+        """Refuse more texts than a request may have."""
+        most = self.config.limits.max_texts
+        if num_texts > most:
+            raise Refusal(
+                f"prompts times n are {num_texts}; at most {most} are taken in one request: send "
+                "several",
+                param="n",
+            )

@@ -1,0 +1,87 @@
+"""Proves that an error names any value in one short line, also one that has no `repr`."""
+
+import dataclasses
+from typing import Any, cast
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.engine import checks
+from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.loading import chat
+from dllm_jax.loading.sources import LoadError
+from dllm_jax.strategies import load_strategy
+from dllm_jax.strategies.core import checks as field_checks
+
+
+class Dumb:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class Long:
+    def __repr__(self):
+        return "x\n" * 50_000
+
+
+HOSTILE = [Dumb(), Long(), "y" * 50_000, [[1.5] * 99] * 9999, 10**5000, {"z" * 9999: Dumb()}]
+IDS = ["dumb", "long", "text", "list", "number", "mapping"]
+
+
+def refusal(call):
+    """What a call is refused with, None where it is not."""
+    try:
+        call()
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def is_short(text):
+    return len(text) < 900 and "\n" not in text
+
+
+@pytest.mark.parametrize("told", [checks.told, field_checks.told])
+def test_a_value_is_told_in_a_few_words(told):
+    """Item 17."""
+    assert (told(3), told("a"), told([1, "b"]), told(None)) == ("3", "'a'", "[1, 'b']", "None")
+    assert told(Dumb()).startswith("<Dumb instance at ")
+    assert told(10**5000) == "of type int"
+    assert all(len(told(value)) < 500 and "\n" not in told(value) for value in HOSTILE)
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=IDS)
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig, Request])
+def test_every_field_refuses_a_hostile_value_in_one_line(kind, value):
+    """Item 17: or takes it, as a text may be a prompt."""
+    needed = {"prompt_token_ids": [1]} if kind is Request else {}
+    told = [
+        refusal(lambda name=field.name: kind(**{**needed, name: value}))
+        for field in dataclasses.fields(kind)
+    ]
+    refused = [text for text in told if text is not None]
+    assert len(refused) >= 5
+    assert [text for text in refused if not is_short(text)] == []
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=IDS)
+def test_models_strategies_and_chats_refuse_it_in_one_line(value):
+    """Item 17."""
+    calls = (
+        lambda: dj.load(value),
+        lambda: dj.load("random:none", dtype=value),
+        lambda: dj.load("random:none", lora=value),
+        lambda: dj.load("builtin:tiny-sdar", revision=value),
+        lambda: load_strategy(value),
+        lambda: load_strategy("multi_bd", accept_threshold=value),
+        lambda: chat.render(cast("Any", object()), [{"role": "user", "content": "x"}], tools=value),
+    )
+    assert [text for text in map(refusal, calls) if text is not None and not is_short(text)] == []
+
+
+def test_a_source_of_any_length_is_a_short_line():
+    """Item 17."""
+    with pytest.raises(LoadError) as refused:
+        dj.load("org/" + "x" * 5000 + "/y")
+    assert is_short(str(refused.value))

@@ -1,0 +1,187 @@
+"""Proves what the model of lm-evaluation-harness asks of `dj.LLM`, against a double of the harness.
+
+The double has the two names that `dllm_jax.lm_eval` imports; the harness itself is no dependency. A
+real run of it is described in docs/lm_eval.md.
+"""
+
+import importlib
+import sys
+import types
+
+import pytest
+
+from dllm_jax.engine.requests import SamplingParams
+
+
+class Double:
+    """Stands for the harness's `TemplateLM`."""
+
+    def __init__(self):
+        self.kept = []
+        hook = types.SimpleNamespace(add_partial=lambda *given: self.kept.append(given))
+        self.cache_hook = hook
+
+
+class Tokenizer:
+    """One id a character; a text alone gets BOS, which is 0."""
+
+    bos_token_id = 0
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        return types.SimpleNamespace(input_ids=[0] * add_special_tokens + [ord(c) for c in text])
+
+    encode = None
+
+
+class FakeLLM:
+    """Answers every prompt with its last characters and notes what it was asked."""
+
+    def __init__(self, model, **sizes):
+        self.sizes, self.asked = sizes, []
+        defaults = types.SimpleNamespace(stop_token_ids=(2,))
+        self.model = types.SimpleNamespace(source=model, defaults=defaults)
+        self.tokenizer = Tokenizer()
+        self.engine = types.SimpleNamespace(layout=types.SimpleNamespace(max_model_len=20))
+
+    def apply_template(self, conversation):
+        return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
+
+    def generate(self, prompts, params, use_tqdm):
+        self.asked += zip(prompts, params, strict=True)
+        outputs = []
+        for i, prompt in enumerate(prompts):
+            said = "".join(map(chr, prompt["prompt_token_ids"][-2:]))
+            error = "no pages" if said == "!!" else None
+            text = types.SimpleNamespace(text=said)
+            outputs.append(types.SimpleNamespace(outputs=[text], error=error, request_id=str(i)))
+        return outputs
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """`dllm_jax.lm_eval`, imported with the double."""
+    registered = {}
+
+    def register_model(name):
+        return lambda cls: registered.setdefault(name, cls)
+
+    for name, members in {
+        "lm_eval": {},
+        "lm_eval.api": {},
+        "lm_eval.api.model": {"TemplateLM": Double},
+        "lm_eval.api.registry": {"register_model": register_model},
+        "lm_eval.__main__": {"cli_evaluate": lambda: None},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "dllm_jax.lm_eval", raising=False)
+    made = importlib.import_module("dllm_jax.lm_eval")
+    monkeypatch.setattr(made, "LLM", FakeLLM)
+    encode = lambda tokenizer, text, special: tokenizer(text, special).input_ids  # noqa: E731
+    monkeypatch.setattr(made, "encode", encode)
+    monkeypatch.setattr(sys, "argv", ["python"])
+    assert registered == {"dllm-jax": made.DllmLM}
+    yield made
+    sys.modules.pop("dllm_jax.lm_eval", None)
+
+
+def asks(*pairs):
+    return [types.SimpleNamespace(args=pair) for pair in pairs]
+
+
+def test_texts_come_in_order_and_are_kept_for_the_harness(harness):
+    lm = harness.DllmLM(pretrained="folder", batch_size="1", device="cuda:0", max_num_seqs=3)
+    requests = asks(("ab", {"until": ["\n"], "max_gen_toks": 4}), ("cd", {"max_gen_toks": 4}))
+    assert lm.generate_until(requests) == ["ab", "cd"]
+    assert lm.llm.sizes == {"max_num_seqs": 3}
+    assert lm.llm.model.source == "folder"
+    assert [text for *_, text in lm.kept] == ["ab", "cd"]
+    (prompt, params), _ = lm.llm.asked
+    assert prompt == {"prompt_token_ids": [0, ord("a"), ord("b")]}
+    assert params == SamplingParams(max_tokens=4, stop=("\n",))
+
+
+def test_a_prompt_from_the_chat_template_gets_no_second_begin_token(harness):
+    lm = harness.DllmLM()
+    text = lm.apply_chat_template([{"role": "user", "content": "x"}])
+    lm.generate_until(asks((text, {"max_gen_toks": 4})))
+    assert lm.llm.asked[0][0]["prompt_token_ids"][0] == ord("<")
+    with pytest.raises(ValueError, match="gen_prefix"):
+        lm.apply_chat_template([], add_generation_prompt=False)
+
+
+def test_a_long_prompt_loses_its_beginning(harness):
+    lm = harness.DllmLM()
+    lm.generate_until(asks(("x" * 30 + "yz", {"max_gen_toks": 12})))
+    ids = lm.llm.asked[0][0]["prompt_token_ids"]
+    assert len(ids) == 20 - 12
+    assert ids[-2:] == [ord("y"), ord("z")]
+    with pytest.raises(ValueError, match=r"max_gen_toks=20 leaves no room .* max_model_len=20"):
+        lm.generate_until(asks(("x", {"max_gen_toks": 20})))
+
+
+def test_a_failed_request_is_an_error_and_no_empty_answer(harness):
+    with pytest.raises(RuntimeError, match="request 1 failed: no pages"):
+        harness.DllmLM().generate_until(
+            asks(("a", {"max_gen_toks": 4}), ("!!", {"max_gen_toks": 4}))
+        )
+
+
+def test_likelihoods_are_refused_by_name(harness):
+    lm = harness.DllmLM()
+    for ask in (lm.loglikelihood, lm.loglikelihood_rolling, lm._loglikelihood_tokens):
+        with pytest.raises(NotImplementedError, match=r"no log-likelihoods .* generate_until"):
+            ask([])
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {}),
+        ({"until": "a", "do_sample": False, "temperature": 0.7}, {"stop": ("a",)}),
+        ({"until": ["", "b"]}, {"stop": ("b",)}),
+        ({"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.5, "top_p": 0.9}),
+        ({"do_sample": True, "top_k": 4, "seed": 3}, {"temperature": 1.0, "top_k": 4, "seed": 3}),
+        ({"max_new_tokens": 7, "num_beams": None}, {"max_tokens": 7}),
+    ],
+)
+def test_what_a_task_asks_of_a_generation(harness, given, wanted):
+    assert harness.sampling_params(given) == SamplingParams(**{"max_tokens": 256} | wanted)
+
+
+def test_what_does_not_exist_is_refused_by_name(harness):
+    with pytest.raises(ValueError, match="'num_beams' is not supported; use until"):
+        harness.sampling_params({"num_beams": 4})
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--tasks", "t"], ["run", "--model", "dllm-jax", "--tasks", "t"]),
+        (["run", "--tasks", "t"], ["run", "--model", "dllm-jax", "--tasks", "t"]),
+        (["--model=hf", "--tasks", "t"], ["run", "--model=hf", "--tasks", "t"]),
+        (["ls", "tasks"], ["ls", "tasks"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_the_command_line_names_our_model_where_none_is_named(harness, words, wanted):
+    harness.main(words)
+    assert sys.argv[1:] == wanted
+
+
+def test_an_error_of_the_run_is_one_line(harness, monkeypatch):
+    def fails():
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(sys.modules["lm_eval.__main__"], "cli_evaluate", fails)
+    with pytest.raises(SystemExit, match=r"^error: two; lines$"):
+        harness.main(["--tasks", "t"])
+
+
+def test_without_the_harness_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "dllm_jax.lm_eval", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'lm-eval>=0.4.9'"):
+        importlib.import_module("dllm_jax.lm_eval")

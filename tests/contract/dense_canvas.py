@@ -1,0 +1,122 @@
+"""The cache-free truth of DiffusionGemma: every step recomputed as one dense run of the whole text.
+
+Written from transformers' description with lists and NumPy, without `strategies`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.contract.dense import Key, Law, Net, Seen, Truth, random_id
+from tests.contract.harness import Request
+from tests.contract.models import VOCAB
+
+ENCODER, DECODER = 0, 1
+NUMBERS = {  # of the case; a request may bring its own
+    "max_denoising_steps": 4,
+    "t_min": 0.4,
+    "t_max": 0.8,
+    "entropy_bound": 2.0,
+    "stability_threshold": 1,
+    "confidence_threshold": 0.6,
+}
+
+
+def own_key(request: Request, salt: int, step: int, position: int) -> Key:
+    """The key of a cell in a step of its own canvas."""
+    return request.seed, (*request.fold, 2**31 - 1, salt, step, position)
+
+
+def text_rows(net: Net, text: list[int]) -> Seen:
+    """A text as the encoder sees it: plain embeddings in token order."""
+    n = len(text)
+    plain = embedded(net, text)
+    return net(plain, range(n), np.tril(np.ones((n, n), bool)), modes=[ENCODER] * n)
+
+
+def embedded(net: Net, ids: list[int]) -> list[np.ndarray]:
+    rows = net.model.arch.embed(net.model.params, net.model.config, jnp.asarray(ids, jnp.int32))
+    return list(np.asarray(rows))
+
+
+def decode_canvases(net: Net, request: Request, size: int, early: bool, **numbers: float) -> Truth:
+    """Canvases denoised in turn; `log` holds the number of steps of each.
+
+    Args:
+        early: A canvas begins in the pass that stores the one before it.
+    """
+    n = NUMBERS | numbers | dict(request.knobs)
+    truth, length = Truth(), len(request.prompt)
+    done = list(request.prompt)
+    pins = {i: token for i, token in enumerate(request.given[:size]) if token >= 0}
+    while True:
+        best, steps = denoise(net, request, done, size, pins, n)
+        truth.log.append(steps)
+        truth.nfe += steps
+        done, pins = done + best, {}
+        if truth.see(done[length:], request):
+            return truth
+        truth.nfe += not early
+
+
+def denoise(
+    net: Net, request: Request, done: list[int], size: int, pins: dict[int, int], n: dict
+) -> tuple[list[int], int]:
+    """The text of one canvas, and its steps."""
+    begin, total = len(done), len(done) + size
+    free = [i for i in range(size) if i not in pins]
+    canvas = [pins.get(i, random_id(own_key(request, 1, 0, begin + i), VOCAB)) for i in range(size)]
+    expected = np.zeros((size, net.table.shape[1]), np.float32)
+    sees = np.tril(np.ones((total, total), bool))
+    sees[begin:] = True
+    before: list[int] | None = None
+    run = 0
+    for step in range(int(n["max_denoising_steps"])):
+        share = (n["max_denoising_steps"] - step) / n["max_denoising_steps"]
+        heat = (n["t_min"] + (n["t_max"] - n["t_min"]) * share) * (request.temperature or 1.0)
+        arch, params, cfg = net.model.arch, net.model.params, net.model.config
+        shown = np.asarray(
+            arch.condition(params, cfg, jnp.asarray(np.stack(embedded(net, canvas))), expected)
+        )
+        modes = [ENCODER] * begin + [DECODER] * size
+        seen = net([*embedded(net, done), *shown], range(total), sees, modes=modes)
+        laws = [net.law(row) for row in seen.logits[begin:]]
+        entropy = [law.entropy(heat) for law in laws]
+        spent, kept = 0.0, set()
+        for i in sorted(free, key=lambda i: (entropy[i], i)):
+            if spent <= n["entropy_bound"]:
+                kept.add(i)
+            spent += entropy[i]
+        best = [pins.get(i, law.draw()[0]) for i, law in enumerate(laws)]
+        run = run + 1 if before == best else 0
+        sure = sum(entropy[i] for i in free) / max(len(free), 1) < n["confidence_threshold"]
+        if run >= n["stability_threshold"] and sure:
+            return best, step + 1
+        canvas = [
+            pins[i]
+            if i in pins
+            else drawn(laws[i], heat, request, step, begin + i)
+            if i in kept
+            else random_id(own_key(request, 2, step, begin + i), VOCAB)
+            for i in range(size)
+        ]
+        every = np.stack(embedded(net, list(range(VOCAB))))
+        expected = np.stack([law.probs(heat) for law in laws]).astype(np.float32) @ every
+        before = best
+    return best, step + 1
+
+
+def drawn(law: Law, heat: float, request: Request, step: int, position: int) -> int:
+    """The token that a kept cell shows next."""
+    if not request.temperature:
+        return law.draw()[0]
+    noise = np.asarray(_noise(*own_key(request, 0, step, position)))
+    return int(np.argmax(law.logits / heat + noise))
+
+
+@jax.jit
+def _noise(seed, data):
+    key = jax.random.key(seed)
+    for one in (*data, 0):  # the first 1,024 ids
+        key = jax.random.fold_in(key, one)
+    return jax.random.gumbel(key, (1024,), jnp.float32)[:VOCAB]

@@ -1,0 +1,66 @@
+"""Wrong versions of `DiffusionGemma` and of its keys, one rule broken in each.
+
+`killer` is the gate's case that must notice. What equality would show is in
+`strategies/test_diffusion_gemma.py`.
+"""
+
+from tests.mutation import broken
+
+_BEGINS = 'expected = jnp.where(begins[:, None, None], none, slot["expected"])[:, None]'
+_STILL = "_as_float(unchanged) >= self.stability_threshold.values"
+_LAST = "_as_float(steps + 1) >= self.max_denoising_steps.values"
+_NEXT = "canvas = jnp.where(kept, jnp.where(draws, stats.token, likeliest), renewed)"
+_WRITE = "blocks.write(state.replace(carry=carry), likeliest, active)"
+_FREE = "free = active & ~blocks.is_given(state)"
+_SHARE = "((count - _as_float(steps)) / count)"
+
+MUTANTS = [
+    *broken(
+        "diffusion_gemma",
+        "diffusion_gemma.py",
+        expected_is_not_reset=(_BEGINS, 'expected = slot["expected"][:, None]'),
+        wide_pass_is_all_decoder=(
+            "mode = jnp.where(final, ENCODER, DECODER)",
+            "mode = jnp.full_like(state.buffer.status, DECODER)",
+        ),
+        wide_commit_sees_all=("causal=final, mode=mode", "causal=False, mode=mode"),
+        k_is_off_by_one=(_STILL, _STILL.replace(">=", ">")),
+        one_step_more=(_LAST, _LAST.replace("steps + 1", "steps")),
+        never_sure=("done = (is_still & is_sure) | is_last", "done = is_last"),
+        any_entropy_is_sure=("(is_still & is_sure)", "is_still"),
+        commits_the_canvas=(_WRITE, _WRITE.replace("likeliest", "canvas")),
+        nothing_is_renewed=(_NEXT, _NEXT.replace("renewed)", 'slot["canvas"][:, None])')),
+        everything_is_kept=(_NEXT, _NEXT.replace("kept,", "free,")),
+        draws_are_greedy=(_NEXT, _NEXT.replace("stats.token", "likeliest")),
+        pins_have_a_say=(_FREE, "free = active"),
+        law_does_not_cool=(_SHARE, "1.0"),
+        schedule_one_step_ahead=(_SHARE, "((count - _as_float(steps + 1)) / count)"),
+        noise_of_one_step=("random.block_keys(state, salt)", "random.position_keys(state, salt)"),
+        text_runs_go_on=(
+            'unchanged = jnp.where(same, slot["unchanged"] + 1, 0)',
+            'unchanged = slot["unchanged"] + same.astype(jnp.int32)',
+        ),
+        counts_a_first_step=("axis=(1, 2)) & (steps > 0)", "axis=(1, 2)) | (steps == 0)"),
+    ),
+    *broken(
+        "diffusion_gemma_alone",
+        "diffusion_gemma.py",
+        commit_is_conditioned=(
+            "on = (state.buffer.status == ACTIVE)[:, :, None]",
+            "on = (state.buffer.status >= ACTIVE)[:, :, None]",
+        ),
+        narrow_commit_sees_all=("causal=final,\n", "causal=False,\n"),
+        narrow_commit_is_decoded=(
+            "mode=jnp.where(final, ENCODER, DECODER),",
+            "mode=jnp.full_like(state.buffer.nfe, DECODER),",
+        ),
+    ),
+    *broken(
+        "diffusion_gemma_alone",
+        "random.py",
+        keys_of_the_forward_count=(
+            "own = _fold(rows[:, None], state.buffer.block_steps)",
+            "own = _fold(rows[:, None], state.buffer.nfe[:, None] + 0 * state.buffer.block_steps)",
+        ),
+    ),
+]

@@ -1,0 +1,299 @@
+"""Proves that hundreds of wrong usages of command and API are one short line each, and soon.
+
+They are generated: every flag that checks its value gets each value that is not one, every path
+each thing that is no such file, every field and argument of the API each hostile value. Calls are
+made in this process; afterwards the engine writes what it wrote before.
+"""
+
+import argparse
+import dataclasses
+import os
+import time
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import entry, main
+from dllm_jax.engine.layout import EngineConfig
+
+MOST_SECONDS, MOST_BYTES = 2.0, 1000  # of the processor, so that a busy machine fails nothing
+WORDS = (
+    "",
+    "x",
+    "-1",
+    "0",
+    "1.5",
+    "nan",
+    "-inf",
+    "1e999",
+    "9" * 5000,
+    "a=",
+    "=1",
+    "\x1b[2J",
+    "é" * 999,
+)
+PROMPT = "Ann has 3 pens and 4 books. How many things has she?"
+PARAMS = dj.SamplingParams(max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dj.load("builtin:tiny-sdar")
+
+
+@pytest.fixture
+def once(model, monkeypatch):
+    """The built-in model is loaded once, as the default of each command."""
+    load = dj.load
+
+    def loaded(src, dtype="auto", revision=None, lora=None, progress=None):
+        if (src, dtype, revision, lora) == ("builtin:tiny-sdar", "auto", None, None):
+            return model
+        return load(src, dtype, revision, lora, progress)
+
+    monkeypatch.setattr(dj, "load", loaded)
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+
+
+def wrong(argv, capsys):
+    """What is wrong with how a command is refused; None for nothing."""
+    began = time.process_time()
+    status = main(argv)
+    seconds = time.process_time() - began
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+    if status not in (1, 2) or len(lines) != 1 or not lines[0].startswith("error: "):
+        return status, err[:300], out[:100]
+    if len(lines[0].encode()) >= MOST_BYTES or seconds >= MOST_SECONDS:
+        return len(lines[0]), seconds, lines[0][:100]
+    return None
+
+
+def told(argv):
+    return " ".join(word[:40] for word in argv)
+
+
+def all_wrong(usages, capsys):
+    found = {told(argv): reason for argv in usages if (reason := wrong(argv, capsys)) is not None}
+    assert found == {}
+    return len(usages)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+NEEDED = {
+    "convert": ["src", "dst"],
+    "inspect": ["src"],
+    "replay": ["path"],
+    "train": ["--out", "run"],
+    "bench": ["throughput"],
+}
+
+
+def parser_of(verb):
+    """The parser of a verb; of `bench`, that of `throughput`."""
+    parser = entry.build_parser(verb)
+    for name in (verb, "throughput"):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and name in action.choices:
+                parser = action.choices[name]
+    return parser
+
+
+def refused_words(action):
+    """Words that are no value of a flag."""
+    if action.choices is not None:
+        return [word for word in WORDS if word not in action.choices]
+    found = []
+    for word in WORDS:
+        try:
+            action.type(word)
+        except (argparse.ArgumentTypeError, ValueError):
+            found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("verb", entry.VERBS)
+def test_every_flag_refuses_what_is_no_value_of_it(verb, capsys):
+    usages = [
+        [verb, *NEEDED.get(verb, []), f"{action.option_strings[0]}={word}"]
+        for action in parser_of(verb)._actions
+        if action.option_strings and (action.choices or action.type not in (None, str))
+        for word in refused_words(action)
+    ]
+    usages += [
+        [verb, *NEEDED.get(verb, []), "--" + "x" * 5000],
+        [verb, *NEEDED.get(verb, []), "--no-such-flag=1"],
+        [verb, *["word"] * 9],
+    ]
+    least = {"inspect": 3, "info": 3, "convert": 10, "replay": 20}.get(verb, 40)
+    assert all_wrong(usages, capsys) >= least
+
+
+def hostile_paths(folder):
+    """Paths that are no file of any kind that a command reads."""
+    os.mkfifo(folder / "pipe")
+    (folder / "latin").write_bytes(b"caf\xe9 = \xff\n")
+    (folder / "deep.json").write_text("[" * 20_000 + "]" * 20_000)
+    (folder / "folder").mkdir()
+    with (folder / "sparse").open("wb") as file:
+        file.truncate(4 << 30)
+    names = ("pipe", "latin", "deep.json", "folder", "sparse", "none/below")
+    return [str(folder / name) for name in names] + [
+        "/dev/zero",
+        "",
+        "y" * 5000,
+        "a\0b",
+        "org/none",
+    ]
+
+
+PATHS = (
+    ["generate", "hi", "--model={}"],
+    ["generate", "hi", "--lora={}"],
+    ["generate", "hi", "--draft={}"],
+    ["generate", "hi", "--strategy={}"],
+    ["generate", "hi", "--strategy={}:step"],
+    ["generate", "hi", "--strategy={}.py:step"],
+    ["generate", "--prompt-file={}"],
+    ["chat", "--chat-template={}"],
+    ["eval", "--data={}"],
+    ["eval", "--output={}/below/x"],
+    ["eval", "--plot={}/below/x.svg"],
+    ["trace", "--out={}/below/x.html"],
+    ["bench", "latency", "--prompt-file={}"],
+    ["bench", "step", "--output={}/below/x"],
+    ["replay", "{}"],
+    ["replay", "{}", "--model={}"],
+    ["inspect", "{}"],
+    ["inspect", "{}", "--lora={}"],
+    ["convert", "{}", "dst"],
+    ["convert", "builtin:tiny-sdar", "{}/below", "--lora={}"],
+    ["info", "{}:x"],
+    ["info", "{}.py:x"],
+)
+
+
+@pytest.mark.parametrize("words", PATHS, ids=lambda words: told(words))
+def test_every_path_refuses_what_is_no_such_file(words, once, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    usages = [[word.replace("{}", path) for word in words] for path in hostile_paths(tmp_path)]
+    assert all_wrong(usages, capsys) >= 10
+
+
+TOGETHER = """
+--strategy none | --strategy dflash | --draft builtin:tiny-sdar | --suffix x | --set none=1
+--set accept_threshold=high | --set needs=3 | --set block_size=0 | --set block_size=1e9
+--page-size 100000 | --buffer-size 100000 | --block-size 100000 | --max-model-len 4
+--watch --json | --watch-delay 1 | --half plain | --raw --prompt-file x
+--accept-threshold -1 | --strategy block_diffusion --set remasking=x | --tp 2 | --revision main
+--strategy multi_bd:x | --strategy json:x | --strategy os:getcwd | --max-num-batched-tokens 0
+--strategy full_sequence --set cache=x | --attention-implementation triton
+--attention-implementation mosaic | --attention-implementation cudnn | --stop-token-ids -3
+--tokenizer x | --top-p 0 | --suffix= | --dtype float64
+"""
+
+
+def test_flags_that_do_not_go_together_are_refused(once, capsys):
+    usages = [
+        ["generate", PROMPT, *words.split()]
+        for words in TOGETHER.replace("\n", "|").split("|")
+        if words.strip()
+    ]
+    usages += [[], ["none"], ["tune"], ["generat"], ["generate", ""], ["bench"], ["bench", "none"]]
+    assert all_wrong(usages, capsys) >= 40
+
+
+# --- the API ----------------------------------------------------------------------------------
+
+
+class Dumb:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class Long:
+    def __repr__(self):
+        return "x\n" * 50_000
+
+
+HOSTILE = (
+    Dumb(),
+    Long(),
+    "y" * 50_000,
+    b"x",
+    -1,
+    1.5,
+    float("nan"),
+    10**5000,
+    [[]],
+    {"a": 1},
+    object,
+)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return dj.LLM(model, max_num_seqs=2, max_model_len=128, warm_up=False)
+
+
+def calls(llm):
+    """Calls of the API by name, each a function of one hostile value."""
+    model = llm.model
+    for field in dataclasses.fields(dj.SamplingParams):
+        yield f"params.{field.name}", lambda v, n=field.name: dj.SamplingParams(**{n: v})
+    for field in dataclasses.fields(EngineConfig):
+        if field.type in (int, float, int | None):
+            yield f"config.{field.name}", lambda v, n=field.name: EngineConfig(**{n: v})
+    for name in ("strategy", "draft", "dtype", "lora", "config", "seed", "tensor_parallel_size"):
+        yield f"LLM.{name}", lambda v, n=name: dj.LLM(model, warm_up=False, **{n: v})
+    for name in ("block_size", "buffer_size", "num_pages", "max_model_len", "none"):
+        yield f"LLM.{name}", lambda v, n=name: dj.LLM(model, warm_up=False, **{n: v})
+    yield "LLM", lambda v: dj.LLM(v)
+    yield "load", lambda v: dj.load(v)
+    yield "load.dtype", lambda v: dj.load("builtin:tiny-sdar", dtype=v)
+    yield "load.revision", lambda v: dj.load("builtin:tiny-sdar", revision=v)
+    yield "generate.params", lambda v: llm.generate("x", v, use_tqdm=False)
+    yield "chat", lambda v: llm.chat(v, PARAMS, use_tqdm=False)
+    yield "chat.turn", lambda v: llm.chat([v], PARAMS, use_tqdm=False)
+    yield "chat.tools", lambda v: llm.chat([{"role": "user", "content": "x"}], PARAMS, tools=v)
+    yield "stream.events", lambda v: llm.stream("x", PARAMS, events=v)
+    for name in (
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "strategy",
+        "key",
+        "stop_token_ids",
+    ):
+        yield f"dj.{name}", lambda v, n=name: dj.generate(model, [[1]], **{"max_tokens": 2, n: v})
+    yield "dj.prompts", lambda v: dj.generate(model, v, max_tokens=2)
+
+
+def test_the_api_refuses_hostile_values_in_a_line_and_the_engine_goes_on(llm, recwarn):
+    before = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    number, found = 0, {}
+    for name, call in calls(llm):
+        for value in HOSTILE:
+            began, error = time.process_time(), None
+            try:
+                call(value)
+            except (TypeError, ValueError) as caught:
+                error = caught
+            except Exception as caught:
+                found[name, type(value).__name__] = repr(caught)[:200]
+                continue
+            number += error is not None
+            seconds = time.process_time() - began
+            text = str(error)
+            if error is not None and (len(text.encode()) >= MOST_BYTES or "\n" in text):
+                found[name, type(value).__name__] = text[:200]
+            elif seconds >= MOST_SECONDS:
+                found[name, type(value).__name__] = seconds
+    assert not found, found
+    assert number >= 300
+    assert not llm.engine.has_work
+    after = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    assert after == before

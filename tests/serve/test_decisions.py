@@ -1,0 +1,115 @@
+"""Proves `/v1/decisions`: answers in OpenAI's form, one forward a request, refusals by name.
+
+The scripted engine gives the letters log-probabilities -1, -2, ...; the built-in model's answers
+are those of `api.decide`.
+"""
+
+import math
+import signal
+
+import pytest
+
+from tests.serve.driving import Server, scripted
+
+PATH = "/v1/decisions"
+QUESTIONS = [
+    {"type": "predicate", "name": "dup", "instructions": "Was there a double charge?"},
+    {
+        "type": "choice",
+        "instructions": "Which team?",
+        "choices": [{"value": "billing"}, {"value": "tech", "description": "outages"}],
+    },
+    {
+        "type": "score",
+        "name": "urgency",
+        "instructions": "How urgent?",
+        "levels": [{"label": "low"}, {"label": "high", "description": "now"}],
+    },
+]
+BODY = {"input": "I was charged twice.", "questions": QUESTIONS}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with scripted(tmp_path_factory.mktemp("server")) as one:
+        yield one
+
+
+@pytest.mark.parametrize("joint", [None, False, True])
+def test_answers_have_openais_form(server, joint):
+    before = server.metric("dllm_decision_forwards_total")
+    status, told, _ = server.post(PATH, {**BODY, "joint": joint})
+    assert status == 200
+    first = 1 / (1 + math.exp(-1))
+    dup, team, urgency = told["answers"]
+    assert dup == {"type": "predicate", "name": "dup", "probability": pytest.approx(first)}
+    assert (team["type"], team["name"], team["choice"]) == ("choice", None, "billing")
+    assert [one["value"] for one in team["probabilities"]] == ["billing", "tech"]
+    assert team["confidence"] == pytest.approx(math.exp(-1))
+    assert urgency["score"] == pytest.approx(1 - first)
+    assert [one["value"] for one in urgency["probabilities"]] == [0, 1]
+    assert urgency["probabilities"][0]["label"] == "low"
+    usage = told["usage"]
+    assert usage["output_tokens"] == 3
+    assert usage["total_tokens"] == usage["input_tokens"] + 3
+    assert server.metric("dllm_decision_forwards_total") == before + 1
+
+
+def test_messages_are_an_input(server):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "I was charged twice."}]}]
+    told = [server.post(PATH, {**BODY, "input": given})[1] for given in (parts, BODY["input"])]
+    assert told[0] == told[1]
+
+
+CHOICE = {"type": "choice", "instructions": "x"}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": 3}, "input"),
+        ({"input": [{"role": "assistant", "content": "x"}]}, "input[0].role"),
+        ({"questions": []}, "questions"),
+        ({"questions": QUESTIONS[:1] * 65}, "questions"),
+        ({"questions": [{"type": "other", "instructions": "x"}]}, "questions[*].type"),
+        ({"questions": [{"type": "predicate"}]}, "questions[*].instructions"),
+        ({"questions": [{**CHOICE, "choices": [{"value": "a"}]}]}, "questions[*].choices"),
+        ({"questions": [{**CHOICE, "choices": [{"value": "a"}] * 27}]}, "questions[*].choices"),
+        ({"questions": [{**CHOICE, "choices": [{"value": 1}] * 2}]}, None),
+        ({"model": "other"}, "model"),
+        ({"temperature": 1}, "temperature"),
+        ({"input": "word " * 4000}, "input"),
+        ({"input": "word " * 500}, "questions"),
+    ],
+)
+def test_what_is_not_asked_well_is_named(server, change, param):
+    status, told, _ = server.post(PATH, {**BODY, **change})
+    assert status in (400, 404)
+    error = told["error"]
+    if param is not None:
+        assert error["param"].replace("[0]", "[*]") == param.replace("[0]", "[*]")
+    assert server.post(PATH, BODY)[0] == 200
+
+
+def test_the_built_in_model_decides_as_in_process(tmp_path):
+    import dllm_jax as dj
+    from dllm_jax.api.decide import decide
+    from dllm_jax.api.questions import Question
+
+    model = dj.load("builtin:tiny-sdar")
+    asked = [Question.predicate("Was there a double charge?")]
+    asked.append(Question.choice("Which team?", ["billing", "tech: outages"]))
+    command = ["-m", "dllm_jax.cli", "serve", "builtin:tiny-sdar", "--no-warm-up"]
+    server = Server([*command, "--port", "0", "--log-format", "json"], tmp_path / "log")
+    try:
+        server.wait_ready()
+        for joint in (False, True):
+            wanted = decide(model, BODY["input"], asked, joint=joint)
+            told = server.post(PATH, {**BODY, "questions": QUESTIONS[:2], "joint": joint})[1]
+            dup, team = told["answers"]
+            assert dup["probability"] == pytest.approx(wanted[0].value, abs=1e-5)
+            found = [one["probability"] for one in team["probabilities"]]
+            assert found == pytest.approx(wanted[1].probabilities, abs=1e-5)
+        assert server.metric("dllm_decision_forwards_total") == 2
+    finally:
+        assert server.stop(signal.SIGTERM) == 0

@@ -1,0 +1,162 @@
+"""Proves that no request breaks the server: hostile bodies by name, and bodies of its schema.
+
+Each answer is a documented status with at most 1 KB of error object, none is a 500, and the server
+answers the next request.
+"""
+
+import json
+import socket
+import uuid
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.serve.driving import CHAT, TEXT, scripted
+
+DECIDE = "/v1/decisions"
+JSON = {"content-type": "application/json"}
+FORM = {"content-type": "application/x-www-form-urlencoded", "origin": "https://evil.example"}
+LINE = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with scripted(tmp_path_factory.mktemp("server"), limits={"request_timeout": 5}) as one:
+        yield one
+
+
+HOSTILE = {
+    "malformed": (TEXT, b'{"prompt": ', JSON, 400),
+    "empty": (TEXT, b"", JSON, 400),
+    "too_large_by_one": (TEXT, b" " * ((4 << 20) + 1), JSON, 413),
+    "as_large_as_may_be": (TEXT, b" " * (4 << 20), JSON, 400),
+    "brackets": (CHAT, b"[" * 100_000, JSON, 400),
+    "nested_objects": (CHAT, b'{"messages":' * 50_000, JSON, 400),
+    "nested_in_a_free_field": (
+        CHAT,
+        b'{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"a":'
+        + b"[" * 5000
+        + b"]" * 5000
+        + b"}}",
+        JSON,
+        400,
+    ),
+    "not_utf_8": (TEXT, b'{"prompt": "\xff\xfe"}', JSON, 400),
+    "half_a_character": (TEXT, b'{"prompt": "\\ud800"}', JSON, 400),
+    "nan": (TEXT, b'{"prompt": "x", "temperature": NaN}', JSON, 400),
+    "infinity": (TEXT, b'{"prompt": "x", "temperature": 1e999}', JSON, 400),
+    "thirty_digits": (TEXT, b'{"prompt": "x", "n": ' + b"9" * 30 + b"}", JSON, 400),
+    "a_form": (CHAT, b"messages=x", FORM, 415),
+    "a_text_that_is_json": (TEXT, b'{"prompt": "x"}', {"content-type": "text/plain"}, 415),
+    "host_of_elsewhere": (TEXT, b'{"prompt": "x"}', {**JSON, "host": "evil.example"}, 403),
+    "path_trick": ("/v1/../../etc/passwd", b"{}", JSON, 404),
+    "encoded_path_trick": ("/page/%2e%2e%2f%2e%2e%2fapp.py", b"{}", JSON, 404),
+    "question_of_a_thousand_options": (
+        DECIDE,
+        json.dumps(
+            {
+                "input": "x",
+                "questions": [
+                    {"type": "choice", "instructions": "x", "choices": [{"value": "a"}] * 1000}
+                ],
+            }
+        ).encode(),
+        JSON,
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bodies_are_refused(server, name):
+    path, body, headers, wanted = HOSTILE[name]
+    status, told, _ = server.request("POST", path, body, headers)
+    assert status == wanted
+    assert {"message", "type", "param", "code"} == told["error"].keys()
+    assert len(json.dumps(told)) <= 1024
+    assert server.get("/live")[0] == 200
+
+
+def test_headers_are_not_injected(server):
+    sent = f"{LINE}x-request-id: a\r\n b: c\r\ncontent-length: 15\r\n\r\n" + '{"prompt": "x"}'
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(sent.encode())
+        head = sock.recv(65536).split(b"\r\n\r\n")[0].lower()
+    assert b"\r\nb: c" not in head
+    told = server.get("/version", {"x-request-id": "a%0d%0ab: c"})[2]
+    assert uuid.UUID(told["x-request-id"])
+
+
+def values():
+    """Any JSON, of small size."""
+    leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
+    leaves |= st.floats(allow_nan=False, allow_infinity=False)
+    return st.recursive(
+        leaves,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+        max_leaves=6,
+    )
+
+
+def valid(schema, parts):
+    """Values of a JSON schema of ours, mostly."""
+    if "$ref" in schema:
+        return valid(parts[schema["$ref"].rsplit("/", 1)[1]], parts)
+    for kind in ("anyOf", "oneOf"):
+        if kind in schema:
+            return st.one_of(*(valid(one, parts) for one in schema[kind]))
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    kind = schema.get("type")
+    if kind == "object" and "properties" in schema:
+        fields = {name: valid(one, parts) for name, one in schema["properties"].items()}
+        needed = {name: fields.pop(name) for name in schema.get("required", ())}
+        return st.fixed_dictionaries(needed, optional=fields)
+    if kind == "array":
+        low, high = schema.get("minItems", 0), min(schema.get("maxItems", 3), 3)
+        return st.lists(
+            valid(schema.get("items", {}), parts), min_size=low, max_size=max(low, high)
+        )
+    if kind == "string":
+        return st.text(min_size=schema.get("minLength", 0), max_size=12)
+    if kind == "integer":
+        low, high = schema.get("minimum", -5), schema.get("maximum", 2**31 - 1)
+        return st.integers(low, max(low, min(high, 64))) | st.integers(low, high)
+    if kind == "number":
+        return st.floats(schema.get("minimum", 0), schema.get("maximum", 2), allow_nan=False)
+    return {"boolean": st.booleans(), "null": st.none()}.get(kind, values())
+
+
+ROUTES = (CHAT, TEXT, DECIDE, "/tokenize", "/detokenize")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_bodies_of_the_schema_have_documented_answers(server, path):
+    document = server.get("/openapi.json")[1]
+    parts = document["components"]["schemas"]
+    route = document["paths"][path]["post"]
+    shape = route["requestBody"]["content"]["application/json"]["schema"]
+    well_formed = valid(shape, parts)
+    names = st.sampled_from(list(parts[shape["$ref"].rsplit("/", 1)[1]]["properties"]))
+    broken = st.builds(lambda body, name, any_: {**body, name: any_}, well_formed, names, values())
+    seen = {}
+
+    @settings(
+        max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(well_formed | broken)
+    def run(body):
+        # Long texts of the script would only take time.
+        if isinstance(body.get("max_tokens"), int | None) and path in (CHAT, TEXT):
+            body = {**body, "max_tokens": 8, "max_completion_tokens": None}
+        status, told, _ = server.post(path, body)
+        seen[status] = seen.get(status, 0) + 1
+        assert str(status) in route["responses"], (status, body)
+        assert status < 500, (body, told)
+        if status != 200:
+            assert len(json.dumps(told)) <= 1024
+
+    run()
+    assert seen.get(200, 0) > 5
+    assert seen.get(400, 0) > 5
