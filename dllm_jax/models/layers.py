@@ -16,7 +16,6 @@ from dllm_jax.kernels.layer import (
     Fp8Rows,
     LayerOps,
     gated_matmul,
-    reference,
     split_matmul,
 )
 

@@ -154,7 +154,7 @@ def split_matmul(
     """
     if isinstance(w, Fp8Matrix):
         rows, kind = _in_8_bits(x, dtype)
-        tiling = mosaic.choose_tiling(rows.values, w)
+        tiling = mosaic.choose_tiling(rows.values, w, dtype=kind)
         back_ends = {
             "mosaic": BackEnd(
                 functools.partial(mosaic.split_matmul, tiling=tiling, dtype=kind),
@@ -259,7 +259,7 @@ def _unsupported_fp8(
 def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
     W = w.shape[-1]
     columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
-    tiling = mosaic.choose_tiling(rows.values, w.flat, columns, is_gated=True)
+    tiling = mosaic.choose_tiling(rows.values, w.flat, columns, True, dtype)
     reason = mosaic.unsupported_turn(W) or _unsupported_fp8(rows, w.flat, tiling, dtype)
     return BackEnd(
         functools.partial(mosaic.gated_matmul, tiling=tiling, dtype=dtype),

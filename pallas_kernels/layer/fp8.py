@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 DTYPE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(DTYPE).max)  # 448
+_LEAST = 2.0**-100  # of a row's largest number, so that neither factor over- or underflows
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -44,7 +45,7 @@ class Fp8Matrix:
         """The same with one axis of outputs: [K N]."""
         return Fp8Matrix(self.values.reshape(-1, self.shape[0]), self.scales.reshape(-1))
 
-    def restored(self, dtype: Any) -> Float[Array, "K *N"]:
+    def restored(self, dtype: Any) -> Float[Array, "K ..."]:
         """The matrix it stands for, in `dtype`."""
         whole = self.values.astype(jnp.float32) * self.scales[..., None]
         return jnp.moveaxis(whole.astype(dtype), -1, 0)
@@ -65,9 +66,17 @@ def quantize(x: Float[Array, "... K"]) -> tuple[Float[Array, "... K"], Float[Arr
     The largest number of a row becomes 448, so that nothing overflows.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=-1)
-    scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
-    return (x / scales[..., None]).astype(DTYPE), scales
+    factors, scales = factors_of(jnp.max(jnp.abs(x), axis=-1))
+    return (x * factors[..., None]).astype(DTYPE), scales
+
+
+def factors_of(largest: Array) -> tuple[Array, Array]:
+    """What a row is multiplied with, and its scale, by its largest number; in float32.
+
+    Every form multiplies by these two, so that all of them round a row alike.
+    """
+    largest = jnp.where(largest > 0, jnp.maximum(largest, _LEAST), LARGEST)
+    return LARGEST / largest, largest * (1 / LARGEST)
 
 
 def quantize_rows(x: Float[Array, "*M K"]) -> Fp8Rows:

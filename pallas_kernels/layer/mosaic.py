@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from .fp8 import DTYPE as FP8
-from .fp8 import LARGEST, Fp8Matrix, Fp8Rows
+from .fp8 import Fp8Matrix, Fp8Rows, factors_of
 
 _ROWS = 64  # of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
@@ -104,7 +104,11 @@ def unsupported_product(x: Array, w: Array | Fp8Matrix, tiling: Tiling | None) -
 
 
 def choose_tiling(
-    x: Array, w: Array | Fp8Matrix, columns: tuple[int, ...] = (_STEP,), is_gated: bool = False
+    x: Array,
+    w: Array | Fp8Matrix,
+    columns: tuple[int, ...] = (_STEP,),
+    is_gated: bool = False,
+    dtype: Any = None,
 ) -> Tiling | None:
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
@@ -114,6 +118,7 @@ def choose_tiling(
 
     Args:
         is_gated: Half as many columns come out, and no parts.
+        dtype: Type of the rows that come out; None for that of `x`.
     """
     K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
@@ -129,9 +134,9 @@ def choose_tiling(
             splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
             if not splits:
                 continue
-            dtype = _dtype(x, splits)
-            staged = rows * (width // 2 if is_gated else width) * dtype.itemsize
-            staged = staged if _is_staged(_num_rows(x), dtype) else 0
+            kind = _dtype(dtype or x.dtype, splits)
+            staged = rows * (width // 2 if is_gated else width) * kind.itemsize
+            staged = staged if _is_staged(_num_rows(x), kind) else 0
             step_bytes = (rows + width) * depth * itemsize
             stages = (SHARED_BYTES - staged) // step_bytes
             stages = min(stages, _IN_FLIGHT_BYTES // (step_bytes * blocks * splits), _MOST_STAGES)
@@ -405,9 +410,8 @@ def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
         normed[row] = rounded
         return
     rounded = rounded.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(rounded))
-    unit = jnp.where(largest > 0, largest / LARGEST, 1.0)
-    normed[row] = (rounded / unit).astype(FP8)
+    factor, unit = factors_of(jnp.max(jnp.abs(rounded)))
+    normed[row] = (rounded * factor).astype(FP8)
     scales[0][row] = unit
 
 
@@ -429,9 +433,9 @@ def swizzled(width: int, dtype: jax.typing.DTypeLike):
     return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
 
 
-def _dtype(x: Array, splits: int) -> jnp.dtype:
-    """The type of the result of a product with so many splits."""
-    return jnp.dtype(x.dtype if splits == 1 else jnp.float32)
+def _dtype(dtype: Any, splits: int) -> jnp.dtype:
+    """The type of the result of a product with so many splits; `dtype` is that of whole rows."""
+    return jnp.dtype(dtype if splits == 1 else jnp.float32)
 
 
 def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
