@@ -25,7 +25,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.models.quantization import QUANTIZATIONS, Quantization, quantized
+from dllm_jax.models.quantization import QUANTIZATIONS, Quantization, quantized, unsupported
 from dllm_jax.strategies.core.checks import told
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
@@ -92,6 +92,9 @@ def _from_folder(
     quantization: Quantization | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
+    if quantization is not None:
+        config, _ = checkpoints.inspect(folder, lora=adapter).require_ok()
+        _require_supported(source, config, quantization)
     params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
     for note in report.notes:
@@ -119,6 +122,11 @@ def _from_folder(
     )
 
 
+def _require_supported(source: str, config: Any, quantization: Quantization) -> None:
+    if reason := unsupported(config):
+        raise LoadError(f"{quantization=} of {source!r}: {reason}; leave it out")
+
+
 def _stored(path: Any, leaf: jax.Array, quantization: Quantization | None) -> Any:
     return leaf if quantization is None else quantized(path, leaf)
 
@@ -128,6 +136,8 @@ def _random(source: str, dtype: str, quantization: Quantization | None) -> Model
     if name not in PUBLISHED:
         raise LoadError(f"{source!r} is no published config; known are {join(sorted(PUBLISHED))}")
     parsed = parse_config(PUBLISHED[name], name=name)
+    if quantization is not None:
+        _require_supported(source, parsed.config, quantization)
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)

@@ -235,7 +235,8 @@ def trunk(
     after = [*(layer["attn_norm"] for layer in layers[1:]), params["final_norm"]]
     readers = [*(layer["wqkv"] for layer in layers[1:]), None]
 
-    def add(x: Array, y: Array, scale: Array, reader: Any) -> tuple[Array, Array | Fp8Rows]:
+    def add(x: Array, y: Array, scale: Array, reader: Any) -> tuple[Array, Any]:
+        """The norm is in 8 bits where what reads it is."""
         return add_rms_norm(
             x,
             y,

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import jax
 
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
+from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.gemma import GemmaConfig
 
 Quantization = Literal["fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8",)
@@ -21,6 +23,15 @@ _INPUTS = {
     "shared_gate_up": 1,
     "shared_down": 1,
 }
+
+
+def unsupported(config: Any) -> str | None:
+    """Why a network of this config has no form in 8 bits, or None."""
+    if isinstance(config, GemmaConfig):
+        return "DiffusionGemma has no form in 8 bits"
+    if isinstance(config, DFlashConfig):
+        return "a draft has no form in 8 bits; its target may have one"
+    return None
 
 
 def quantized(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array | Fp8Matrix:

@@ -184,7 +184,7 @@ def gated_matmul(
 ) -> Float[Array, "*M C*W"]:
     """See `api.gated_matmul`; `dtype` as in `split_matmul`."""
     _, C, _, W = w.shape
-    kind = jnp.dtype(dtype or x.dtype)
+    kind = jnp.dtype(dtype or (x.values if isinstance(x, Fp8Rows) else x).dtype)
 
     def gated(sums):
         def rounded(first):
