@@ -64,7 +64,8 @@ OPERATIONS = {"wqkv": qkv_matmul, "w_gate_up": gated_matmul, "w_down": split_mat
 COPIES = {"wqkv": 24, "w_gate_up": 10, "w_down": 16}  # matrices of a program, one a layer
 NORMS = 64  # one behind another in a program
 WIDTHS = {"8B": (4096, 12288, 8, 6, 128), "1.7B": (2048, 6144, 8, 4, 128)}  # D F G n+2 H
-LOOSEST = 0.02  # of a value plus one
+# Of a value plus one. The tensor cores keep 14 bits of a sum of numbers in 8 bits.
+LOOSEST = 0.05
 CHECK_S = 90.0
 
 
