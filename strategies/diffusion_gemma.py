@@ -90,6 +90,11 @@ class DiffusionGemma(Strategy):
         stores = jnp.any(state.buffer.status[:, 0] == TO_CACHE, where=state.finish == RUNNING)
         return (stores & self._begins_early(state)).astype(jnp.int32)
 
+    def patience(self, window):
+        """As long as the schedule: the likeliest text of a canvas may stand still all the time."""
+        steps = self.max_denoising_steps.values.astype(jnp.int32)
+        return jnp.maximum(super().patience(window), steps + 2)
+
     def init(self, spec):
         """What the canvas in work shows, what was expected at it, and its run of equal texts."""
         S = spec.block_size

@@ -85,6 +85,10 @@ class FullSequence(Strategy):
         """Everything in the window; a cache of it lives past the window's start."""
         return Needs("in_window", provisional_cache="across_steps" if self.cache else "none")
 
+    def patience(self, window):
+        """As long as the schedule of a block, which may fill nothing until its last forward."""
+        return max(super().patience(window), self.steps or 0)
+
     def init(self, spec):
         """The block of the last forward, the holes it began with and its forwards so far."""
         del spec

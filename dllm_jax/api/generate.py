@@ -40,6 +40,8 @@ class GenerateOutput(struct.PyTreeNode):
         length: How many count.
         nfe: Forwards after prefill, commit passes included.
         finish: Why each row ended: `dllm_jax.strategies.core.state.FINISH_REASONS` has the words.
+            ERROR is a value of the model that is not finite, STUCK a strategy that changed nothing
+            for too long (`Strategy.patience`).
     """
 
     tokens: Int[Array, "B O"]

@@ -286,7 +286,8 @@ class LLM:
 
         With a suffix, `max_tokens` tokens are written between prefix and suffix. Each mask token in
         either, as text or as id, is one more token to write. Without a suffix the mask tokens are
-        all, and `max_tokens` is ignored. Given tokens stay as they are.
+        all, and `max_tokens` is ignored. Given tokens stay as they are. A strategy of
+        canvases takes them within its first one.
 
         `outputs[0].text` spans the first hole to the last, given tokens included. It ends early at
         a stop id that was written; `ignore_eos=True` fills the holes behind it as well.
@@ -304,7 +305,7 @@ class LLM:
             >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
             >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
         """
-        if not self.strategy.needs.prompt.in_window:
+        if not (self.strategy.needs.prompt.in_window or self.strategy.needs.pins):
             raise ValueError(
                 f"{type(self.strategy).__name__} does not see what stands behind a hole; "
                 'use strategy="full_sequence"'
@@ -456,12 +457,13 @@ def infill_request(
     mask, most = model.config.mask_token_id, model.config.max_position
     text = [*request.prompt_token_ids, *[mask] * gap, *suffix]
     total, window = len(text), strategy.block_size * strategy.buffer_size
+    in_window = strategy.needs.prompt.in_window  # else the engine checks what is behind the prompt
     if total > most:
         raise ValueError(
             f"prefix, holes and suffix are {total} tokens, {model.source} takes {most}; "
             "shorten them or lower max_tokens"
         )
-    if total > window:
+    if in_window and total > window:
         raise ValueError(
             f"prefix, holes and suffix are {total} tokens, the window has {window}; "
             f"use buffer_size={-(-total // strategy.block_size)} or lower max_tokens"

@@ -37,7 +37,7 @@ from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.resolve import load_strategy
 
-VERSION = 3
+VERSION = 4
 FACTS, SLOTS = "snapshot.json", "slots.npz"
 _HASHED = 1 << 16  # leaves of at most this many elements identify the weights
 

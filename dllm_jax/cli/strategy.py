@@ -4,7 +4,6 @@ An error in it is a `UsageError`, raised before anything is printed.
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 import types
@@ -17,7 +16,6 @@ from dllm_jax.cli.flags import THRESHOLDS, key_value, literal
 from dllm_jax.engine.checks import MOST
 
 SIZES = ("block_size", "buffer_size")
-_UNSETTABLE = ("needs", "fn", "init_fn")
 
 
 def load(spec: str | None) -> Any:
@@ -163,8 +161,9 @@ def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) 
 
 def settable(strategy: Any) -> tuple[str, ...]:
     """Fields that a command line may set."""
-    names = (field.name for field in dataclasses.fields(strategy))
-    return tuple(name for name in names if name not in _UNSETTABLE)
+    from dllm_jax.strategies.core.resolve import settings
+
+    return settings(strategy)
 
 
 def describe_fields(strategy: Any, about: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -216,7 +215,7 @@ def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
         given = f"{name}={shown(value)}"
         if name not in settable(strategy):
             what = "has no such field"
-            if name in _UNSETTABLE:
+            if hasattr(strategy, name):
                 what = f"is what it is: {name} is not settable"
             raise UsageError(
                 f"{given}: {type(strategy).__name__} {what}; "

@@ -108,8 +108,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
             f"{told}{name}: {count(len(one.tokens), 'token')}, {count(one.nfe, 'forward')}, "
             f"{rate:.2f} tokens per forward, {one.finish_reason}"
         )
-    if any(one.finish_reason == "error" for one in made):
-        raise ValueError("the text ended with an error: the model gave a value that is not finite")
+    if errors := [one.error for one in made if one.error]:
+        raise ValueError(f"the text ended with an error: {errors[0]}")
     return 0
 
 

@@ -26,8 +26,10 @@ from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
 from dllm_jax.engine.scheduler import DECODE, DONE, PREFILL, Pass, Scheduler, Sequence
 
 RUNNING_CODE = 1
-ERROR_CODE = 7
-REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort", 7: "error"}
+ERROR_CODE, STUCK_CODE = 7, 8
+REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort"} | dict.fromkeys(
+    (ERROR_CODE, STUCK_CODE), "error"
+)
 NEWEST_SHARE = 0.2  # of the last chunk in the running mean of a step's seconds
 
 
@@ -379,6 +381,8 @@ class Engine:
                     "the model produced values that are not finite; "
                     "check the weights and the prompt, or use float32",
                 )
+            elif finish == STUCK_CODE:
+                self._end(sequence, "error", self.scheduler.layout.stuck_text.format(int(start)))
             elif finish != RUNNING_CODE:
                 if REASONS[finish] == "stop":
                     sequence.stop_id = self._callers_stop(sequence, fetched, i)

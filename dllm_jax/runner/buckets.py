@@ -13,6 +13,7 @@ from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import PAGE_SIZE
+from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.needs import PromptMode
 from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs, whole_knobs
 
@@ -88,6 +89,7 @@ def make_layout(
         knobs=knob_ranges(strategy),
         knob_values={name: float(value) for name, value in knobs.items()},
         whole_knobs=whole_knobs(strategy),
+        stuck_text=driver.stuck_text(strategy, "{}"),
         slot_buckets=_buckets(slots, config.max_num_seqs),
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
         prefill_buckets=prefill,

@@ -23,11 +23,12 @@ from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.strategies.core.state import FINISH_REASONS, RUNNING
+from dllm_jax.strategies.core import driver
+from dllm_jax.strategies.core.resolve import settings
+from dllm_jax.strategies.core.state import ERROR, FINISH_REASONS, RUNNING, STUCK
 from dllm_jax.strategies.testing.recording import NOT_READ, recorded_step
 
 VERSION = 1
-_ALGORITHM = ("needs", "fn", "init_fn")  # fields that define a strategy, not its settings
 
 
 class TrajectoryError(ValueError):
@@ -91,6 +92,7 @@ class Trajectory:
         strategy: Name of the strategy.
         settings: Its fields by name.
         steps: One record a decode step, in order.
+        error: Why it ended with "error", else None.
     """
 
     prompt: list[int]
@@ -101,6 +103,7 @@ class Trajectory:
     strategy: str
     settings: Mapping[str, Any]
     steps: list[Step]
+    error: str | None = None
 
     @property
     def nfe(self) -> int:
@@ -180,17 +183,24 @@ def record(
             model, session.strategy, session.aux, state, attention_implementation
         )
         steps.append(_from_device(jax.tree.map(lambda leaf: leaf[0], jax.device_get(one))))
-    length = int(state.output_len[0])
+    length, finish = int(state.output_len[0]), int(state.finish[0])
     return Trajectory(
         prompt=list(map(int, ids)),
         tokens=np.asarray(state.output)[0, :length].tolist(),
         limit=int(state.buffer.limit[0]),
-        finish_reason=FINISH_REASONS[int(state.finish[0])] or "",
+        finish_reason=FINISH_REASONS[finish] or "",
         model=model.source,
         strategy=chosen.name,
         settings=_settings(chosen),
         steps=steps,
+        error=_error(chosen, finish, int(state.buffer.start[0])),
     )
+
+
+def _error(strategy: Any, finish: int, position: int) -> str | None:
+    if finish == STUCK:
+        return driver.stuck_text(strategy, position)
+    return "the model gave a value that is not finite" if finish == ERROR else None
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
@@ -213,14 +223,12 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
 def _settings(strategy: Any) -> dict[str, Any]:
     """Fields of a strategy that are numbers, words or None."""
     found = {}
-    for field in dataclasses.fields(strategy):
-        value = getattr(strategy, field.name)
-        if field.name in _ALGORITHM:
-            continue
+    for name in settings(strategy):
+        value = getattr(strategy, name)
         if np.ndim(value) == 0 and hasattr(value, "item"):
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):
-            found[field.name] = value
+            found[name] = value
     return found
 
 

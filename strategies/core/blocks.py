@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from . import random
-from .protocol import Forward, PerSlot, TokenStats
+from .forward import Forward, TokenStats
+from .knobs import PerSlot
 from .state import ACTIVE, DUMMY, TO_CACHE, DecodeState, StepInfo
 
 

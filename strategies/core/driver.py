@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import blocks
+from .forward import Forward
+from .knobs import bind_knobs
 from .needs import Needs
-from .protocol import Forward, SlotSpec, bind_knobs
+from .protocol import SlotSpec
 from .state import (
     ACTIVE,
     DUMMY,
@@ -24,6 +26,7 @@ from .state import (
     REPETITION,
     RUNNING,
     STOP,
+    STUCK,
     BlockBuffer,
     Carry,
     DecodeState,
@@ -79,6 +82,7 @@ def admit_window(
         limit=limit,
         block_steps=jnp.zeros((B, K), jnp.int32),
         nfe=jnp.zeros((B,), jnp.int32),
+        idle=jnp.zeros((B,), jnp.int32),
     )
 
 
@@ -184,7 +188,10 @@ def advance(
     taken = running & ~broken
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
-    advanced = slide(finish(count(stepped, info), info, taken), info, fresh)
+    counted = count(state, stepped, info)
+    window = spec.num_blocks * spec.block_size
+    patience = bind_knobs(strategy, state.knobs).patience(window)
+    advanced = slide(finish(counted, info, taken, patience), info, fresh)
     # `finish` has left what other rows emitted as it was: a select would copy all of it.
     selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
     ended = jnp.where(broken, ERROR, selected.finish)
@@ -210,20 +217,29 @@ def _checked(strategy: Any, returned: Any) -> tuple[DecodeState, StepInfo]:
     )
 
 
-def count(state: DecodeState, info: StepInfo) -> DecodeState:
-    """Add the forwards of this step."""
-    buffer = state.buffer
-    return state.replace(buffer=buffer.replace(nfe=buffer.nfe + info.nfe))
+def count(before: DecodeState, stepped: DecodeState, info: StepInfo) -> DecodeState:
+    """Add the forwards of this step, and count the steps since something changed."""
+    old, new = before.buffer, stepped.buffer
+    changed = (old.tokens != new.tokens) | (old.filled != new.filled)
+    moved = jnp.any(changed, axis=(1, 2)) | (info.commit_len > 0)
+    idle = jnp.where(moved, 0, old.idle + 1)
+    return stepped.replace(buffer=new.replace(nfe=new.nfe + info.nfe, idle=idle))
 
 
-def finish(state: DecodeState, info: StepInfo, taken: Bool[Array, " B"]) -> DecodeState:
+def finish(
+    state: DecodeState,
+    info: StepInfo,
+    taken: Bool[Array, " B"],
+    patience: int | Int[Array, " B"],
+) -> DecodeState:
     """Emit what is settled and decide which rows are done.
 
     Only rows `taken` emit.
 
     A row ends with the first settled stop id that it has not brought itself (which is not emitted),
-    when every position before its limit is settled, when it has spent `max_nfe` forwards, or when
-    its text ends in a run of `max_run` equal tokens; in this order of precedence.
+    when every position before its limit is settled, when it has spent `max_nfe` forwards, when its
+    text ends in a run of `max_run` equal tokens, or when `patience` steps in a row changed nothing;
+    in this order of precedence.
     """
     buffer, limits = state.buffer, state.limits
     B = buffer.start.shape[0]
@@ -251,6 +267,7 @@ def finish(state: DecodeState, info: StepInfo, taken: Bool[Array, " B"]) -> Deco
         (settled_end >= buffer.limit, LENGTH),
         (buffer.nfe >= limits.max_nfe, NFE),
         (_trailing_run(output, output_len) >= limits.max_run, REPETITION),
+        (buffer.idle >= patience, STUCK),
     )
     reason = jnp.full((B,), RUNNING, jnp.int32)
     for ended, code in reversed(reasons):
@@ -311,6 +328,15 @@ def next_boundary(boundary: Array, rows: Array, by: Int[Array, " B"]) -> Array:
     """
     joined = jnp.concatenate([boundary[:, None], rows], axis=1)
     return jnp.take_along_axis(joined, by[:, None, None], axis=1)[:, 0]
+
+
+def stuck_text(strategy: Any, position: int | str) -> str:
+    """Why a request ended as STUCK with its window at `position`, and what to do."""
+    return (
+        f"{strategy.name} changed nothing for too many steps (Strategy.patience) in the block at "
+        f"position {position}; let it fill its surest hole where it fills no other: "
+        "sampling.forced_top1"
+    )
 
 
 def any_running(state: DecodeState) -> Bool[Array, ""]:

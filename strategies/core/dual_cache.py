@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import blocks, random
-from .protocol import Forward, ForwardOutput
+from .forward import Forward, ForwardOutput
 from .state import RUNNING, DecodeState
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from . import sampling
-from .protocol import TokenStats
+from .forward import TokenStats
 from .state import DecodeState
 
 Score = Literal["low_confidence", "maskgit_plus", "margin", "entropy", "random"]

@@ -15,8 +15,9 @@ from typing import Any, cast
 from flax import struct
 
 from .checks import told
+from .knobs import check_knob, knob_ranges
 from .needs import Needs
-from .protocol import InitFunction, SlotSpec, StepFunction, Strategy, check_knob, knob_ranges
+from .protocol import InitFunction, SlotSpec, StepFunction, Strategy
 from .state import Carry
 
 _PACKAGE = __name__.rpartition(".core.")[0]
@@ -27,7 +28,7 @@ _OUR_FOLDERS = {
     "pallas_kernels": "dllm_jax.kernels",
     "checkpoints_convert": "dllm_jax.convert",
 }
-_FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
+_DEFINING = {"needs", "fn", "init_fn"}  # fields that define an algorithm
 _DEFAULT_NEEDS = Needs("grid_causal")
 
 
@@ -72,6 +73,11 @@ def strategy_names() -> tuple[str, ...]:
     """Names that `load_strategy` takes: the algorithm modules of this package."""
     package = importlib.import_module(_PACKAGE)
     return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg))
+
+
+def settings(strategy: Any) -> tuple[str, ...]:
+    """Names of the fields that a user may set; the others define the algorithm."""
+    return tuple(f.name for f in dataclasses.fields(strategy) if f.name not in _DEFINING)
 
 
 def load_strategy(spec: Any, **overrides: Any) -> Any:
@@ -184,7 +190,7 @@ def _foreign(error: Exception) -> str | None:
 
 
 def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
-    names = [f.name for f in dataclasses.fields(strategy) if f.name not in _FIXED]
+    names = settings(strategy)
     ranges = knob_ranges(strategy)
     for name, value in overrides.items():
         if name not in names:

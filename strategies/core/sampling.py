@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from . import blocks
-from .protocol import PerSlot, TokenStats
+from .forward import TokenStats
+from .knobs import PerSlot
 from .state import NO_TOKEN, DecodeState
 
 _NEVER = -jnp.inf

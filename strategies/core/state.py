@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 DUMMY, ACTIVE, TO_CACHE = 0, 1, 2
 
 # Life of a slot; all but EMPTY and RUNNING are finish reasons.
-EMPTY, RUNNING, STOP, LENGTH, NFE, REPETITION, ABORT, ERROR = range(8)
+EMPTY, RUNNING, STOP, LENGTH, NFE, REPETITION, ABORT, ERROR, STUCK = range(9)
 
 FINISH_REASONS: dict[int, str | None] = {
     EMPTY: None,
@@ -28,7 +28,8 @@ FINISH_REASONS: dict[int, str | None] = {
     NFE: "nfe",
     REPETITION: "repetition",
     ABORT: "abort",
-    ERROR: "error",
+    ERROR: "error",  # the model gave a value that is not finite
+    STUCK: "error",  # the strategy changed nothing for too long
 }
 
 NO_LIMIT = 2**31 - 1  # max_nfe and max_run of a request that sets none
@@ -47,6 +48,7 @@ class BlockBuffer(struct.PyTreeNode):
         limit: First absolute position that may not be emitted.
         block_steps: Forwards a block has had while ACTIVE.
         nfe: Forwards the request has had after prefill.
+        idle: Steps in a row that changed no cell and committed nothing.
     """
 
     tokens: Int[Array, "B K S"]
@@ -57,6 +59,7 @@ class BlockBuffer(struct.PyTreeNode):
     limit: Int[Array, " B"]
     block_steps: Int[Array, "B K"]
     nfe: Int[Array, " B"]
+    idle: Int[Array, " B"]
 
     @property
     def positions(self) -> Int[Array, "B K S"]:

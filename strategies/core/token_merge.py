@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from .protocol import PerSlot, SlotSpec, TokenMix, TokenStats
+from .forward import TokenMix, TokenStats
+from .knobs import PerSlot
+from .protocol import SlotSpec
 from .state import DecodeState
 
 _LEAVES = ("ids", "probs", "rest", "on")

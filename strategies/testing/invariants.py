@@ -214,7 +214,7 @@ class _Watch:
         pairs = {f: (getattr(old, f), getattr(new, f)) for f in _ENGINES}
         pairs |= {
             f"buffer.{f}": (getattr(old.buffer, f), getattr(new.buffer, f))
-            for f in ("start", "prompt_len", "limit", "nfe")
+            for f in ("start", "prompt_len", "limit", "nfe", "idle")
         }
         for field, (a, b) in pairs.items():
             for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..core import driver
 from ..core.protocol import PrefillChunk, SlotSpec, TokenStats, split_knobs
 from ..core.resolve import load_strategy
-from ..core.state import FINISH_REASONS, NO_LIMIT, RUNNING, DecodeState, Limits, Sampling
+from ..core.state import FINISH_REASONS, NO_LIMIT, RUNNING, STUCK, DecodeState, Limits, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,21 @@ class TraceStep:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A whole scripted run; `finish_reason` is None if the script ended first."""
+    """A whole scripted run.
+
+    Attributes:
+        steps: The window after each step.
+        output: The emitted tokens.
+        finish_reason: Why the run ended; None if the script ended first.
+        nfe: Forwards after prefill.
+        error: Why it ended with "error", else None.
+    """
 
     steps: list[TraceStep]
     output: list[int]
     finish_reason: str | None
     nfe: int
+    error: str | None = None
 
 
 class _Script(struct.PyTreeNode):
@@ -242,7 +251,11 @@ def run_script(
         mask_id,
         vocab_size,
     )
-    return _read(*jax.device_get((result, history)))
+    trace, is_stuck = _read(*jax.device_get((result, history)))
+    if not is_stuck:
+        return trace
+    error = driver.stuck_text(strategy, trace.steps[-1].start)
+    return dataclasses.replace(trace, error=error)
 
 
 @functools.partial(jax.jit, static_argnames=("mask_id", "vocab_size"))
@@ -303,10 +316,12 @@ def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
     return result, history
 
 
-def _read(result: Any, history: Any) -> Trace:
+def _read(result: Any, history: Any) -> tuple[Trace, bool]:
     output, output_len, finish, nfe, steps = result
     rows = [
         TraceStep(int(start), tokens.tolist(), status.tolist(), int(new))
         for start, tokens, status, new in zip(*(h[:steps] for h in history), strict=True)
     ]
-    return Trace(rows, output[:output_len].tolist(), FINISH_REASONS[int(finish)], int(nfe))
+    reason = FINISH_REASONS[int(finish)]
+    trace = Trace(rows, output[:output_len].tolist(), reason, int(nfe))
+    return trace, int(finish) == STUCK

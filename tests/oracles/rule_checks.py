@@ -47,6 +47,7 @@ def draw(package: ModuleType, rng: np.random.Generator) -> Any:
         limit=ints(start + rng.choice([int(rng.integers(1, K * S + 4)), S, 2 * S, 99, 99], B)),
         block_steps=ints(rng.integers(0, 6, (B, K))),
         nfe=ints(rng.integers(0, 9, B)),
+        idle=ints(rng.integers(0, 9, B)),
     )
     never = ints(np.full(B, 99))
     none = dict.fromkeys(state.DecodeState.__dataclass_fields__)

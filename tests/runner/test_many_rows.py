@@ -138,7 +138,8 @@ def test_the_others_run_enough_steps_for_one_of_theirs() -> None:
 
 
 def test_the_host_loop_reads_the_devices_codes() -> None:
-    assert (engine.RUNNING_CODE, engine.ERROR_CODE) == (state.RUNNING, state.ERROR)
+    codes = (engine.RUNNING_CODE, engine.ERROR_CODE, engine.STUCK_CODE)
+    assert codes == (state.RUNNING, state.ERROR, state.STUCK)
     ended = {code: word for code, word in state.FINISH_REASONS.items() if word is not None}
     assert ended == engine.REASONS
     assert NO_LIMIT == state.NO_LIMIT

@@ -32,6 +32,7 @@ def draw() -> tuple[DecodeState, np.ndarray, np.ndarray]:
         limit=jnp.asarray(start + rng.integers(1, K * S + 3, B), jnp.int32),
         block_steps=jnp.zeros((B, K), jnp.int32),
         nfe=jnp.zeros((B,), jnp.int32),
+        idle=jnp.zeros((B,), jnp.int32),
     )
     others: Any = dict.fromkeys(f for f in DecodeState.__dataclass_fields__ if f != "buffer")
     others["limits"] = Limits(**dict.fromkeys(("stop_ids", "max_nfe", "max_run")))
@@ -60,5 +61,5 @@ def test_every_cell_is_written_or_left_as_loops_say() -> None:
         assert bool(counted[b, k, s]) == (writes and not was)
         kinds.add((free, was, bool(where[b, k, s]), held == tokens[b, k, s]))
     assert len(kinds) == 16, "the draw has every kind of cell"
-    for field in ("status", "start", "prompt_len", "limit", "block_steps", "nfe"):
+    for field in ("status", "start", "prompt_len", "limit", "block_steps", "nfe", "idle"):
         np.testing.assert_array_equal(getattr(new.buffer, field), getattr(old, field))

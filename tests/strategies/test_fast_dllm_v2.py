@@ -355,6 +355,7 @@ def window(rows: list[str], status: list[int], **more: Any) -> DecodeState:
             limit=column_of("limit"),
             block_steps=column_of("steps")[:, None],
             nfe=jnp.zeros((B,), jnp.int32),
+            idle=jnp.zeros((B,), jnp.int32),
         ),
         finish=column_of("finish"),
         keys=jax.random.split(jax.random.key(0), B),

@@ -127,7 +127,7 @@ def test_of_several_answers_the_one_that_was_written_stands():
     filled = jnp.asarray([[[True, True, True, False, True]]])
     zero = jnp.zeros((1,), jnp.int32)
     blocks = jnp.zeros((1, 1), jnp.int32)
-    after = BlockBuffer(tokens, filled, blocks, zero, zero, zero, blocks, zero)
+    after = BlockBuffer(tokens, filled, blocks, zero, zero, zero, blocks, zero, zero)
     first = stats([5, 1, 7, 3, 0], [0.5, 0.1, 0.9, 0.2, -inf])
     second = stats([5, 6, 8, 4, 0], [0.6, 0.7, 0.3, 0.8, -inf])
     third = stats([2, 0, 0, 0, 0], [0.4, -inf, -inf, -inf, -inf])
