@@ -378,8 +378,10 @@ class SavedSlot:
 
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
+    stored = {"quantization": None, **stored}  # older snapshots had no other
     for what in ("config", "dtype", "quantization", "weights"):
-        if stored[what] is not None and stored[what] != now[what]:
+        unknown = what != "quantization" and stored[what] is None
+        if not unknown and stored[what] != now[what]:
             raise SnapshotError(
                 f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "
                 f"in its {what}; give the same one by --{name}"
