@@ -92,6 +92,7 @@ LONG: dict[str, str | None] = {
     "tasks/test_evaluate.py": None,
     "trace/test_page.py": "command_puts",
     "training/test_training_answers.py": None,
+    "training/test_training_canvas.py": None,
     "training/test_training_draft.py": None,
     "training/test_training_kinds.py": None,
     "training/test_training_loop.py": None,

@@ -40,8 +40,8 @@ def dtype(text: str) -> str:
     return text
 
 
-KINDS = ("sdar", "ar", "dflash")
-_ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar"), ("dflash",)
+KINDS = ("sdar", "ar", "dflash", "diffusion_gemma")
+_ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar", "diffusion_gemma"), ("dflash",)
 _METAVARS = {
     "--target": "SRC",
     "--prompts": "FILE",
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind", nargs="?", choices=KINDS, default=None, metavar="KIND",
         help="sdar: a block-diffusion model of word problems (the default); ar: a causal one, a "
-        "target for drafters; dflash: a drafter for --target",
+        "target for drafters; dflash: a drafter for --target; diffusion_gemma: canvases of sums",
     )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the run")
     for flag, kind, kinds, summary in OPTIONS:
