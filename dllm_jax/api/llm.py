@@ -33,6 +33,7 @@ from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.models.quantization import Quantization
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
@@ -64,7 +65,7 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora: As in `dj.load`.
+        dtype, revision, lora, quantization: As in `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: 1; more is not supported yet.
@@ -103,6 +104,7 @@ class LLM:
         *,
         revision: str | None = None,
         lora: str | os.PathLike[str] | None = None,
+        quantization: Quantization | None = None,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         warm_up: bool = True,
         calibrate: bool | None = None,
@@ -125,7 +127,9 @@ class LLM:
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
-        self.model = _model(model, dtype=dtype, revision=revision, lora=lora)
+        self.model = _model(
+            model, dtype=dtype, revision=revision, lora=lora, quantization=quantization
+        )
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
         )

@@ -206,7 +206,17 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 _OF_ENGINE = (
-    *("model", "revision", "lora", "dtype", "strategy", "block_size", "buffer_size", "set"),
+    *(
+        "model",
+        "revision",
+        "lora",
+        "dtype",
+        "quantization",
+        "strategy",
+        "block_size",
+        "buffer_size",
+        "set",
+    ),
     *(*flags.THRESHOLDS, "draft", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
     *("page_size", "memory_utilization", "no_prefix_caching", "attention_implementation"),
     *("tensor_parallel_size", "seed", "no_warm_up"),

@@ -33,7 +33,9 @@ def load_model(args: argparse.Namespace) -> Any:
         bars[0].update(done - bars[0].n)
 
     try:
-        return dj.load(args.model, args.dtype, args.revision, args.lora, progress)
+        return dj.load(
+            args.model, args.dtype, args.revision, args.lora, progress, args.quantization
+        )
     finally:
         for bar in bars:
             bar.close()
