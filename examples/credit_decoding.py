@@ -56,6 +56,7 @@ class CreditDecoding(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=4)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_accounts < 1:
             raise ValueError(f"num_accounts={self.num_accounts} must be at least 1; 4 is usual")
 

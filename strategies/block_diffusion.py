@@ -45,7 +45,8 @@ class BlockDiffusion(Strategy):
     needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         check_one_of("remasking", self.remasking, get_args(Remasking))
         if self.denoising_steps is not None:
             check_whole("denoising_steps", self.denoising_steps, 1)

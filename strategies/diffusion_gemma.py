@@ -65,7 +65,8 @@ class DiffusionGemma(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=2)
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         check_whole("early_slots", self.early_slots, 0)
         check_whole("buffer_size", self.buffer_size, 1, 2)
 

@@ -1,11 +1,11 @@
 """DMax: filled cells stay soft and are drawn anew until their block no longer changes.
 
-A block is filled from the left: in each step the run of holes up to the first unsure one, at
-least one hole. What is filled is fed back as a mixture of its token's embedding and the mask's,
-weighted by how sure the model is, and takes the model's new token in every step, whatever its
-probability, so that early mistakes can be mended. A complete block leaves when a step changed
-nothing, when the model is sure of all of it, or when it has had as many steps as it has cells;
-its keys and values are computed from its plain tokens.
+1. A block is filled from the left: in each step the run of holes up to the first unsure one, at
+   least one hole.
+2. A filled cell shows a mixture of its token's embedding and the mask's, weighted by how sure the
+   model is. It takes the model's new token in every step, so that early mistakes can be mended.
+3. A complete block leaves when a step changed nothing, when the model is sure of all of it, or when
+   it has had as many steps as it has cells. Its keys and values are those of its plain tokens.
 
 Source: DMax (arXiv 2604.08302) and its code, `decode_uniform`; the window of several blocks, the
 stability gate and `compat="diffulex"` are Diffulex's.
@@ -34,16 +34,15 @@ class DMax(Strategy):
     Attributes:
         accept_threshold: The first hole whose token's probability is below it ends the run.
         add_block_threshold: Progress of the last block (>=) at which the next one opens.
-        token_stability_threshold: Share of that block's filled cells (>=) that the last step left
-            as they were, for the next one to open; 0 is off.
+        token_stability_threshold: Share of that block's filled cells (>=) that the last step must
+            have left as they were; 0 is off.
         commit_confidence: A complete block leaves at once when all its cells have this (>=).
         token_merge_weight: Weight of the mixture in "iter_smooth_topk"; 0 turns either merge off.
-        merge: What a filled cell shows. "dmax_topk": its token's embedding and the mask's, by its
-            probability. "iter_smooth_topk": its token's, and the most probable ones' on top.
-        token_merge_top_k: How many those are.
-        renormalize: Give the first kind the weighted mean of its two norms.
-        compat: "diffulex": a cell that was filled before counts as certain, and so shows its plain
-            token; the commit shows what the block showed last; no cap on a block's steps.
+        merge: What a filled cell shows. "dmax_topk": its token and the mask, by its probability.
+            "iter_smooth_topk": its token, and the `token_merge_top_k` likeliest ones on top.
+        renormalize: Scale "dmax_topk" to the weighted mean of its two norms.
+        compat: "diffulex": filled cells count as certain, the commit shows the last mixtures, and
+            a block may take any number of steps.
     """
 
     accept_threshold: Knob = knob(0.5)
@@ -59,7 +58,8 @@ class DMax(Strategy):
     buffer_size: int = struct.field(pytree_node=False, default=2)
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         check_one_of("merge", self.merge, get_args(Merge))
         check_one_of("compat", self.compat, (None, *get_args(Compat)))
         check_whole("token_merge_top_k", self.token_merge_top_k, 1)
@@ -75,11 +75,8 @@ class DMax(Strategy):
 
     def init(self, spec) -> Carry:
         """No mixtures yet, and no stability."""
-        if self._num_top > spec.vocab_size:
-            raise ValueError(
-                f"token_merge_top_k={self._num_top} is more than the {spec.vocab_size} ids of the "
-                "model; choose fewer"
-            )
+        if self._num_top:
+            check_whole("token_merge_top_k", self._num_top, 1, spec.vocab_size)
         return Carry(
             tokens=token_merge.init(spec, max(self._num_top, 1)),
             blocks={"stability": jnp.zeros((1, 1))},
@@ -101,11 +98,11 @@ class DMax(Strategy):
         )
         judged = self._judged(out, state, stats, active)
         accept = sampling.leftmost_sure(stats, self.accept_threshold, blocks.holes(state))
-        ready = self._ready(state, stats, judged, accept)
-        stability = block_rewrite.stability(state, stats.token)
         # What is filled takes the new token without a threshold.
-        refresh = accept | block_rewrite.differs(state, stats.token)
-        state, filled = block_rewrite.rewrite(state, stats.token, refresh)
+        changes = accept | block_rewrite.differs(state, stats.token)
+        ready = self._ready(state, judged, changes)
+        stability = block_rewrite.stability(state, stats.token)
+        state, filled = block_rewrite.rewrite(state, stats.token, changes)
         soft = block_rewrite.editable(state) & state.buffer.filled
         if self.merge == "iter_smooth_topk":
             mixtures = token_merge.of_top(judged, soft)
@@ -144,15 +141,10 @@ class DMax(Strategy):
         )
 
     def _ready(
-        self,
-        state: DecodeState,
-        stats: TokenStats,
-        judged: TokenStats,
-        accept: Bool[Array, "B K S"],
+        self, state: DecodeState, judged: TokenStats, changes: Bool[Array, "B K S"]
     ) -> Bool[Array, "B K"]:
         """Blocks that may leave once complete; cells past the request's limit have no say."""
         counts = block_rewrite.editable(state) & block_rewrite.before_limit(state)
-        changes = accept | block_rewrite.differs(state, stats.token)
         unsure = judged.confidence < self.commit_confidence.at_token
         ready = ~jnp.any(changes & counts, axis=2) | ~jnp.any(unsure & counts, axis=2)
         if self.compat == "diffulex":

@@ -46,7 +46,8 @@ class Edit(Strategy):
     needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         check_whole("max_post_edit_steps", self.max_post_edit_steps, 0, _MOST_STEPS)
         check_number("penalty_lambda", self.penalty_lambda, "no penalty")
 

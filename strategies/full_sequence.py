@@ -20,20 +20,17 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from .core import blocks, dual_cache, random, remasking, sampling
 from .core.checks import check_number, check_one_of, check_whole
 from .core.needs import Needs
-from .core.protocol import Forward, ForwardOutput, Knob, Strategy, TokenStats, knob
-from .core.remasking import TextBlock
+from .core.protocol import Forward, ForwardOutput, Knob, Strategy, knob
+from .core.remasking import Rule, TextBlock
 from .core.state import Carry, DecodeState, StepInfo
 
-Remasking = Literal["low_confidence", "random", "maskgit_plus", "margin", "entropy", "origin"]
 Cache = Literal["prefix", "dual"]
 
-_OF_LLADA = ("low_confidence", "random")  # even quota, raw confidence; the others are Dream's
-_DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells
 _MOST_STEPS = 1_000_000
 
 
@@ -59,19 +56,20 @@ class FullSequence(Strategy):
     accept_threshold: Knob = knob(1.0)
     steps: int | None = struct.field(pytree_node=False, default=None)
     block_length: int | None = struct.field(pytree_node=False, default=None)
-    remasking: Remasking = struct.field(pytree_node=False, default="low_confidence")
+    remasking: Rule = struct.field(pytree_node=False, default="low_confidence")
     cfg_scale: float = struct.field(pytree_node=False, default=0.0)
     cache: Cache | None = struct.field(pytree_node=False, default=None)
     block_size: int = struct.field(pytree_node=False, default=32)
     buffer_size: int = struct.field(pytree_node=False, default=16)
 
     def __post_init__(self):
-        """Check the static fields."""
+        """Check the fields."""
+        super().__post_init__()
         if self.steps is not None:
             check_whole("steps", self.steps, 1, _MOST_STEPS)
         if self.block_length is not None:
             check_whole("block_length", self.block_length, 1)
-        check_one_of("remasking", self.remasking, get_args(Remasking))
+        check_one_of("remasking", self.remasking, get_args(Rule))
         check_one_of("cache", self.cache, (None, *get_args(Cache)))
         check_number("cfg_scale", self.cfg_scale, "no guidance")
         if self.cfg_scale and self.cache:
@@ -92,25 +90,24 @@ class FullSequence(Strategy):
     def init(self, spec):
         """The block of the last forward, the holes it began with and its forwards so far."""
         del spec
-        none = jnp.zeros((1,), jnp.int32)
-        return Carry(slot={"block": none - 1, "holes": none, "step": none})
+        return Carry(slot=remasking.no_block())
 
     def step(self, forward, state):
         """Fill holes of the current block by one forward, or two with guidance."""
         block = remasking.current_block(state, self.block_length)
         holes = block.cells & ~state.buffer.filled
-        is_new = state.carry.slot["block"] != block.number
-        state = self._count(state, block, holes, is_new)
+        state, is_new = remasking.count(state, block, holes)
         out, state = self._run(forward, state, block, is_new)
         stats = out.predict(
             where=holes,
             sampling=state.sampling,
-            keys=random.step_keys(state, salt=_DRAW_STREAM),
-            confidence="raw" if self.remasking in _OF_LLADA else "drawn",
+            keys=random.step_keys(state, salt=remasking.DRAW_STREAM),
+            confidence="raw" if self.remasking in remasking.OF_LLADA else "drawn",
             num_top=2 if self.remasking == "margin" else 0,
             guide=self._guide(forward, state),
         )
-        accept = self._accept(stats, state, holes)
+        how = self.steps, self.block_length, self.accept_threshold
+        accept = remasking.fill(self.remasking, stats, state, holes, *how)
         accept |= sampling.above(stats, self.accept_threshold) & holes
         state = blocks.write(state, stats.token, accept)
         one = jnp.ones_like(state.buffer.nfe)
@@ -121,50 +118,22 @@ class FullSequence(Strategy):
             nfe=2 * one if self.cfg_scale else one,
         )
 
-    def _count(
-        self,
-        state: DecodeState,
-        block: TextBlock,
-        holes: Bool[Array, "B K S"],
-        is_new: Bool[Array, " B"],
-    ) -> DecodeState:
-        """Enter the block, or one more of its forwards, into the carry."""
-        slot = state.carry.slot
-        now = {
-            "block": block.number,
-            "holes": jnp.where(is_new, jnp.sum(holes, axis=(1, 2), dtype=jnp.int32), slot["holes"]),
-            "step": jnp.where(is_new, 0, slot["step"] + 1),
-        }
-        return state.replace(carry=Carry(slot=now))
-
     def _run(
         self, forward: Forward, state: DecodeState, block: TextBlock, is_new: Bool[Array, " B"]
     ) -> tuple[ForwardOutput, DecodeState]:
-        """The forward of what is not cached; where a block is new, everything is run and stored."""
-        text, visible = remasking.text_cells(state), _all_see_all(state)
+        """The forward over the window, or over what of it is not cached."""
+        visible = _all_see_all(state)
         if self.cache is None:
-            return forward(state, live=text, visible=visible), state
-        positions = state.buffer.positions
-        # In a shifted model the cell before the block tells its first one.
-        part = text & (positions >= block.begin[:, None, None] - int(forward.shift))
-        if self.cache == "dual":
-            part &= positions < block.end[:, None, None]
-        out = dual_cache.run_narrow(
-            forward,
-            state,
-            live=jnp.where(is_new[:, None, None], text, part),
-            widths=self._widths(forward.shift),
-            visible=visible,
-            context_len=jnp.sum(text, axis=(1, 2), dtype=jnp.int32),
-        )
-        return out, out.store(state, text & is_new[:, None, None])
-
-    def _widths(self, shift: bool) -> tuple[int, ...]:
-        """Narrower passes than the window: the block's own, or some for the rest of a text."""
-        window = self.block_size * self.buffer_size
+            return forward(state, live=remasking.text_cells(state), visible=visible), state
         if self.cache == "prefix":
-            return (window // 4, window // 2)
-        return () if self.block_length is None else (self.block_length + shift,)
+            window = self.block_size * self.buffer_size
+            widths = (window // 4, window // 2)
+        else:
+            widths = () if self.block_length is None else (self.block_length + forward.shift,)
+        alone = self.cache == "dual"
+        return dual_cache.run_text(
+            forward, state, block, is_new, alone=alone, widths=widths, visible=visible
+        )
 
     def _guide(self, forward: Forward, state: DecodeState) -> tuple[ForwardOutput, float] | None:
         """What the model says with all that was given behind the mask, and how far away to go."""
@@ -175,35 +144,6 @@ class FullSequence(Strategy):
         shown = jnp.where(written, buffer.tokens, forward.mask_id)
         text, visible = remasking.text_cells(state), _all_see_all(state)
         return forward(state, inputs=shown, live=text, visible=visible), self.cfg_scale
-
-    def _accept(
-        self, stats: TokenStats, state: DecodeState, holes: Bool[Array, "B K S"]
-    ) -> Bool[Array, "B K S"]:
-        """Schedule and score of `remasking`."""
-        slot = state.carry.slot
-        at_begin, step = slot["holes"], slot["step"]
-        steps = jnp.maximum(self._steps(state, at_begin), 1)
-        if self.remasking == "origin":
-            chance = remasking.timestep_chance(steps, step)[:, None, None]
-            return holes & (random.uniforms(state, _ORDER_STREAM) < chance)
-        if self.remasking in _OF_LLADA:
-            count = remasking.even_quota(at_begin, steps, step)
-        else:
-            left = jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)
-            least = (self.accept_threshold.values < 1).astype(jnp.int32)
-            count = jnp.maximum(remasking.timestep_quota(left, steps, step), least)
-        noise = random.uniforms(state, _ORDER_STREAM) if self.remasking == "random" else None
-        return remasking.best_cells(remasking.scores(self.remasking, stats, noise), count, holes)
-
-    def _steps(self, state: DecodeState, at_begin: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Forwards of a block: its share of `steps`, or one for each hole it began with."""
-        if self.steps is None:
-            return at_begin
-        if self.block_length is None:
-            return jnp.full_like(at_begin, self.steps)
-        length = state.buffer.limit - state.buffer.prompt_len
-        num_blocks = jnp.maximum(-(-length // self.block_length), 1)
-        return self.steps // num_blocks
 
 
 def _all_see_all(state: DecodeState) -> Bool[Array, "1 K K"]:

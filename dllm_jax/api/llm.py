@@ -33,6 +33,7 @@ from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.loading.load import load, place
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
@@ -65,7 +66,7 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora: As in `dj.load`.
+        dtype, revision, lora, quantization: As in `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
@@ -105,6 +106,7 @@ class LLM:
         *,
         revision: str | None = None,
         lora: str | os.PathLike[str] | None = None,
+        quantization: Quantization | None = None,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         warm_up: bool = True,
         calibrate: bool | None = None,
@@ -123,7 +125,8 @@ class LLM:
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
-        self.model = _model(model, split, dtype=dtype, revision=revision, lora=lora)
+        how = {"dtype": dtype, "revision": revision, "lora": lora, "quantization": quantization}
+        self.model = _model(model, split, **how)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
         )
@@ -280,7 +283,8 @@ class LLM:
 
         With a suffix, `max_tokens` tokens are written between prefix and suffix. Each mask token in
         either, as text or as id, is one more token to write. Without a suffix the mask tokens are
-        all, and `max_tokens` is ignored. Given tokens stay as they are.
+        all, and `max_tokens` is ignored. Given tokens stay as they are. A strategy of
+        canvases takes them within its first one.
 
         `outputs[0].text` spans the first hole to the last, given tokens included. It ends early at
         a stop id that was written; `ignore_eos=True` fills the holes behind it as well.
@@ -298,7 +302,7 @@ class LLM:
             >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
             >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
         """
-        if not self.strategy.needs.prompt.in_window:
+        if not (self.strategy.needs.prompt.in_window or self.strategy.needs.pins):
             raise ValueError(
                 f"{type(self.strategy).__name__} does not see what stands behind a hole; "
                 'use strategy="full_sequence"'
@@ -450,12 +454,13 @@ def infill_request(
     mask, most = model.config.mask_token_id, model.config.max_position
     text = [*request.prompt_token_ids, *[mask] * gap, *suffix]
     total, window = len(text), strategy.block_size * strategy.buffer_size
+    in_window = strategy.needs.prompt.in_window  # else the engine checks what is behind the prompt
     if total > most:
         raise ValueError(
             f"prefix, holes and suffix are {total} tokens, {model.source} takes {most}; "
             "shorten them or lower max_tokens"
         )
-    if total > window:
+    if in_window and total > window:
         raise ValueError(
             f"prefix, holes and suffix are {total} tokens, the window has {window}; "
             f"use buffer_size={-(-total // strategy.block_size)} or lower max_tokens"

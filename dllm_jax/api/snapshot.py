@@ -146,6 +146,7 @@ def _model_facts(model: Model) -> dict[str, Any]:
     return {
         "source": model.source,
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "quantization": model.quantization,
         "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
         "weights": _weights(model),
     }
@@ -377,8 +378,10 @@ class SavedSlot:
 
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
-    for what in ("config", "dtype", "weights"):
-        if stored[what] is not None and stored[what] != now[what]:
+    stored = {"quantization": None, **stored}  # older snapshots had no other
+    for what in ("config", "dtype", "quantization", "weights"):
+        unknown = what != "quantization" and stored[what] is None
+        if not unknown and stored[what] != now[what]:
             raise SnapshotError(
                 f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "
                 f"in its {what}; give the same one by --{name}"

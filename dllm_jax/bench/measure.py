@@ -27,6 +27,7 @@ from dllm_jax.runner.timing import begin
 
 FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
 LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order
+COARSE_TOLERANCE = 0.5  # rows of 8 bits: what differs in bfloat16 may be rounded a sixteenth apart
 
 Decode = tuple[int, int]  # rows, columns of the page table
 Prefill = tuple[int, int, PassKind, int]  # tokens and columns of a prompt, kind, prompts
@@ -254,7 +255,8 @@ def first_token_is_the_models(llm: Any) -> bool:
     row = np.array(logits[0, -1 - int(denoises and model.config.shift)])
     if denoises:
         row[mask] = -np.inf
-    return bool(row[chosen] >= row[: model.defaults.vocab_limit].max() - LOGIT_TOLERANCE)
+    tolerance = LOGIT_TOLERANCE if model.quantization is None else COARSE_TOLERANCE
+    return bool(row[chosen] >= row[: model.defaults.vocab_limit].max() - tolerance)
 
 
 @contextlib.contextmanager

@@ -195,6 +195,7 @@ def setting(llm: Any) -> dict[str, Any]:
         "draft_model": next((one.source for one in llm.engine.runner.programs.aux.values()), None),
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "quantization": model.quantization,
         "mode": "fixed" if isinstance(strategy, FixedWork) else "adaptive",
         "strategy": type(strategy).__name__,
         "thresholds": {name: float(getattr(strategy, name)) for name in knob_ranges(strategy)},

@@ -178,6 +178,7 @@ def heading(model: Any) -> dict[str, Any]:
         "model": model.source,
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "quantization": model.quantization,
         "mode": "fixed",
     }
 
@@ -185,8 +186,8 @@ def heading(model: Any) -> dict[str, Any]:
 def first_lines(facts: dict[str, Any]) -> list[str]:
     """The device, and the head of the table."""
     return [
-        f"{facts['model']} {facts['dtype']} on {facts['device']}, jax {facts['jax']}, commit "
-        f"{facts['commit']}",
+        f"{facts['model']} {facts['quantization'] or facts['dtype']} on {facts['device']}, "
+        f"jax {facts['jax']}, commit {facts['commit']}",
         f"{'shape':>10} {'context':>7} {'bare ms':>18} {'generate ms':>20} {'floor ms':>8} "
         f"{'in turn':>8}  bare, generate over the floor in turn",
     ]

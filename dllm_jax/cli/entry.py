@@ -175,6 +175,8 @@ def _main(argv: list[str]) -> int:
             except KeyboardInterrupt as signalled:
                 number = signalled.number if isinstance(signalled, Interrupted) else 2
                 return _fail(stop.finish(), SIGNALLED + number, debug)
+    except Interrupted as signalled:  # while `Interrupt` began to catch signals
+        return _fail(str(signalled), SIGNALLED + signalled.number, debug)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):  # after --help and --version
             return end.code or DONE
@@ -194,7 +196,7 @@ def _warn_in_one_line() -> None:
 
     def one_note(message, category, filename, lineno, line=None):
         if category is UserWarning:
-            return f"note: {' '.join(str(message).split())}\n"
+            return f"note: {shown(' '.join(str(message).split()), sys.stderr.isatty())}\n"
         return usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = one_note

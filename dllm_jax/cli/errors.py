@@ -1,5 +1,7 @@
 """Errors of the command line, each as one line."""
 
+import sys
+
 from dllm_jax.engine.layout import DeviceFailure
 
 MOST_BYTES = 1000  # of an error line
@@ -25,9 +27,21 @@ def one_line(error: BaseException) -> str:
         lines = lines[:1]  # a table of allocations follows
     text = "; ".join(lines)
     plain = isinstance(error, ValueError | OSError | NotImplementedError | DeviceFailure)
+    said, place = _of_a_user(error)
     if plain and text:
-        return text
+        return text + place
+    if place:
+        return said
     return f"{type(error).__name__}: {text or 'no message'} (--debug shows where)"
+
+
+def _of_a_user(error: BaseException) -> tuple[str, str]:
+    """What an exception of a strategy's file says, and where; nothing of one of our own."""
+    if "dllm_jax.strategies" not in sys.modules:  # it imports JAX
+        return "", ""
+    from dllm_jax.strategies.core import errors
+
+    return errors.described(error), errors.place(error)
 
 
 def fitted(message: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from dllm_jax.engine import checks
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
+QUANTIZATIONS = ("fp8",)
 ATTENTION = ("xla", "cudnn", "triton", "mosaic")
 # Fields of strategies with flags of their own.
 THRESHOLDS = {
@@ -91,7 +92,7 @@ def literal(text: str) -> Any:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --revision, --lora, --dtype."""
+    """--model, --revision, --lora, --dtype, --quantization."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -106,6 +107,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=DTYPES,
         help="of the weights (default: auto, the checkpoint's on an accelerator, float32 on CPU)",
+    )
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="fp8: round the matrices of the layers to 8 bits while the model is loaded "
+        "(default: none)",
     )
 
 

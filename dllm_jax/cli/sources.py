@@ -35,8 +35,15 @@ def load_model(args: argparse.Namespace) -> Any:
         bars[0].update(done - bars[0].n)
 
     try:
-        split = None if count == 1 else over_devices(count)
-        return dj.load(args.model, args.dtype, args.revision, args.lora, progress, split)
+        return dj.load(
+            args.model,
+            args.dtype,
+            args.revision,
+            args.lora,
+            progress,
+            args.quantization,
+            mesh=None if count == 1 else over_devices(count),
+        )
     finally:
         for bar in bars:
             bar.close()

@@ -4,7 +4,6 @@ An error in it is a `UsageError`, raised before anything is printed.
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 import types
@@ -17,7 +16,6 @@ from dllm_jax.cli.flags import THRESHOLDS, key_value, literal
 from dllm_jax.engine.checks import MOST
 
 SIZES = ("block_size", "buffer_size")
-_UNSETTABLE = ("needs", "fn", "init_fn")
 
 
 def load(spec: str | None) -> Any:
@@ -27,6 +25,7 @@ def load(spec: str | None) -> Any:
         UsageError: It names no strategy, or its file cannot be run.
     """
     from dllm_jax.strategies import load_strategy
+    from dllm_jax.strategies.core.errors import described
 
     if spec is None:
         return None
@@ -36,7 +35,7 @@ def load(spec: str | None) -> Any:
         raise UsageError(one_line(error)) from error
     except Exception as error:  # code of the user's runs here
         raise UsageError(
-            f"strategy={spec!r} cannot be used ({type(error).__name__}: {error}); mend its code"
+            f"strategy={spec!r} cannot be used ({described(error)}); mend its code"
         ) from error
     except SystemExit as stop:
         raise UsageError(
@@ -163,8 +162,9 @@ def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) 
 
 def settable(strategy: Any) -> tuple[str, ...]:
     """Fields that a command line may set."""
-    names = (field.name for field in dataclasses.fields(strategy))
-    return tuple(name for name in names if name not in _UNSETTABLE)
+    from dllm_jax.strategies.core.resolve import settings
+
+    return settings(strategy)
 
 
 def describe_fields(strategy: Any, about: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -216,7 +216,7 @@ def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
         given = f"{name}={shown(value)}"
         if name not in settable(strategy):
             what = "has no such field"
-            if name in _UNSETTABLE:
+            if hasattr(strategy, name):
                 what = f"is what it is: {name} is not settable"
             raise UsageError(
                 f"{given}: {type(strategy).__name__} {what}; "

@@ -27,6 +27,13 @@ from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.published import PUBLISHED
+from dllm_jax.models.quantization import (
+    QUANTIZATIONS,
+    Quantization,
+    is_quantized,
+    quantized,
+    unsupported,
+)
 from dllm_jax.models.sharding import Split, as_split
 from dllm_jax.strategies.core.checks import told
 
@@ -40,6 +47,7 @@ def load(
     revision: str | None = None,
     lora: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    quantization: Quantization | None = None,
     mesh: Mesh | Split | None = None,
 ) -> Model:
     """Load a model.
@@ -53,6 +61,9 @@ def load(
         revision: Branch, tag or commit of `src`; for hub ids only.
         lora: A LoRA adapter to merge into the weights: a PEFT folder or a hub id.
         progress: Called with bytes read and bytes in all, while a folder is read.
+        quantization: "fp8" rounds the matrices of the layers to 8 bits (e4m3, a scale for each
+            output), one after another, and rows before their products; embedding, head, norms and
+            routers stay. None leaves all weights in `dtype`.
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
 
     Returns:
@@ -64,18 +75,30 @@ def load(
     """
     enable_async_dispatch()
     split = None if mesh is None else as_split(mesh)
+    if split is not None and quantization is not None:
+        raise LoadError(
+            f"quantization={told(quantization)}: several devices cannot share weights in 8 bits, "
+            "because a row is rounded as a whole; leave it out, or use one device "
+            "(tensor_parallel_size=1)"
+        )
     source = os.fspath(src)
     if dtype not in _DTYPES:
         raise LoadError(f"dtype={told(dtype)} is not supported; use one of {', '.join(_DTYPES)}")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise LoadError(
+            f"quantization={told(quantization)} is not supported; use one of "
+            f"{', '.join(QUANTIZATIONS)}, or None"
+        )
     if source.startswith("random:"):
         for name, value in (("revision", revision), ("lora", lora)):
             if value is not None:
                 raise LoadError(
                     f"{name}={told(value)}: the weights of {source!r} are drawn; leave it out"
                 )
-        return _random(source, dtype, split)
+        return _random(source, dtype, quantization, split)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
-    return _from_folder(find_folder(source, revision), source, dtype, adapter, progress, split)
+    folder = find_folder(source, revision)
+    return _from_folder(folder, source, dtype, adapter, progress, quantization, split)
 
 
 def _from_folder(
@@ -84,9 +107,13 @@ def _from_folder(
     dtype: str,
     adapter: Path | None,
     progress: Callable[[int, int], None] | None,
+    quantization: Quantization | None,
     split: Split | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
+    if quantization is not None:
+        config, _ = checkpoints.inspect(folder, lora=adapter).require_ok()
+        _require_supported(source, config, quantization)
     params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
     for note in report.notes:
@@ -104,14 +131,17 @@ def _from_folder(
     )
     if split is not None:
         return place(model.replace(params=params), split)
-    leaves, tree = jax.tree.flatten(params)
+    leaves, tree = jax.tree.flatten_with_path(params)
     del params  # so that each host leaf goes as soon as its copy is made
     # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
     # program for every shape.
     keeps = jax.default_backend() == "cpu"
-    for i, leaf in enumerate(leaves):
-        leaves[i] = jax.block_until_ready(jax.device_put(np.array(leaf) if keeps else leaf))
-    return model.replace(params=jax.tree.unflatten(tree, leaves))
+    placed: list[Any] = []
+    while leaves:
+        path, leaf = leaves.pop(0)
+        leaf = jax.device_put(np.array(leaf) if keeps else leaf)
+        placed.append(jax.block_until_ready(_stored(path, leaf, quantization)))
+    return model.replace(params=jax.tree.unflatten(tree, placed))
 
 
 def place(model: Model, split: Split) -> Model:
@@ -130,26 +160,49 @@ def place(model: Model, split: Split) -> Model:
             f"{model.source!r} is split over {model.split.mesh}, not over {split.mesh}; load it "
             "with one mesh"
         )
+    one_device = "use one device (tensor_parallel_size=1)"
+    if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
+        raise ValueError(
+            f"the weights of {model.source!r} are in 8 bits, which several devices cannot share: "
+            f"a row is rounded as a whole; {one_device} or leave quantization out"
+        )
     if not model.arch.takes_ops or not isinstance(model.arch.unembed, Unembed):
         raise ValueError(
             f"a {model.defaults.family} model cannot be split over devices: its layers do not add "
-            "up parts of a sum; use one device (tensor_parallel_size=1)"
+            f"up parts of a sum; {one_device}"
         )
     return model.replace(params=split.place(model.params, model.config), split=split)
 
 
-def _random(source: str, dtype: str, split: Split | None) -> Model:
+def _require_supported(source: str, config: Any, quantization: Quantization) -> None:
+    if reason := unsupported(config):
+        raise LoadError(f"{quantization=} of {source!r}: {reason}; leave it out")
+
+
+def _stored(path: Any, leaf: jax.Array, quantization: Quantization | None) -> Any:
+    return leaf if quantization is None else quantized(path, leaf)
+
+
+def _random(
+    source: str, dtype: str, quantization: Quantization | None, split: Split | None
+) -> Model:
     name = source.removeprefix("random:")
     if name not in PUBLISHED:
         raise LoadError(f"{source!r} is no published config; known are {join(sorted(PUBLISHED))}")
     parsed = parse_config(PUBLISHED[name], name=name)
+    if quantization is not None:
+        _require_supported(source, parsed.config, quantization)
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
     leaves, tree = jax.tree.flatten_with_path(shapes)
     model = Model(
         params=jax.tree.unflatten(
-            tree, [_random_leaf(i, path, leaf) for i, (path, leaf) in enumerate(leaves)]
+            tree,
+            [
+                _stored(path, _random_leaf(i, path, leaf), quantization)
+                for i, (path, leaf) in enumerate(leaves)
+            ],
         ),
         config=parsed.config,
         arch=arch,

@@ -16,6 +16,7 @@ from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.quantization import Quantization, is_quantized
 from dllm_jax.models.sharding import Split
 
 
@@ -79,6 +80,12 @@ class Model(struct.PyTreeNode):
         if self.tokenizer_source is None:
             return None
         return self.tokenizer_source.tokenizer(self.config.mask_token_id)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the matrices of the layers are stored; None: in the type of the other weights."""
+        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        return "fp8" if any(map(is_quantized, leaves)) else None
 
     @property
     def routing_block(self) -> int:

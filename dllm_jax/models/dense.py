@@ -15,8 +15,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dllm_jax.kernels.layer import LayerOps, add_rms_norm, qkv_matmul, rotate_qkv, split_matmul
-from dllm_jax.kernels.layer.reference import as_row, matmul, rms_norm
+from dllm_jax.kernels.layer import (
+    Fp8Matrix,
+    Fp8Rows,
+    LayerOps,
+    add_rms_norm,
+    qkv_matmul,
+    rotate_qkv,
+    split_matmul,
+)
+from dllm_jax.kernels.layer.reference import as_row, rms_norm
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import RopeScaling, gate_up_shape, rope_tables, swiglu
 from dllm_jax.models.sharding import once, total
@@ -227,20 +235,29 @@ def trunk(
     layers = params["layers"]
     # What follows a layer: the norm of the next one's input, or the final one.
     after = [*(layer["attn_norm"] for layer in layers[1:]), params["final_norm"]]
+    readers = [*(layer["wqkv"] for layer in layers[1:]), None]
 
-    def add(x: Array, y: Array, scale: Array) -> tuple[Array, Array]:
-        y = total(y, x, ops.axis)
-        return add_rms_norm(x, y, scale, cfg.norm_eps, implementation=ops.add_rms_norm)
+    def add(x: Array, y: Array, scale: Array, reader: Any) -> tuple[Array, Any]:
+        """The norm is in 8 bits where what reads it is."""
+        return add_rms_norm(
+            x,
+            total(y, x, ops.axis),
+            scale,
+            cfg.norm_eps,
+            is_quantized=isinstance(reader, Fp8Matrix),
+            implementation=ops.add_rms_norm,
+        )
 
-    def mlp(layer: Any, rows: Array) -> Array:
-        return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops)
+    def mlp(layer: Any, rows: Array | Fp8Rows) -> Array:
+        return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, x.dtype)
 
     streams = {0: x}
     normed = rms_norm(x, layers[0]["attn_norm"], cfg.norm_eps)
     for i, layer in enumerate(layers):
-        out = _attention(layer, cfg, normed, cos, sin, functools.partial(attend, i), ops)
-        x, normed = add(x, out, layer["mlp_norm"])
-        x, normed = add(x, (ffn or mlp)(layer, normed), after[i])
+        attended = functools.partial(attend, i)
+        out = _attention(layer, cfg, normed, x.dtype, cos, sin, attended, ops)
+        x, normed = add(x, out, layer["mlp_norm"], layer.get("w_gate_up"))
+        x, normed = add(x, (ffn or mlp)(layer, normed), after[i], readers[i])
         streams[i + 1] = x
     return normed, tuple(streams[j] for j in hidden_layers)
 
@@ -248,7 +265,8 @@ def trunk(
 def _attention(
     layer: Any,
     cfg: DenseConfig,
-    x: Array,
+    rows: Array | Fp8Rows,
+    dtype: Any,
     cos: Array,
     sin: Array,
     attend: Callable[..., Array],
@@ -256,20 +274,21 @@ def _attention(
 ) -> Array:
     """The first half of a layer on normed rows; it may leave parts, as `split_matmul` does."""
     q, k, v = rotate_qkv(
-        qkv_matmul(x, layer["wqkv"], implementation=ops.qkv_matmul),
+        qkv_matmul(rows, layer["wqkv"], dtype=dtype, implementation=ops.qkv_matmul),
         layer.get("bqkv"),
         layer.get("q_norm"),
         layer.get("k_norm"),
         cos,
         sin,
         cfg.norm_eps,
-        dtype=x.dtype,
+        dtype=dtype,
         implementation=ops.rotate_qkv,
     )
-    out, wo = attend(q, k, v), layer["wo"].reshape(-1, cfg.hidden_size)
-    out = out.reshape(*x.shape[:-1], -1)
+    out, wo = attend(q, k, v), layer["wo"]
+    out = out.reshape(*cos.shape[:-1], -1)
+    wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
     if cfg.o_bias:
-        out = matmul(out, wo)
+        out = split_matmul(out, wo, implementation="xla")
         return out + as_row(once(layer["bo"], ops.axis), out)
     return split_matmul(out, wo, implementation=ops.split_matmul)
 

@@ -8,9 +8,16 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.kernels.layer import LayerOps, gated_matmul, reference, split_matmul
+from dllm_jax.kernels.layer import (
+    Fp8Matrix,
+    Fp8Rows,
+    LayerOps,
+    gated_matmul,
+    split_matmul,
+)
 
 GATE_TURN = 32  # columns; half a line of shared memory: a tile of any whole lines has whole turns
 
@@ -126,10 +133,11 @@ def gate_up_shape(width: int, inner: int) -> tuple[int, int, int, int]:
 
 
 def swiglu(
-    x: Float[Array, "... D"],
-    w_gate_up: Float[Array, "D C 2 W"],
-    w_down: Float[Array, "F D"],
+    x: Float[Array, "... D"] | Fp8Rows,
+    w_gate_up: Float[Array, "D C 2 W"] | Fp8Matrix,
+    w_down: Float[Array, "F D"] | Fp8Matrix,
     ops: LayerOps | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6).
 
@@ -137,8 +145,10 @@ def swiglu(
         w_gate_up: The two in turns, see `gate_up_shape`.
         ops: Back ends of the products, which may leave the last one in parts (see
             `split_matmul`); None: rows, in plain XLA.
+        dtype: Type of the result where `x` is in 8 bits.
     """
     if ops is None:
-        return reference.matmul(reference.gated_matmul(x, w_gate_up), w_down)
-    inner = gated_matmul(x, w_gate_up, implementation=ops.gated_matmul)
+        inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation="xla")
+        return split_matmul(inner, w_down, implementation="xla")
+    inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation=ops.gated_matmul)
     return split_matmul(inner, w_down, implementation=ops.split_matmul)

@@ -115,7 +115,7 @@ def trunk(
 
     def ffn(layer: Any, rows: Array) -> Array:
         if "router" not in layer:
-            return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops)
+            return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, x.dtype)
         ids, weights = routing.route(
             cfg, rows, layer["router"], layer.get("router_bias"), positions, live
         )

@@ -143,8 +143,9 @@ def new_pools(
 
 
 def state_specs(split: Split) -> DecodeState:
-    """Of a state on several devices: a device has its heads of the pools and, of a batch that is
-    split too, its rows of everything.
+    """Of a state on several devices.
+
+    A device has its heads of the pools and, where the batch is split too, its rows of everything.
     """
     rows = row_specs(split)
     fields: dict[str, Any] = {field.name: rows for field in dataclasses.fields(DecodeState)}

@@ -134,7 +134,8 @@ def _in_tiles(
         TokenStats(
             token=carry.token,
             confidence=jnp.exp(carry.token_law - carry.peak) / carry.mass,
-            entropy=jnp.log(carry.mass) - carry.spread / carry.mass,
+            # Rounding must not bring a sure law below 0, where a threshold of 0 would pass it.
+            entropy=jnp.maximum(jnp.log(carry.mass) - carry.spread / carry.mass, 0.0),
             top_ids=carry.best[:, None][:, :num_top],
             top_probs=(1.0 / carry.mass)[:, None][:, :num_top],
             soft=soft,
@@ -179,7 +180,9 @@ def _with_all_logits(
     stats = token_stats(logits, **how, keys=keys, num_top=num_top)
     prob = jax.nn.softmax(drawn_law(logits, **how), axis=-1).astype(head.weights.dtype)
     soft = jnp.dot(prob, head.weights, preferred_element_type=jnp.float32)
-    return stats.replace(soft=soft * jnp.float32(head.embed_scale))
+    return stats.replace(
+        entropy=jnp.maximum(stats.entropy, 0.0), soft=soft * jnp.float32(head.embed_scale)
+    )
 
 
 def _noise(keys: PRNGKeyArray, tempered: Array, first: Any, size: int) -> Float[Array, "R U"]:

@@ -29,6 +29,7 @@ from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import memory, packing, programs, timing, warmup
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
+from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -267,7 +268,7 @@ class ModelRunner:
             raise
         except Exception as error:
             what = f"{' '.join(map(str, call.key))} cannot be compiled"
-            raise CompileFailure(f"{what}: {type(error).__name__}: {error}", slots) from error
+            raise CompileFailure(f"{what}: {described(error)}", slots) from error
         self.compile_s += time.perf_counter() - began
 
     def _call(self, call: Call) -> Any:

@@ -24,11 +24,11 @@ from dllm_jax.loading.tokenizer import encode
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core import driver
+from dllm_jax.strategies.core.resolve import settings
 from dllm_jax.strategies.core.state import ERROR, FINISH_REASONS, RUNNING, STUCK
 from dllm_jax.strategies.testing.recording import NOT_READ, recorded_step
 
 VERSION = 1
-_ALGORITHM = ("needs", "fn", "init_fn")  # fields that define a strategy, not its settings
 
 
 class TrajectoryError(ValueError):
@@ -234,14 +234,12 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
 def _settings(strategy: Any) -> dict[str, Any]:
     """Fields of a strategy that are numbers, words or None."""
     found = {}
-    for field in dataclasses.fields(strategy):
-        value = getattr(strategy, field.name)
-        if field.name in _ALGORITHM:
-            continue
+    for name in settings(strategy):
+        value = getattr(strategy, name)
         if np.ndim(value) == 0 and hasattr(value, "item"):
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):
-            found[field.name] = value
+            found[name] = value
     return found
 
 

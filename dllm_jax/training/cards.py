@@ -121,6 +121,64 @@ Held-out problems, greedy, {_count(results)} a half, weights in {config.compute_
     _write(folder, text, curves)
 
 
+def write_canvases(
+    run: dict[str, Any],
+    config: Any,
+    folder: pathlib.Path,
+    results: list[dict],
+    curves: pathlib.Path,
+) -> None:
+    """README.md and curves of a run of `diffusion_gemma`."""
+    m, noise = config.model, config.noise
+    data = f"word problems of the family `{config.data.family}`"
+    if config.data.family is None:
+        data = f"word problems, {config.data.hard_share:.0%} of them hard"
+    rows = "\n".join(
+        f"| {r['half']} | {r['temperature']:g} | {r['threshold']:g} "
+        f"| {100 * r['exact']:.2f} ± {100 * r['exact_ci']:.2f} | {r['tokens_per_forward']:.2f} "
+        f"| {r['steps_per_canvas']:.2f} |"
+        for r in results
+    )
+    text = f"""---
+license: apache-2.0
+library_name: dllm-jax
+pipeline_tag: text-generation
+---
+# {_title(folder, "tiny-diffusion-gemma")}
+
+A uniform-diffusion language model of {_millions(run)} M parameters, of DiffusionGemma's shape, that
+solves arithmetic word problems canvas by canvas; it knows nothing else.
+
+- **Shape**: {m.num_layers} layers ({sum(m.sliding)} sliding, window {m.window}), width
+  {m.hidden_size}, {m.num_experts} experts of which a token takes {m.experts_per_token}, canvases of
+  {m.canvas_length}, vocabulary {m.vocab_size}. Weights bf16.
+- **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
+  `<|eos|>`.
+- **Data**: the project's own seeded generator, fresh samples all through; {data}. One instance in
+  sixteen, by a hash of its numbers, is held out.
+- **Objective**: cross entropy of every cell of one canvas a row, with a uniform share of its cells
+  replaced by random ids, plus that of the encoder's next tokens; {noise.conditioned_share:.0%} of
+  the rows are conditioned on a first pass.
+- **Training**: {run["step"]} steps of {config.data.batch_size} rows of {config.data.lengths[0]}
+  tokens in {run["seconds"]:.0f} s (compilation and evaluation included) on {_device()};
+  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; {_versions()}. Last
+  training loss {run["metrics"].get("loss", 0.0):.4f}.
+
+![curves](curves.png)
+
+## Results
+
+Held-out problems, {_count(results)} a row, weights in {config.compute_dtype}, at most
+{config.max_denoising_steps} steps a canvas; ± is the 95 % half-width. A threshold is a mean entropy
+in nats below which a canvas may end; at 0 the work is fixed. Forwards count a store of a canvas.
+
+| half | temperature | threshold | exact % | tokens per forward | steps a canvas |
+|---|---|---|---|---|---|
+{rows}
+"""
+    _write(folder, text, curves)
+
+
 def write_draft(
     run: dict[str, Any],
     config: Any,

@@ -11,6 +11,7 @@ from dllm_jax.training import (
     ar,
     cards,
     dflash,
+    diffusion_gemma,
     export,
     loop,
     report,
@@ -23,6 +24,7 @@ KINDS: dict[str, Any] = {
     "sdar": sdar.TrainConfig(),
     "ar": ar.TrainConfig(),
     "dflash": dflash.TrainConfig(),
+    "diffusion_gemma": diffusion_gemma.TrainConfig(),
 }
 # buffer, threshold, block size: the settings of the final table
 FINAL_SETTINGS = (
@@ -31,6 +33,8 @@ FINAL_SETTINGS = (
     (4, 0.9, 32),
     (1, 1.0, 32),  # one token a forward
 )
+# mean entropies in nats at which a canvas may end; at 0 each takes its whole schedule
+FINAL_THRESHOLDS = (0.0, 0.001, 0.005, 0.02, 0.1)
 FINAL_PROBLEMS = 2048  # a half, when the run is complete
 _FIELDS = {
     "steps": "num_steps",
@@ -60,14 +64,24 @@ def main(
     how = {"max_seconds": given.pop("max_seconds", None), "num_workers": given.pop("workers", 2)}
     how["held"] = held
     folder, config = pathlib.Path(out), make_config(kind, given)
-    train = {"sdar": sdar.train, "ar": ar.train, "dflash": dflash.train}[kind]
+    train = {
+        "sdar": sdar.train,
+        "ar": ar.train,
+        "dflash": dflash.train,
+        "diffusion_gemma": diffusion_gemma.train,
+    }[kind]
     run = train(config, folder, **how)
     if (folder / "metrics.jsonl").exists():
         report.draw_curves(folder / "metrics.jsonl", folder / "curves.png")
     if not run["done"]:
         print(f"stopped at step {run['step']}; the same command continues")
         return
-    finish = {"sdar": _finish_sdar, "ar": _finish_ar, "dflash": _finish_dflash}[kind]
+    finish = {
+        "sdar": _finish_sdar,
+        "ar": _finish_ar,
+        "dflash": _finish_dflash,
+        "diffusion_gemma": _finish_diffusion_gemma,
+    }[kind]
     finish(run, config, folder, num_problems)
 
 
@@ -77,6 +91,8 @@ def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
     fields = {_FIELDS.get(name, name): value for name, value in given.items()}
     if kind != "dflash":
         shape = {name: fields.pop(name) for name in _SHAPE if name in fields}
+        if kind == "diffusion_gemma" and "num_layers" in shape:
+            shape |= diffusion_gemma.layers_of(shape["num_layers"])
         rows = {name: fields[name] for name in ("seed", "batch_size", "family") if name in fields}
         if (longest := fields.pop("row_tokens", None)) is not None:
             rows |= {"lengths": (longest, longest), "room": 1, "example_share": 0.0}
@@ -110,6 +126,36 @@ def _finish_dflash(run: dict[str, Any], config: Any, out: pathlib.Path, num_prob
             )
     _report(results, out)
     cards.write_draft(run, config, folder, results, out / "curves.png")
+
+
+def _finish_diffusion_gemma(
+    run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int
+) -> None:
+    folder, noise = out / "model", config.noise
+    numbers = {
+        "max_denoising_steps": config.max_denoising_steps,
+        "t_min": noise.t_min,
+        "t_max": noise.t_max,
+    }
+    export.save_canvas(run["params"], config.model, run["tokenizer"], folder, numbers)
+    model = export.rounded(run["params"], config.model, config.compute_dtype, "diffusion_gemma")
+    results = [
+        result
+        for half in scoring.halves_of(config.data.family)
+        for temperature in (0.0, 1.0)
+        for result in scoring.score_canvases(
+            model,
+            run["tokenizer"],
+            half,
+            num_problems=num_problems,
+            steps=config.max_denoising_steps,
+            thresholds=FINAL_THRESHOLDS,
+            temperature=temperature,
+            family=config.data.family,
+        )
+    ]
+    _report(results, out)
+    cards.write_canvases(run, config, folder, results, out / "curves.png")
 
 
 def _report(results: list[dict], out: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.families import config_json, parse_config
+from dllm_jax.models.gemma import GemmaConfig
 from dllm_jax.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, save_tokenizer
 
 BLOCK_SIZE = 32
@@ -61,6 +62,25 @@ def save_causal(
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
     generation = {**_IDS, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_tokenizer(tokenizer, folder, cfg.max_position)
+
+
+def save_canvas(
+    params: Any,
+    cfg: GemmaConfig,
+    tokenizer: tokenizers.Tokenizer,
+    folder: pathlib.Path,
+    numbers: dict[str, float],
+) -> None:
+    """Write a DiffusionGemma as it is released: weights (bf16), configuration, tokenizer.
+
+    Args:
+        numbers: Of denoising, by their names in `generation_config.json`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoints.export_hf(params, cfg, folder, family="diffusion_gemma", extra_config=_IDS)
+    generation = {**_IDS, **numbers}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_tokenizer(tokenizer, folder, cfg.max_position)
 

@@ -2,8 +2,8 @@
 
 Muon replaces a matrix's momentum by its nearest semi-orthogonal matrix (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/). The fused weights are taken apart first: query, key,
-value, gate and up are matrices of their own. The training step multiplies by the learning rate, so
-that a schedule may follow the clock.
+value, gate, up and those of each expert are matrices of their own. The training step multiplies by
+the learning rate, so that a schedule may follow the clock.
 """
 
 from typing import Any
@@ -70,8 +70,15 @@ def _split(name: str, w: Array) -> list[Array]:
     if name == "wqkv":  # [D, G, n + 2, H]
         D = w.shape[0]
         return [w[:, :, :-2].reshape(D, -1), w[:, :, -2].reshape(D, -1), w[:, :, -1].reshape(D, -1)]
+    if name == "wqk":  # [D, G, n + 1, H]
+        D = w.shape[0]
+        return [w[:, :, :-1].reshape(D, -1), w[:, :, -1].reshape(D, -1)]
     if name == "w_gate_up":  # [D, C, 2, W]
         return [w[:, :, i].reshape(len(w), -1) for i in range(2)]
+    if name == "experts_gate_up":  # [E, D, 2, F]
+        return [one[:, i] for one in w for i in range(2)]
+    if name == "experts_down":  # [E, F, D]
+        return list(w)
     return [w.reshape(-1, w.shape[-1])]  # wo [N, H, D], w_down [F, D]
 
 
@@ -81,6 +88,15 @@ def _join(name: str, like: Array, parts: list[Array]) -> Array:
         q, k, v = parts
         heads = [q.reshape(D, G, slots - 2, H), k.reshape(D, G, 1, H), v.reshape(D, G, 1, H)]
         return jnp.concatenate(heads, axis=2)
+    if name == "wqk":
+        D, G, slots, H = like.shape
+        q, k = parts
+        return jnp.concatenate([q.reshape(D, G, slots - 1, H), k.reshape(D, G, 1, H)], axis=2)
+    if name == "experts_gate_up":
+        D, F = parts[0].shape
+        return jnp.stack(parts).reshape(-1, 2, D, F).swapaxes(1, 2)
+    if name == "experts_down":
+        return jnp.stack(parts)
     if name == "w_gate_up":
         D, C, _, W = like.shape
         return jnp.stack([part.reshape(D, C, W) for part in parts], axis=2)

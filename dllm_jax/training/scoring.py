@@ -13,6 +13,7 @@ from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.loading.model import Model
 from dllm_jax.strategies import BlockDiffusion, MultiBD
 from dllm_jax.strategies.dflash import DFlash
+from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
 from dllm_jax.tasks import evaluate, problems
 from dllm_jax.training import stream
 
@@ -103,6 +104,60 @@ def score_tokens(
         if draft is not None:
             rounds = max(1, int(outcome.forwards.sum()))
             results[-1]["accepted"] = float(outcome.tokens.sum() / rounds)
+    return results
+
+
+def score_canvases(
+    model: Model,
+    tokenizer: tokenizers.Tokenizer,
+    half: str,
+    *,
+    num_problems: int,
+    steps: int,
+    thresholds: Sequence[float],
+    temperature: float = 0.0,
+    family: str | None = None,
+) -> list[dict[str, Any]]:
+    """Solve held-out problems of one half by canvases, at each of some confidence thresholds.
+
+    Args:
+        steps: The schedule's.
+        thresholds: Mean entropies in nats; at 0 each canvas takes all `steps`.
+
+    Returns:
+        For each threshold the share solved, visible tokens a forward (a store of a canvas is one),
+        and denoising steps a canvas.
+    """
+    some = evaluate.held_out(half, num_problems, SEED, family)
+    size = model.defaults.block_size
+    outcomes = evaluate.sweep(
+        model,
+        DiffusionGemma(max_denoising_steps=float(steps), block_size=size, buffer_size=1),
+        [{"confidence_threshold": threshold} for threshold in thresholds],
+        some,
+        prompts=[tokenizer.encode(stream.conversation(one.question)).ids for one in some],
+        tokenizer=tokenizer,
+        batch_size=min(BATCH_SIZE, num_problems),
+        temperature=temperature,
+        is_timed=False,
+    )
+    results = []
+    for threshold, outcome in zip(thresholds, outcomes, strict=True):
+        ended = np.array([reason == "stop" for reason in outcome.finish])
+        canvases = np.maximum(-(-(outcome.tokens + ended) // size), 1)
+        stores = canvases - 1  # the last canvas is not stored
+        results.append(
+            {
+                "half": half,
+                "threshold": threshold,
+                "temperature": temperature,
+                "num_problems": num_problems,
+                "exact": float(np.mean(outcome.right)),
+                "exact_ci": _half_width(outcome.right),
+                "tokens_per_forward": float(outcome.tokens.sum() / outcome.forwards.sum()),
+                "steps_per_canvas": float((outcome.forwards - stores).sum() / canvases.sum()),
+            }
+        )
     return results
 
 

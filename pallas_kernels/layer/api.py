@@ -8,7 +8,8 @@ one, H head size, R2 rotated pairs of a head.
 
 import dataclasses
 import functools
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from jaxtyping import Array, Float
 
 from .. import dispatch
 from ..dispatch import BackEnd
-from . import mosaic, mosaic_many, mosaic_rotate, reference, triton
+from . import fp8, mosaic, mosaic_many, mosaic_rotate, reference, triton
+from .fp8 import Fp8Matrix, Fp8Rows
 
 Implementation = Literal["xla", "triton", "mosaic"]
 # (rows, weights) up to which `split_matmul` of Triton is faster than XLA; measured at 32, 128 and
@@ -60,13 +62,16 @@ def add_rms_norm(
     scale: Float[Array, " D"],
     eps: float,
     *,
+    is_quantized: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "*M D"], Float[Array, "*M D"]]:
+) -> tuple[Float[Array, "*M D"], Float[Array, "*M D"] | Fp8Rows]:
     """The sum `x + y` and its root-mean-square norm, times `scale`; both in the dtype of `x`.
 
     Args:
         y: Rows of any float type, or the float32 parts that `split_matmul` returns, which are
             added first. The sum is rounded once.
+        is_quantized: The norm is rounded once more, to 8 bits: a product with an `Fp8Matrix`
+            follows.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, 16-bit, jax
             0.11), or None for the fastest.
 
@@ -75,35 +80,49 @@ def add_rms_norm(
     """
     back_ends = {
         "mosaic": BackEnd(
-            mosaic.add_rms_norm,
+            functools.partial(mosaic.add_rms_norm, is_quantized=is_quantized),
             mosaic.unsupported(x) or mosaic.unsupported_row(x),
             _num_rows(x) <= MOSAIC_ROWS,
         ),
         "triton": BackEnd(
             triton.add_rms_norm,
-            triton.unsupported_type(x) or triton.unsupported_row(x),
+            _NO_FP8 if is_quantized else triton.unsupported_type(x) or triton.unsupported_row(x),
             x.dtype.itemsize == 2,
         ),
-        "xla": BackEnd(reference.add_rms_norm),
+        "xla": BackEnd(functools.partial(_plain_norm, is_quantized)),
     }
     return dispatch.run(implementation, back_ends, x, y, scale, eps)
 
 
+def _plain_norm(
+    is_quantized: bool, x: Array, y: Array, scale: Array, eps: float
+) -> tuple[Array, Array | Fp8Rows]:
+    total, normed = reference.add_rms_norm(x, y, scale, eps)
+    return total, fp8.quantize_rows(normed) if is_quantized else normed
+
+
 def qkv_matmul(
-    x: Float[Array, "*M D"],
-    w: Float[Array, "D G n+2 H"],
+    x: Float[Array, "*M D"] | Fp8Rows,
+    w: Float[Array, "D G n+2 H"] | Fp8Matrix,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M G n+2 H"] | Float[Array, "X *M G n+2 H"]:
-    """`x @ w` for `rotate_qkv`: in the dtype of `x`, or float32 parts that add up to it.
+    """`x @ w` for `rotate_qkv`: in `dtype`, or float32 parts that add up to it.
 
     Args:
+        x: Rows; with an `Fp8Matrix` they are rounded to 8 bits if they are not yet.
+        dtype: Type of the rows that come out; None for that of `x`.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; at most 128 rows),
             or None for the faster one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    if isinstance(w, Fp8Matrix):
+        out = split_matmul(x, w.flat, dtype=dtype, implementation=implementation)
+        return out.reshape(*out.shape[:-1], *w.shape[1:])
+    assert isinstance(x, jax.Array)
     flat = w.reshape(w.shape[0], -1)
     tiling = mosaic.choose_tiling(x, flat)
 
@@ -121,14 +140,16 @@ def qkv_matmul(
 
 
 def split_matmul(
-    x: Float[Array, "*M K"],
-    w: Float[Array, "K N"],
+    x: Float[Array, "*M K"] | Fp8Rows,
+    w: Float[Array, "K N"] | Fp8Matrix,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M N"] | Float[Array, "X *M N"]:
-    """`x @ w` for `add_rms_norm`: rows in the dtype of `x`, or float32 parts that add up to them.
+    """`x @ w` for `add_rms_norm`: rows in `dtype`, or float32 parts that add up to them.
 
     Args:
+        x, dtype: As in `qkv_matmul`.
         implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
             (Hopper, 16-bit, jax 0.11; at most 128 rows), or None for the fastest, addition
             included.
@@ -136,6 +157,20 @@ def split_matmul(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    if isinstance(w, Fp8Matrix):
+        rows, kind = _in_8_bits(x, dtype)
+        tiling = mosaic.choose_tiling(rows.values, w, dtype=kind)
+        back_ends = {
+            "mosaic": BackEnd(
+                functools.partial(mosaic.split_matmul, tiling=tiling, dtype=kind),
+                _unsupported_fp8(rows, w, tiling, kind),
+                _is_within(w, MOSAIC_WEIGHTS),
+            ),
+            "triton": BackEnd(triton.split_matmul, _NO_FP8),
+            "xla": BackEnd(functools.partial(fp8.matmul, dtype=kind)),
+        }
+        return dispatch.run(implementation, back_ends, rows, w)
+    assert isinstance(x, jax.Array)
     tiling, mosaic_tiling = choose_tiling(x, w), mosaic.choose_tiling(x, w)
     back_ends = {
         "mosaic": BackEnd(
@@ -154,14 +189,16 @@ def split_matmul(
 
 
 def gated_matmul(
-    x: Float[Array, "*M D"],
-    w: Float[Array, "D C 2 W"],
+    x: Float[Array, "*M D"] | Fp8Rows,
+    w: Float[Array, "D C 2 W"] | Fp8Matrix,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M C*W"]:
     """`silu(x Wg) * (x Wu)` of gate and up side by side in `w` (Shazeer 2020, eq. 6).
 
     Args:
+        x, dtype: As in `qkv_matmul`.
         w: Gate and up alternate every W columns, so that a tile holds matching columns of both.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, or a
             multiple of 128), or None for the faster one.
@@ -169,6 +206,14 @@ def gated_matmul(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    if isinstance(w, Fp8Matrix):
+        rows, kind = _in_8_bits(x, dtype)
+        back_ends = {
+            "mosaic": _few_rows_fp8(rows, w, kind),
+            "xla": BackEnd(functools.partial(_plain_gated, kind)),
+        }
+        return dispatch.run(implementation, back_ends, rows, w)
+    assert isinstance(x, jax.Array)
     kernel = _many_rows(x, w) if _num_rows(x) > mosaic.MOST_ROWS else _few_rows(x, w)
     back_ends = {"mosaic": kernel, "xla": BackEnd(reference.gated_matmul)}
     return dispatch.run(implementation, back_ends, x, w)
@@ -195,6 +240,41 @@ def _few_rows(x: Array, w: Array) -> BackEnd:
         reason or mosaic.unsupported_product(x, flat, tiling),
         _is_within(w, MOSAIC_GATED_WEIGHTS),
     )
+
+
+_NO_FP8 = "has no form for 8 bits"
+
+
+def _in_8_bits(x: Array | Fp8Rows, dtype: jax.typing.DTypeLike | None) -> tuple[Fp8Rows, Any]:
+    """The rows in 8 bits, and the type of what is computed from them."""
+    if isinstance(x, Fp8Rows):
+        if dtype is None:
+            raise ValueError("rows in 8 bits do not say the type of the result; give dtype")
+        return x, jnp.dtype(dtype)
+    return fp8.quantize_rows(x), jnp.dtype(dtype or x.dtype)
+
+
+def _unsupported_fp8(
+    rows: Fp8Rows, w: Fp8Matrix, tiling: mosaic.Tiling | None, dtype: Any
+) -> str | None:
+    result = jax.ShapeDtypeStruct(rows.values.shape, dtype)
+    return mosaic.unsupported(result) or mosaic.unsupported_product(rows.values, w, tiling)
+
+
+def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    W = w.shape[-1]
+    columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
+    tiling = mosaic.choose_tiling(rows.values, w.flat, columns, True, dtype)
+    reason = mosaic.unsupported_turn(W) or _unsupported_fp8(rows, w.flat, tiling, dtype)
+    return BackEnd(
+        functools.partial(mosaic.gated_matmul, tiling=tiling, dtype=dtype),
+        reason,
+        _is_within(w, MOSAIC_GATED_WEIGHTS),
+    )
+
+
+def _plain_gated(dtype: Any, rows: Fp8Rows, w: Fp8Matrix) -> Array:
+    return reference.gated(fp8.matmul(rows, w, dtype))
 
 
 def rotate_qkv(
@@ -272,10 +352,10 @@ def _is_small(x: Array, w: Array) -> bool:
     return bool(sizes) and w.size <= sizes[0]
 
 
-def _is_within(w: Array, sizes: tuple[int, int]) -> bool:
+def _is_within(w: Array | Fp8Matrix, sizes: tuple[int, int]) -> bool:
     """Whether the number of weights is in a range."""
     least, most = sizes
-    return least <= w.size <= most
+    return least <= math.prod(w.shape) <= most
 
 
 def _num_rows(x: Array) -> int:

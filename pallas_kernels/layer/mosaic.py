@@ -18,12 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from .fp8 import DTYPE as FP8
+from .fp8 import Fp8Matrix, Fp8Rows, factors_of
+
 _ROWS = 64  # of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
 _ROW_MULTIPLE = 8  # of a swizzled tile
 MULTIPROCESSORS = 132
 SHARED_BYTES = 226 * 1024  # of 227 KiB; barriers need the rest
-_STEP = 64  # columns, and depth, that a swizzled line holds
+_STEP = 64  # columns of a tile, at least
+_LINE_BYTES = 128  # of a tile's depth, the longest that is swizzled
 _LINE = 16  # columns of 16 bits, the shortest that is swizzled
 _MOST_STAGES = 8
 # Bytes that all thread blocks together have in flight. With 2 to 3 MiB more, SDAR-8B's down takes
@@ -63,9 +67,9 @@ def unsupported(x: Array | jax.ShapeDtypeStruct) -> str | None:
     return None if x.size else "needs at least one row"
 
 
-def unsupported_pair(x: Array, w: Array) -> str | None:
+def unsupported_pair(x: Array, w: Array | Fp8Matrix) -> str | None:
     """Why no kernel can multiply these operands, or None."""
-    if w.dtype != x.dtype:
+    if w.dtype not in (x.dtype, FP8):
         return f"needs operands of one type, got {x.dtype} and {w.dtype}"
     return None
 
@@ -86,7 +90,7 @@ def unsupported_turn(width: int) -> str | None:
     return None
 
 
-def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None:
+def unsupported_product(x: Array, w: Array | Fp8Matrix, tiling: Tiling | None) -> str | None:
     """Why the products cannot take such operands, or None; `w` as [K N]."""
     rows = _num_rows(x)
     if reason := unsupported_pair(x, w):
@@ -100,7 +104,11 @@ def unsupported_product(x: Array, w: Array, tiling: Tiling | None) -> str | None
 
 
 def choose_tiling(
-    x: Array, w: Array, columns: tuple[int, ...] = (_STEP,), is_gated: bool = False
+    x: Array,
+    w: Array | Fp8Matrix,
+    columns: tuple[int, ...] = (_STEP,),
+    is_gated: bool = False,
+    dtype: Any = None,
 ) -> Tiling | None:
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
@@ -110,23 +118,25 @@ def choose_tiling(
 
     Args:
         is_gated: Half as many columns come out, and no parts.
+        dtype: Type of the rows that come out; None for that of `x`.
     """
     K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
-    rows, itemsize = consumers * _ROWS, x.dtype.itemsize
+    rows, itemsize = consumers * _ROWS, w.dtype.itemsize
+    line = _LINE_BYTES // itemsize
     is_deep = consumers == 1 and not is_gated
     for width in columns:
         blocks = N // width
         if N % width or not 0 < blocks <= MULTIPROCESSORS:
             continue
         most = 1 if is_gated else min(MULTIPROCESSORS // blocks, _MOST_SPLITS)
-        for depth in (2 * _STEP, _STEP) if is_deep else (_STEP,):
+        for depth in (2 * line, line) if is_deep else (line,):
             splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
             if not splits:
                 continue
-            dtype = _dtype(x, splits)
-            staged = rows * (width // 2 if is_gated else width) * dtype.itemsize
-            staged = staged if _is_staged(_num_rows(x), dtype) else 0
+            kind = _dtype(dtype or x.dtype, splits)
+            staged = rows * (width // 2 if is_gated else width) * kind.itemsize
+            staged = staged if _is_staged(_num_rows(x), kind) else 0
             step_bytes = (rows + width) * depth * itemsize
             stages = (SHARED_BYTES - staged) // step_bytes
             stages = min(stages, _IN_FLIGHT_BYTES // (step_bytes * blocks * splits), _MOST_STAGES)
@@ -134,56 +144,73 @@ def choose_tiling(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # layers lower once
+@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))  # layers lower once
 def split_matmul(
-    x: Float[Array, "*M K"], w: Float[Array, "K N"], *, tiling: Tiling, interpret: Any = None
+    x: Float[Array, "*M K"] | Fp8Rows,
+    w: Float[Array, "K N"] | Fp8Matrix,
+    *,
+    tiling: Tiling,
+    dtype: Any = None,
+    interpret: Any = None,
 ) -> Float[Array, "*M N"] | Float[Array, "X *M N"]:
     """`x @ w` as rows, or its `tiling.splits` parts in float32.
 
-    `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests.
+    Args:
+        dtype: Type of the rows; None for that of `x`.
+        interpret: An `InterpretGPUParams` runs it on a CPU, for tests.
     """
 
     def run(x, w):
-        K, N = w.shape
-        rows = x.reshape(-1, K)
-        out = jax.ShapeDtypeStruct((tiling.splits, len(rows), N), _dtype(x, tiling.splits))
+        M, N = _row_shape(x), w.shape[1]
+        kind = _dtype(dtype or x.dtype, tiling.splits)
+        out = jax.ShapeDtypeStruct((tiling.splits, math.prod(M), N), kind)
         whole = tiling.columns
-        out = _launch("split_matmul", rows, w, out, lambda sums: [sums], whole, tiling, interpret)
-        out = out.reshape(-1, *x.shape[:-1], N)
+        out = _launch("split_matmul", x, w, out, lambda sums: [sums], whole, tiling, interpret)
+        out = out.reshape(-1, *M, N)
         return out if tiling.splits > 1 else out[0]
 
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))
 def gated_matmul(
-    x: Float[Array, "*M K"], w: Float[Array, "K C 2 W"], *, tiling: Tiling, interpret: Any = None
+    x: Float[Array, "*M K"] | Fp8Rows,
+    w: Float[Array, "K C 2 W"] | Fp8Matrix,
+    *,
+    tiling: Tiling,
+    dtype: Any = None,
+    interpret: Any = None,
 ) -> Float[Array, "*M C*W"]:
-    """See `api.gated_matmul`."""
+    """See `api.gated_matmul`; `dtype` as in `split_matmul`."""
     _, C, _, W = w.shape
+    kind = jnp.dtype(dtype or (x.values if isinstance(x, Fp8Rows) else x).dtype)
 
     def gated(sums):
         def rounded(first):
-            return sums[:, first : first + W].astype(x.dtype).astype(jnp.float32)
+            return sums[:, first : first + W].astype(kind).astype(jnp.float32)
 
         turns = [(rounded(i), rounded(i + W)) for i in range(0, tiling.columns, 2 * W)]
         return [gate / (1 + jnp.exp(-gate)) * up for gate, up in turns]
 
     def run(x, w):
-        rows = x.reshape(-1, len(w))
-        out = jax.ShapeDtypeStruct((1, len(rows), C * W), x.dtype)
-        flat = w.reshape(len(w), -1)
-        out = _launch("gated_matmul", rows, flat, out, gated, W, tiling, interpret)
-        return out.reshape(*x.shape[:-1], C * W)
+        M = _row_shape(x)
+        out = jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)
+        flat = w.flat if isinstance(w, Fp8Matrix) else w.reshape(len(w), -1)
+        out = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
+        return out.reshape(*M, C * W)
 
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
+def _row_shape(x: Array | Fp8Rows) -> tuple[int, ...]:
+    return (x.values if isinstance(x, Fp8Rows) else x).shape[:-1]
+
+
 def _launch(
     name: str,
-    x: Array,
-    w: Array,
+    x: Array | Fp8Rows,
+    w: Array | Fp8Matrix,
     out: jax.ShapeDtypeStruct,
     finish: Callable[[Array], list[Array]],
     piece: int,
@@ -191,22 +218,31 @@ def _launch(
     interpret: Any,
 ) -> Array:
     """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in `out`."""
-    M, K = x.shape
-    consumers = -(-M // _ROWS)
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
-    transforms = swizzled(min(columns, depth), x.dtype)
+    K, N = w.shape
+    consumers = -(-out.shape[1] // _ROWS)
+    if isinstance(x, Fp8Rows):
+        assert isinstance(w, Fp8Matrix)
+        missing = consumers * _ROWS - out.shape[1]  # rows that a warpgroup scales and nobody reads
+        scales = (jnp.pad(x.scales.reshape(-1), (0, missing)), w.scales)
+        rows, weights, tile = x.values.reshape(-1, K), w.values, (columns, depth)
+    else:
+        assert isinstance(w, jax.Array)
+        rows, weights, scales, tile = x.reshape(-1, K), w, (), (depth, columns)
+    kind = weights.dtype
+    transforms = swizzled(depth if scales else min(columns, depth), kind)
     scratch = {
-        "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), x.dtype, transforms=transforms),
-        "weights": plgpu.SMEM((stages, depth, columns), x.dtype, transforms=transforms),
+        "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), kind, transforms=transforms),
+        "weights": plgpu.SMEM((stages, *tile), kind, transforms=transforms),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
     }
-    if _is_staged(M, out.dtype):
-        shape = (consumers, _ROWS, columns * out.shape[2] // w.shape[1])
+    if _is_staged(out.shape[1], out.dtype):
+        shape = (consumers, _ROWS, columns * out.shape[2] // N)
         scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
-        names=tuple(scratch),
+        names=(*("row_scales", "column_scales")[: len(scales)], "result", *scratch),
         tiling=tiling,
         steps=K // (tiling.splits * depth),
         consumers=consumers,
@@ -215,7 +251,7 @@ def _launch(
     return plgpu.kernel(
         body,
         out_type=out,
-        grid=(w.shape[1] // columns, tiling.splits),
+        grid=(N // columns, tiling.splits),
         grid_names=("column", "split"),
         kernel_name=name,
         num_threads=consumers + 1,
@@ -223,12 +259,16 @@ def _launch(
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x, w)
+    )(rows, weights, *scales)
 
 
-def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
-    """One thread block: all rows, some columns, a share of the depth."""
-    scratch = dict(zip(names, scratch, strict=True))
+def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
+    """One thread block: all rows, some columns, a share of the depth.
+
+    Operands of 8 bits have scales; their weights lie as [N K].
+    """
+    scratch = dict(zip(names, refs, strict=True))
+    out, is_scaled = scratch["result"], "row_scales" in scratch
     M, depth, stages, columns = x.shape[0], tiling.depth, tiling.stages, tiling.columns
     split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
     tile = jax.lax.axis_index("column")
@@ -249,7 +289,8 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
 
         loaded = scratch["loaded"].at[slot]
         deep = pl.ds(pl.multiple_of((split * steps + i) * depth, depth), depth)
-        plgpu.copy_gmem_to_smem(w.at[deep, across(columns)], scratch["weights"].at[slot], loaded)
+        source = w.at[across(columns), deep] if is_scaled else w.at[deep, across(columns)]
+        plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
         for group, rows in enumerate(there):
             target = leading(scratch["rows"].at[slot, group], rows)
             plgpu.copy_gmem_to_smem(x.at[pl.ds(group * _ROWS, rows), deep], target, loaded)
@@ -268,7 +309,9 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
         def step(i, slots):
             slot, before = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
+            weights = scratch["weights"].at[slot]
+            weights = weights.T if is_scaled else weights
+            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], weights)
             plgpu.wgmma_wait(1)  # the products of the step before are done
 
             @pl.when(i > 0)
@@ -280,7 +323,15 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
         _, last = jax.lax.fori_loop(0, steps, step, (zero, zero))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        return sums[...]
+        return scaled(sums[...]) if is_scaled else sums[...]
+
+    def scaled(sums):
+        layout = plgpu.Layout.WGMMA
+        down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
+        for name, where, axis in (("row", down, 0), ("column", across(columns), 1)):
+            scales = _loaded(scratch[f"{name}_scales"].at[where], layout.reduce(1 - axis))
+            sums = sums * jax.lax.broadcast_in_dim(scales, sums.shape, [axis])
+        return sums
 
     @pl.when(warpgroup < consumers)
     def _():
@@ -307,38 +358,46 @@ def _multiply(x, w, out, *scratch, names, tiling, steps, consumers, finish):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "is_quantized", "interpret"))
 def add_rms_norm(
-    x: Array, y: Array, scale: Array, eps: float, *, interpret: Any = None
-) -> tuple[Array, Array]:
+    x: Array,
+    y: Array,
+    scale: Array,
+    eps: float,
+    *,
+    is_quantized: bool = False,
+    interpret: Any = None,
+) -> tuple[Array, Array | Fp8Rows]:
     """See `api.add_rms_norm`."""
 
     def run(x, y, scale):
         D = x.shape[-1]
         rows = x.reshape(-1, D)
         kind = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-        total, normed = plgpu.kernel(
+        out = [kind, kind]
+        if is_quantized:
+            out = [kind, kind.update(dtype=FP8), jax.ShapeDtypeStruct((len(rows),), jnp.float32)]
+        total, normed, *scales = plgpu.kernel(
             functools.partial(_add_rms_norm, eps=eps),
-            out_type=[kind, kind],
+            out_type=out,
             grid=(len(rows),),
             grid_names=("row",),
             kernel_name="add_rms_norm",
             interpret=interpret,
         )(rows, y.reshape(-1, *rows.shape), scale)
-        return total.reshape(x.shape), normed.reshape(x.shape)
+        total, normed = total.reshape(x.shape), normed.reshape(x.shape)
+        return total, Fp8Rows(normed, scales[0].reshape(x.shape[:-1])) if scales else normed
 
     return jax.custom_batching.sequential_vmap(run)(x, y, scale)
 
 
-def _add_rms_norm(x, parts, scale, total, normed, *, eps):
+def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
     """One row, by one warpgroup."""
     row, (_, D) = jax.lax.axis_index("row"), x.shape
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=_VECTOR)
 
     def load(ref):
-        # jax 0.10 requires an index here.
-        found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        return found.astype(jnp.float32)
+        return _loaded(ref, layout).astype(jnp.float32)
 
     added = functools.reduce(jnp.add, [load(parts.at[i, row]) for i in range(parts.shape[0])])
     kept = (load(x.at[row]) + added).astype(x.dtype)
@@ -346,7 +405,19 @@ def _add_rms_norm(x, parts, scale, total, normed, *, eps):
     kept = kept.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
     scaled, by = (each.astype(x.dtype).astype(jnp.float32) for each in (kept * factor, load(scale)))
-    normed[row] = (scaled * by).astype(x.dtype)
+    rounded = (scaled * by).astype(x.dtype)
+    if not scales:
+        normed[row] = rounded
+        return
+    rounded = rounded.astype(jnp.float32)
+    factor, unit = factors_of(jnp.max(jnp.abs(rounded)))
+    normed[row] = (rounded * factor).astype(FP8)
+    scales[0][row] = unit
+
+
+def _loaded(ref, layout):
+    # jax 0.10 requires an index here.
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def next_buffer(slot: Array, stages: int) -> Array:
@@ -362,9 +433,9 @@ def swizzled(width: int, dtype: jax.typing.DTypeLike):
     return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
 
 
-def _dtype(x: Array, splits: int) -> jnp.dtype:
-    """The type of the result of a product with so many splits."""
-    return jnp.dtype(x.dtype if splits == 1 else jnp.float32)
+def _dtype(dtype: Any, splits: int) -> jnp.dtype:
+    """The type of the result of a product with so many splits; `dtype` is that of whole rows."""
+    return jnp.dtype(dtype if splits == 1 else jnp.float32)
 
 
 def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:

@@ -50,9 +50,15 @@ def gated_matmul(
     x: Float[Array, "... K"], w: Float[Array, "K C 2 W"], activation: Activation = "silu"
 ) -> Array:
     """See `api.gated_matmul`; here the gate may have another activation."""
-    both = matmul(x, w)
-    gated = ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
-    return gated.reshape(*x.shape[:-1], -1)
+    return gated(matmul(x, w), activation)
+
+
+def gated(
+    both: Float[Array, "... C 2 W"], activation: Activation = "silu"
+) -> Float[Array, "... C*W"]:
+    """Activated gates times the others, gate and up in turns."""
+    out = ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
+    return out.reshape(*both.shape[:-3], -1)
 
 
 def matmul(x: Array, w: Array) -> Array:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from . import random
-from .protocol import Forward, PerSlot, TokenStats
+from .forward import Forward, TokenStats
+from .knobs import Threshold, at_block
 from .state import ACTIVE, DUMMY, TO_CACHE, DecodeState, StepInfo
 
 
@@ -69,12 +70,12 @@ def complete(state: DecodeState) -> Bool[Array, "B K"]:
     return jnp.all(buffer.filled | past_limit, axis=2)
 
 
-def semi_complete_before(state: DecodeState, threshold: PerSlot) -> Bool[Array, "B K"]:
+def semi_complete_before(state: DecodeState, threshold: Threshold) -> Bool[Array, "B K"]:
     """Blocks whose predecessor has progress >= `threshold`; the first block's always has.
 
     The predecessor of the first block is in the cache, hence complete, whatever the threshold.
     """
-    semi = progress(state) >= threshold.at_block
+    semi = progress(state) >= at_block(threshold)
     return jnp.concatenate([jnp.ones_like(semi[:, :1]), semi[:, :-1]], axis=1)
 
 
@@ -95,7 +96,7 @@ def is_stop(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K
 
 def open_next(
     state: DecodeState,
-    add_block_threshold: PerSlot | None = None,
+    add_block_threshold: Threshold | None = None,
     stable: Bool[Array, "B K"] | None = None,
 ) -> DecodeState:
     """Open at most one block: the first of an empty window, or the one behind enough progress.
@@ -116,7 +117,7 @@ def open_next(
     last = jnp.maximum(num_open - 1, 0)[:, None]
     if add_block_threshold is not None:
         last_progress = jnp.take_along_axis(progress(state), last, axis=1)
-        enough = last_progress >= add_block_threshold.at_block
+        enough = last_progress >= at_block(add_block_threshold)
         if stable is not None:
             enough &= jnp.take_along_axis(stable, last, axis=1)
         ready |= enough[:, 0]

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import blocks
+from .forward import Forward
+from .knobs import bind_knobs
 from .needs import Needs
-from .protocol import Forward, SlotSpec, bind_knobs
+from .protocol import SlotSpec
 from .state import (
     ACTIVE,
     DUMMY,

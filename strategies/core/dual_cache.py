@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from . import blocks, random
-from .protocol import Forward, ForwardOutput
+from . import blocks, random, remasking
+from .forward import Forward, ForwardOutput
+from .remasking import TextBlock
 from .state import RUNNING, DecodeState
 
 
@@ -119,3 +120,41 @@ def run_narrow(
     most = jnp.max(jnp.where(state.finish == RUNNING, count, 0))
     fitting = jnp.sum(most > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
     return jax.lax.switch(fitting, [pass_of(width) for width in (*widths, None)])
+
+
+def run_text(
+    forward: Forward,
+    state: DecodeState,
+    block: TextBlock,
+    is_new: Bool[Array, " B"],
+    *,
+    alone: bool,
+    widths: tuple[int, ...],
+    visible: Bool[Array, "1 K K"],
+) -> tuple[ForwardOutput, DecodeState]:
+    """One pass over a text that is in the window; also returns the state with what was stored.
+
+    In the first forward of a block everything runs and is stored. Later ones run the text from the
+    block on and see what is before it as it was stored.
+
+    Args:
+        block: The block of the text that is being filled.
+        is_new: Rows whose block begins with this forward.
+        alone: Later forwards run the block alone, and see what is behind it as stored, too.
+        widths: As of `run_narrow`.
+        visible: As of `Forward`.
+    """
+    text, positions = remasking.text_cells(state), state.buffer.positions
+    # In a shifted model the cell before the block tells its first one.
+    part = text & (positions >= block.begin[:, None, None] - int(forward.shift))
+    if alone:
+        part &= positions < block.end[:, None, None]
+    out = run_narrow(
+        forward,
+        state,
+        live=jnp.where(is_new[:, None, None], text, part),
+        widths=widths,
+        visible=visible,
+        context_len=jnp.sum(text, axis=(1, 2), dtype=jnp.int32),
+    )
+    return out, out.store(state, text & is_new[:, None, None])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import random
-from .protocol import Forward, ForwardOutput
+from .forward import Forward, ForwardOutput
 from .state import NO_TOKEN, DecodeState
 
 DRAFTS, CHANCES = 1, 2  # further draws of a position; the text is drawn with 0

@@ -16,11 +16,15 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from . import sampling
-from .protocol import TokenStats
+from . import random, sampling
+from .forward import TokenStats
+from .knobs import PerSlot
 from .state import DecodeState
 
-Score = Literal["low_confidence", "maskgit_plus", "margin", "entropy", "random"]
+Rule = Literal["low_confidence", "random", "maskgit_plus", "margin", "entropy", "origin"]
+
+OF_LLADA = ("low_confidence", "random")  # the others are Dream's
+DRAW_STREAM, _ORDER_STREAM = 0, 1  # salts: the token of a cell, and the order of the cells
 
 # Dream's eps is 1 / 1000: its timesteps are whole numbers of thousandths of a step.
 _THOUSAND, _SPAN = 1000, 999
@@ -60,6 +64,31 @@ def current_block(state: DecodeState, block_length: int | None) -> TextBlock:
         end = jnp.minimum(begin + block_length, buffer.limit)
     after = buffer.positions >= begin[:, None, None]
     return TextBlock(number, begin, end, after & (buffer.positions < end[:, None, None]))
+
+
+def no_block() -> dict[str, Array]:
+    """Leaves for `Carry(slot=...)` of a request that has no forward behind it.
+
+    Returns:
+        `block` [1]: the block of the last forward. `holes` [1]: the holes that it began with.
+        `step` [1]: its forwards before that one.
+    """
+    none = jnp.zeros((1,), jnp.int32)
+    return {"block": none - 1, "holes": none, "step": none}
+
+
+def count(
+    state: DecodeState, block: TextBlock, holes: Bool[Array, "B K S"]
+) -> tuple[DecodeState, Bool[Array, " B"]]:
+    """Count a forward of `block` into the carry; also returns the rows whose block is new."""
+    slot = state.carry.slot
+    is_new = slot["block"] != block.number
+    now = {
+        "block": block.number,
+        "holes": jnp.where(is_new, jnp.sum(holes, axis=(1, 2), dtype=jnp.int32), slot["holes"]),
+        "step": jnp.where(is_new, 0, slot["step"] + 1),
+    }
+    return state.replace(carry=state.carry.replace(slot=now)), is_new
 
 
 # --- how many -------------------------------------------------------------------------------------
@@ -111,11 +140,31 @@ def timestep_chance(steps: Int[Array, " B"], step: Int[Array, " B"]) -> Float[Ar
     return jnp.where(step >= steps - 1, 1.0, chance)
 
 
+def forwards_of_block(
+    state: DecodeState, holes: Int[Array, " B"], steps: int | None, block_length: int | None
+) -> Int[Array, " B"]:
+    """How many forwards a block takes, at least 1.
+
+    Args:
+        holes: Of the block when it began.
+        steps: Forwards of the whole text, shared evenly by its blocks; None: one for each hole.
+        block_length: Cells of a block; None: the whole text is one.
+    """
+    if steps is None:
+        count = holes
+    elif block_length is None:
+        count = jnp.full_like(holes, steps)
+    else:
+        length = state.buffer.limit - state.buffer.prompt_len
+        count = steps // jnp.maximum(-(-length // block_length), 1)
+    return jnp.maximum(count, 1)
+
+
 # --- which ones -----------------------------------------------------------------------------------
 
 
 def scores(
-    score: Score, stats: TokenStats, noise: Float[Array, "B K S"] | None = None
+    score: Rule, stats: TokenStats, noise: Float[Array, "B K S"] | None = None
 ) -> Float[Array, "B K S"]:
     """What the holes are ranked by, the highest first.
 
@@ -138,6 +187,8 @@ def scores(
             if noise is None:
                 raise ValueError("score='random' ranks by noise; give uniform numbers a cell")
             return noise
+        case "origin":
+            raise ValueError("score='origin' takes holes by chance and ranks none; use fill")
 
 
 def best_cells(
@@ -147,3 +198,40 @@ def best_cells(
     B = among.shape[0]
     best = sampling.top_n(score.reshape(B, 1, -1), count[:, None], among.reshape(B, 1, -1))
     return best.reshape(among.shape)
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def fill(
+    rule: Rule,
+    stats: TokenStats,
+    state: DecodeState,
+    holes: Bool[Array, "B K S"],
+    steps: int | None,
+    block_length: int | None,
+    accept_threshold: PerSlot,
+) -> Bool[Array, "B K S"]:
+    """The holes of the current block that a forward fills, once `count` has counted it.
+
+    Args:
+        rule: LLaDA's spread a block evenly over its forwards and take the most probable tokens or
+            "random" ones. Dream's go by timesteps: "maskgit_plus", "margin" and "entropy" take the
+            best by that score, "origin" takes each hole by chance.
+        holes: Of the block now.
+        steps, block_length: As of `forwards_of_block`.
+        accept_threshold: Below 1 a score of Dream's takes a hole at least.
+    """
+    at_begin, step = state.carry.slot["holes"], state.carry.slot["step"]
+    forwards = forwards_of_block(state, at_begin, steps, block_length)
+    if rule == "origin":
+        chance = timestep_chance(forwards, step)[:, None, None]
+        return holes & (random.uniforms(state, _ORDER_STREAM) < chance)
+    if rule in OF_LLADA:
+        number = even_quota(at_begin, forwards, step)
+    else:
+        left = jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)
+        least = (accept_threshold.values < 1).astype(jnp.int32)
+        number = jnp.maximum(timestep_quota(left, forwards, step), least)
+    noise = random.uniforms(state, _ORDER_STREAM) if rule == "random" else None
+    return best_cells(scores(rule, stats, noise), number, holes)

@@ -4,6 +4,7 @@ A name is the module of that name in this package; there is no registry.
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -15,8 +16,10 @@ from typing import Any, cast
 from flax import struct
 
 from .checks import told
+from .errors import described
+from .knobs import check_knob, knob_ranges
 from .needs import Needs
-from .protocol import InitFunction, SlotSpec, StepFunction, Strategy, check_knob, knob_ranges
+from .protocol import InitFunction, SlotSpec, StepFunction, Strategy
 from .state import Carry
 
 _PACKAGE = __name__.rpartition(".core.")[0]
@@ -27,7 +30,7 @@ _OUR_FOLDERS = {
     "pallas_kernels": "dllm_jax.kernels",
     "checkpoints_convert": "dllm_jax.convert",
 }
-_FIXED = {"needs", "fn", "init_fn"}  # what an algorithm is, not how it is set
+_DEFINING = {"needs", "fn", "init_fn"}  # fields that define an algorithm
 _DEFAULT_NEEDS = Needs("grid_causal")
 
 
@@ -72,6 +75,11 @@ def strategy_names() -> tuple[str, ...]:
     """Names that `load_strategy` takes: the algorithm modules of this package."""
     package = importlib.import_module(_PACKAGE)
     return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg))
+
+
+def settings(strategy: Any) -> tuple[str, ...]:
+    """Names of the fields that a user may set; the others define the algorithm."""
+    return tuple(f.name for f in dataclasses.fields(strategy) if f.name not in _DEFINING)
 
 
 def load_strategy(spec: Any, **overrides: Any) -> Any:
@@ -133,7 +141,9 @@ def _find(spec: str) -> Any:
     location, _, name = spec.rpartition(":")
     module = _load_file(location) if location.endswith(".py") else _import(location, spec)
     if not hasattr(module, name):
-        raise ValueError(f"strategy={told(spec)}: {location} has no {told(name)}; check the name")
+        close = difflib.get_close_matches(name, vars(module), 1)
+        hint = f"did you mean {close[0]!r}?" if close else "check the name"
+        raise ValueError(f"strategy={told(spec)}: {location} has no {told(name)}; {hint}")
     return getattr(module, name)
 
 
@@ -165,7 +175,7 @@ def _load_file(location: str) -> Any:
         del sys.modules[module.__name__]
         raise ValueError(
             f"strategy file {told(location)} cannot be run "
-            f"({type(error).__name__}: {error}); {_foreign(error) or 'mend the file'}"
+            f"({described(error)}); {_foreign(error) or 'mend the file'}"
         ) from error
     return module
 
@@ -184,7 +194,7 @@ def _foreign(error: Exception) -> str | None:
 
 
 def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
-    names = [f.name for f in dataclasses.fields(strategy) if f.name not in _FIXED]
+    names = settings(strategy)
     ranges = knob_ranges(strategy)
     for name, value in overrides.items():
         if name not in names:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from . import blocks
-from .protocol import PerSlot, TokenStats
+from .forward import TokenStats
+from .knobs import Threshold, at_token
 from .state import NO_TOKEN, DecodeState
 
 _NEVER = -jnp.inf
@@ -327,16 +328,16 @@ def _threshold(
 # --- which cells to accept --------------------------------------------------------------------
 
 
-def above(stats: TokenStats, threshold: PerSlot) -> Bool[Array, "B K S"]:
+def above(stats: TokenStats, threshold: Threshold) -> Bool[Array, "B K S"]:
     """Cells whose confidence is strictly above the threshold.
 
     Source: Fast-dLLM (arXiv 2505.22618), §3.3, confidence-aware parallel decoding.
     """
-    return stats.confidence > threshold.at_token
+    return stats.confidence > at_token(threshold)
 
 
 def forced_top1(
-    stats: TokenStats, state: DecodeState, semi_complete_threshold: PerSlot
+    stats: TokenStats, state: DecodeState, semi_complete_threshold: Threshold
 ) -> Bool[Array, "B K S"]:
     """The surest hole of each block whose predecessor is semi-complete; ties: lowest position.
 
@@ -351,7 +352,7 @@ def forced_top1(
 
 
 def leftmost_sure(
-    stats: TokenStats, threshold: PerSlot, among: Bool[Array, "B K S"]
+    stats: TokenStats, threshold: Threshold, among: Bool[Array, "B K S"]
 ) -> Bool[Array, "B K S"]:
     """The cells of each block before its first one below the threshold (strictly), at least one.
 
@@ -360,7 +361,7 @@ def leftmost_sure(
 
     Source: DMax (arXiv 2604.08302), `decode_uniform`.
     """
-    unsure = among & (stats.confidence < threshold.at_token)
+    unsure = among & (stats.confidence < at_token(threshold))
     before_unsure = jnp.cumsum(unsure.astype(jnp.int32), axis=2) == 0
     first = jnp.cumsum(among.astype(jnp.int32), axis=2) == 1
     return among & (before_unsure | first)
@@ -402,7 +403,7 @@ def quota(state: DecodeState, denoising_steps: int) -> Int[Array, "B K"]:
 
 
 def entropy_bounded(
-    stats: TokenStats, bound: PerSlot, among: Bool[Array, "B K S"]
+    stats: TokenStats, bound: Threshold, among: Bool[Array, "B K S"]
 ) -> Bool[Array, "B K S"]:
     """Cells by rising entropy whose exclusive prefix sum of entropies is <= `bound` nats.
 
@@ -414,11 +415,11 @@ def entropy_bounded(
     entropy = jnp.where(among, stats.entropy, 0.0)
     before = place[..., None, :] < place[..., :, None]
     spent = jnp.sum(jnp.where(before, entropy[..., None, :], 0.0), axis=-1)
-    return among & (spent <= bound.at_token)
+    return among & (spent <= at_token(bound))
 
 
 def factor_bounded(
-    stats: TokenStats, factor: PerSlot, among: Bool[Array, "B K S"]
+    stats: TokenStats, factor: Threshold, among: Bool[Array, "B K S"]
 ) -> Bool[Array, "B K S"]:
     """Cells by falling confidence, the n-th of a block while (n + 1) (1 - confidence) < `factor`.
 
@@ -430,7 +431,7 @@ def factor_bounded(
     """
     n = rank(stats.confidence, among) + 1
     doubt = (n + 1).astype(jnp.float32) * (1.0 - stats.confidence)
-    return among & ((doubt < factor.at_token) | (n == 1))
+    return among & ((doubt < at_token(factor)) | (n == 1))
 
 
 def margin(stats: TokenStats) -> Float[Array, "B K S"]:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from .protocol import PerSlot, SlotSpec, TokenMix, TokenStats
+from .forward import TokenMix, TokenStats
+from .knobs import Threshold, at_token
+from .protocol import SlotSpec
 from .state import DecodeState
 
 _LEAVES = ("ids", "probs", "rest", "on")
@@ -105,7 +107,7 @@ def beside_mask(shown: Descriptors, mask_id: int, renormalize: bool = True) -> T
     )
 
 
-def beside_token(shown: Descriptors, tokens: Int[Array, "B K S"], weight: PerSlot) -> TokenMix:
+def beside_token(shown: Descriptors, tokens: Int[Array, "B K S"], weight: Threshold) -> TokenMix:
     """`E[token] + weight * sum_m p_m * E[id_m]`: no mask in it, and no norm is mended.
 
     Source: Diffulex, `iter_smooth_topk`.
@@ -114,7 +116,7 @@ def beside_token(shown: Descriptors, tokens: Int[Array, "B K S"], weight: PerSlo
         base_ids=tokens,
         base_weight=jnp.ones_like(shown.rest),
         ids=shown.ids,
-        probs=shown.probs * weight.at_token[..., None],
+        probs=shown.probs * jnp.asarray(at_token(weight))[..., None],
         on=shown.on,
         renormalize=False,
     )

@@ -132,6 +132,16 @@ def test_replay_that_fails_again_ends_as_the_first_time(model, killed, monkeypat
     assert outputs[-1].error == "the device failed twice (RESOURCE_EXHAUSTED)"
 
 
+def test_text_of_weights_in_16_bits_is_not_resumed_in_8(killed, random_folder):
+    found = snapshot.load_snapshot(killed[0])
+    small = dj.load(random_folder, quantization="fp8")
+    with pytest.raises(snapshot.SnapshotError, match="it differs in its quantization"):
+        snapshot.resume(found, 0, small)
+    assert found.model.pop("quantization") is None  # as older versions wrote it
+    with pytest.raises(snapshot.SnapshotError, match="it differs in its quantization"):
+        snapshot.resume(found, 0, small)
+
+
 def test_text_that_never_decoded_is_run_from_its_prompt(model, tmp_path, capsys, monkeypatch):
     llm = make_llm(model, tmp_path)
     break_device(llm, 0, monkeypatch)

@@ -143,7 +143,9 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
         usual = asked(kind)
         for flag, _, kinds, _ in OPTIONS:
             if kind in kinds:
-                words = {"--greedy-share": "0.25", "--family": "sums", "--dtype": "float32"}
+                words = {"--greedy-share": "0.25", "--family": "ages", "--dtype": "float32"}
+                if command.KINDS[kind].compute_dtype == "float32":
+                    words["--dtype"] = "bfloat16"
                 value = words.get(flag, "7")
                 assert asked(kind, flag, value) != usual, flag
     assert command.make_config("ar", {}) == command.KINDS["ar"]

@@ -17,7 +17,7 @@ import weakref
 import pytest
 
 from dllm_jax.cli import main
-from dllm_jax.cli.interrupt import Interrupt, Interrupted
+from dllm_jax.cli.interrupt import ALL, Interrupt, Interrupted
 
 
 class Held:
@@ -112,6 +112,23 @@ def test_a_signal_while_the_command_starts_is_a_line_and_a_status(wait):
     (line,) = err.splitlines()
     assert line.startswith("error: interrupted")
     assert process.returncode == 130
+
+
+def test_a_signal_before_the_verb_begins_is_a_line_and_a_status(monkeypatch, capsys):
+    """Item 20: while the thread that watches for signals starts."""
+
+    def start(self):
+        signal.raise_signal(signal.SIGTERM)
+
+    old = {number: signal.getsignal(number) for number in ALL}
+    monkeypatch.setattr(threading.Thread, "start", start)
+    try:
+        assert main(["info"]) == 143
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err == "error: interrupted; nothing was finished\n"
 
 
 def test_little_is_imported_before_signals_are_caught():

@@ -40,7 +40,7 @@ def embedded(net: Net, ids: list[int]) -> list[np.ndarray]:
 
 
 def decode_canvases(net: Net, request: Request, size: int, early: bool, **numbers: float) -> Truth:
-    """Canvases denoised in turn; `log` holds the number of steps of each.
+    """Canvases denoised in turn; `log` holds the likeliest text of every step of each.
 
     Args:
         early: A canvas begins in the pass that stores the one before it.
@@ -50,10 +50,10 @@ def decode_canvases(net: Net, request: Request, size: int, early: bool, **number
     done = list(request.prompt)
     pins = {i: token for i, token in enumerate(request.given[:size]) if token >= 0}
     while True:
-        best, steps = denoise(net, request, done, size, pins, n)
-        truth.log.append(steps)
-        truth.nfe += steps
-        done, pins = done + best, {}
+        texts = denoise(net, request, done, size, pins, n)
+        truth.log.append(texts)
+        truth.nfe += len(texts)
+        done, pins = done + texts[-1], {}
         if truth.see(done[length:], request):
             return truth
         truth.nfe += not early
@@ -61,15 +61,15 @@ def decode_canvases(net: Net, request: Request, size: int, early: bool, **number
 
 def denoise(
     net: Net, request: Request, done: list[int], size: int, pins: dict[int, int], n: dict
-) -> tuple[list[int], int]:
-    """The text of one canvas, and its steps."""
+) -> list[list[int]]:
+    """The likeliest text of one canvas at each of its steps; the last is the canvas's."""
     begin, total = len(done), len(done) + size
     free = [i for i in range(size) if i not in pins]
     canvas = [pins.get(i, random_id(own_key(request, 1, 0, begin + i), VOCAB)) for i in range(size)]
     expected = np.zeros((size, net.table.shape[1]), np.float32)
     sees = np.tril(np.ones((total, total), bool))
     sees[begin:] = True
-    before: list[int] | None = None
+    texts: list[list[int]] = []
     run = 0
     for step in range(int(n["max_denoising_steps"])):
         share = (n["max_denoising_steps"] - step) / n["max_denoising_steps"]
@@ -88,10 +88,11 @@ def denoise(
                 kept.add(i)
             spent += entropy[i]
         best = [pins.get(i, law.draw()[0]) for i, law in enumerate(laws)]
-        run = run + 1 if before == best else 0
+        run = run + 1 if texts and texts[-1] == best else 0
+        texts.append(best)
         sure = sum(entropy[i] for i in free) / max(len(free), 1) < n["confidence_threshold"]
         if run >= n["stability_threshold"] and sure:
-            return best, step + 1
+            return texts
         canvas = [
             pins[i]
             if i in pins
@@ -102,8 +103,7 @@ def denoise(
         ]
         every = np.stack(embedded(net, list(range(VOCAB))))
         expected = np.stack([law.probs(heat) for law in laws]).astype(np.float32) @ every
-        before = best
-    return best, step + 1
+    return texts
 
 
 def drawn(law: Law, heat: float, request: Request, step: int, position: int) -> int:

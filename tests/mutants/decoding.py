@@ -51,8 +51,8 @@ OPENING = [
             "generated = buffer.filled",
         ),
         add_is_strict=(
-            "last_progress >= add_block_threshold.at_block",
-            "last_progress > add_block_threshold.at_block",
+            "last_progress >= at_block(add_block_threshold)",
+            "last_progress > at_block(add_block_threshold)",
         ),
         add_reads_the_first_block=(
             "jnp.maximum(num_open - 1, 0)[:, None]",
@@ -80,8 +80,8 @@ ACCEPTING = [
         "multi_bd",
         "blocks.py",
         semi_is_strict=(
-            "progress(state) >= threshold.at_block",
-            "progress(state) > threshold.at_block",
+            "progress(state) >= at_block(threshold)",
+            "progress(state) > at_block(threshold)",
         ),
         first_block_needs_a_gate=(
             "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
@@ -102,8 +102,8 @@ ACCEPTING = [
         "multi_bd",
         "sampling.py",
         accept_is_not_strict=(
-            "stats.confidence > threshold.at_token",
-            "stats.confidence >= threshold.at_token",
+            "stats.confidence > at_token(threshold)",
+            "stats.confidence >= at_token(threshold)",
         ),
         forces_without_a_gate=("may.astype(jnp.int32)", "jnp.ones_like(may, jnp.int32)"),
         never_forces=("may.astype(jnp.int32)", "jnp.zeros_like(may, jnp.int32)"),
@@ -247,8 +247,8 @@ REMASKING = [
         "dynamic",
         "sampling.py",
         dynamic_is_not_strict=(
-            "stats.confidence > threshold.at_token",
-            "stats.confidence >= threshold.at_token",
+            "stats.confidence > at_token(threshold)",
+            "stats.confidence >= at_token(threshold)",
         ),
     ),
     *broken(
@@ -258,11 +258,11 @@ REMASKING = [
             "place[..., None, :] < place[..., :, None]",
             "place[..., None, :] <= place[..., :, None]",
         ),
-        entropy_bound_is_strict=("spent <= bound.at_token", "spent < bound.at_token"),
+        entropy_bound_is_strict=("spent <= at_token(bound)", "spent < at_token(bound)"),
         entropy_of_the_highest_first=("rank(-stats.entropy, among)", "rank(stats.entropy, among)"),
         entropy_bounds_each_cell=(
-            "among & (spent <= bound.at_token)",
-            "among & ((stats.entropy <= bound.at_token) | (place == 0))",
+            "among & (spent <= at_token(bound))",
+            "among & ((stats.entropy <= at_token(bound)) | (place == 0))",
         ),
     ),
     *broken(

@@ -13,6 +13,8 @@ _NEXT = "canvas = jnp.where(kept, jnp.where(draws, stats.token, likeliest), rene
 _WRITE = "blocks.write(state.replace(carry=carry), likeliest, active)"
 _FREE = "free = active & ~blocks.is_given(state)"
 _SHARE = "((count - _as_float(steps)) / count)"
+_ON = "on = (state.buffer.status == ACTIVE)[:, :, None]"
+_OLD = 'slot["canvas"][:, None]'
 
 MUTANTS = [
     *broken(
@@ -27,9 +29,22 @@ MUTANTS = [
         k_is_off_by_one=(_STILL, _STILL.replace(">=", ">")),
         one_step_more=(_LAST, _LAST.replace("steps + 1", "steps")),
         never_sure=("done = (is_still & is_sure) | is_last", "done = is_last"),
+        confidence_is_not_strict=(
+            "is_sure = entropy < self",
+            "is_sure = entropy <= self",
+        ),
+        first_step_is_not_conditioned=(_ON, f"{_ON} & ~begins[:, None, None]"),
+        nothing_is_expected=(
+            "expected=jnp.broadcast_to(expected,",
+            "expected=jnp.broadcast_to(0 * expected,",
+        ),
         any_entropy_is_sure=("(is_still & is_sure)", "is_still"),
         commits_the_canvas=(_WRITE, _WRITE.replace("likeliest", "canvas")),
-        nothing_is_renewed=(_NEXT, _NEXT.replace("renewed)", 'slot["canvas"][:, None])')),
+        nothing_is_renewed=(_NEXT, _NEXT.replace("renewed)", f"{_OLD})")),
+        acceptance_is_sticky=(
+            _NEXT,
+            _NEXT.replace("renewed)", f"jnp.where({_OLD} == buffer.tokens, {_OLD}, renewed))"),
+        ),
         everything_is_kept=(_NEXT, _NEXT.replace("kept,", "free,")),
         draws_are_greedy=(_NEXT, _NEXT.replace("stats.token", "likeliest")),
         pins_have_a_say=(_FREE, "free = active"),
@@ -45,10 +60,7 @@ MUTANTS = [
     *broken(
         "diffusion_gemma_alone",
         "diffusion_gemma.py",
-        commit_is_conditioned=(
-            "on = (state.buffer.status == ACTIVE)[:, :, None]",
-            "on = (state.buffer.status >= ACTIVE)[:, :, None]",
-        ),
+        commit_is_conditioned=(_ON, _ON.replace("==", ">=")),
         narrow_commit_sees_all=("causal=final,\n", "causal=False,\n"),
         narrow_commit_is_decoded=(
             "mode=jnp.where(final, ENCODER, DECODER),",

@@ -20,8 +20,8 @@ MUTANTS = [
         "paper",
         "sampling.py",
         run_ends_at_the_threshold=(
-            "among & (stats.confidence < threshold.at_token)",
-            "among & (stats.confidence <= threshold.at_token)",
+            "among & (stats.confidence < at_token(threshold))",
+            "among & (stats.confidence <= at_token(threshold))",
         ),
         run_may_be_empty=(_FORCED, "return among & before_unsure"),
         run_skips_the_unsure=(_FORCED, "return among & (~unsure | first)"),
@@ -36,14 +36,14 @@ MUTANTS = [
         commits_softly=("on &= ~blocks.to_cache(state)", "on &= True"),
         weight_of_zero_merges=("at_token > 0", "at_token >= 0"),
         nothing_is_refreshed=(
-            "refresh = accept | block_rewrite.differs(state, stats.token)",
-            "refresh = accept",
+            "block_rewrite.rewrite(state, stats.token, changes)",
+            "block_rewrite.rewrite(state, stats.token, accept)",
         ),
         leaves_only_unchanged=(_READY[0], _READY[1].format("changes")),
         leaves_only_sure=(_READY[0], _READY[1].format("unsure")),
         an_edit_is_no_change=(
-            "changes = accept | block_rewrite.differs(state, stats.token)",
-            "changes = accept",
+            "self._ready(state, judged, changes)",
+            "self._ready(state, judged, accept)",
         ),
         commit_confidence_is_strict=(
             "judged.confidence < self.commit_confidence.at_token",
@@ -57,7 +57,7 @@ MUTANTS = [
             "soft = block_rewrite.editable(state) & state.buffer.filled",
             "soft = active & state.buffer.filled",
         ),
-        counts_edits_as_accepted=(_FINISH, "blocks.finish_step(state, refresh, ready=ready)"),
+        counts_edits_as_accepted=(_FINISH, "blocks.finish_step(state, changes, ready=ready)"),
         settles_what_may_change=(_FINISH, "blocks.finish_step(state, filled)"),
         stability_is_strict=(
             'state.carry.blocks["stability"] >= self',

@@ -53,8 +53,8 @@ TOKENS = [
         "tokens",
         "sampling.py",
         accept_is_not_strict=(
-            "stats.confidence > threshold.at_token",
-            "stats.confidence >= threshold.at_token",
+            "stats.confidence > at_token(threshold)",
+            "stats.confidence >= at_token(threshold)",
         ),
     ),
 ]

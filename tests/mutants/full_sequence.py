@@ -27,6 +27,22 @@ MUTANTS = [
             "end = jnp.minimum(begin + block_length, buffer.limit)",
             "end = begin + block_length + 1",
         ),
+        counts_holes_anew=(
+            'jnp.where(is_new, jnp.sum(holes, axis=(1, 2), dtype=jnp.int32), slot["holes"])',
+            "jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)",
+        ),
+        counts_steps_on=(
+            'jnp.where(is_new, 0, slot["step"] + 1)',
+            'slot["step"] + 1',
+        ),
+        steps_are_a_blocks=(
+            "count = steps // jnp.maximum(-(-length // block_length), 1)",
+            "count = 0 * length + steps",
+        ),
+        last_block_is_not_counted=(
+            "jnp.maximum(-(-length // block_length), 1)",
+            "jnp.maximum(length // block_length, 1)",
+        ),
     ),
     *broken(
         "low_confidence",
@@ -36,26 +52,13 @@ MUTANTS = [
             "holes = block.cells & ~state.buffer.filled",
             "holes = remasking.text_cells(state) & ~state.buffer.filled",
         ),
-        counts_holes_anew=(
-            'jnp.where(is_new, jnp.sum(holes, axis=(1, 2), dtype=jnp.int32), slot["holes"])',
-            "jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)",
-        ),
-        counts_steps_on=(
-            'jnp.where(is_new, 0, slot["step"] + 1)',
-            'slot["step"] + 1',
-        ),
-        steps_are_a_blocks=("return self.steps // num_blocks", "return 0 * length + self.steps"),
-        last_block_is_not_counted=(
-            "jnp.maximum(-(-length // self.block_length), 1)",
-            "jnp.maximum(length // self.block_length, 1)",
-        ),
     ),
     *broken(
         "low_confidence",
         "sampling.py",
         sure_is_not_strict=(
-            "stats.confidence > threshold.at_token",
-            "stats.confidence >= threshold.at_token",
+            "stats.confidence > at_token(threshold)",
+            "stats.confidence >= at_token(threshold)",
         ),
     ),
     *broken(
@@ -74,21 +77,17 @@ MUTANTS = [
             "share = _SPAN * holes // (",
             "share = 1 + (_SPAN * holes - 1) // (",
         ),
-    ),
-    *broken(
-        "entropy",
-        "full_sequence.py",
         share_of_what_was_there=(
-            "remasking.timestep_quota(left, steps, step)",
-            "remasking.timestep_quota(at_begin, steps, step)",
+            "timestep_quota(left, forwards, step)",
+            "timestep_quota(at_begin, forwards, step)",
         ),
         never_forces=(
-            "jnp.maximum(remasking.timestep_quota(left, steps, step), least)",
-            "remasking.timestep_quota(left, steps, step)",
+            "jnp.maximum(timestep_quota(left, forwards, step), least)",
+            "timestep_quota(left, forwards, step)",
         ),
         always_forces=(
-            "(self.accept_threshold.values < 1).astype(jnp.int32)",
-            "(self.accept_threshold.values < 9).astype(jnp.int32)",
+            "(accept_threshold.values < 1).astype(jnp.int32)",
+            "(accept_threshold.values < 9).astype(jnp.int32)",
         ),
     ),
     *broken(
@@ -98,7 +97,7 @@ MUTANTS = [
     ),
     *broken(
         "origin",
-        "full_sequence.py",
+        "remasking.py",
         chance_of_the_rest=(
             "random.uniforms(state, _ORDER_STREAM) < chance",
             "random.uniforms(state, _ORDER_STREAM) >= chance",
@@ -106,7 +105,7 @@ MUTANTS = [
     ),
     *broken(
         "passes",
-        "full_sequence.py",
+        "dual_cache.py",
         stores_every_forward=("text & is_new[:, None, None])", "text)"),
         stores_nothing=("text & is_new[:, None, None])", "text & False)"),
         never_runs_everything=("jnp.where(is_new[:, None, None], text, part)", "part"),
@@ -116,8 +115,8 @@ MUTANTS = [
             "context_len=block.end",
         ),
         runs_on_behind_the_block=(
-            'if self.cache == "dual":\n            part',
-            "if False:\n            part",
+            "if alone:\n        part",
+            "if False:\n        part",
         ),
     ),
     *broken(

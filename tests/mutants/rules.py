@@ -11,7 +11,7 @@ from tests.mutation import Mutant, broken
 _SEMI = "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]"
 _DONE = "done = committed | ((buffer.status == ACTIVE) & may_leave)"
 _DOUBT = "doubt = (n + 1).astype(jnp.float32) * (1.0 - stats.confidence)"
-_TAKE = "return among & ((doubt < factor.at_token) | (n == 1))"
+_TAKE = "return among & ((doubt < at_token(factor)) | (n == 1))"
 _RUN = "return among & (before_unsure | first)"
 _TOP = "return (rank(score, among) < n[:, :, None]) & among"
 
@@ -19,8 +19,8 @@ SAMPLING = broken(
     "sampling",
     "sampling.py",
     above_is_not_strict=(
-        "return stats.confidence > threshold.at_token",
-        "return stats.confidence >= threshold.at_token",
+        "return stats.confidence > at_token(threshold)",
+        "return stats.confidence >= at_token(threshold)",
     ),
     force_ignores_the_gate=("may.astype(jnp.int32)", "jnp.ones_like(may, jnp.int32)"),
     force_takes_two=("may.astype(jnp.int32)", "2 * may.astype(jnp.int32)"),
@@ -29,12 +29,12 @@ SAMPLING = broken(
         "may.astype(jnp.int32), blocks.live_cells(state))",
     ),
     run_ends_at_the_threshold=(
-        "unsure = among & (stats.confidence < threshold.at_token)",
-        "unsure = among & (stats.confidence <= threshold.at_token)",
+        "unsure = among & (stats.confidence < at_token(threshold))",
+        "unsure = among & (stats.confidence <= at_token(threshold))",
     ),
     run_is_ended_by_others=(
-        "unsure = among & (stats.confidence < threshold.at_token)",
-        "unsure = stats.confidence < threshold.at_token",
+        "unsure = among & (stats.confidence < at_token(threshold))",
+        "unsure = stats.confidence < at_token(threshold)",
     ),
     run_may_be_empty=(_RUN, "return among & before_unsure"),
     run_takes_others=(_RUN, "return before_unsure | first"),
@@ -62,7 +62,7 @@ SAMPLING = broken(
     ),
     quota_may_be_none=("return jnp.maximum(share, 1)", "return share"),
     quota_is_two=("return jnp.maximum(share, 1)", "return jnp.maximum(share, 2)"),
-    entropy_bound_is_strict=("spent <= bound.at_token", "spent < bound.at_token"),
+    entropy_bound_is_strict=("spent <= at_token(bound)", "spent < at_token(bound)"),
     entropy_counts_its_own=(
         "place[..., None, :] < place[..., :, None]",
         "place[..., None, :] <= place[..., :, None]",
@@ -70,8 +70,8 @@ SAMPLING = broken(
     entropy_of_the_highest_first=("rank(-stats.entropy, among)", "rank(stats.entropy, among)"),
     entropy_takes_others=("return among & (spent <=", "return (spent <="),
     factor_admits_equality=(_TAKE, _TAKE.replace("doubt <", "doubt <=")),
-    factor_may_take_none=(_TAKE, "return among & (doubt < factor.at_token)"),
-    factor_takes_others=(_TAKE, "return (doubt < factor.at_token) | (n == 1)"),
+    factor_may_take_none=(_TAKE, "return among & (doubt < at_token(factor))"),
+    factor_takes_others=(_TAKE, "return (doubt < at_token(factor)) | (n == 1)"),
     factor_counts_from_zero=(_DOUBT, _DOUBT.replace("(n + 1)", "n")),
     factor_counts_one_more=(_DOUBT, _DOUBT.replace("(n + 1)", "(n + 2)")),
     factor_of_each_alone=(_DOUBT, "doubt = 2.0 * (1.0 - stats.confidence)"),
@@ -116,8 +116,8 @@ BLOCKS = broken(
         "past_limit = buffer.positions >= buffer.limit[:, None, None] - 1",
     ),
     opens_late=(
-        "last_progress >= add_block_threshold.at_block",
-        "last_progress > add_block_threshold.at_block",
+        "last_progress >= at_block(add_block_threshold)",
+        "last_progress > at_block(add_block_threshold)",
     ),
     opens_on_the_first_block=(
         "jnp.maximum(num_open - 1, 0)[:, None]",
@@ -137,8 +137,8 @@ BLOCKS = broken(
     stops_of_holes=("generated = buffer.filled & ", "generated = "),
     stops_of_padding=("& (ids[..., i] >= 0)", ""),
     semi_is_strict=(
-        "progress(state) >= threshold.at_block",
-        "progress(state) > threshold.at_block",
+        "progress(state) >= at_block(threshold)",
+        "progress(state) > at_block(threshold)",
     ),
     semi_of_itself=(_SEMI, "[jnp.ones_like(semi[:, :1]), semi[:, 1:]]"),
     semi_of_the_first_block=(_SEMI, "[semi[:, :1], semi[:, :-1]]"),
@@ -230,7 +230,10 @@ MERGE = broken(
     the_mask_weighs_one=("base_weight=shown.rest", "base_weight=jnp.ones_like(shown.rest)"),
     norms_are_left=("renormalize=renormalize", "renormalize=False"),
     norms_are_mended=("renormalize=False", "renormalize=True"),
-    weight_is_ignored=("probs=shown.probs * weight.at_token[..., None]", "probs=shown.probs"),
+    weight_is_ignored=(
+        "probs=shown.probs * jnp.asarray(at_token(weight))[..., None]",
+        "probs=shown.probs",
+    ),
     the_token_has_the_rest=(
         "base_weight=jnp.ones_like(shown.rest)",
         "base_weight=shown.rest",

@@ -46,10 +46,12 @@ def once(model, monkeypatch):
     """The built-in model is loaded once, as the default of each command."""
     load = dj.load
 
-    def loaded(src, dtype="auto", revision=None, lora=None, progress=None):
-        if (src, dtype, revision, lora) == ("builtin:tiny-sdar", "auto", None, None):
+    def loaded(src, dtype="auto", revision=None, lora=None, progress=None, quantization=None):
+        if (src, dtype, revision, lora, quantization) == (
+            *("builtin:tiny-sdar", "auto", None, None, None),
+        ):
             return model
-        return load(src, dtype, revision, lora, progress)
+        return load(src, dtype, revision, lora, progress, quantization)
 
     monkeypatch.setattr(dj, "load", loaded)
     monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
@@ -191,7 +193,7 @@ TOGETHER = """
 --strategy multi_bd:x | --strategy json:x | --strategy os:getcwd | --max-num-batched-tokens 0
 --strategy full_sequence --set cache=x | --attention-implementation triton
 --attention-implementation mosaic | --attention-implementation cudnn | --stop-token-ids -3
---tokenizer x | --top-p 0 | --suffix= | --dtype float64
+--tokenizer x | --top-p 0 | --suffix= | --dtype float64 | --quantization int8
 """
 
 
@@ -253,6 +255,7 @@ def calls(llm):
     yield "LLM", lambda v: dj.LLM(v)
     yield "load", lambda v: dj.load(v)
     yield "load.dtype", lambda v: dj.load("builtin:tiny-sdar", dtype=v)
+    yield "load.quantization", lambda v: dj.load("builtin:tiny-sdar", quantization=v)
     yield "load.revision", lambda v: dj.load("builtin:tiny-sdar", revision=v)
     yield "generate.params", lambda v: llm.generate("x", v, use_tqdm=False)
     yield "chat", lambda v: llm.chat(v, PARAMS, use_tqdm=False)

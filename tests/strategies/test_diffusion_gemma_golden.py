@@ -1,12 +1,15 @@
 """`DiffusionGemma` answers as transformers does, given its randomness.
 
 Proves, on tiny checkpoints in float32, that tokens, finish reasons and forwards of every golden
-case come out: through `dj.generate` with canvases begun early and alone, and through `LLM` one by
-one, in one ragged batch, with a pool that preempts, and a second time behind a prefix hit.
+case come out: through `dj.generate` with canvases begun early and alone, and through `LLM`, one
+engine for all cases of a network: one by one, in one ragged batch of requests with thresholds of
+their own, with a pool that preempts, and a second time behind prefix hits.
 """
 
 import functools
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +77,6 @@ def strategy_of(name: str, **fields: Any) -> Injected:
     case = cases()[name]
     gen = case["gen"]
     endless = gen["stability_threshold"] is None
-    draws = canvas_cases.Draws(
-        *(
-            None if leaf is None else jnp.asarray(leaf, _type(leaf))
-            for leaf in canvas_cases.draws(case)
-        )
-    )
     return Injected(
         max_denoising_steps=gen["max_denoising_steps"],
         t_min=gen["t_min"],
@@ -88,7 +85,7 @@ def strategy_of(name: str, **fields: Any) -> Injected:
         stability_threshold=1 if endless else gen["stability_threshold"],
         confidence_threshold=0.0 if endless else gen["confidence_threshold"],
         block_size=case["canvas"],
-        draws=draws,
+        draws=draws_of((name,)),
         **fields,
     )
 
@@ -142,40 +139,107 @@ def test_generate_answers_as_transformers(name: str, blocks: int, folder: Path) 
     assert got == wanted(name, early)
 
 
-def test_an_engine_answers_as_transformers_alone_together_and_preempted(folder: Path) -> None:
-    """Ragged prompts on 15 pages of 8: not all texts fit at once, and a second run finds pages."""
-    name = "ragged"
-    rows = cases()[name]["rows"]
+def network(name: str) -> tuple[Any, ...]:
+    """What cases of one engine have in common: weights, canvas, and how tokens are drawn."""
+    case = cases()[name]
+    text = json.dumps(case["text"], sort_keys=True)
+    return text, case["seed"], case["gain"], case["canvas"], case["inverse"]
+
+
+GROUPS = {
+    f"{first}, {len(names)} cases": names
+    for first, names in (
+        (names[0], names)
+        for _, group in itertools.groupby(sorted(NAMES, key=network), network)
+        for names in [tuple(group)]
+    )
+}
+
+
+def draws_of(names: Iterable[str]) -> canvas_cases.Draws:
+    """The randomness of several cases as that of one with all of their rows."""
+    every = [canvas_cases.draws(cases()[name]) for name in names]
+
+    def joined(field: str, axis: int) -> Any:
+        leaves = [getattr(one, field) for one in every]
+        if leaves[0] is None:
+            return None
+        most = [max(leaf.shape[i] for leaf in leaves) for i in range(axis)]
+        wide = [
+            np.pad(
+                leaf,
+                [(0, most[i] - leaf.shape[i]) for i in range(axis)] + [(0, 0)] * (leaf.ndim - axis),
+            )
+            for leaf in leaves
+        ]
+        return jnp.asarray(np.concatenate(wide, axis=axis), _type(leaves[0]))
+
+    places = {"init": 1, "renoise": 2, "gumbel": 2, "uniform": 2}  # of the rows
+    return canvas_cases.Draws(*(joined(*place) for place in places.items()))
+
+
+def numbers_of(name: str) -> dict[str, float]:
+    """The thresholds of a case, as a request says them."""
+    bare = strategy_of(name)
+    return {
+        knob: getattr(bare, knob)
+        for knob in (
+            *("max_denoising_steps", "t_min", "t_max", "entropy_bound"),
+            *("stability_threshold", "confidence_threshold"),
+        )
+    }
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_engine_answers_as_transformers_alone_together_and_preempted(
+    group: str, folder: Path
+) -> None:
+    """Every row of every case of one network: one by one, then all of them ragged in four slots.
+
+    Thresholds and steps are the requests'. The pool has 15 pages of 8, so not all texts fit at
+    once; the batch runs twice, the second time behind prefix hits.
+    """
+    names = GROUPS[group]
+    rows = [(name, row) for name in names for row in cases()[name]["rows"]]
     config = dj.EngineConfig(
-        max_num_seqs=len(rows),
+        max_num_seqs=4,
         max_model_len=64,
         page_size=8,
         num_pages=15,
-        slot_buckets=(len(rows),),
-        page_buckets=(10,),
+        slot_buckets=(4,),
+        page_buckets=(9,),
         prefill_buckets=(32,),
     )
     llm = dj.LLM(
-        model_of(name, folder),
-        strategy=strategy_of(name, early_slots=len(rows)),
+        model_of(names[0], folder),
+        strategy=strategy_of(names[0]).replace(draws=draws_of(names)),
         config=config,
         warm_up=False,
         progress=False,
     )
+    prompts = [row["prompt"] for _, row in rows]
     params = [
-        dj.SamplingParams(strategy_overrides={"row": i}, **params_of(name))
-        for i in range(len(rows))
+        dj.SamplingParams(strategy_overrides={"row": i, **numbers_of(name)}, **params_of(name))
+        for i, (name, _) in enumerate(rows)
     ]
-    batches = [[i] for i in range(len(rows))] + [list(range(len(rows)))] * 2
+    want = [end for name in names for end in wanted(name, early=True)]
+    every = list(range(len(rows)))
     preempted = cached = 0
-    for batch in batches:
-        outputs = llm.generate([rows[i]["prompt"] for i in batch], [params[i] for i in batch])
+    for batch in [*([i] for i in every), every, every[::-1]]:
+        outputs = llm.generate([prompts[i] for i in batch], [params[i] for i in batch])
         got = [
             (list(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.metrics.nfe)
             for o in outputs
         ]
-        assert got == [wanted(name, early=True)[i] for i in batch]
+        told = [(rows[i][0], one) for i, one in zip(batch, got, strict=True)]
+        assert told == [(rows[i][0], want[i]) for i in batch]
         preempted += sum(o.metrics.num_preemptions for o in outputs)
         cached += sum(o.metrics.cached_tokens for o in outputs)
-    assert preempted
+    assert preempted or len(rows) < 4
     assert cached
+
+
+def test_the_golden_file_holds_the_cases_of_the_oracle() -> None:
+    assert len(NAMES) == 36
+    assert sum(len(case["rows"]) for case in cases().values()) == 48
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(NAMES)

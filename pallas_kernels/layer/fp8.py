@@ -1,0 +1,111 @@
+"""Matrices and rows in 8 bits (e4m3), and their product in plain XLA.
+
+A matrix has a scale for each output, a row one scale of its own: what a row becomes depends on that
+row alone, so a text does not depend on its batch. Scales are applied to the float32 sums.
+
+Both operands lie with the contracted axis last, the only order that the tensor cores of Hopper take
+8-bit types in; from any other order XLA would transpose the whole matrix in every call.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+DTYPE = jnp.float8_e4m3fn
+LARGEST = float(jnp.finfo(DTYPE).max)  # 448
+_LEAST = 2.0**-100  # of a row's largest number, so that neither factor over- or underflows
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Fp8Matrix:
+    """A matrix [K *N] as `values * scales`, the contracted axis last."""
+
+    values: Float[Array, "*N K"]  # e4m3
+    scales: Float[Array, "*N"]  # float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix it stands for: [K *N]."""
+        *outputs, depth = self.values.shape
+        return (depth, *outputs)
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the stored values."""
+        return self.values.dtype
+
+    @property
+    def flat(self) -> "Fp8Matrix":
+        """The same with one axis of outputs: [K N]."""
+        return Fp8Matrix(self.values.reshape(-1, self.shape[0]), self.scales.reshape(-1))
+
+    def restored(self, dtype: Any) -> Float[Array, "K ..."]:
+        """The matrix it stands for, in `dtype`."""
+        whole = self.values.astype(jnp.float32) * self.scales[..., None]
+        return jnp.moveaxis(whole.astype(dtype), -1, 0)
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Fp8Rows:
+    """Rows as `values * scales`."""
+
+    values: Float[Array, "*M K"]  # e4m3
+    scales: Float[Array, "*M"]  # float32
+
+
+def quantize(x: Float[Array, "... K"]) -> tuple[Float[Array, "... K"], Float[Array, "..."]]:
+    """Values in e4m3 and float32 scales of the last axis; zeros have a scale of one.
+
+    The largest number of a row becomes 448, so that nothing overflows.
+    """
+    x = x.astype(jnp.float32)
+    factors, scales = factors_of(jnp.max(jnp.abs(x), axis=-1))
+    return (x * factors[..., None]).astype(DTYPE), scales
+
+
+def factors_of(largest: Array) -> tuple[Array, Array]:
+    """What a row is multiplied with, and its scale, by its largest number; in float32.
+
+    Every form multiplies by these two, so that all of them round a row alike.
+    """
+    largest = jnp.where(largest > 0, jnp.maximum(largest, _LEAST), LARGEST)
+    return LARGEST / largest, largest * (1 / LARGEST)
+
+
+def quantize_rows(x: Float[Array, "*M K"]) -> Fp8Rows:
+    """Rows in 8 bits, each with the scale of its largest number."""
+    return Fp8Rows(*quantize(x))
+
+
+def quantize_matrix(w: Float[Array, "..."], num_inputs: int = 1) -> Fp8Matrix:
+    """A matrix [*K *N] in 8 bits.
+
+    Args:
+        num_inputs: Leading axes that are contracted; they become one.
+    """
+    depth = math.prod(w.shape[:num_inputs])
+    return Fp8Matrix(*quantize(jnp.moveaxis(w.reshape(depth, *w.shape[num_inputs:]), 0, -1)))
+
+
+def matmul(x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any) -> Float[Array, "..."]:
+    """`x @ w` in `dtype`, rows in 8 bits, sums in float32."""
+    rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x), w.flat
+    sums = jax.lax.dot_general(
+        rows.values,
+        flat.values,
+        (((rows.values.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    out = sums * rows.scales[..., None] * _as_row(flat.scales, sums)
+    return out.astype(dtype).reshape(*out.shape[:-1], *w.shape[1:])
+
+
+def _as_row(row: Array, x: Array) -> Array:
+    return row.reshape((1,) * (x.ndim - 1) + row.shape)

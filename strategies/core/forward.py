@@ -1,0 +1,207 @@
+"""The model as a strategy sees it: what a forward takes, what it gives, what may be asked of it.
+
+There are no parameters, pages or devices in it. The engine's implementation is
+`dllm_jax/runner/forward.py`; scripts and random models have their own.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from .state import DecodeState, Sampling
+
+
+class TokenMix(struct.PyTreeNode):
+    """Input rows that are mixtures of embeddings: `base_weight * E[base] + sum_m p_m * E[id_m]`.
+
+    Attributes:
+        renormalize: Scale each mixture to the weighted mean of its members' norms.
+        on: Cells that take the mixture; the others show their token.
+
+    Source: DMax (arXiv 2604.08302), soft parallel decoding.
+    """
+
+    base_ids: Int[Array, "B K S"]
+    base_weight: Float[Array, "B K S"]
+    ids: Int[Array, "B K S M"]
+    probs: Float[Array, "B K S M"]
+    on: Bool[Array, "B K S"]
+    renormalize: bool = struct.field(pytree_node=False, default=True)
+
+
+class Soft(struct.PyTreeNode):
+    """Input rows given as vectors where `on`, as embeddings of `ids` elsewhere."""
+
+    ids: Int[Array, "B K S"]
+    vectors: Float[Array, "B K S D"]
+    on: Bool[Array, "B K S"]
+
+
+class Conditioned(struct.PyTreeNode):
+    """Input rows of tokens and, where `on`, of what was expected at their cells.
+
+    The architecture mixes the two (`Architecture.condition`); elsewhere a row is the plain
+    embedding of its token. A cell that is `on` goes through the mixing with expectation 0 too.
+    """
+
+    ids: Int[Array, "B K S"]
+    expected: Float[Array, "B K S D"]
+    on: Bool[Array, "B K S"]
+
+
+class Taps(struct.PyTreeNode):
+    """Features that become context keys and values of an auxiliary model; only to be stored."""
+
+    vectors: Float[Array, "B K S F"]
+
+
+Inputs = Array | TokenMix | Soft | Conditioned | Taps
+
+
+class TokenStats(struct.PyTreeNode):
+    """What the model says of each cell asked for, in float32.
+
+    Cells not asked for hold token 0, confidence -inf and entropy +inf, so that no rule takes them.
+
+    Attributes:
+        token: The token drawn (the most probable one at temperature 0; ties: the lowest id).
+        confidence: Its probability.
+        entropy: Of the whole law, in nats.
+        top_ids: The `num_top` most probable ids; `top_probs` are their probabilities.
+        soft: Expected embedding under the same law, 0 where not asked for; None: not computed.
+    """
+
+    token: Int[Array, "B K S"]
+    confidence: Float[Array, "B K S"]
+    entropy: Float[Array, "B K S"]
+    top_ids: Int[Array, "B K S M"]
+    top_probs: Float[Array, "B K S M"]
+    soft: Float[Array, "B K S D"] | None = None
+
+
+class ForwardOutput(Protocol):
+    """Result of one forward; everything is computed when asked for."""
+
+    hidden: Float[Array, "B K S D"]
+    """Raw hidden rows: row i belongs to the input of cell i."""
+
+    taps: tuple[Float[Array, "B K S D"], ...]
+    """Residual streams of `hidden_layers`, raw."""
+
+    def predict(
+        self,
+        where: Bool[Array, "B K S"] | np.ndarray | None = None,
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+        confidence: Literal["drawn", "raw"] = "drawn",
+        penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
+        num_top: int = 0,
+        guide: tuple["ForwardOutput", float] | None = None,
+        width: int | None = None,
+        soft: bool = False,
+    ) -> TokenStats:
+        """Statistics aligned with the cells: row i is about cell i, also on shifted models.
+
+        Args:
+            where: Cells wanted (default all); the others cost nothing to be wrong about.
+            sampling: How to draw; None is greedy.
+            keys: One key a cell, for temperatures above 0.
+            confidence: "drawn": of the law that is drawn from, after temperature (0 counts as 1),
+                top-k and top-p; "raw": before those three.
+            penalty: Ids and what is subtracted from their logits, one a cell.
+            num_top: How many of the most probable ids to return.
+            guide: An output of the same cells under another input, and a scale: the law read is
+                that of `other + (1 + scale) * (own - other)`, in logits (classifier-free guidance,
+                Ho and Salimans, arXiv 2207.12598).
+            width: Read out only the first `width` cells from the first of `where` on; the others
+                have no prediction.
+            soft: Also the expected embedding under the law drawn from, for models whose head is
+                their embedding. The draw then takes other noise than without it.
+        """
+        ...
+
+    def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
+        """Expected embedding under the tempered law of each cell, aligned."""
+        ...
+
+    def logits(self) -> Float[Array, "B K S V"]:
+        """All logits, aligned: for tests, and for rules that `predict` cannot express."""
+        ...
+
+    def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
+        """Write the K/V of the cells in `where` into the cache of `state`, at their positions."""
+        ...
+
+
+class Forward(Protocol):
+    """The model as a strategy sees it."""
+
+    mask_id: int
+    vocab_size: int
+    shift: bool
+    """Row i tells cell i + 1, so a pass that begins behind the window's first cell has no row for
+    the first cell it runs."""
+
+    @property
+    def aux(self) -> Mapping[str, "Forward"]:
+        """The auxiliary models by name, each with a cache of its own."""
+        ...
+
+    def __call__(
+        self,
+        state: DecodeState,
+        *,
+        inputs: Inputs | None = None,
+        live: Bool[Array, "B K S"] | np.ndarray | None = None,
+        visible: Bool[Array, "B K K"] | None = None,
+        causal: bool | Bool[Array, " B"] | Bool[Array, "B K"] = False,
+        context_len: Int[Array, " B"] | None = None,
+        mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        width: int | None = None,
+    ) -> ForwardOutput:
+        """One pass over the window.
+
+        Args:
+            inputs: Default: the tokens of the window, holes shown as the mask.
+            live: Cells that are queries and fresh keys, one contiguous range a row (default:
+                cells of blocks that are not DUMMY). Of a NumPy array, alike in all rows, it is
+                known while tracing which rows a narrow pass computes and stores: fewer operations.
+            visible: Which block sees which (default: itself and those before it).
+            causal: Token order as well, for a row or for the queries of a block.
+            context_len: Cached prefix seen (default `start`); where a position is both cached
+                and live, the live cell wins.
+            mode: Handed to the model, of a row or of a block.
+            hidden_layers: Residual streams to return.
+            width: Compute only the first `width` live cells of each row; the others have no
+                prediction. The output is a pytree of the window's shape, so passes of several
+                widths may be branches of a `lax.switch`; store outside of it (jaxlib 0.10 copies
+                a pool that two branches write).
+        """
+        ...
+
+    def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Embedding rows of ids."""
+        ...
+
+    def predict(
+        self,
+        hidden: Float[Array, "B *X D"],
+        sampling: Sampling | None = None,
+        keys: PRNGKeyArray | None = None,
+    ) -> TokenStats:
+        """Statistics [B *X] of hidden rows that belong to no cell of the window."""
+        ...
+
+    def drawn_law(
+        self, hidden: Float[Array, "B *X D"], sampling: Sampling
+    ) -> Float[Array, "B *X V"]:
+        """The law that a token of each hidden row is drawn from, as float32 logits.
+
+        -inf for what is never drawn; temperature 0 counts as 1. All of it is in memory: for rules
+        that weigh two laws against each other. Scripts and random models have none.
+        """
+        ...

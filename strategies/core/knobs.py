@@ -1,0 +1,169 @@
+"""Knobs: numbers of a strategy that may differ from request to request.
+
+`split_knobs` takes the fields made by `knob` out of a strategy. They travel as data, one value a
+slot, and `bind_knobs` puts them back as `PerSlot`s. One compiled step serves every value.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float
+
+from .checks import told
+
+
+@jax.tree_util.register_pytree_node_class
+class PerSlot:
+    """A knob's values, one a slot, that must say which axis they go along.
+
+    With B == S a bare comparison would broadcast silently along positions, so there is none:
+    use `.at_block` ([B 1]), `.at_token` ([B 1 1]) or `.values` ([B]).
+    """
+
+    def __init__(self, values: Float[Array, " B"]):
+        self.values = values
+
+    @property
+    def at_block(self) -> Float[Array, "B 1"]:
+        """Values to compare with [B K]."""
+        return self.values[:, None]
+
+    @property
+    def at_token(self) -> Float[Array, "B 1 1"]:
+        """Values to compare with [B K S]."""
+        return self.values[:, None, None]
+
+    def tree_flatten(self):
+        """The values are the one child."""
+        return (self.values,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        """Rebuild around the one child, whatever a transformation put there."""
+        return cls(children[0])
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(
+            "a knob has one value a slot: use knob.at_block with [B, K], knob.at_token with "
+            "[B, K, S], or knob.values with [B]"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = __bool__ = __float__ = __array__ = _refuse
+    __jax_array__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+# Type of a knob field: a float (or an array, one value a slot) to users, a PerSlot inside `step`.
+Knob = Any
+
+
+# What a rule compares with: a knob of the strategy, or one number for all slots.
+Threshold = PerSlot | float
+
+
+def at_block(threshold: Threshold) -> Any:
+    """A threshold to compare with [B K]; a plain number is that of every slot."""
+    return threshold.at_block if isinstance(threshold, PerSlot) else _scalar(threshold)
+
+
+def at_token(threshold: Threshold) -> Any:
+    """A threshold to compare with [B K S]; a plain number is that of every slot."""
+    return threshold.at_token if isinstance(threshold, PerSlot) else _scalar(threshold)
+
+
+def _scalar(threshold: Any) -> Any:
+    shape = np.shape(threshold)
+    if shape:
+        raise ValueError(
+            f"a threshold of shape {shape} does not say its axis; give a knob of the strategy, "
+            "PerSlot(values) with one value a slot, or one number"
+        )
+    return threshold
+
+
+def knob(default: float, low: float = 0.0, high: float = float("inf"), whole: bool = False) -> Any:
+    """A float field of a strategy that each request may override.
+
+    Args:
+        default: Its value when it is not set.
+        low: Smallest legal value.
+        high: Largest legal value.
+        whole: Only whole numbers are legal.
+    """
+    return struct.field(default=default, metadata={"knob": (low, high), "whole": whole})
+
+
+def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
+    """Names of a strategy's knobs and their legal ranges."""
+    return {
+        field.name: field.metadata["knob"]
+        for field in dataclasses.fields(strategy)
+        if "knob" in field.metadata
+    }
+
+
+def whole_knobs(strategy: Any) -> frozenset[str]:
+    """Names of a strategy's knobs that are whole numbers."""
+    fields = dataclasses.fields(strategy)
+    return frozenset(field.name for field in fields if field.metadata.get("whole"))
+
+
+def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
+    """The strategy without its knob values, and those values by name.
+
+    What is left is static, so one compiled step serves every value.
+
+    Raises:
+        ValueError: A value is no number, or outside its range.
+    """
+    ranges = knob_ranges(strategy)
+    check_knobs(strategy)
+    values = {name: getattr(strategy, name) for name in ranges}
+    return strategy.replace(**dict.fromkeys(ranges)), values
+
+
+def check_knob(strategy: Any, name: str, value: Any) -> None:
+    """Raise ValueError unless knob `name` may have `value`.
+
+    Arrays and tracers, of one value a slot or a run, are known by their dtype alone.
+    """
+    if value is None or isinstance(value, PerSlot):  # taken out, or bound
+        return
+    low, high = knob_ranges(strategy)[name]
+    kind = getattr(value, "dtype", None)
+    if kind is not None and not isinstance(value, np.generic):
+        if not jnp.issubdtype(kind, np.number):
+            raise ValueError(f"{name} is an array of {kind}; give numbers in [{low}, {high}]")
+        return
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name}={told(value)} is no number; choose one in [{low}, {high}]")
+    number = math.nan
+    with contextlib.suppress(OverflowError):
+        number = float(value)
+    if not low <= number <= high:
+        raise ValueError(
+            f"{name}={told(value)} is outside [{low}, {high}]; choose a value inside it"
+        )
+    if name in whole_knobs(strategy) and number % 1:
+        raise ValueError(f"{name}={told(value)} is not a whole number; round it")
+
+
+def check_knobs(strategy: Any) -> None:
+    """Raise ValueError unless every knob may have its value."""
+    for name in knob_ranges(strategy):
+        check_knob(strategy, name, getattr(strategy, name))
+
+
+def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
+    """The strategy with each knob bound to its per-slot values (inside the jit)."""
+    return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})

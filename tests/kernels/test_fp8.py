@@ -1,0 +1,306 @@
+"""Matrices and rows in 8 bits against NumPy: in plain XLA, and in Mosaic's interpreter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.kernels.layer import (
+    Fp8Matrix,
+    Fp8Rows,
+    add_rms_norm,
+    fp8,
+    gated_matmul,
+    mosaic,
+    qkv_matmul,
+    split_matmul,
+)
+from dllm_jax.kernels.layer.mosaic import Tiling
+from dllm_jax.models.layers import gate_up_shape
+from tests.kernels.test_layer_mosaic import (
+    EPS,
+    MODELS,
+    close,
+    interpreted,
+    lowered,
+    normal,
+    operands_are_read,  # noqa: F401 (a fixture of every test)
+    real,
+    slow,
+)
+from tests.oracles import fp8 as oracle
+from tests.oracles import layer as layer_oracle
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
+
+
+def float64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def integer_rows(seed, *shape):
+    """Small whole numbers as they are stored, and scales that are powers of two: exact products."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-3, 4, shape).astype(np.float32)
+    scales = 2.0 ** rng.integers(-3, 4, shape[:-1]).astype(np.float32)
+    return jnp.asarray(values).astype(fp8.DTYPE), jnp.asarray(scales.astype(np.float32))
+
+
+def test_every_number_of_the_format_is_kept_and_others_go_to_the_nearest():
+    values = oracle.positive_values()
+    between = (values[1:] + values[:-1]) / 2
+    row = np.concatenate([values, between, between * 1.001, between * 0.999])
+    row = np.concatenate([-row, row]).astype(np.float32)  # 448 is among them: a scale of one
+    got, scale = fp8.quantize(jnp.asarray(row))
+    assert float(scale) == 1
+    assert np.array_equal(float64(got), oracle.rounded(row))
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e-3, 1e3, 1e30, 1e-30])
+def test_quantize_matches_numpy(magnitude):
+    x = normal(0, (5, 64), dtype="float32")[0] * np.float32(magnitude)
+    values, scales = fp8.quantize(jnp.asarray(x))
+    want, want_scales = oracle.quantized(x)
+    assert np.array_equal(scales, want_scales)
+    assert np.array_equal(float64(values), want)
+    restored = float64(values) * float64(scales)[:, None]
+    assert (np.abs(restored - x) <= np.abs(x) / 16 + float64(scales)[:, None] / 512).all()
+    assert np.abs(float64(values)).max() == 448
+
+
+def test_rows_of_zeros_and_the_smallest_numbers_stay_finite():
+    tiny = np.finfo(np.float32).tiny
+    x = np.array([[0, 0], [tiny, 0], [tiny / 8, -tiny], [1e-29, 0], [3e38, 1]], np.float32)
+    values, scales = fp8.quantize(jnp.asarray(x))
+    assert (np.asarray(scales) >= tiny).all()
+    assert np.array_equal(float64(values), [[0, 0], [0, 0], [0, 0], [448, 0], [448, 0]])
+
+
+def test_a_number_that_is_none_stays_in_its_row():
+    x = np.ones((3, 32), np.float32)
+    x[1, 5] = np.nan
+    w = fp8.quantize_matrix(jnp.eye(32))
+    out = np.asarray(fp8.matmul(jnp.asarray(x), w, jnp.float32))
+    assert np.isnan(out[1]).any()
+    np.testing.assert_allclose(out[[0, 2]], 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (48, 2, 4, 8)])
+def test_matmul_matches_numpy(shape):
+    x, w = normal(1, (2, 3, 48), shape, dtype="float32")
+    matrix = fp8.quantize_matrix(jnp.asarray(w))
+    assert matrix.shape == shape
+    got = fp8.matmul(jnp.asarray(x), matrix, jnp.float32)
+    close(got, oracle.matmul(x, w), 1e-2)
+    assert np.abs(float64(got) - np.tensordot(x, w, 1)).mean() < 0.04 * np.abs(got).mean()
+
+
+def test_a_matrix_of_heads_has_its_inputs_joined():
+    (w,) = normal(2, (3, 8, 5), dtype="float32")
+    whole = fp8.quantize_matrix(jnp.asarray(w), num_inputs=2)
+    flat = fp8.quantize_matrix(jnp.asarray(w.reshape(24, 5)))
+    assert all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(flat)))
+    error = np.abs(float64(whole.restored(jnp.float32)) - w.reshape(24, 5))
+    assert error.max() <= np.abs(w).max() / 16
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    """Rows alone, among others, and among others a thousand times as large: bit for bit."""
+    x, w = normal(3, (6, 64), (64, 32))
+    matrix = fp8.quantize_matrix(jnp.asarray(w))
+    held = fp8.quantize_rows(jnp.asarray(x))
+    for i in range(6):
+        alone = fp8.quantize_rows(jnp.asarray(x[i : i + 1]))
+        assert np.array_equal(float64(alone.values)[0], float64(held.values)[i])
+        assert alone.scales[0] == held.scales[i]
+    run = jax.jit(functools.partial(fp8.matmul, w=matrix, dtype=jnp.float32))
+    louder = np.where(np.arange(6)[:, None] == 2, x, x * 1000).astype(x.dtype)
+    assert np.array_equal(run(jnp.asarray(louder))[2], run(jnp.asarray(x))[2])
+
+
+def test_operations_of_a_layer_take_either_kind_of_rows():
+    x, scale, qkv, gate, out = normal(
+        4, (2, 3, 64), (64,), (64, 2, 4, 16), (64, 2, 2, 16), (32, 64)
+    )
+    rows = [jnp.asarray(a) for a in (x, scale)]
+    kept, normed = add_rms_norm(rows[0], rows[0], rows[1], EPS, is_quantized=True)
+    assert isinstance(normed, Fp8Rows)
+    total, plain = add_rms_norm(rows[0], rows[0], rows[1], EPS)
+    assert np.array_equal(kept, total)
+    for call, w in ((qkv_matmul, qkv), (gated_matmul, gate), (split_matmul, out)):
+        matrix = fp8.quantize_matrix(jnp.asarray(w))
+        given, before = (plain[..., :32], None) if call is split_matmul else (plain, normed)
+        got = call(given, matrix)
+        assert got.dtype == x.dtype
+        if before is not None:
+            assert np.array_equal(got, call(before, matrix, dtype=x.dtype))
+            with pytest.raises(ValueError, match="give dtype"):
+                call(before, matrix)
+        product = oracle.matmul(float64(given), np.float32(w))
+        if call is gated_matmul:
+            gates, others = product[..., 0, :], product[..., 1, :]
+            product = (gates / (1 + np.exp(-gates)) * others).reshape(2, 3, -1)
+        close(got, product)
+
+
+def test_triton_says_that_it_has_no_form_for_8_bits():
+    matrix = fp8.quantize_matrix(jnp.ones((32, 32), jnp.bfloat16))
+    x = jnp.ones((8, 32), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="has no form for 8 bits"):
+        split_matmul(x, matrix, implementation="triton")
+    with pytest.raises(NotImplementedError, match="has no form for 8 bits"):
+        add_rms_norm(x, x, x[0], EPS, is_quantized=True, implementation="triton")
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "tiling"),
+    [
+        # Two warpgroups, the second with 8 rows; buffers are used again; parts.
+        ((2, 36), 512, 64, Tiling(depth=128, stages=2, splits=2)),
+        ((32,), 256, 128, Tiling(depth=128, stages=3)),  # fewer rows than a warpgroup, two tiles
+        slow((64,), 1024, 64, Tiling(depth=256, stages=2, splits=2)),
+        slow((128,), 256, 64, Tiling(depth=128, stages=2)),
+    ],
+)
+def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling):
+    x = Fp8Rows(*integer_rows(0, *rows, depth))
+    w = Fp8Matrix(*integer_rows(1, width, depth))
+    got = interpreted(
+        lambda *flat, **how: mosaic.split_matmul(
+            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
+        ),
+        *(x.values, x.scales, w.values, w.scales),
+    )
+    left, right = (float64(a.values) * float64(a.scales)[..., None] for a in (x, w))
+    if tiling.splits == 1:
+        assert got.dtype == jnp.bfloat16
+        assert np.array_equal(got, np.float32(left @ right.T).astype(got.dtype))
+        return
+    shares = np.split(np.arange(depth), tiling.splits)
+    assert got.dtype == np.float32
+    assert np.array_equal(got, [left[..., i] @ right[:, i].T for i in shares])
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "depth", "turns", "tiling"),
+    [
+        ((3, 24), 256, (4, 2, 32), Tiling(columns=128, depth=128, stages=2)),
+        slow((8,), 256, (3, 2, 32), Tiling(columns=192, depth=128, stages=2)),
+    ],
+)
+def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, tiling):
+    x, w = normal(5, (*rows, depth), (depth, *turns))
+    w = (np.float32(w) / np.sqrt(depth)).astype(w.dtype)
+    held, matrix = fp8.quantize_rows(jnp.asarray(x)), fp8.quantize_matrix(jnp.asarray(w))
+    got = interpreted(
+        lambda *flat, **how: mosaic.gated_matmul(
+            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
+        ),
+        *(held.values, held.scales, matrix.values, matrix.scales),
+    )
+    product = oracle.matmul(x, w)
+    gates, others = (np.float64(product[..., i, :].astype(x.dtype)) for i in range(2))
+    close(got, (gates / (1 + np.exp(-gates)) * others).reshape(*rows, -1))
+    plain = gated_matmul(held, matrix, dtype=jnp.bfloat16, implementation="xla")
+    close(got, float64(plain))  # which rounds in the middle of SiLU
+
+
+@needs_mosaic
+@pytest.mark.parametrize("parts", [0, slow(4)])
+def test_a_norm_in_8_bits_is_the_norm_and_then_the_rounding(parts):
+    x, scale = normal(6, (2, 3, 512), (512,))
+    x[0, 1] = 0
+    (y,) = normal(7, (*([parts] if parts else []), 2, 3, 512), dtype="float32")
+    y[..., 0, 1, :] = 0  # the sum of a row is zero
+    run = functools.partial(mosaic.add_rms_norm, eps=EPS)
+    total, normed = interpreted(run, x, y, scale)
+    same, (values, scales) = interpreted(
+        lambda *arrays, **how: (lambda total, rows: (total, (rows.values, rows.scales)))(
+            *run(*arrays, is_quantized=True, **how)
+        ),
+        *(x, y, scale),
+    )
+    assert np.array_equal(total, same)
+    want = fp8.quantize_rows(jnp.asarray(normed))
+    assert np.array_equal(scales, want.scales)
+    assert (float64(values) == float64(want.values)).mean() > 0.999
+    assert not float64(values)[0, 1].any()
+    close(
+        float64(values) * float64(scales)[..., None],
+        layer_oracle.add_rms_norm(x, y, scale, EPS)[1],
+        0.07,
+    )
+
+
+@needs_mosaic
+def test_rows_in_8_bits_do_not_depend_on_each_other_in_mosaic():
+    """All others are NaN, and come out as NaN."""
+    x, w, y = normal(8, (16, 128), (128, 64), (6, 512))
+    matrix = fp8.quantize_matrix(jnp.asarray(w))
+    held = fp8.quantize_rows(jnp.asarray(x))
+
+    def product(values, scales, **how):
+        tiling = Tiling(depth=128, stages=2)
+        return mosaic.split_matmul(
+            Fp8Rows(values, scales), matrix, tiling=tiling, dtype="float32", **how
+        )
+
+    scales = np.where(np.arange(16) == 3, np.asarray(held.scales), np.nan).astype(np.float32)
+    alone, whole = (interpreted(product, held.values, s) for s in (scales, held.scales))
+    assert np.array_equal(alone[3], whole[3])
+    assert np.isnan(np.delete(alone, 3, axis=0)).all()
+
+    def norm(y, **how):
+        _, rows = mosaic.add_rms_norm(y, y, y[0] * 0 + 1, EPS, is_quantized=True, **how)
+        return rows.values, rows.scales
+
+    lonely = np.where(np.arange(6)[:, None] == 0, y, np.nan).astype(y.dtype)
+    for a, b in zip(interpreted(norm, lonely), interpreted(norm, y), strict=True):
+        assert np.array_equal(float64(a[0]), float64(b[0]))
+
+
+def of_model(rows, D, F, G, n, H):
+    """Operation, rows and matrix, as shapes, of each product of a layer in 8 bits."""
+
+    def matrix(K, *N):
+        return Fp8Matrix(real(*N, K, dtype=fp8.DTYPE), real(*N, dtype=jnp.float32))
+
+    def held(K):
+        return Fp8Rows(real(1, rows, K, dtype=fp8.DTYPE), real(1, rows, dtype=jnp.float32))
+
+    return {
+        "qkv": (qkv_matmul, held(D), matrix(D, G, n + 2, H)),
+        "o": (split_matmul, held(G * n * H), matrix(G * n * H, D)),
+        "gate": (gated_matmul, held(D), matrix(*gate_up_shape(D, F))),
+        "down": (split_matmul, held(F), matrix(F, D)),
+    }
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("SDAR-1.7B", 128),
+        *(slow("SDAR-1.7B", rows) for rows in (8, 32, 72)),
+        *(slow("SDAR-8B", rows) for rows in (8, 32, 72, 128)),
+    ],
+)
+def test_a_layer_in_8_bits_lowers_to_one_kernel_an_operation(on_hopper, model, rows):
+    """Shared memory is counted meanwhile."""
+    sizes = MODELS[model]
+    for call, x, w in of_model(rows, *sizes).values():
+        assert lowered(functools.partial(call, dtype=jnp.bfloat16), x, w) == (1, 0)
+    x, scale = real(1, rows, sizes[0]), real(sizes[0])
+    assert lowered(lambda x, s: add_rms_norm(x, x, s, EPS, is_quantized=True), x, scale) == (1, 0)
+
+
+@needs_mosaic
+def test_many_rows_in_8_bits_are_left_to_xla(on_hopper):
+    for call, x, w in of_model(136, *MODELS["SDAR-1.7B"]).values():
+        assert lowered(functools.partial(call, dtype=jnp.bfloat16), x, w) == (0, 0)
