@@ -31,7 +31,8 @@ hypothesis.settings.load_profile("repeatable")
 # without the slow tests also takes XLA's older emitters of kernels (no MLIR for each of some 300
 # in a program) and makes one module of a program: a quarter of what is left. `make test-all` takes
 # the emitters that users have, and so does test_the_command_decodes_as_here_with_users_settings.
-UNOPTIMISED = "--xla_backend_optimization_level=0"
+# A CPU counts as eight devices, of which all but the tests of several devices use the first.
+UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
 FAST = " ".join(
     (
         UNOPTIMISED,

@@ -5,6 +5,7 @@ compiled for each pair at most. Logits are made of the rows that are read alone.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from dllm_jax.api.questions import (
 )
 from dllm_jax.loading.model import Model
 from dllm_jax.models import reference
+from dllm_jax.models.sharding import partitioned
 
 LENGTHS = (128, 512, 1024, 2048, 4096)  # tokens of a text
 COUNTS = (1, 4, 16, 64)  # texts of a forward
@@ -119,6 +121,15 @@ def forward(
         sizes: Tokens of each text, and of its prompt.
         rows: Text and position of each row.
     """
+
+    def body(params: Any, *args: Array) -> Array:
+        return _forward(model.replace(params=params), *args)
+
+    return partitioned(model.split, body, model.params, ids, sizes, rows, labels)
+
+
+def _forward(model: Model, ids: Array, sizes: Array, rows: Array, labels: Array) -> Array:
+    """See `forward`."""
     at = jnp.arange(ids.shape[1])[None]
     is_text = at < sizes[0][:, None]
     visible = _visibility(model, sizes[1], ids.shape[1]) & is_text[:, None]

@@ -17,7 +17,7 @@ from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.models.quantization import Quantization, is_quantized
-from dllm_jax.models.sharding import Split
+from dllm_jax.models.sharding import Split, partitioned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,4 +128,8 @@ class Model(struct.PyTreeNode):
             )
         visible = reference.visibility(attention, ids.shape[1], size)
         mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
-        return reference.dense_logits(self.params, self.config, ids, mask, self.arch)
+
+        def logits(params: Any, ids: Array, mask: Array) -> Array:
+            return reference.dense_logits(params, self.config, ids, mask, self.arch)
+
+        return partitioned(self.split, logits, self.params, ids, mask)

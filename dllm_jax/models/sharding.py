@@ -170,6 +170,18 @@ class Split:
         )(chosen(leaves))
 
 
+def partitioned(split: Split | None, body: Callable[..., Array], params: Any, *args: Any) -> Array:
+    """`body(params, *args)` by XLA's partitioning, for what is no program of the engine.
+
+    The result is whole on every device. Explicit axes of a mesh are automatic inside.
+    """
+    if split is None or AxisType.Explicit not in split.mesh.axis_types:
+        return body(params, *args)
+    whole = split.sharding()
+    args = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, whole), args)
+    return jax.sharding.auto_axes(body, out_sharding=whole)(params, *args)
+
+
 def over_devices(count: int) -> Split:
     """A model split over the first `count` devices.
 

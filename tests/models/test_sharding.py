@@ -1,0 +1,152 @@
+"""Proves that weights on several devices are the same network, and that nothing lies elsewhere.
+
+Axes that do not divide are repeated or padded (`fitted`): logits stay. A device holds its part of
+every leaf that is split. What cannot be shared is refused by name, as is what would be moved in
+every call.
+"""
+
+import ast
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import dllm_jax as dj
+from dllm_jax.api.strategy import with_target
+from dllm_jax.loading.load import place
+from dllm_jax.models import reference
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import parse_config
+from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
+from tests.contract import models as toys
+from tests.oracles.tiny_configs import CONFIGS
+
+ROOT = Path(__file__).resolve().parents[2]
+IDS = np.random.default_rng(0).integers(0, 38, size=(2, 12))
+VISIBLE = np.ones((2, 12, 12), bool)
+
+
+def tiny(family):
+    """Random weights of a family's tiny config: 6 query heads, 2 KV heads, 12 experts, 50 ids."""
+    cfg = parse_config(CONFIGS[family] | {"mask_token_id": 47}).config
+    return cfg, toys.weights(cfg, 3)
+
+
+@pytest.mark.parametrize("parts", [4, 8])
+@pytest.mark.parametrize("family", ["dream", "llada2"])
+def test_fitted_weights_have_the_same_logits(family, parts):
+    cfg, params = tiny(family)
+    whole = fitted(params, cfg, parts)
+    shapes = {name: leaf.shape for layer in whole["layers"] for name, leaf in layer.items()}
+    assert all(shapes[name][AXES[name]] % parts == 0 for name in shapes.keys() & AXES.keys())
+    assert whole["embed"].shape[0] % parts == 0
+    logits = jax.jit(lambda p: reference.dense_logits(p, cfg, IDS, VISIBLE, arch_of(cfg)))
+    wanted, found = logits(params), logits(whole)
+    assert found.shape == wanted.shape == (2, 12, cfg.vocab_size)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_leaves_that_divide_are_left_alone():
+    model = toys.plain()
+    leaves = zip(
+        jax.tree.leaves(fitted(model.params, model.config, 2)),
+        jax.tree.leaves(model.params),
+        strict=True,
+    )
+    # Of two layers, gate and up (three turns) and down are padded; heads and 40 ids divide.
+    assert sum(a is not b for a, b in leaves) == 4
+
+
+def test_a_device_holds_its_part_alone():
+    model = place(toys.experts(), over_devices(4))
+    held = [0] * 4
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        axis = AXES.get(path[-1].key)
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+            assert axis is None or shard.data.shape[axis] * 4 == leaf.shape[axis]
+    assert len(set(held)) == 1
+    assert held[0] < 0.45 * sum(leaf.nbytes for leaf in jax.tree.leaves(toys.experts().params))
+    assert model.split is not None
+    assert model.split.misplaced(model.params) == []
+
+
+def test_reductions_stand_in_few_functions():
+    """The engine adds over devices in two functions; whoever needs a sum calls one of them."""
+    found = set()
+    for folder in ("dllm_jax", "strategies", "pallas_kernels", "checkpoints_convert"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text("utf-8")
+            assert "all_gather" not in text, path
+            tree = ast.parse(text if "psum" in text else "")
+            for node in ast.walk(tree):
+                is_function = isinstance(node, ast.FunctionDef)
+                if is_function and "jax.lax.psum" in ast.unparse(node):
+                    found.add((path.name, node.name))
+    assert found == {("sharding.py", "total"), ("sampling.py", "total")}
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_more_devices_than_there_are_are_refused():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=9 needs 9 devices.*sees 8 \(cpu\)"):
+        over_devices(9)
+
+
+def test_a_mesh_of_two_axes_must_say_which_splits_the_weights():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    with pytest.raises(ValueError, match=r"axes \('data', 'model'\).*axis='model', batch='data'"):
+        as_split(mesh)
+    with pytest.raises(ValueError, match=r"axis='tp' is no axis of the mesh"):
+        dj.Split(mesh)
+    with pytest.raises(ValueError, match=r"batch='data' is the axis that splits the weights"):
+        dj.Split(mesh, "data", "data")
+
+
+def test_networks_that_do_not_add_up_parts_are_refused():
+    with pytest.raises(ValueError, match="a toy model cannot be split over devices"):
+        place(toys.two_modes(), over_devices(2))
+
+
+def test_weights_in_8_bits_are_refused():
+    with pytest.raises(ValueError, match="several devices cannot share weights in 8 bits"):
+        dj.load("builtin:tiny-sdar", quantization="fp8", mesh=over_devices(2))
+
+
+def test_a_split_model_is_not_split_again():
+    model = place(toys.plain(), over_devices(2))
+    assert place(model, over_devices(2)) is model
+    with pytest.raises(ValueError, match="load it with one mesh"):
+        place(model, over_devices(4))
+
+
+def test_a_drafter_on_other_devices_is_refused():
+    """Its weights would be cut and its sums not: drafts would be garbage, texts right."""
+    target, draft = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")
+    split = over_devices(2)
+    with pytest.raises(ValueError, match=r"does not lie on the devices of its target, 2 devices"):
+        with_target(place(target, split), draft)
+    with pytest.raises(ValueError, match=r"does not lie on the devices of its target, one device"):
+        with_target(target, place(draft, split))
+    joined = with_target(place(target, split), place(draft, split))
+    assert split.misplaced(joined.params) == []
+
+
+def test_a_misplaced_leaf_is_refused_by_name():
+    split = over_devices(2)
+    model = place(toys.plain(), split)
+    moved = model.params | {"lm_head": jax.device_put(model.params["lm_head"], split.sharding())}
+    with pytest.raises(ValueError, match=r"1 leaves of .* the first is \['lm_head'\]"):
+        dj.LLM(model.replace(params=moved), max_num_seqs=2, num_pages=8, warm_up=False)
+
+
+def test_an_engine_splits_no_rows():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    model = place(toys.plain(), dj.Split(mesh, "model", "data"))
+    with pytest.raises(ValueError, match="the model's mesh splits rows along 'data'"):
+        dj.LLM(model)
+    with pytest.raises(ValueError, match="3 prompts cannot be split over the 2 groups"):
+        dj.generate(model, [[1], [2], [3]], max_tokens=4)

@@ -1,0 +1,265 @@
+"""Proves that programs over several devices give the texts of one, by the planned reductions alone.
+
+Truths are the same requests on one device: tokens, lengths, forwards, finish reasons. On CPU
+devices every program here is compiled with JAX's types of what differs between devices, so each
+also proves that all devices hold the same state; three programs without a reduction are refused.
+The compiled text is counted: two reductions a layer, one of the embedding, one of the readout.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import dllm_jax as dj
+from dllm_jax.api import generate as api
+from dllm_jax.loading.load import place
+from dllm_jax.models import dense
+from dllm_jax.models.sharding import over_devices
+from dllm_jax.runner import forward, warmup
+from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.strategies import DFlash, MultiBD
+from dllm_jax.strategies.core.sampling import Shard
+from tests.contract import engine as toy
+from tests.contract import models
+from tests.contract.cases import case
+from tests.runner.test_no_copies import NUM_PAGES, QUICK, pool_sized
+
+PROMPTS = np.random.default_rng(0).integers(0, 37, size=(6, 12))
+# Greedy, drawn, and drawn with top-k and the nucleus, in one batch.
+DRAWN = {
+    "temperature": jnp.asarray([0.0, 0.8, 1.0] * 2),
+    "top_k": jnp.asarray([0, 0, 5] * 2),
+    "top_p": jnp.asarray([1.0, 1.0, 0.9] * 2),
+    "key": jax.random.key(4),
+    "max_tokens": 16,
+}
+CONFIG = dj.EngineConfig(
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=8,
+    num_pages=14,  # less than four texts take
+    slot_buckets=(4,),
+    prefill_buckets=(16,),
+)
+
+
+def assert_same(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def with_bias():
+    """A model with biases everywhere and a tied head."""
+    model = models.plain(5, qkv_bias=True, o_bias=True, tie_embeddings=True)
+    params = {**model.params, "embed": 3 * model.params["embed"]}
+    del params["lm_head"]
+    return model.replace(params=params)
+
+
+KINDS = {"plain": models.plain, "experts": models.experts, "with_bias": with_bias}
+
+
+@functools.cache
+def alone(kind):
+    return dj.generate(KINDS[kind](), PROMPTS, **DRAWN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("plain", 2), ("plain", 8), ("experts", 4), ("experts", 8), ("with_bias", 8)],
+)
+def test_generate_gives_the_texts_of_one_device(kind, parts):
+    model = place(KINDS[kind](), over_devices(parts))
+    assert_same(dj.generate(model, PROMPTS, **DRAWN), alone(kind))
+
+
+@pytest.mark.parametrize("name", ["d2f_whole_full", "edit", "dmax", "soft_parallel", "canvas"])
+def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
+    """Full prompts, revisions, mixtures of embeddings, expectations, whole texts."""
+    strategy, model = case(name).strategy, case(name).model
+    how = {"max_tokens": 12, "temperature": DRAWN["temperature"], "key": DRAWN["key"]}
+    wanted = dj.generate(model, PROMPTS, strategy, **how)
+    found = dj.generate(place(model, over_devices(2)), PROMPTS, strategy, **how)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-qwen3"])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_builtin_models_give_the_texts_of_one_device(name, parts):
+    """With its drafter, drafts and accepted drafts are those of one device too."""
+    model = dj.load(f"builtin:{name}")
+    texts = [f"<|user|>What is {a} plus {3 * a}?<|assistant|>" for a in range(2, 8)]
+    prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    how = {**DRAWN, "max_tokens": 24}
+    if name == "tiny-qwen3":
+        how |= {"draft": "builtin:tiny-qwen3-dflash", "strategy": DFlash(width=4)}
+        del how["top_k"], how["top_p"]
+    split = over_devices(parts)
+    assert_same(
+        dj.generate(place(model, split), prompts, **how), dj.generate(model, prompts, **how)
+    )
+
+
+# --- the user's own mesh --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [None, "data"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_generate_runs_under_a_users_mesh(kind, batch):
+    names = ("data", "model")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), names)
+    if kind == "explicit":
+        mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4])
+    model = place(models.plain(), dj.Split(mesh, "model", batch))
+    assert_same(dj.generate(model, PROMPTS, **DRAWN), alone("plain"))
+    run = jax.jit(lambda model, ids: dj.generate(model, ids, **DRAWN))
+    assert_same(run(model, jnp.asarray(PROMPTS)), alone("plain"))
+    with jax.set_mesh(mesh):
+        assert_same(run(model, jnp.asarray(PROMPTS)), alone("plain"))
+    session = api.start(model, PROMPTS, **DRAWN)
+    for _ in range(2):
+        session = api.advance(model, session, 40)
+    np.testing.assert_array_equal(session.state.output, alone("plain").tokens)
+    ids = PROMPTS[:, :12]
+    np.testing.assert_allclose(model.logits(ids), models.plain().logits(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_a_vmap_over_thresholds_gives_the_texts_of_one_device():
+    thresholds = jnp.asarray([0.3, 0.6, 0.9])
+
+    def texts(model):
+        def of(threshold):
+            strategy = MultiBD(accept_threshold=threshold, block_size=4, buffer_size=4)
+            return dj.generate(model, jnp.asarray(PROMPTS), strategy, max_tokens=16)
+
+        return jax.jit(jax.vmap(of))(thresholds)
+
+    assert_same(texts(place(models.plain(), over_devices(2))), texts(models.plain()))
+
+
+def test_a_trajectory_is_that_of_one_device():
+    model, prompt = models.plain(), PROMPTS[0].tolist()
+    found = dj.record(place(model, over_devices(2)), prompt, max_tokens=8)
+    wanted = dj.record(model, prompt, max_tokens=8)
+    assert (found.tokens, found.nfe) == (wanted.tokens, wanted.nfe)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def texts(llm):
+    """Texts, reasons and forwards of ten requests, some of which share a prefix."""
+    prompts = [
+        row[:size].tolist() for row, size in zip(PROMPTS, (5, 9, 12, 12, 8, 11), strict=True)
+    ]
+    prompts += [prompt + [1, 2, 3] for prompt in prompts[2:4]] * 2
+    params = [
+        dj.SamplingParams(
+            max_tokens=24,
+            temperature=(0.0, 0.8, 1.0)[i % 3],
+            top_k=(None, None, 5)[i % 3],
+            top_p=(None, None, 0.9)[i % 3],
+            seed=i,
+            ignore_eos=True,
+        )
+        for i in range(len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    return [
+        (output.outputs[0].token_ids, output.outputs[0].finish_reason, output.metrics.nfe)
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("plain", 2), ("experts", 4)])
+def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts):
+    one = dj.LLM(KINDS[kind](), config=CONFIG)
+    many = dj.LLM(KINDS[kind](), config=CONFIG, tensor_parallel_size=parts)
+    with_compiles = jax.monitoring.register_event_duration_secs_listener
+    compiles = []
+    with_compiles(lambda name, *_, **__: compiles.append(name) if "backend" in name else None)
+    found = texts(many)
+    assert compiles == [], "a program was compiled after warm-up"
+    assert found == texts(one)
+    stats = many.engine.stats()
+    assert stats.num_preemptions
+    assert stats.prefix_hits
+    assert stats.num_late_compiles == 0
+    # A device's share: pages by heads, weights by parts.
+    heads = one.engine.runner.programs.model.config.num_kv_heads
+    copies = parts // math.gcd(parts, heads)
+    assert many.memory.page_bytes == one.memory.page_bytes * copies // parts
+    assert many.memory.weights_bytes < one.memory.weights_bytes
+    assert many.memory.slot_bytes == one.memory.slot_bytes
+
+
+def test_a_command_line_takes_tp(capsys):
+    from dllm_jax.cli import main
+
+    argv = ["generate", "What is 2 plus 3?", "--max-tokens", "8", "--chat"]
+    answers = []
+    for tp in ("1", "2"):
+        assert main([*argv, "--tp", tp]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
+
+
+# --- what is compiled -----------------------------------------------------------------------------
+
+
+def reductions(text):
+    """All-reduces of a compiled program outside of searches for thresholds, and those within."""
+    assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
+    shapes = re.findall(r"= \(?(\w+\[[\d,]*\])\S* all-reduce(?:-start)?\(", text)
+    found = re.findall(r" all-reduce(?:-start)?\(", text)
+    assert len(shapes) == len(found)
+    return [s for s in shapes if not s.endswith(",15]")], [s for s in shapes if s.endswith(",15]")]
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_programs_hold_the_planned_reductions_and_copy_no_pool(parts):
+    model = place(models.plain(), over_devices(parts))
+    device = toy.make_device("multi_bd", model=model, allocate=False, num_pages=NUM_PAGES)
+    assert isinstance(device, ModelRunner)
+    shapes = jax.tree.leaves(device.shapes().pools)
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
+    layers = model.config.num_layers
+    seen = set()
+    for one in warmup.every_program(device.layout, device.num_words):
+        program = device.lower(one.call(device)).compile(QUICK)
+        text, kind = program.as_text(), one.name.split()[0]
+        plain, search = reductions(text)
+        # Of top-k and the nucleus: two searches, and peak and mass between them.
+        drawn = 1 if kind == "decode" else 0
+        wanted = {"decode": 2 * layers + 2, "prefill": 2 * layers + 1}.get(kind, 0)
+        assert (len(plain), len(search)) == (wanted + drawn, 2 * drawn), (one.name, plain)
+        assert not pool_sized(text), one.name
+        assert program.memory_analysis().alias_size_in_bytes >= cache / parts, one.name
+        seen.add(kind)
+    assert seen >= {"decode", "prefill", "admit", "restore"}
+
+
+def without(target, name):
+    """A program whose reduction `name` of a module or class is left out."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(target, name, lambda y, *_: y)
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(dense, "total"), (forward, "total"), (Shard, "of_all")]
+)
+def test_a_program_without_a_reduction_does_not_trace(target, name):
+    model = place(models.plain(), over_devices(2))
+    keep = (lambda self, y: y[None]) if target is Shard else (lambda y, *_: y)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="varying"):
+        patch.setattr(target, name, keep)
+        jax.clear_caches()
+        dj.generate(model, PROMPTS, max_tokens=4 + len(name))
