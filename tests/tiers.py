@@ -53,6 +53,7 @@ LONG: dict[str, str | None] = {
     "models/test_family_defaults.py": "token_by_token",
     "models/test_family_logits.py": "bfloat16|reference",
     "models/test_family_routing.py": None,
+    "models/test_sharding.py": "dream-8|llada2-4|drafter",
     "benchmarks/test_compile_h200.py": None,
     "benchmarks/test_dflash_gpu.py": None,
     "benchmarks/test_run_gpu.py": None,
@@ -68,6 +69,8 @@ LONG: dict[str, str | None] = {
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
     "runner/test_many_rows.py": None,
+    "runner/test_several_devices.py": "generate|strategy|builtin|vmap|trajectory|engine|command"
+    "|planned|snapshot|decide",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
     "serve/test_decisions.py": None,
@@ -88,6 +91,7 @@ LONG: dict[str, str | None] = {
     "strategies/test_recording.py": None,
     "strategies/test_short_prompts.py": None,
     "strategies/test_strategy_batch.py": None,
+    "strategies/test_shards.py": "1000-2|inf|773-8-mixed|17-8-greedy",
     "strategies/test_stuck.py": "everything_that_decodes",
     "tasks/test_evaluate.py": None,
     "trace/test_page.py": "command_puts",
@@ -115,8 +119,10 @@ VERSIONS = (
     "runner/test_engine_faults.py",
     "runner/test_many_rows.py",
     "runner/test_no_copies.py",
+    "runner/test_several_devices.py",
     "strategies/test_by_class.py",
     "strategies/test_contract.py",
+    "strategies/test_shards.py",
     "training/test_training_loop.py",
 )
 # Of the gate's cases, those that differ between versions.

@@ -31,6 +31,7 @@ from dllm_jax.engine.requests import DraftMetrics, Request, SamplingParams
 from dllm_jax.engine.scheduler import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
+from dllm_jax.models.sharding import AXES
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.needs import Needs
@@ -147,16 +148,26 @@ def _model_facts(model: Model) -> dict[str, Any]:
         "source": model.source,
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
+        "tensor_parallel_size": 1 if model.split is None else model.split.num_parts,
         "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
         "weights": _weights(model),
     }
 
 
 def _weights(model: Model) -> str | None:
-    """A digest of the small leaves; None if the device can no longer be read."""
+    """A digest of the small leaves; None if the device can no longer be read.
+
+    It does not depend on the devices that share the model: of leaves that are split, and so may be
+    padded, only the ids' rows count.
+    """
     digest = hashlib.sha256()
     try:
-        for leaf in jax.tree.leaves(model.params):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+            name = getattr(path[-1], "key", "")
+            if name in ("embed", "lm_head"):
+                leaf = leaf[: model.config.vocab_size]
+            elif name in AXES:
+                continue
             if leaf.size <= _HASHED:
                 digest.update(np.asarray(leaf).tobytes())
     except jax.errors.JaxRuntimeError:

@@ -149,6 +149,18 @@ def add_attention_flag(parser: Any) -> None:
     )
 
 
+def add_devices_flag(parser: Any) -> None:
+    """--tensor-parallel-size."""
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="devices that share the model (default: 1)",
+    )
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> None:
     """Sizes of the engine; see `engine.make_llm`.
 
@@ -190,14 +202,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
         "--no-prefix-caching", action="store_true", help="compute equal prefixes every time"
     )
     add_attention_flag(group)
-    group.add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="devices that share the model (default: 1)",
-    )
+    add_devices_flag(group)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool = True) -> None:

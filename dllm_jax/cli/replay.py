@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_source_flags(parser)
     flags.add_attention_flag(parser)
+    flags.add_devices_flag(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a forward")
     group.add_argument("--watch", action="store_true", help="draw the window as it denoises")

@@ -40,8 +40,7 @@ class Shard(NamedTuple):
         """The numbers of every device on each of them; for few, as they cross in float32."""
         # A sum of arrays that are zero elsewhere: a gather would not be known to be the same.
         mine = jnp.arange(jax.lax.axis_size(self.axis)) == jax.lax.axis_index(self.axis)
-        # Adding -0.0 changes no number, not even a zero's sign.
-        placed = jnp.where(mine.reshape(-1, *(1,) * numbers.ndim), numbers[None], -0.0)
+        placed = jnp.where(mine.reshape(-1, *(1,) * numbers.ndim), numbers[None], 0.0)
         return self.total(placed)
 
     def total(self, numbers: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -731,7 +731,8 @@ def test_outputs_have_the_promised_fields():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; use 1"),
+        ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 needs 9 devices, this process sees"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number"),
         ({"seed": -1}, "seed=-1 must be a whole number"),
         ({"seed": True}, "seed=True must be a whole number"),
         ({"seed": "x"}, "seed='x' must be a whole number"),

@@ -6,7 +6,9 @@ also proves that all devices hold the same state; three programs without a reduc
 The compiled text is counted: two reductions a layer, one of the embedding, one of the readout.
 """
 
+import dataclasses
 import functools
+import json
 import math
 import re
 
@@ -18,6 +20,8 @@ from jax.sharding import Mesh
 
 import dllm_jax as dj
 from dllm_jax.api import generate as api
+from dllm_jax.api import snapshot as snapshots
+from dllm_jax.cli import main
 from dllm_jax.loading.load import place
 from dllm_jax.models import dense
 from dllm_jax.models.sharding import over_devices
@@ -25,6 +29,7 @@ from dllm_jax.runner import forward, warmup
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, MultiBD
 from dllm_jax.strategies.core.sampling import Shard
+from tests.api.test_snapshot import break_device
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case
@@ -56,12 +61,15 @@ def assert_same(found, wanted):
 
 def with_bias():
     """A model with biases everywhere and a tied head."""
-    model = models.plain(5, qkv_bias=True, o_bias=True, tie_embeddings=True)
-    params = {**model.params, "embed": 3 * model.params["embed"]}
+    model = models.plain(5, qkv_bias=True, o_bias=True)
+    params = {**model.params, "embed": model.params["lm_head"]}
     del params["lm_head"]
-    return model.replace(params=params)
+    return model.replace(
+        params=params, config=dataclasses.replace(model.config, tie_embeddings=True)
+    )
 
 
+MULTI_BD = MultiBD(block_size=4, buffer_size=4)
 KINDS = {"plain": models.plain, "experts": models.experts, "with_bias": with_bias}
 
 
@@ -79,7 +87,9 @@ def test_generate_gives_the_texts_of_one_device(kind, parts):
     assert_same(dj.generate(model, PROMPTS, **DRAWN), alone(kind))
 
 
-@pytest.mark.parametrize("name", ["d2f_whole_full", "edit", "dmax", "soft_parallel", "canvas"])
+@pytest.mark.parametrize(
+    "name", ["d2f_whole_full", "edit", "dmax", "soft_parallel", "full_sequence"]
+)
 def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
     """Full prompts, revisions, mixtures of embeddings, expectations, whole texts."""
     strategy, model = case(name).strategy, case(name).model
@@ -89,6 +99,8 @@ def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
     assert_same(found, wanted)
 
 
+# Large programs: 20 s each to compile.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-qwen3"])
 @pytest.mark.parametrize("parts", [2, 8])
 def test_builtin_models_give_the_texts_of_one_device(name, parts):
@@ -158,7 +170,7 @@ def texts(llm):
     prompts = [
         row[:size].tolist() for row, size in zip(PROMPTS, (5, 9, 12, 12, 8, 11), strict=True)
     ]
-    prompts += [prompt + [1, 2, 3] for prompt in prompts[2:4]] * 2
+    prompts += [[*prompt, 1, 2, 3] for prompt in prompts[2:4]] * 2
     params = [
         dj.SamplingParams(
             max_tokens=24,
@@ -200,14 +212,39 @@ def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts):
     assert many.memory.slot_bytes == one.memory.slot_bytes
 
 
-def test_a_command_line_takes_tp(capsys):
-    from dllm_jax.cli import main
+def test_a_snapshot_of_several_devices_is_replayed_on_one(tmp_path, monkeypatch):
+    """A slot's words hold no weights and no pool: they are the same on every device."""
+    prompt = PROMPTS[0].tolist()
+    params = dj.SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    many, one = (
+        dj.LLM(models.plain(), MULTI_BD, config=CONFIG, tensor_parallel_size=n, warm_up=False)
+        for n in (8, 1)
+    )
+    many.engine._save_snapshot = snapshots.snapshot_saver(
+        many.model, many.strategy, CONFIG, tmp_path
+    )
+    break_device(many, 3, monkeypatch)
+    many.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    snapshot = snapshots.load_snapshot(folder)
+    assert snapshot.model["tensor_parallel_size"] == 8
+    assert snapshot.texts[0].slot is not None
+    assert 0 < len(snapshot.texts[0].tokens) < 24
+    engine, request_id = snapshots.resume(snapshot, 0, models.plain())
+    outputs = []
+    while engine.has_work:
+        outputs += [output for output in engine.step() if output.request_id == request_id]
+    (wanted,) = one.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    assert outputs[-1].outputs[0].token_ids == wanted.outputs[0].token_ids
 
-    argv = ["generate", "What is 2 plus 3?", "--max-tokens", "8", "--chat"]
+
+def test_a_command_line_takes_tp(random_folder, capsys):
+    argv = ["generate", "2 plus 3?", "--model", str(random_folder), "--max-tokens", "8"]
     answers = []
     for tp in ("1", "2"):
-        assert main([*argv, "--tp", tp]) == 0
-        answers.append(capsys.readouterr().out)
+        assert main([*argv, "--json", "--tp", tp]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["text"])
     assert answers[0] == answers[1] != ""
 
 
@@ -246,20 +283,15 @@ def test_programs_hold_the_planned_reductions_and_copy_no_pool(parts):
     assert seen >= {"decode", "prefill", "admit", "restore"}
 
 
-def without(target, name):
-    """A program whose reduction `name` of a module or class is left out."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(target, name, lambda y, *_: y)
-    return patch
-
-
 @pytest.mark.parametrize(
-    ("target", "name"), [(dense, "total"), (forward, "total"), (Shard, "of_all")]
+    ("target", "name", "size"),
+    [(dense, "total", 5), (forward, "total", 6), (Shard, "of_all", 7)],
+    ids=["layer", "embedding", "readout"],
 )
-def test_a_program_without_a_reduction_does_not_trace(target, name):
+def test_a_program_without_a_reduction_does_not_trace(target, name, size, monkeypatch):
+    """The size is one of each case's own: programs of other tests are kept."""
     model = place(models.plain(), over_devices(2))
     keep = (lambda self, y: y[None]) if target is Shard else (lambda y, *_: y)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="varying"):
-        patch.setattr(target, name, keep)
-        jax.clear_caches()
-        dj.generate(model, PROMPTS, max_tokens=4 + len(name))
+    monkeypatch.setattr(target, name, keep)
+    with pytest.raises(TypeError, match="varying"):
+        dj.generate(model, PROMPTS, max_tokens=size)
