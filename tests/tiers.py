@@ -69,8 +69,8 @@ LONG: dict[str, str | None] = {
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
     "runner/test_many_rows.py": None,
-    "runner/test_several_devices.py": "generate|strategy|builtin|vmap|trajectory|engine|command"
-    "|planned|snapshot|decide",
+    "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
+    "|engine|command|snapshot|pool.8",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
     "serve/test_decisions.py": None,

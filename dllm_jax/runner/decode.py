@@ -149,7 +149,8 @@ def state_specs(split: Split) -> DecodeState:
     """
     rows = row_specs(split)
     fields: dict[str, Any] = {field.name: rows for field in dataclasses.fields(DecodeState)}
-    return DecodeState(**fields | {"pools": PartitionSpec(split.batch, split.axis)})
+    fields["pools"] = PartitionSpec(split.batch, split.axis)
+    return DecodeState(**fields)
 
 
 def row_specs(split: Split) -> PartitionSpec:

@@ -9,6 +9,7 @@ import ast
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -24,8 +25,8 @@ from tests.contract import models as toys
 from tests.oracles.tiny_configs import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
-IDS = np.random.default_rng(0).integers(0, 38, size=(2, 12))
-VISIBLE = np.ones((2, 12, 12), bool)
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 38, size=(2, 12)))
+VISIBLE = jnp.ones((2, 12, 12), bool)
 
 
 def tiny(family):

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from tests.contract import models
 from tests.contract.cases import case
 from tests.runner.test_no_copies import NUM_PAGES, QUICK, pool_sized
 
-PROMPTS = np.random.default_rng(0).integers(0, 37, size=(6, 12))
+PROMPTS: Any = np.random.default_rng(0).integers(0, 37, size=(6, 12))
 # Greedy, drawn, and drawn with top-k and the nucleus, in one batch.
 DRAWN = {
     "temperature": jnp.asarray([0.0, 0.8, 1.0] * 2),
@@ -194,10 +195,16 @@ def texts(llm):
 def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts):
     one = dj.LLM(KINDS[kind](), config=CONFIG)
     many = dj.LLM(KINDS[kind](), config=CONFIG, tensor_parallel_size=parts)
-    with_compiles = jax.monitoring.register_event_duration_secs_listener
     compiles = []
-    with_compiles(lambda name, *_, **__: compiles.append(name) if "backend" in name else None)
-    found = texts(many)
+
+    def note(event: str, duration_secs: float, **_: str | int) -> None:
+        compiles.extend([event] if "backend_compile" in event else [])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        found = texts(many)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
     assert compiles == [], "a program was compiled after warm-up"
     assert found == texts(one)
     stats = many.engine.stats()
@@ -271,14 +278,15 @@ def test_programs_hold_the_planned_reductions_and_copy_no_pool(parts):
     seen = set()
     for one in warmup.every_program(device.layout, device.num_words):
         program = device.lower(one.call(device)).compile(QUICK)
-        text, kind = program.as_text(), one.name.split()[0]
+        text, kind = str(program.as_text()), one.name.split()[0]
         plain, search = reductions(text)
         # Of top-k and the nucleus: two searches, and peak and mass between them.
         drawn = 1 if kind == "decode" else 0
         wanted = {"decode": 2 * layers + 2, "prefill": 2 * layers + 1}.get(kind, 0)
         assert (len(plain), len(search)) == (wanted + drawn, 2 * drawn), (one.name, plain)
         assert not pool_sized(text), one.name
-        assert program.memory_analysis().alias_size_in_bytes >= cache / parts, one.name
+        memory: Any = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= cache / parts, one.name
         seen.add(kind)
     assert seen >= {"decode", "prefill", "admit", "restore"}
 

@@ -82,7 +82,7 @@ def test_parts_say_what_the_whole_says(V, num_parts, kind):
         np.take_along_axis(np.asarray(logits), np.asarray(x.top_ids), 1) for x in (found, wanted)
     ]
     sure = np.asarray(wanted.top_probs) > 0
-    np.testing.assert_array_equal(*(np.where(sure, each, 0) for each in top))
+    np.testing.assert_array_equal(np.where(sure, top[0], 0), np.where(sure, top[1], 0))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
