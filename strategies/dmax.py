@@ -1,7 +1,6 @@
 """DMax: filled cells stay soft and are drawn anew until their block no longer changes.
 
-1. A block is filled from the left: in each step the run of holes up to the first unsure one, at
-   least one hole.
+1. A step fills the holes of a block from the left up to the first unsure one, one at least.
 2. A filled cell shows a mixture of its token's embedding and the mask's, weighted by how sure the
    model is. It takes the model's new token in every step, so that early mistakes can be mended.
 3. A complete block leaves when a step changed nothing, when the model is sure of all of it, or when
@@ -39,7 +38,8 @@ class DMax(Strategy):
         commit_confidence: A complete block leaves at once when all its cells have this (>=).
         token_merge_weight: Weight of the mixture in "iter_smooth_topk"; 0 turns either merge off.
         merge: What a filled cell shows. "dmax_topk": its token and the mask, by its probability.
-            "iter_smooth_topk": its token, and the `token_merge_top_k` likeliest ones on top.
+            "iter_smooth_topk": its token, and the likeliest ones on top.
+        token_merge_top_k: How many those are.
         renormalize: Scale "dmax_topk" to the weighted mean of its two norms.
         compat: "diffulex": filled cells count as certain, the commit shows the last mixtures, and
             a block may take any number of steps.
