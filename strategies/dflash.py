@@ -34,7 +34,7 @@ from flax import struct
 from jaxtyping import Array
 
 from .core import blocks, drafting, random, rejection
-from .core.draft_settings import check_costs, check_widths
+from .core.draft_settings import bound, check_widths, costs_of
 from .core.needs import Needs
 from .core.protocol import Strategy, Taps
 from .core.state import Carry, StepInfo
@@ -114,20 +114,7 @@ class DFlash(Strategy):
             ValueError: The strategy has layers of its own that are not those, or sizes, widths or
                 costs that cannot be.
         """
-        layers = tuple(draft_config.target_layer_ids)
-        if self.target_layer_ids is not None and tuple(self.target_layer_ids) != layers:
-            raise ValueError(
-                f"target_layer_ids={self.target_layer_ids} are not {layers}, which the draft was "
-                "trained with; leave target_layer_ids out"
-            )
-        size, widths = self.draft_block_size, self.widths
-        bound = self.replace(
-            draft_block_size=draft_config.block_size if size is None else size,
-            target_layer_ids=layers,
-            widths=tuple(widths) if isinstance(widths, list) else widths,
-        )
-        widths = check_widths(bound, self.buffer_size)
-        return bound.replace(costs=check_costs(self.costs, widths))
+        return bound(self, draft_config)
 
     def init(self, spec):
         """How the drafts of a request fared, and what is expected of those in its slot."""
@@ -155,13 +142,11 @@ class DFlash(Strategy):
             choice = self.choice(state)
             width = jnp.asarray(widths, jnp.int32)[choice]
             out, context, truth, right = jax.lax.switch(choice, rounds, state)
-        buffer = state.buffer
         cell = jnp.arange(self.block_size, dtype=jnp.int32)[None, None]
         count = jnp.ones_like(right)  # what may be emitted
         if widths != (1,):
-            ends = drafting.run_end(state, jnp.where(cell == 0, buffer.tokens, truth)[:, 0])
-            room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
-            count = jnp.clip(room, 1, 1 + right)
+            text = jnp.where(cell == 0, state.buffer.tokens, truth)[:, 0]
+            count = drafting.emitted(state, text, right)
         kept = cell < count[:, None, None]
         state = context.store(out.store(state, kept), kept)
         state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
@@ -204,13 +189,7 @@ class DFlash(Strategy):
         if self.acceptance == "rejection":
             truth, right = rejection.judge(forward, draft, state, out, drafted, block[:, 0, :width])
             return out, context, truth, right
-        keys = random.position_keys(state)
-        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
-        if width == 1:
-            return out, context, truth, jnp.zeros_like(state.finish)
-        is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
-        right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
-        return out, context, truth, right.astype(jnp.int32)
+        return out, context, *drafting.match(out, state, block, width)
 
     def _context(self, forward, out, view, where, width):
         """The drafter's keys and values of the rows `where` of the target's pass `out`."""
@@ -229,13 +208,7 @@ class DFlash(Strategy):
     def choice(self, state) -> Array:
         """Which of `choices` the next step has."""
         check_widths(self, state.buffer.tokens.shape[1])  # a loop runs single ones of them
-        same = (1.0,) * len(self.choices)
-        costs = jnp.asarray(same if self.costs is None else self.costs, jnp.float32)
-        if costs.shape != (len(same),):
-            raise ValueError(
-                f"costs have shape {costs.shape}; give one for each of the widths {self.choices}"
-            )
-        return drafting.choose_width(state, self.choices, costs)
+        return drafting.choose_width(state, self.choices, costs_of(self.costs, self.choices))
 
 
 STRATEGY = DFlash

@@ -13,9 +13,11 @@ Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from . import blocks
+from . import blocks, random
+from .forward import ForwardOutput
 from .state import RUNNING, DecodeState
 
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
@@ -58,6 +60,44 @@ def no_estimates(size: int) -> dict[str, Array]:
     """
     chance = jnp.full((1, size - 1), FIRST_CHANCE, jnp.float32)
     return {CHANCE: chance, IDLE: jnp.zeros((1,), jnp.int32)}
+
+
+def match(
+    out: ForwardOutput, state: DecodeState, block: Int[Array, "B 1 S"], width: int
+) -> tuple[Int[Array, "B 1 S"], Int[Array, " B"]]:
+    """What the target draws behind the anchor, and how many drafts are that.
+
+    Args:
+        out: The pass of the target.
+        block: The anchor and the drafts behind it.
+        width: Cells that are judged.
+
+    Returns:
+        The tokens by cells, and the number of right drafts up to the first wrong one.
+    """
+    # Known while tracing, so that what is narrow is cut out and not gathered.
+    cell = np.broadcast_to(np.arange(block.shape[2], dtype=np.int32), block.shape)
+    keys = random.position_keys(state)
+    truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
+    if width == 1:
+        return truth, jnp.zeros_like(state.finish)
+    is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
+    right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
+    return truth, right.astype(jnp.int32)
+
+
+def emitted(
+    state: DecodeState, text: Int[Array, "B S"], right: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Tokens that a round emits: the right drafts and one more, to the limit or a run's end.
+
+    Args:
+        text: The anchor and what follows it.
+        right: Drafts that were right, up to the first that was not.
+    """
+    ends, buffer = run_end(state, text), state.buffer
+    room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
+    return jnp.clip(room, 1, 1 + right)
 
 
 def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
