@@ -1,18 +1,18 @@
-"""DiffusionGemma: a canvas of random tokens, denoised whole until its likeliest text stands still.
+"""DiffusionGemma: a canvas of random tokens, denoised whole until its likeliest text is stable.
 
-The model has no mask. A block is a canvas; it begins as uniform noise and is run in decoder mode,
-in which its cells see each other, each with what the last step expected at it. In a step:
+The model has no mask. A block is a canvas that begins as uniform noise and runs in decoder mode:
+its cells see each other, each with the expectation of the last step. A step:
 
 1. Every cell is read at the temperature of the schedule, which falls with the canvas's own steps:
-   a token drawn, the likeliest one, the entropy, the expected embedding.
-2. The cells of least entropy whose sum stays within a budget show their draw next; every other
-   cell shows fresh noise, whatever it showed before.
-3. The likeliest tokens are the text. It is final when as many steps in a row as asked for left it
-   as it was and its mean entropy is low enough, or after the last step of the schedule.
+   a drawn token, the likeliest one, the entropy, the expected embedding.
+2. The cells of least entropy whose sum stays within a budget show their draw next. Every other cell
+   shows fresh noise, whatever it showed before.
+3. The likeliest tokens are the text. It is final when enough steps in a row left it unchanged and
+   its mean entropy is low enough, or after the last step of the schedule.
 
-Then the text goes through the model once more in encoder mode, in token order, as a prompt does:
-its keys and values are those of a prefill. The last canvas of a request is not stored. With few
-slots the next canvas begins in the pass that stores the one before it, with the same text.
+Then the text runs once more in encoder mode, in token order, as a prompt does: its keys and values
+are those of a prefill. The last canvas of a request is not stored. With few slots the next canvas
+begins in the pass that stores the one before it, with the same text.
 
 Source: DiffusionGemma (transformers 5.23, `DiffusionGemmaGenerationMixin`); the budget is
 EB-Sampler's (arXiv 2505.24857).
@@ -43,14 +43,14 @@ class DiffusionGemma(Strategy):
     Attributes:
         max_denoising_steps: Steps of the schedule: the most that a canvas takes.
         t_min, t_max: Temperatures between which the schedule falls, the higher one first; a
-            request's own temperature is a factor. At 0 nothing is drawn and the law is as at 1.
+            request's own temperature is a factor; at 0 nothing is drawn and the factor is 1.
         entropy_bound: Nats that a step may keep beside its surest cell.
         stability_threshold: Steps in a row that must leave the text as it was.
         confidence_threshold: Mean entropy in nats below which (strictly) a canvas may end; at 0
             each takes all of its steps.
-        early_slots: Most slots at which a canvas begins beside the store of the one before it; for
-            that the window has two blocks.
-        storing: Whether some slot begins a canvas so in the next step. None: seen in each step.
+        early_slots: Most slots at which a canvas begins in the pass that stores the one before it.
+            This takes a window of two blocks.
+        storing: Whether the next step has such a pass. None: decided in each step.
     """
 
     max_denoising_steps: Knob = knob(48.0, 1.0, _MOST_STEPS, whole=True)
@@ -83,7 +83,7 @@ class DiffusionGemma(Strategy):
         return (False, True) if self.early_slots and self.buffer_size > 1 else (False,)
 
     def chosen(self, index):
-        """This strategy, whose every step has that pass."""
+        """This strategy with that pass in every step."""
         return self.replace(storing=self.choices[index])
 
     def choice(self, state):
@@ -91,12 +91,12 @@ class DiffusionGemma(Strategy):
         return (canvas.any_stores(state) & self._begins_early(state)).astype(jnp.int32)
 
     def patience(self, window):
-        """As long as the schedule: the likeliest text of a canvas may stand still all the time."""
+        """At least the schedule, over which the likeliest text may stay the same."""
         steps = self.max_denoising_steps.values.astype(jnp.int32)
         return jnp.maximum(super().patience(window), steps + 2)
 
     def init(self, spec):
-        """What the canvas in work shows, what was expected at it, and its run of equal texts."""
+        """The canvas in work, the expectation at its cells, and its run of equal texts."""
         S = spec.block_size
         return Carry(
             slot={
@@ -140,7 +140,7 @@ class DiffusionGemma(Strategy):
     def _read(
         self, out: ForwardOutput, state: DecodeState, law: Sampling, where: Any
     ) -> TokenStats:
-        """What the model says of one canvas of each slot, the cells `where` [B K S]."""
+        """Statistics of one canvas of each slot, the cells `where` [B K S]."""
         keys = random.block_keys(state, _DRAWS)
         width = state.buffer.tokens.shape[2]
         return out.predict(where=where, sampling=law, keys=keys, num_top=1, width=width, soft=True)
@@ -155,7 +155,7 @@ class DiffusionGemma(Strategy):
     def _shown(
         self, forward: Forward, state: DecodeState, begins: Bool[Array, " B"]
     ) -> Conditioned:
-        """The canvas in work with what was expected at it; plain tokens where a text is stored."""
+        """The inputs: the canvas in work with its expectation, plain tokens of a stored text."""
         tokens, slot = state.buffer.tokens, state.carry.slot
         noise = self._noise(forward, state, _FRESH)
         shown = jnp.where(begins[:, None, None], noise, slot["canvas"][:, None])
@@ -177,7 +177,7 @@ class DiffusionGemma(Strategy):
         active: Bool[Array, "B K S"],
         steps: Int[Array, " B"],
     ):
-        """What the canvas shows next, its text, and whether that is final."""
+        """The state after the readout: the next canvas, its text, and whether that is final."""
         buffer, slot = state.buffer, state.carry.slot
         free = active & ~blocks.is_given(state)
         likeliest = jnp.where(stats.token == NO_TOKEN, NO_TOKEN, stats.top_ids[..., 0])

@@ -1,7 +1,7 @@
 """Checks of the widths and costs of a strategy that drafts.
 
-The window holds the cells that the drafter runs and one more, so a width is in [1, S - 1]. What a
-draft model decides is unknown before `bind`, so the checks run there and again in the step.
+The window holds the cells that the drafter runs and one more, so a width is in [1, S - 1]. The
+sizes of the draft model are unknown before `bind`, so the checks run there and again in the step.
 """
 
 import math
@@ -56,7 +56,14 @@ def check_widths(strategy: Any, num_blocks: int) -> tuple[int, ...]:
 
 
 def bound(strategy: Any, draft_config: Any) -> Any:
-    """The strategy with what the draft model was trained for (`Strategy.bind`)."""
+    """The strategy with what the draft model was trained for (`Strategy.bind`).
+
+    Args:
+        draft_config: Has `block_size` and `target_layer_ids`.
+
+    Raises:
+        ValueError: The strategy names other layers, or a size, width or cost is out of range.
+    """
     layers, given = tuple(draft_config.target_layer_ids), strategy.target_layer_ids
     if given is not None and tuple(given) != layers:
         raise ValueError(
