@@ -384,7 +384,7 @@ def test_an_adapter_in_the_place_of_a_model_says_so(hub, tmp_path):
 
 
 def test_the_flags_reach_the_loader(model, capsys, monkeypatch):
-    def stop(*given):
+    def stop(*given, **_):
         raise ValueError(f"given {given[:4]}")
 
     monkeypatch.setattr("dllm_jax.load", stop)
