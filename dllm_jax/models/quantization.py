@@ -12,8 +12,8 @@ from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.gemma import GemmaConfig
 
-Quantization = Literal["fp8"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("fp8",)
+Quantization = Literal["fp8", "none"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "none")
 # Matrices that are stored in 8 bits, and how many of their leading axes are contracted.
 _INPUTS = {
     "wqkv": 1,
