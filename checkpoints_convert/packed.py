@@ -41,6 +41,20 @@ _UNREAD = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
     *("q_scale", "k_scale", "v_scale"),
 )
+# What compressed-tensors calls weights by output and rows as they come, both in 8 bits.
+_EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EIGHT, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT, "strategy": "token", "dynamic": True},
+        }
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -446,6 +460,15 @@ def _misshapen(packed: Packed) -> Iterator[str]:
             yield f"{packed.stem}.{end} has shape {list(part.shape)}, expected {text}"
         elif part.dtype not in types:
             yield f"{packed.stem}.{end} has type {part.dtype}, expected {' or '.join(types)}"
+
+
+def as_fp8(matrix: Array) -> tuple[Array, Array]:
+    """Values in e4m3 and bfloat16 scales [out, 1] of a matrix [out, in]."""
+    whole = matrix.astype(np.float32)
+    largest = np.abs(whole).max(axis=1, keepdims=True)
+    scales: Array = _np.where(largest > 0, largest / 448, 1).astype(ml_dtypes.bfloat16)
+    values: Array = _np.clip(whole / scales.astype(np.float32), -448, 448)
+    return values.astype(ml_dtypes.float8_e4m3fn), scales
 
 
 # --- what the numbers are -----------------------------------------------------------------------

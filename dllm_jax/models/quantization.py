@@ -25,6 +25,10 @@ _INPUTS = {
 }
 
 
+# Leaves whose matrices a folder in 8 bits stores so; experts are held in 16 bits when it is loaded.
+STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})
+
+
 def unsupported(config: Any) -> str | None:
     """Why a network of this config has no form in 8 bits, or None."""
     if isinstance(config, GemmaConfig):

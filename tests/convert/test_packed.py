@@ -7,15 +7,18 @@ folder is one line, before weights are read.
 import json
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.convert import ConversionError, inspect, load_params
+from dllm_jax.cli import main
+from dllm_jax.convert import ConversionError, convert, inspect, load_params
 from dllm_jax.convert.packed import matrices, read_scheme
 from dllm_jax.convert.shards import read_shards
 from dllm_jax.models.quantization import is_quantized
+from tests.oracles.checkpoints import write_tiny
 from tests.oracles.packed_files import CASES, GOLDEN, config_of, tensors_of, write_safetensors
 
 KINDS = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -350,3 +353,69 @@ def test_a_folder_that_says_so_without_such_tensors_is_refused(random_folder, tm
     rewrite(to, FP8_DYNAMIC, lambda tensors, names: None)
     (problem,) = inspect(to).problems
     assert "the config says compressed-tensors float-quantized but no tensor" in problem
+
+
+# --- written here -------------------------------------------------------------------------------
+
+
+def test_a_folder_written_in_8_bits_is_that_of_compressed_tensors(random_folder, tmp_path):
+    """transformers reads it with that package: golden/check_fp8_folder.py."""
+    to = convert(random_folder, tmp_path / "eight", "bfloat16", quantize="fp8")
+    config = json.loads((to / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "float-quantized"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    report = inspect(to)
+    assert report.problems == ()
+    assert report.tokenizer_files == inspect(random_folder).tokenizer_files
+    assert len(report.packed) == 14
+    plain, small = dj.load(random_folder, "bfloat16"), dj.load(to, "bfloat16")
+    assert small.quantization == "fp8"
+    for layer, want in zip(small.params["layers"], plain.params["layers"], strict=True):
+        for name, leaf in layer.items():
+            whole = np.asarray(want[name].astype("float32"))
+            if not is_quantized(leaf):
+                assert np.array_equal(leaf.astype("float32"), whole)
+                continue
+            near = np.asarray(leaf.restored("float32"))
+            scale = np.asarray(leaf.scales)
+            error = np.abs(near - whole.reshape(near.shape))
+            # Half a step of e4m3, twice: of the numbers, and of their scale in bfloat16.
+            assert (error <= np.abs(near) / 15 + scale / 256).all()
+    again = dj.load(to)
+    assert again.tokenizer.get_vocab() == plain.tokenizer.get_vocab()
+
+
+def test_experts_are_stored_in_8_bits_and_routers_are_not(tmp_path):
+    source = write_tiny("llada2", tmp_path / "source")
+    to = convert(source, tmp_path / "eight", quantize="fp8")
+    report = inspect(to)
+    assert report.problems == ()
+    assert any(".experts.3." in name for name in report.packed)
+    kept = json.loads((to / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any(name.endswith("mlp.gate") for name in kept)
+    assert not any("word_embeddings" in name for name in kept)
+    want, _ = load_params(source, "float32")
+    got, _ = load_params(to, "float32")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(a - b).max() <= np.abs(b).max() / 15
+
+
+def test_what_cannot_be_written_in_8_bits_is_refused(random_folder, tmp_path):
+    ours = convert(random_folder, tmp_path / "ours")
+    with pytest.raises(ValueError, match="give the Hugging Face folder"):
+        convert(ours, tmp_path / "eight", quantize="fp8")
+    with pytest.raises(ValueError, match="quantize='int8' is not supported; use fp8"):
+        convert(random_folder, tmp_path / "eight", quantize="int8")
+    assert not (tmp_path / "eight").exists()
+    convert(random_folder, tmp_path / "eight", quantize="fp8", dry_run=True)
+    assert not (tmp_path / "eight").exists()
+
+
+def test_the_command_line_writes_and_refuses(random_folder, tmp_path, capsys):
+    to = str(tmp_path / "eight")
+    assert main(["convert", str(random_folder), to, "--quantize", "fp8"]) == 0
+    assert main(["inspect", to]) == 0
+    assert "14 matrices of 8 bits" in capsys.readouterr().out
+    assert main(["convert", str(random_folder), to, "--quantize", "fp8", "--force"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
