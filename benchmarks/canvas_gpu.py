@@ -1,66 +1,198 @@
 """DiffusionGemma at full size with random weights: 1,024 ids in, 1,024 out, 16 steps a canvas.
 
-    python benchmarks/canvas_gpu.py OUT.json
+    python benchmarks/canvas_gpu.py --out OUT.json --within 380
 
-Fixed work: `confidence_threshold=0`. Seconds are those of one `LLM.generate`, prefill included.
+Fixed work (`confidence_threshold` 0), temperature 1. Every call has prompts of its own, so that no
+prefix is found. One engine of 16 slots takes 1, 4 and 16 requests in turn; then one of one slot
+stores each canvas alone. Each compiles a step a number of slots and one size of prefill, all
+together. Seconds are those of one `LLM.generate`, prefill included. `ms_per_forward` and
+`decode_tok_s` are worked out from the seconds of one canvas and of all, in which the prefill
+cancels. `experts_touched` are those of each layer that a canvas of random tokens reaches. The file
+is rewritten after every row; no part begins after `--within` seconds.
 """
 
+import argparse
+import functools
 import json
-import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.bench.numbers import commit
+from dllm_jax.models import gemma, reference
 from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
 
 MODEL = "random:google/diffusiongemma-26B-A4B-it"
-STEPS, TOKENS = 16, 1024
+STEPS = 16
+FLOOR_MS = {1: 13.2, 4: 20.9, 16: 55.7}  # bfloat16, one H200, context 1.5 k
+SLOTS, ALONE = (1, 4, 16), (1,)
 
 
-def measure(model, slots, early_slots):
-    """A row for each of three calls; the first is the shorter one that warms up."""
+class Report:
+    """What was measured so far, in a file."""
+
+    def __init__(self, path, within, facts):
+        self.path, self.within, self.facts = Path(path), within, facts
+        self.rows, self.began = [], time.perf_counter()
+
+    @property
+    def seconds(self):
+        return time.perf_counter() - self.began
+
+    def add(self, **row):
+        self.rows.append(row)
+        print(f"{self.seconds:6.1f} s", json.dumps(row), flush=True)
+        self.path.write_text(json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n")
+
+    def is_late(self, what):
+        if self.seconds > self.within:
+            self.add(left_out=what)
+        return self.seconds > self.within
+
+
+class Calls:
+    """Timed calls of one engine."""
+
+    def __init__(self, llm, tokens):
+        self.llm, self.tokens = llm, tokens
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, slots, tokens, **limits):
+        """Seconds, and forwards of a request, of `slots` new prompts."""
+        top = min(200_000, self.llm.model.config.vocab_size)
+        prompts = self.rng.integers(5, top, (slots, self.tokens)).tolist()
+        params = [
+            dj.SamplingParams(max_tokens=tokens, temperature=1.0, seed=i, ignore_eos=True, **limits)
+            for i in range(slots)
+        ]
+        began = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        for output in outputs:
+            assert output.error is None, output.error
+            assert output.metrics.cached_tokens == 0, "a prefix was found"
+            assert limits or len(output.outputs[0].token_ids) == tokens
+        return seconds, max(output.metrics.nfe for output in outputs)
+
+
+def measure(report, model, slots, early_slots, tokens):
+    """Rows of one engine, by its number of requests."""
+    canvas = model.defaults.block_size
     strategy = DiffusionGemma(
-        max_denoising_steps=float(STEPS), confidence_threshold=0.0, early_slots=early_slots
+        max_denoising_steps=float(STEPS),
+        confidence_threshold=0.0,
+        early_slots=early_slots,
+        block_size=canvas,
     )
-    rng = np.random.default_rng(0)
+    longest = 2 * tokens + canvas
+    pages = -(-(longest + canvas) // 64)  # what one text may need: one size of table
+    config = dj.EngineConfig(
+        max_num_seqs=max(slots),
+        max_model_len=longest,
+        num_pages=max(slots) * pages + 1,
+        max_num_batched_tokens=max(slots) * tokens,  # prompts are prefilled before any is decoded
+        slot_buckets=slots,
+        page_buckets=(pages,),
+        prefill_buckets=(tokens,),
+    )
     began = time.perf_counter()
-    with dj.LLM(model, strategy, max_num_seqs=slots, max_model_len=2304, progress=False) as llm:
-        start_s = time.perf_counter() - began
-        prompts = [rng.integers(5, 200_000, TOKENS).tolist() for _ in range(slots)]
-        for tokens in (TOKENS // 4, TOKENS, TOKENS):
-            params = dj.SamplingParams(max_tokens=tokens, ignore_eos=True)
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - began
-            written = sum(len(output.outputs[0].token_ids) for output in outputs)
-            assert written == slots * tokens, outputs[0].error
-            yield {
-                "slots": slots,
-                "early": early_slots > 0,
-                "tokens": written,
-                "seconds": seconds,
-                "tok_s": written / seconds,
-                "nfe": outputs[0].metrics.nfe,
-                "start_s": start_s,
-            }
+    with dj.LLM(model, strategy, config=config, progress=False) as llm:
+        report.add(start_s=time.perf_counter() - began, slots=slots, peak_gb=peak_gb())
+        call = Calls(llm, tokens)
+        for count in slots:
+            if report.is_late(f"{count} slots"):
+                break
+            call(count, canvas)  # the first of a size
+            one_s, one_nfe = call(count, canvas)
+            prefill_s, _ = call(count, canvas, max_nfe=1)
+            for _ in range(2):
+                seconds, nfe = call(count, tokens)
+                forward_s = (seconds - one_s) / max(nfe - one_nfe, 1)
+                floor = FLOOR_MS.get(count)
+                report.add(
+                    slots=count,
+                    early=0 < count <= early_slots,
+                    tokens=count * tokens,
+                    seconds=seconds,
+                    tok_s=count * tokens / seconds,
+                    nfe=nfe,
+                    ms_per_forward=1e3 * forward_s,
+                    of_floor=None if floor is None else 1e3 * forward_s / floor,
+                    decode_tok_s=count * (tokens - canvas) / max(seconds - one_s, 1e-9),
+                    one_canvas_s=one_s,
+                    prefill_ms=1e3 * (prefill_s - forward_s),
+                    peak_gb=peak_gb(),
+                )
+
+
+def peak_gb():
+    """The most that this process held so far; loading counts too."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", 0) / 1e9
+
+
+def touched(model):
+    """Experts of each layer that a canvas of random tokens reaches, without a text before it."""
+    cfg, canvas = model.config, model.defaults.block_size
+    ids = np.random.default_rng(1).integers(5, cfg.vocab_size, (1, canvas))
+    sees, reached = jnp.ones((1, canvas, canvas), bool), []
+    ffn = gemma.expert_ffn
+
+    def counting(x, ids, *rest, **how):
+        reached.append(jnp.sum(jnp.zeros(cfg.num_experts, jnp.int32).at[ids.reshape(-1)].max(1)))
+        return ffn(x, ids, *rest, **how)
+
+    def run(params, ids):
+        rows = gemma.embed(params, cfg, ids)
+        rows = gemma.condition(params, cfg, rows, jnp.zeros_like(rows))
+        at = jnp.broadcast_to(jnp.arange(canvas), ids.shape)
+        mode = jnp.full((1,), gemma.DECODER, jnp.int32)
+
+        def attend(layer, q, k, v):
+            return reference.attention(q, k, v, sees, gemma.layer_view(cfg, layer).scale)
+
+        gemma.trunk(params, cfg, rows, at, attend, mode=mode)
+        return jnp.stack(reached)
+
+    with mock.patch.object(gemma, "expert_ffn", counting):
+        return np.asarray(jax.jit(run)(model.params, jnp.asarray(ids, jnp.int32))).tolist()
 
 
 def main():
-    """Write the rows as they come."""
-    out = Path(sys.argv[1])
-    model = dj.load(MODEL)
-    facts = {"model": MODEL, "steps": STEPS, "jax": jax.__version__, "commit": commit()}
-    facts["device"] = jax.devices()[0].device_kind
-    rows = []
-    for slots, early_slots in ((1, 4), (1, 0), (4, 4)):
-        for row in measure(model, slots, early_slots):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    """Measure until time is up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--within", type=float, default=380.0)
+    parser.add_argument("--commit", default=commit())
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a text")
+    args = parser.parse_args()
+    facts = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": args.commit,
+        "model": args.model,
+        "steps_per_canvas": STEPS,
+        "prompt_tokens": args.tokens,
+        "seed": "prompts: NumPy's 0; weights: the model's own; requests: 0, 1, ...",
+    }
+    report = Report(args.out, args.within, facts)
+    model = dj.load(args.model)
+    jax.block_until_ready(model.params)
+    report.add(load_s=report.seconds, peak_gb=peak_gb())
+    run = functools.partial(measure, report, model, tokens=args.tokens)
+    run(slots=SLOTS, early_slots=4)
+    if not report.is_late("stored alone"):
+        run(slots=ALONE, early_slots=0)
+    if not report.is_late("experts touched"):
+        report.add(experts_touched=touched(model))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Plain autoregressive decoding: one token a forward, drawn by position.
 
-The window is an anchor (the last token known) and a hole behind it. The forward runs the anchor;
-its row predicts the hole; the anchor goes to the cache and the window moves on by one.
+The window is an anchor (the last known token) and a hole behind it. The forward runs the anchor,
+whose row predicts the hole. The anchor goes to the cache, and the window moves on by one.
 
-Draws depend on the absolute position alone, which is what makes speculative decoding with the
-same keys reproduce them token for token.
+A draw depends on the absolute position alone, so speculative decoding with the same keys reproduces
+it token for token.
 """
 
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Block diffusion, one block at a time, with a choice of remasking rule.
 
-A block is denoised until no hole is left, then one more forward writes it to the cache. Which
-holes are filled in a step is the remasking rule's to say.
+A block is denoised until no hole is left, then one more forward writes it to the cache. The
+remasking rule decides which holes a step fills.
 
 Source: Block Diffusion (arXiv 2503.09573), algorithm 2; the rules are SDAR's (arXiv 2510.06303)
 and, for the entropy bound, EB-Sampler's (arXiv 2505.24857).

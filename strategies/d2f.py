@@ -1,12 +1,12 @@
 """Discrete diffusion forcing: pipelined blocks behind a prompt that sees itself whole.
 
-Up to K blocks are denoised together, each seeing the prompt, the blocks before it and itself; the
-forward that commits the first block denoises those behind it. The rules are those of `multi_bd`;
-what differs is the prompt, taken in by one pass in which every row of it sees every other, so its
-keys and values depend on all of it and its pages are reused for the same whole prompt only.
+Up to K blocks are denoised together. Each sees the prompt, the blocks before it and itself. The
+forward that commits the first block denoises those behind it. These rules are those of `multi_bd`.
+What differs is the prompt: one pass takes it in, in which every row sees every other. Its keys and
+values depend on all of it, so its pages are reused for the same whole prompt only.
 
 The authors' code latches a block's right to a forced token ("fully activated") once the block
-before it is nearly complete: filled cells stay filled, so reading that progress anew is the same.
+before it is nearly complete. Filled cells stay filled, so reading that progress anew is the same.
 It stops adding blocks at an end-of-text token, as `open_next` does, and after
 `max_new_tokens // block_size` blocks, where a request here gets all of its `max_tokens`.
 

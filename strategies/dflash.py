@@ -1,27 +1,27 @@
 """DFlash: speculative decoding with a drafter that fills a block at once; lossless.
 
-The window is an anchor (the last token known), the drafts behind it, and one more cell. In a step:
+The window is an anchor (the last known token), the drafts behind it, and one more cell. A step:
 
-1. The drafter runs (anchor, mask, ..., mask) once: each row sees all of them and the context.
-2. The target runs (anchor, drafts) once, causally: row i says which token follows cell i.
-3. Drafts are right up to the first that is not what the target says; they and that token of the
-   target's are the text. The last of them is the next anchor.
-4. The rows of the anchor and of the right drafts go to both caches: their keys and values to the
-   target's, keys and values made of the target's residual streams to the drafter's.
+1. The drafter runs (anchor, mask, ..., mask) once. Each row sees all of them and the context.
+2. The target runs (anchor, drafts) once, causally. Row i predicts the token behind cell i.
+3. Drafts are right up to the first that differs from the target's token. The right ones and that
+   token of the target are emitted; the last of them is the next anchor.
+4. The rows of the anchor and of the right drafts are stored: the target's keys and values in its
+   cache, keys and values made of its residual streams in the drafter's.
 
-What the target says is drawn with the key of the absolute position, which is how `ar` draws. So a
-draft is a guess at a draw that it cannot change: the text is that of `ar`, whatever the drafter and
-the temperature. (In bfloat16 the target's rows may round otherwise in a pass of another width.)
+The target's token is drawn with the key of its absolute position, as in `ar`. A draft is a guess at
+that draw and cannot change it, so the text is that of `ar` for any drafter and temperature. (In
+bfloat16 the rows of a wider pass may round differently.)
 
-With `acceptance="rejection"` drafts are drawn, and stay by chance (`core.rejection`): the text has
-the law of `ar`'s, but is another one.
+With `acceptance="rejection"` drafts are drawn and stay by chance (`core.rejection`). The text then
+has the distribution of `ar`'s, but is another one.
 
-How many drafts are judged is chosen anew in every step, by how they fared and by what a round
-takes. With none of them step 1 is left out and step 2 runs the anchor alone, as `ar` does; step 4
-stays, so that drafting may be taken up again.
+How many drafts are judged is chosen in each step, from how earlier drafts fared and from what a
+round costs. With none, step 1 is left out and step 2 runs the anchor alone, as in `ar`. Step 4
+stays, so that drafting can resume.
 
-Source: DFlash (arXiv 2602.06036) and its authors' loop, which draws what the target says and
-keeps the drafts that match it too, but with noise that has no position.
+Source: DFlash (arXiv 2602.06036) and its authors' loop, which also draws the target's tokens and
+keeps the drafts that match, but with noise that has no position.
 """
 
 import functools
@@ -34,7 +34,7 @@ from flax import struct
 from jaxtyping import Array
 
 from .core import blocks, drafting, random, rejection
-from .core.draft_settings import check_costs, check_widths
+from .core.draft_settings import bound, check_widths, costs_of
 from .core.needs import Needs
 from .core.protocol import Strategy, Taps
 from .core.state import Carry, StepInfo
@@ -43,24 +43,23 @@ DRAFT = "draft"
 
 
 class DFlash(Strategy):
-    """A block of drafts, judged in one pass. What is None is the draft model's (`bind`).
+    """A block of drafts, judged in one pass. Fields of None come from the draft model (`bind`).
 
     Attributes:
         draft_block_size: Cells the drafter runs: the anchor and the masks behind it.
-        target_layer_ids: Layers of the target, counted from 0, whose output the drafter is fed.
-        width: Cells the target runs, the anchor among them: the drafts past it are not looked at,
-            and at 1 none are drawn. None: chosen in each step among `widths`.
-        widths: What is chosen from where `width` is None, ascending; each is one more pass of the
-            target to compile. None: 1, half of what the drafter runs, all of it.
-        acceptance: "match": a draft stays that is what the target draws. "rejection": drafts are
-            drawn from the drafter's law and stay as speculative sampling says; more of them do
-            where both laws are broad and alike. All logits of the pass are in memory then, and the
-            text depends on where rounds begin: so the width is fixed, by default the whole block.
-        costs: Of a round of each of `widths`, above 0 in any one unit, infinite for one that is
-            never to be; texts do not depend on them but for near ties of bfloat16. None: what
-            decodes says them, an engine by measuring, other loops by arithmetic over `cells`; where
-            nobody does, each costs the same. An array is data: it may be traced, and only its
-            shape is checked.
+        target_layer_ids: Layers of the target, counted from 0, whose output the drafter reads.
+        width: Cells the target runs, the anchor among them. Drafts past it are not judged; at 1
+            none are drawn. None: chosen in each step among `widths`.
+        widths: Ascending widths to choose from; each is one more pass of the target to compile.
+            None: 1, half of what the drafter runs, all of it.
+        acceptance: "match": a draft stays if it is what the target draws. "rejection": drafts are
+            drawn from the drafter's distribution and stay as in speculative sampling. All logits
+            of the pass are in memory then. The text depends on where rounds begin, so the width is
+            fixed, by default the whole block.
+        costs: Cost of a round of each width, above 0 in any one unit, infinite to rule one out.
+            Texts do not depend on them, except for near ties of bfloat16. None: an engine measures
+            them, other loops estimate them from `cells` or take them as equal. An array is data: it
+            may be traced, and only its shape is checked.
     """
 
     draft_block_size: int | None = struct.field(pytree_node=False, default=None)
@@ -79,7 +78,7 @@ class DFlash(Strategy):
 
     @property
     def needs(self) -> Needs:
-        """A causal prompt, a drafter, and the streams its context is made of."""
+        """A causal prompt, a drafter, and the residual streams of its context."""
         # Stream j is what layer j - 1 leaves; stream 0 is the embedding.
         streams = tuple(layer + 1 for layer in self.target_layer_ids or ())
         return Needs(
@@ -101,42 +100,21 @@ class DFlash(Strategy):
     @property
     def cells(self) -> tuple[tuple[int, int], ...]:
         """Cells that target and drafter run in a round of each of `choices`."""
-        size = self.block_size - 1  # the drafter runs its block, whatever is judged of it
+        size = self.block_size - 1  # the drafter runs its whole block at any width
         return tuple((width, size if width > 1 else 0) for width in self.choices)
 
     def bind(self, draft_config):
-        """This strategy with what the draft model was trained for.
-
-        Args:
-            draft_config: Has `block_size` and `target_layer_ids`.
-
-        Raises:
-            ValueError: The strategy has layers of its own that are not those, or sizes, widths or
-                costs that cannot be.
-        """
-        layers = tuple(draft_config.target_layer_ids)
-        if self.target_layer_ids is not None and tuple(self.target_layer_ids) != layers:
-            raise ValueError(
-                f"target_layer_ids={self.target_layer_ids} are not {layers}, which the draft was "
-                "trained with; leave target_layer_ids out"
-            )
-        size, widths = self.draft_block_size, self.widths
-        bound = self.replace(
-            draft_block_size=draft_config.block_size if size is None else size,
-            target_layer_ids=layers,
-            widths=tuple(widths) if isinstance(widths, list) else widths,
-        )
-        widths = check_widths(bound, self.buffer_size)
-        return bound.replace(costs=check_costs(self.costs, widths))
+        """This strategy with the `block_size` and `target_layer_ids` of a draft model."""
+        return bound(self, draft_config)
 
     def init(self, spec):
-        """How the drafts of a request fared, and what is expected of those in its slot."""
+        """Counts of a request's drafts, and the slot's estimates of the next ones."""
         size = spec.block_size - 1
         estimates = drafting.no_estimates(size) if len(self.choices) > 1 else {}
         return Carry(slot=drafting.no_counts(size), lasting=estimates)
 
     def absorb(self, chunk, state):
-        """Give the drafter its context of the prompt; draw the first token, the first anchor."""
+        """Store the drafter's context of the prompt; draw the first token, the first anchor."""
         if chunk.out is not None:
             context = self._context(chunk.forward, chunk.out, chunk.state, chunk.valid, None)
             state = context.store(state, chunk.valid)
@@ -145,7 +123,7 @@ class DFlash(Strategy):
         return blocks.begin(state, first.token, chunk.last)
 
     def step(self, forward, state):
-        """Draft, judge, keep what is right and one token more."""
+        """Draft, judge, keep the right drafts and one token of the target."""
         widths = check_widths(self, state.buffer.tokens.shape[1])
         rounds = [functools.partial(self._round, forward, width=width) for width in widths]
         if len(widths) == 1:
@@ -155,13 +133,11 @@ class DFlash(Strategy):
             choice = self.choice(state)
             width = jnp.asarray(widths, jnp.int32)[choice]
             out, context, truth, right = jax.lax.switch(choice, rounds, state)
-        buffer = state.buffer
         cell = jnp.arange(self.block_size, dtype=jnp.int32)[None, None]
         count = jnp.ones_like(right)  # what may be emitted
         if widths != (1,):
-            ends = drafting.run_end(state, jnp.where(cell == 0, buffer.tokens, truth)[:, 0])
-            room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
-            count = jnp.clip(room, 1, 1 + right)
+            text = jnp.where(cell == 0, state.buffer.tokens, truth)[:, 0]
+            count = drafting.emitted(state, text, right)
         kept = cell < count[:, None, None]
         state = context.store(out.store(state, kept), kept)
         state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
@@ -171,11 +147,11 @@ class DFlash(Strategy):
         )
 
     def _round(self, forward, state, width):
-        """Both passes and what is made of them: a branch, so nothing is stored here.
+        """Both passes and their verdict: a branch, so nothing is stored here.
 
         Returns:
-            The target's pass, the drafter's context of it, what follows the anchor by cells, and
-            how many drafts were right.
+            The target's pass, the drafter's context of it, the tokens behind the anchor by cells,
+            and how many drafts were right.
         """
         tokens, draft = state.buffer.tokens, forward.aux[DRAFT]
         size = self.block_size - 1
@@ -204,13 +180,7 @@ class DFlash(Strategy):
         if self.acceptance == "rejection":
             truth, right = rejection.judge(forward, draft, state, out, drafted, block[:, 0, :width])
             return out, context, truth, right
-        keys = random.position_keys(state)
-        truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
-        if width == 1:
-            return out, context, truth, jnp.zeros_like(state.finish)
-        is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
-        right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
-        return out, context, truth, right.astype(jnp.int32)
+        return out, context, *drafting.match(out, state, block, width)
 
     def _context(self, forward, out, view, where, width):
         """The drafter's keys and values of the rows `where` of the target's pass `out`."""
@@ -223,19 +193,13 @@ class DFlash(Strategy):
         return forward.aux[DRAFT](view, inputs=taps, live=where, width=width)
 
     def chosen(self, index):
-        """This strategy, whose every step has that choice."""
+        """This strategy with the width of that choice in every step."""
         return self.replace(width=self.choices[index], widths=None, costs=None)
 
     def choice(self, state) -> Array:
-        """Which of `choices` the next step has."""
+        """The index of the next step's width in `choices`."""
         check_widths(self, state.buffer.tokens.shape[1])  # a loop runs single ones of them
-        same = (1.0,) * len(self.choices)
-        costs = jnp.asarray(same if self.costs is None else self.costs, jnp.float32)
-        if costs.shape != (len(same),):
-            raise ValueError(
-                f"costs have shape {costs.shape}; give one for each of the widths {self.choices}"
-            )
-        return drafting.choose_width(state, self.choices, costs)
+        return drafting.choose_width(state, self.choices, costs_of(self.costs, self.choices))
 
 
 STRATEGY = DFlash

@@ -1,36 +1,36 @@
-"""DiffusionGemma: a canvas of random tokens, denoised whole until its likeliest text stands still.
+"""DiffusionGemma: a canvas of random tokens, denoised whole until its likeliest text is stable.
 
-The model has no mask. A block is a canvas; it begins as uniform noise and is run in decoder mode,
-in which its cells see each other, each with what the last step expected at it. In a step:
+The model has no mask. A block is a canvas that begins as uniform noise and runs in decoder mode:
+its cells see each other, each with the expectation of the last step. A step:
 
 1. Every cell is read at the temperature of the schedule, which falls with the canvas's own steps:
-   a token drawn, the likeliest one, the entropy, the expected embedding.
-2. The cells of least entropy whose sum stays within a budget show their draw next; every other
-   cell shows fresh noise, whatever it showed before.
-3. The likeliest tokens are the text. It is final when as many steps in a row as asked for left it
-   as it was and its mean entropy is low enough, or after the last step of the schedule.
+   a drawn token, the likeliest one, the entropy, the expected embedding.
+2. The cells of least entropy whose sum stays within a budget show their draw next. Every other cell
+   shows fresh noise, whatever it showed before.
+3. The likeliest tokens are the text. It is final when enough steps in a row left it unchanged and
+   its mean entropy is low enough, or after the last step of the schedule.
 
-Then the text goes through the model once more in encoder mode, in token order, as a prompt does:
-its keys and values are those of a prefill. The last canvas of a request is not stored. With few
-slots the next canvas begins in the pass that stores the one before it, with the same text.
+Then the text runs once more in encoder mode, in token order, as a prompt does: its keys and values
+are those of a prefill. The last canvas of a request is not stored. With few slots the next canvas
+begins in the pass that stores the one before it, with the same text.
 
 Source: DiffusionGemma (transformers 5.23, `DiffusionGemmaGenerationMixin`); the budget is
 EB-Sampler's (arXiv 2505.24857).
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from .core import blocks, random, sampling
+from .core import blocks, canvas, random, sampling
 from .core.checks import check_whole
 from .core.needs import Needs
 from .core.protocol import Conditioned, Forward, ForwardOutput, Knob, Strategy, TokenStats, knob
-from .core.state import ACTIVE, NO_TOKEN, RUNNING, TO_CACHE, Carry, DecodeState, Sampling
+from .core.state import ACTIVE, NO_TOKEN, TO_CACHE, Carry, DecodeState, Sampling
 
 ENCODER, DECODER = 0, 1  # modes of the model
 _DRAWS, _FRESH, _RENEWED = 0, 1, 2  # salts
@@ -43,14 +43,14 @@ class DiffusionGemma(Strategy):
     Attributes:
         max_denoising_steps: Steps of the schedule: the most that a canvas takes.
         t_min, t_max: Temperatures between which the schedule falls, the higher one first; a
-            request's own temperature is a factor. At 0 nothing is drawn and the law is as at 1.
+            request's own temperature is a factor; at 0 nothing is drawn and the factor is 1.
         entropy_bound: Nats that a step may keep beside its surest cell.
         stability_threshold: Steps in a row that must leave the text as it was.
         confidence_threshold: Mean entropy in nats below which (strictly) a canvas may end; at 0
             each takes all of its steps.
-        early_slots: Most slots at which a canvas begins beside the store of the one before it; for
-            that the window has two blocks.
-        storing: Whether some slot begins a canvas so in the next step. None: seen in each step.
+        early_slots: Most slots at which a canvas begins in the pass that stores the one before it.
+            This takes a window of two blocks.
+        storing: Whether the next step has such a pass. None: decided in each step.
     """
 
     max_denoising_steps: Knob = knob(48.0, 1.0, _MOST_STEPS, whole=True)
@@ -83,21 +83,20 @@ class DiffusionGemma(Strategy):
         return (False, True) if self.early_slots and self.buffer_size > 1 else (False,)
 
     def chosen(self, index):
-        """This strategy, whose every step has that pass."""
+        """This strategy with that pass in every step."""
         return self.replace(storing=self.choices[index])
 
     def choice(self, state):
         """The wide pass where a running slot stores one canvas and begins the next."""
-        stores = jnp.any(state.buffer.status[:, 0] == TO_CACHE, where=state.finish == RUNNING)
-        return (stores & self._begins_early(state)).astype(jnp.int32)
+        return (canvas.any_stores(state) & self._begins_early(state)).astype(jnp.int32)
 
     def patience(self, window):
-        """As long as the schedule: the likeliest text of a canvas may stand still all the time."""
+        """At least the schedule, over which the likeliest text may stay the same."""
         steps = self.max_denoising_steps.values.astype(jnp.int32)
         return jnp.maximum(super().patience(window), steps + 2)
 
     def init(self, spec):
-        """What the canvas in work shows, what was expected at it, and its run of equal texts."""
+        """The canvas in work, the expectation at its cells, and its run of equal texts."""
         S = spec.block_size
         return Carry(
             slot={
@@ -115,19 +114,19 @@ class DiffusionGemma(Strategy):
         active = state.buffer.status == ACTIVE
         steps = jnp.sum(jnp.where(active, state.buffer.block_steps, 0), axis=1)
         inputs = self._shown(forward, state, steps == 0)
+        modes = (DECODER, ENCODER)
+        narrow = functools.partial(canvas.run_one, forward, state, inputs, modes)
+        both = functools.partial(canvas.run_all, forward, state, inputs, modes)
         if not early or len(self.choices) == 1:
             wide = early and self.choices == (True,)
-            out = self._pass(forward, state, inputs, wide)
+            out = both() if wide else narrow()
         else:
             wide = True
-            out = jax.lax.cond(
-                self.choice(state) > 0,
-                lambda: self._pass(forward, state, inputs, True),
-                lambda: self._pass(forward, state, inputs, False),
-            )
+            out = jax.lax.cond(self.choice(state) > 0, both, narrow)
         state = out.store(state, blocks.to_cache(state))
         cells = blocks.live_cells(state) & active[:, :, None]
-        stats = self._read(out, state, self._law(state, steps), cells if wide else _first(state))
+        where = cells if wide else canvas.first_block(state)
+        stats = self._read(out, state, self._law(state, steps), where)
         return self._judged(forward, state, stats, cells, steps)
 
     def _begins_early(self, state: DecodeState) -> bool:
@@ -136,26 +135,15 @@ class DiffusionGemma(Strategy):
 
     def _noise(self, forward: Forward, state: DecodeState, salt: int) -> Int[Array, "B K S"]:
         """Uniform ids: of a canvas that begins (`_FRESH`), of the cells of a step (`_RENEWED`)."""
-        keys = random.block_keys(state, salt)
-        draw = jax.vmap(lambda key: jax.random.randint(key, (), 0, forward.vocab_size))
-        return draw(keys.reshape(-1)).reshape(keys.shape)
+        return random.block_ids(state, forward.vocab_size, salt)
 
     def _read(
-        self,
-        out: ForwardOutput,
-        state: DecodeState,
-        law: Sampling,
-        where: Bool[Array, "B K S"] | np.ndarray,
+        self, out: ForwardOutput, state: DecodeState, law: Sampling, where: Any
     ) -> TokenStats:
-        """What the model says of one canvas of each slot."""
-        return out.predict(
-            where=where,
-            sampling=law,
-            keys=random.block_keys(state, _DRAWS),
-            num_top=1,
-            width=where.shape[2],
-            soft=True,
-        )
+        """Statistics of one canvas of each slot, the cells `where` [B K S]."""
+        keys = random.block_keys(state, _DRAWS)
+        width = state.buffer.tokens.shape[2]
+        return out.predict(where=where, sampling=law, keys=keys, num_top=1, width=width, soft=True)
 
     def _law(self, state: DecodeState, steps: Int[Array, " B"]) -> Sampling:
         """The schedule's temperature times the request's."""
@@ -167,35 +155,18 @@ class DiffusionGemma(Strategy):
     def _shown(
         self, forward: Forward, state: DecodeState, begins: Bool[Array, " B"]
     ) -> Conditioned:
-        """The canvas in work with what was expected at it; plain tokens where a text is stored."""
+        """The inputs: the canvas in work with its expectation, plain tokens of a stored text."""
         tokens, slot = state.buffer.tokens, state.carry.slot
         noise = self._noise(forward, state, _FRESH)
-        canvas = jnp.where(begins[:, None, None], noise, slot["canvas"][:, None])
+        shown = jnp.where(begins[:, None, None], noise, slot["canvas"][:, None])
         on = (state.buffer.status == ACTIVE)[:, :, None]
         held = blocks.is_given(state) | ~on
         none = jnp.zeros_like(slot["expected"])
         expected = jnp.where(begins[:, None, None], none, slot["expected"])[:, None]
         return Conditioned(
-            ids=jnp.where(held, tokens, canvas),
+            ids=jnp.where(held, tokens, shown),
             expected=jnp.broadcast_to(expected, (*tokens.shape, expected.shape[-1])),
             on=jnp.broadcast_to(on, tokens.shape),
-        )
-
-    def _pass(
-        self, forward: Forward, state: DecodeState, inputs: Conditioned, wide: bool
-    ) -> ForwardOutput:
-        final = state.buffer.status == TO_CACHE
-        if wide:
-            mode = jnp.where(final, ENCODER, DECODER)
-            return forward(state, inputs=inputs, causal=final, mode=mode)
-        final = final[:, 0]
-        return forward(
-            state,
-            inputs=inputs,
-            live=_first(state),
-            causal=final,
-            mode=jnp.where(final, ENCODER, DECODER),
-            width=self.block_size,
         )
 
     def _judged(
@@ -206,14 +177,14 @@ class DiffusionGemma(Strategy):
         active: Bool[Array, "B K S"],
         steps: Int[Array, " B"],
     ):
-        """What the canvas shows next, its text, and whether that is final."""
+        """The state after the readout: the next canvas, its text, and whether that is final."""
         buffer, slot = state.buffer, state.carry.slot
         free = active & ~blocks.is_given(state)
         likeliest = jnp.where(stats.token == NO_TOKEN, NO_TOKEN, stats.top_ids[..., 0])
         draws = (state.sampling.temperature > 0)[:, None, None]
         kept = sampling.entropy_bounded(stats, self.entropy_bound, free)
         renewed = self._noise(forward, state, _RENEWED)
-        canvas = jnp.where(kept, jnp.where(draws, stats.token, likeliest), renewed)
+        shown = jnp.where(kept, jnp.where(draws, stats.token, likeliest), renewed)
 
         same = jnp.all((likeliest == buffer.tokens) | ~free, axis=(1, 2)) & (steps > 0)
         unchanged = jnp.where(same, slot["unchanged"] + 1, 0)
@@ -224,15 +195,10 @@ class DiffusionGemma(Strategy):
         is_last = _as_float(steps + 1) >= self.max_denoising_steps.values
         done = (is_still & is_sure) | is_last
 
-        def of_canvas(leaf: Any) -> Array:
-            """The cells of the one canvas in work, [B S ...]."""
-            on = active if leaf.ndim == 3 else active[..., None]
-            return jnp.sum(jnp.where(on, leaf, jnp.zeros((), leaf.dtype)), axis=1)
-
         carry = Carry(
             slot={
-                "canvas": of_canvas(canvas),
-                "expected": of_canvas(stats.soft).astype(slot["expected"].dtype),
+                "canvas": canvas.cells_of(active, shown),
+                "expected": canvas.cells_of(active, stats.soft).astype(slot["expected"].dtype),
                 "unchanged": unchanged,
             }
         )
@@ -243,12 +209,6 @@ class DiffusionGemma(Strategy):
 
 def _as_float(count: Int[Array, " B"]) -> Array:
     return count.astype(jnp.float32)
-
-
-def _first(state: DecodeState) -> np.ndarray:
-    """Cells of the first block, known while tracing."""
-    shape = state.buffer.tokens.shape
-    return np.broadcast_to(np.arange(shape[1])[None, :, None] == 0, shape)
 
 
 STRATEGY = DiffusionGemma

@@ -1,7 +1,6 @@
 """DMax: filled cells stay soft and are drawn anew until their block no longer changes.
 
-1. A block is filled from the left: in each step the run of holes up to the first unsure one, at
-   least one hole.
+1. A step fills the holes of a block from the left up to the first unsure one, one at least.
 2. A filled cell shows a mixture of its token's embedding and the mask's, weighted by how sure the
    model is. It takes the model's new token in every step, so that early mistakes can be mended.
 3. A complete block leaves when a step changed nothing, when the model is sure of all of it, or when
@@ -34,15 +33,14 @@ class DMax(Strategy):
     Attributes:
         accept_threshold: The first hole whose token's probability is below it ends the run.
         add_block_threshold: Progress of the last block (>=) at which the next one opens.
-        token_stability_threshold: Share of that block's filled cells (>=) that the last step must
-            have left as they were; 0 is off.
+        token_stability_threshold: Share of its filled cells (>=) that the last step must have kept.
         commit_confidence: A complete block leaves at once when all its cells have this (>=).
         token_merge_weight: Weight of the mixture in "iter_smooth_topk"; 0 turns either merge off.
         merge: What a filled cell shows. "dmax_topk": its token and the mask, by its probability.
-            "iter_smooth_topk": its token, and the `token_merge_top_k` likeliest ones on top.
+            "iter_smooth_topk": its token, and the likeliest ones on top.
+        token_merge_top_k: How many those are.
         renormalize: Scale "dmax_topk" to the weighted mean of its two norms.
-        compat: "diffulex": filled cells count as certain, the commit shows the last mixtures, and
-            a block may take any number of steps.
+        compat: "diffulex": filled cells count as certain, commits are soft, steps have no cap.
     """
 
     accept_threshold: Knob = knob(0.5)
@@ -66,7 +64,7 @@ class DMax(Strategy):
 
     @property
     def needs(self) -> Needs:
-        """Pages of soft commits hold more than their tokens say."""
+        """A block-causal prompt; with `compat` pages hold more than their tokens say."""
         return Needs("grid_causal", soft_commits=self.compat == "diffulex")
 
     @property
@@ -113,7 +111,7 @@ class DMax(Strategy):
         return blocks.finish_step(state, filled, ready=ready)
 
     def _mixtures(self, state: DecodeState, mask_id: int) -> TokenMix:
-        """What the window shows: the last step's mixtures, and plain tokens where it commits."""
+        """The inputs: mixtures of the last step, and plain tokens in blocks that commit."""
         shown = token_merge.recall(state)
         on = shown.on & (self.token_merge_weight.at_token > 0)
         if self.compat != "diffulex":
@@ -126,14 +124,11 @@ class DMax(Strategy):
     def _judged(
         self, out: ForwardOutput, state: DecodeState, stats: TokenStats, active: Array
     ) -> TokenStats:
-        """What mixtures and the commit rule look at: the likeliest token, whatever was drawn.
-
-        The reference takes the drawn one, and what was filled before for certain (its fast path).
-        """
+        """Statistics of the likeliest token; in the reference, of the one drawn."""
         if self.compat == "diffulex":
             certain = active & state.buffer.filled
             return stats.replace(confidence=jnp.where(certain, 1.0, stats.confidence))
-        # Where nothing is sampled the token drawn is the likeliest: no second readout.
+        # Greedy rows need no second readout: their token is the likeliest.
         return jax.lax.cond(
             jnp.any(state.sampling.temperature > 0),
             lambda: out.predict(where=active, confidence="raw", num_top=self._num_top),
@@ -143,7 +138,7 @@ class DMax(Strategy):
     def _ready(
         self, state: DecodeState, judged: TokenStats, changes: Bool[Array, "B K S"]
     ) -> Bool[Array, "B K"]:
-        """Blocks that may leave once complete; cells past the request's limit have no say."""
+        """Blocks that may leave once complete; cells past the request's limit do not count."""
         counts = block_rewrite.editable(state) & block_rewrite.before_limit(state)
         unsure = judged.confidence < self.commit_confidence.at_token
         ready = ~jnp.any(changes & counts, axis=2) | ~jnp.any(unsure & counts, axis=2)

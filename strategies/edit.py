@@ -1,8 +1,8 @@
-"""Edit: fill holes, and revise what was filled until a block stands still.
+"""Edit: fill holes, and revise filled cells until a block no longer changes.
 
-Each forward writes two sets at once in every open block: holes whose token is sure enough (mask
-to token), and filled cells whose other token is (token to token). A block leaves when a forward
-finds nothing to change in it, or when its budget of forwards is spent.
+Each forward writes two sets at once in every open block: holes whose token is sure enough (mask to
+token), and filled cells for which another token is (token to token). A block leaves when a forward
+changes nothing in it, or when its budget of forwards is spent.
 
 Source: LLaDA2.1 (arXiv 2602.08676), the joint threshold of equations 1-3; several blocks at once
 as in MBD-LMs, algorithm 5. Budgets and penalty: Diffulex's `EditSamplerMixin`.
@@ -31,9 +31,9 @@ class Edit(Strategy):
             (strictly).
         add_block_threshold: Progress of the last block (>=) at which the next one opens.
         max_post_edit_steps: Forwards that may edit a block once it has no hole. A block that has
-            had this many and its own size is filled and leaves as it is.
-        penalty_lambda: What the logit of a cell's left neighbour in the block loses, against
-            repetition; 0 asks the model for no penalty at all.
+            had this many and its own size in all is filled and leaves as it is.
+        penalty_lambda: Subtracted from the logit of a cell's left neighbour in the block, against
+            repetition; 0 is off.
     """
 
     accept_threshold: Knob = knob(0.7)
@@ -52,7 +52,7 @@ class Edit(Strategy):
         check_number("penalty_lambda", self.penalty_lambda, "no penalty")
 
     def init(self, spec):
-        """Forwards that a block has begun without a hole: none yet."""
+        """Forwards that a block began without a hole, by block."""
         del spec
         return Carry(blocks={"post_edit_steps": jnp.zeros((1, 1), jnp.int32)})
 
@@ -69,7 +69,7 @@ class Edit(Strategy):
             penalty=self._penalty(state),
         )
         fill, edit = self._fill(stats, state), self._edit(stats, state)
-        # Decided on what this forward saw; cells past the limit hold no block back.
+        # Decided on the cells that this forward saw. Cells past the limit hold no block back.
         full = blocks.complete(state)
         post_edit_steps = state.carry.blocks["post_edit_steps"] + full.astype(jnp.int32)
         state = state.replace(carry=Carry(blocks={"post_edit_steps": post_edit_steps}))
@@ -84,7 +84,7 @@ class Edit(Strategy):
         return blocks.finish_step(state, filled, ready=done | timed_out)
 
     def _fill(self, stats: TokenStats, state: DecodeState) -> Bool[Array, "B K S"]:
-        """Holes above the threshold, or the surest one; no gate on the block before."""
+        """Holes above the threshold, or the surest one, whatever stands before the block."""
         holes = blocks.holes(state)
         one = jnp.ones_like(state.buffer.status)
         return (sampling.above(stats, self.accept_threshold) & holes) | sampling.top_n(
@@ -97,7 +97,7 @@ class Edit(Strategy):
         return block_rewrite.differs(state, stats.token) & sure
 
     def _penalty(self, state: DecodeState) -> tuple[Int[Array, "B K S"], Array] | None:
-        """The left neighbour's token in the block, and what it costs; nothing behind a hole."""
+        """The left neighbour's token in the block and its penalty, 0 behind a hole."""
         if not self.penalty_lambda:
             return None
         first = ((0, 0), (0, 0), (1, 0))

@@ -1,17 +1,17 @@
 """Fast-dLLM v2: a block filled sub-block by sub-block over a dual cache of prefix and block.
 
-1. The first token of a block comes from the row before it, as in the autoregressive model that was
-   adapted: the last of the prompt, or of the block committed last.
-2. The first forward of a block, and each while the current sub-block begins with a hole, runs the
-   whole block and caches it provisionally; the others run that sub-block alone.
-3. Holes of the current sub-block are filled where the model is surer than the threshold, the surest
-   in any case. The next sub-block follows once none is left.
+1. The first token of a block comes from the row before it: the last of the prompt, or of the block
+   committed before. This is how the autoregressive model that was adapted predicts it.
+2. The first forward of a block runs the whole block and caches it provisionally. So does each
+   forward while the current sub-block begins with a hole. The others run that sub-block alone.
+3. Holes of the current sub-block are filled where the model is surer than the threshold, and the
+   surest hole in any case. The next sub-block follows once none is left.
 4. One more forward of the whole block puts its final keys and values into the cache.
 
-The model is shifted: row i tells cell i + 1. The authors let row 0 of a window tell cell 0; here it
-tells nothing, and nobody asks: the block's first cell is seeded, a sub-block that begins with a
-hole runs with the row before it. Ours differs in two ways. The seed is drawn as every other token
-is (theirs is greedy at any temperature); and a block that the request's limit cuts ends there,
+The model is shifted: row i predicts cell i + 1. The authors let row 0 of a window predict cell 0.
+Here no cell is read from such a row: a block's first cell is seeded, and a sub-block that begins
+with a hole runs with the row before it. Two more things differ. The seed is drawn as every other
+token is (theirs is greedy at any temperature). A block that the request's limit cuts ends there,
 where theirs is filled to its end.
 
 Source: Fast-dLLM v2 (arXiv 2509.26328) and the `generate` of its authors' checkpoints.
@@ -31,7 +31,7 @@ class FastDLLMV2(Strategy):
     Attributes:
         accept_threshold: A token is accepted when its probability is above it (strictly); the
             surest of the sub-block always is.
-        sub_block_size: Cells filled before the next ones are looked at; it divides `block_size`.
+        sub_block_size: Cells that are filled before those behind them; it divides `block_size`.
         use_block_cache: Run sub-blocks alone where they may; False runs the whole block each time.
     """
 

@@ -1,17 +1,16 @@
-"""Full-sequence diffusion: models that were trained without a cache, decoded as their authors do.
+"""Full-sequence diffusion: models trained without a cache, decoded as their authors do.
 
 Prompt, text and what follows it stand in one window, and every cell sees every other.
 
-1. The text is cut in blocks of `block_length` from the prompt's end, filled from left to right;
-   None makes it one block.
-2. The model runs over the whole window. With `cfg_scale` it runs once more with all that was given
-   hidden, and the logits move away from what it says then.
+1. The text is cut in blocks of `block_length` from the prompt's end, filled from left to right.
+2. The model runs over the whole window. With `cfg_scale` it runs once more with all given tokens
+   hidden, and the logits move away from those of that run.
 3. Of the holes of the current block the best-scored are filled, as many as the schedule says, and
-   beside them all whose token is surer than `accept_threshold`.
+   all whose token is surer than `accept_threshold`.
 
-With `cache` only a block's first forward runs everything, and keeps all keys and values. The others
-run the text from the block on ("prefix") or the block alone ("dual"), and see the rest as it was
-then: an approximation, for in a model like this every key depends on every cell.
+With `cache` only a block's first forward runs everything, and stores all keys and values. Later
+ones run the text from the block on ("prefix") or the block alone ("dual") and see the rest as
+stored: an approximation, because in such a model every key depends on every cell.
 
 Source: LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618).
 """
@@ -38,19 +37,16 @@ class FullSequence(Strategy):
     """Diffusion over prompt and text together.
 
     Attributes:
-        accept_threshold: A token is taken beside the schedule's when its probability is above it
-            (strictly); from 1 up none is, and the authors' schedule stands alone. Below 1 a forward
-            whose schedule has none takes the best.
+        accept_threshold: Tokens whose probability is above it (strictly) are taken beside the
+            schedule's; from 1 up none is. Below 1 all but "origin" take one at least.
         steps: Forwards of a text, shared evenly by its blocks; None: one token a forward.
         block_length: Tokens of a block of the text; None: the text is one block.
         remasking: LLaDA's: "low_confidence", the most probable tokens, or "random" ones, evenly
             spread over the forwards. Dream's, by timesteps: "maskgit_plus" (the most probable),
-            "margin" and "entropy" rank the law that is drawn from, "origin" takes each hole by
-            chance.
+            "margin", "entropy", or "origin", which takes each hole by chance.
         cfg_scale: Strength of classifier-free guidance; 0: none, and one forward a step.
-        cache: What the forwards of a block after its first one do not run anew; None: nothing.
-        block_size, buffer_size: Their product is the window, which must hold the longest prompt,
-            its text and what follows; blocks mean nothing else here.
+        cache: What a block's later forwards do not run again; None: nothing.
+        block_size, buffer_size: Their product is the window, for prompt, text and what follows.
     """
 
     accept_threshold: Knob = knob(1.0)
@@ -80,7 +76,7 @@ class FullSequence(Strategy):
 
     @property
     def needs(self) -> Needs:
-        """Everything in the window; a cache of it lives past the window's start."""
+        """Everything in the window; its cache lives past the window's start."""
         return Needs("in_window", provisional_cache="across_steps" if self.cache else "none")
 
     def patience(self, window):
@@ -93,7 +89,7 @@ class FullSequence(Strategy):
         return Carry(slot=remasking.no_block())
 
     def step(self, forward, state):
-        """Fill holes of the current block by one forward, or two with guidance."""
+        """Fill holes of the current block with one forward, or two with guidance."""
         block = remasking.current_block(state, self.block_length)
         holes = block.cells & ~state.buffer.filled
         state, is_new = remasking.count(state, block, holes)
@@ -121,7 +117,7 @@ class FullSequence(Strategy):
     def _run(
         self, forward: Forward, state: DecodeState, block: TextBlock, is_new: Bool[Array, " B"]
     ) -> tuple[ForwardOutput, DecodeState]:
-        """The forward over the window, or over what of it is not cached."""
+        """The forward over the window, or over the part of it that is not cached."""
         visible = _all_see_all(state)
         if self.cache is None:
             return forward(state, live=remasking.text_cells(state), visible=visible), state
@@ -136,7 +132,7 @@ class FullSequence(Strategy):
         )
 
     def _guide(self, forward: Forward, state: DecodeState) -> tuple[ForwardOutput, float] | None:
-        """What the model says with all that was given behind the mask, and how far away to go."""
+        """The forward with all given tokens hidden, and the scale of guidance."""
         if not self.cfg_scale:
             return None
         buffer = state.buffer

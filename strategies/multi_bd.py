@@ -1,8 +1,8 @@
 """Multi-block diffusion: up to K blocks denoised together, committed from the left.
 
-A block opens once the one before it has some progress, accepts what the model is sure of, and
-takes its surest token by force only behind a nearly complete block. The forward that commits
-the first block denoises those behind it, so no forward is spent on the cache alone.
+A block opens once the one before it has some progress. It accepts the tokens that the model is
+sure of, and takes its surest token by force only behind a nearly complete block. The forward that
+commits the first block denoises those behind it, so no forward is spent on the cache alone.
 
 Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 """

@@ -68,7 +68,7 @@ LONG: dict[str, str | None] = {
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
     "runner/test_many_rows.py": None,
-    "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run",
+    "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
     "serve/test_decisions.py": None,
     "serve/test_hostile.py": None,

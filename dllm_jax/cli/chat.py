@@ -183,4 +183,4 @@ def _edit_lines() -> None:
 
 
 def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    print(f"note: {shown(text, sys.stderr.isatty())}", file=sys.stderr, flush=True)

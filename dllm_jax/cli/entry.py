@@ -196,7 +196,7 @@ def _warn_in_one_line() -> None:
 
     def one_note(message, category, filename, lineno, line=None):
         if category is UserWarning:
-            return f"note: {' '.join(str(message).split())}\n"
+            return f"note: {shown(' '.join(str(message).split()), sys.stderr.isatty())}\n"
         return usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = one_note

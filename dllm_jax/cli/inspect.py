@@ -8,6 +8,7 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.text import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         }
         print(json.dumps(facts))
     else:
-        print(report)
+        print(shown(str(report)))
     if report.problems:
         sys.stdout.flush()
         report.require_ok()

@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY",
         help=f"opens every route but /health and /live; repeat it for several. ${KEY_VARIABLE} and "
-        "--api-key-file keep it out of the process list",
+        "--api-key-file keep it out of the process list (default: none)",
     )
-    group.add_argument("--api-key-file", metavar="FILE", help="a key a line")
+    group.add_argument("--api-key-file", metavar="FILE", help="a key a line (default: none)")
     group.add_argument(
         "--allowed-host",
         action="append",
@@ -85,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds running requests get after the first signal (default: %(default)g)",
     )
     group.add_argument(
-        "--log-format", choices=_LOG_FORMATS, default="text", help="of the line a request"
+        "--log-format",
+        choices=_LOG_FORMATS,
+        default="text",
+        help="of the line a request (default: %(default)s)",
     )
     _add_limits(parser)
     flags.add_model_flags(parser)
@@ -93,7 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_draft_flag(parser)
     flags.add_engine_flags(parser)
     engine = parser.add_argument_group("engine process")
-    engine.add_argument("--seed", type=flags.whole(0, 2**32 - 1), default=0, metavar="N")
+    engine.add_argument(
+        "--seed",
+        type=flags.whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="of requests that bring none (default: %(default)s)",
+    )
     engine.add_argument(
         "--no-warm-up", action="store_true", help="compile each size when it is first met"
     )
@@ -115,14 +124,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-texts", 128, "prompts times n of a request"),
     ):
         group.add_argument(
-            name, type=flags.whole(1), default=usual, metavar="N", help=f"{what} ({usual})"
+            name, type=flags.whole(1), default=usual, metavar="N", help=f"{what} (default: {usual})"
         )
     group.add_argument(
         "--max-denoise-streams",
         type=flags.whole(0),
         default=2,
         metavar="N",
-        help="streams of denoise frames; one makes every chunk of the batch a step long (2)",
+        help="streams of denoise frames; one makes every chunk of the batch a step long "
+        "(default: %(default)s)",
     )
 
 

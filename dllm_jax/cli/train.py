@@ -83,6 +83,35 @@ OPTIONS = (
     ("--response-seconds", flags.number(0, 1e9, True), _DRAFT, "answer no longer, in one call"),
     ("--greedy-share", flags.number(0, 1), _DRAFT, "share of answers at temperature 0"),
 )
+# What the recipes set: the usual one, then those of single kinds. Other flags have none.
+DEFAULTS = {
+    "--steps": "20000, dflash 5000, diffusion_gemma 1000",
+    "--batch-size": "256, dflash 64, diffusion_gemma 16",
+    "--seed": "0",
+    "--muon-lr": "0.02",
+    "--adam-lr": "0.003",
+    "--dtype": "bfloat16, diffusion_gemma float32",
+    "--family": "all, diffusion_gemma sums",
+    "--layers": "3, ar 6, dflash 2",
+    "--hidden-size": "256, diffusion_gemma 128",
+    "--ffn-size": "1024, ar 768, dflash the target's, diffusion_gemma 256",
+    "--workers": "2",
+    "--head-temperature": "2.25",
+    "--evals": "4, ar 2, dflash 2, diffusion_gemma 0",
+    "--eval-problems": "512",
+    "--final-problems": "2048",
+    "--log-every": "50",
+    "--target-layer-ids": "3 of them, evenly",
+    "--mask-token-id": "the tokenizer's mask, else the first row past its tokens",
+    "--block-size": "16",
+    "--anchors": "16",
+    "--gamma": "the published one of the block size",
+    "--row-tokens": "176 or 256, ar 208, dflash 208, diffusion_gemma 64",
+    "--num-responses": "32768",
+    "--response-batch": "1024",
+    "--response-tokens": "160",
+    "--greedy-share": "0.5",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +124,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the run")
     for flag, kind, kinds, summary in OPTIONS:
-        only = "" if kinds == _ALL else f" ({', '.join(kinds)})"
-        parser.add_argument(flag, type=kind, help=summary + only, metavar=_METAVARS.get(flag, "N"))
+        only = "" if kinds == _ALL else f"{', '.join(kinds)}; "
+        parser.add_argument(
+            flag,
+            type=kind,
+            help=f"{summary} ({only}default: {DEFAULTS.get(flag, 'none')})",
+            metavar=_METAVARS.get(flag, "N"),
+        )
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

@@ -1,15 +1,16 @@
 """Checks of the widths and costs of a strategy that drafts.
 
-The window holds the cells that the drafter runs and one more, so a width is in [1, S - 1]. What a
-draft model decides is unknown before `bind`, so the checks run there and again in the step.
+The window holds the cells that the drafter runs and one more, so a width is in [1, S - 1]. The
+sizes of the draft model are unknown before `bind`, so the checks run there and again in the step.
 """
 
 import math
 from numbers import Real
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from .checks import check_one_of, is_whole, told
 
@@ -52,6 +53,45 @@ def check_widths(strategy: Any, num_blocks: int) -> tuple[int, ...]:
     if not ascend or not all(1 <= width <= size for width in widths):
         raise ValueError(f"widths={widths} must ascend within {inside}; choose one or more")
     return widths
+
+
+def bound(strategy: Any, draft_config: Any) -> Any:
+    """The strategy with what the draft model was trained for (`Strategy.bind`).
+
+    Args:
+        draft_config: Has `block_size` and `target_layer_ids`.
+
+    Raises:
+        ValueError: The strategy names other layers, or a size, width or cost is out of range.
+    """
+    layers, given = tuple(draft_config.target_layer_ids), strategy.target_layer_ids
+    if given is not None and tuple(given) != layers:
+        raise ValueError(
+            f"target_layer_ids={given} are not {layers}, which the draft was "
+            "trained with; leave target_layer_ids out"
+        )
+    size, widths = strategy.draft_block_size, strategy.widths
+    strategy = strategy.replace(
+        draft_block_size=draft_config.block_size if size is None else size,
+        target_layer_ids=layers,
+        widths=tuple(widths) if isinstance(widths, list) else widths,
+    )
+    widths = check_widths(strategy, strategy.buffer_size)
+    return strategy.replace(costs=check_costs(strategy.costs, widths))
+
+
+def costs_of(given: Any, widths: tuple[int, ...]) -> Float[Array, " X"]:
+    """Costs of a round of each width as an array; None: each costs the same.
+
+    Raises:
+        ValueError: They are not one for each width.
+    """
+    costs = jnp.asarray((1.0,) * len(widths) if given is None else given, jnp.float32)
+    if costs.shape != (len(widths),):
+        raise ValueError(
+            f"costs have shape {costs.shape}; give one for each of the widths {widths}"
+        )
+    return costs
 
 
 def check_costs(given: Any, widths: tuple[int, ...]) -> Any:

@@ -1,11 +1,12 @@
-"""What the strategies that draft share: how drafts fared, and how many of them to judge next.
+"""What the strategies that draft share: which drafts are right, and how many to judge next.
 
-Both are leaves of `Carry`, by the names below. The counts (`slot`) go where the request goes: to
-the host with each harvest, to be told (`DraftMetrics`), and through a preemption.
-The running estimates, to choose a width by, are `lasting`: most texts are too short to learn from
-themselves what the one before has shown. Places are counted behind the anchor: the first draft has
-place 1.
-A width counts cells: the anchor and the drafts behind it that are judged; 1 is no draft.
+Counts and estimates are leaves of `Carry`, by the names below. The counts (`slot`) go where the
+request goes: to the host with each fetch, as `DraftMetrics`, and through a preemption. The
+estimates (`lasting`), by which a width is chosen, belong to the slot and outlive a request: most
+texts are too short to learn from themselves alone.
+
+Places are counted behind the anchor: the first draft has place 1. A width counts cells: the anchor
+and the drafts behind it that are judged; 1 is no draft.
 
 Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are-data.md).
 """
@@ -13,22 +14,24 @@ Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from . import blocks
+from . import blocks, random
+from .forward import ForwardOutput
 from .state import RUNNING, DecodeState
 
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
 CHANCE, IDLE = "draft_chance", "draft_idle"
 RUN = "text_run"
 
-# What is believed before anything was seen. Drafts of published pairs are right, where all before
-# them were, about nine times in ten (27B target, block 16: z-lab/dflash#52); the more is believed,
-# the longer a draft that is never right is kept: so some ten rounds, at costs of an 8B pair.
+# The estimate before the first round. Where all drafts before them were right, those of published
+# pairs are right about nine times in ten (27B target, block 16: z-lab/dflash#52). A higher value
+# keeps a draft that is never right for longer: this one ten rounds or so, at costs of an 8B pair.
 FIRST_CHANCE = 0.85
 GAIN = 0.25  # weight of the last round
-# Rounds without drafts, after which a round looks whether they would be right now; and the share of
-# those rounds' cost that it may take, so that looking never costs what can be noticed.
+# Rounds without drafts after which one round probes whether they would be right now, and the most
+# that the probe may cost as a share of those rounds.
 PROBE_EVERY, PROBE_SHARE = 128, 0.005
 
 
@@ -50,7 +53,7 @@ def no_counts(size: int) -> dict[str, Array]:
 
 
 def no_estimates(size: int) -> dict[str, Array]:
-    """What `choose_width` goes by before anything was seen, for the `lasting` leaves of a carry.
+    """The estimates of `choose_width` in a fresh slot, for the `lasting` leaves of a carry.
 
     Returns:
         `draft_chance` [1 size-1]: of a draft to be right where all before it were, by place less
@@ -60,11 +63,49 @@ def no_estimates(size: int) -> dict[str, Array]:
     return {CHANCE: chance, IDLE: jnp.zeros((1,), jnp.int32)}
 
 
-def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
-    """The carry after a round, whose tokens are written and whose window has not moved.
+def match(
+    out: ForwardOutput, state: DecodeState, block: Int[Array, "B 1 S"], width: int
+) -> tuple[Int[Array, "B 1 S"], Int[Array, " B"]]:
+    """What the target draws behind the anchor, and how many drafts are that.
 
-    Drafts for places that could not be emitted are not looked at: past the limit, behind a stop id
-    or the end of a run. Those behind a wrong one say nothing of their chance.
+    Args:
+        out: The pass of the target.
+        block: The anchor and the drafts behind it.
+        width: Cells that are judged.
+
+    Returns:
+        The tokens by cells, and the number of right drafts up to the first wrong one.
+    """
+    # Known while tracing, so that what is narrow is cut out and not gathered.
+    cell = np.broadcast_to(np.arange(block.shape[2], dtype=np.int32), block.shape)
+    keys = random.position_keys(state)
+    truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
+    if width == 1:
+        return truth, jnp.zeros_like(state.finish)
+    is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]
+    right = jnp.argmax(is_wrong, axis=1)  # the cell past the block always is
+    return truth, right.astype(jnp.int32)
+
+
+def emitted(
+    state: DecodeState, text: Int[Array, "B S"], right: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Tokens that a round emits: the right drafts and one more, to the limit or a run's end.
+
+    Args:
+        text: The anchor and what follows it.
+        right: Drafts that were right, up to the first that was not.
+    """
+    ends, buffer = run_end(state, text), state.buffer
+    room = jnp.minimum(buffer.limit - buffer.start - 1, ends)
+    return jnp.clip(room, 1, 1 + right)
+
+
+def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
+    """The carry after a round whose tokens are written and whose window has not moved.
+
+    Drafts that could not be emitted are not counted: past the limit, behind a stop id or the end of
+    a run. Drafts behind a wrong one do not change the estimates.
 
     Args:
         right: Drafts that were right, up to the first that was not.
@@ -72,7 +113,7 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
     """
     slot, lasting = state.carry.slot, state.carry.lasting
     tokens, filled = state.buffer.tokens[:, 0], state.buffer.filled[:, 0]
-    if isinstance(width, int) and width == 1:  # what is left of all below
+    if isinstance(width, int) and width == 1:  # the rest of this function, for no drafts
         run = jnp.where(tokens[:, 1] == tokens[:, 0], slot[RUN] + 1, 1)
         if lasting:
             lasting = lasting | {IDLE: lasting[IDLE] + 1}
@@ -104,9 +145,9 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
 
 
 def run_end(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, " B"]:
-    """The place at which the text has a run of `max_run` equal tokens: it ends there.
+    """The place at which a run of `max_run` equal tokens ends the text.
 
-    As where tokens come one by one: what a round emits may hold a whole run, or go on behind one.
+    As in token-by-token decoding; a run may span rounds, or end within one.
 
     Args:
         tokens: The anchor and what follows it.
@@ -120,7 +161,7 @@ def run_end(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, " B"]:
 
 
 def _runs(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """How many equal tokens end in each cell; the text behind the anchor and before is counted."""
+    """Length of the run of equal tokens that ends in each cell; earlier rounds count."""
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     anchors = 1 - state.carry.slot[RUN][:, None]  # where its run begins
     begins = jnp.where(tokens[:, 1:] != tokens[:, :-1], place[:, 1:], anchors)
@@ -132,11 +173,11 @@ def _runs(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
 def choose_width(
     state: DecodeState, widths: Sequence[int], costs: Float[Array, " X"]
 ) -> Int[Array, ""]:
-    """Which width promises the most tokens of the running rows for its cost.
+    """The width with the most expected tokens of the running rows for its cost.
 
-    It depends on rounds that are over, so no rule of acceptance is bent by it. Where drafts do not
-    pay, width 1 is chosen, and now and then the next one, to see whether they would by now; not
-    where they could not pay even if all of them were right.
+    It depends on past rounds only, so it does not bias acceptance. Where drafts do not pay, width 1
+    is chosen, and now and then the next one as a probe. There is no probe where drafts could not
+    pay even if all of them were right.
 
     Args:
         widths: Ascending.
@@ -150,8 +191,7 @@ def choose_width(
     room = buffer.limit - buffer.start - 1
     reached = running.astype(jnp.float32)
     tokens, sums = reached, {1: jnp.sum(reached)}  # of each row, of all rows by width
-    # Place by place: on a GPU products and sums along so short an axis are a launch each, and this
-    # is in every step.
+    # Place by place: on a GPU a product or sum along so short an axis is a launch, in every step.
     for place in range(1, widths[-1]):
         reached = jnp.where(place < room, reached * lasting[CHANCE][:, place - 1], 0.0)
         tokens = tokens + reached

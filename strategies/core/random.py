@@ -74,3 +74,10 @@ def uniforms(state: DecodeState, salt: int) -> Float[Array, "B K S"]:
     """One number in [0, 1) a cell, drawn with `step_keys`: an order of the cells, or chances."""
     keys = step_keys(state, salt)
     return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
+
+
+def block_ids(state: DecodeState, vocab_size: int, salt: int) -> Int[Array, "B K S"]:
+    """One uniform id a cell, drawn with `block_keys`."""
+    keys = block_keys(state, salt)
+    draw = jax.vmap(lambda key: jax.random.randint(key, (), 0, vocab_size))
+    return draw(keys.reshape(-1)).reshape(keys.shape)

@@ -105,6 +105,24 @@ def test_control_characters_reach_a_terminal_as_text(argv, capsys, monkeypatch, 
     assert capsys.readouterr().out == ("a\\x1b[2J\n" if is_terminal else "a\x1b[2J\n")
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_of_a_failure_reach_a_terminal_as_text(
+    argv, capsys, monkeypatch, is_terminal
+):
+    """Item 14: what a template or tokenizer says may hold them too."""
+
+    def follow(engine, request_ids, stop):
+        one = SimpleNamespace(text="", finish_reason="error")
+        yield SimpleNamespace(outputs=[one], error="bad \x1b[2J")
+
+    monkeypatch.setattr("dllm_jax.cli.engine.follow", follow)
+    typed(monkeypatch, FIRST)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    assert main(argv) == 0
+    said = "bad \\x1b[2J" if is_terminal else "bad \x1b[2J"
+    assert f"note: {said}; this turn is dropped" in capsys.readouterr().err
+
+
 def signal_at_step(monkeypatch, number, after):
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
     step, calls = Engine._take_step, []

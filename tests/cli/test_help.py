@@ -9,9 +9,6 @@ from dllm_jax.cli import bench, entry
 from dllm_jax.cli.results import figures
 from dllm_jax.cli.text import count
 
-# `train`'s flags take their recipe's defaults; `serve` names its own.
-OWN_WORDS = ("train", "serve")
-
 
 def children(parser):
     """The parsers of a parser's verbs, by name."""
@@ -23,7 +20,7 @@ def children(parser):
     }
 
 
-@pytest.mark.parametrize("verb", [verb for verb in entry.VERBS if verb not in OWN_WORDS])
+@pytest.mark.parametrize("verb", entry.VERBS)
 def test_help_says_every_default(verb):
     """Item 10."""
     parser = children(entry.build_parser(verb))[verb]
@@ -38,6 +35,31 @@ def test_help_says_every_default(verb):
         and "default" not in (action.help or "")
     ]
     assert silent == []
+
+
+def test_help_of_train_says_what_the_recipes_set():
+    """Item 10."""
+    from dllm_jax.cli.train import DEFAULTS, KINDS, OPTIONS
+    from dllm_jax.training import command
+
+    named = {"steps": "num_steps", "layers": "num_layers", "dtype": "compute_dtype"}
+    compared = 0
+    for kind in KINDS:
+        recipe = command.KINDS[kind]
+        parts = [recipe, *(getattr(recipe, name, None) for name in ("model", "data"))]
+        for flag, _, kinds, _ in OPTIONS:
+            name = flag.removeprefix("--").replace("-", "_")
+            found = [getattr(part, named.get(name, name), None) for part in parts]
+            value = next((value for value in found if value is not None), None)
+            if name == "row_tokens" and value is None:
+                value = recipe.data.lengths[0]
+            if kind in kinds and value is not None and flag not in ("--target", "--budget-seconds"):
+                compared += 1
+                usual, *others = DEFAULTS[flag].split(", ")
+                own = dict(other.split(" ", 1) for other in others).get(kind, usual)
+                assert own.split(" ")[0] == str(value), (kind, flag)
+    assert compared > 50
+    assert DEFAULTS["--final-problems"] == str(command.FINAL_PROBLEMS)
 
 
 @pytest.mark.parametrize("verb", entry.VERBS)

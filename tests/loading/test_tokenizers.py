@@ -511,6 +511,55 @@ def test_llada2_says_whether_it_thinks(model):
     )
 
 
+# What DiffusionGemma's own template does, in a few lines: the family has none shipped here.
+GEMMA = """{{ bos_token }}
+{%- set begins = messages[0]['role'] == 'system' -%}
+{%- if enable_thinking or begins -%}
+{{ '<|turn>system\n' }}{{ '<|think|>\n' if enable_thinking else '' }}
+{{- messages[0]['content'] | trim if begins else '' }}{{ '<turn|>\n' }}
+{%- endif -%}
+{%- for m in messages if m['role'] != 'system' -%}
+{%- set said = m['content'] if preserve_thinking else m['content'].split('<channel|>') | last -%}
+{{ '<|turn>' }}{{ 'model' if m['role'] == 'assistant' else 'user' }}{{ '\n' + said + '<turn|>\n' }}
+{%- endfor -%}
+{{ '<|turn>model\n' if add_generation_prompt else '' }}"""
+GEMMA_SPECIAL = ("<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>")
+HI = {"role": "user", "content": "Hi"}
+GEMMA_TALKS = {
+    "user": ([HI], "", "<|turn>user\nHi<turn|>\n"),
+    "system": (
+        [{"role": "system", "content": "Be brief."}, HI],
+        "Be brief.",
+        "<|turn>user\nHi<turn|>\n",
+    ),
+    "two turns": (
+        [
+            HI,
+            {"role": "assistant", "content": "<|channel>thought\nHm.<channel|>Hello."},
+            {"role": "user", "content": "More"},
+        ],
+        "",
+        "<|turn>user\nHi<turn|>\n<|turn>model\nHello.<turn|>\n<|turn>user\nMore<turn|>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("told", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("talk", GEMMA_TALKS)
+def test_a_canvas_model_thinks_where_its_folders_template_is_told_to(model, talk, told):
+    """Trap T24: thinking off adds nothing, on is a line at the head of a system turn."""
+    one = model("diffusion_gemma", GEMMA_SPECIAL, chat_template=GEMMA, bos_token="<bos>")
+    conversation, system, turns = GEMMA_TALKS[talk]
+    head = "<|think|>\n" * bool(told.get("enable_thinking")) + system
+    head = f"<|turn>system\n{head}<turn|>\n" if head else ""
+    text = chat.render(one, conversation, **told)
+    assert text == f"<bos>{head}{turns}<|turn>model\n"
+    assert encode(one.tokenizer, text, False).count(ids_of(GEMMA_SPECIAL)["<bos>"]) == 1
+    assert chat.note(one) is None
+    kept = chat.render(one, conversation, preserve_thinking=True, **told)
+    assert ("Hm." in kept) == (talk == "two turns")
+
+
 def test_earlier_thoughts_are_left_out(model):
     talk = [*ASK, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."}, *ASK]
     assert chat.render(model("sdar"), talk) == (

@@ -167,6 +167,51 @@ def test_golden_file_notices(golden, models, wrong):
     assert np.abs(got - case["conditioned"]).max() > 100 * TOLERANCE[0.4]
 
 
+def _view(**other):
+    """The view of a layer with another rule."""
+    right = gemma.layer_view
+    return "layer_view", lambda cfg, layer: right(cfg, layer)._replace(**other)
+
+
+def _conditioned(mixed):
+    return "condition", lambda params, cfg, rows, expected: mixed(rows, expected, cfg.norm_eps)
+
+
+WRONG_FUNCTIONS = {
+    "a band a row": _view(by_block=False),
+    "scores scaled by the head's size": _view(scale=None),
+    "conditioning skipped": _conditioned(lambda rows, _, eps: gemma.rms_norm(rows, None, eps)),
+    "rows of a canvas not normed": _conditioned(lambda rows, expected, _: rows + 0 * expected),
+    "the expectation added as it is": _conditioned(
+        lambda rows, expected, eps: gemma.rms_norm(rows + expected, None, eps)
+    ),
+    "norms of one and the scale": (
+        "rms_norm",
+        lambda x, scale, eps, right=gemma.rms_norm: right(
+            x, None if scale is None else 1 + scale, eps
+        ),
+    ),
+    "values that are not normed": (
+        "rms_norm",
+        lambda x, scale, eps, right=gemma.rms_norm: (
+            x if scale is None and x.ndim == 4 else right(x, scale, eps)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FUNCTIONS)
+def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
+    """As above, of mistakes in a function."""
+    model, n = models("base", 0.4), 24
+    case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
+    monkeypatch.setattr(gemma, *WRONG_FUNCTIONS[wrong])
+    with jax.default_matmul_precision("highest"):
+        _, pool = encode(model, empty_pool(model, n), case["ids"], 0)
+        got = decode(model, pool, case["canvas"], case["expected"], n)
+    assert np.abs(got - case["conditioned"]).max() > 100 * TOLERANCE[0.4]
+
+
 def test_a_commit_is_a_prefill(models):
     """Keys and values of a canvas stored behind its prompt are those of one prefill of both."""
     model, n = models("pattern", 0.4), 13

@@ -11,6 +11,7 @@ chi-squared; "network": the distribution of texts.
 from tests.mutation import broken
 
 _DRAWN = "out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width)"
+_ROOM = "jnp.minimum(buffer.limit - buffer.start - 1, ends)"
 
 MUTANTS = [
     *broken(
@@ -20,41 +21,21 @@ MUTANTS = [
             "masked = jnp.where(cell == 0, tokens, draft.mask_id)",
             "masked = jnp.full_like(tokens, draft.mask_id)",
         ),
-        no_token_of_the_targets_own=("1, 1 + right)", "1, right)"),
-        goes_on_behind_a_wrong_draft=("jnp.argmax(is_wrong,", "jnp.sum(~is_wrong,"),
         judges_in_no_order=("causal=True", "causal=False"),
         loses_a_right_row=(
             "kept = cell < count[:, None, None]",
             "kept = cell < count[:, None, None] - 1",
         ),
-        goes_past_the_limit=("jnp.minimum(buffer.limit - buffer.start - 1, ends)", "ends"),
-        goes_on_behind_a_run=(
-            "jnp.minimum(buffer.limit - buffer.start - 1, ends)",
-            "buffer.limit - buffer.start - 1",
-        ),
-        draws_by_forward=(
-            "keys = random.position_keys(state)\n        truth",
-            "keys = random.step_keys(state)\n        truth",
-        ),
-        judges_greedily=(_DRAWN, "out.predict(where=cell > 0, width=width)"),
         begins_greedily=(
             "chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)",
             "chunk.forward.predict(state.boundary)",
-        ),
-        writes_the_drafts=(
-            "return out, context, truth, right.astype(",
-            "return out, context, block, right.astype(",
         ),
         settles_the_drafts_only=("settled_len=count + 1", "settled_len=count"),
     ),
     *broken(
         "width",
-        "dflash.py",
-        takes_what_it_did_not_run=("((block != truth) | (cell >= width))", "(block != truth)"),
-    ),
-    *broken(
-        "width",
         "drafting.py",
+        takes_what_it_did_not_run=("((block != truth) | (cell >= width))", "(block != truth)"),
         proposes_a_draft_too_many=("(places < width) &", "(places <= width) &"),
     ),
     *broken(
@@ -86,6 +67,13 @@ MUTANTS = [
     *broken(
         "rounds",
         "drafting.py",
+        no_token_of_the_targets_own=("1, 1 + right)", "1, right)"),
+        goes_on_behind_a_wrong_draft=("jnp.argmax(is_wrong,", "jnp.sum(~is_wrong,"),
+        goes_past_the_limit=(_ROOM, "ends"),
+        goes_on_behind_a_run=(_ROOM, "buffer.limit - buffer.start - 1"),
+        draws_by_forward=("keys = random.position_keys(state)", "keys = random.step_keys(state)"),
+        judges_greedily=(_DRAWN, "out.predict(where=cell > 0, width=width)"),
+        writes_the_drafts=("return truth, right.astype(", "return block, right.astype("),
         run_is_one_longer=(">= state.limits.max_run", "> state.limits.max_run"),
         counts_past_a_run=("jnp.where(ends <= last, ", "jnp.where(ends < 0, "),
         counts_past_the_limit=("jnp.clip(buffer.limit - buffer.start - 1, 0, first", "(first"),

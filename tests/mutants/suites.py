@@ -8,8 +8,8 @@ import pytest
 import dllm_jax.engine
 from dllm_jax import strategies
 from dllm_jax.strategies import dflash as dflash_module
-from dllm_jax.strategies import diffusion_gemma as canvas_module
-from dllm_jax.strategies.core import drafting, random, rejection
+from dllm_jax.strategies import diffusion_gemma as diffusion_gemma_module
+from dllm_jax.strategies.core import canvas, drafting, random, rejection
 from tests.mutants import (
     d2f,
     decoding,
@@ -33,10 +33,10 @@ def load_dflash(mutant: Mutant, folder: Path) -> tuple[Any, Any, Any]:
 
 
 def load_canvas(mutant: Mutant, folder: Path) -> Any:
-    """`diffusion_gemma` on mutated keys; the rest of the package is unbroken."""
-    canvas = copy_module(canvas_module, mutant)
-    canvas.__dict__["random"] = copy_module(random, mutant)
-    return canvas
+    """`diffusion_gemma`, `canvas` and `random`, mutated; the rest of the package is unbroken."""
+    strategy = copy_module(diffusion_gemma_module, mutant)
+    strategy.__dict__.update(canvas=copy_module(canvas, mutant), random=copy_module(random, mutant))
+    return strategy
 
 
 SUITES = {

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.models.head import Head
+from dllm_jax.runner import expectation
 from dllm_jax.runner.expectation import NOISE, read_expected
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
@@ -145,3 +146,24 @@ def test_a_row_that_is_no_number_has_no_token_and_leaves_its_neighbours(head, to
     others = np.arange(ROWS) != 2
     np.testing.assert_array_equal(stats.token[others], want.token[others])
     np.testing.assert_array_equal(stats.soft[others], want.soft[others])
+
+
+def test_rows_of_all_slots_read_each_tile_of_the_head_together(head, monkeypatch):
+    """Trap T32: a chunk of rows is a read of the head."""
+    seen = set()
+
+    class Recorded(Head):
+        def __call__(self, hidden):
+            seen.add((len(hidden), len(self.weights)))
+            return super().__call__(hidden)
+
+    monkeypatch.setattr(expectation, "Head", Recorded)
+    rows = expectation.ROWS
+    how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (8,)), sampling())
+    keys = jax.random.split(jax.random.key(0), rows)
+    jax.eval_shape(
+        lambda hidden: read_expected(head, hidden, how, keys, forbidden=forbidden, tile=2 * NOISE),
+        jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32),
+    )
+    assert rows >= 8 * 256
+    assert seen == {(rows, 2 * NOISE), (rows, VOCAB - 2 * NOISE)}

@@ -19,14 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dllm_jax as dj
 from dllm_jax.api import generate
-from dllm_jax.runner import decode, warmup
+from dllm_jax.runner import buckets, decode, warmup
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.strategies import DFlash
+from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.strategies import DFlash, DiffusionGemma
+from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import engine as toy
 from tests.contract import harness
 from tests.contract.cases import NAMES, SWIFT, case, truth
+from tests.oracles.canvas_files import write_canvas
 
 NUM_PAGES, PAGE_SIZE = 4099, 8
 _NEW_ARRAY = (
@@ -162,6 +166,31 @@ def test_the_programs_of_the_engine_work_in_place(name):
     wanted |= {"begin"} if not always_computes else set()
     wanted |= {"copy"} if device.layout.is_full else set()
     assert words == wanted
+
+
+@pytest.mark.one_version
+def test_pools_of_several_shapes_are_written_in_place(tmp_path):
+    """DiffusionGemma's: sliding and global layers differ in heads and in their size."""
+    model = dj.load(write_canvas(tmp_path / "canvas", "pattern"), dtype="float32")
+    strategy = DiffusionGemma(block_size=8)
+    config = dj.EngineConfig(
+        max_num_seqs=2,
+        max_model_len=64,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        slot_buckets=(2,),
+        prefill_buckets=(16,),
+    )
+    layout = buckets.make_layout(model, strategy, {}, config)
+    layout = dataclasses.replace(layout, page_buckets=layout.page_buckets[-1:])
+    device = ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
+    pools = jax.tree.leaves(device.shapes().pools)
+    assert len({leaf.shape for leaf in pools}) == 2
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools)
+    for one in warmup.every_program(layout, device.num_words):
+        program = device.lower(one.call(device)).compile(QUICK)
+        assert not pool_sized(program.as_text()), one.name
+        assert program.memory_analysis().alias_size_in_bytes >= cache, one.name
 
 
 @pytest.mark.gpu

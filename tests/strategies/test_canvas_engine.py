@@ -99,6 +99,17 @@ def test_a_request_resumes_from_a_snapshot_within_a_canvas(tmp_path, monkeypatch
     assert end_of(output) == toy.wanted(NAME, REQUEST)
 
 
+def test_another_seed_is_another_text_and_the_same_seed_the_same():
+    llm = make_llm()
+    params = dataclasses.replace(params_of(REQUEST), temperature=1.5)
+    texts = [
+        llm.generate([list(REQUEST.prompt)], dataclasses.replace(params, seed=seed))[0]
+        for seed in (5, 6, 5)
+    ]
+    first, other, again = (text.outputs[0].token_ids for text in texts)
+    assert first == again != other
+
+
 def test_denoise_events_show_the_likeliest_text_of_each_step():
     truth = case(NAME).truth(request=FOLDED)
     events = list(make_llm().stream(list(REQUEST.prompt), params_of(REQUEST), events="denoise"))

@@ -23,6 +23,8 @@ def check_case(module: Any, name: str) -> None:
     """A module's strategy on a case of the gate."""
     unsure = run([A], prob=0.2, strategy=module.DiffusionGemma)
     assert unsure.nfe == STEPS
+    fixed = run([A], confidence_threshold=0.0, strategy=module.DiffusionGemma)
+    assert fixed.nfe == STEPS, "a threshold of 0 is never met"
     again = run([A, A, B], stability_threshold=2, strategy=module.DiffusionGemma)
     assert again.nfe == 5, "a run of equal texts begins anew"
     known = case(name).strategy
