@@ -53,7 +53,8 @@ def load(
         progress: Called with bytes read and bytes in all, while a folder is read.
         quantization: "fp8" rounds the matrices of the layers to 8 bits (e4m3, a scale for each
             output), one after another, and rows before their products; embedding, head, norms and
-            routers stay. None leaves all weights in `dtype`.
+            routers stay. "none" has all weights in `dtype`. None rounds the matrices that the
+            folder stores in 4 or 8 bits, and no others.
 
     Returns:
         The model, weights on the default device.
@@ -69,7 +70,7 @@ def load(
     if quantization not in (None, *QUANTIZATIONS):
         raise LoadError(
             f"quantization={told(quantization)} is not supported; use one of "
-            f"{', '.join(QUANTIZATIONS)}, or None"
+            f"{', '.join(QUANTIZATIONS)}"
         )
     if source.startswith("random:"):
         for name, value in (("revision", revision), ("lora", lora)):
@@ -92,12 +93,10 @@ def _from_folder(
     quantization: Quantization | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-    if quantization is not None:
-        config, _ = checkpoints.inspect(folder, lora=adapter).require_ok()
-        _require_supported(source, config, quantization)
+    is_small, further = _chosen(source, checkpoints.inspect(folder, lora=adapter), quantization)
     params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
-    for note in report.notes:
+    for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     leaves, tree = jax.tree.flatten_with_path(params)
     del params  # so that each host leaf goes as soon as its copy is made
@@ -108,7 +107,7 @@ def _from_folder(
     while leaves:
         path, leaf = leaves.pop(0)
         leaf = jax.device_put(np.array(leaf) if keeps else leaf)
-        placed.append(jax.block_until_ready(_stored(path, leaf, quantization)))
+        placed.append(jax.block_until_ready(quantized(path, leaf) if is_small(path) else leaf))
     tokenizer = None
     if tokenizer_files.has_tokenizer(folder):
         tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
@@ -122,13 +121,33 @@ def _from_folder(
     )
 
 
-def _require_supported(source: str, config: Any, quantization: Quantization) -> None:
+def _chosen(
+    source: str, report: checkpoints.Report, quantization: Quantization | None
+) -> tuple[Callable[[Any], bool], list[str]]:
+    """Which leaves, by their key paths, are held in 8 bits, and what to say of it."""
+    config, _ = report.require_ok()
+    if quantization == "fp8":
+        _require_supported(source, config)
+        return lambda _: True, []
+    scheme = report.scheme
+    if quantization == "none" or scheme is None:
+        return lambda _: False, []
+    stored = f"matrices of {scheme.bits} bits ({scheme.name})"
     if reason := unsupported(config):
-        raise LoadError(f"{quantization=} of {source!r}: {reason}; leave it out")
+        return lambda _: False, [f"{stored} are held in 16: {reason}"]
+    small = {place.path for place in report.placements if place.name in report.packed}
+    small -= {place.path for place in report.placements if place.name not in report.packed}
+
+    def is_small(path: Any) -> bool:
+        return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path) in small
+
+    four = f'{stored} are held in 8, as fp8; quantization="none" (--quantization none) has 16'
+    return is_small, [four] if scheme.bits == 4 else []
 
 
-def _stored(path: Any, leaf: jax.Array, quantization: Quantization | None) -> Any:
-    return leaf if quantization is None else quantized(path, leaf)
+def _require_supported(source: str, config: Any) -> None:
+    if reason := unsupported(config):
+        raise LoadError(f"quantization='fp8' of {source!r}: {reason}; leave it out")
 
 
 def _random(source: str, dtype: str, quantization: Quantization | None) -> Model:
@@ -136,8 +155,8 @@ def _random(source: str, dtype: str, quantization: Quantization | None) -> Model
     if name not in PUBLISHED:
         raise LoadError(f"{source!r} is no published config; known are {join(sorted(PUBLISHED))}")
     parsed = parse_config(PUBLISHED[name], name=name)
-    if quantization is not None:
-        _require_supported(source, parsed.config, quantization)
+    if quantization == "fp8":
+        _require_supported(source, parsed.config)
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
@@ -145,16 +164,18 @@ def _random(source: str, dtype: str, quantization: Quantization | None) -> Model
     return Model(
         params=jax.tree.unflatten(
             tree,
-            [
-                _stored(path, _random_leaf(i, path, leaf), quantization)
-                for i, (path, leaf) in enumerate(leaves)
-            ],
+            [_drawn(i, path, leaf, quantization == "fp8") for i, (path, leaf) in enumerate(leaves)],
         ),
         config=parsed.config,
         arch=arch,
         defaults=parsed.defaults,
         source=source,
     )
+
+
+def _drawn(index: int, path: tuple[Any, ...], leaf: Any, is_small: bool) -> Any:
+    drawn = _random_leaf(index, path, leaf)
+    return quantized(path, drawn) if is_small else drawn
 
 
 def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
