@@ -32,8 +32,8 @@ _MOST_BUFFERS = 1024  # IOV_MAX of Linux: buffers that one read fills
 _MOST_THREADS = 16  # more do not read faster: memory is the limit
 
 
-class Update(Protocol):
-    """A term added to a tensor while it is copied."""
+class Numbers(Protocol):
+    """Numbers of a tensor that are computed while it is copied."""
 
     def __call__(self, start: int, count: int) -> Array:
         """`count` elements from number `start` on, in C order and float32."""
@@ -50,6 +50,7 @@ class Copy:
         dtype: Type of the stored elements.
         target: Where it goes, in the axis order of the file.
         update: Added in float32 before the one cast to the type of `target`.
+        source: Read in place of the file's own elements, which then are of another form.
     """
 
     name: str
@@ -57,7 +58,8 @@ class Copy:
     offset: int
     dtype: np.dtype[Any]
     target: Array
-    update: Update | None = None
+    update: Numbers | None = None
+    source: Numbers | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -173,11 +175,15 @@ def _make(piece: _Piece, files: dict[Path, int], scratch: "_Scratch") -> _Made:
     item, width = copy.dtype.itemsize, target.shape[-1]
     offset = copy.offset + piece.start * item
     size = target.size * item
-    if copy.update is None and copy.dtype == target.dtype and target.flags.c_contiguous:
+    is_plain = copy.update is None and copy.source is None
+    if is_plain and copy.dtype == target.dtype and target.flags.c_contiguous:
         _read(files[copy.path], [raw(target).data.cast("B")], offset, copy)
         return size, None if all_finite(target) else f"{copy.name} holds NaN or Inf"
-    rows, buffers = scratch.rows("read", target.size // width, width, copy.dtype)
-    _read(files[copy.path], buffers, offset, copy)
+    if copy.source is None:
+        rows, buffers = scratch.rows("read", target.size // width, width, copy.dtype)
+        _read(files[copy.path], buffers, offset, copy)
+    else:
+        rows = copy.source(piece.start, target.size).reshape(-1, width)
     if not all_finite(rows):
         return size, f"{copy.name} holds NaN or Inf"
     if copy.update is not None:

@@ -21,9 +21,10 @@ from .config.fields import ConfigError
 from .converted import AGAIN, PARAMS, describe
 from .lora import read_adapter
 from .networks import Networks
+from .packed import Packed, Scheme, matrices, read_scheme
 from .report import META, Report
 from .rules import Placement, placements, tensor_shapes
-from .shards import Stored, quantised, read_shards
+from .shards import Shards, Stored, quantised, read_shards
 from .tensor_names import table_of
 from .tokenizer_files import present, read_facts, read_json
 
@@ -68,6 +69,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     shards = read_shards(folder)
     problems += shards.problems
     notes = [*(parsed.notes if parsed else ()), *shards.notes]
+    scheme, packed = _unpack(folder, shards, problems)
     small = quantised(shards.tensors)
     problems += small
     places: tuple[Placement, ...] = ()
@@ -97,7 +99,31 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
         param_shapes=param_shapes,
         placements=places,
         stored=shards.tensors,
+        scheme=scheme,
+        packed=packed,
     )
+
+
+def _unpack(
+    folder: Path, shards: Shards, problems: list[str]
+) -> tuple[Scheme | None, dict[str, Packed]]:
+    """How matrices are stored in fewer bits; `shards` then names them as in 16 bits."""
+    try:
+        scheme = read_scheme(folder, read_json(folder / "config.json"))
+    except ValueError as error:
+        if not any(str(error) in problem for problem in problems):
+            problems.append(str(error))
+        return None, {}
+    if scheme is None:
+        return None, {}
+    shards.tensors, packed, wrong = matrices(folder, scheme, shards.tensors)
+    problems += wrong
+    if not packed and not wrong:
+        problems.append(
+            f"the config says {scheme.name} but no tensor is named *.{scheme.values} in that form; "
+            "download it again"
+        )
+    return scheme, packed
 
 
 def _with_adapter(report: Report, networks: Networks, folder: Path) -> Report:

@@ -57,7 +57,7 @@ class AdapterFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """The update of one matrix, a `copying.Update`.
+    """The update of one matrix, a `copying.Numbers`.
 
     Attributes:
         read: Gives a tensor of the adapter, in float32.

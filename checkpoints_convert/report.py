@@ -10,7 +10,8 @@ import jax
 
 from .dtypes import STORED, as_dtype
 from .lora import AdapterFacts, Factors
-from .rules import ConversionError, Placement, tensor_shapes
+from .packed import Packed, Scheme
+from .rules import ConversionError, Placement, listed, tensor_shapes
 from .shards import Stored
 
 META = "meta.json"
@@ -35,6 +36,8 @@ class Report:
         stored: The headers' entries; empty unless kind is "hf".
         adapter: The LoRA adapter that is merged into the weights, or will be.
         factors: The adapter's update of each tensor; empty unless kind is "hf".
+        scheme: How the matrices of a quantised folder are stored, or None.
+        packed: The matrices that are stored so, by the names that they have in 16 bits.
     """
 
     source: str
@@ -59,6 +62,8 @@ class Report:
     stored: Mapping[str, Stored] = dataclasses.field(default_factory=dict[str, Stored])
     adapter: AdapterFacts | None = None
     factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
+    scheme: Scheme | None = None
+    packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict[str, Packed])
 
     @property
     def is_ok(self) -> bool:
@@ -96,6 +101,10 @@ class Report:
             f"bytes       {self.num_bytes:,} ({megabytes:.1f} MB, {self.dtype or 'no weights'})",
             f"tokenizer   {', '.join(self.tokenizer_files) or 'none'}",
         ]
+        if self.scheme is not None:
+            kept = f"; in 16 bits: {listed(self.scheme.ignored)}" if self.scheme.ignored else ""
+            count = f"{len(self.packed)} matrices of {self.scheme.bits} bits"
+            lines.append(f"quantised   {self.scheme.name}, {count}{kept}")
         if self.adapter is not None:
             law = "rsLoRA, " if self.adapter.is_rslora else ""
             facts = f"{law}r={self.adapter.rank}, alpha={self.adapter.alpha}"

@@ -32,6 +32,9 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
         ConversionError: With every NaN, Inf and overflow found.
     """
     report.require_ok()
+    problems = [text for packed in report.packed.values() for text in packed.problems()]
+    if problems:
+        raise ConversionError(report.source, problems)
     target = as_dtype(report.dtype or "float32" if dtype == "auto" else dtype)
 
     def allocate(leaf: Any) -> Array:
@@ -54,7 +57,7 @@ def _copy(report: Report, place: Placement, tree: Any) -> Copy:
     stored = report.stored[place.name]
     dtype = STORED[stored.dtype]
     before = place.start * math.prod(stored.shape[1:])  # elements of the tensor
-    factors = report.factors.get(place.name)
+    factors, packed = report.factors.get(place.name), report.packed.get(place.name)
     return Copy(
         place.name,
         report.folder / stored.file,
@@ -62,6 +65,7 @@ def _copy(report: Report, place: Placement, tree: Any) -> Copy:
         dtype,
         place.part.view(find(tree, place.path)),
         factors and (lambda start, count: factors(before + start, count)),
+        packed and (lambda start, count: packed.read(before + start, count)),
     )
 
 

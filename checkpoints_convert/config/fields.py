@@ -24,7 +24,6 @@ _KINDS: dict[str, Any] = {
     "text_config": Mapping,
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)
 
@@ -168,7 +167,7 @@ def rope(fields: Fields) -> Rope:
 
 
 def common_refusals(fields: Fields, *, windows: bool = False) -> None:
-    """Problems of any family: quantised weights, sliding windows, unknown activations.
+    """Problems of any family: sliding windows, unknown activations.
 
     Args:
         windows: The caller reads sliding windows.
@@ -181,13 +180,6 @@ def common_refusals(fields: Fields, *, windows: bool = False) -> None:
     if kinds and not windows:
         fields.problems.append(f'layer_types holds {kinds}; only "full_attention" is supported')
     fields.must_be("use_mrope", False, why="positions are those of one text")
-    for key in _QUANTISATION_KEYS:
-        if config.get(key):
-            method = fields.object(key).get("quant_method")
-            fields.problems.append(
-                f"the weights are quantised ({key}: quant_method={method!r}), which is not "
-                "supported; use the bfloat16 checkpoint"
-            )
 
 
 def no_partial_rope(fields: Fields, partial: float | None) -> None:

@@ -1,8 +1,11 @@
 """Work of a known size: a strategy that fills exactly n holes a step, however sure the model is.
 
 With it L tokens take ceil(L / n) forwards, so that two runs differ in speed alone. The tokens are
-the readout's own; only their number is scripted. So no part of a forward can be left out.
+the readout's own; only their number is scripted. So no part of a forward can be left out. Canvases
+have no holes: `DiffusionGemma` is fixed where no confidence is enough and each takes its schedule.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -11,6 +14,9 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.strategies.core import blocks, random, sampling
 from dllm_jax.strategies.core.protocol import Strategy
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, DecodeState
+from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
+
+USUAL_STEPS = 16  # of a canvas: vLLM publishes its figures so
 
 
 class FixedWork(Strategy):
@@ -53,6 +59,19 @@ class FixedWork(Strategy):
         stats = out.predict(where=wanted, sampling=state.sampling, keys=random.step_keys(state))
         accept = sampling.top_n(stats.confidence, leftmost(wanted, self.tokens_per_step), wanted)
         return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+
+def tokens_a_step(strategy: Any) -> int | None:
+    """Tokens of each denoising step where the work is fixed, else None."""
+    if isinstance(strategy, DiffusionGemma) and strategy.confidence_threshold == 0:
+        return -(-strategy.block_size // int(strategy.max_denoising_steps))
+    return strategy.tokens_per_step if isinstance(strategy, FixedWork) else None
+
+
+def fixed_canvas(size: int, count: int | None) -> dict[str, float]:
+    """Fields of `DiffusionGemma` for `count` tokens a step; None: canvases of 16 steps."""
+    steps = min(USUAL_STEPS, size) if count is None else -(-size // count)
+    return {"confidence_threshold": 0.0, "max_denoising_steps": float(steps)}
 
 
 def most_tokens(block_size: int, buffer_size: int) -> int:

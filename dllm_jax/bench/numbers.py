@@ -14,7 +14,7 @@ import numpy as np
 
 from dllm_jax import __version__
 from dllm_jax.bench import measure, roofline
-from dllm_jax.bench.fixed import FixedWork
+from dllm_jax.bench.fixed import FixedWork, tokens_a_step
 from dllm_jax.bench.rounds import Rounds, round_figures, time_rounds, width_shares
 from dllm_jax.bench.workload import Work
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
@@ -196,10 +196,10 @@ def setting(llm: Any) -> dict[str, Any]:
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
-        "mode": "fixed" if isinstance(strategy, FixedWork) else "adaptive",
+        "mode": "adaptive" if tokens_a_step(strategy) is None else "fixed",
         "strategy": type(strategy).__name__,
         "thresholds": {name: float(getattr(strategy, name)) for name in knob_ranges(strategy)},
-        "tokens_per_step": getattr(strategy, "tokens_per_step", None),
+        "tokens_per_step": tokens_a_step(strategy),
         "block_size": layout.block_size,
         "buffer_size": strategy.buffer_size,
         "num_slots": layout.num_slots,

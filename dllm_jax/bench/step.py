@@ -66,7 +66,7 @@ def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
     shape has, by default all that the draft was trained for; how many are right costs nothing.
 
     Raises:
-        ValueError: The model decodes token by token, and the shape has a window.
+        ValueError: The model decodes token by token, and the shape has a window; or by canvases.
     """
     if draft is not None:
         if shape.blocks != 1:
@@ -83,6 +83,11 @@ def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
             add_block_threshold=0.0,
             block_size=size,
             buffer_size=shape.blocks,
+        )
+    if not model.config.shift:
+        raise ValueError(
+            f"{model.defaults.family} has neither masks nor next tokens, whose steps are measured "
+            "here; use bench latency"
         )
     if shape.blocks != 1 or shape.block_size not in (None, 1):
         raise ValueError(

@@ -58,6 +58,7 @@ def random_work(model: Any, count: int, inputs: Lengths, outputs: Lengths, seed:
     rng = random.Random(f"bench/{seed}")
     defaults = model.defaults
     special = {model.config.mask_token_id, defaults.pad_token_id, *defaults.stop_token_ids}
+    special |= set(defaults.unread_token_ids)
     ids = [token for token in range(defaults.vocab_limit) if token not in special]
     return [
         Work(

@@ -96,7 +96,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--prompt-file and with --draft, else fixed)",
     )
     group.add_argument(
-        "--tokens-per-step", type=flags.whole(1), metavar="N", help="fixed: n (default: 4)"
+        "--tokens-per-step",
+        type=flags.whole(1),
+        metavar="N",
+        help="fixed: n (default: 4, of a canvas a sixteenth)",
     )
     group.add_argument(
         "--input-len",
@@ -194,13 +197,17 @@ def _strategy(args: argparse.Namespace, model: Any, chosen: Any) -> Any:
     fields = strategies.given_fields(args)
     if args.mode == "adaptive":
         return strategies.resolve(model, args.strategy, chosen, fields, args.draft)
+    from dllm_jax.bench.fixed import FixedWork, fixed_canvas, most_tokens
+
+    if model.arch.condition is not None:
+        size = fields.get("block_size", model.defaults.block_size)
+        fixed = fixed_canvas(size, args.tokens_per_step)
+        return strategies.resolve(model, None, chosen, fields | fixed)
     if model.config.mask_token_id < 0:
         raise UsageError(
             f"fixed work fills masks, and {model.defaults.family} has no mask token; give "
             "--mode adaptive"
         )
-    from dllm_jax.bench.fixed import FixedWork, most_tokens
-
     block = fields.get("block_size", model.defaults.block_size)
     buffer = fields.get("buffer_size", max(2, model.defaults.buffer_size))
     count = args.tokens_per_step or min(4, max(1, most_tokens(block, buffer)))

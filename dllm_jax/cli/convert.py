@@ -21,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=flags.DTYPES,
         help="of the weights (default: %(default)s)",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("fp8",),
+        help="write a Hugging Face folder of compressed-tensors, the matrices of its layers in 8 "
+        "bits (default: a converted folder, no rounding)",
+    )
     parser.add_argument("--force", action="store_true", help="replace DST if it is there")
     parser.add_argument(
         "--dry-run", action="store_true", help="check, tell the sizes, and write nothing"
@@ -38,7 +44,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     lora = None if args.lora is None else find_adapter(args.lora)
     if args.dry_run:
         with headers_folder(args.src, args.revision) as folder:
-            convert(folder, args.dst, args.dtype, lora, force=args.force, dry_run=True)
+            how = {"force": args.force, "quantize": args.quantize}
+            convert(folder, args.dst, args.dtype, lora, **how, dry_run=True)
             print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype)}")
         return 0
     folder = checkpoint_folder(args.src, args.revision)
@@ -49,7 +56,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
             bar.total = total
             bar.update(done - bar.n)
 
-        convert(folder, args.dst, args.dtype, lora, force=args.force, progress=progress)
+        how = {"force": args.force, "quantize": args.quantize}
+        convert(folder, args.dst, args.dtype, lora, **how, progress=progress)
     size = sum(f.stat().st_size for f in Path(args.dst).rglob("*") if f.is_file())
     print(f"{args.dst}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 from dllm_jax.engine import checks
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "none")
 ATTENTION = ("xla", "cudnn", "triton", "mosaic")
 # Fields of strategies with flags of their own.
 THRESHOLDS = {
@@ -111,8 +111,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="fp8: round the matrices of the layers to 8 bits while the model is loaded "
-        "(default: none)",
+        help="fp8: round the matrices of the layers to 8 bits while the model is loaded; none: "
+        "weights of 16 bits (default: 8 bits for what the folder stores in 4 or 8)",
     )
 
 

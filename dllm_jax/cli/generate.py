@@ -111,7 +111,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
     """Refuse a suffix that the strategy would not see; None is unknown so far."""
-    if args.suffix is None or strategy is None or strategy.needs.prompt.in_window:
+    if args.suffix is None or strategy is None:
+        return
+    if strategy.needs.prompt.in_window or strategy.needs.pins:
         return
     raise UsageError(
         f"--suffix: {type(strategy).__name__} does not see what stands behind the text; "

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         raise UsageError(f"--draft {args.draft!r}: nothing drafted in this snapshot; leave it out")
     args.model = args.model or snapshot.model["source"]
     args.dtype = snapshot.model["dtype"]
-    args.quantization = snapshot.model.get("quantization")
+    args.quantization = snapshot.model.get("quantization") or "none"
     model = load_model(args)
     engine, request_id = snapshots.resume(
         snapshot, args.sample, model, args.attention_implementation, args.draft, args.strategy

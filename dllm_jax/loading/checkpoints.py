@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dllm_jax.convert import converted, export, inspection
 from dllm_jax.convert.copying import Progress
@@ -16,6 +16,7 @@ from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
 from dllm_jax.convert.report import Plan, Report, plan
 from dllm_jax.convert.rules import ConversionError
+from dllm_jax.convert.tokenizer_files import read_json
 from dllm_jax.convert.weights import read_weights
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import (
@@ -25,6 +26,7 @@ from dllm_jax.models.families import (
     parse_config,
 )
 from dllm_jax.models.family_table import with_d2f_adapter
+from dllm_jax.models.quantization import STORED
 
 __all__ = [
     "ConversionError",
@@ -105,10 +107,13 @@ def convert(
     allow_extra: bool = False,
     progress: Progress | None = None,
     dry_run: bool = False,
+    quantize: Literal["fp8"] | None = None,
 ) -> Path:
     """Write a checkpoint as a converted folder: parameters in Orbax form, `meta.json`, tokenizer.
 
-    The folder appears whole or not at all: it is written beside its place and renamed.
+    With `quantize="fp8"` it is a Hugging Face folder instead, which other programs read: the
+    matrices of its layers are in FP8-dynamic of compressed-tensors. The folder appears whole or
+    not at all: it is written beside its place and renamed.
 
     Args:
         src: A Hugging Face folder.
@@ -119,6 +124,8 @@ def convert(
         allow_extra: Leave tensors of unknown name out instead of refusing them.
         progress: Called with bytes read and bytes in all.
         dry_run: Make every check that needs no weights, and write nothing. `plan` gives the sizes.
+        quantize: "fp8": round the matrices of layers and experts; embedding, head, norms and
+            routers stay.
 
     Returns:
         The folder.
@@ -133,12 +140,30 @@ def convert(
     report.require_ok()
     target = Path(dst)
     require_place(target, Path(src), force=force)
+    if quantize not in (None, "fp8"):
+        raise ValueError(f"{quantize=} is not supported; use fp8, or leave it out")
+    if quantize and report.kind != "hf":
+        what = "converted folders have no tensors of the names that other programs read"
+        raise ValueError(f"{quantize=} of {os.fspath(src)!r}: {what}; give the Hugging Face folder")
     _require_space(target, plan(report, dtype).result_bytes)
     if dry_run:
         return target.absolute()
     with placed(target, Path(src), force=force) as folder:
-        converted.save(_read(report, dtype, progress), report, folder)
+        params = _read(report, dtype, progress)
+        if quantize is None:
+            converted.save(params, report, folder)
+        else:
+            _save_fp8(params, report, folder, dtype)
     return target.absolute()
+
+
+def _save_fp8(params: Any, report: Report, folder: Path, dtype: str) -> None:
+    name = report.dtype or "float32" if dtype == "auto" else dtype
+    config = {**read_json(report.folder / "config.json"), "torch_dtype": name}
+    shapes = report.shapes_in(as_dtype(name))
+    export.write_fp8(params, shapes, folder, report.placements, STORED, str(report.family), config)
+    for file in report.tokenizer_files:
+        shutil.copyfile(report.folder / file, folder / file)
 
 
 def _require_space(target: Path, size: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from dllm_jax.convert.packed import MODELOPT
 from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES, read_json
 
 CONFIG = "config.json"
@@ -26,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ONLY_SAFETENSORS = "only safetensors are read, other forms of weights can run code"
-_SMALL = (CONFIG, INDEX, ADAPTER_CONFIG, *TOKENIZER_FILES)
+_SMALL = (CONFIG, MODELOPT, INDEX, ADAPTER_CONFIG, *TOKENIZER_FILES)
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors
 _CHUNK = 1 << 16

@@ -63,7 +63,8 @@ def load(
         progress: Called with bytes read and bytes in all, while a folder is read.
         quantization: "fp8" rounds the matrices of the layers to 8 bits (e4m3, a scale for each
             output), one after another, and rows before their products; embedding, head, norms and
-            routers stay. None leaves all weights in `dtype`.
+            routers stay. "none" has all weights in `dtype`. None rounds the matrices that the
+            folder stores in 4 or 8 bits, and no others.
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
 
     Returns:
@@ -75,7 +76,7 @@ def load(
     """
     enable_async_dispatch()
     split = None if mesh is None else as_split(mesh)
-    if split is not None and quantization is not None:
+    if split is not None and quantization == "fp8":
         raise LoadError(
             f"quantization={told(quantization)}: several devices cannot share weights in 8 bits, "
             "because a row is rounded as a whole; leave it out, or use one device "
@@ -87,7 +88,7 @@ def load(
     if quantization not in (None, *QUANTIZATIONS):
         raise LoadError(
             f"quantization={told(quantization)} is not supported; use one of "
-            f"{', '.join(QUANTIZATIONS)}, or None"
+            f"{', '.join(QUANTIZATIONS)}"
         )
     if source.startswith("random:"):
         for name, value in (("revision", revision), ("lora", lora)):
@@ -111,12 +112,17 @@ def _from_folder(
     split: Split | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-    if quantization is not None:
-        config, _ = checkpoints.inspect(folder, lora=adapter).require_ok()
-        _require_supported(source, config, quantization)
+    report = checkpoints.inspect(folder, lora=adapter)
+    is_small, further = _chosen(source, report, quantization)
+    if split is not None and report.scheme is not None and quantization != "none":
+        raise LoadError(
+            f"{source!r} has matrices of {report.scheme.bits} bits, which several devices cannot "
+            'share; use quantization="none" (--quantization none), or one device '
+            "(tensor_parallel_size=1)"
+        )
     params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
-    for note in report.notes:
+    for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     tokenizer = None
     if tokenizer_files.has_tokenizer(folder):
@@ -140,7 +146,7 @@ def _from_folder(
     while leaves:
         path, leaf = leaves.pop(0)
         leaf = jax.device_put(np.array(leaf) if keeps else leaf)
-        placed.append(jax.block_until_ready(_stored(path, leaf, quantization)))
+        placed.append(jax.block_until_ready(quantized(path, leaf) if is_small(path) else leaf))
     return model.replace(params=jax.tree.unflatten(tree, placed))
 
 
@@ -164,7 +170,7 @@ def place(model: Model, split: Split) -> Model:
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise ValueError(
             f"the weights of {model.source!r} are in 8 bits, which several devices cannot share: "
-            f"a row is rounded as a whole; {one_device} or leave quantization out"
+            f'a row is rounded as a whole; {one_device} or quantization="none"'
         )
     if not model.arch.takes_ops or not isinstance(model.arch.unembed, Unembed):
         raise ValueError(
@@ -174,13 +180,33 @@ def place(model: Model, split: Split) -> Model:
     return model.replace(params=split.place(model.params, model.config), split=split)
 
 
-def _require_supported(source: str, config: Any, quantization: Quantization) -> None:
+def _chosen(
+    source: str, report: checkpoints.Report, quantization: Quantization | None
+) -> tuple[Callable[[Any], bool], list[str]]:
+    """Which leaves, by their key paths, are held in 8 bits, and what to say of it."""
+    config, _ = report.require_ok()
+    if quantization == "fp8":
+        _require_supported(source, config)
+        return lambda _: True, []
+    scheme = report.scheme
+    if quantization == "none" or scheme is None:
+        return lambda _: False, []
+    stored = f"matrices of {scheme.bits} bits ({scheme.name})"
     if reason := unsupported(config):
-        raise LoadError(f"{quantization=} of {source!r}: {reason}; leave it out")
+        return lambda _: False, [f"{stored} are held in 16: {reason}"]
+    small = {place.path for place in report.placements if place.name in report.packed}
+    small -= {place.path for place in report.placements if place.name not in report.packed}
+
+    def is_small(path: Any) -> bool:
+        return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path) in small
+
+    four = f'{stored} are held in 8, as fp8; quantization="none" (--quantization none) has 16'
+    return is_small, [four] if scheme.bits == 4 else []
 
 
-def _stored(path: Any, leaf: jax.Array, quantization: Quantization | None) -> Any:
-    return leaf if quantization is None else quantized(path, leaf)
+def _require_supported(source: str, config: Any) -> None:
+    if reason := unsupported(config):
+        raise LoadError(f"quantization='fp8' of {source!r}: {reason}; leave it out")
 
 
 def _random(
@@ -190,8 +216,8 @@ def _random(
     if name not in PUBLISHED:
         raise LoadError(f"{source!r} is no published config; known are {join(sorted(PUBLISHED))}")
     parsed = parse_config(PUBLISHED[name], name=name)
-    if quantization is not None:
-        _require_supported(source, parsed.config, quantization)
+    if quantization == "fp8":
+        _require_supported(source, parsed.config)
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
@@ -199,10 +225,7 @@ def _random(
     model = Model(
         params=jax.tree.unflatten(
             tree,
-            [
-                _stored(path, _random_leaf(i, path, leaf), quantization)
-                for i, (path, leaf) in enumerate(leaves)
-            ],
+            [_drawn(i, path, leaf, quantization == "fp8") for i, (path, leaf) in enumerate(leaves)],
         ),
         config=parsed.config,
         arch=arch,
@@ -210,6 +233,11 @@ def _random(
         source=source,
     )
     return model if split is None else place(model, split)
+
+
+def _drawn(index: int, path: tuple[Any, ...], leaf: Any, is_small: bool) -> Any:
+    drawn = _random_leaf(index, path, leaf)
+    return quantized(path, drawn) if is_small else drawn
 
 
 def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:

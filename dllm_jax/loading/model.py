@@ -5,7 +5,7 @@ So a `Model` can be an argument of jit, grad and vmap.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
-from dllm_jax.models.quantization import Quantization, is_quantized
+from dllm_jax.models.quantization import is_quantized
 from dllm_jax.models.sharding import Split, partitioned
 
 
@@ -82,7 +82,7 @@ class Model(struct.PyTreeNode):
         return self.tokenizer_source.tokenizer(self.config.mask_token_id)
 
     @property
-    def quantization(self) -> Quantization | None:
+    def quantization(self) -> Literal["fp8"] | None:
         """How the matrices of the layers are stored; None: in the type of the other weights."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
         return "fp8" if any(map(is_quantized, leaves)) else None

@@ -12,8 +12,8 @@ from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.gemma import GemmaConfig
 
-Quantization = Literal["fp8"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("fp8",)
+Quantization = Literal["fp8", "none"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "none")
 # Matrices that are stored in 8 bits, and how many of their leading axes are contracted.
 _INPUTS = {
     "wqkv": 1,
@@ -23,6 +23,10 @@ _INPUTS = {
     "shared_gate_up": 1,
     "shared_down": 1,
 }
+
+
+# Leaves whose matrices a folder in 8 bits stores so; experts are held in 16 bits when it is loaded.
+STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})
 
 
 def unsupported(config: Any) -> str | None:

@@ -22,7 +22,7 @@ def editable(state: DecodeState) -> Bool[Array, "B K S"]:
 
 
 def differs(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
-    """Editable cells that hold a token, and another one than `tokens`; never a hole."""
+    """Editable cells that hold a token other than `tokens`; never a hole."""
     buffer = state.buffer
     return editable(state) & buffer.filled & (tokens != buffer.tokens)
 
@@ -33,14 +33,14 @@ def rewrite(
     """Write `tokens` in the editable cells of `where`.
 
     Returns:
-        The state, and the cells that were holes before: what `blocks.finish_step` counts.
+        The state, and the written cells that were holes, for `blocks.finish_step`.
     """
     where = where & editable(state)
     return blocks.write(state, tokens, where), where & ~state.buffer.filled
 
 
 def before_limit(state: DecodeState) -> Bool[Array, "B K S"]:
-    """Cells that may be emitted: what happens past the limit holds no block back."""
+    """Cells that may be emitted; cells past the limit hold no block back."""
     buffer = state.buffer
     return jnp.broadcast_to(buffer.positions < buffer.limit[:, None, None], buffer.tokens.shape)
 

@@ -1,7 +1,7 @@
 """Pure operations on the window: which cells are holes, when a block opens, completes, commits.
 
 A step uses them in this order: `open_next`, (forward), `to_cache`, `holes`, `write`,
-`finish_step`. `denoise` is all but the first, for strategies that differ in what they accept.
+`finish_step`. `denoise` is all but the first, for strategies that only differ in what they accept.
 
 Source: Diffulex's block buffer, with the rules of docs/strategies.md.
 """
@@ -30,7 +30,7 @@ def live_cells(state: DecodeState) -> Bool[Array, "B K S"]:
 
 
 def holes(state: DecodeState) -> Bool[Array, "B K S"]:
-    """Cells of ACTIVE blocks that wait for a token; never a cell of the prompt."""
+    """Cells of ACTIVE blocks without a token; never a cell of the prompt."""
     buffer = state.buffer
     return (
         (buffer.status[:, :, None] == ACTIVE)
@@ -64,16 +64,16 @@ def progress(state: DecodeState) -> Float[Array, "B K"]:
 
 
 def complete(state: DecodeState) -> Bool[Array, "B K"]:
-    """Blocks with no hole before the request's limit; cells past it need not be waited for."""
+    """Blocks with no hole before the request's limit."""
     buffer = state.buffer
     past_limit = buffer.positions >= buffer.limit[:, None, None]
     return jnp.all(buffer.filled | past_limit, axis=2)
 
 
 def semi_complete_before(state: DecodeState, threshold: Threshold) -> Bool[Array, "B K"]:
-    """Blocks whose predecessor has progress >= `threshold`; the first block's always has.
+    """Blocks whose predecessor has progress >= `threshold`, and the first block.
 
-    The predecessor of the first block is in the cache, hence complete, whatever the threshold.
+    The predecessor of the first block is in the cache, hence complete.
     """
     semi = progress(state) >= at_block(threshold)
     return jnp.concatenate([jnp.ones_like(semi[:, :1]), semi[:, :-1]], axis=1)
@@ -101,13 +101,13 @@ def open_next(
 ) -> DecodeState:
     """Open at most one block: the first of an empty window, or the one behind enough progress.
 
-    Decided before the forward on what the last step left. A block that starts at or past the
-    limit never opens, nor does any once a stop id stands in the window.
+    Decided before the forward. No block opens at or past the limit, nor while a stop id stands in
+    the window.
 
     Args:
-        add_block_threshold: Progress (>=) the last open block must show; None: one at a time, but
-            for `stable`.
-        stable: Blocks behind which another may open, for strategies that rewrite what is filled;
+        add_block_threshold: Progress (>=) the last open block must have; None: one block at a time,
+            except behind `stable` ones.
+        stable: Blocks behind which another may open, for strategies that rewrite filled cells;
             None: all.
     """
     buffer = state.buffer
@@ -131,7 +131,7 @@ def open_next(
 
 
 def begin(state: DecodeState, first: Int[Array, " B"], where: Bool[Array, " B"]) -> DecodeState:
-    """Open the window of rows `where` with the token `first` in its first cell, by itself."""
+    """Open the window of rows `where` with the token `first` alone in its first cell."""
     buffer = state.buffer
     S = buffer.tokens.shape[2]
     anchor = where[:, None, None] & (jnp.arange(S) == 0)[None, None]
@@ -147,7 +147,7 @@ def begin(state: DecodeState, first: Int[Array, " B"], where: Bool[Array, " B"])
 def write(
     state: DecodeState, tokens: Int[Array, "B K S"], accept: Bool[Array, "B K S"]
 ) -> DecodeState:
-    """Fill the accepted cells; what the request brought is never written over."""
+    """Fill the accepted cells, except those that the request brought."""
     buffer = state.buffer
     accept = accept & ~is_given(state)
     return state.replace(
@@ -174,10 +174,10 @@ def finish_step(
     complete ACTIVE blocks behind them becomes TO_CACHE.
 
     Args:
-        accept: The cells filled in this step; a token written over another one is none.
-        ready: Complete blocks that may leave, for strategies that rewrite what is filled: only
-            what leaves is settled then. None: all may, for what is filled never changes again,
-            and the hole-free run is settled.
+        accept: The holes filled in this step; cells written over do not count.
+        ready: Complete blocks that may leave, for strategies that rewrite filled cells; only blocks
+            that leave are settled then. None: filled cells never change, so all complete blocks may
+            leave, and the hole-free run is settled.
     """
     buffer = state.buffer
     S = buffer.tokens.shape[2]
@@ -188,7 +188,7 @@ def finish_step(
     status = jnp.where(leading, TO_CACHE, buffer.status)
     block_steps = buffer.block_steps + (buffer.status == ACTIVE).astype(jnp.int32)
     settled_len = settled_run(state)
-    if ready is not None:  # holes past the limit may leave with their block, and settle never
+    if ready is not None:  # holes past the limit leave with their block and are never settled
         settled_len = jnp.minimum(settled_len, jnp.sum(leading, axis=1, dtype=jnp.int32) * S)
     info = StepInfo(
         commit_len=jnp.sum(committed, axis=1).astype(jnp.int32) * S,
@@ -209,7 +209,7 @@ def denoise(
 
     Args:
         accept_rule: Called with the statistics, the state and the holes; returns the holes to
-            fill. It must accept one sooner or later, or the request does not end.
+            fill. It must accept one within `Strategy.patience` steps.
     """
     out = forward(state)
     state = out.store(state, to_cache(state))

@@ -1,4 +1,4 @@
-"""Checks of a strategy's static fields, which are made before anything is compiled."""
+"""Checks of a strategy's static fields, made before anything is compiled."""
 
 import math
 import reprlib

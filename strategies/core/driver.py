@@ -34,8 +34,8 @@ from .state import (
     select_rows,
 )
 
-# Steps so far, the choice of the next one, the state. Asked for twice, a choice might be rounded
-# otherwise, and its loop end before its first step.
+# Steps so far, the choice of the next one, the state. The choice is carried: computed twice it may
+# round differently, and its loop would end before its first step.
 _Stretch = tuple[Array, Array, DecodeState]
 
 
@@ -48,14 +48,14 @@ def admit_window(
     block_size: int,
     given: Int[Array, "B W"] | None = None,
 ) -> BlockBuffer:
-    """The window of fresh requests: what of the prompt is not prefilled, then DUMMY blocks.
+    """The window of fresh requests: the prompt's part that is not prefilled, then DUMMY blocks.
 
-    With `in_window` prompts every block that holds a position before the end of what is given or
-    to be written is ACTIVE from the start.
+    With `in_window` prompts every block with a given position, or one before the limit, is ACTIVE
+    from the start.
 
     Args:
-        tail: The prompt's ids from the window's first position on (`prompt_tail`); what lies
-            behind the prompt may be anything.
+        tail: The prompt's ids from the window's first position on (`prompt_tail`), any id behind
+            the prompt.
         given: Ids of cells behind the prompt, -1 elsewhere: of `in_window` prompts, or `pins`.
     """
     B = tail.shape[0]
@@ -132,12 +132,12 @@ def decode_while(
     state: DecodeState,
     spec: SlotSpec,
 ) -> tuple[Int[Array, ""], DecodeState]:
-    """Steps while `go_on(steps, state)`, and how many they were.
+    """Steps while `go_on(steps, state)`, and their number.
 
-    Where a strategy chooses between passes (`Strategy.makes_choices`), a loop of its own runs each
-    for as long as it is chosen: the same steps as by `decode_step`, but none of them holds a branch
-    whose passes must all leave the same. The loops stand one behind another, and one whose choice
-    is not made ends at once: within a `switch`, jaxlib 0.10 would copy the pools.
+    Where a strategy chooses between passes (`Strategy.makes_choices`), each has a loop of its own
+    that runs for as long as it is chosen. The steps are those of `decode_step`, without a branch
+    whose passes must all have the same output. The loops stand one behind another, and one whose
+    choice is not made ends at once: within a `switch`, jaxlib 0.10 would copy the pools.
     """
     if not strategy.makes_choices:
 
@@ -181,9 +181,9 @@ def propose(strategy: Any, forward: Forward, state: DecodeState) -> tuple[Decode
 def advance(
     strategy: Any, state: DecodeState, stepped: DecodeState, info: StepInfo, spec: SlotSpec
 ) -> tuple[DecodeState, StepInfo]:
-    """The engine's half: what `state` becomes once the strategy made `stepped` of it."""
+    """The engine's half: the state that follows from `state` and the strategy's `stepped`."""
     running = state.finish == RUNNING
-    # What a broken row wrote is not worth keeping: it stays as it was before this step.
+    # A broken row stays as it was before this step.
     broken = running & is_broken(stepped)
     taken = running & ~broken
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
@@ -192,20 +192,20 @@ def advance(
     window = spec.num_blocks * spec.block_size
     patience = bind_knobs(strategy, state.knobs).patience(window)
     advanced = slide(finish(counted, info, taken, patience), info, fresh)
-    # `finish` has left what other rows emitted as it was: a select would copy all of it.
+    # `finish` does not change the output of other rows; a select would copy all of it.
     selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
     ended = jnp.where(broken, ERROR, selected.finish)
     return selected.replace(output=advanced.output, finish=ended), info
 
 
 def is_broken(state: DecodeState) -> Bool[Array, " B"]:
-    """Rows that met a value that is not finite: in a row to store, or in a readout."""
+    """Rows with a value that is not finite, in a row to store or in a readout."""
     no_token = jnp.any(state.buffer.filled & (state.buffer.tokens == NO_TOKEN), axis=(1, 2))
     return (state.finish == ERROR) | no_token
 
 
 def _checked(strategy: Any, returned: Any) -> tuple[DecodeState, StepInfo]:
-    """What a step returned, if it is what a step must return (at trace time)."""
+    """The state and info that a step returned, checked at trace time."""
     if isinstance(returned, tuple) and len(returned) == 2:
         state, info = returned
         if isinstance(state, DecodeState) and isinstance(info, StepInfo):
@@ -236,10 +236,10 @@ def finish(
 
     Only rows `taken` emit.
 
-    A row ends with the first settled stop id that it has not brought itself (which is not emitted),
-    when every position before its limit is settled, when it has spent `max_nfe` forwards, when its
-    text ends in a run of `max_run` equal tokens, or when `patience` steps in a row changed nothing;
-    in this order of precedence.
+    A row ends, in this order of precedence: with the first settled stop id that the request did not
+    bring (which is not emitted), when every position before its limit is settled, when it has spent
+    `max_nfe` forwards, when its text ends in a run of `max_run` equal tokens, or when `patience`
+    steps in a row changed nothing.
     """
     buffer, limits = state.buffer, state.limits
     B = buffer.start.shape[0]
@@ -276,7 +276,7 @@ def finish(
 
 
 def _trailing_run(output: Int[Array, "B O"], length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """How many equal tokens the first `length` of each row end in."""
+    """Length of the run of equal tokens that ends the first `length` of each row."""
     index = jnp.arange(output.shape[1])[None]
     last = jnp.take_along_axis(output, jnp.maximum(length - 1, 0)[:, None], axis=1)
     differs = (output != last) & (index < length[:, None])
@@ -284,9 +284,9 @@ def _trailing_run(output: Int[Array, "B O"], length: Int[Array, " B"]) -> Int[Ar
 
 
 def slide(state: DecodeState, info: StepInfo, fresh: Carry) -> DecodeState:
-    """Move the window left past the committed tokens; new cells hold first values.
+    """Move the window past the committed tokens; new cells hold first values.
 
-    Blocks move by whole blocks: a window that advances by less keeps its blocks' state.
+    The state of blocks moves by whole blocks; a window that advances by less keeps it.
     """
     buffer = state.buffer
     B, K, S = buffer.tokens.shape
@@ -324,7 +324,7 @@ def slide(state: DecodeState, info: StepInfo, fresh: Carry) -> DecodeState:
 def next_boundary(boundary: Array, rows: Array, by: Int[Array, " B"]) -> Array:
     """Raw hidden row of the last token before the window once it has moved `by` tokens.
 
-    Where no boundary is kept both have no width, and so has the result.
+    Both have no width where no boundary is kept.
     """
     joined = jnp.concatenate([boundary[:, None], rows], axis=1)
     return jnp.take_along_axis(joined, by[:, None, None], axis=1)[:, 0]

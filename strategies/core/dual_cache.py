@@ -1,10 +1,11 @@
 """A block refined over a provisional cache of itself: which cells run, and what they see.
 
 The window is one block (K = 1), cut in sub-blocks that are filled from left to right. A *full* pass
-runs the whole block behind the committed text; stored past `start`, holes and all, its keys and
-values are the block's own, provisional cache. A *refinement* runs one sub-block alone and sees the
-rest of its block as it was last stored. Cells at or past the request's limit take no part: they
-are neither shown nor filled, and nothing past the limit is stored or read.
+runs the whole block behind the committed text. Stored past `start`, holes and all, its keys and
+values are the block's provisional cache. A *refinement* runs one sub-block alone and sees the rest
+of its block as it was last stored. Cells at or past the request's limit take no part: they are
+neither shown nor filled, and nothing past the limit is stored or read. `run_text` and `run_narrow`
+are for windows of any size.
 
 Source: Fast-dLLM v2 (arXiv 2509.26328), hierarchical caching; Fast-dLLM (2505.22618), DualCache.
 """
@@ -31,8 +32,8 @@ def text_cells(state: DecodeState) -> Bool[Array, "B 1 S"]:
 def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[Array, "B 1 S"]]:
     """Write the first token of blocks that begin with a hole; also returns the cells written.
 
-    The last row before the block tells it: that of an aligned prompt, or of the commit before. It
-    is drawn with the key of its position. Where no row asks, the head of the model does not run.
+    The last row before the block predicts it: the prompt's, or the last commit's. It is drawn with
+    the key of its position. If no block begins with a hole, the head of the model does not run.
     """
     buffer = state.buffer
     is_first = (jnp.arange(buffer.tokens.shape[2]) == 0)[None, None]
@@ -47,7 +48,7 @@ def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[
 
 
 def sub_block(state: DecodeState, size: int) -> Bool[Array, "B 1 S"]:
-    """Cells of the leftmost sub-block with a hole; past the limit is neither cell nor hole."""
+    """Cells of the leftmost sub-block with a hole, up to the request's limit."""
     open_cells = blocks.holes(state) & text_cells(state)
     cell = jnp.arange(open_cells.shape[2])[None, None]
     first = jnp.argmax(open_cells, axis=2, keepdims=True)
@@ -58,8 +59,8 @@ def sub_block(state: DecodeState, size: int) -> Bool[Array, "B 1 S"]:
 def may_refine(state: DecodeState, cells: Bool[Array, "B 1 S"]) -> Bool[Array, " B"]:
     """Rows whose sub-block `cells` may run alone.
 
-    The block has been stored since it opened, and the sub-block's first cell is filled: its hole
-    would be told by the row of the cell before, which such a pass does not run.
+    The block must have been stored since it opened, and the sub-block's first cell must be filled:
+    a hole there is predicted by the row of the cell before, which such a pass does not run.
     """
     buffer = state.buffer
     first = cells & (jnp.cumsum(cells, axis=2) == 1)
@@ -74,11 +75,11 @@ def run(
     refine: Bool[Array, " B"],
     width: int,
 ) -> tuple[ForwardOutput, Bool[Array, "B 1 S"]]:
-    """One pass of rows that refine `cells` and rows that run whole; also returns who was live.
+    """One pass of rows that refine `cells` and rows that run whole; also returns the live cells.
 
-    A refinement sees the committed text and its block as stored, but for its own cells, which are
-    fresh. Where every running row refines, the pass is `width` rows wide; a mixed batch takes the
-    full width. Store what was live outside: a pool that two branches write would be copied.
+    A refinement sees the committed text and its block as stored, except for its own cells, which
+    are fresh. Where every running row refines, the pass is `width` rows wide; a mixed batch takes
+    the full width. Store the live cells outside: a pool that two branches write would be copied.
     """
     buffer = state.buffer
     whole = text_cells(state)
@@ -102,11 +103,11 @@ def run_narrow(
 ) -> ForwardOutput:
     """One pass over `live`, as wide as the running row with most live cells needs.
 
-    Any window. Store outside, as ever: a pool that two branches write would be copied.
+    Store outside: a pool that two branches write would be copied.
 
     Args:
         widths: Ascending widths to choose from; those the window does not exceed are left out.
-        **options: What else `forward` takes.
+        **options: Further arguments of `forward`.
     """
     B, K, S = live.shape
     widths = tuple(width for width in widths if width < K * S)
@@ -145,7 +146,7 @@ def run_text(
         visible: As of `Forward`.
     """
     text, positions = remasking.text_cells(state), state.buffer.positions
-    # In a shifted model the cell before the block tells its first one.
+    # In a shifted model the cell before the block predicts its first one.
     part = text & (positions >= block.begin[:, None, None] - int(forward.shift))
     if alone:
         part &= positions < block.end[:, None, None]

@@ -1,7 +1,7 @@
-"""The model as a strategy sees it: what a forward takes, what it gives, what may be asked of it.
+"""The model as a strategy sees it: the inputs and results of a forward, and what it may ask.
 
-There are no parameters, pages or devices in it. The engine's implementation is
-`dllm_jax/runner/forward.py`; scripts and random models have their own.
+It has no parameters, pages or devices. The engine's implementation is `dllm_jax/runner/forward.py`;
+scripts and random models have their own.
 """
 
 from collections.abc import Mapping
@@ -41,10 +41,10 @@ class Soft(struct.PyTreeNode):
 
 
 class Conditioned(struct.PyTreeNode):
-    """Input rows of tokens and, where `on`, of what was expected at their cells.
+    """Input rows of tokens and, where `on`, of the expected embeddings of their cells.
 
-    The architecture mixes the two (`Architecture.condition`); elsewhere a row is the plain
-    embedding of its token. A cell that is `on` goes through the mixing with expectation 0 too.
+    The architecture mixes the two (`Architecture.condition`), with an expectation of 0 as well.
+    Elsewhere a row is the plain embedding of its token.
     """
 
     ids: Int[Array, "B K S"]
@@ -53,7 +53,7 @@ class Conditioned(struct.PyTreeNode):
 
 
 class Taps(struct.PyTreeNode):
-    """Features that become context keys and values of an auxiliary model; only to be stored."""
+    """Features that become context keys and values of an auxiliary model; only for `store`."""
 
     vectors: Float[Array, "B K S F"]
 
@@ -62,16 +62,16 @@ Inputs = Array | TokenMix | Soft | Conditioned | Taps
 
 
 class TokenStats(struct.PyTreeNode):
-    """What the model says of each cell asked for, in float32.
+    """The model's prediction of each cell asked for, in float32.
 
     Cells not asked for hold token 0, confidence -inf and entropy +inf, so that no rule takes them.
 
     Attributes:
         token: The token drawn (the most probable one at temperature 0; ties: the lowest id).
         confidence: Its probability.
-        entropy: Of the whole law, in nats.
+        entropy: Of the whole distribution, in nats.
         top_ids: The `num_top` most probable ids; `top_probs` are their probabilities.
-        soft: Expected embedding under the same law, 0 where not asked for; None: not computed.
+        soft: Expected embedding, 0 where not asked for; None: not computed.
     """
 
     token: Int[Array, "B K S"]
@@ -83,7 +83,7 @@ class TokenStats(struct.PyTreeNode):
 
 
 class ForwardOutput(Protocol):
-    """Result of one forward; everything is computed when asked for."""
+    """Result of one forward; statistics are computed when asked for."""
 
     hidden: Float[Array, "B K S D"]
     """Raw hidden rows: row i belongs to the input of cell i."""
@@ -106,25 +106,25 @@ class ForwardOutput(Protocol):
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
         Args:
-            where: Cells wanted (default all); the others cost nothing to be wrong about.
+            where: Cells wanted (default all).
             sampling: How to draw; None is greedy.
             keys: One key a cell, for temperatures above 0.
-            confidence: "drawn": of the law that is drawn from, after temperature (0 counts as 1),
-                top-k and top-p; "raw": before those three.
-            penalty: Ids and what is subtracted from their logits, one a cell.
+            confidence: "drawn": of the distribution that is drawn from, after temperature (0 counts
+                as 1), top-k and top-p; "raw": before those three.
+            penalty: Ids and the numbers subtracted from their logits, one a cell.
             num_top: How many of the most probable ids to return.
-            guide: An output of the same cells under another input, and a scale: the law read is
-                that of `other + (1 + scale) * (own - other)`, in logits (classifier-free guidance,
-                Ho and Salimans, arXiv 2207.12598).
+            guide: An output of the same cells under another input, and a scale. The distribution
+                read is that of `other + (1 + scale) * (own - other)`, in logits (classifier-free
+                guidance, Ho and Salimans, arXiv 2207.12598).
             width: Read out only the first `width` cells from the first of `where` on; the others
                 have no prediction.
-            soft: Also the expected embedding under the law drawn from, for models whose head is
-                their embedding. The draw then takes other noise than without it.
+            soft: Also return the expected embedding, for models whose head is their embedding. The
+                draw then uses other noise.
         """
         ...
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
-        """Expected embedding under the tempered law of each cell, aligned."""
+        """Expected embedding of each cell at a temperature, aligned."""
         ...
 
     def logits(self) -> Float[Array, "B K S V"]:
@@ -142,8 +142,8 @@ class Forward(Protocol):
     mask_id: int
     vocab_size: int
     shift: bool
-    """Row i tells cell i + 1, so a pass that begins behind the window's first cell has no row for
-    the first cell it runs."""
+    """Row i predicts cell i + 1, so a pass that begins behind the window's first cell has no row
+    for the first cell it runs."""
 
     @property
     def aux(self) -> Mapping[str, "Forward"]:
@@ -168,13 +168,13 @@ class Forward(Protocol):
         Args:
             inputs: Default: the tokens of the window, holes shown as the mask.
             live: Cells that are queries and fresh keys, one contiguous range a row (default:
-                cells of blocks that are not DUMMY). Of a NumPy array, alike in all rows, it is
-                known while tracing which rows a narrow pass computes and stores: fewer operations.
+                cells of blocks that are not DUMMY). A NumPy array with equal rows is known while
+                tracing, so a narrow pass needs fewer operations.
             visible: Which block sees which (default: itself and those before it).
             causal: Token order as well, for a row or for the queries of a block.
-            context_len: Cached prefix seen (default `start`); where a position is both cached
-                and live, the live cell wins.
-            mode: Handed to the model, of a row or of a block.
+            context_len: Cached prefix seen (default `start`). Where a position is both cached and
+                live, the live cell is seen.
+            mode: Given to the model, for a row or for a block.
             hidden_layers: Residual streams to return.
             width: Compute only the first `width` live cells of each row; the others have no
                 prediction. The output is a pytree of the window's shape, so passes of several
@@ -199,9 +199,9 @@ class Forward(Protocol):
     def drawn_law(
         self, hidden: Float[Array, "B *X D"], sampling: Sampling
     ) -> Float[Array, "B *X V"]:
-        """The law that a token of each hidden row is drawn from, as float32 logits.
+        """The distribution that a token of each hidden row is drawn from, as float32 logits.
 
-        -inf for what is never drawn; temperature 0 counts as 1. All of it is in memory: for rules
-        that weigh two laws against each other. Scripts and random models have none.
+        -inf for ids that are never drawn; temperature 0 counts as 1. All logits are in memory: for
+        rules that compare two distributions. Scripts and random models have none.
         """
         ...

@@ -1,4 +1,4 @@
-"""What a strategy asks of the engine: how its prompt is prefilled, and what else it reads."""
+"""The requirements of a strategy: how its prompt is prefilled, and what else it reads."""
 
 import dataclasses
 import enum

@@ -1,6 +1,6 @@
 """The strategy itself: an immutable value with a pure `step` (docs/contract.md).
 
-The types of its knobs and of the model it sees are in `knobs` and `forward`; all of them can be
+The types of its knobs and of the model it sees are in `knobs` and `forward`. All of them can be
 imported from here.
 """
 
@@ -64,7 +64,7 @@ __all__ = [
     "whole_knobs",
 ]
 
-PATIENCE = 64  # the least of what a strategy waits by default
+PATIENCE = 64  # the least default of `Strategy.patience`, in steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Strategy(struct.PyTreeNode, abc.ABC):
         return state
 
     def bind(self, draft_config: Any) -> Self:
-        """This strategy with what its draft model was trained for."""
+        """This strategy with the settings that its draft model was trained for."""
         del draft_config
         return self
 
@@ -166,9 +166,9 @@ class Strategy(struct.PyTreeNode, abc.ABC):
         """Steps in a row that may change nothing; then the request ends with an error.
 
         A step changes something if it writes a cell or commits a token. A strategy whose schedule
-        may wait longer than the default says how long. No request of a shipped strategy ends so:
+        may wait longer than the default overrides this. No request of a shipped strategy ends so:
         all but two change something in each step or the next, and `full_sequence` and
-        `diffusion_gemma` never wait for longer than a block's schedule.
+        `diffusion_gemma` never wait longer than a block's schedule.
 
         Args:
             window: Cells of the window.

@@ -1,7 +1,7 @@
 """Random keys of a step: one a cell, from the request's own key.
 
-Keys do not depend on the slot or the batch: a request draws the same numbers wherever it runs. A
-leading fold separates the streams (by position, by step, by a block's own step).
+Keys do not depend on the slot or the batch, so a request draws the same numbers wherever it runs. A
+leading fold separates the streams: by position, by step, by a block's own step.
 """
 
 import jax
@@ -24,10 +24,10 @@ def _fold(keys: PRNGKeyArray, data: Array) -> PRNGKeyArray:
 
 
 def keys_at(keys: PRNGKeyArray, positions: Int[Array, "B ..."], further: int = 0) -> PRNGKeyArray:
-    """Keys of absolute positions alone: what AR and DFlash draw with.
+    """Keys of absolute positions alone, as AR and DFlash use.
 
     Args:
-        further: Tells apart several draws of one position; the text itself is drawn with 0.
+        further: Number of the draw at a position; the text itself is drawn with 0.
     """
     rows = keys.reshape(-1, *(1,) * (positions.ndim - 1))
     stream = _STEP_STREAM + further if further else _POSITION_STREAM
@@ -43,7 +43,7 @@ def step_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
     """One key a cell [B K S], of the request's key, its forward count and the position.
 
     Args:
-        salt: Tells apart several draws of one step.
+        salt: Number of the draw in a step.
     """
     step = _fold(_fold(state.keys, jnp.asarray(_STEP_STREAM)), state.buffer.nfe)
     step = _fold(step, jnp.asarray(salt))
@@ -57,7 +57,7 @@ def block_keys(state: DecodeState, salt: int = 0) -> PRNGKeyArray:
     the text before it was stored.
 
     Args:
-        salt: Tells apart several draws of one step.
+        salt: Number of the draw in a step.
     """
     rows = _fold(_fold(state.keys, jnp.asarray(_BLOCK_STREAM)), jnp.asarray(salt))
     own = _fold(rows[:, None], state.buffer.block_steps)

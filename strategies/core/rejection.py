@@ -1,6 +1,6 @@
 """Speculative sampling: which drafts stay, by chance, and what is drawn in place of the others.
 
-The law of the text is that of token-by-token decoding; the text itself is another one.
+The text has the distribution of token-by-token decoding, but is another one.
 """
 
 import jax
@@ -22,9 +22,9 @@ def judge(
     drafted: ForwardOutput | None,
     block: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B 1 S"], Int[Array, " B"]]:
-    """What follows the anchor by speculative sampling, and how many drafts stay.
+    """The tokens behind the anchor by speculative sampling, and how many drafts stay.
 
-    Rows at temperature 0 take the most probable token, as matching does.
+    Rows at temperature 0 take the most probable token, as with matching.
 
     Args:
         out, drafted: The passes of the target and of the drafter; None: nothing was drafted.
@@ -61,17 +61,17 @@ def reject(
     tokens: Int[Array, "B T-1"],
     chances: Float[Array, "B T-1"],
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-    """Speculative sampling: which drafts stay, and the law of the token behind them.
+    """Speculative sampling: which drafts stay, and the distribution of the token behind them.
 
     A draft d stays where u q(d) < p(d). Behind the first that does not, the token is drawn from
-    what p has more than q; behind all of them, from p. Then each token has the law p, whatever q.
+    what p has more than q; behind all of them, from p. Each token then has the distribution p.
 
     Args:
         target: Probabilities p of the token behind the anchor, and behind each draft.
-        draft: Probabilities q that the drafts were drawn from. What is no number is none: such a
-            draft never stays, and p is drawn from.
+        draft: Probabilities q that the drafts were drawn from. NaN and infinity count as 0: such
+            a draft never stays, and the token is drawn from p.
         tokens: The drafts.
-        chances: u, uniform in [0, 1), of nothing that drew the drafts.
+        chances: u, uniform in [0, 1), independent of the drafts.
 
     Returns:
         The number of drafts that stay, and probabilities.
@@ -90,5 +90,5 @@ def reject(
     q = jnp.take_along_axis(jnp.pad(draft, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
     left = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(left, axis=1, keepdims=True)
-    # Without any only rounding rejects a draft, and p is as good.
+    # With no mass left only rounding rejected the draft, and p is as good.
     return right, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), p)

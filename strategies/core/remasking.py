@@ -1,12 +1,11 @@
 """Remasking of a whole text: which of its holes a forward fills, by a schedule and a score.
 
-A *schedule* says how many holes of the current block are filled now, a *score* which ones. LLaDA
-spreads a block evenly over its forwards. Dream's timesteps go evenly from 1 down to `eps`, and of
-the holes that are left a forward fills the share by which its timestep falls.
+A *schedule* is how many holes of the current block are filled, a *score* is which ones. LLaDA
+spreads a block evenly over its forwards. Dream's timesteps go evenly from 1 down to `eps`, and a
+forward fills the share of the remaining holes by which its timestep falls.
 
 A block here is a stretch of the text counted from the prompt's end (semi-autoregressive decoding),
-which has nothing to do with the blocks of the window. A hole is any cell before the request's limit
-that is not filled.
+not a block of the window. A hole is any cell before the request's limit that is not filled.
 
 Source: LLaDA (arXiv 2502.09992), `generate.py`; Dream (arXiv 2508.15487), `diffusion_generate`.
 """
@@ -115,9 +114,9 @@ def timestep_quota(
     """Holes to fill between timesteps t and s: `int(holes * (1 - s / t))`, all in the last forward.
 
     May be 0. With t = 1 - i (1 - eps) / steps the product is 999 holes / (1000 steps - 999 i),
-    computed in whole numbers. The authors' float32 falls to either side where that is a whole
-    number, which takes steps that share a factor with 999, and else errs once in 10,000 forwards;
-    a token then comes a forward earlier or later.
+    computed in whole numbers. Where that quotient is whole, the authors' float32 may round down
+    (only if `steps` shares a factor with 999); else it errs once in 10,000 forwards. A token then
+    comes a forward earlier or later.
 
     Args:
         holes: Of the block now.
@@ -133,7 +132,7 @@ def timestep_quota(
 def timestep_chance(steps: Int[Array, " B"], step: Int[Array, " B"]) -> Float[Array, " B"]:
     """The chance 1 - s / t at which each hole is filled between two timesteps; 1 in the last.
 
-    Source: Dream, `_sample`, `origin`: the reverse process of masked diffusion as it is.
+    Source: Dream, `_sample`, `origin`: the plain reverse process of masked diffusion.
     """
     left = _THOUSAND * steps - _SPAN * jnp.minimum(step, steps - 1)
     chance = jnp.float32(_SPAN) / left.astype(jnp.float32)
@@ -166,12 +165,12 @@ def forwards_of_block(
 def scores(
     score: Rule, stats: TokenStats, noise: Float[Array, "B K S"] | None = None
 ) -> Float[Array, "B K S"]:
-    """What the holes are ranked by, the highest first.
+    """The scores that holes are ranked by, the highest first.
 
     Args:
-        score: "low_confidence" and "maskgit_plus": the token's probability (the one before, the
-            other after temperature, top-k and top-p: the caller asks `predict` for it); "margin":
-            that of the likeliest less that of the next; "entropy": the lowest first; "random".
+        score: "low_confidence" and "maskgit_plus": the token's probability, before and after
+            temperature, top-k and top-p (the caller asks `predict` for it). "margin": that of the
+            likeliest less that of the next. "entropy": the lowest first. "random".
         noise: Uniform numbers, for "random".
 
     Source: LLaDA, `generate`; Dream, `sample_tokens` (entropy with no epsilon in the logarithm).

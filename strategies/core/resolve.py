@@ -1,4 +1,4 @@
-"""From what a user says to a strategy value: a name, an import path, a file, a function, a value.
+"""From what a user names to a strategy value: a name, an import path, a file, a function, a value.
 
 A name is the module of that name in this package; there is no registry.
 """

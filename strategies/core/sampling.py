@@ -1,7 +1,7 @@
 """From logits to tokens, and from token statistics to the cells to accept.
 
-`token_stats` is the draw itself, one row at a time. The rules below it are what strategies
-compose: each takes statistics of the window and says which cells to fill.
+`token_stats` is the draw itself, one row at a time. The rules below it are the parts of a strategy:
+each takes statistics of the window and returns the cells to fill.
 """
 
 import functools
@@ -60,7 +60,7 @@ def token_stats(
     restrict: Callable[[Array], Array] = lambda logits: logits,
     shard: Shard | None = None,
 ) -> TokenStats:
-    """Draw one token a row and say how sure the law is.
+    """Draw one token a row, with its probability and the entropy of the distribution.
 
     Args:
         logits: Float32.
@@ -68,15 +68,15 @@ def token_stats(
         top_k: Ids kept (ties at the edge stay), 0 for all.
         top_p: Nucleus mass kept, 1 for all; the most probable id always stays.
         keys: One a row; None where every row is greedy.
-        confidence: Law of confidence, entropy and top: see `ForwardOutput.predict`.
-        restrict: What is done to the logits first, such as forbidden ids to -inf. It is given here
-            so that whoever reads the logits does it on the way, and no second array is written.
+        confidence: Distribution of confidence, entropy and top: see `ForwardOutput.predict`.
+        restrict: Applied to the logits first, such as forbidden ids to -inf. It is applied by each
+            reader on the way, so that no second array is written.
         shard: The logits are those of a device's ids, among several devices.
 
     Returns:
-        TokenStats with leading axis R. Token and statistics never leave float32. A row whose
-        logits are not finite has NO_TOKEN with full confidence: it is taken at once, and the
-        engine ends the request (`driver.decode_step`).
+        TokenStats with leading axis R, computed in float32. A row whose logits are not finite has
+        NO_TOKEN with full confidence: it is accepted at once, and the engine ends the request
+        (`driver.decode_step`).
     """
 
     def as_is(logits: Array) -> Any:
@@ -96,14 +96,14 @@ def token_stats(
             return _part(judged, token, _at(noisy, token), num_top, shard)
         return _judge(judged, token, _at(judged, token), jnp.max(judged, axis=-1), num_top)
 
-    # At 150k ids a draw costs several passes over the logits; the plain law is read in place.
+    # At 150k ids a draw costs several passes over the logits; greedy rows read them in place.
     plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
     read = jax.lax.cond(plain, as_is, drawn, logits)
     return settled(read if shard is None else _joined(shard.of_all(read), num_top))
 
 
 def settled(stats: TokenStats) -> TokenStats:
-    """Rows whose confidence is no finite number take NO_TOKEN with full confidence."""
+    """Rows whose confidence is not finite take NO_TOKEN with full confidence."""
     sound = jnp.isfinite(stats.confidence)
     return stats.replace(
         token=jnp.where(sound, stats.token, NO_TOKEN),
@@ -120,13 +120,13 @@ def drawn_law(
     top_p: Float[Array, " R"],
     shard: Shard | None = None,
 ) -> Float[Array, "R V"]:
-    """The law that a row's token is drawn from, as logits, -inf for what is never drawn.
+    """The distribution that a row's token is drawn from, as logits, -inf for ids never drawn.
 
     Args:
-        temperature: 0 counts as 1; the rest is as of `token_stats`.
+        temperature: 0 counts as 1; the rest is as in `token_stats`.
     """
     law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    # Huge temperatures have a reciprocal of zero, and -inf times zero is no number.
+    # Huge temperatures have a reciprocal of zero, and -inf times zero is NaN.
     law = jnp.where(logits == _NEVER, _NEVER, law)
     cut = jnp.any((top_k > 0) | (top_p < 1.0))
     narrowed = _cut if shard is None else functools.partial(_cut_over, shard)
@@ -138,9 +138,9 @@ def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]
 
 
 def _peak(law: Float[Array, "R V"]) -> tuple[Float[Array, " R"], Int[Array, " R"]]:
-    """The largest logit of each row and its id, ties to the lowest: both from one pass.
+    """The largest logit of each row and its id, ties to the lowest, from one pass.
 
-    A gather of that logit would make XLA write down a law that is computed on the way.
+    A gather of that logit would make XLA store logits that are otherwise computed on the way.
     """
 
     def higher(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -159,9 +159,9 @@ def _judge(
     peak: Float[Array, " R"],
     num_top: int,
 ) -> TokenStats:
-    """Probability of `token`, entropy and top of a law given by its logits.
+    """Probability of `token`, entropy and top of a distribution given by its logits.
 
-    The caller knows the token's logit and the largest: each pass over the logits counts.
+    The caller gives the token's logit and the largest, which saves passes over the logits.
     """
     above_peak = law - peak[:, None]
     weight = jnp.exp(above_peak)
@@ -212,7 +212,7 @@ def _cut(law: Array, top_k: Array, top_p: Array) -> Array:
     nucleus = nucleus.at[:, 0].set(True)
     edge = jnp.min(jnp.where(nucleus, ordered, jnp.inf), axis=-1, keepdims=True)
     kept = (law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None])
-    # What is no number stays, for the caller to see.
+    # NaN stays, for the caller to see.
     return jnp.where(kept | jnp.isnan(law), law, _NEVER)
 
 
@@ -341,9 +341,9 @@ def forced_top1(
 ) -> Bool[Array, "B K S"]:
     """The surest hole of each block whose predecessor is semi-complete; ties: lowest position.
 
-    Joined with `above` it changes nothing where something is above (the surest hole is one of
-    those) and forces one token where nothing is. The predecessor is read before this step's
-    writes: a block whose context is still open does not guess.
+    Joined with `above` it changes nothing in a block with a cell above (its surest hole is one of
+    those), and forces one token elsewhere. The predecessor is read before this step's writes, so a
+    block whose context is still open does not guess.
 
     Source: MBD-LMs, algorithm 5 (top-1 fallback).
     """
@@ -357,7 +357,7 @@ def leftmost_sure(
     """The cells of each block before its first one below the threshold (strictly), at least one.
 
     Only cells `among` are taken or end the run. An unsure cell ends it however sure those behind
-    it are; where the very first is unsure, that one is taken.
+    it are; if the first cell is unsure, it alone is taken.
 
     Source: DMax (arXiv 2604.08302), `decode_uniform`.
     """
@@ -377,13 +377,13 @@ def top_n(
 def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
     """Place of each cell among those of its block by falling score; ties: lower position first.
 
-    Cells not `among` come last. S is small, so every pair is compared: no sort, and no way for
-    a tie to depend on how one is implemented.
+    Cells not `among` come last. S is small, so every pair is compared; without a sort, ties do not
+    depend on how one is implemented.
     """
     score = jnp.where(among, score, -jnp.inf)
     # Fused into both sides of the comparison, a score may be rounded in two ways, and a cell then
-    # outranks itself. (On a CPU jaxlib 0.10 drops the barrier too early: what `predict` says is
-    # safe there, arithmetic on it may not be.)
+    # outranks itself. (On a CPU jaxlib 0.10 drops the barrier too early: values of `predict` are
+    # safe there, arithmetic on them may not be.)
     score = jax.lax.optimization_barrier(score)
     index = jnp.arange(score.shape[-1]).reshape(*(1,) * (score.ndim - 1), -1)
     mine, other = score[..., :, None], score[..., None, :]
@@ -407,7 +407,7 @@ def entropy_bounded(
 ) -> Bool[Array, "B K S"]:
     """Cells by rising entropy whose exclusive prefix sum of entropies is <= `bound` nats.
 
-    The surest cell always passes: nothing stands before it.
+    The surest cell always passes.
 
     Source: EB-Sampler (arXiv 2505.24857).
     """
@@ -425,7 +425,7 @@ def factor_bounded(
 
     The more cells are taken at once, the surer the last of them must be. The surest cell always
     passes. Both terms grow with n, so the first cell that fails ends the run. The rule is the
-    paper's: the authors' code admits equality, and all cells where only the last one fails.
+    paper's. The authors' code admits equality, and takes all cells if only the last one fails.
 
     Source: Fast-dLLM (arXiv 2505.22618), §3.3, factor-based parallel decoding.
     """
@@ -435,10 +435,10 @@ def factor_bounded(
 
 
 def margin(stats: TokenStats) -> Float[Array, "B K S"]:
-    """By how much the likeliest token's probability exceeds the next one's: a score to rank by.
+    """Probability of the likeliest token less that of the next one: a score to rank by.
 
-    A cell torn between two tokens scores low, however unlikely all others are. Cells not asked for
-    score -inf. Ask `predict` for `num_top=2`.
+    A cell torn between two tokens scores low, however unlikely the others are. Cells not asked for
+    score -inf. Call `predict` with `num_top=2`.
 
     Raises:
         ValueError: The statistics hold fewer than two tokens a cell (at trace time).

@@ -1,10 +1,10 @@
 """The state of decoding: immutable pytrees of fixed shape, one row a slot.
 
-Letters: B slots, K blocks in the window, S block
-size, W = K * S, D model width, C pages of a request, O output capacity, E stop ids.
+Letters: B slots, K blocks in the window, S block size, W = K * S, D model width, C pages of a
+request, O output capacity, E stop ids.
 
-`DecodeState` also knows how to take a request out of its slot and put it back: admission,
-preemption, snapshots and recovery all move a request this way.
+`take_slot` and `put_slot` move a request out of its slot and back: admission, preemption, snapshots
+and recovery all use them.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ class BlockBuffer(struct.PyTreeNode):
 
     Attributes:
         tokens: Token ids; opaque, meaningful only where `filled`.
-        filled: True where a cell holds a token; the only meaning of "not a hole".
+        filled: True where a cell holds a token; all other cells are holes.
         status: DUMMY, ACTIVE or TO_CACHE; over the window always TO_CACHE* ACTIVE* DUMMY*.
         start: Absolute position of the first cell = number of tokens in the cache.
         prompt_len: Tokens of the prompt; cells before it are never written.
@@ -81,7 +81,7 @@ class Limits(struct.PyTreeNode):
 
     Attributes:
         given: Positions behind the prompt whose tokens the request brought, between its holes or
-            behind them: no stop id there ends it. None: no request has any.
+            behind them; stop ids there do not end it. None: no request has any.
         given_behind: `given` counts from the prompt's end, not from position 0.
     """
 
@@ -95,9 +95,9 @@ class Limits(struct.PyTreeNode):
 class Carry(struct.PyTreeNode):
     """A strategy's own leaves, by axis: `tokens` [B W ...], `blocks` [B K ...], `slot` [B ...].
 
-    The engine slides `tokens` and `blocks` with the window and fills new cells with the values
-    that `Strategy.init` gave. Those of `lasting` [B ...] are a slot's, whosever it is: the next
-    request there finds what the last one left, so no text may depend on them.
+    The engine slides `tokens` and `blocks` with the window and fills new cells with the values of
+    `Strategy.init`. Leaves of `lasting` [B ...] belong to the slot: the next request there finds
+    those of the last one, so no text may depend on them.
     """
 
     tokens: dict[str, Array] = struct.field(default_factory=dict)
@@ -139,8 +139,8 @@ class StepInfo(struct.PyTreeNode):
     """What one step did, per slot.
 
     Attributes:
-        commit_len: Tokens that leave the window on the left: they are in the cache now.
-        settled_len: Leading window cells (before the slide) that can never change again.
+        commit_len: Tokens that leave the window on the left and are in the cache now.
+        settled_len: Leading window cells (before the slide) that never change again.
         accepted: Newly filled cells.
         nfe: Forwards spent, at least 1.
     """
@@ -157,7 +157,7 @@ def slot_part(state: DecodeState) -> DecodeState:
 
 
 def take_slot(state: DecodeState, b: Int[Array, ""] | int) -> DecodeState:
-    """Everything of the request in slot `b` but its pages, with the slot axis dropped."""
+    """Everything of the request in slot `b` except its pages, without the slot axis."""
     return jax.tree.map(lambda leaf: leaf[b], slot_part(state))
 
 
@@ -170,8 +170,7 @@ def put_slot(state: DecodeState, b: Int[Array, ""] | int, slot: DecodeState) -> 
 def select_rows(take: Bool[Array, " B"], new: DecodeState, old: DecodeState) -> DecodeState:
     """Rows of `new` where `take`, of `old` elsewhere; the pools are always those of `new`.
 
-    A select over a pool would copy it, so the pools stay out of it: a row that is not taken must
-    not have written to them.
+    A select over a pool would copy it. So a row that is not taken must not have written to one.
     """
 
     def pick(a: Array, b: Array) -> Array:

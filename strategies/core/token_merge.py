@@ -1,7 +1,7 @@
-"""Token merge: what a cell shows in the next forward, made of what the model said in this one.
+"""Token merge: mixtures that cells show in the next forward, made from the statistics of this one.
 
-A *descriptor* of a cell is a few ids with their probabilities and what is left for the mask. It
-is kept in the carry, so it slides with the window, and becomes a `TokenMix` at the next forward:
+A *descriptor* of a cell is a few ids with their probabilities, and the rest for the mask. It is
+kept in the carry, so it slides with the window, and becomes a `TokenMix` at the next forward:
 
     stats -> `of_token` / `of_top` -> `remember` -> (slide) -> `beside_mask` / `beside_token`
 
@@ -25,12 +25,12 @@ _NAME = "merge_{}".format
 
 
 class Descriptors(struct.PyTreeNode):
-    """What each cell is to show, where `on`.
+    """The mixtures of cells, where `on`.
 
     Attributes:
         ids: The M tokens of a mixture.
         probs: Their probabilities.
-        rest: What is left of 1, for the mask.
+        rest: The remaining probability, for the mask.
         on: Cells that have a descriptor; the others show their token.
     """
 
@@ -65,7 +65,7 @@ def of_token(
 
 def of_top(stats: TokenStats, on: Bool[Array, "B K S"]) -> Descriptors:
     """The most probable tokens, as many as `num_top` of `predict` gave."""
-    # Cells that were not asked about may hold anything.
+    # Cells that `predict` was not asked for may hold anything.
     probs = jnp.where(on[..., None], stats.top_probs, 0.0)
     rest = jnp.maximum(0.0, 1.0 - jnp.sum(probs, axis=-1))
     return Descriptors(stats.top_ids, probs, rest, on)
@@ -86,7 +86,7 @@ def remember(state: DecodeState, new: Descriptors, where: Bool[Array, "B K S"]) 
 
 
 def recall(state: DecodeState) -> Descriptors:
-    """What the cells of the window are to show now."""
+    """The descriptors of the window's cells."""
     shape = state.buffer.tokens.shape
     leaves = {leaf: state.carry.tokens[_NAME(leaf)] for leaf in _LEAVES}
     return Descriptors(**{k: v.reshape(*shape, *v.shape[2:]) for k, v in leaves.items()})
@@ -108,7 +108,7 @@ def beside_mask(shown: Descriptors, mask_id: int, renormalize: bool = True) -> T
 
 
 def beside_token(shown: Descriptors, tokens: Int[Array, "B K S"], weight: Threshold) -> TokenMix:
-    """`E[token] + weight * sum_m p_m * E[id_m]`: no mask in it, and no norm is mended.
+    """`E[token] + weight * sum_m p_m * E[id_m]`, without mask and scaling.
 
     Source: Diffulex, `iter_smooth_topk`.
     """

@@ -221,3 +221,16 @@ def test_the_command_gives_the_tokens_of_ar(folder, capsys):
         return json.loads(capsys.readouterr().out)["token_ids"]
 
     assert text("dflash", "--draft", str(folder / "full")) == text("ar")
+
+
+def test_a_target_in_8_bits_has_its_own_tokens_with_a_draft(folder):
+    """The draft knows other states: what it guesses is judged by the target all the same."""
+    small = dj.load(folder / "target", dtype="float32", quantization="fp8")
+    prompts = [[5, 9, 3, 8, 7], [4, 4, 6]]
+    alone, drafted = (
+        dj.generate(small, prompts, max_tokens=12, stop_token_ids=(), **more)
+        for more in ({}, {"draft": folder / "full"})
+    )
+    assert small.quantization == "fp8"
+    assert np.array_equal(alone.tokens[:, :12], drafted.tokens[:, :12])
+    assert drafted.nfe.sum() <= alone.nfe.sum()

@@ -13,6 +13,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.bench.workload import Work
 from dllm_jax.cli import bench, main
+from tests.oracles.canvas_files import write_canvas
 from tests.oracles.checkpoints import write_tiny
 
 SMALL = ["--max-num-seqs", "2", "--max-model-len", "96"]
@@ -115,6 +116,24 @@ def test_fixed_work_is_refused_where_nothing_is_masked(tmp_path, capsys):
     assert main(["bench", "latency", "--model", str(folder)]) == 2
     told = "error: fixed work fills masks, and qwen3 has no mask token; give --mode adaptive\n"
     assert capsys.readouterr().err == told
+
+
+def test_fixed_canvases_take_their_schedule(tmp_path, capsys):
+    """Canvases of 12 at 5 tokens a step are 3 steps each, and 16 steps where nothing is said."""
+    folder = write_canvas(tmp_path / "canvas")
+    words = ["--model", str(folder), "--dtype", "float32", "--num-iters", "1"]
+    words += ["--mode", "fixed", "--input-len", "9", "--output-len", "24", *SMALL[:2]]
+    words += ["--max-model-len", "64"]
+    facts = facts_of(capsys, "latency", *words, "--tokens-per-step", "5")
+    assert (facts["mode"], facts["strategy"], facts["tokens_per_step"]) == (
+        "fixed",
+        "DiffusionGemma",
+        4,  # the least that 3 steps take
+    )
+    assert facts["thresholds"]["confidence_threshold"] == 0
+    assert facts["nfe"] == 2 * 3
+    assert main(["bench", "step", "--model", str(folder)]) == 2
+    assert "neither masks nor next tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("asked", "config_len"), [(None, 128), (70, 70)])

@@ -200,7 +200,9 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
             self.closed = True
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
-    args = Namespace(model=str(random_folder), dtype="auto", revision=None, lora=None)
+    args = Namespace(
+        model=str(random_folder), dtype="auto", revision=None, lora=None, quantization=None
+    )
     sources.load_model(args)
     assert bars == []
     monkeypatch.setattr(sources, "BAR_FROM", 1000)

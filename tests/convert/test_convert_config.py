@@ -209,7 +209,6 @@ def test_harmless_entries_are_accepted():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differs from layer to layer"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         ({"head_dim": 15}, "head_dim=15 must be even"),
         ({"num_key_value_heads": 4}, "num_kv_heads=4 must divide num_heads=6"),
         ({"head_dim": None, "hidden_size": 50}, "num_attention_heads=6 does not divide"),

@@ -561,8 +561,8 @@ FAULTS = [
     (
         "dream",
         {},
-        config(quantization_config={"quant_method": "awq"}),
-        "the weights are quantised (quantization_config: quant_method='awq')",
+        config(quantization_config={"quant_method": "bitsandbytes"}),
+        "the weights are quantised (quant_method='bitsandbytes'), which is not supported",
     ),
 ]
 

@@ -172,7 +172,10 @@ def test_the_same_request_gives_the_same_tokens_alone_and_in_a_batch(model):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("int8", "quantization='int8' is not supported; use one of fp8"), (8, "quantization=8 is")],
+    [
+        ("int8", "quantization='int8' is not supported; use one of fp8, none"),
+        (8, "quantization=8 is"),
+    ],
 )
 def test_other_quantizations_are_refused(value, text):
     for source in ("builtin:tiny-sdar", "random:JetLM/SDAR-1.7B-Chat"):

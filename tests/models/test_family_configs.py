@@ -198,7 +198,6 @@ def test_two_thetas_that_differ_are_told():
             {"tie_word_embeddings": "yes"},
             "tie_word_embeddings='yes' must be true or false",
         ),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
         (
             "qwen3",
             {"num_hidden_layers": 10**9},
@@ -284,7 +283,6 @@ def test_rows_of_the_embedding_past_the_vocabulary_hold_no_token():
         ),
         ({"d_model": 50}, "n_heads=6 does not divide d_model=50; correct config.json"),
         ({"mlp_hidden_size": None, "mlp_ratio": 1.26}, "state mlp_hidden_size"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
     ],
 )
 def test_what_llada_may_not_have_is_refused(changes, words):

@@ -1,0 +1,565 @@
+"""Matrices that are stored in 4 or 8 bits: how a folder says so, and what numbers they stand for.
+
+Data flow: `config.json`, or ModelOpt's `hf_quant_config.json`, -> a `Scheme` -> the tensors that
+belong to one matrix -> a `Packed` matrix with the name and shape that it has in 16 bits. Reading
+gives rows of it, rounded as the packages that write these folders do it, so a folder is loaded like
+any other. Scales are checked before memory is taken.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from .rules import Array, Shape, listed
+from .shards import Stored
+from .tokenizer_files import json_object, read_json
+
+MODELOPT = "hf_quant_config.json"
+METHODS = ("compressed-tensors", "fp8", "modelopt", "gptq", "awq")
+KEYS = ("quantization_config", "compression_config")
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_np: Any = np  # `repeat` and `stack` are only partly typed
+_FLOATS = ("BF16", "F16", "F32")
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of the nibble that holds a column of eight
+_FP4_GROUP = 16
+# Tensors beside a matrix that only matter to activations or to a cache in fewer bits.
+_UNREAD = (
+    *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
+    *("q_scale", "k_scale", "v_scale"),
+)
+# What compressed-tensors calls weights by output and rows as they come, both in 8 bits.
+_EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EIGHT, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the matrices of a folder are stored.
+
+    Attributes:
+        name: For people.
+        values: End of the name of the stored numbers.
+        scale: End of the name of their scales.
+        group: Inputs that share a scale; None: an output, or the whole matrix, has one.
+        block: Outputs and inputs that share a scale.
+        whole: End of the name of a factor of all scales, or None.
+        is_divided: Scales are divided by that factor.
+        is_symmetric: There are no zero points.
+        ignored: Modules that stay in 16 bits, as the folder names them.
+    """
+
+    name: str
+    kind: str  # float, int, gptq, awq or fp4
+    bits: int
+    values: str
+    scale: str
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    whole: str | None = None
+    is_divided: bool = False
+    is_symmetric: bool = True
+    ignored: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A matrix [out, in] of fewer bits.
+
+    Attributes:
+        parts: Its tensors, by the ends of their names.
+    """
+
+    name: str
+    shape: Shape
+    scheme: Scheme
+    folder: Path
+    parts: Mapping[str, Stored]
+
+    @property
+    def dtype(self) -> str:
+        """The 16-bit type that it stands for."""
+        kind = self.parts[self.scheme.scale].dtype
+        return "F16" if kind == "F16" else "BF16"
+
+    def read(self, start: int, count: int) -> Array:
+        """`count` numbers from number `start` on, in C order and float32."""
+        width = self.shape[1]
+        first, last = start // width, -(-(start + count) // width)
+        rows = _ROWS[self.scheme.kind](self, first, last)
+        kind = _DTYPES[self.parts[self.scheme.scale].dtype]
+        if kind.itemsize == 2:  # the packages compute in the type of the scales
+            rows = rows.astype(kind)
+        flat = rows.astype(np.float32).reshape(-1)
+        return flat[start - first * width :][:count]
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values of scales, and of the shape that is stored."""
+        scheme = self.scheme
+        for end in filter(None, (scheme.scale, scheme.whole)):
+            found = self.all(end).astype(np.float32)
+            name = f"{self.stem}.{end}"
+            if not np.isfinite(found).all():
+                yield f"{name} holds NaN or Inf; download it again"
+            elif not found.all() and not (scheme.kind == "fp4" and end == scheme.scale):
+                yield f"{name} holds a zero, so its weights are lost; quantise the model again"
+        for end in ("g_idx", "weight_g_idx"):
+            if end in self.parts:
+                found, most = self.all(end), _groups(self)
+                if found.min() < 0 or found.max() >= most:
+                    text = f"{self.stem}.{end} names group {found.max()} of {most}"
+                    yield f"{text}; download it again"
+        if "weight_shape" in self.parts:
+            found = tuple(self.all("weight_shape").tolist())
+            if found != self.shape:
+                yield (
+                    f"{self.stem}.weight_shape says {list(found)} but "
+                    f"{self.stem}.{scheme.values} holds {list(self.shape)}; download it again"
+                )
+
+    @property
+    def stem(self) -> str:
+        """The name of the module."""
+        return self.name.removesuffix(".weight")
+
+    def all(self, end: str) -> Array:
+        """A whole part."""
+        return self.cut(end, ())
+
+    def cut(self, end: str, index: Any) -> Array:
+        """Some of a part, in memory of its own; the file may not be aligned to its type."""
+        part = self.parts[end]
+        kind = _DTYPES[part.dtype]
+        shape = (*part.shape, kind.itemsize)
+        found = np.memmap(self.folder / part.file, np.uint8, "r", part.offset, shape)[index]
+        return np.array(found).view(kind)[..., 0]
+
+
+# --- what a folder says -------------------------------------------------------------------------
+
+
+def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
+    """How a folder's matrices are stored; None: as they are.
+
+    Raises:
+        ValueError: In a way that is not supported.
+    """
+    said = next((json_object(config[key]) for key in KEYS if config.get(key)), None)
+    if said is None:
+        if not (folder / MODELOPT).is_file():
+            return None
+        said = json_object(read_json(folder / MODELOPT).get("quantization"))
+        return _modelopt(said, said.get("exclude_modules"))
+    method = said.get("quant_method", "compressed-tensors" if "config_groups" in said else None)
+    if method == "modelopt" or str(method).startswith("modelopt"):
+        return _modelopt(said, said.get("ignore", said.get("exclude_modules")))
+    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    if method not in readers:
+        raise ValueError(_refusal(f"quant_method={method!r}", f"use {', '.join(METHODS)}"))
+    return readers[method](said)
+
+
+def _refusal(what: str, rule: str) -> str:
+    text = what if len(what) < 200 else what[:200] + "…"
+    return f"the weights are quantised ({text}), which is not supported; {rule}"
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, cast("list[Any]", value))) if isinstance(value, list) else ()
+
+
+def _group(value: Any, allowed: Callable[[int], bool] = lambda n: n > 0) -> int:
+    if type(value) is not int or not allowed(value):
+        raise ValueError(_refusal(f"group_size={value!r}", "it must be a number of inputs"))
+    return value
+
+
+def _bits(value: Any, allowed: tuple[int, ...]) -> int:
+    if type(value) is not int or value not in allowed:
+        rule = f"use {' or '.join(map(str, allowed))} bits"
+        raise ValueError(_refusal(f"{value!r} bits", rule))
+    return value
+
+
+def _compressed(said: Mapping[str, Any]) -> Scheme:
+    groups = json_object(said.get("config_groups"))
+    held = [json_object(json_object(group).get("weights")) for group in groups.values()]
+    format = said.get("format")
+    formats = {json_object(group).get("format") or format for group in groups.values()}
+    if len(held) != 1 and (not held or any(one != held[0] for one in held) or len(formats) > 1):
+        rule = "all matrices must be stored alike"
+        raise ValueError(_refusal(f"{len(held)} config_groups of different weights", rule))
+    format, weights = formats.pop(), held[0]
+    name, ignored = f"compressed-tensors {format}", _names(said.get("ignore"))
+    strategy, kind = weights.get("strategy"), weights.get("type")
+    if format in ("float-quantized", "naive-quantized") and kind == "float":
+        _bits(weights.get("num_bits"), (8,))
+        group = _group(weights.get("group_size")) if strategy == "group" else None
+        if strategy not in ("tensor", "channel", "group", "block"):
+            raise ValueError(_refusal(f"strategy={strategy!r}", "use channel, tensor or block"))
+        block = _block(weights.get("block_structure")) if strategy == "block" else None
+        return Scheme(
+            name=name,
+            kind="float",
+            bits=8,
+            values="weight",
+            scale="weight_scale",
+            group=group,
+            block=block,
+            ignored=ignored,
+        )
+    if format == "pack-quantized" and kind in (None, "int"):
+        if strategy not in ("channel", "group"):
+            raise ValueError(_refusal(f"strategy={strategy!r}", "use group or channel"))
+        return Scheme(
+            name=name,
+            kind="int",
+            bits=_bits(weights.get("num_bits"), (4, 8)),
+            values="weight_packed",
+            scale="weight_scale",
+            group=_group(weights.get("group_size")) if strategy == "group" else None,
+            is_symmetric=weights.get("symmetric", True) is not False,
+            ignored=ignored,
+        )
+    if format == "nvfp4-pack-quantized":
+        _group(weights.get("group_size"), lambda n: n == _FP4_GROUP)
+        return Scheme(
+            name=name,
+            kind="fp4",
+            bits=4,
+            values="weight_packed",
+            scale="weight_scale",
+            group=_FP4_GROUP,
+            whole="weight_global_scale",
+            is_divided=True,
+            ignored=ignored,
+        )
+    rule = "use float-quantized, pack-quantized or nvfp4-pack-quantized"
+    raise ValueError(_refusal(f"compressed-tensors format={format!r}", rule))
+
+
+def _block(value: Any) -> tuple[int, int]:
+    sizes = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes):
+        raise ValueError(_refusal(f"blocks of {value!r}", "give outputs and inputs, [128, 128]"))
+    return sizes[0], sizes[1]
+
+
+def _fp8(said: Mapping[str, Any]) -> Scheme:
+    if said.get("fmt", "e4m3") != "e4m3":
+        raise ValueError(_refusal(f"fp8 with fmt={said['fmt']!r}", "use e4m3"))
+    size = said.get("weight_block_size")
+    return Scheme(
+        name="fp8" if size is None else "fp8, blockwise",
+        kind="float",
+        bits=8,
+        values="weight",
+        scale="weight_scale_inv",
+        block=None if size is None else _block(size),
+        ignored=_names(said.get("modules_to_not_convert")),
+    )
+
+
+def _modelopt(said: Mapping[str, Any], ignored: Any) -> Scheme:
+    method = said.get("quant_algo")
+    name = f"ModelOpt {method}"
+    if method == "FP8":
+        return Scheme(
+            name=name,
+            kind="float",
+            bits=8,
+            values="weight",
+            scale="weight_scale",
+            ignored=_names(ignored),
+        )
+    if method == "NVFP4":
+        _group(said.get("group_size", _FP4_GROUP), lambda n: n == _FP4_GROUP)
+        return Scheme(
+            name=name,
+            kind="fp4",
+            bits=4,
+            values="weight",
+            scale="weight_scale",
+            group=_FP4_GROUP,
+            whole="weight_scale_2",
+            ignored=_names(ignored),
+        )
+    raise ValueError(_refusal(f"ModelOpt quant_algo={method!r}", "use FP8 or NVFP4"))
+
+
+def _gptq(said: Mapping[str, Any]) -> Scheme:
+    form = said.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise ValueError(_refusal(f"GPTQ with checkpoint_format={form!r}", "use gptq or gptq_v2"))
+    return Scheme(
+        name="GPTQ" if form == "gptq" else "GPTQ v2",
+        kind="gptq",
+        bits=_bits(said.get("bits"), (4, 8)),
+        values="qweight",
+        scale="scales",
+        group=_group(said.get("group_size"), lambda n: n > 0 or n == -1),
+        is_symmetric=False,
+    )
+
+
+def _awq(said: Mapping[str, Any]) -> Scheme:
+    form = str(said.get("version", "gemm")).lower()
+    if form != "gemm" or said.get("zero_point", True) is not True:
+        raise ValueError(_refusal(f"AWQ with version={form!r}", 'use "gemm" with zero points'))
+    bits = said.get("bits", said.get("w_bit"))
+    return Scheme(
+        name="AWQ",
+        kind="awq",
+        bits=_bits(bits, (4,)),
+        values="qweight",
+        scale="scales",
+        group=_group(said.get("group_size", said.get("q_group_size")), lambda n: n > 0 or n == -1),
+        is_symmetric=False,
+        ignored=_names(said.get("modules_to_not_convert")),
+    )
+
+
+# --- which tensors belong together --------------------------------------------------------------
+
+
+def matrices(
+    folder: Path, scheme: Scheme, tensors: Mapping[str, Stored]
+) -> tuple[dict[str, Stored], dict[str, Packed], list[str]]:
+    """The folder's tensors as in 16 bits, the packed ones among them, and what is wrong."""
+    kinds = {"float": "F8_E4M3", "fp4": "U8"}
+    kind = kinds.get(scheme.kind, "I32")
+    whole, found, problems = dict(tensors), dict[str, Packed](), list[str]()
+    for name, stored in tensors.items():
+        stem, _, end = name.rpartition(".")
+        if end != scheme.values or stored.dtype != kind or not stem:
+            continue
+        needed, optional = _ends(scheme)
+        parts = {
+            e: tensors[f"{stem}.{e}"] for e in (*needed, *optional) if f"{stem}.{e}" in tensors
+        }
+        packed = Packed(
+            name=f"{stem}.weight",
+            shape=_shape(scheme, stored.shape),
+            scheme=scheme,
+            folder=folder,
+            parts=parts,
+        )
+        for each in (*parts, *_UNREAD):
+            whole.pop(f"{stem}.{each}", None)
+        missing = [f"{stem}.{each}" for each in needed if each not in parts]
+        wrong = [f"{listed(missing)} missing beside {name}; download it again"] if missing else []
+        wrong = wrong or list(_misshapen(packed))
+        problems += wrong
+        # A matrix that is wrong is there all the same: no other message about it.
+        whole[packed.name] = Stored(
+            stored.file, packed.dtype if not missing else "BF16", packed.shape
+        )
+        whole[packed.name] = dataclasses.replace(whole[packed.name], offset=stored.offset)
+        if not wrong:
+            found[packed.name] = packed
+    for name in list(whole):
+        if name.rpartition(".")[2] in _UNREAD:
+            del whole[name]
+    return whole, found, problems
+
+
+def _ends(scheme: Scheme) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Ends of the names of the tensors that a matrix must and may have."""
+    first = (scheme.values, scheme.scale)
+    if scheme.kind == "float":
+        return first, ("weight_zero_point",)
+    if scheme.kind == "fp4":
+        return (*first, str(scheme.whole)), ()
+    if scheme.kind == "int":
+        zeros = () if scheme.is_symmetric else ("weight_zero_point",)
+        return (*first, "weight_shape", *zeros), ("weight_g_idx",)
+    return (*first, "qzeros"), ("g_idx",) if scheme.kind == "gptq" else ()
+
+
+def _shape(scheme: Scheme, stored: Shape) -> Shape:
+    """Of the matrix, by that of the stored numbers; as it is where that has not two axes."""
+    if len(stored) != 2:
+        return stored
+    rows, columns = stored
+    each = 32 // scheme.bits
+    return {
+        "float": (rows, columns),
+        "fp4": (rows, 2 * columns),
+        "int": (rows, columns * each),
+        "gptq": (columns, rows * each),
+        "awq": (columns * each, rows),
+    }[scheme.kind]
+
+
+def _groups(packed: Packed) -> int:
+    """Scales of one output."""
+    group = packed.scheme.group
+    return 1 if group is None or group == -1 else packed.shape[1] // group
+
+
+def _misshapen(packed: Packed) -> Iterator[str]:
+    """Parts whose shape or type is not what the stored numbers ask for."""
+    scheme, parts = packed.scheme, packed.parts
+    if len(packed.shape) != 2 or not all(packed.shape):
+        name = f"{packed.stem}.{scheme.values}"
+        yield f"{name} has shape {list(parts[scheme.values].shape)}; a matrix has two axes"
+        return
+    (outputs, inputs), group = packed.shape, scheme.group
+    if group is not None and group > 0 and inputs % group:
+        yield f"{packed.name} has {inputs} inputs, no multiple of group_size={group}"
+        return
+    groups, each = _groups(packed), 32 // scheme.bits
+    flat: tuple[Shape, ...] = ((outputs, groups),)
+    if scheme.block is not None:
+        height, width = scheme.block
+        flat = ((-(-outputs // height), -(-inputs // width)),)
+    elif group is None:
+        flat = ((outputs, 1), (outputs,), (1,), (), (1, 1))
+    floats = ("F8_E4M3",) if scheme.kind == "fp4" else _FLOATS
+    wanted: dict[str, tuple[tuple[Shape, ...], tuple[str, ...]]] = {scheme.scale: (flat, floats)}
+    if scheme.whole is not None:
+        wanted[scheme.whole] = (((1,), ()), ("F32",))
+    if scheme.kind in ("gptq", "awq"):
+        wanted[scheme.scale] = (((groups, outputs),), _FLOATS)
+        wanted["qzeros"] = (((groups, -(-outputs // each)),), ("I32",))
+        wanted["g_idx"] = (((inputs,),), ("I32",))
+    if scheme.kind == "int":
+        wanted["weight_shape"] = (((2,),), ("I64", "I32"))
+        wanted["weight_zero_point"] = (((-(-outputs // each), groups),), ("I32",))
+        wanted["weight_g_idx"] = (((inputs,),), ("I32",))
+    for end, (shapes, types) in wanted.items():
+        part = parts.get(end)
+        if part is None:
+            continue
+        if part.shape not in shapes:
+            text = " or ".join(str(list(shape)) for shape in shapes[:2])
+            yield f"{packed.stem}.{end} has shape {list(part.shape)}, expected {text}"
+        elif part.dtype not in types:
+            yield f"{packed.stem}.{end} has type {part.dtype}, expected {' or '.join(types)}"
+
+
+def as_fp8(matrix: Array) -> tuple[Array, Array]:
+    """Values in e4m3 and bfloat16 scales [out, 1] of a matrix [out, in]."""
+    whole = matrix.astype(np.float32)
+    largest = np.abs(whole).max(axis=1, keepdims=True)
+    scales: Array = _np.where(largest > 0, largest / 448, 1).astype(ml_dtypes.bfloat16)
+    values: Array = _np.clip(whole / scales.astype(np.float32), -448, 448)
+    return values.astype(ml_dtypes.float8_e4m3fn), scales
+
+
+# --- what the numbers are -----------------------------------------------------------------------
+
+
+def _float_rows(packed: Packed, first: int, last: int) -> Array:
+    scheme, rows = packed.scheme, slice(first, last)
+    values = packed.cut(scheme.values, rows).astype(np.float32)
+    inputs = values.shape[1]
+    if scheme.block is not None:
+        height, width = scheme.block
+        scales = packed.cut(scheme.scale, slice(first // height, -(-last // height)))
+        of_row = np.arange(first, last) // height - first // height
+        scales = scales.astype(np.float32)[of_row][:, np.arange(inputs) // width]
+    elif math.prod(packed.parts[scheme.scale].shape) == 1:
+        scales = packed.all(scheme.scale).astype(np.float32).reshape(1, 1)
+    else:
+        scales = packed.cut(scheme.scale, rows).astype(np.float32).reshape(len(values), -1)
+        scales = _np.repeat(scales, inputs // scales.shape[1], axis=1)
+    return values * scales
+
+
+def _fp4_rows(packed: Packed, first: int, last: int) -> Array:
+    scheme, rows = packed.scheme, slice(first, last)
+    both = packed.cut(scheme.values, rows)
+    values = _E2M1[_np.stack([both & 15, both >> 4], axis=-1)].reshape(len(both), -1)
+    scales, whole = packed.cut(scheme.scale, rows), packed.all(str(scheme.whole)).reshape(())
+    scales = scales.astype(np.float32)
+    scales = scales / whole if scheme.is_divided else scales * whole
+    return values * _np.repeat(scales, _FP4_GROUP, axis=1)
+
+
+def _int_rows(packed: Packed, first: int, last: int) -> Array:
+    scheme, rows = packed.scheme, slice(first, last)
+    values = _unpacked(packed.cut(scheme.values, rows), scheme.bits)
+    if scheme.is_symmetric:
+        zeros: Array = np.full((len(values), _groups(packed)), 1 << (scheme.bits - 1), np.int32)
+    else:
+        each = 32 // scheme.bits
+        words = packed.cut("weight_zero_point", slice(first // each, -(-last // each)))
+        zeros = _unpacked(words.T, scheme.bits).T[first % each :][: len(values)]
+    scales = packed.cut(scheme.scale, rows).astype(np.float32).reshape(len(values), -1)
+    return _of_groups(packed, "weight_g_idx", values, zeros, scales)
+
+
+def _gptq_rows(packed: Packed, first: int, last: int) -> Array:
+    scheme, rows = packed.scheme, np.s_[:, first:last]
+    values = _unpacked(packed.cut(scheme.values, rows).T, scheme.bits)
+    each = 32 // scheme.bits
+    words = packed.cut("qzeros", np.s_[:, first // each : -(-last // each)])
+    zeros = _unpacked(words, scheme.bits)[:, first % each :][:, : last - first].T
+    if scheme.name == "GPTQ":  # which stores one less
+        zeros = zeros + 1
+    scales = packed.cut(scheme.scale, rows).astype(np.float32).T
+    return _of_groups(packed, "g_idx", values, zeros, scales)
+
+
+def _awq_rows(packed: Packed, first: int, last: int) -> Array:
+    words = np.s_[:, first // 8 : -(-last // 8)]
+
+    def columns(end: str) -> Array:
+        found = _unpacked(packed.cut(end, words), 4)
+        found = found.reshape(len(found), -1, 8)[..., _AWQ_ORDER].reshape(len(found), -1)
+        return found[:, first % 8 :][:, : last - first].T
+
+    scales = packed.cut(packed.scheme.scale, np.s_[:, first:last]).astype(np.float32).T
+    return _of_groups(packed, "", columns("qweight"), columns("qzeros"), scales)
+
+
+def _of_groups(packed: Packed, order: str, values: Array, zeros: Array, scales: Array) -> Array:
+    """`(values - zeros) * scales`, both by groups of inputs."""
+    if order in packed.parts:
+        of_input = packed.all(order)
+        zeros, scales = zeros[:, of_input], scales[:, of_input]
+    else:
+        count = values.shape[1] // scales.shape[1]
+        zeros, scales = _np.repeat(zeros, count, axis=1), _np.repeat(scales, count, axis=1)
+    return (values - zeros).astype(np.float32) * scales
+
+
+def _unpacked(words: Array, bits: int) -> Array:
+    """The unsigned numbers in 32-bit words, the lowest bits first, along the last axis."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    found = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & ((1 << bits) - 1)
+    return found.astype(np.int32).reshape(*words.shape[:-1], -1)
+
+
+_ROWS: dict[str, Callable[[Packed, int, int], Array]] = {
+    "float": _float_rows,
+    "fp4": _fp4_rows,
+    "int": _int_rows,
+    "gptq": _gptq_rows,
+    "awq": _awq_rows,
+}

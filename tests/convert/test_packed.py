@@ -1,0 +1,421 @@
+"""Folders in 4 and 8 bits: the numbers are those of the packages that write them, bit for bit.
+
+The golden cases are those of golden/make_packed_golden.py. Everything that can be wrong with such a
+folder is one line, before weights are read.
+"""
+
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.cli import main
+from dllm_jax.convert import ConversionError, convert, inspect, load_params
+from dllm_jax.convert.packed import matrices, read_scheme
+from dllm_jax.convert.shards import read_shards
+from dllm_jax.models.quantization import is_quantized
+from tests.oracles.checkpoints import write_tiny
+from tests.oracles.packed_files import CASES, GOLDEN, config_of, tensors_of, write_safetensors
+
+KINDS = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
+
+
+def opened(folder, case, change=lambda tensors: None, **config):
+    """The one matrix `m.weight` of a golden case, and the problems of its headers."""
+    tensors = tensors_of(case, "m")
+    change(tensors)
+    write_safetensors(folder / "model.safetensors", tensors)
+    scheme = read_scheme(folder, {"quantization_config": {**config_of(case), **config}})
+    assert scheme is not None
+    return matrices(folder, scheme, read_shards(folder).tensors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_the_package(tmp_path, case):
+    whole, packed, problems = opened(tmp_path, case)
+    assert problems == []
+    assert list(whole) == list(packed) == ["m.weight"]
+    matrix, want = packed["m.weight"], GOLDEN[f"{case}/want"]
+    assert matrix.shape == whole["m.weight"].shape == want.shape
+    kind = KINDS[str(GOLDEN[f"{case}/want:dtype"])]
+    assert list(matrix.problems()) == []
+    got = matrix.read(0, want.size).astype(kind).view(np.uint16)
+    assert np.array_equal(got, want.reshape(-1))
+    for start, count in ((0, 1), (want.shape[1] * 3 + 5, 2 * want.shape[1]), (want.size - 3, 3)):
+        part = matrix.read(start, count).astype(kind).view(np.uint16)
+        assert np.array_equal(part, want.reshape(-1)[start : start + count])
+
+
+def test_an_unaligned_file_is_read(tmp_path):
+    def shift(tensors):
+        tensors["x.bias"] = ("U8", (3,), b"abc")
+        tensors.update({name: tensors.pop(name) for name in list(tensors)[:-1]})
+
+    _, packed, _ = opened(tmp_path, "w4a16", shift)
+    want = GOLDEN["w4a16/want"]
+    got = packed["m.weight"].read(0, want.size).astype(ml_dtypes.bfloat16).view(np.uint16)
+    assert np.array_equal(got, want.reshape(-1))
+
+
+def shaped(end, kind=None, shape=None, data=None):
+    """A change of one stored tensor."""
+
+    def change(tensors):
+        old = tensors[f"m.{end}"]
+        tensors[f"m.{end}"] = (kind or old[0], old[1] if shape is None else shape, data or old[2])
+        if shape is not None:
+            size = len(old[2]) // max(1, int(np.prod(old[1])))
+            tensors[f"m.{end}"] = (kind or old[0], shape, bytes(size * int(np.prod(shape))))
+
+    return change
+
+
+def without(end):
+    return lambda tensors: tensors.pop(f"m.{end}")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "told"),
+    [
+        (
+            "fp8 channel",
+            shaped("weight_scale", shape=(24, 2)),
+            "m.weight_scale has shape [24, 2], expected [24, 1]",
+        ),
+        ("fp8 channel", without("weight_scale"), "m.weight_scale missing beside m.weight"),
+        ("fp8 block", shaped("weight_scale_inv", shape=(3, 2)), "expected [2, 3]"),
+        ("w4a16", shaped("weight_scale", shape=(24, 3)), "expected [24, 4]"),
+        ("w4a16", without("weight_shape"), "m.weight_shape missing beside m.weight_packed"),
+        ("w4a16", shaped("weight_packed", shape=(24,)), "a matrix has two axes"),
+        ("w4a16 zeros", without("weight_zero_point"), "m.weight_zero_point missing"),
+        ("gptq 4 bits", shaped("qzeros", shape=(4, 24)), "m.qzeros has shape [4, 24], expected"),
+        ("gptq 4 bits", shaped("g_idx", shape=(5,)), "m.g_idx has shape [5], expected [128]"),
+        ("gptq 4 bits", without("qzeros"), "m.qzeros missing beside m.qweight"),
+        ("awq", shaped("scales", shape=(3, 24)), "m.scales has shape [3, 24], expected [2, 24]"),
+        ("nvfp4", without("weight_global_scale"), "m.weight_global_scale missing"),
+        ("nvfp4", shaped("weight_scale", kind="U8"), "m.weight_scale has type U8"),
+    ],
+)
+def test_headers_that_lie_are_a_line_each(tmp_path, case, change, told):
+    whole, packed, problems = opened(tmp_path, case, change)
+    assert len(problems) == 1
+    assert told in problems[0]
+    assert "\n" not in problems[0]
+    assert not packed
+    assert list(whole) == ["m.weight"]
+
+
+def values(end, kind, change):
+    def rewrite(tensors):
+        name, shape, data = tensors[f"m.{end}"]
+        found = np.frombuffer(data, kind).copy()
+        change(found)
+        tensors[f"m.{end}"] = (name, shape, found.tobytes())
+
+    return rewrite
+
+
+def put(value):
+    def change(array):
+        array[-1] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "told"),
+    [
+        ("fp8 channel f32", values("weight_scale", "f4", put(np.nan)), "holds NaN or Inf"),
+        ("fp8 channel f32", values("weight_scale", "f4", put(0)), "m.weight_scale holds a zero"),
+        ("fp8 tensor", values("weight_scale", "u2", put(0x7F80)), "m.weight_scale holds NaN or"),
+        ("nvfp4", values("weight_global_scale", "f4", put(0)), "weight_global_scale holds a zero"),
+        ("nvfp4", values("weight_scale", "u1", put(0x7F)), "m.weight_scale holds NaN or Inf"),
+        ("w4a16", values("weight_shape", "i8", put(99)), "says [24, 99] but m.weight_packed holds"),
+        ("gptq 8 bits", values("g_idx", "i4", put(4)), "m.g_idx names group 4 of 4"),
+        ("awq", values("scales", "f2", put(np.inf)), "m.scales holds NaN or Inf"),
+    ],
+)
+def test_values_that_lie_are_a_line_each(tmp_path, case, change, told):
+    _, packed, problems = opened(tmp_path, case, change)
+    assert problems == []
+    (problem,) = packed["m.weight"].problems()
+    assert told in problem
+
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size='x'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "'gemv'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "blocks of [128]"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo='W4A8'"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "0 config_groups of different weights",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": GROUP},
+            },
+            "group_size=None",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "marlin-24",
+                "config_groups": {"a": GROUP},
+            },
+            "format='marlin-24'",
+        ),
+    ],
+)
+def test_other_formats_are_refused_by_name(tmp_path, said, told):
+    with pytest.raises(ValueError, match="the weights are quantised") as error:
+        read_scheme(tmp_path, {"quantization_config": said})
+    assert told in str(error.value)
+    assert "which is not supported; " in str(error.value)
+
+
+def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path):
+    said = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["a"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    scheme = read_scheme(tmp_path, {})
+    assert scheme is not None
+    assert (scheme.name, scheme.bits, scheme.ignored) == ("ModelOpt NVFP4", 4, ("a",))
+    assert read_scheme(tmp_path / "none", {}) is None
+
+
+# --- whole folders ------------------------------------------------------------------------------
+
+
+def as_fp8(tensors, names):
+    """Matrices in FP8-dynamic."""
+    for name in names:
+        kind, shape, data = tensors.pop(name)
+        assert kind == "F32"
+        w = np.frombuffer(data, np.float32).reshape(shape)
+        scale = (np.abs(w).max(axis=1, keepdims=True) / 448).astype(ml_dtypes.bfloat16)
+        small = np.clip(w / scale.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        tensors[name] = ("F8_E4M3", shape, small.tobytes())
+        tensors[f"{name}_scale"] = ("BF16", scale.shape, scale.tobytes())
+
+
+FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture
+def folder(random_folder, tmp_path):
+    """The random folder with the matrices of its layers in FP8-dynamic."""
+    to = tmp_path / "small"
+    shutil.copytree(random_folder, to)
+    rewrite(to, FP8_DYNAMIC, as_fp8)
+    return to
+
+
+def rewrite(folder, said, change, keep=lambda name: False):
+    tensors = {}
+    for name, stored in read_shards(folder).tensors.items():
+        data = (folder / stored.file).read_bytes()[stored.offset :]
+        size = int(np.prod(stored.shape)) * (4 if stored.dtype == "F32" else 2)
+        tensors[name] = (stored.dtype, stored.shape, data[:size])
+    names = [name for name in tensors if "proj.weight" in name and not keep(name)]
+    change(tensors, names)
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = said
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_inspect_says_format_bits_and_what_stays(folder, random_folder):
+    report = inspect(folder)
+    assert report.problems == ()
+    line = (
+        "quantised   compressed-tensors float-quantized, 14 matrices of 8 bits; in 16 bits: lm_head"
+    )
+    assert line in str(report)
+    plain = inspect(random_folder)
+    assert report.num_params == plain.num_params
+    assert report.num_bytes < 0.7 * plain.num_bytes
+
+
+def test_a_folder_in_8_bits_is_loaded_in_8_bits(folder):
+    """And its numbers are those of the file: the largest of each output was 448 there."""
+    model = dj.load(folder)
+    assert model.quantization == "fp8"
+    stored = read_shards(folder).tensors["model.layers.0.mlp.down_proj.weight"]
+    data = (folder / stored.file).read_bytes()[stored.offset :]
+    want = np.frombuffer(data[: int(np.prod(stored.shape))], np.uint8).reshape(stored.shape)
+    held = model.params["layers"][0]["w_down"]
+    values = np.asarray(held.values).view(np.uint8)
+    whole = np.asarray(want).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    full = np.abs(whole).max(axis=1) == 448
+    assert full.sum() > 0.5 * len(full)
+    assert np.array_equal(values[full], want[full])
+
+
+def test_it_can_be_loaded_in_16_bits(folder):
+    model = dj.load(folder, "bfloat16", quantization="none")
+    assert model.quantization is None
+    small = dj.load(folder)
+    w, held = model.params["layers"][1]["wo"], small.params["layers"][1]["wo"]
+    flat = np.asarray(w.astype("float32")).reshape(-1, w.shape[-1])
+    near = np.asarray(held.restored("float32"))
+    assert np.abs(near - flat).max() < 0.01 * np.abs(flat).max()
+
+
+def test_matrices_that_the_folder_keeps_are_kept(random_folder, tmp_path):
+    to = tmp_path / "mixed"
+    shutil.copytree(random_folder, to)
+    rewrite(to, FP8_DYNAMIC, as_fp8, keep=lambda name: "self_attn" in name)
+    model = dj.load(to)
+    names = {name for name, leaf in model.params["layers"][0].items() if is_quantized(leaf)}
+    assert names == {"w_gate_up", "w_down"}
+    whole = dj.load(to, quantization="fp8")
+    assert is_quantized(whole.params["layers"][0]["wqkv"])
+
+
+def test_a_folder_in_4_bits_is_held_in_8_and_says_so(random_folder, tmp_path):
+    to = tmp_path / "four"
+    shutil.copytree(random_folder, to)
+
+    def as_int4(tensors, names):
+        for name in names:
+            _, shape, data = tensors.pop(name)
+            w = np.frombuffer(data, np.float32).reshape(shape[0], -1, 8)
+            scale = np.abs(w).max(-1) / 7
+            whole = np.uint32(np.round(w / scale[..., None]) + 8).reshape(shape[0], -1, 8)
+            words = np.bitwise_or.reduce(whole << np.arange(0, 32, 4, dtype=np.uint32), -1)
+            stem = name.removesuffix(".weight")
+            tensors[f"{stem}.weight_packed"] = ("I32", words.shape, words.tobytes())
+            tensors[f"{stem}.weight_scale"] = ("F32", scale.shape, scale.tobytes())
+            tensors[f"{stem}.weight_shape"] = ("I64", (2,), np.array(shape, "i8").tobytes())
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    rewrite(to, said, as_int4)
+    with pytest.warns(UserWarning, match=r"4 bits \(compressed-tensors pack-quantized\) .* fp8"):
+        model = dj.load(to)
+    assert model.quantization == "fp8"
+    plain = dj.load(random_folder)
+    w, held = plain.params["layers"][0]["w_down"], model.params["layers"][0]["w_down"]
+    error = np.abs(np.asarray(held.restored("float32")) - np.asarray(w))
+    assert error.max() < np.abs(np.asarray(w)).max() * 0.15
+    params, _ = load_params(to, "float32")
+    assert np.abs(params["layers"][0]["w_down"] - np.asarray(w)).max() <= np.abs(w).max() / 13
+
+
+def test_wrong_scales_are_told_before_memory_is_taken(folder, monkeypatch):
+    stored = read_shards(folder).tensors["model.layers.0.mlp.down_proj.weight_scale"]
+    with open(folder / stored.file, "r+b") as file:
+        file.seek(stored.offset)
+        file.write(bytes(2 * stored.shape[0]))
+
+    def empty(*_, **__):
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr("dllm_jax.convert.weights.np.empty", empty)
+    with pytest.raises(ConversionError, match=r"down_proj\.weight_scale holds a zero") as error:
+        load_params(folder)
+    assert len(error.value.problems) == 1
+
+
+def test_a_folder_that_says_so_without_such_tensors_is_refused(random_folder, tmp_path):
+    to = tmp_path / "none"
+    shutil.copytree(random_folder, to)
+    rewrite(to, FP8_DYNAMIC, lambda tensors, names: None)
+    (problem,) = inspect(to).problems
+    assert "the config says compressed-tensors float-quantized but no tensor" in problem
+
+
+# --- written here -------------------------------------------------------------------------------
+
+
+def test_a_folder_written_in_8_bits_is_that_of_compressed_tensors(random_folder, tmp_path):
+    """transformers reads it with that package: golden/check_fp8_folder.py."""
+    to = convert(random_folder, tmp_path / "eight", "bfloat16", quantize="fp8")
+    config = json.loads((to / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "float-quantized"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    report = inspect(to)
+    assert report.problems == ()
+    assert report.tokenizer_files == inspect(random_folder).tokenizer_files
+    assert len(report.packed) == 14
+    plain, small = dj.load(random_folder, "bfloat16"), dj.load(to, "bfloat16")
+    assert small.quantization == "fp8"
+    for layer, want in zip(small.params["layers"], plain.params["layers"], strict=True):
+        for name, leaf in layer.items():
+            whole = np.asarray(want[name].astype("float32"))
+            if not is_quantized(leaf):
+                assert np.array_equal(leaf.astype("float32"), whole)
+                continue
+            near = np.asarray(leaf.restored("float32"))
+            scale = np.asarray(leaf.scales)
+            error = np.abs(near - whole.reshape(near.shape))
+            # Half a step of e4m3, twice: of the numbers, and of their scale in bfloat16.
+            assert (error <= np.abs(near) / 15 + scale / 256).all()
+    again = dj.load(to)
+    assert again.tokenizer.get_vocab() == plain.tokenizer.get_vocab()
+
+
+def test_experts_are_stored_in_8_bits_and_routers_are_not(tmp_path):
+    source = write_tiny("llada2", tmp_path / "source")
+    to = convert(source, tmp_path / "eight", quantize="fp8")
+    report = inspect(to)
+    assert report.problems == ()
+    assert any(".experts.3." in name for name in report.packed)
+    kept = json.loads((to / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any(name.endswith("mlp.gate") for name in kept)
+    assert not any("word_embeddings" in name for name in kept)
+    want, _ = load_params(source, "float32")
+    got, _ = load_params(to, "float32")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(a - b).max() <= np.abs(b).max() / 15
+
+
+def test_what_cannot_be_written_in_8_bits_is_refused(random_folder, tmp_path):
+    ours = convert(random_folder, tmp_path / "ours")
+    with pytest.raises(ValueError, match="give the Hugging Face folder"):
+        convert(ours, tmp_path / "eight", quantize="fp8")
+    with pytest.raises(ValueError, match="quantize='int8' is not supported; use fp8"):
+        convert(random_folder, tmp_path / "eight", quantize="int8")
+    assert not (tmp_path / "eight").exists()
+    convert(random_folder, tmp_path / "eight", quantize="fp8", dry_run=True)
+    assert not (tmp_path / "eight").exists()
+
+
+def test_the_command_line_writes_and_refuses(random_folder, tmp_path, capsys):
+    to = str(tmp_path / "eight")
+    assert main(["convert", str(random_folder), to, "--quantize", "fp8"]) == 0
+    assert main(["inspect", to]) == 0
+    assert "14 matrices of 8 bits" in capsys.readouterr().out
+    assert main(["convert", str(random_folder), to, "--quantize", "fp8", "--force"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
