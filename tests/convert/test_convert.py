@@ -401,7 +401,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, error
 
     def fail(params, path):
         path.mkdir()
-        with converted._quiet():
+        with converted.quiet():
             print("Traceback ...", file=sys.stderr)
             raise RuntimeError("save failed") from error
 
