@@ -350,7 +350,8 @@ def left_over(folder, age=3600):
     left = folder.with_name(f".{folder.name}.partial-abc")
     (left / "params").mkdir(parents=True)
     (left / "params" / "x").write_bytes(bytes(99))
-    os.utime(left, (time.time() - age,) * 2)
+    then = time.time() - age
+    os.utime(left, (then, then))
     return left
 
 
