@@ -223,7 +223,7 @@ def _write_params(params: Any, path: Path) -> None:
     import orbax.checkpoint  # pyright: ignore[reportMissingTypeStubs]
 
     ocp: Any = orbax.checkpoint
-    with _quiet():
+    with quiet():
         arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
         registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
         handler = ocp.PyTreeCheckpointHandler(
@@ -234,7 +234,7 @@ def _write_params(params: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None, None, None]:
+def quiet() -> Generator[None, None, None]:
     """Suppress Orbax's log lines; one of them warns of missing files that are not needed.
 
     A failed write is raised, but the others go on behind it and print a traceback each.

@@ -1,8 +1,5 @@
 """The state of a run at one step, and its checkpoints."""
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +9,8 @@ import orbax.checkpoint as ocp
 from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
+
+from dllm_jax.convert.converted import quiet
 
 
 class TrainState(struct.PyTreeNode):
@@ -33,7 +32,7 @@ def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> Non
     tree = {"params": state.params, "optimizer": leaves, "seconds": np.float64(seconds)}
     step = int(state.step)
     try:
-        with _quiet():
+        with quiet():
             saver.save(step, args=ocp.args.StandardSave(tree))
             saver.wait_until_finished()
     except Exception as error:  # a page of Orbax, of several types
@@ -43,17 +42,6 @@ def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> Non
             f"checkpoint of step {step} cannot be written to {saver.directory} ({reason}); "
             "make room, and the same command continues from the checkpoint before"
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax logs the traceback of a failed write before it raises; the caller says it in a line."""
-    log = logging.getLogger("absl")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def restore(

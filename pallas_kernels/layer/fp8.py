@@ -97,15 +97,11 @@ def quantize_matrix(w: Float[Array, "..."], num_inputs: int = 1) -> Fp8Matrix:
 def matmul(x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any) -> Float[Array, "..."]:
     """`x @ w` in `dtype`, rows in 8 bits, sums in float32."""
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x), w.flat
-    sums = jax.lax.dot_general(
-        rows.values,
+    sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
+        rows.values.reshape(-1, w.shape[0]),
         flat.values,
-        (((rows.values.ndim - 1,), (1,)), ((), ())),
+        (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    out = sums * rows.scales[..., None] * _as_row(flat.scales, sums)
-    return out.astype(dtype).reshape(*out.shape[:-1], *w.shape[1:])
-
-
-def _as_row(row: Array, x: Array) -> Array:
-    return row.reshape((1,) * (x.ndim - 1) + row.shape)
+    out = sums * rows.scales.reshape(-1, 1) * flat.scales[None]
+    return out.astype(dtype).reshape(*rows.scales.shape, *w.shape[1:])

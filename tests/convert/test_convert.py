@@ -350,7 +350,8 @@ def left_over(folder, age=3600):
     left = folder.with_name(f".{folder.name}.partial-abc")
     (left / "params").mkdir(parents=True)
     (left / "params" / "x").write_bytes(bytes(99))
-    os.utime(left, (time.time() - age,) * 2)
+    then = time.time() - age
+    os.utime(left, (then, then))
     return left
 
 
@@ -401,7 +402,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, error
 
     def fail(params, path):
         path.mkdir()
-        with converted._quiet():
+        with converted.quiet():
             print("Traceback ...", file=sys.stderr)
             raise RuntimeError("save failed") from error
 

@@ -1,4 +1,4 @@
-"""Proves that text streams tell the truth about token ids, however the ids arrive.
+"""Proves that streamed text matches the token ids, however the ids arrive.
 
 Oracles: the tokenizer's own decoding of all ids at once, and a search for stop strings that looks
 at every end in turn. Random ids of three tokenizers: the built-in one, a byte-level BPE whose

@@ -1,11 +1,12 @@
-"""The host loop loses nothing, leaks nothing and never changes a token, whatever is done to it.
+"""The host loop loses nothing, leaks nothing and never changes a token under any sequence of calls.
 
-A hypothesis state machine, and longer seeded runs, drive an engine over a fake device with tiny
-pools (tests/oracles/engine_world.py): add, step, abort, preempt, deadline, device failures, in all
+A hypothesis state machine and longer seeded runs drive an engine over a fake device with tiny pools
+(tests/oracles/engine_world.py): add, step, abort, preempt, deadline and device failures, in all
 five prompt modes, with soft commits, shared prefixes, several texts a prompt, priorities, streams,
-stop strings and a tokenizer that fails. After every action the books are right: pages conserved,
-growth ahead of what is in flight, nobody passed in the queue. Every request ends exactly once, with
-the tokens, reason and forwards it has alone on a device of its own, and the engine gets on.
+stop strings and a failing tokenizer. After every action the books are right: pages are conserved,
+growth is ahead of the steps in flight, and no request is passed in the queue. Every request ends
+exactly once, with the tokens, reason and forwards it has alone on a device of its own, and the
+engine makes progress.
 """
 
 import random
@@ -147,7 +148,7 @@ def test_a_device_that_keeps_failing_ends_its_requests(host: ModuleType) -> None
         assert outputs[0].error is None
 
 
-def test_a_device_that_cannot_be_reset_ends_everybody() -> None:
+def test_a_device_that_cannot_be_reset_ends_every_request() -> None:
     world = make_world(HOST)
     names = {ask(world) for _ in range(world.layout.num_slots + 2)}
     world.device.planned = ["admit", "reset"]
@@ -170,7 +171,7 @@ def test_a_snapshot_is_saved_of_what_is_given_up() -> None:
         assert all(said in output.error for output in outputs)
 
 
-def test_one_chunk_is_on_its_way_while_another_is_read(host: ModuleType) -> None:
+def test_one_chunk_runs_while_another_is_read(host: ModuleType) -> None:
     world = make_world(host)
     ask(world, max_tokens=26)
     world.engine.step()
@@ -210,7 +211,7 @@ def noted(function: Callable[..., Any], returned: list) -> Callable[..., Any]:
     return call
 
 
-def test_idle_time_is_no_steps_time(host: ModuleType) -> None:
+def test_idle_time_belongs_to_no_step(host: ModuleType) -> None:
     world = make_world(host)
     for _ in range(3):
         name = ask(world, max_tokens=26)

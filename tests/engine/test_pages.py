@@ -1,7 +1,7 @@
 """The books of the page pool: no page is lost, shared by mistake or forgotten too early.
 
-Proves that pages are counted by owner, that what nobody holds but is known can be found again until
-it is needed, in which order such pages go, and that a key stands for everything before its page.
+Proves that pages are counted by owner, that a known page without an owner can be found until it is
+needed, in which order such pages are evicted, and that a key stands for everything up to its page.
 `host` is the package's own modules; tests/mutants hands broken copies in.
 """
 

@@ -1,7 +1,7 @@
 """Proves that requests hold plain checked values, whatever they were made from.
 
-NumPy's and JAX's numbers are as good as Python's; truth values are no numbers; each field that is
-wrong is one line that names it, its value and what would do.
+Numbers of NumPy and JAX are as good as Python's; booleans are no numbers. Each wrong field is one
+line that names it, its value and the rule.
 """
 
 import dataclasses

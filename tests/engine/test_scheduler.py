@@ -1,9 +1,8 @@
-"""The host's plans, rule by rule: who is admitted, what is shared, how far is grown, who gives way.
+"""The scheduler's plans, rule by rule: admission, sharing, growth, preemption.
 
-Proves the rules of `scheduler`, `rounds` and `admission` one by one on books of a few pages, page
-and block sizes that do not divide each other among them. What they are good for together is
-test_engine_machine.py's subject. `host` is the package's own modules; tests/mutants hands
-broken copies in.
+Proves the rules of `scheduler`, `rounds` and `admission` one by one on pools of a few pages, page
+and block sizes that do not divide each other among them. test_engine_machine.py proves that they
+work together. `host` is the package's own modules; tests/mutants hands broken copies in.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -116,7 +115,7 @@ def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: ModuleType) -> No
         (20, 6, r"needs 7 pages of 4; the pool has 6: raise num_pages"),
     ],
 )
-def test_what_can_never_run_is_refused(prompt_len: int, pages: int, message: str) -> None:
+def test_a_request_that_can_never_run_is_refused(prompt_len: int, pages: int, message: str) -> None:
     scheduler = Books(HOST, num_pages=pages).scheduler
     with pytest.raises(ValueError, match=message):
         scheduler.limits(prompt_len, 8, 0)
@@ -156,7 +155,7 @@ def test_priority_then_arrival_decide(host: ModuleType) -> None:
     assert books.scheduler.live == [sequences[3], sequences[0], sequences[2], sequences[1]]
 
 
-def test_nobody_passes_one_that_does_not_fit(host: ModuleType) -> None:
+def test_no_request_passes_one_that_does_not_fit(host: ModuleType) -> None:
     books = Books(host, num_pages=8)
     books.run([5] * 16)
     long, short = books.add([6] * 16), books.add([7] * 4)
@@ -176,7 +175,7 @@ def test_each_neighbour_keeps_a_page_to_grow_into(host: ModuleType) -> None:
         assert bool(books.admit()) == fits, free
 
 
-def test_ended_ones_in_the_queue_are_passed_over(host: ModuleType) -> None:
+def test_ended_requests_in_the_queue_are_skipped(host: ModuleType) -> None:
     books = Books(host)
     gone, there = books.add([5] * 4), books.add([6] * 4)
     books.scheduler.leave(gone)
@@ -471,7 +470,7 @@ def test_a_narrow_window_ends_no_chunk_before_its_steps(host: ModuleType) -> Non
     assert make_layout(host, window=2, block_size=2, max_steps_per_chunk=64).most_new == 40
 
 
-def test_fewer_steps_come_before_giving_way(host: ModuleType) -> None:
+def test_fewer_steps_come_before_a_preemption(host: ModuleType) -> None:
     books = Books(host, num_pages=12)
     first, second = books.run([5] * 4), books.run([6] * 4)
     books.pool.take(books.pool.num_available - 5)  # one step needs 4 pages, four steps 10
@@ -488,7 +487,7 @@ def test_half_the_steps_come_before_one(host: ModuleType) -> None:
     assert [len(sequence.pages) for sequence in (first, second)] == [5, 5]
 
 
-def test_the_worst_ranked_gives_way_and_only_it(host: ModuleType) -> None:
+def test_only_the_worst_ranked_request_is_preempted(host: ModuleType) -> None:
     books = Books(host, num_pages=9)
     sequences = [books.run([token] * 4, priority=p) for token, p in ((5, 0), (6, 2), (7, 1))]
     first, worst, second = sequences
@@ -500,7 +499,7 @@ def test_the_worst_ranked_gives_way_and_only_it(host: ModuleType) -> None:
     books.pool.check([*(s.pages for s in books.scheduler.live), taken])
 
 
-def test_a_preempted_one_goes_on_from_its_last_fetch(host: ModuleType) -> None:
+def test_a_preempted_request_resumes_from_its_last_fetch(host: ModuleType) -> None:
     books = Books(host, num_pages=30)
     sequence = books.run(range(2, 10), text=range(20, 29))
     sequence.saved = ("fetch", 0)
@@ -514,7 +513,7 @@ def test_a_preempted_one_goes_on_from_its_last_fetch(host: ModuleType) -> None:
     assert sequence.in_flight == 0
 
 
-def test_one_that_cannot_be_taken_up_starts_over(host: ModuleType) -> None:
+def test_a_request_that_cannot_be_resumed_starts_over(host: ModuleType) -> None:
     for rules, saved in (({"starts_over": True}, ("fetch", 0)), ({}, None)):
         books = Books(host, num_pages=30, **rules)
         sequence = books.run(range(2, 10), text=range(20, 29))
@@ -620,7 +619,7 @@ def test_texts_that_must_end_in_flight_are_not_dispatched_again(host: ModuleType
         ([5], {"stop": "end"}, "stop strings need a tokenizer"),
     ],
 )
-def test_what_makes_no_sense_is_refused(prompt: list, wishes: dict, message: str) -> None:
+def test_invalid_settings_are_refused(prompt: list, wishes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Books(HOST).accept(prompt, **wishes)
 

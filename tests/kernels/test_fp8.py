@@ -23,6 +23,7 @@ from tests.kernels.test_layer_mosaic import (
     EPS,
     MODELS,
     close,
+    hopper,  # noqa: F401 (a fixture)
     interpreted,
     lowered,
     normal,
@@ -304,3 +305,40 @@ def test_a_layer_in_8_bits_lowers_to_one_kernel_an_operation(on_hopper, model, r
 def test_many_rows_in_8_bits_are_left_to_xla(on_hopper):
     for call, x, w in of_model(136, *MODELS["SDAR-1.7B"]).values():
         assert lowered(functools.partial(call, dtype=jnp.bfloat16), x, w) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@needs_mosaic
+@pytest.mark.parametrize("model", ["SDAR-1.7B", "SDAR-8B"])
+def test_products_of_8_bits_match_numpy_on_a_gpu(model):
+    for i, (call, held, matrix) in enumerate(of_model(128, *MODELS[model]).values()):
+        keys = jax.random.split(jax.random.key(i))
+        x = jax.random.normal(keys[0], held.values.shape, jnp.bfloat16)
+        w = jax.random.normal(keys[1], matrix.shape, jnp.bfloat16) * matrix.shape[0] ** -0.5
+        small = jax.jit(fp8.quantize_matrix)(w.astype(jnp.bfloat16))
+        rows = fp8.quantize_rows(x)
+        left = np.float32(rows.values) * np.asarray(rows.scales)[..., None]
+        right = np.float32(small.flat.values) * np.asarray(small.flat.scales)[:, None]
+        want = (left @ right.T).reshape(*x.shape[:-1], *matrix.shape[1:])
+        if call is gated_matmul:
+            gate, up = (float64(want[..., i, :].astype(x.dtype)) for i in range(2))
+            want = (gate / (1 + np.exp(-gate)) * up).reshape(*x.shape[:-1], -1)
+        for count in (8, 32, 72, 128):
+            got = jax.jit(functools.partial(call, implementation="mosaic"))(x[:, :count], small)
+            got = float64(got).reshape(-1, *want[:, :count].shape).sum(axis=0)
+            close(got, want[:, :count], 0.05)  # the tensor cores keep 14 bits of such sums
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@needs_mosaic
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_a_norm_in_8_bits_is_rounded_as_by_xla_on_a_gpu(width):
+    x, y, scale = map(jnp.asarray, normal(9, (72, width), (72, width), (width,)))
+    pairs = [
+        add_rms_norm(x, y, scale, EPS, is_quantized=True, implementation=how)[1]
+        for how in ("mosaic", "xla")
+    ]
+    same = [float64(a) == float64(b) for a, b in zip(*map(jax.tree.leaves, pairs), strict=True)]
+    assert same[0].mean() > 0.98

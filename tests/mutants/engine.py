@@ -131,7 +131,7 @@ QUEUE = [
         ),
     ),
     *broken(
-        "test_scheduler.test_nobody_passes_one_that_does_not_fit",
+        "test_scheduler.test_no_request_passes_one_that_does_not_fit",
         "scheduler.py",
         short_ones_pass=(
             "                passed.append(entry)\n                break\n",
@@ -333,7 +333,7 @@ GROWTH = [
         ),
     ),
     *broken(
-        "test_scheduler.test_fewer_steps_come_before_giving_way",
+        "test_scheduler.test_fewer_steps_come_before_a_preemption",
         "scheduler.py",
         steps_are_not_reduced=(
             "> pool.num_available and steps > 1:",
@@ -341,7 +341,7 @@ GROWTH = [
         ),
     ),
     *broken(
-        "test_scheduler.test_the_worst_ranked_gives_way_and_only_it",
+        "test_scheduler.test_only_the_worst_ranked_request_is_preempted",
         "scheduler.py",
         best_ranked_gives_way=("self.preempt(self.live[-1])", "self.preempt(self.live[0])"),
         the_short_one_gives_way=("self.preempt(self.live[-1])", "self.preempt(sequence)"),
@@ -351,7 +351,7 @@ GROWTH = [
         ),
     ),
     *broken(
-        "test_scheduler.test_one_that_cannot_be_taken_up_starts_over",
+        "test_scheduler.test_a_request_that_cannot_be_resumed_starts_over",
         "scheduler.py",
         hidden_state_is_taken_up=("if self.layout.starts_over:", "if False:"),
         start_is_not_reset=(
@@ -360,7 +360,7 @@ GROWTH = [
         ),
     ),
     *broken(
-        "test_scheduler.test_a_preempted_one_goes_on_from_its_last_fetch",
+        "test_scheduler.test_a_preempted_request_resumes_from_its_last_fetch",
         "scheduler.py",
         fetch_is_thrown_away=("if self.layout.starts_over:", "if True:"),
     ),
@@ -435,12 +435,12 @@ ROUNDS = [
         merged_whatever_it_costs=("        if together <= step_s", "        if together > step_s"),
     ),
     *broken(
-        "test_engine_machine.test_one_chunk_is_on_its_way_while_another_is_read",
+        "test_engine_machine.test_one_chunk_runs_while_another_is_read",
         "engine.py",
         chunk_is_read_at_once=("len(self._rounds) > 1 or", "self._rounds or"),
     ),
     *broken(
-        "test_engine_machine.test_idle_time_is_no_steps_time",
+        "test_engine_machine.test_idle_time_belongs_to_no_step",
         "engine.py",
         idle_time_is_a_steps_time=("if not self.scheduler.live:", "if False:"),
     ),

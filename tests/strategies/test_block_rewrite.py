@@ -1,8 +1,7 @@
 """The block rewrite against plain loops, on random windows of several requests.
 
 Proves which cells may be written (open blocks, behind the prompt, filled or not), that nothing else
-changes, that only a hole that is filled counts, and what "another token" and "before the limit"
-mean.
+changes, that only a filled hole counts, and the meaning of "another token" and "before the limit".
 """
 
 from typing import Any

@@ -120,7 +120,7 @@ def numbered_apart(number: int) -> Any:
 
 @pytest.mark.parametrize("of", [numbered, numbered_apart])
 def test_many_classes_of_no_fields_run_their_own_steps(of):
-    """As plain `struct.PyTreeNode`, every sixth runs another's under jax 0.10."""
+    """As plain `struct.PyTreeNode`s, every sixth runs another class's step under jax 0.10."""
     run = jax.jit(lambda strategy: strategy.step(None, None))
     assert [int(run(of(number))) for number in range(40)] == [*range(40)]
 

@@ -1,10 +1,10 @@
-"""`examples/credit_decoding.py`, the strategy of the guide, as a user's own file is to be tested.
+"""`examples/credit_decoding.py`, the guide's strategy, tested as a user would test a file.
 
-Proves that it is the published algorithm and a lawful strategy: the guide's example step by step,
-random scripts that agree with a list decoder, with a few accounts a hole and with the credits of
-the whole vocabulary; without credits it is `multi_bd`; the draw at a temperature and a readout that
-is no number; it keeps the contract, and on the contract's toy model a slot and its neighbours
-change nothing; each rule of it, broken, is noticed; and the guide quotes the file as it is.
+Proves that it is the published algorithm: the guide's example step by step, and random scripts that
+agree with a list decoder, with a few accounts a hole and with the credits of the whole vocabulary.
+Without credits it is `multi_bd`. Covered are the draw at a temperature and a readout of NaN. It
+keeps the contract, a slot and its neighbours change nothing on the contract's toy model, each
+broken rule is noticed, and the guide quotes the file as it is.
 """
 
 import re
@@ -215,7 +215,7 @@ def test_without_credits_it_is_multi_bd(credit: Any) -> None:
 # ---- what a script does not show ----
 
 
-def test_a_drawn_token_is_as_sure_as_its_share_and_no_number_stays_none(credit: Any) -> None:
+def test_a_drawn_token_has_its_share_as_confidence_and_nan_stays_nan(credit: Any) -> None:
     """Cells: greedy, drawn from the likeliest, drawn from the rest, not finite, not asked for."""
     ids = jnp.full((5, 1, 1, 2), jnp.asarray([7, 9]))
     credits = jnp.full((5, 1, 1, 2), jnp.asarray([1.0, 3.0]))

@@ -1,11 +1,11 @@
-"""`DFlash`: the tokens of `ar` with the same keys, whatever is drafted, in as few rounds as can be.
+"""`DFlash`: the tokens of `ar` with the same keys, whatever is drafted, in the fewest rounds.
 
-Proves, on pages that are full of garbage, over random ragged batches of greedy and sampled requests
-with top-k, top-p, stop ids and limits of their own, that tokens and finish reasons are those of
-`AR`, and what each round emits is what plain lists say (`oracles/dflash_decoder.py`), for drafters
-that are random, always right, always wrong, right by chance, and not finite; that stops and limits
-may lie anywhere in a block; how a draft is bound; and that wrong versions of the file are noticed.
-The network's side, the caches, preemption and prefix hits are proved by the contract's case.
+Proves, on pages full of garbage, over random ragged batches of greedy and sampled requests with
+top-k, top-p, stop ids and limits of their own, that tokens and finish reasons are those of `AR`,
+and that each round emits what plain lists emit (`oracles/dflash_decoder.py`). Drafters are random,
+always right, always wrong, right by chance, and not finite. Stops and limits may lie anywhere in a
+block. Also proves how a draft is bound, and that wrong versions of the file are noticed. The
+contract's case proves the network's side, the caches, preemption and prefix hits.
 """
 
 import dataclasses

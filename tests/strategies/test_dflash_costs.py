@@ -1,9 +1,9 @@
-"""What the widths of a drafting strategy cost: timed by the engine, handed in as data.
+"""Costs of the widths of a drafting strategy: timed by the engine, given as data.
 
-Proves that each choice is timed by itself, free of what a dispatch costs, for numbers of slots that
-stand in for those below them, also where made-up texts end early; that a real engine measures as it
-starts, compiles nothing later, and writes the tokens of `ar`; and that costs which the user gives
-are neither measured nor replaced.
+Proves that each choice is timed alone, without the cost of a dispatch, for numbers of slots that
+stand for those below them, also where made-up texts end early. A real engine measures as it starts,
+compiles nothing later, and writes the tokens of `ar`. Costs that the user gives are neither
+measured nor replaced.
 """
 
 import dataclasses

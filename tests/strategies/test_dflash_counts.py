@@ -1,10 +1,9 @@
-"""How drafts fare, from the device's counts to what users read.
+"""Counts of drafts, from the device to what users read.
 
-Proves that `metrics.draft` and the engine's counts are those of the rounds that a request took,
-among others, taken up again after a preemption, with its prompt's pages found or computed, over its
-samples, and aborted; that a draft that is hardly ever right is told of, once, unless limits cut its
-rounds short; and how many tokens are there with the first. What a round counts is proved in
-test_dflash.py.
+Proves that `metrics.draft` and the engine's counts are those of the request's rounds: among other
+requests, resumed after a preemption, with its prompt's pages found or computed, over its samples,
+and aborted. A draft that is rarely right is warned of once, unless limits cut its rounds short.
+test_dflash.py proves what a round counts.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ def draft(output: RequestOutput) -> DraftMetrics:
     return output.metrics.draft
 
 
-def test_counts_are_of_the_request_alone_whatever_befalls_it():
+def test_counts_do_not_depend_on_neighbours_or_preemption():
     alone = [run(make_engine(NAME), [wish(r)])[0] for r in REQUESTS]
     for one in alone:
         told = draft(one)
@@ -58,7 +57,7 @@ def test_counts_are_of_the_request_alone_whatever_befalls_it():
     assert stats.draft_tokens_accepted == sum(sum(one.accepted) for one in every)
 
 
-def test_samples_of_a_request_add_and_an_aborted_one_has_what_it_did():
+def test_counts_add_over_samples_and_include_aborted_ones():
     engine = make_engine(NAME)
     (both,) = run(engine, [wish(REQUESTS[1], n=2)])
     assert draft(both).rounds == both.metrics.nfe
@@ -94,7 +93,7 @@ def rounds(num, accepted, proposed=None):
     return DraftMetrics((num - accepted, accepted, 0), (told, told), (accepted, 0))
 
 
-def test_a_draft_that_is_hardly_ever_right_is_told_of():
+def test_a_draft_that_is_rarely_right_is_warned_of():
     told = draft_warning(rounds(WARN_ROUNDS, 1))
     assert told is not None
     assert "1.02 tokens a round over 64 rounds" in told
@@ -122,7 +121,7 @@ def test_the_warning_comes_once():
 
 
 @pytest.mark.parametrize("name", ["ar", NAME])
-def test_tokens_of_the_first_commit_are_those_that_are_there_then(name):
+def test_first_tokens_are_those_of_the_first_commit(name):
     """What runs tells when `ttfb_s` is known; a dispatch of several steps brings more at once."""
     wishes = [wish(dataclasses.replace(one, stops=())) for one in case(name).requests]
     seen = []

@@ -1,11 +1,11 @@
-"""`DFlash` by rejection: another text than `ar`'s, of the same law, whatever is drafted.
+"""`DFlash` by rejection: another text than `ar`'s with the same distribution, whatever is drafted.
 
 Proves `rejection.reject` by enumeration: over every draft and every chance the tokens of a round,
-gone on with by the target alone, have the target's law (3 ids, 2 drafts); by chi-squared, on 5 ids
-and drawn numbers; and that what is no number neither stays nor is drawn from. On the network, with
-5 ids: the joint law of three tokens by chi-squared against the dense, cache-free one; rows at
-temperature 0 are those of `ar`, also beside others; and neighbours, slots and preemption (rounds
-are resumed where they were) change nothing.
+continued by the target alone, have the target's distribution (3 ids, 2 drafts). Proves it by
+chi-squared as well, on 5 ids and drawn numbers. A draft of probability NaN neither stays nor is
+drawn from. On the network, with 5 ids, the joint distribution of three tokens is compared with the
+dense, cache-free one by chi-squared. Rows at temperature 0 are those of `ar`, also beside others.
+Neighbours, slots and preemption change nothing, because rounds resume where they were.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def test_drawn_rounds_have_the_law_of_the_target() -> None:
     assert check_drawn() < FAR
 
 
-def test_what_is_no_number_neither_stays_nor_is_drawn_from() -> None:
+def test_nan_probabilities_never_stay_and_are_never_drawn_from() -> None:
     p = jnp.full((2, 2, 3), 1 / 3, jnp.float32)
     q = jnp.asarray([[[jnp.nan] * 3], [[0.2, 0.3, 0.5]]], jnp.float32)
     tokens, chances = jnp.asarray([[-1], [2]], jnp.int32), jnp.zeros((2, 1), jnp.float32)
@@ -219,7 +219,7 @@ def test_greedy_rows_are_those_of_ar_beside_others() -> None:
 
 
 @pytest.mark.slow
-def test_a_drafter_that_is_not_finite_is_never_heeded_by_rejection() -> None:
+def test_rejection_ignores_a_drafter_that_is_not_finite() -> None:
     rng = np.random.default_rng(3)
     wishes = [draw_wish(rng) for _ in range(SLOTS)]
     draft = drafters.hinted(TARGET, drafters.no_hints(ROUND))
@@ -230,7 +230,7 @@ def test_a_drafter_that_is_not_finite_is_never_heeded_by_rejection() -> None:
         assert {*one.counts} == {1}
 
 
-def test_more_widths_by_rejection_are_refused() -> None:
+def test_rejection_refuses_several_widths() -> None:
     draft = models.drafter(TARGET)
     for strategy, message in (
         (DFlash(4, LAYERS, widths=(1, 4), acceptance="rejection"), "would depend on the other req"),

@@ -1,9 +1,9 @@
-"""How many drafts `DFlash` judges: no choice changes a token, and the choice pays.
+"""The number of drafts that `DFlash` judges: no choice changes a token, and the choice pays.
 
 Proves that texts are those of `ar`, and rounds those of plain lists, where the width changes from
-step to step, 1 among them, however it is chosen; that the choice is the one of lists in float64
-(`oracles/draft_widths.py`); that it goes to all drafts where they are right, to none where they are
-wrong, looks again every so often, and comes back; and that rows that have ended do not count.
+step to step, 1 among them, however it is chosen. The choice is that of lists in float64
+(`oracles/draft_widths.py`). It goes to all drafts where they are right and to none where they are
+wrong, probes now and then, and comes back. Ended rows do not count.
 """
 
 import functools
@@ -141,7 +141,7 @@ def test_widths_that_change_over_a_long_sweep() -> None:
 @pytest.mark.parametrize(
     "costs", [None, (1.0, 1.3, 1.4, 1.5), (1.0, 1.5, 2.2, 2.6), (1.0, 3.0, 4.0, 5.0)]
 )
-def test_the_own_choice_changes_no_token(costs: Any) -> None:
+def test_choosing_the_width_changes_no_token(costs: Any) -> None:
     strategy = DFlash(ROUND, LAYERS, widths=WIDTHS, costs=costs)
     for number in range(20):
         rng = np.random.default_rng((12, number))
@@ -235,7 +235,7 @@ def check_choice(of: Any = drafting) -> None:
     assert seen == {(True, i) for i in range(4)} | {(False, i) for i in range(3)}
 
 
-def test_the_choice_is_that_of_lists() -> None:
+def test_the_chosen_width_is_that_of_lists() -> None:
     check_choice()
 
 
@@ -259,7 +259,7 @@ def check_learning(of: Any = drafting) -> None:
 _counted = jax.jit(lambda count, *args: count(*args), static_argnums=0)
 
 
-def test_what_is_learned_of_a_round_is_that_of_lists() -> None:
+def test_estimates_after_a_round_are_those_of_lists() -> None:
     check_learning()
 
 
@@ -342,7 +342,7 @@ def long_wish(count: int) -> tuple[list[Wish], list[int]]:
 
 
 @pytest.mark.slow
-def test_right_drafts_are_all_judged_and_wrong_ones_soon_left() -> None:
+def test_right_drafts_are_all_judged_and_wrong_ones_soon_dropped() -> None:
     wishes, text = long_wish(32)
     right = table_of(wishes[0], text)
     wrong = np.where(right == drafters.NO_HINT, right, (right + 1) % models.MASK)
@@ -361,7 +361,7 @@ def test_right_drafts_are_all_judged_and_wrong_ones_soon_left() -> None:
     assert 2 <= one.drafted.rounds <= 9
 
 
-def test_drafting_is_taken_up_again_where_drafts_come_right() -> None:
+def test_drafting_resumes_where_drafts_become_right() -> None:
     """By the lists: wrong for long, then right; the choice by lists is proved above."""
     row, costs, drafted = draft_widths.Row(4), (1.0, 1.2, 1.3, 1.4), []
     for step in range(500):

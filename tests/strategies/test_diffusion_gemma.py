@@ -1,7 +1,7 @@
 """`DiffusionGemma` by its rules.
 
-Proves, on scripted laws whose entropy is known exactly, when a canvas ends; what a request may say
-of its own; and, on the gate's toy network, that a text does not depend on when the canvas before it
+Proves, on scripted distributions of known entropy, when a canvas ends and which settings a request
+may have of its own. On the gate's toy network, a text does not depend on when the canvas before it
 is stored. `test_contract.py` compares it with a list decoder, `test_diffusion_gemma_golden.py` with
 transformers.
 """
@@ -87,7 +87,7 @@ def test_a_text_does_not_depend_on_when_the_canvas_before_it_is_stored() -> None
     assert [row.nfe for row in early] < [row.nfe for row in alone]
 
 
-def test_whole_numbers_are_asked_for() -> None:
+def test_numbers_that_are_not_whole_are_refused() -> None:
     for name in ("max_denoising_steps", "stability_threshold"):
         with pytest.raises(ValueError, match=f"{name}=1.5 is not a whole number; round it"):
             load_strategy("diffusion_gemma", **{name: 1.5})

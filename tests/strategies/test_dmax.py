@@ -209,7 +209,7 @@ def test_a_stop_ends_a_request_when_its_block_may_leave(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cells_past_the_limit_keep_no_block(decode: Callable[..., Any], mode: str) -> None:
+def test_cells_past_the_limit_hold_no_block_back(decode: Callable[..., Any], mode: str) -> None:
     """Trap 20: five tokens; the last three cells of block 2 are written, not waited for."""
     forwards = [everywhere((10, 0.95)), {8: (22, 0.95)}, everywhere((1, 0.95))]
     trace = decode(mode, forwards, [1, 2, 3, 4], buffer_size=1, max_tokens=5)

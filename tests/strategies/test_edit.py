@@ -209,7 +209,7 @@ def test_a_stop_may_come_by_an_edit() -> None:
     assert (trace.output, trace.finish_reason, trace.nfe) == ([10], "stop", 3)
 
 
-def test_nobody_waits_for_cells_past_the_limit() -> None:
+def test_cells_past_the_limit_hold_no_block_back() -> None:
     """Two tokens wanted of a block of four: what the rest of it does is of no account."""
     two = {4: (10, 0.9), 5: (11, 0.9)}
     restless: list[Forward] = [
@@ -237,7 +237,7 @@ def test_the_prompt_in_a_shared_block_is_never_edited() -> None:
         {"penalty_lambda": "much"},
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(fields))}="):
         strategies.Edit(**fields)
 

@@ -1,9 +1,9 @@
-"""`FastDLLMV2` and the dual cache: a worked trace, random scripts, and what each pass runs.
+"""`FastDLLMV2` and the dual cache: a worked trace, random scripts, and the rows of each pass.
 
 Proves that the strategy emits what plain lists emit (`oracles/fast_dllm_v2_decoder.py`) over random
-scripts, step by step, with and without the block cache; that each forward runs the cells, sees the
-cache and stores the rows that the lists say; a worked example; and each function of `dual_cache` by
-itself. test_contract.py proves on pages what is read from the cache.
+scripts, step by step, with and without the block cache. Each forward runs the cells, sees the cache
+and stores the rows that the lists name. Also proves a worked example and each function of
+`dual_cache`. test_contract.py proves on pages what is read from the cache.
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""`FullSequence`: random scripts against its authors' loops, what each pass runs, and its edges.
+"""`FullSequence`: random scripts against its authors' loops, the rows of each pass, and its edges.
 
 Proves that the strategy emits what plain lists emit (`oracles/full_sequence_decoder.py`) over
 random scripts, step by step: every rule of remasking, steps and blocks that do not divide, stop ids
-in holes, limits, thresholds at and beyond their edges, ties; that with a cache each forward runs,
-sees and stores the rows the same lists say; that wrong versions are noticed; and what it refuses.
-Decoding on pages, guidance and both caches are held to dense runs by the contract's case
-`full_sequence_dual`, and by what is below.
+in holes, limits, thresholds at and beyond their edges, ties. With a cache each forward runs, sees
+and stores the rows that the lists name. Wrong versions are noticed, and invalid fields refused.
+Dense runs prove decoding on pages, guidance and both caches, in the contract's case
+`full_sequence_dual` and below.
 """
 
 import functools
@@ -562,12 +562,12 @@ def test_guidance_holds_no_logits_of_the_whole_window() -> None:
         ({"cfg_scale": 1.0, "cache": "dual"}, "cfg_scale=1.0 runs .* cache='dual' keeps .* one of"),
     ],
 )
-def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], match: str) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         strategies.FullSequence(**fields)
 
 
-def test_only_a_cached_one_starts_over() -> None:
+def test_only_a_cached_request_starts_over() -> None:
     assert strategies.FullSequence().needs == strategies.Needs("in_window")
     cached = strategies.FullSequence(cache="dual").needs
     assert cached == strategies.Needs("in_window", provisional_cache="across_steps")

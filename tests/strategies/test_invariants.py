@@ -1,9 +1,9 @@
 """The invariants of docs/contract.md over every strategy, and over strategies that break one.
 
 Proves that `check_invariants` passes the project's strategies, the toys of the gate and steps that
-users wrote, from windows reached and windows drawn, for any seed, each with the fewest forwards in
-which its first open block must leave; and that it names the rule that a wrong step breaks, for each
-rule. The wrong steps are one program: a number in the strategy says which of them it is.
+users wrote, from reached and from drawn windows, for any seed, each with the fewest forwards in
+which its first open block must leave. For each rule, it names the rule that a wrong step breaks.
+The wrong steps are one program; a number in the strategy selects one.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Proves that a recorded step does what an unrecorded one does, and tells the truth of it.
+"""Proves that a recorded step does what an unrecorded one does, and that its record is right.
 
 Every strategy of the contract's gate, toys of outside authors among them, is traced with the
-recorder around its model (a value kept from inside a `lax.cond` would not survive that) and, among
-the slow tests, run to its end against the unrecorded run. What a record says is checked against a
-window rebuilt from its events alone. Recording off costs nothing: the decode program is the same
-text before and after, and no module under the engine imports the recorder.
+recorder around its model (a value kept from inside a `lax.cond` would not survive that). Among the
+slow tests each is run to its end against the unrecorded run. A record is checked against a window
+rebuilt from its events alone. Recording off costs nothing: the decode program is the same text
+before and after, and no module under the engine imports the recorder.
 """
 
 import json
@@ -238,7 +238,7 @@ def test_json_holds_all_of_it(trajectory):
         ('{"version": 1, "nfe": 0, "steps": [], "what": 1}', "TypeError"),
     ],
 )
-def test_what_is_no_trajectory_is_refused(text, told):
+def test_a_file_that_is_no_trajectory_is_refused(text, told):
     with pytest.raises(TrajectoryError, match=told):
         dj.Trajectory.from_json(text)
 

@@ -1,10 +1,10 @@
 """The acceptance rules that strategies share, against plain Python over sorted lists.
 
 Proves of the factor rule that it takes the cells its formula names (worked by hand and over random
-statistics), a knob a slot, ties by position, only holes, the surest in any case, and that its run
-is the paper's largest n; of the margin that it is the gap of the two likeliest tokens of a law,
-that it ranks otherwise than confidence does, and refuses statistics without them; that a rank is
-a permutation however the score is compiled; and that a strategy of a few lines decodes by them.
+statistics), with a knob a slot, ties by position, only holes, and the surest in any case, and that
+its run is the paper's largest n. The margin is the gap of the two likeliest tokens; it ranks
+differently from confidence and refuses statistics without them. A rank is a permutation however the
+score is compiled. A strategy of a few lines decodes by these rules.
 """
 
 import jax

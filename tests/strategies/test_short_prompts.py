@@ -1,9 +1,9 @@
 """Several short prompts in one prefill pass, as accelerators take them: the tokens are the same.
 
-Proves that small pieces wait for more of their kind, that as many as a pass takes go in together
-and what is left over by itself, and that nothing passes them that must not: a second piece or a new
-request of their slot, a chunk, somebody who waits, a state that starts over. Whole runs of the
-gate's cases, with preemption and with a pass that fails, end as each request alone.
+Proves that small pieces wait for more of their kind, that as many as fit go into one pass, and that
+the rest goes in alone. Nothing that must wait is passed: a second piece or a new request of the
+same slot, a chunk, a waiting request, a state that starts over. Whole runs of the gate's cases,
+with preemption and with a failing pass, end as each request alone.
 """
 
 import dataclasses

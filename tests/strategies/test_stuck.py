@@ -1,9 +1,9 @@
-"""A strategy that changes nothing ends its request with an error that says so, and how to mend it.
+"""A strategy that changes nothing ends its request with an error that names cause and remedy.
 
-Proves of scripted runs that the request ends after exactly `Strategy.patience` steps without a
-change and names strategy, position and remedy; that an edit, a fill or a commit begins the count
-anew; and that the longest schedules of shipped strategies end by their text. The engine, `generate`
-and `record` say the same of the same strategy.
+Proves on scripted runs that the request ends after exactly `Strategy.patience` steps without a
+change and names strategy, position and remedy; that an edit, a fill or a commit restarts the count;
+and that the longest schedules of shipped strategies end with their text. The engine, `generate` and
+`record` report the same strategy alike.
 """
 
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def test_a_canvas_may_take_all_of_its_schedule():
 # ---- the engine, `generate` and `record` ----
 
 
-def test_everything_that_decodes_tells_it_alike():
+def test_every_loop_reports_a_stuck_strategy():
     strategy = small(accepts_nothing)
     model = dj.load("builtin:tiny-sdar")
     out = dj.generate(model, [[5, 6, 7]], strategy, max_tokens=8)

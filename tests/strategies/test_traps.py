@@ -1,8 +1,8 @@
-"""The page of traps (docs/traps.md) names tests that exist, and those that no other file holds.
+"""The tests that docs/traps.md names exist, and those of its traps that no other file holds.
 
-Proves that the page has every trap and a test for each; that stability and thresholds are what
-traps 28 and 29 ask; and, on models, that `dmax` never draws or mixes what is no token, that what
-`edit` and `dmax` told is never taken back while their windows change.
+Proves that the page has every trap and a test for each; that stability and thresholds follow traps
+28 and 29; and, on models, that `dmax` never draws or mixes ids that are no tokens, and that text
+which `edit` and `dmax` emitted is never taken back while their windows change.
 """
 
 import ast
@@ -107,7 +107,7 @@ def test_dmax_never_draws_or_mixes_what_is_no_token(fields: dict[str, Any]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["edit", "dmax"])
-def test_what_was_told_is_never_taken_back(name: str) -> None:
+def test_emitted_text_is_never_taken_back(name: str) -> None:
     """Trap 9: a listener hears more of a text, never another one, though the window changes it."""
     told: dict[int, list[list[int]]] = {}
     windows: dict[int, list[dict[int, int]]] = {}

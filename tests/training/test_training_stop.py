@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.convert import converted
 from dllm_jax.training import loop, run_folder, run_state, stream
 
 CONFIG = loop.RunConfig(num_steps=6, evals=0, log_every=1, compute_dtype="float32")
@@ -102,18 +103,21 @@ class FullDisk:
     directory = "run/checkpoints"
 
     def save(self, *_: object, **__: object) -> None:
+        print("Traceback (most recent call last): ...", file=sys.stderr)  # of each other write
         raise ValueError(
             "RESOURCE_EXHAUSTED: Error writing local file\n"
             f"{os.strerror(errno.ENOSPC)} [source locations=...]\n" * 40
         )
 
 
-def test_a_full_disk_is_one_line() -> None:
+def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(converted, "_SETTLE_S", 0.0)
     state = run_state.TrainState({}, {}, jnp.asarray(7, jnp.int32))
     with pytest.raises(OSError, match=r"step 7 .* run/checkpoints \(the disk is full\)") as caught:
         run_state.save(cast(Any, FullDisk()), state, 1.0)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
+    assert capsys.readouterr().err == ""
 
 
 def test_one_family_is_all_of_a_stream() -> None:

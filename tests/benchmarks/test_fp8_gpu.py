@@ -1,0 +1,57 @@
+"""Proves that `benchmarks/fp8_gpu.py` measures all its parts, and that what fails is told."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import fp8_gpu
+
+
+def test_every_part_is_measured_small_on_a_cpu(tmp_path):
+    out = tmp_path / "out.json"
+    words = [sys.executable, fp8_gpu.__file__, "--dry", "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads(out.read_text())
+    rows = report["rows"]
+    assert report["failures"] == {}
+    assert {row["part"] for row in rows} == {"check", "products", "steps", "agreement"}
+    assert all(row["is_right"] for row in rows if row["part"] == "check")
+    assert {row["form"] for row in rows if row["part"] == "steps"} == {"fp8", "bfloat16"}
+    assert all(row["us"] > 0 for row in rows if row["part"] == "products")
+    assert all(row["finite"] for row in rows if row["part"] == "agreement")
+
+
+def test_a_failure_is_told_and_the_rest_goes_on(tmp_path):
+    run = fp8_gpu.Run(tmp_path / "out.json", within=60, dry=True)
+
+    def bad():
+        raise RuntimeError("no such kernel")
+
+    assert run.attempt("one", bad) is None
+    assert run.attempt("two", lambda: 3) == 3
+    run.keep(part="two", us=1.0)
+    run.within = 0
+    assert run.attempt("three", lambda: 3) is None
+    run.write()
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert "no such kernel" in report["failures"]["one"]
+    assert report["failures"]["three"] == "not begun: time is over"
+    assert report["rows"] == [{"part": "two", "us": 1.0}]
+
+
+@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("shape", [(4096, 24576), (12288, 4096), (4096, 6144)])
+def test_tiles_that_are_tried_are_whole_and_fit(rows, shape):
+    is_gated = shape[1] > 2 * shape[0]
+    tried = list(fp8_gpu.candidates(rows, shape, is_gated))
+    assert len(tried) >= 3
+    for tiling in tried:
+        assert shape[1] % tiling.columns == shape[0] % (tiling.depth * tiling.splits) == 0
+        assert shape[1] // tiling.columns * tiling.splits <= fp8_gpu.mosaic.MULTIPROCESSORS
+        buffers = (-(-rows // 64) * 64 + tiling.columns) * tiling.depth * tiling.stages
+        assert buffers <= fp8_gpu.mosaic.SHARED_BYTES
