@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .copying import Copy, Progress, copy_all
+from .copying import Copy, Keep, KeyPath, Progress, copy_tree
 from .dtypes import as_dtype
 from .lora import AdapterFacts
 from .networks import Networks
@@ -76,12 +76,18 @@ def save(params: Any, report: Report, folder: Path) -> None:
     (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def restore(report: Report, dtype: str = "auto", progress: Progress | None = None) -> Any:
+def restore(
+    report: Report,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+) -> Any:
     """The parameter tree of a converted folder as NumPy arrays.
 
     Args:
         dtype: Type of the result; "auto" is the stored one.
         progress: Called with bytes read so far and in all, after each piece.
+        keep: As of `copy_tree`.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
@@ -90,17 +96,13 @@ def restore(report: Report, dtype: str = "auto", progress: Progress | None = Non
     stored = as_dtype(str(report.dtype))
     shapes = leaf_shapes(report.shapes_in(stored))
 
-    def allocate(leaf: Any) -> Array:
-        return np.empty(leaf.shape, leaf.dtype)
+    def copies_of(path: KeyPath, leaf: Array) -> list[Copy]:
+        name = ".".join(map(str, path))
+        file = _file(report, name, leaf.ndim)
+        return [Copy(f"{PARAMS}/{name}", file, 0, shapes[name].dtype, leaf)]
 
     wanted = report.shapes_in(stored if dtype == "auto" else as_dtype(dtype))
-    tree: Any = jax.tree.map(allocate, wanted)
-    leaves = leaf_shapes(tree)
-    copies = [
-        Copy(f"{PARAMS}/{name}", _file(report, name, leaf.ndim), 0, shapes[name].dtype, leaf)
-        for name, leaf in leaves.items()
-    ]
-    problems = copy_all(copies, progress)
+    tree, problems = copy_tree(wanted, copies_of, progress, keep)
     if problems:
         raise ConversionError(report.source, problems)
     return tree

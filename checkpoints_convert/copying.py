@@ -18,12 +18,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from .dtypes import all_finite, raw
 from .rules import Array, Shape
 
 Progress = Callable[[int, int], None]
+KeyPath = tuple[str | int, ...]
+Keep = Callable[[KeyPath, Array], Any]
 _Made = tuple[int, str | None]  # bytes of a piece, and what is wrong with it
 
 _PIECE_BYTES = 2 << 20  # about what the caches of a core hold
@@ -103,6 +106,60 @@ def copy_all(copies: Iterable[Copy], progress: Progress | None = None) -> list[s
                 if progress is not None:
                     progress(done, total)
     return list(found)
+
+
+def copy_tree(
+    shapes: Any,
+    copies_of: Callable[[KeyPath, Array], Iterable[Copy]],
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+) -> tuple[Any, list[str]]:
+    """A tree of arrays, filled from files, and the problems of their values.
+
+    Args:
+        shapes: A tree of shapes and types.
+        copies_of: The key path of a leaf and an array of its shape to the copies that fill it.
+        progress: As of `copy_all`.
+        keep: Called with each leaf's key path and the leaf; what it returns is in the tree, and one
+            leaf at a time is in memory. None: every leaf, in the order of the files.
+    """
+    util: Any = jax.tree_util  # only partly typed
+    found, tree = util.tree_flatten_with_path(shapes)
+    leaves: list[tuple[KeyPath, Any]] = [
+        (tuple(getattr(key, "key", getattr(key, "idx", "")) for key in path), shape)
+        for path, shape in found
+    ]
+    if keep is None:
+        arrays = [np.empty(shape.shape, shape.dtype) for _, shape in leaves]
+        copies = [
+            copy
+            for (path, _), array in zip(leaves, arrays, strict=True)
+            for copy in copies_of(path, array)
+        ]
+        copies.sort(key=lambda copy: (copy.path, copy.offset))
+        return util.tree_unflatten(tree, arrays), copy_all(copies, progress)
+    # Arrays without memory have the sizes.
+    numpy: Any = np  # only partly typed
+    empty = [numpy.broadcast_to(np.zeros((), shape.dtype), shape.shape) for _, shape in leaves]
+    sizes = [
+        sum(copy.num_bytes for copy in copies_of(path, array))
+        for (path, _), array in zip(leaves, empty, strict=True)
+    ]
+    kept: list[Any] = []
+    problems: list[str] = []
+    for i, (path, shape) in enumerate(leaves):
+        array = np.empty(shape.shape, shape.dtype)
+        wrong = copy_all(copies_of(path, array), progress and _later(progress, sizes, i))
+        problems += wrong
+        kept.append(None if wrong else keep(path, array))
+        del array
+    return util.tree_unflatten(tree, kept), problems
+
+
+def _later(progress: Progress, sizes: list[int], index: int) -> Progress:
+    """Progress of one leaf as that of all."""
+    before, total = sum(sizes[:index]), sum(sizes)
+    return lambda done, _: progress(before + done, total)
 
 
 @contextlib.contextmanager

@@ -7,26 +7,31 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from .copying import Copy, Progress, copy_all
+from .copying import Copy, Keep, KeyPath, Progress, copy_tree
 from .dtypes import STORED, as_dtype, raw
 from .report import Report
-from .rules import Array, ConversionError, Placement, find
+from .rules import Array, ConversionError, Placement
 from .shards import Stored
 from .tensor_names import table_of
 
 _COMPARED_BYTES = 16 << 20
 
 
-def read_weights(report: Report, dtype: str = "auto", progress: Progress | None = None) -> Any:
+def read_weights(
+    report: Report,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+) -> Any:
     """The parameter tree of an inspected Hugging Face folder, as NumPy arrays.
 
     Args:
         report: From `inspect`; must be free of problems.
         dtype: Type of the leaves; "auto" is the checkpoint's own. Some stay float32.
         progress: Called with bytes read so far and in all, after each piece.
+        keep: As of `copy_tree`.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
@@ -37,23 +42,21 @@ def read_weights(report: Report, dtype: str = "auto", progress: Progress | None 
         raise ConversionError(report.source, problems)
     target = as_dtype(report.dtype or "float32" if dtype == "auto" else dtype)
 
-    def allocate(leaf: Any) -> Array:
-        return np.empty(leaf.shape, leaf.dtype)
+    places: dict[Any, list[Placement]] = {}
+    for place in report.placements:
+        places.setdefault(place.path, []).append(place)
 
-    tree: Any = jax.tree.map(allocate, report.shapes_in(target))
+    def copies_of(path: KeyPath, leaf: Array) -> list[Copy]:
+        return [_copy(report, place, leaf) for place in places.get(path, [])]
 
-    def where(place: Placement) -> tuple[str, int, int]:
-        stored = report.stored[place.name]
-        return stored.file, stored.offset, place.start
-
-    copies = [_copy(report, place, tree) for place in sorted(report.placements, key=where)]
-    problems = copy_all(copies, progress) + list(_tied_head(report))
+    tree, problems = copy_tree(report.shapes_in(target), copies_of, progress, keep)
+    problems += _tied_head(report)
     if problems:
         raise ConversionError(report.source, problems)
     return tree
 
 
-def _copy(report: Report, place: Placement, tree: Any) -> Copy:
+def _copy(report: Report, place: Placement, leaf: Array) -> Copy:
     stored = report.stored[place.name]
     dtype = STORED[stored.dtype]
     before = place.start * math.prod(stored.shape[1:])  # elements of the tensor
@@ -63,7 +66,7 @@ def _copy(report: Report, place: Placement, tree: Any) -> Copy:
         report.folder / stored.file,
         stored.offset + before * dtype.itemsize,
         dtype,
-        place.part.view(find(tree, place.path)),
+        place.part.view(leaf),
         factors and (lambda start, count: factors(before + start, count)),
         packed and (lambda start, count: packed.read(before + start, count)),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dllm_jax.convert import converted, export, inspection
-from dllm_jax.convert.copying import Progress
+from dllm_jax.convert.copying import Keep, Progress
 from dllm_jax.convert.dtypes import as_dtype
 from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
@@ -76,6 +76,7 @@ def load_params(
     *,
     lora: str | os.PathLike[str] | None = None,
     allow_extra: bool = False,
+    keep: Keep | None = None,
 ) -> tuple[Any, Report]:
     """Read a checkpoint's weights into host memory.
 
@@ -85,6 +86,8 @@ def load_params(
         progress: Called with bytes read so far and in all, after each piece of a few megabytes.
         lora: The folder of a LoRA adapter to merge into a Hugging Face folder's weights.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
+        keep: Called with each leaf's key path and the leaf; what it returns is in the tree, and one
+            leaf at a time is in memory.
 
     Returns:
         The parameter tree, and the report on the checkpoint.
@@ -94,7 +97,7 @@ def load_params(
     """
     report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
-    return _read(report, dtype, progress), report
+    return _read(report, dtype, progress, keep), report
 
 
 def convert(
@@ -177,11 +180,11 @@ def _require_space(target: Path, size: int) -> None:
         )
 
 
-def _read(report: Report, dtype: str, progress: Progress | None) -> Any:
+def _read(report: Report, dtype: str, progress: Progress | None, keep: Keep | None = None) -> Any:
     """The weights of an inspected checkpoint without problems."""
     if report.kind == "converted":
-        return converted.restore(report, dtype, progress)
-    return read_weights(report, dtype, progress)
+        return converted.restore(report, dtype, progress, keep)
+    return read_weights(report, dtype, progress, keep)
 
 
 def export_hf(

@@ -120,10 +120,7 @@ def _from_folder(
             'share; use quantization="none" (--quantization none), or one device '
             "(tensor_parallel_size=1)"
         )
-    params, report = checkpoints.load_params(folder, target, progress, lora=adapter)
     config, defaults = report.require_ok()
-    for note in (*report.notes, *further):
-        warnings.warn(f"{source}: {note}", stacklevel=3)
     tokenizer = None
     if tokenizer_files.has_tokenizer(folder):
         tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
@@ -135,8 +132,15 @@ def _from_folder(
         source=source,
         tokenizer_source=tokenizer,
     )
+    keep = None
     if split is not None:
-        return place(model.replace(params=params), split)
+        _require_shareable(model)
+        keep = partial(_kept, split, config)
+    params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, keep=keep)
+    for note in (*report.notes, *further):
+        warnings.warn(f"{source}: {note}", stacklevel=3)
+    if split is not None:
+        return model.replace(params=params, split=split)
     leaves, tree = jax.tree.flatten_with_path(params)
     del params  # so that each host leaf goes as soon as its copy is made
     # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
@@ -148,6 +152,10 @@ def _from_folder(
         leaf = jax.device_put(np.array(leaf) if keeps else leaf)
         placed.append(jax.block_until_ready(quantized(path, leaf) if is_small(path) else leaf))
     return model.replace(params=jax.tree.unflatten(tree, placed))
+
+
+def _kept(split: Split, config: Any, path: tuple[Any, ...], leaf: np.ndarray) -> jax.Array:
+    return split.put(path[-1], leaf, config)
 
 
 def place(model: Model, split: Split) -> Model:
@@ -166,6 +174,12 @@ def place(model: Model, split: Split) -> Model:
             f"{model.source!r} is split over {model.split.mesh}, not over {split.mesh}; load it "
             "with one mesh"
         )
+    _require_shareable(model)
+    return model.replace(params=split.place(model.params, model.config), split=split)
+
+
+def _require_shareable(model: Model) -> None:
+    """Refuse a network that several devices cannot share."""
     one_device = "use one device (tensor_parallel_size=1)"
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise ValueError(
@@ -177,7 +191,6 @@ def place(model: Model, split: Split) -> Model:
             f"a {model.defaults.family} model cannot be split over devices: its layers do not add "
             f"up parts of a sum; {one_device}"
         )
-    return model.replace(params=split.place(model.params, model.config), split=split)
 
 
 def _chosen(

@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from dllm_jax.models.layers import gate_up_shape
+
 # The axis of a leaf that is split, by its name; every other leaf is whole on every device. Split
 # axes are outer ones, so that a part is a run of memory.
 AXES = {
@@ -32,7 +34,6 @@ AXES = {
     "experts_gate_up": 0,  # [E D 2 F]
     "experts_down": 0,
 }
-_MLPS = {"w_gate_up": "w_down", "shared_gate_up": "shared_down"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Split:
 
     def specs(self, tree: Any) -> Any:
         """A tree of parameters, or a `Model`, with the `PartitionSpec` of each leaf."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(path), tree)
+        return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(_name(path)), tree)
 
-    def _spec(self, path: Any) -> PartitionSpec:
-        axis = AXES.get(getattr(path[-1], "key", ""))
+    def _spec(self, name: str) -> PartitionSpec:
+        axis = AXES.get(name)
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis)
 
     def sharding(self, *axes: str | None) -> NamedSharding:
@@ -90,16 +91,23 @@ class Split:
             params: The network's tree, on the host or on a device.
             cfg: Its config.
         """
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        return jax.tree.unflatten(tree, [self.put(_name(p), leaf, cfg) for p, leaf in leaves])
 
-        def put(path: Any, leaf: Any) -> Array:
-            sharding = NamedSharding(self.mesh, self._spec(path))
-            # A CPU device would share the memory of a NumPy array.
-            return jax.make_array_from_callback(
-                leaf.shape, sharding, lambda index: np.array(leaf[index])
-            )
+    def put(self, name: str, leaf: Any, cfg: Any) -> Array:
+        """A leaf of that name on the devices."""
+        whole = fitted_leaf(name, leaf, cfg, self.num_parts)
+        sharding = NamedSharding(self.mesh, self._spec(name))
+        if not isinstance(whole, np.ndarray):
+            return jax.block_until_ready(jax.device_put(whole, sharding))
+        # A CPU device would share the memory of a NumPy array.
+        keeps = self.mesh.devices.flat[0].platform == "cpu"
 
-        leaves, tree = jax.tree_util.tree_flatten_with_path(fitted(params, cfg, self.num_parts))
-        return jax.tree.unflatten(tree, [jax.block_until_ready(put(*one)) for one in leaves])
+        def part(index: Any) -> Any:
+            return np.array(whole[index]) if keeps else whole[index]
+
+        made = jax.make_array_from_callback(whole.shape, sharding, part)
+        return jax.block_until_ready(made)
 
     def laid(self, shapes: Any, specs: Any) -> Any:
         """Shapes that say where their arrays lie.
@@ -122,7 +130,7 @@ class Split:
             jax.tree_util.keystr(path)
             for path, leaf in leaves
             if not leaf.sharding.is_equivalent_to(
-                NamedSharding(self.mesh, self._spec(path)), leaf.ndim
+                NamedSharding(self.mesh, self._spec(_name(path))), leaf.ndim
             )
         ]
 
@@ -179,7 +187,8 @@ def partitioned(split: Split | None, body: Callable[..., Array], params: Any, *a
         return body(params, *args)
     whole = split.sharding()
     args = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, whole), args)
-    return jax.sharding.auto_axes(body, out_sharding=whole)(params, *args)
+    automatic: Any = jax.sharding.auto_axes(body, out_sharding=whole)
+    return automatic(params, *args)
 
 
 def over_devices(count: int) -> Split:
@@ -246,43 +255,38 @@ def num_local(count: int, split: Split | None) -> int:
 
 
 def fitted(params: Any, cfg: Any, num_parts: int) -> Any:
-    """Parameters of the same function whose split axes are multiples of `num_parts`.
+    """Parameters of the same function whose split axes are multiples of `num_parts`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: fitted_leaf(_name(path), leaf, cfg, num_parts), params
+    )
+
+
+def fitted_leaf(name: str, leaf: Any, cfg: Any, num_parts: int) -> Any:
+    """A leaf as `fitted` has it.
 
     KV heads are repeated and their query heads dealt out among the copies; query heads, turns of
     gate and up, experts and ids are padded with zeros, which add nothing.
     """
-    layers = [_fitted_layer(layer, cfg, num_parts) for layer in params["layers"]]
-    own = {
-        name: _padded(leaf, AXES[name], num_parts) if name in ("embed", "lm_head") else leaf
-        for name, leaf in params.items()
-    }
-    return own | {"layers": layers}
-
-
-def _fitted_layer(layer: Any, cfg: Any, num_parts: int) -> Any:
-    layer = dict(layer)
-    num_groups = cfg.num_kv_heads
-    copies = num_parts // math.gcd(num_groups, num_parts)
-    for name in ("wqkv", "bqkv"):
-        if copies > 1 and name in layer:
-            layer[name] = _dealt(layer[name], copies)
-    if copies > 1:
-        heads = layer["wo"].reshape(num_groups, -1, *layer["wo"].shape[1:])
-        heads = _padded(heads, 1, copies)
-        layer["wo"] = heads.reshape(-1, *heads.shape[2:])
-    for gate_up, down in _MLPS.items():
-        if gate_up in layer:
-            turn = layer[gate_up].shape[-1]
-            layer[gate_up] = _padded(layer[gate_up], AXES[gate_up], num_parts)
-            layer[down] = _padded(layer[down], AXES[down], num_parts * turn)
-    for name in ("experts_gate_up", "experts_down"):
-        if name in layer:
-            layer[name] = _padded(layer[name], AXES[name], num_parts)
-    return layer
+    if name not in AXES:
+        return leaf
+    copies = num_parts // math.gcd(cfg.num_kv_heads, num_parts)
+    if name in ("wqkv", "bqkv"):
+        return _dealt(leaf, copies)
+    if name == "wo":
+        if copies == 1:
+            return leaf
+        heads = _padded(leaf.reshape(cfg.num_kv_heads, -1, *leaf.shape[1:]), 1, copies)
+        return heads.reshape(-1, *heads.shape[2:])
+    turn = 1
+    if name in ("w_down", "shared_down"):
+        turn = gate_up_shape(cfg.hidden_size, leaf.shape[0])[-1]
+    return _padded(leaf, AXES[name], num_parts * turn)
 
 
 def _dealt(leaf: Array, copies: int) -> Array:
     """[... G n+2 H] with every KV head `copies` times and its n query heads dealt out."""
+    if copies == 1:
+        return leaf
     xp = _module(leaf)
     queries = _padded(leaf[..., :-2, :], leaf.ndim - 2, copies)
     *axes, num_groups, num_queries, size = queries.shape
@@ -297,6 +301,11 @@ def _padded(leaf: Array, axis: int, multiple: int) -> Array:
     if not missing:
         return leaf
     return _module(leaf).pad(leaf, [(0, missing if i == axis else 0) for i in range(leaf.ndim)])
+
+
+def _name(path: Any) -> str:
+    """The name of the leaf at a key path."""
+    return getattr(path[-1], "key", "")
 
 
 def _module(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ every call.
 """
 
 import ast
+import weakref
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 import dllm_jax as dj
 from dllm_jax.api.strategy import with_target
+from dllm_jax.loading.checkpoints import convert, load_params
 from dllm_jax.loading.load import place
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import arch_of
@@ -72,6 +74,34 @@ def test_a_device_holds_its_part_alone():
     assert held[0] < 0.45 * sum(leaf.nbytes for leaf in jax.tree.leaves(toys.experts().params))
     assert model.split is not None
     assert model.split.misplaced(model.params) == []
+
+
+@pytest.mark.parametrize("kind", ["published", "converted"])
+def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_path):
+    folder = (
+        random_folder
+        if kind == "published"
+        else convert(random_folder, tmp_path / "folder", "float32")
+    )
+    split, told, leaves = over_devices(4), [], []
+    found = dj.load(folder, "float32", mesh=split, progress=lambda *sizes: told.append(sizes))
+    wanted = place(dj.load(folder, "float32"), split)
+    assert found.split == wanted.split == split
+    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(dj.load(folder, "float32").params))
+    assert told[-1] == (size, size)  # every byte once
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+    def keep(path, leaf):
+        assert all(before() is None for before in leaves), "an earlier leaf is still in memory"
+        leaves.append(weakref.ref(leaf))
+        return path
+
+    tree, _ = load_params(folder, "float32", keep=keep)
+    assert tree["layers"][1]["wo"] == ("layers", 1, "wo")
+    assert len(leaves) == len(jax.tree.leaves(wanted.params))
 
 
 def test_reductions_stand_in_few_functions():
