@@ -112,6 +112,7 @@ class ModelForward:
             visible=visible,
             causal=_by_row_or_block(causal, B),
             block_size=S,
+            context_is_before=context_len is None,
         )
         fresh: list[tuple[Array, Array]] = []
 

@@ -22,6 +22,8 @@ class WindowMask(struct.PyTreeNode):
             before or behind; None: at any distance.
         by_block: Rows that are not in token order count the window from the first cell of their
             block, and see all of their block.
+        context_is_before: Cached keys end where cell 0 begins, or before: what is known of a
+            default `context_len` while tracing.
     """
 
     cell: Int[Array, "B T"]
@@ -33,6 +35,7 @@ class WindowMask(struct.PyTreeNode):
     block_size: int = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False, default=None)
     by_block: bool = struct.field(pytree_node=False, default=False)
+    context_is_before: bool = struct.field(pytree_node=False, default=False)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Which computed rows are live."""
@@ -84,6 +87,28 @@ class WindowMask(struct.PyTreeNode):
             return near
         of_block = ahead + (self.cell % self.block_size)[:, :, None]
         return jnp.where(self.rows_in_order(), near, of_block > -self.window)
+
+
+def within_reach(
+    mask: WindowMask, page_table: Int[Array, "B C"], page_size: int
+) -> tuple[WindowMask, Int[Array, "B D"]]:
+    """The pages that some row may see, and the mask with positions counted from the first of them.
+
+    They are all pages where the context may reach behind cell 0, or nothing limits how far back a
+    row sees. Else they hold the `window - 1` positions before cell 0.
+    """
+    if mask.window is None or not (mask.by_block and mask.context_is_before):
+        return mask, page_table
+    reach = mask.window - 1
+    most = max((reach - 2) // page_size + 2, 1)  # pages that so many positions can touch
+    if most >= page_table.shape[1]:
+        return mask, page_table
+    first = jnp.maximum(mask.start - reach, 0) // page_size
+    places = first[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+    near = jnp.take_along_axis(page_table, places, axis=1, mode="fill", fill_value=-1)
+    skipped = first * page_size
+    start, context_len = mask.start - skipped, mask.context_len - skipped
+    return mask.replace(start=start, context_len=context_len), near
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .mask import WindowMask, sees
+from .mask import WindowMask, sees, within_reach
 
 
 def attention(
@@ -21,6 +21,7 @@ def attention(
     """See `api.paged_attention`; a row that sees nothing gives zeros, never NaN."""
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
+    mask, page_table = within_reach(mask, page_table, Z)
     keys = jnp.concatenate([_by_head(k_pages, page_table), k.swapaxes(1, 2)], axis=2)
     values = jnp.concatenate([_by_head(v_pages, page_table), v.swapaxes(1, 2)], axis=2)
     visible = sees(mask, page_table, Z)[:, None, None]

@@ -15,6 +15,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.kernels.paged_attention.mask import within_reach
 from dllm_jax.models import dense, gemma
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.runner.cache import new_pool, page_slots, write_rows
@@ -61,6 +62,7 @@ def one_pass(model, pool, x, start, *, causal, mode):
         visible=None,
         causal=jnp.array([causal]),
         block_size=T,
+        context_is_before=True,
     )
     fresh = []
 
@@ -317,6 +319,40 @@ def test_a_canvas_sees_itself_and_the_same_cached_keys_from_every_row(n, window)
     np.testing.assert_array_equal(context, row - at[None] < window)
     apart = np.arange(4)[:, None] - np.arange(4)[None]
     np.testing.assert_array_equal(fresh, (apart >= 0) & (apart < window))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9, 30])
+def test_pages_within_reach_hold_all_that_a_canvas_sees(window):
+    """At every place of the canvas: what is left out is seen by no row, and counts stay."""
+    cells, pages = 6, 8
+    count = pages * PAGE + 1
+    rows = jnp.arange(count)
+    for causal in (False, True):
+        mask = WindowMask(
+            cell=jnp.broadcast_to(jnp.arange(cells), (count, cells)),
+            start=rows,
+            live=jnp.broadcast_to(jnp.array([0, cells]), (count, 2)),
+            context_len=rows,
+            visible=None,
+            causal=jnp.full((count,), causal),
+            block_size=cells,
+            window=window,
+            by_block=True,
+            context_is_before=True,
+        )
+        table = jnp.broadcast_to(10 + jnp.arange(pages), (count, pages))
+        near, few = within_reach(mask, table, PAGE)
+        assert few.shape[1] == min(pages, max((window - 3) // PAGE + 2, 1))
+        whole = np.asarray(mask.sees_context(pages * PAGE))
+        seen = np.asarray(near.sees_context(few.shape[1] * PAGE))
+        slots = np.asarray(few)[:, :, None] * PAGE + np.arange(PAGE)  # where each key lies
+        for i in range(count):
+            want = [np.flatnonzero(row) + 10 * PAGE for row in whole[i]]
+            got = [slots[i].ravel()[row] for row in seen[i]]
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(near.sees_fresh(), mask.sees_fresh())
+    assert within_reach(mask.replace(context_is_before=False), table, PAGE)[1] is table
 
 
 def test_kernels_refuse_a_window_that_counts_from_a_block():
