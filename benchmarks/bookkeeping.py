@@ -1,17 +1,17 @@
-"""What the host loop costs by itself, on one core: a request's life, and a pass over 128 slots.
+"""CPU time of the host loop alone, on one core: a request's life, and a pass over 128 slots.
 
-The device is a null one: it does nothing, and what its fetches say was prepared before.
+The device does nothing, and its fetches return prepared results.
 
-* life: what the scheduler does for a request of 512 tokens (448 of prompt, 64 of text): admit, hash
-  and look up its pages, plan its prefill, grow, publish, finish, in a pool of which it must evict
-  the pages of those before it.
+* life: the scheduler's work for a request of 512 tokens (448 of prompt, 64 of text): admit, hash
+  and look up its pages, plan its prefill, grow, publish, finish. The pool is so small that it must
+  evict pages of earlier requests.
 * add: `Engine.add` for it, which checks and queues it.
 * pass: `Engine.step` over 128 decoding slots: plan, grow, gather the page table, dispatch, and read
-  the chunk before (`device.Fetched` included), in which every row settled 0, 4 or 32 tokens.
+  the chunk before (`Fetched` included), in which every row settled 0, 4 or 32 tokens.
 
     python benchmarks/bookkeeping.py --out benchmarks/results/bookkeeping.json
 
-Prints medians, and the best of the repetitions, in microseconds; writes JSON.
+Prints the median and the best of the repetitions in microseconds, and writes JSON.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Times of one file of results against stored ones: a table, and status 1 where any is 10 % slower.
+"""Compare one file of results with stored ones: a table, and status 1 where a time is 10 % slower.
 
     python benchmarks/compare.py run.json benchmarks/results/strategies_h200.json
 
-Reads every JSON file that a script here writes. A figure is told from others by what it was
-measured of (script, model, shape, context, form, ...), so that files of different scripts may be
-given together; what only one side has is not compared. Differences below 7 % or so are ties.
+Reads every JSON file that a script here writes. Figures are matched by what they measure (script,
+model, shape, context, form, ...), so files of different scripts may be given together. Figures of
+one side only are not compared. Differences below about 7 % are ties.
 """
 
 import argparse

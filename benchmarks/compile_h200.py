@@ -1,16 +1,16 @@
-"""The engine's programs compiled for an H200 on a machine that has none: launches, memory, texts.
+"""The engine's programs compiled for an H200 on a machine without one: launches, memory, texts.
 
     JAX_PLATFORMS=cpu python benchmarks/compile_h200.py --shapes 1x1x32,8x4x32 --out programs
 
-wants what XLA compiles for NVIDIA GPUs with, of the version of JAX that is here, and its `ptxas`:
+It needs XLA's compiler for NVIDIA GPUs, of the installed version of JAX, and its `ptxas`:
 
     pip install --no-deps jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
     pip install --no-deps "nvidia-cuda-nvcc<14" "nvidia-nvvm<14"
     export PATH=$PATH:SITE_PACKAGES/nvidia/cu13/bin
 
-Nothing runs and nothing is timed. What is fused, copied and launched, and in which order, is as on
-a GPU but for what XLA's autotuner would choose among products: hold the texts from before a change
-against those from behind it. The JAX programs are written as `.mlir`, XLA's as `.hlo`.
+Nothing runs and nothing is timed. Fusions, copies, launches and their order are those of a GPU,
+except for products that XLA's autotuner would choose: compare the texts from before and after a
+change. The JAX programs are written as `.mlir`, XLA's as `.hlo`.
 """
 
 import argparse

@@ -1,29 +1,28 @@
-"""DFlash on one GPU: what a round costs beside a plain decode step, and what a trained pair gains.
+"""DFlash on one GPU: a round's cost beside a plain decode step, and the gain of a trained pair.
 
     python benchmarks/dflash_gpu.py --out benchmarks/results/dflash_h200.json
 
 Sections:
 
-`ar`        The baseline's honesty: a step of `ar` beside a loop written here, without strategy or
+`ar`        A check of the baseline: a step of `ar` beside a loop written here, without strategy or
             driver: forward of one token, argmax, write of its keys and values (and the same with a
-            second row that nobody reads, whose products are other kernels).
+            second, unused row, whose products are other kernels).
 `qwen3_8b`  Qwen3-8B and its 5-layer draft at full size, random weights: a step of `ar`, a round of
             `dflash` at its whole block, the draft pass alone (with the target's head) and the
-            verify pass alone (neither writes to a cache), each beside its floor; from them
-            tau * t_AR / t_round, the speed-up that a mean accepted length of tau would give. And
-            `dflash` where drafts are never right: at width 1, and choosing it by itself (steps
-            after it has found out, one look again among them).
+            verify pass alone (neither writes to a cache), each beside its floor. They give
+            tau * t_AR / t_round, the speed-up of a mean accepted length of tau. And `dflash` where
+            drafts are never right: at width 1, and choosing its width (steps after it has settled
+            on 1, one probe among them).
 `pair`      The built-in pair on held-out word problems: `dflash_pair.py`.
-`bars`      What the bars on time need and no more, in about two minutes: of `ar` and `qwen3_8b` one
-            request's loops but for two, and of `pair` the loop of `dj.generate` by batch. All of it
-            is compiled before any is timed.
+`bars`      Only the figures of the bars on time, in about two minutes: one request's loops of `ar`
+            and `qwen3_8b` except two, and the loop of `dj.generate` by batch of `pair`. All
+            programs are compiled before any is timed.
 
-A step is timed in a loop on the device: a run of `--many` less one of `--few`, over the steps
-between. Each turn times all loops of a batch, beginning with another one; ratios are those of one
-turn, and what is reported is their median. Prompts are random numbers in the cache: no time
-depends on them. Programs are compiled by several threads before anything is timed; rows are written
-as they come; nothing new is begun after `--within` seconds. `--smoke` runs tiny random models, on a
-CPU.
+A step is timed in a loop on the device: the time of `--many` steps less that of `--few`, divided by
+the difference. Each turn times all loops of a batch and begins with another one. Ratios are those
+of one turn; their median is reported. Prompts are random numbers in the cache, on which no time
+depends. Programs are compiled by several threads before anything is timed. Rows are written as they
+come, and nothing begins after `--within` seconds. `--smoke` runs tiny random models on a CPU.
 """
 
 import argparse

@@ -3,13 +3,13 @@
 At T = 0 and T = 1, plain decoding (`ar`) and `dflash` at its whole block and with adaptive width:
 
 - Accepted: rounds one by one over all problems. The mean accepted length counts the bonus token of
-  a round; `emitted_per_round` is what of it reached the text, past whose end mark nothing counts.
-- Entropy of the target's law (T = 1, nats a token) along the texts of `ar`, beside it.
-- Texts unlike those of `ar`: in the type that is timed, and with exact products in float32, where
-  there must be none.
-- Wall clock of `dj.generate`'s loop and of `LLM.generate` by batch, all settings in each turn;
-  speed-ups are to `ar` in the same turn, of which the median is reported. The loop's are of
-  decoding alone, prompts prefilled before; `LLM` computes its prompts anew in every call.
+  a round. `emitted_per_round` counts only tokens that reached the text, up to its end mark.
+- Entropy of the target's distribution (T = 1, nats a token) along the texts of `ar`.
+- Texts that differ from those of `ar`: in the type that is timed, and with exact products in
+  float32, where there must be none.
+- Wall clock of `dj.generate`'s loop and of `LLM.generate` by batch, all settings in each turn. The
+  speed-up is to `ar` in the same turn; its median is reported. The loop times decoding alone,
+  because prompts are prefilled before; `LLM` computes its prompts again in every call.
 """
 
 import dataclasses

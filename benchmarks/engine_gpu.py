@@ -2,10 +2,10 @@
 
     python benchmarks/engine_gpu.py --out benchmarks/results/engine_h200.json
 
-Work is `fixed` (dllm_jax.bench.fixed: n tokens a step, the readout's own), weights and prompts are
-random. Each section builds an `LLM` of its own, prints its lines as it goes and is written to the
-file once it is done; `--sections` picks some. What a figure means is said beside it in the file,
-under "how". `--smoke` shrinks lengths so that the built-in model can run it on a CPU:
+The work is `fixed` (dllm_jax.bench.fixed: n tokens a step, the readout's own); weights and prompts
+are random. Each section builds its own `LLM`, prints its lines as it goes and is written to the
+file when it is done; `--sections` selects some. The file explains each figure under "how".
+`--smoke` shrinks lengths so that the built-in model can run it on a CPU:
 
     python benchmarks/engine_gpu.py --smoke --model builtin:tiny-sdar --out /tmp/engine.json
 """

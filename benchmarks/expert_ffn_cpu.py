@@ -1,9 +1,10 @@
-"""Where a loop over sorted tiles beats every expert over every row, on this machine's CPU.
+"""Shapes at which a loop over sorted tiles beats all experts over all rows, on this machine's CPU.
 
     python benchmarks/expert_ffn_cpu.py --out benchmarks/results/expert_ffn_cpu.json
 
-Prints a table and writes JSON: per shape the least of many runs of each back end in milliseconds
-(of a busy machine the least says most), interleaved, and which of them `implementation=None` takes.
+Prints a table and writes JSON: per shape the minimum of many interleaved runs of each back end in
+milliseconds (on a busy machine the minimum is the most reliable), and which of them
+`implementation=None` takes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What 8-bit weights and rows cost `builtin:tiny-sdar` in accuracy: the same problems, paired.
+"""Accuracy that `builtin:tiny-sdar` loses with 8-bit weights and rows: the same problems, paired.
 
     python benchmarks/fp8_accuracy.py --problems 2048 --out fp8_accuracy.json
 

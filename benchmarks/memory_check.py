@@ -1,12 +1,12 @@
-"""What an engine was predicted to hold, what the device counted, and how long a start took.
+"""Memory of an engine: predicted and counted by the device; and the time of its start.
 
     python benchmarks/memory_check.py --model random:JetLM/SDAR-1.7B-Chat --max-num-seqs 32
 
-Builds an `LLM` as a user would, with every slot then filled by texts near the longest, and prints
-one JSON object: the plan in bytes, its peak, the device's `peak_bytes_in_use` and their ratio (null
-on the CPU, which counts nothing), seconds of the start, and the timed programs. With `--starts 2`
-it then starts again in a new process: the first start compiles what the compile cache does not
-hold, the second finds everything there.
+Builds an `LLM` as a user would, fills every slot with texts near the longest, and prints one JSON
+object: the plan in bytes, its peak, the device's `peak_bytes_in_use` and their ratio (null on the
+CPU, which counts nothing), seconds of the start, and the timed programs. With `--starts 2` it
+starts again in a new process: the first start compiles what the compile cache lacks, the second
+reads everything from it.
 """
 
 import argparse

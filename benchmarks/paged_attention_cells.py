@@ -1,7 +1,7 @@
-"""What `paged_attention_gpu.py` checks and times: cases, cells, forms and their data.
+"""Cases, cells, forms and data of `paged_attention_gpu.py`.
 
-A cell is (model, sequences, context, rows); its context may be a name in `LONGEST`. Nothing here
-writes or prints.
+A cell is (model, sequences, context, rows); its context may be a name in `LONGEST`. This module
+writes and prints nothing.
 """
 
 import dataclasses

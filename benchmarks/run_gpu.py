@@ -2,14 +2,14 @@
 
     python benchmarks/run_gpu.py --out run.json --compare benchmarks/results/strategies_h200.json
 
-Each section is a program of its own in a process group of its own, with a hard limit below eight
-minutes: at the limit the group is killed, and what it had written by then is kept. The file is
-written whenever a section has written a row, so whatever ends this program ends no measurement that
-was made. A section that is done in the file is skipped; `--again` measures it anew. What was
-measured at another commit says so. With `--compare`, figures more than 10 % slower than stored ones
-end it with a table and status 1 (`compare.py`). `--smoke` runs every section small, on a CPU.
+Each section is a program in a process group of its own, with a hard limit below eight minutes. At
+the limit the group is killed, and its rows so far are kept. The file is written whenever a section
+has written a row, so no measurement is lost. A section that is complete in the file is skipped;
+`--again` measures it again. Results of another commit are marked. With `--compare`, figures more
+than 10 % slower than stored ones end it with a table and status 1 (`compare.py`). `--smoke` runs
+every section small on a CPU.
 
-This process never touches the device, whose memory the first to do so takes.
+This process never touches the device, whose memory the first process to do so takes.
 """
 
 import argparse

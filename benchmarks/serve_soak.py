@@ -1,8 +1,8 @@
-"""Load on `dllm-jax serve builtin:tiny-sdar`: many clients, some who leave, one who never reads.
+"""Load on `dllm-jax serve builtin:tiny-sdar`: many clients, some that leave, one that never reads.
 
-Checks that no request is stuck, that no page is held at the end and that memory stays flat, and
-prints latencies of `/health` and of whole answers, and tokens a second beside `LLM.generate` on the
-same prompts. The exit status is 1 where a check fails. Linux only.
+Checks that no request is stuck, that no page is held at the end and that memory stays flat. Prints
+latencies of `/health` and of whole answers, and tokens a second beside `LLM.generate` on the same
+prompts. The exit status is 1 where a check fails. Linux only.
 
     python benchmarks/serve_soak.py --minutes 10 --clients 200
 """

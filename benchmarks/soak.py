@@ -1,14 +1,14 @@
-"""Thousands of odd requests through one engine, looking for what grows, leaks or is compiled again.
+"""Thousands of odd requests through one engine, to find growth, leaks and recompilation.
 
     python benchmarks/soak.py --out benchmarks/results/soak_cpu.json
 
-Prompts of mixed length and kind (random, sharing a prefix, word problems), greedy and drawn, with
-stop strings, several sequences, priorities, deadlines, streams, thresholds of their own; one in
-twenty is aborted at a random moment. The pool is small: pages are evicted and requests preempted.
-After each twentieth of the run the engine is drained and looked at: pages held, live Python
-objects, device arrays, resident memory. Over the last half they must be flat within 5 %, nothing
-may have been compiled, and the last quarter must be as fast as the third within 10 %: by the wall,
-which other work on the machine spoils, and by this process's CPU time.
+Prompts have mixed lengths and kinds (random, with a shared prefix, word problems), greedy and
+drawn, with stop strings, several sequences, priorities, deadlines, streams and thresholds of their
+own. One in twenty is aborted at a random moment. The pool is small, so pages are evicted and
+requests preempted. After each twentieth of the run the engine is drained and examined: pages held,
+live Python objects, device arrays, resident memory. Over the last half they must be flat within 5
+%, nothing may have been compiled, and the last quarter must be as fast as the third within 10 %, by
+wall time (which other work on the machine affects) and by this process's CPU time.
 """
 
 import argparse

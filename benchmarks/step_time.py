@@ -1,10 +1,10 @@
 """Time of one decode step of `dj.generate`'s device loop, on whatever device JAX finds.
 
-A run with `max_nfe` = N costs prefill + N steps, so the difference of two runs is pure steps: the
+A run with `max_nfe` = N costs prefill + N steps, so the difference of two runs is steps alone: the
 loop of `generate` itself, with rotary embedding, cache writes, block mask, readout and sampling.
-`max_nfe` is data, so both runs are one executable. Weights and prompts are random; with them no
-token reaches the threshold, so each step accepts what the forced rule takes: the work is fixed,
-the tokens written are the readout's own (they are returned and checked against it).
+`max_nfe` is data, so both runs are one executable. Weights and prompts are random. No token reaches
+the threshold, so each step accepts one by force: the work is fixed, and the written tokens are the
+readout's own (they are returned and checked against it).
 
     python benchmarks/step_time.py --out benchmarks/results/step_time.json
 

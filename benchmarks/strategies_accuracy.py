@@ -4,9 +4,9 @@
 
 A *section* is one compiled program: a strategy and its sizes. Its settings are values of its knobs
 (thresholds), which are data; each is judged on the same held-out problems of both halves, greedy.
-What each problem came to is written to `--raw` section by section, and sections that are there
-already are left alone: a run that was cut short goes on. The figures are then made of all that is
-in the folder (`--sections none`: of that alone, on any machine): share of right answers, tokens per
+The result of each problem is written to `--raw` section by section. Sections that are there already
+are skipped, so a run that was cut short goes on. The figures are then made from the whole folder
+(`--sections none` measures nothing and runs on any machine): share of right answers, tokens per
 forward with and without commit passes, 95 % intervals, and the paired difference to plain block
 diffusion at its default threshold. `--problems 16` is quick enough for a CPU.
 """

@@ -1,4 +1,4 @@
-"""The figure and the tables of docs/strategies.md, from what the other two scripts measured.
+"""The figure and the tables of docs/strategies.md, from the results of the other two scripts.
 
     python benchmarks/strategies_figure.py strategies_accuracy_h200.json --svg docs/accuracy.svg
 
