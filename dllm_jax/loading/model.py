@@ -88,6 +88,22 @@ class Model(struct.PyTreeNode):
         return "fp8" if any(map(is_quantized, leaves)) else None
 
     @property
+    def shapes(self) -> Any:
+        """The weights, or their shapes as one device has them: a split model's may be padded."""
+        if self.split is None:
+            return self.params
+        cfg, dtype = self.config, self.params["final_norm"].dtype
+        ids = cfg.vocab_size, cfg.hidden_size
+        joined: dict[str, tuple[int, ...]] = {
+            "embed": ids,
+            "lm_head": ids,
+        }  # a drafter has its target's
+        joined["context_wkv"] = cfg.hidden_size, cfg.num_layers, cfg.num_kv_heads, 2, cfg.head_dim
+        shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in joined.items()}
+        shapes |= self.arch.param_shapes(cfg, dtype)
+        return {name: shapes[name] for name in self.params}
+
+    @property
     def routing_block(self) -> int:
         """Tokens that choose their experts together (LLaDA2.2); 1 for independent routing."""
         return getattr(self.config, "routing_block", 1)

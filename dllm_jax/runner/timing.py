@@ -79,6 +79,8 @@ def estimate_choices(
 ) -> tuple[float, ...]:
     """Estimated seconds of a step for each of a strategy's choices.
 
+    Devices that share the model make the same choices as one, so its text takes as many forwards.
+
     Args:
         strategy: One that `weighs_costs`: its `cells` give the sizes of each choice's passes.
         model, aux: The networks; only shapes and types of their weights are read.
@@ -88,7 +90,7 @@ def estimate_choices(
     speed = CPU if platform == "cpu" else ACCELERATOR
 
     def pass_s(network: Model, cells: int) -> float:
-        params = {name: leaf for name, leaf in network.params.items() if name in _DECODER}
+        params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
         work = pass_work(params, network.config, num_slots, cells, context, speed.reads)
         return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
 
@@ -105,7 +107,7 @@ def estimate_choices(
 
 def _feed_s(draft: Model, rows: int, speed: Speed) -> float:
     """Seconds to store so many rows in a draft's cache: products with its own projections."""
-    leaves = jax.tree.leaves([leaf for name, leaf in draft.params.items() if name not in _DECODER])
+    leaves = jax.tree.leaves([leaf for name, leaf in draft.shapes.items() if name not in _DECODER])
     moved = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     return _both_s(moved, 2 * rows * sum(leaf.size for leaf in leaves), speed)
 

@@ -16,13 +16,14 @@ import pytest
 from jax.sharding import Mesh
 
 import dllm_jax as dj
-from dllm_jax.api.strategy import with_target
+from dllm_jax.api.strategy import bind_strategy, with_target
 from dllm_jax.loading.checkpoints import convert, load_params
 from dllm_jax.loading.load import place
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
+from dllm_jax.runner.timing import estimate_choices
 from tests.contract import models as toys
 from tests.oracles.tiny_configs import CONFIGS
 
@@ -117,6 +118,21 @@ def test_reductions_stand_in_few_functions():
                 if is_function and "jax.lax.psum" in ast.unparse(node):
                     found.add((path.name, node.name))
     assert found == {("sharding.py", "total"), ("sampling.py", "total")}
+
+
+def test_padded_weights_cost_what_whole_ones_do():
+    """So that a drafter's width, and with it the forwards of a text, is that of one device."""
+    target, draft = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")
+    split = over_devices(8)
+    costs = []
+    for model, other in ((target, draft), (place(target, split), place(draft, split))):
+        strategy, aux = bind_strategy(model, draft=other)
+        assert strategy.weighs_costs
+        costs.append(estimate_choices(strategy, model, aux, 4, 512, "cpu"))
+        drafter = aux["draft"]
+        sizes = [leaf.shape for leaf in jax.tree.leaves((model.shapes, drafter.shapes))]
+        costs.append(sizes)
+    assert costs[:2] == costs[2:]
 
 
 # --- refusals -------------------------------------------------------------------------------------
