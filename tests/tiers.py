@@ -46,7 +46,7 @@ LONG: dict[str, str | None] = {
     "loading/test_async_dispatch.py": None,
     "loading/test_hub.py": "ctrl_c",
     "loading/test_quantization.py": "same_request|built_in|experts_and|logits_are_near",
-    "models/test_canvas_model.py": "single_passes|bfloat16|commit",
+    "models/test_canvas_model.py": "single_passes|bfloat16|commit|notices|whole_logits",
     "models/test_draft_model.py": None,
     "models/test_draft_traps.py": None,
     "models/test_family_decode.py": None,

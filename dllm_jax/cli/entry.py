@@ -144,8 +144,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         flag = unknown[0].split("=")[0]
         if flag in PLANNED_FLAGS:
             raise UsageError(f"{flag} is not supported yet; {PLANNED_FLAGS[flag]}")
-        raise UsageError(f"unknown argument {flag!r}; see `dllm-jax {verb} --help`")
+        close = difflib.get_close_matches(flag, _flags(parser), n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        if not flag.startswith("-"):
+            hint = "a text of several words goes in quotes; "
+        raise UsageError(f"unknown argument {flag!r}; {hint}see `dllm-jax {verb} --help`")
     return args
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags of a parser and of the verbs below it."""
+    found: list[str] = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            found += [flag for child in action.choices.values() for flag in _flags(child)]
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:

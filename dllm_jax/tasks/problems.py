@@ -46,7 +46,7 @@ def is_heldout(family: str, spec: tuple) -> bool:
 
 
 def half_of(family: str) -> str:
-    """What `problem` takes as the half of a family.
+    """The argument `half` of `problem` for a family.
 
     Raises:
         ValueError: There is no such family.

@@ -110,7 +110,7 @@ class Canvas(struct.PyTreeNode):
 
 
 def layers_of(num_layers: int) -> dict[str, Any]:
-    """The fields of a config that say how many layers there are, and of which kinds."""
+    """The fields of a config that set the number and the kinds of its layers."""
     sliding = tuple((i + 1) % _GLOBAL > 0 for i in range(num_layers - 1))
     return {
         "num_layers": num_layers,

@@ -21,7 +21,7 @@ GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # decay of the loss weights by block size; 
 
 
 def gamma_of(block_size: int) -> float:
-    """The published decay of a block size, or what lies between and beyond them."""
+    """The published decay of a block size, interpolated and extrapolated for other sizes."""
     return GAMMAS.get(block_size, max(1.0, 0.4 * block_size + 0.8))
 
 
@@ -66,7 +66,7 @@ def features(
 def visible(
     cfg: dflash.DFlashConfig, layer: int, anchors: Int[Array, "B N"], num_context: int
 ) -> Bool[Array, "B NS T+NS"]:
-    """What a layer's block rows see of (context, all blocks): what `dflash` drafts with sees."""
+    """The mask of a layer's block rows over (context, all blocks), as `dflash` drafts."""
     B, N = anchors.shape
     S, reach, causal = cfg.block_size, cfg.windows[layer], cfg.causal[layer]
     cell = jnp.arange(N * S)

@@ -2,7 +2,7 @@
 
 Data flow: stream -> loss and update in one jitted step, rows sharded over all devices -> sometimes
 an evaluation -> Orbax checkpoints. The learning rate follows the share of the run that is done, in
-steps or in seconds of a budget. A `Task` says what is learnt.
+steps or in seconds of a budget. A `Task` is what the run learns.
 """
 
 import contextlib

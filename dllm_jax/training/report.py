@@ -25,7 +25,7 @@ _SCORES: dict[str, tuple[str, float]] = {
 
 
 def draw_curves(log: str | pathlib.Path, png: str | pathlib.Path) -> None:
-    """Loss, how the task itself goes, and evaluations, over steps."""
+    """Draw loss, metrics of the task and evaluations over steps."""
     import matplotlib  # heavy, and needed here only
 
     matplotlib.use("Agg")

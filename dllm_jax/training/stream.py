@@ -1,8 +1,8 @@
-"""Endless batches of tokenised problems, made by worker processes, at a position one can return to.
+"""Endless batches of tokenised problems, made by worker processes, resumable at any batch.
 
 problem -> conversation -> ids -> batches of one of two lengths. Chunk `c` of the stream (a few
 batches) is a pure function of (config, c), whatever the number of workers, so resuming at batch
-`n` continues the very same data. No noise and no jax here: noise is drawn on the device.
+`n` continues the same data. Noise is drawn on the device; this module imports no JAX.
 """
 
 import dataclasses

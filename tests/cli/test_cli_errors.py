@@ -67,8 +67,14 @@ def test_more_devices_than_there_are_are_refused_by_name(fails, flag):
 
 def test_unknown_flag_is_named(fails):
     message = fails(2, "generate", "x", "--max-token", "3")
-    assert "unknown argument '--max-token'" in message
-    assert "dllm-jax generate --help" in message
+    assert message == (
+        "unknown argument '--max-token'; did you mean '--max-tokens'? see "
+        "`dllm-jax generate --help`"
+    )
+    message = fails(2, "bench", "throughput", "--num-prompt", "3")
+    assert "did you mean '--num-prompts'?" in message
+    words = fails(2, "generate", "How", "many", "legs")
+    assert words.startswith("unknown argument 'many'; a text of several words goes in quotes; see")
     assert fails(2, "info", "--draft", "x").startswith("unknown argument '--draft'; see")
 
 

@@ -158,6 +158,19 @@ def test_a_block_that_never_fills_is_filled_at_its_last_forward() -> None:
     ]
 
 
+def test_the_first_forward_of_a_block_counts_as_0_also_where_the_prompt_opened_it() -> None:
+    """The reference counts it as 1: it is timed out in forward 5, and so edits it once more."""
+    flips = [everywhere((10 + i, 0.6)) for i in range(12)]
+    trace = follow(flips, [1] * 5, accept=1.0, edit=0.5, budget=1, buffer_size=1)
+    assert windows(trace)[:5] == [
+        "A[1 10 _ _]",
+        "A[1 11 11 _]",
+        "A[1 12 12 12]",
+        "A[1 13 13 13]",  # its one edit
+        "T[1 13 13 13]",
+    ]
+
+
 def test_a_timed_out_block_waits_for_the_one_before_it() -> None:
     """Block 1 is settled late; block 2, timed out by then, is edited on until it may leave."""
     slow = [{4: (20 + i, 0.9), 5: (10, 0.3), 6: (10, 0.3), 7: (10, 0.3)} for i in range(6)]
