@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from dllm_jax.engine.inbox import FORKED
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, PassKind, Placement
@@ -239,24 +240,20 @@ class ModelRunner:
 
     def lower(self, call: Call) -> jax.stages.Lowered:
         """A call's program, lowered from the shapes of the state; nothing runs."""
-        return self._laid(call).lower(self.shapes())
-
-    def _laid(self, call: Call) -> Call:
-        """A call whose arguments are on every device of those that share the model.
-
-        Otherwise arrays of the host and of the devices would be two programs.
-        """
-        split = self._programs.model.split
-        if split is None:
-            return call
-        return dataclasses.replace(call, args=jax.device_put(call.args, split.sharding()))
+        if (split := self._programs.model.split) is not None:
+            args = split.laid(call.args, PartitionSpec())
+            call = dataclasses.replace(call, args=args)
+        return call.lower(self.shapes())
 
     def _here(self, call: Call) -> tuple[DecodeState, Call]:
         """The state, and a call whose arguments were computed."""
         if self.state is None:  # dispatched behind a failure
             raise self._lost or DeviceFailure("the device has no state yet; call reset()")
         args = [arg.result() if isinstance(arg, Future) else arg for arg in call.args]
-        return self.state, self._laid(dataclasses.replace(call, args=tuple(args)))
+        if (split := self._programs.model.split) is not None:
+            # Arrays of the host and arrays of the devices would be two programs.
+            args = jax.device_put(args, split.sharding())
+        return self.state, dataclasses.replace(call, args=tuple(args))
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program; `_call` finds it: jit keeps one cache for both."""
