@@ -15,14 +15,17 @@ change. The JAX programs are written as `.mlir`, XLA's as `.hlo`.
 
 import argparse
 import collections
+import contextlib
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dllm_jax.bench.step import PAGE, Shape, step_strategy
 from dllm_jax.cli.bench_step import shapes
@@ -31,6 +34,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
+from dllm_jax.models.sharding import Split, fitted
 from dllm_jax.runner import buckets, warmup
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
@@ -64,7 +68,7 @@ device_description_str: "NVIDIA H200"
 """
 LAUNCHES = ("fusion", "custom-call", "copy", "conditional", "while", "scatter", "sort", "gather")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
-
+REDUCTION = re.compile(r" all-reduce(?:-start)?\(")
 
 # What Pallas asks for where no device is, and what the choice of a kernel asks a device for.
 ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -74,15 +78,28 @@ class Hopper:
     compute_capability = "9.0"
 
 
-def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding) -> ModelRunner:
-    """An engine's device for one bucket each of decoding and prefill, without any arrays."""
+def shaped_device(
+    name: str, shape: Shape, context: int, prefill: int, place: Sharding | Split
+) -> ModelRunner:
+    """An engine's device for one bucket each of decoding and prefill, without any arrays.
+
+    Args:
+        place: A device, or those that share the model.
+    """
     parsed = parse_config(PUBLISHED[name], name=name)
     arch = arch_of(parsed.config)
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        arch.param_shapes(parsed.config, jnp.bfloat16),
+    params = arch.param_shapes(parsed.config, jnp.bfloat16)
+    split = place if isinstance(place, Split) else None
+    if split is not None:
+        params = jax.eval_shape(lambda tree: fitted(tree, parsed.config, split.num_parts), params)
+        params = split.laid(params, split.specs(params))
+    else:
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params
+        )
+    model = Model(
+        params=params, config=parsed.config, arch=arch, defaults=parsed.defaults, split=split
     )
-    model = Model(params=params, config=parsed.config, arch=arch, defaults=parsed.defaults)
     strategy = step_strategy(model, shape)
     columns = -(-(context + 4 * strategy.block_size * strategy.buffer_size) // PAGE)
     config = EngineConfig(
@@ -93,7 +110,8 @@ def shaped_device(name: str, shape: Shape, context: int, prefill: int, sharding)
         prefill_buckets=(prefill,),
         num_pages=shape.slots * columns + 1,
     )
-    placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)})  # it asks where that is
+    # The layout asks where that is.
+    placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)}, split=None)
     layout = buckets.make_layout(placed, strategy, {}, config)
     return ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
 
@@ -117,18 +135,21 @@ def main() -> None:
     parser.add_argument("--shapes", type=shapes, default="1x1x32", help="as of `bench step`")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=64, help="tokens of a pass")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share the model")
     parser.add_argument("--only", help="programs whose name begins so, e.g. decode")
     parser.add_argument("--out", type=Path, required=True, help="folder for the texts")
     args = parser.parse_args()
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=H200, topology="1x1x1"
+            platform="cuda", target_config=H200, topology=f"1x1x{args.tp}"
         )
     except (NotImplementedError, RuntimeError) as error:
         parser.error(f"{error}: install what XLA compiles with, see the head of {__file__}")
-    sharding = SingleDeviceSharding(topology.devices[0])
+    place = SingleDeviceSharding(topology.devices[0])
+    if args.tp > 1:
+        place = Split(Mesh(np.array(topology.devices), ("tp",)))
     devices = [
-        (shape, shaped_device(args.model, shape, args.context, args.prefill, sharding))
+        (shape, shaped_device(args.model, shape, args.context, args.prefill, place))
         for shape in args.shapes
     ]
     args.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +160,9 @@ def main() -> None:
             if not work.name.startswith(args.only or ""):
                 continue
             began = time.perf_counter()
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=ABSTRACT)):
+            # A mesh of devices says what they are.
+            one = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=ABSTRACT))
+            with one if args.tp == 1 else contextlib.nullcontext():
                 lowered = device.lower(work.call(device))
             lowered_s, began = time.perf_counter() - began, time.perf_counter()
             compiled = lowered.compile({"xla_gpu_autotune_level": 0})
@@ -147,9 +170,14 @@ def main() -> None:
             text, place = compiled.as_text() or "", args.out / f"{shape}-{work.name.split()[0]}"
             place.with_suffix(".mlir").write_text(lowered.as_text(), encoding="utf-8")
             place.with_suffix(".hlo").write_text(text, encoding="utf-8")
-            temp = compiled.memory_analysis().temp_size_in_bytes / 1e6
+            memory: Any = compiled.memory_analysis()
+            temp, given = memory.temp_size_in_bytes / 1e6, memory.argument_size_in_bytes / 1e9
             print(f"{shape} {work.name}: lowered in {lowered_s:.1f} s, compiled in", end=" ")
-            print(f"{compiled_s:.1f}; {temp:.1f} MB of temporaries", flush=True)
+            print(
+                f"{compiled_s:.1f}; {temp:.1f} MB of temporaries, {given:.3f} GB of arguments",
+                end="; ",
+            )
+            print(f"{len(REDUCTION.findall(text))} all-reduces", flush=True)
             for name, count in launches(text)[:3]:
                 print(f"    {name}: {count}", flush=True)
 
