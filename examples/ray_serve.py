@@ -1,6 +1,6 @@
 """Replicas of the server behind Ray Serve: one address, sticky sessions, 429 when all are full.
 
-    pip install 'dllm-jax[server]' 'ray[serve]'
+    pip install -e '.[server]' 'ray[serve]'
     python examples/ray_serve.py --replicas 2 --port 8000 builtin:tiny-sdar --max-num-seqs 4
 
 The flags behind MODEL are those of `dllm-jax serve`. Each replica is a front with an engine process

@@ -22,7 +22,7 @@ from dllm_jax.cli.prompts import read_file
 SUMMARY = "a load on an OpenAI server over HTTP: times to blocks, between them, tokens a forward"
 INPUTS, OUTPUTS, MAX_TOKENS = "16:256", "16:128", 224
 DATA_SETS = ("random", "custom", "problems")
-_EXTRA = "pip install 'dllm-jax[server]'"
+_EXTRA = "in the clone, pip install -e '.[server]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "DLLM_API_KEY"
 _LOG_FORMATS = ("text", "json", "none")
-_EXTRA = "pip install 'dllm-jax[server]'"
+_EXTRA = "in the clone, pip install -e '.[server]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -522,3 +522,11 @@ def test_help_and_bad_flags_import_no_jax():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--accept-threshold" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["httptools", "uvicorn"])
+def test_a_server_without_its_packages_says_how_to_install_them(fails, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert fails(2, "serve") == (
+        f"serve needs the package {missing}; in the clone, pip install -e '.[server]'"
+    )
