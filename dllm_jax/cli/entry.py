@@ -144,7 +144,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         flag = unknown[0].split("=")[0]
         if flag in PLANNED_FLAGS:
             raise UsageError(f"{flag} is not supported yet; {PLANNED_FLAGS[flag]}")
-        close = difflib.get_close_matches(flag, _flags(parser), n=1)
+        close = difflib.get_close_matches(flag, _flags(parser, args), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         if not flag.startswith("-"):
             hint = "a text of several words goes in quotes; "
@@ -152,13 +152,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags of a parser and of the verbs below it."""
+def _flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """The flags of a parser and of the verbs that were chosen."""
     found: list[str] = []
     for action in parser._actions:
         found += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            found += [flag for child in action.choices.values() for flag in _flags(child)]
+            found += _flags(action.choices[getattr(args, action.dest)], args)
     return found
 
 

@@ -73,6 +73,8 @@ def test_unknown_flag_is_named(fails):
     )
     message = fails(2, "bench", "throughput", "--num-prompt", "3")
     assert "did you mean '--num-prompts'?" in message
+    message = fails(2, "bench", "step", "--num-prompts", "3")  # of another verb
+    assert message == "unknown argument '--num-prompts'; see `dllm-jax bench --help`"
     words = fails(2, "generate", "How", "many", "legs")
     assert words.startswith("unknown argument 'many'; a text of several words goes in quotes; see")
     assert fails(2, "info", "--draft", "x").startswith("unknown argument '--draft'; see")
