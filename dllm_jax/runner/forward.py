@@ -36,6 +36,7 @@ from dllm_jax.strategies.core.sampling import Shard, drawn_law
 from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
+MOST_GATHERED = 256 << 20  # bytes of logits; a step gathers none but for rejection sampling
 
 
 class ModelForward:
@@ -227,6 +228,11 @@ class ModelForward:
         if self.shard is None:
             return logits
         rows = logits.reshape(-1, logits.shape[-1])
+        if 4 * len(rows) * self.vocab_size > MOST_GATHERED:
+            raise ValueError(
+                f"{len(rows)} rows of {self.vocab_size} logits would be gathered from all devices; "
+                "decode fewer texts at once, leave acceptance='rejection' out, or use one device"
+            )
         rows = jnp.moveaxis(self.shard.of_all(rows), 0, 1).reshape(len(rows), -1)
         return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 

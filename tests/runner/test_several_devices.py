@@ -33,7 +33,7 @@ from dllm_jax.strategies.core.sampling import Shard
 from tests.api.test_snapshot import break_device
 from tests.contract import engine as toy
 from tests.contract import models
-from tests.contract.cases import case
+from tests.contract.cases import case, sweep
 from tests.runner.test_no_copies import NUM_PAGES, QUICK, pool_sized
 
 PROMPTS: Any = np.random.default_rng(0).integers(0, 37, size=(6, 12))
@@ -88,9 +88,11 @@ def test_generate_gives_the_texts_of_one_device(kind, parts):
     assert_same(dj.generate(model, PROMPTS, **DRAWN), alone(kind))
 
 
-@pytest.mark.parametrize(
-    "name", ["d2f_whole_full", "edit", "dmax", "soft_parallel", "full_sequence"]
-)
+SOME = ("d2f_whole_full", "edit", "dmax", "soft_parallel", "full_sequence")
+MORE = ("block_diffusion", "fast_dllm_v2", "full_sequence_dual", "d2f_grid_full", "ar")
+
+
+@pytest.mark.parametrize("name", sweep(SOME, SOME + MORE))
 def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
     """Full prompts, revisions, mixtures of embeddings, expectations, whole texts."""
     strategy, model = case(name).strategy, case(name).model
@@ -117,6 +119,32 @@ def test_builtin_models_give_the_texts_of_one_device(name, parts):
     assert_same(
         dj.generate(place(model, split), prompts, **how), dj.generate(model, prompts, **how)
     )
+
+
+@pytest.mark.slow
+def test_drafts_that_stay_by_chance_are_those_of_one_device():
+    model = dj.load("builtin:tiny-qwen3")
+    strategy = DFlash(width=4, acceptance="rejection")
+    how: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8}
+    how["draft"] = "builtin:tiny-qwen3-dflash"
+    found = dj.generate(place(model, over_devices(2)), PROMPTS, strategy, **how)
+    assert_same(found, dj.generate(model, PROMPTS, strategy, **how))
+
+
+def test_too_many_gathered_logits_are_refused(monkeypatch):
+    monkeypatch.setattr(forward, "MOST_GATHERED", 1000)
+    split = over_devices(2)
+    model = place(models.plain(), split)
+
+    def body(model, logits):
+        return forward.ModelForward(model).whole(logits)
+
+    def run(model, logits):
+        whole = jax.sharding.PartitionSpec()
+        return split.run(body, (model, logits), (split.specs(model), whole), whole)
+
+    with pytest.raises(ValueError, match="8 rows of 40 logits would be gathered from all devices"):
+        jax.eval_shape(run, model, jnp.zeros((8, 20)))
 
 
 # --- the user's own mesh --------------------------------------------------------------------------
