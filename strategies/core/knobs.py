@@ -71,6 +71,11 @@ Knob = Any
 Threshold = PerSlot | float
 
 
+def at_slot(threshold: Threshold) -> Any:
+    """A threshold to compare with [B]; a plain number is that of every slot."""
+    return threshold.values if isinstance(threshold, PerSlot) else _scalar(threshold)
+
+
 def at_block(threshold: Threshold) -> Any:
     """A threshold to compare with [B K]; a plain number is that of every slot."""
     return threshold.at_block if isinstance(threshold, PerSlot) else _scalar(threshold)

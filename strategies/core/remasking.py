@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import random, sampling
 from .forward import TokenStats
-from .knobs import PerSlot
+from .knobs import Threshold, at_slot
 from .state import DecodeState
 
 Rule = Literal["low_confidence", "random", "maskgit_plus", "margin", "entropy", "origin"]
@@ -209,7 +209,7 @@ def fill(
     holes: Bool[Array, "B K S"],
     steps: int | None,
     block_length: int | None,
-    accept_threshold: PerSlot,
+    accept_threshold: Threshold,
 ) -> Bool[Array, "B K S"]:
     """The holes of the current block that a forward fills, once `count` has counted it.
 
@@ -230,7 +230,7 @@ def fill(
         number = even_quota(at_begin, forwards, step)
     else:
         left = jnp.sum(holes, axis=(1, 2), dtype=jnp.int32)
-        least = (accept_threshold.values < 1).astype(jnp.int32)
+        least = jnp.asarray(at_slot(accept_threshold) < 1).astype(jnp.int32)
         number = jnp.maximum(timestep_quota(left, forwards, step), least)
     noise = random.uniforms(state, _ORDER_STREAM) if rule == "random" else None
     return best_cells(scores(rule, stats, noise), number, holes)

@@ -86,8 +86,8 @@ MUTANTS = [
             "timestep_quota(left, forwards, step)",
         ),
         always_forces=(
-            "(accept_threshold.values < 1).astype(jnp.int32)",
-            "(accept_threshold.values < 9).astype(jnp.int32)",
+            "jnp.asarray(at_slot(accept_threshold) < 1)",
+            "jnp.asarray(at_slot(accept_threshold) < 9)",
         ),
     ),
     *broken(

@@ -12,9 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 from dllm_jax.cli.errors import one_line
-from dllm_jax.strategies import BlockDiffusion, DMax, MultiBD, Strategy, blocks, sampling
+from dllm_jax.strategies import (
+    BlockDiffusion,
+    DMax,
+    FullSequence,
+    MultiBD,
+    Strategy,
+    blocks,
+    sampling,
+)
 from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.resolve import as_strategy, load_strategy
 from dllm_jax.strategies.testing import run_script
@@ -158,6 +167,20 @@ def test_rules_of_one_number_take_it_plain(rule):
 
     found = run_script(as_strategy(step, **SIZES), [7] * 4, **SCRIPT)
     assert found.finish_reason == "length"
+
+
+class Written(FullSequence):
+    """Its knob is a number of the program."""
+
+    accept_threshold: float = struct.field(pytree_node=False, default=0.5)
+
+
+def test_timesteps_take_a_plain_number():
+    how: Any = {"remasking": "maskgit_plus", "steps": 30, "block_size": 4, "buffer_size": 4}
+    knob = run_script(FullSequence(accept_threshold=0.5, **how), [7] * 4, **SCRIPT)
+    assert run_script(Written(**how), [7] * 4, **SCRIPT) == knob
+    certain = run_script(Written(accept_threshold=1.0, **how), [7] * 4, **SCRIPT)
+    assert certain.nfe > knob.nfe  # a forward may fill nothing
 
 
 def test_a_threshold_without_an_axis_is_refused():
