@@ -245,7 +245,7 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
         UnusableSettings: The flags ask for what does not exist.
         ValueError: The model does not load, or does not fit.
     """
-    from dllm_jax.serve.child import Served, UnusableSettings, facts_of, yield_processor
+    from dllm_jax.serve.child import UnusableSettings, yield_processor
 
     settings["set"] = [(key, value) for key, value in settings["set"]]
     args = argparse.Namespace(**settings)
@@ -254,13 +254,18 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
     except UsageError as error:
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
+    return served(llm)
 
+
+def served(llm: Any) -> "Served":
+    """What the engine process serves of an `LLM`."""
     from jax.errors import JaxRuntimeError
 
     from dllm_jax.api.decide import log_probabilities
     from dllm_jax.api.llm import infill_request
     from dllm_jax.api.questions import Read
     from dllm_jax.engine.requests import Request
+    from dllm_jax.serve.child import Served, facts_of
 
     def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
         made = Request(prompt_token_ids=ids, **fields)

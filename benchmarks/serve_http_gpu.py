@@ -1,0 +1,397 @@
+"""HTTP beside `LLM.generate` on one engine: throughput, first block, a long prompt among short.
+
+    python benchmarks/serve_http_gpu.py --out benchmarks/results/serve_http_h200.json
+
+One engine is compiled and used twice: its process measures it in-process before it reports itself
+ready, then this process asks the same prompts over HTTP, whole and streamed. The work is `fixed`
+(dllm_jax.bench.fixed), weights and prompts are random, nothing is cached between requests, and a
+tokenizer of as many words as the vocabulary makes text of the ids, so that texts can be compared.
+The file is written after each part. `--smoke` shrinks lengths so that the built-in model can run
+it on a CPU:
+
+    python benchmarks/serve_http_gpu.py --smoke --model builtin:tiny-sdar --out /tmp/http.json
+"""
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+LEAST_SHARE, MOST_DELAY_MS = 0.97, 3.0
+SLOTS, TOKENS_PER_STEP, PAGE = 8, 4, 64
+
+
+def sizes(smoke: bool) -> dict[str, int]:
+    """Lengths and counts."""
+    if smoke:
+        return {"prompt": 64, "output": 64, "requests": 10, "singles": 3, "repeats": 1} | {
+            "running_output": 384,
+            "pieces": 3,
+            "long": 440,
+            "prefill": 128,
+        }
+    return {"prompt": 512, "output": 256, "requests": 96, "singles": 20, "repeats": 3} | {
+        "running_output": 2560,
+        "pieces": 24,
+        "long": 32000,
+        "prefill": 1024,
+    }
+
+
+# --- the engine process ---------------------------------------------------------------------------
+
+
+def make_engine(settings: dict[str, Any], progress: Any) -> Any:
+    """The engine, measured by itself first; prompts and figures go to a file."""
+    import dllm_jax as dj
+    from dllm_jax.bench.fixed import FixedWork
+    from dllm_jax.bench.numbers import environment
+    from dllm_jax.bench.workload import Lengths, random_work
+    from dllm_jax.cli.serve import served
+    from dllm_jax.serve.child import yield_processor
+
+    size, folder = settings["sizes"], Path(settings["folder"])
+    began = time.perf_counter()
+    model = dj.load(settings["model"])
+    model = model.replace(tokenizer_source=_words(folder, model.config))
+    columns = [-(-(tokens + 32) // PAGE) for tokens in _lengths(size)]
+    llm = dj.LLM(
+        model,
+        FixedWork(tokens_per_step=TOKENS_PER_STEP),
+        progress=lambda name, done, total: progress(done, total),
+        config=dj.EngineConfig(
+            max_num_seqs=SLOTS,
+            max_model_len=max(_lengths(size)),
+            slot_buckets=(SLOTS,),
+            page_buckets=tuple(columns),
+            prefill_buckets=(size["prefill"],),
+            num_pages=SLOTS * columns[1] + columns[2] + 16,
+            enable_prefix_caching=False,
+        ),
+    )
+    yield_processor()
+    start_s = time.perf_counter() - began
+
+    def work(count: int, prompt: int, output: int, seed: int) -> list[Any]:
+        return random_work(model, count, Lengths(prompt, prompt), Lengths(output, output), seed)
+
+    many = work(size["requests"], size["prompt"], size["output"], 0)
+    single = work(size["singles"] + 2, size["prompt"], size["output"], 1)
+    running = work(SLOTS - 1, size["prompt"], size["running_output"], 2)
+    (late,) = work(1, size["long"], PAGE, 3)
+    prompts = {
+        "many": [one.prompt for one in many],
+        "single": [one.prompt for one in single],
+        "running": [one.prompt for one in running],
+        "late": [late.prompt],
+    }
+    llm.generate([many[0].prompt], many[0].params, use_tqdm=False)
+    walls, outputs = [], []
+    for _ in range(size["repeats"]):
+        before = time.perf_counter()
+        outputs = llm.generate(prompts["many"], [one.params for one in many], use_tqdm=False)
+        walls.append(time.perf_counter() - before)
+    texts = [output.outputs[0].text for output in outputs]
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    first, whole = [], []
+    for one in single:
+        before = time.perf_counter()
+        stream = llm.stream(one.prompt, one.params)
+        next(stream)
+        first.append(time.perf_counter() - before)
+        for _ in stream:
+            pass
+        whole.append(time.perf_counter() - before)
+    arrivals, late_at = _among(llm.engine, running, late, size["pieces"])
+    figures = {
+        "tokens": tokens,
+        "walls_s": walls,
+        "tok_s": tokens / statistics.median(walls),
+        "first_block_ms": [1e3 * one for one in first[2:]],
+        "whole_ms": [1e3 * one for one in whole[2:]],
+        "late": gaps(arrivals, *late_at),
+    }
+    told = {
+        "environment": environment(),
+        "start_s": start_s,
+        "page_buckets": llm.engine.layout.page_buckets,
+        "figures": figures,
+        "prompts": prompts,
+        "digests": [_digest(text) for text in texts],
+    }
+    (folder / "engine.json").write_text(json.dumps(told, default=str))
+    return served(llm)
+
+
+def _lengths(size: dict[str, int]) -> list[int]:
+    """Tokens of the longest request of each part, in ascending order."""
+    short = size["prompt"] + size["output"]
+    return [short, size["prompt"] + size["running_output"], size["long"] + PAGE]
+
+
+def _words(folder: Path, config: Any) -> Any:
+    """A tokenizer whose words are `w0`, `w1`, ..., one an id."""
+    from dllm_jax.loading.model import TokenizerSource
+
+    mask = "<|MASK|>"
+    words = {f"w{i}": i for i in range(config.vocab_size) if i != config.mask_token_id}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": config.mask_token_id, "content": mask, "special": True, **flags}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w3"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "mask_token": mask}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return TokenizerSource("words", folder)
+
+
+def _among(
+    engine: Any, running: list[Any], late: Any, pieces: int
+) -> tuple[list[list[float]], tuple]:
+    """Times at which running requests had new text; when the long prompt came, and when it ended.
+
+    It comes once each of the others has had some pieces of text, and they are ended behind it.
+    """
+    import dllm_jax as dj
+    from dllm_jax.engine.inbox import News
+
+    arrivals: dict[str, list[float]] = {}
+    news: dict[str, News] = {}
+    came = ended = None
+    with engine.inbox() as inbox:
+        for one in running:
+            request = dj.Request(prompt_token_ids=one.prompt, params=one.params, stream=True)
+            name = inbox.add(request)
+            arrivals[name], news[name] = [], News(every=False)
+        late_id = ""
+        for output in inbox:
+            now = time.perf_counter()
+            if output.request_id == late_id:
+                if output.finished:
+                    ended = now
+                    break
+                continue
+            if any(event.text for event in news[output.request_id].of(output)):
+                arrivals[output.request_id].append(now)
+            if came is None and all(len(times) >= pieces for times in arrivals.values()):
+                request = dj.Request(prompt_token_ids=late.prompt, params=late.params, stream=True)
+                late_id, came = inbox.add(request), time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    if came is None or ended is None:
+        raise ValueError("the running texts ended before the long prompt did; make them longer")
+    return list(arrivals.values()), (came, ended)
+
+
+# --- the client -----------------------------------------------------------------------------------
+
+
+def gaps(arrivals: list[list[float]], came: float, ended: float) -> dict[str, Any]:
+    """Milliseconds between arrivals of a request: before the long prompt came, and until its end.
+
+    The first of each is left out: prompts are still read then.
+    """
+    before, after = [], []
+    for times in arrivals:
+        steady = times[1:]
+        for one, next_one in itertools.pairwise(steady):
+            if next_one <= came:
+                before.append(1e3 * (next_one - one))
+            elif next_one <= ended:
+                after.append(1e3 * (next_one - one))
+    told = {"before": _spread(before), "after": _spread(after), "late_s": ended - came}
+    if before and after:
+        told["rise"] = {name: told["after"][name] / told["before"][name] for name in ("p50", "p99")}
+        told["mean_ms_after"] = statistics.fmean(after)
+    return told
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return {"count": len(values)}
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"count": len(values), "p50": cuts[49], "p99": cuts[98], "max": max(values)}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def body(prompt: list[int], max_tokens: int, stream: bool) -> dict[str, Any]:
+    """A request as the engine's own."""
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+
+
+def text_of(answer: Any) -> str:
+    """The text of an answer, streamed or whole."""
+    if answer.status != 200:
+        raise ValueError(answer.body.decode()[:300])
+    if not answer.events:
+        return json.loads(answer.body)["choices"][0]["text"]
+    told = [json.loads(data) for _, data in answer.events]
+    return "".join(choice["text"] for one in told for choice in one["choices"])
+
+
+async def over_http(
+    port: int, told: dict[str, Any], size: dict[str, int], found: dict[str, Any]
+) -> None:
+    """The same work through the server; `found` is filled part by part."""
+    from dllm_jax.bench.client import Client
+
+    client = Client(f"http://127.0.0.1:{port}")
+    prompts, path = told["prompts"], "/v1/completions"
+    await client.post(path, body(prompts["many"][0], size["output"], True))
+    for name, stream in (("whole", False), ("stream", True)):
+        walls, texts = [], []
+        for _ in range(size["repeats"]):
+            bodies = [body(one, size["output"], stream) for one in prompts["many"]]
+            before = time.perf_counter()
+            answers = await asyncio.gather(*(client.post(path, one) for one in bodies))
+            walls.append(time.perf_counter() - before)
+            texts = [text_of(answer) for answer in answers]
+        same = [_digest(text) for text in texts] == told["digests"]
+        tok_s = told["figures"]["tokens"] / statistics.median(walls)
+        found[name] = {"walls_s": walls, "tok_s": tok_s, "same_texts": same}
+    first, whole = [], []
+    for prompt in prompts["single"]:
+        answer = await client.post(path, body(prompt, size["output"], True))
+        text_of(answer)
+        first.append(1e3 * (answer.events[0][0] - answer.sent_s))
+        whole.append(1e3 * (answer.ended_s - answer.sent_s))
+    found["first_block_ms"], found["whole_ms"] = first[2:], whole[2:]
+    found["late"] = await _among_http(port, prompts, size)
+    status, metrics = await client.get("/metrics")
+    lines = metrics.decode().splitlines() if status == 200 else []
+    found["late_compiles"] = [line for line in lines if line.startswith("dllm_recompiles_total")]
+    client.close()
+
+
+async def _among_http(port: int, prompts: Any, size: dict[str, int]) -> dict[str, Any]:
+    """`_among` through the server."""
+    arrivals: list[list[float]] = [[] for _ in prompts["running"]]
+    ready = asyncio.Event()
+
+    async def run(prompt: list[int], max_tokens: int, times: list[float]) -> None:
+        data = json.dumps(body(prompt, max_tokens, True)).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        try:
+            writer.write(head.encode() + data)
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    times.append(time.perf_counter())
+                    if all(len(one) >= size["pieces"] for one in arrivals):
+                        ready.set()
+                elif line.startswith(b"data: [DONE]"):
+                    return
+        finally:
+            writer.close()
+
+    every = [
+        asyncio.create_task(run(prompt, size["running_output"], times))
+        for prompt, times in zip(prompts["running"], arrivals, strict=True)
+    ]
+    async with asyncio.timeout(30):
+        await ready.wait()
+    came = time.perf_counter()
+    await run(prompts["late"][0], PAGE, [])
+    ended = time.perf_counter()
+    for task in every:
+        task.cancel()
+    await asyncio.gather(*every, return_exceptions=True)
+    return gaps(arrivals, came, ended)
+
+
+def compared(told: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
+    """Both sides, and the bars."""
+    own = told["figures"]
+    share = {name: http[name]["tok_s"] / own["tok_s"] for name in ("whole", "stream")}
+    delay = statistics.median(http["first_block_ms"]) - statistics.median(own["first_block_ms"])
+    rises = {"in_process": own["late"].get("rise"), "http": http["late"].get("rise")}
+    return {
+        "share_of_generate": share,
+        "least_share": LEAST_SHARE,
+        "first_block_delay_ms": delay,
+        "most_delay_ms": MOST_DELAY_MS,
+        "rise_by_a_long_prompt": rises,
+        "same_texts": http["whole"]["same_texts"] and http["stream"]["same_texts"],
+        "holds": min(share.values()) >= LEAST_SHARE and delay <= MOST_DELAY_MS,
+    }
+
+
+def front(settings: dict[str, Any]) -> int:
+    """The front process."""
+    from dllm_jax.serve.pipe import Launch
+    from dllm_jax.serve.server import bind, run
+    from dllm_jax.serve.service import Config
+
+    launch = Launch("serve_http_gpu:make_engine", settings)
+    config = Config(model="bench", launch=launch, version="0", log_format="json")
+    return run(config, bind("127.0.0.1", 0))
+
+
+def main() -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="random:JetLM/SDAR-1.7B-Chat")
+    parser.add_argument("--smoke", action="store_true", help="tiny lengths, for a CPU")
+    parser.add_argument("--within", type=float, default=150.0, help="seconds, all of it")
+    parser.add_argument("--commit", help="where the checkout has no git")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--front", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.front:
+        return front(json.loads(args.front))
+    from tests.serve.driving import Server
+
+    began, size = time.perf_counter(), sizes(args.smoke)
+    report: dict[str, Any] = {"command": "benchmarks/serve_http_gpu.py", "model": args.model}
+    report |= {"sizes": size, "slots": SLOTS, "blocks": 4, "tokens_per_step": TOKENS_PER_STEP}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"model": args.model, "sizes": size, "folder": folder}
+        command = [__file__, "--out", str(args.out), "--front", json.dumps(settings)]
+        server = Server(command, Path(folder) / "log")
+        try:
+            server.wait_ready(args.within - 15)
+            told = json.loads((Path(folder) / "engine.json").read_text())
+            report |= told["environment"] | {"start_s": told["start_s"]}
+            report["commit"] = args.commit or report["commit"]
+            report["page_buckets"] = told["page_buckets"]
+            report["in_process"] = told["figures"]
+            _write(args.out, report)
+            left = args.within - 5 - (time.perf_counter() - began)
+            http = report["http"] = {}
+            asyncio.run(asyncio.wait_for(over_http(server.port, told, size, http), left))
+            report["compared"] = compared(told, http)
+        except Exception as error:
+            report["failed"] = f"{type(error).__name__}: {error}"[-3000:]
+            report["log"] = server.log.read_text()[-3000:]
+            print(report["log"], file=sys.stderr)
+        finally:
+            report["exit"] = server.stop()
+    report["wall_s"] = time.perf_counter() - began
+    _write(args.out, report)
+    print(json.dumps(report.get("compared", report.get("failed")), indent=1))
+    return 0 if report.get("compared", {}).get("holds") else 1
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
