@@ -84,8 +84,14 @@ def log_probabilities(model: Model, texts: Sequence[Read]) -> list[list[list[flo
     """Of each text and row, the log-probability of each label over the vocabulary.
 
     Raises:
-        ValueError: There are too many tokens, or the result is not finite.
+        ValueError: The family has no single forward of a text and its cells, there are too many
+            tokens, or the result is not finite.
     """
+    if model.arch.condition is not None:
+        raise ValueError(
+            f"{model.defaults.family} denoises a canvas behind a cached text, so no single forward "
+            "reads both; ask a model of another family"
+        )
     count, length = padded_size(texts)
     length += -length % model.routing_block
     ids = np.zeros((count, length), np.int32)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+from dllm_jax.api.questions import Answer, Question
 from dllm_jax.api.snapshot import snapshot_saver
 from dllm_jax.api.strategy import Source, bind_strategy, default_params
 from dllm_jax.engine import checks
@@ -317,6 +318,29 @@ class LLM:
             )
         ends = [_Ends(*pair) for pair in zip(prefixes, suffixes, strict=True)]
         return self._run(self._infill_request, ends, _either(params, sampling_params), use_tqdm)
+
+    def decide(
+        self, context: str, questions: Sequence[Question], *, joint: bool = False
+    ) -> list[Answer]:
+        """Probabilities of the options of questions about a text, in one forward, without a cache.
+
+        Args:
+            questions: `Question.predicate`, `.choice` or `.score` of `dllm_jax.api.questions`; at
+                most 64.
+            joint: All on one canvas, where each answer sees that the others are asked; else each
+                by itself, in one batch.
+
+        Raises:
+            ValueError: The model cannot answer them, or they are too long.
+
+        Example:
+            >>> (dup,) = llm.decide("I was charged twice.", [Question.predicate("Twice?")])
+            >>> dup.value  # the probability of yes
+        """
+        from dllm_jax.api.decide import decide
+
+        self.engine.check_process()
+        return decide(self.model, context, questions, joint=joint)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
         """A conversation as the text the model reads, up to where its answer begins.

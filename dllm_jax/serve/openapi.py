@@ -55,7 +55,7 @@ _READS = {
     "/metrics": "Prometheus",
     "/version": "Version of dllm_jax",
     "/openapi.json": "This document",
-    "/": "The routes",
+    "/": "The page for browsers, the routes for others",
 }
 _OPEN = ("/health", "/live")
 
@@ -84,6 +84,8 @@ def document(version: str) -> dict[str, Any]:
         statuses = (503,) if path in _OPEN else (400, 401, 403, 404, 405, 431, 500, 503)
         answers = {"200": {"description": "The answer", "content": {kind: {"schema": {}}}}}
         answers |= _error_answers(statuses, {} if path in _OPEN else None)
+        if path == "/":  # the page for browsers
+            answers["200"]["content"]["text/html"] = {"schema": {}}
         paths[path] = {"get": {"summary": summary, "responses": answers}}
         if "{model}" in path:
             name = {"name": "model", "in": "path", "required": True, "schema": _STRING}

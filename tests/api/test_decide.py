@@ -5,6 +5,7 @@ For every family, each question by itself and all on one canvas: probabilities e
 those which the questions say.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,6 +150,23 @@ def test_what_cannot_be_asked_is_one_line(tiny):
         with pytest.raises(ValueError, match=r"ask |give |at most|leave |letters") as raised:
             case()
         assert "\n" not in str(raised.value)
+
+
+def test_an_llm_decides_as_its_model(tiny):
+    llm = dj.LLM(tiny, max_num_seqs=1, warm_up=False, progress=False)
+    for joint in (False, True):
+        assert llm.decide(CONTEXT, QUESTIONS, joint=joint) == decide(
+            tiny, CONTEXT, QUESTIONS, joint=joint
+        )
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.decide(CONTEXT, QUESTIONS)
+
+
+def test_a_canvas_behind_a_cached_text_is_refused_by_name(tiny):
+    canvas = tiny.replace(arch=dataclasses.replace(tiny.arch, condition=lambda *_: None))
+    with pytest.raises(ValueError, match="sdar denoises a canvas"):
+        decide(canvas, CONTEXT, QUESTIONS)
 
 
 def test_padding_is_invisible_and_programs_are_few(tiny):
