@@ -219,7 +219,6 @@ BAD = {
     "max_nfe": ({"max_nfe": 0}, r"max_nfe=0 must be a whole number in \[1, "),
     "strategy": ({"strategy": "no_such"}, "strategy='no_such' is unknown; use one of ar, "),
     "step": ({"strategy": returns_nothing}, "the step of returns_nothing returned NoneType, not"),
-    "knob": ({"strategy": MultiBD(accept_threshold=-0.5)}, r"accept_threshold=-0.5 is outside"),
     "draft": ({"draft": "builtin:tiny-sdar"}, "draft='builtin:tiny-sdar' does not fit MultiBD"),
     "key": ({"key": jax.random.split(jax.random.key(0), 3)}, r"key has shape \(3,\)"),
     "no key": ({"key": 3}, r"key=3 is no random key; give jax.random.key\(seed\)"),

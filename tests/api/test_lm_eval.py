@@ -176,7 +176,7 @@ def test_an_error_of_the_run_is_one_line(harness, monkeypatch):
         raise ValueError("two\nlines")
 
     monkeypatch.setattr(sys.modules["lm_eval.__main__"], "cli_evaluate", fails)
-    with pytest.raises(SystemExit, match=r"^error: two; lines$"):
+    with pytest.raises(SystemExit, match=r"^error: two; lines \(.*test_lm_eval.py:\d+\)$"):
         harness.main(["--tasks", "t"])
 
 

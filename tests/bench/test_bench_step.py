@@ -169,7 +169,8 @@ def test_shapes_are_read_and_take_the_models_blocks():
     assert Shape.parse("8x4") == Shape(8, 4, None)
     assert Shape.parse("1x2x16") == Shape(1, 2, 16)
     model = SimpleNamespace(
-        config=SimpleNamespace(mask_token_id=3), defaults=SimpleNamespace(block_size=8, family="x")
+        config=SimpleNamespace(mask_token_id=3, shift=True),
+        defaults=SimpleNamespace(block_size=8, family="x"),
     )
     strategy = step.step_strategy(model, Shape(1, 4))
     assert (strategy.block_size, strategy.buffer_size) == (8, 4)
