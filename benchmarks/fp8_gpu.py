@@ -534,7 +534,10 @@ def main():
     if "steps" in parts:
         if small != large:
             run.attempt("load the small model", lambda: load(small))
-        run.attempt("steps", lambda: step_times(run, models, shapes, kind, context, steps))
+        for source in dict.fromkeys((large, small)):
+            own = [shape for shape in shapes if shape[0] == source]
+            timing = functools.partial(step_times, run, models, own, kind, context, steps)
+            run.attempt(f"steps {source}", timing)
     if "agreement" in parts and (large, "fp8") in models:
         sizes = (8, 16) if dry else (64, 32)
         run.attempt("agreement", lambda: agreement(run, models, large, *sizes))
