@@ -22,8 +22,8 @@ from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cache import page_slots, write_rows
 from dllm_jax.runner.expectation import read_expected
-from dllm_jax.runner.readout import read_soft, read_stats
-from dllm_jax.strategies.core import blocks
+from dllm_jax.runner.readout import read_classes, read_soft, read_stats
+from dllm_jax.strategies.core import blocks, constraint
 from dllm_jax.strategies.core.protocol import (
     Conditioned,
     Inputs,
@@ -33,7 +33,7 @@ from dllm_jax.strategies.core.protocol import (
     TokenStats,
 )
 from dllm_jax.strategies.core.sampling import Shard, drawn_law
-from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
+from dllm_jax.strategies.core.state import ERROR, NO_TOKEN, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
 MOST_GATHERED = 256 << 20  # bytes of logits; a step gathers none but for rejection sampling
@@ -172,8 +172,9 @@ class ModelForward:
         hidden: Float[Array, "B *X D"],
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
+        first_of: DecodeState | None = None,
     ) -> TokenStats:
-        """Statistics [B *X] of hidden rows that belong to no cell."""
+        """Statistics [B *X] of hidden rows that belong to no cell; see the protocol."""
         *axes, width = hidden.shape
         stats = read_stats(
             self.unembed,
@@ -183,7 +184,24 @@ class ModelForward:
             forbidden=self.forbidden,
             shard=self.shard,
         )
+        seen = None if first_of is None else constraint.view(first_of)
+        if seen is not None:
+            stats = self._planned_first(seen, hidden, stats)
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
+
+    def _planned_first(
+        self, seen: constraint.View, hidden: Float[Array, "B D"], stats: TokenStats
+    ) -> TokenStats:
+        """Statistics [B] with the token that the windows' first cells take within their grammars."""
+        of = seen.grammar, seen.bound
+        best, ids = read_classes(self.unembed, hidden, *of, forbidden=self.forbidden)
+        kind = seen.kind.at[:, 0].set(constraint.HOLE)
+        read = jnp.arange(kind.shape[1]) == 0
+        width = (0, 0), (0, kind.shape[1] - 1), (0, 0)
+        maxima = jnp.pad(best, width), jnp.pad(ids, width)
+        read = jnp.broadcast_to(read, kind.shape)
+        planned = constraint.plan(seen.replace(kind=kind), *maxima, read)
+        return _with_plan(stats, planned.token[:, 0], planned.score[:, 0], seen.bound)
 
     @property
     def unembed(self) -> Callable[[Array], Array]:
@@ -391,6 +409,7 @@ def _window_output(
         positions=state.buffer.positions,
         boundary=state.boundary,
         forward=forward,
+        seen=constraint.view(state) if forward.pool == TARGET else None,
     )
 
 
@@ -408,6 +427,7 @@ class WindowOutput(struct.PyTreeNode):
     positions: Int[Array, "B K S"]
     boundary: Float[Array, "B D"]
     forward: ModelForward = struct.field(pytree_node=False)
+    seen: constraint.View | None = None
 
     def predict(
         self,
@@ -465,6 +485,21 @@ class WindowOutput(struct.PyTreeNode):
             return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
 
         stats = jax.tree.map(as_cells, stats)
+        if self.seen is not None:
+            best, ids = read_classes(
+                self.forward.unembed,
+                rows,
+                self.seen.grammar,
+                self.seen.bound,
+                forbidden=forbidden,
+                penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+                guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+            )
+            maxima = _widened(best, first, K * S), _widened(ids, first, K * S)
+            wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
+            planned = constraint.plan(self.seen, *maxima, wanted)
+            token, score = planned.token.reshape(B, K, S), planned.score.reshape(B, K, S)
+            stats = _with_plan(stats, token, score, self.seen.bound[:, None, None])
         return stats.replace(
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),
@@ -555,6 +590,15 @@ class WindowOutput(struct.PyTreeNode):
         xp = np if isinstance(flat, np.ndarray) else jnp
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
+
+
+def _with_plan(stats: TokenStats, token: Array, score: Array, bound: Array) -> TokenStats:
+    """Statistics with the plan's tokens, where it says one that the readout does not."""
+    takes = bound & (token >= 0) & (token != stats.token) & (stats.token != NO_TOKEN)
+    return stats.replace(
+        token=jnp.where(takes, token, stats.token),
+        confidence=jnp.where(takes, jnp.exp(score), stats.confidence),
+    )
 
 
 def greedy(num_slots: int) -> Sampling:

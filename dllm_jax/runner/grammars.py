@@ -155,6 +155,27 @@ def empty(num_slots: int, of: Sizes, num_ids: int) -> Constraint:
     return Constraint(Grammar(**leaves, num_labels=of.labels), nothing, nothing > 0)
 
 
+def bucket_of(given: dict[str, np.ndarray], now: Sizes | None) -> Sizes:
+    """The first bucket that holds a grammar and what is there already."""
+    wanted = sizes(given) if now is None else sizes(given).joined(now)
+    return next(bucket for bucket in BUCKETS if bucket.holds(wanted))
+
+
+def grown(now: Constraint, to: Sizes) -> Constraint:
+    """The grammars of all slots, filled up to a larger bucket."""
+    wanted = {name: shape for name, (shape, _) in _shapes(to, now.grammar.class_of.shape[1]).items()}
+
+    def fill(name: str) -> jax.Array:
+        leaf = getattr(now.grammar, name)
+        pads = zip(leaf.shape[1:], wanted[name], strict=True)
+        return jnp.pad(leaf, ((0, 0), *((0, new - old) for old, new in pads)))
+
+    if now.grammar.num_labels == to.labels and now.grammar.delta.shape[1] == to.states:
+        return now
+    grammar = Grammar(**{name: fill(name) for name in wanted}, num_labels=to.labels)
+    return now.replace(grammar=grammar)
+
+
 def stacked(rows: list[Grammar]) -> Grammar:
     """Grammars of slots, one a row."""
     return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
 from dllm_jax.models.head import Head
+from dllm_jax.strategies.core.constraint import NO_CLASS, Grammar
 from dllm_jax.strategies.core.protocol import TokenStats
 from dllm_jax.strategies.core.sampling import Shard, normaliser, settled, token_stats
 from dllm_jax.strategies.core.state import Sampling
@@ -160,6 +161,65 @@ def _ids(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
     """The ids that logits are of."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return ids if shard is None else shard.first(logits) + ids
+
+
+def read_classes(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "R D"],
+    grammar: Grammar,
+    bound: Bool[Array, " B"],
+    *,
+    forbidden: Callable[[Any], Any],
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    guide: tuple[Float[Array, "R D"], float] | None = None,
+) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
+    """The log probability of the likeliest token of each class, and the token; ties to the lowest.
+
+    Args:
+        hidden: Rows of slot after slot.
+        bound: Slots with a grammar; of the others nothing is read.
+        penalty, guide: As of `read_stats`.
+    """
+    B, C = grammar.lowest.shape
+    away, scale = (None, 0.0) if guide is None else guide
+    T = len(hidden) // B
+
+    def of_slot(leaf: Array) -> Array:
+        return leaf.reshape(B, T, *leaf.shape[1:])
+
+    def one(rows: tuple[Any, ...]) -> tuple[Array, Array]:
+        hidden, away, penalty, grammar, _ = rows
+        logits = unembed(hidden)
+        if away is not None:
+            others = unembed(away)
+            logits = others + (1.0 + scale) * (logits - others)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        if penalty is not None:
+            hit = ids[None] == penalty[0][:, None]
+            logits = logits - jnp.where(hit, penalty[1][:, None], 0.0)
+        allowed = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
+        logp = logits - jax.nn.logsumexp(allowed, axis=-1, keepdims=True)
+        narrow = jnp.where((grammar.narrow_class == NO_CLASS)[None], -jnp.inf, logp[:, grammar.narrow])
+        best = jnp.full((T, C), -jnp.inf).at[:, grammar.narrow_class].max(narrow)
+        hit = (narrow == best[:, grammar.narrow_class]) & jnp.isfinite(narrow)
+        chosen = jnp.where(hit, grammar.narrow[None], len(ids))
+        token = jnp.full((T, C), len(ids)).at[:, grammar.narrow_class].min(chosen)
+
+        def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            number = grammar.wide[i].astype(jnp.int32)
+            own = jnp.where((grammar.class_of == number)[None], logp, -jnp.inf)
+            top = jnp.argmax(own, axis=1).astype(jnp.int32)
+            value = jnp.take_along_axis(own, top[:, None], axis=1)[:, 0]
+            return found[0].at[:, number].set(value), found[1].at[:, number].set(top)
+
+        count = jnp.sum(grammar.wide != NO_CLASS)
+        return jax.lax.fori_loop(0, count, wide, (best, token))
+
+    def none(_: Any) -> tuple[Array, Array]:
+        return jnp.zeros((T, C)), jnp.zeros((T, C), jnp.int32)
+
+    rows = jax.tree.map(of_slot, (hidden, away, penalty))
+    return jax.lax.map(lambda rows: jax.lax.cond(rows[-1], one, none, rows), (*rows, grammar, bound))
 
 
 def _by_row(which: Array, a: Array, b: Array) -> Array:
