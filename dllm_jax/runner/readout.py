@@ -206,7 +206,7 @@ def read_classes(
         token = jnp.full((T, C), len(ids)).at[:, grammar.narrow_class].min(chosen)
 
         def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            number = grammar.wide[i].astype(jnp.int32)
+            number = grammar.wide[i]
             own = jnp.where((grammar.class_of == number)[None], logp, -jnp.inf)
             top = jnp.argmax(own, axis=1).astype(jnp.int32)
             value = jnp.take_along_axis(own, top[:, None], axis=1)[:, 0]

@@ -106,11 +106,18 @@ def _step(strategy, state):
 
 
 def _texts(strategy, seed):
-    """The automata and the finished texts; each step's state is that of a walk."""
+    """The automata and the finished texts.
+
+    Each step's state is that of a walk, and what was emitted stays.
+    """
     toys, state = _requests(strategy, seed)
     bare = split_knobs(strategy)[0]
+    emitted = np.zeros_like(state.output), state.output_len
     for _ in range(MOST_STEPS):
         seen = jax.device_get(state.replace(keys=None, constraint=None, pools=None, carry=None))
+        said = np.arange(seen.output.shape[1])[None] < emitted[1][:, None]
+        assert (np.where(said, seen.output, 0) == np.where(said, emitted[0], 0)).all()
+        emitted = seen.output, seen.output_len
         at, running = np.asarray(state.constraint.at), seen.finish == RUNNING
         if not running.any():
             break
