@@ -54,6 +54,22 @@ class Sizes:
         return Sizes(*map(max, *map(dataclasses.astuple, (self, other))))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ready:
+    """An automaton that fits the device: what the host walks, and its arrays there.
+
+    Attributes:
+        arrays: Unpadded, without a slot axis.
+    """
+
+    class_of: np.ndarray
+    delta: np.ndarray
+    start: int
+    end: int
+    distance: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
 BUCKETS = (
     Sizes(64, 16, 128, 128, 512, 8, 2048),
     Sizes(272, 24, 256, 256, 1024, 16, 4096),
@@ -61,13 +77,50 @@ BUCKETS = (
 )
 
 
-def arrays(automaton: Automaton) -> dict[str, np.ndarray]:
+def ready(automaton: Automaton, num_ids: int) -> Ready:
+    """An automaton for an engine whose model has `num_ids` ids.
+
+    Raises:
+        ValueError: No bucket holds it.
+    """
+    class_of = np.zeros((num_ids,), np.int32)  # ids past the tokenizer's are never taken
+    class_of[: len(automaton.class_of)] = automaton.class_of[:num_ids]
+    given = arrays(np.asarray(automaton.delta), class_of, automaton.end, automaton.distance)
+    wanted, most = sizes(given), BUCKETS[-1]
+    for field in dataclasses.fields(Sizes):
+        has, fits = getattr(wanted, field.name), getattr(most, field.name)
+        if has > fits:
+            raise ValueError(
+                f"the constraint's automaton has {has} {_WORDS.get(field.name, field.name)}, and at "
+                f"most {fits} fit the device; make it simpler, or shorten its repetitions"
+            )
+    return Ready(
+        class_of,
+        np.asarray(automaton.delta),
+        int(automaton.start),
+        int(automaton.end),
+        np.asarray(automaton.distance),
+        given,
+    )
+
+
+_WORDS = {
+    "edges": "edges of one state",
+    "labels": "sets of classes",
+    "pairs": "classes in all sets",
+    "wide": f"classes of more than {WIDE} tokens",
+    "narrow": "tokens in small classes",
+}
+
+
+def arrays(
+    delta: np.ndarray, class_of: np.ndarray, end: int, distance: np.ndarray
+) -> dict[str, np.ndarray]:
     """The unpadded arrays of a grammar, without a slot axis."""
-    delta, class_of = np.asarray(automaton.delta), np.asarray(automaton.class_of)
     numbers = {frozenset(): NO_LABEL}  # of labels, in the order in which they are met
     edges: list[list[tuple[int, int]]] = []
     for state, row in enumerate(delta):
-        if state == automaton.end:
+        if state == end:
             edges.append([(state, FREE)])
             continue
         leads = np.arange(len(row))[(row != DEAD) & (np.arange(len(row)) != NO_CLASS)]
@@ -95,13 +148,13 @@ def arrays(automaton: Automaton) -> dict[str, np.ndarray]:
         "label": label,
         "pair_label": np.array([number for number, _ in pairs], np.int32),
         "pair_class": np.array([one for _, one in pairs], np.int32),
-        "distance": np.asarray(automaton.distance),
+        "distance": np.asarray(distance),
         "class_of": class_of,
         "wide": np.flatnonzero(is_wide),
         "narrow": narrow,
         "narrow_class": class_of[narrow],
         "lowest": lowest,
-        "end": np.int32(automaton.end),
+        "end": np.int32(end),
     }
 
 
@@ -136,12 +189,13 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
     }
 
 
-def padded(given: dict[str, np.ndarray], to: Sizes, num_ids: int) -> Grammar:
-    """A grammar of one slot, filled up to a bucket; ids past the tokenizer's are never taken."""
+def padded(given: Ready, to: Sizes) -> Grammar:
+    """A grammar of one slot, filled up to a bucket."""
     leaves = {}
-    for name, (shape, dtype) in _shapes(to, num_ids).items():
+    for name, (shape, dtype) in _shapes(to, len(given.class_of)).items():
+        own = given.arrays[name]
         leaves[name] = np.zeros(shape, dtype)
-        leaves[name][tuple(map(slice, given[name].shape))] = given[name]
+        leaves[name][tuple(map(slice, own.shape))] = own
     return Grammar(**leaves, num_labels=to.labels)
 
 
@@ -155,9 +209,9 @@ def empty(num_slots: int, of: Sizes, num_ids: int) -> Constraint:
     return Constraint(Grammar(**leaves, num_labels=of.labels), nothing, nothing > 0)
 
 
-def bucket_of(given: dict[str, np.ndarray], now: Sizes | None) -> Sizes:
+def bucket_of(given: Ready, now: Sizes | None) -> Sizes:
     """The first bucket that holds a grammar and what is there already."""
-    wanted = sizes(given) if now is None else sizes(given).joined(now)
+    wanted = sizes(given.arrays) if now is None else sizes(given.arrays).joined(now)
     return next(bucket for bucket in BUCKETS if bucket.holds(wanted))
 
 

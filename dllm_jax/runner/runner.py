@@ -297,12 +297,11 @@ class ModelRunner:
 
     # --- grammars -----------------------------------------------------------------------------
 
-    def _bind(self, slot: int, grammar: Any) -> None:
+    def _bind(self, slot: int, grammar: grammars.Ready) -> None:
         """Give a slot a grammar, in a bucket that holds all of them."""
-        given = grammars.arrays(grammar)
-        fitting = grammars.bucket_of(given, self._bucket)
+        fitting = grammars.bucket_of(grammar, self._bucket)
         num_ids = self._programs.spec.vocab_size
-        row = grammars.padded(given, fitting, num_ids)
+        row = grammars.padded(grammar, fitting)
         self._bucket = fitting
 
         def put() -> None:

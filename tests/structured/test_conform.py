@@ -85,7 +85,7 @@ def _requests(strategy, seed):
     tail = rng.integers(0, VOCAB, (COUNT, K * S)).astype(np.int32)
     buffer = driver.admit_window(strategy.needs, *map(jnp.asarray, (tail, prompt_len, limit)), K, S)
     stops = jnp.asarray(np.tile(np.array([STOP_ID, -1], np.int32), (COUNT, 1)))
-    rows = [grammars.padded(grammars.arrays(toy), SIZES, VOCAB) for toy in toys]
+    rows = [grammars.padded(grammars.ready(toy, VOCAB), SIZES) for toy in toys]
     start = jnp.full((COUNT,), 1, jnp.int32)
     # The prompt of a fresh request is in the cache up to its window.
     cached = np.arange(state.pools.cached.shape[1])[None] < np.asarray(buffer.start)[:, None]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.runner.grammars import ready
 from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import ends, make_engine, preempting, run, steps_a_chunk, wanted, wish
 from tests.contract.models import MASK, PADDED, VOCAB
@@ -34,7 +35,7 @@ def _bound(name, toy, spare, which=0):
     prompt = case(name).requests[which % len(case(name).requests)].prompt or [1]
     room = int(toy.distance[toy.start]) + spare
     params = SamplingParams(max_tokens=room, stop_token_ids=(STOP,))
-    return Request(prompt_token_ids=prompt, params=params, grammar=toy)
+    return Request(prompt_token_ids=prompt, params=params, grammar=ready(toy, VOCAB))
 
 
 def _mixed(name):

@@ -43,7 +43,7 @@ def _planned(cases):
     """Plans of many cases at once."""
     rows, best, ids, known = [], [], [], []
     for toy, logp, _, _, _, cells, _ in cases:
-        rows.append(grammars.padded(grammars.arrays(toy), SIZES, IDS))
+        rows.append(grammars.padded(grammars.ready(toy, IDS), SIZES))
         b, i = _class_maxima(toy, logp)
         best.append(b), ids.append(i)
         known.append([toy.class_of[c] if isinstance(c, int) else 0 for c in cells])
