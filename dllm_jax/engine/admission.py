@@ -138,11 +138,13 @@ def _check_grammar(request: Request, stop_ids: tuple[int, ...], room: int) -> No
             "constraint",
             "unsupported_parameter",
         )
-    if params.temperature > 0:
+    cuts = params.top_p is not None and params.top_p < 1.0
+    if params.temperature > 0 and (params.top_k or cuts):
+        name = "top_p" if cuts else "top_k"
         raise Refused(
-            f"temperature={params.temperature} beside a constraint: constrained texts are the "
-            "most probable ones; use temperature=0",
-            "temperature",
+            f"{name}={getattr(params, name)} beside a constraint, whose texts are drawn from all "
+            "that it allows; leave it out",
+            name,
             "unsupported_parameter",
         )
     shortest = int(request.grammar.distance[request.grammar.start])

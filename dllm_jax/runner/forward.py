@@ -176,32 +176,41 @@ class ModelForward:
     ) -> TokenStats:
         """Statistics [B *X] of hidden rows that belong to no cell; see the protocol."""
         *axes, width = hidden.shape
+        sampling = greedy(axes[0]) if sampling is None else sampling
+        keys = None if keys is None else keys.reshape(-1)
         stats = read_stats(
             self.unembed,
             hidden.reshape(-1, width),
-            greedy(axes[0]) if sampling is None else sampling,
-            None if keys is None else keys.reshape(-1),
+            sampling,
+            keys,
             forbidden=self.forbidden,
             shard=self.shard,
         )
         seen = None if first_of is None else constraint.view(first_of)
         if seen is not None:
-            stats = self._planned_first(seen, hidden, stats)
+            stats = self._planned_first(seen, hidden, sampling, keys, stats)
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
     def _planned_first(
-        self, seen: constraint.View, hidden: Float[Array, "B D"], stats: TokenStats
+        self,
+        seen: constraint.View,
+        hidden: Float[Array, "B D"],
+        sampling: Sampling,
+        keys: PRNGKeyArray | None,
+        stats: TokenStats,
     ) -> TokenStats:
-        """Statistics [B] with the token that the windows' first cells take within their grammars."""
-        of = seen.grammar, seen.bound
-        best, ids = read_classes(self.unembed, hidden, *of, forbidden=self.forbidden)
+        """Statistics [B] with the tokens that the windows' first cells take in their grammars."""
+        read = read_classes(self.unembed, hidden, seen, sampling, keys, forbidden=self.forbidden)
         kind = seen.kind.at[:, 0].set(constraint.HOLE)
-        read = jnp.arange(kind.shape[1]) == 0
-        width = (0, 0), (0, kind.shape[1] - 1), (0, 0)
-        maxima = jnp.pad(best, width), jnp.pad(ids, width)
-        read = jnp.broadcast_to(read, kind.shape)
-        planned = constraint.plan(seen.replace(kind=kind), *maxima, read)
-        return _with_plan(stats, planned.token[:, 0], planned.score[:, 0], seen.bound)
+        W = kind.shape[1]
+        padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, W - 1), (0, 0))), read)
+        first = jnp.broadcast_to((jnp.arange(W) == 0)[None], kind.shape)
+        draw = None
+        if keys is not None:
+            every = jnp.broadcast_to(keys[:, None], kind.shape)
+            draw = constraint.Draw(sampling.temperature > 0, every)
+        planned = constraint.plan(seen.replace(kind=kind), padded, first, draw)
+        return _with_plan(stats, planned.token[:, 0], planned.confidence[:, 0], seen.bound)
 
     @property
     def unembed(self) -> Callable[[Array], Array]:
@@ -456,7 +465,7 @@ class WindowOutput(struct.PyTreeNode):
 
         rows = read(self._aligned())
         sampling = greedy(B) if sampling is None else sampling
-        keys = None if keys is None else read(keys)
+        cell_keys, keys = keys, None if keys is None else read(keys)
         forbidden = self.forward.forbidden
         if soft:
             if penalty is not None or guide is not None or confidence != "drawn" or num_top > 1:
@@ -486,19 +495,24 @@ class WindowOutput(struct.PyTreeNode):
 
         stats = jax.tree.map(as_cells, stats)
         if self.seen is not None:
-            best, ids = read_classes(
+            classes = read_classes(
                 self.forward.unembed,
                 rows,
-                self.seen.grammar,
-                self.seen.bound,
+                self.seen,
+                sampling,
+                keys,
                 forbidden=forbidden,
                 penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+                confidence=confidence,
                 guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
             )
-            maxima = _widened(best, first, K * S), _widened(ids, first, K * S)
+            classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
-            planned = constraint.plan(self.seen, *maxima, wanted)
-            token, score = planned.token.reshape(B, K, S), planned.score.reshape(B, K, S)
+            draw = None
+            if keys is not None:
+                draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
+            planned = constraint.plan(self.seen, classes, wanted, draw)
+            token, score = planned.token.reshape(B, K, S), planned.confidence.reshape(B, K, S)
             stats = _with_plan(stats, token, score, self.seen.bound[:, None, None])
         return stats.replace(
             token=jnp.where(where, stats.token, 0),

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
 from dllm_jax.models.head import Head
-from dllm_jax.strategies.core.constraint import NO_CLASS, Grammar
+from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, View
 from dllm_jax.strategies.core.protocol import TokenStats
 from dllm_jax.strategies.core.sampling import Shard, normaliser, settled, token_stats
 from dllm_jax.strategies.core.state import Sampling
@@ -166,29 +166,31 @@ def _ids(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
 def read_classes(
     unembed: Callable[[Array], Array],
     hidden: Float[Array, "R D"],
-    grammar: Grammar,
-    bound: Bool[Array, " B"],
+    view: View,
+    sampling: Sampling,
+    keys: PRNGKeyArray | None,
     *,
     forbidden: Callable[[Any], Any],
     penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
     guide: tuple[Float[Array, "R D"], float] | None = None,
-) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
-    """The log probability of the likeliest token of each class, and the token; ties to the lowest.
+) -> ClassStats:
+    """What each row says of the classes of its slot's grammar; ties to the lowest id.
 
     Args:
         hidden: Rows of slot after slot.
-        bound: Slots with a grammar; of the others nothing is read.
-        penalty, guide: As of `read_stats`.
+        view: Slots without a grammar are not read.
+        sampling, keys, penalty, confidence, guide: As of `read_stats`; no top-k, no nucleus.
     """
-    B, C = grammar.lowest.shape
+    B, C = view.grammar.lowest.shape
     away, scale = (None, 0.0) if guide is None else guide
     T = len(hidden) // B
 
     def of_slot(leaf: Array) -> Array:
         return leaf.reshape(B, T, *leaf.shape[1:])
 
-    def one(rows: tuple[Any, ...]) -> tuple[Array, Array]:
-        hidden, away, penalty, grammar, _ = rows
+    def one(rows: tuple[Any, ...]) -> ClassStats:
+        (hidden, away, penalty, keys), grammar, temperature, _ = rows
         logits = unembed(hidden)
         if away is not None:
             others = unembed(away)
@@ -197,29 +199,69 @@ def read_classes(
         if penalty is not None:
             hit = ids[None] == penalty[0][:, None]
             logits = logits - jnp.where(hit, penalty[1][:, None], 0.0)
-        allowed = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
-        logp = logits - jax.nn.logsumexp(allowed, axis=-1, keepdims=True)
-        narrow = jnp.where((grammar.narrow_class == NO_CLASS)[None], -jnp.inf, logp[:, grammar.narrow])
-        best = jnp.full((T, C), -jnp.inf).at[:, grammar.narrow_class].max(narrow)
-        hit = (narrow == best[:, grammar.narrow_class]) & jnp.isfinite(narrow)
-        chosen = jnp.where(hit, grammar.narrow[None], len(ids))
-        token = jnp.full((T, C), len(ids)).at[:, grammar.narrow_class].min(chosen)
+        logits = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
+        raw = jax.nn.log_softmax(logits, axis=-1)
 
-        def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            number = grammar.wide[i]
-            own = jnp.where((grammar.class_of == number)[None], logp, -jnp.inf)
-            top = jnp.argmax(own, axis=1).astype(jnp.int32)
-            value = jnp.take_along_axis(own, top[:, None], axis=1)[:, 0]
-            return found[0].at[:, number].set(value), found[1].at[:, number].set(top)
+        def likeliest() -> ClassStats:
+            best, token = _class_maxima(grammar, raw)
+            return ClassStats(token, best, best, best)
 
-        count = jnp.sum(grammar.wide != NO_CLASS)
-        return jax.lax.fori_loop(0, count, wide, (best, token))
+        def drawn() -> ClassStats:
+            law = jax.nn.log_softmax(logits / temperature, axis=-1)
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, ids.shape, jnp.float32))(keys)
+            rank, token = _class_maxima(grammar, law + noise)
+            judged = raw if confidence == "raw" else law
+            own = jnp.take_along_axis(judged, jnp.minimum(token, len(ids) - 1), axis=1)
+            return ClassStats(token, rank, _class_masses(grammar, law), own)
 
-    def none(_: Any) -> tuple[Array, Array]:
-        return jnp.zeros((T, C)), jnp.zeros((T, C), jnp.int32)
+        return likeliest() if keys is None else jax.lax.cond(temperature > 0, drawn, likeliest)
+
+    def none(_: Any) -> ClassStats:
+        nothing = jnp.zeros((T, C))
+        return ClassStats(jnp.zeros((T, C), jnp.int32), nothing, nothing, nothing)
 
     rows = jax.tree.map(of_slot, (hidden, away, penalty))
-    return jax.lax.map(lambda rows: jax.lax.cond(rows[-1], one, none, rows), (*rows, grammar, bound))
+    rows = *rows, None if keys is None else keys.reshape(B, T)
+    given = rows, view.grammar, sampling.temperature, view.bound
+    return jax.lax.map(lambda rows: jax.lax.cond(rows[-1], one, none, rows), given)
+
+
+def _class_maxima(
+    grammar: Grammar, score: Float[Array, "T V"]
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
+    """The best score of each class of one slot, and its id."""
+    T, V = score.shape
+    C = len(grammar.lowest)
+    of = grammar.narrow_class
+    own = jnp.where((of == NO_CLASS)[None], -jnp.inf, score[:, grammar.narrow])
+    best = jnp.full((T, C), -jnp.inf).at[:, of].max(own)
+    is_best = (own == best[:, of]) & (of != NO_CLASS)[None]
+    token = jnp.full((T, C), V).at[:, of].min(jnp.where(is_best, grammar.narrow[None], V))
+
+    def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        number = grammar.wide[i]
+        own = jnp.where((grammar.class_of == number)[None], score, -jnp.inf)
+        top = jnp.argmax(own, axis=1).astype(jnp.int32)
+        value = jnp.take_along_axis(own, top[:, None], axis=1)[:, 0]
+        return found[0].at[:, number].set(value), found[1].at[:, number].set(top)
+
+    return jax.lax.fori_loop(0, jnp.sum(grammar.wide != NO_CLASS), wide, (best, token))
+
+
+def _class_masses(grammar: Grammar, law: Float[Array, "T V"]) -> Float[Array, "T C"]:
+    """The log probability of each class of one slot."""
+    C = len(grammar.lowest)
+    of = grammar.narrow_class
+    prob = jnp.exp(law)
+    own = jnp.where((of == NO_CLASS)[None], 0.0, prob[:, grammar.narrow])
+    mass = jnp.zeros((len(law), C)).at[:, of].add(own)
+
+    def wide(i: Array, mass: Array) -> Array:
+        number = grammar.wide[i]
+        own = jnp.where((grammar.class_of == number)[None], prob, 0.0)
+        return mass.at[:, number].set(jnp.sum(own, axis=1))
+
+    return jnp.log(jax.lax.fori_loop(0, jnp.sum(grammar.wide != NO_CLASS), wide, mass))
 
 
 def _by_row(which: Array, a: Array, b: Array) -> Array:

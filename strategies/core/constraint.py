@@ -13,7 +13,7 @@ are ours.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from . import blocks
 from .state import DecodeState
@@ -108,47 +108,98 @@ def view(state: DecodeState) -> View | None:
     return View(constraint.grammar, constraint.at, constraint.bound, kind, known, room)
 
 
+class ClassStats(struct.PyTreeNode):
+    """What a readout says of the classes of each cell, without anything over the vocabulary.
+
+    Attributes:
+        token: The token that each class would take: its likeliest, or one drawn.
+        rank: What it is chosen by among the classes of an edge.
+        mass: Log probability of the class: of its likeliest token, or of all where one is drawn.
+        confidence: The token's log probability.
+    """
+
+    token: Int[Array, "B W C"]
+    rank: Float[Array, "B W C"]
+    mass: Float[Array, "B W C"]
+    confidence: Float[Array, "B W C"]
+
+
+class Draw(struct.PyTreeNode):
+    """How paths are drawn: slots that draw, and a key a cell."""
+
+    tempered: Bool[Array, " B"]
+    keys: PRNGKeyArray
+
+
 def _chain(
-    grammar: Grammar, at: Array, room: Array, kind: Array, known: Array, score: Array
+    grammar: Grammar,
+    at: Array,
+    room: Array,
+    kind: Array,
+    known: Array,
+    score: Array,
+    draw: Draw | None = None,
 ) -> tuple[Int[Array, " W1"], Float[Array, ""]]:
-    """The best path of one slot [W + 1] and its score.
+    """The best path of one slot [W + 1], or one drawn, and the score of the best or of all.
 
     Args:
-        grammar: Of one slot, without the leading axis.
+        grammar: Of one slot, without the leading axis; so is `draw`.
         score: By cell and label.
     """
     last = jnp.where(grammar.distance <= room, 0.0, NEVER)
 
+    def keeps(kind: Array, held: Array, free: Array) -> Array:
+        return (kind == KNOWN) | ((kind == WRITTEN) & (held >= free))
+
     def back(beta: Array, cell: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         kind, known, score = cell
         through = score[grammar.label] + beta[grammar.target]
-        edge = jnp.argmax(through, axis=1)[:, None]
-        free = jnp.take_along_axis(through, edge, axis=1)[:, 0]
-        onto = jnp.take_along_axis(grammar.target, edge, axis=1)[:, 0].astype(jnp.int32)
-        kept = jax.lax.dynamic_index_in_dim(grammar.delta, known, 1, keepdims=False)
-        kept = kept.astype(jnp.int32)
-        held = beta[kept]
-        keeps = (kind == KNOWN) | ((kind == WRITTEN) & (held >= free))
-        here = jnp.arange(len(beta), dtype=jnp.int32)
-        value = jnp.where(kind == SKIP, beta, jnp.where(keeps, held, free))
-        onto = jnp.where(kind == SKIP, here, jnp.where(keeps, kept, onto))
-        return jnp.maximum(value, NEVER), onto
+        free = jnp.max(through, axis=1)
+        if draw is not None:
+            total = free + jnp.log(jnp.sum(jnp.exp(through - free[:, None]), axis=1))
+            free = jnp.where(draw.tempered, total, free)
+        held = beta[jax.lax.dynamic_index_in_dim(grammar.delta, known, 1, keepdims=False)]
+        value = jnp.where(keeps(kind, held, free), held, free)
+        value = jnp.maximum(jnp.where(kind == SKIP, beta, value), NEVER)
+        return value, beta
 
-    first, onto = jax.lax.scan(back, last, (kind, known, score), reverse=True)
+    first, behind = jax.lax.scan(back, last, (kind, known, score), reverse=True)
 
-    def walk(at: Array, onto: Array) -> tuple[Array, Array]:
-        return onto[at], onto[at]
+    def walk(at: Array, cell: tuple[Array, ...]) -> tuple[Array, Array]:
+        kind, known, score, beta, noise = cell
+        target = grammar.target[at].astype(jnp.int32)
+        through = score[grammar.label[at]] + beta[target]
+        kept = grammar.delta[at, known].astype(jnp.int32)
+        keep = keeps(kind, beta[kept], jnp.max(through))
+        onto = jnp.where(keep, kept, target[jnp.argmax(through + noise)])
+        onto = jnp.where(kind == SKIP, at, onto)
+        return onto, onto
 
-    path = jax.lax.scan(walk, at, onto)[1]
+    noise = jnp.zeros((len(kind), grammar.target.shape[1]))
+    if draw is not None:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(draw.keys, _PATH_STREAM)
+        drawn = jax.vmap(lambda key: jax.random.gumbel(key, noise.shape[1:]))(keys)
+        noise = jnp.where(draw.tempered, drawn, noise)
+    path = jax.lax.scan(walk, at, (kind, known, score, behind, noise))[1]
     return jnp.concatenate([at[None], path]), first[at]
 
 
-def _label_scores(grammar: Grammar, best: Float[Array, "W C"]) -> Float[Array, "W L"]:
-    """The best class of each label of one slot."""
-    scores = jnp.full((len(best), grammar.num_labels), NEVER)
-    pairs = jnp.where((grammar.pair_label == NO_LABEL)[None], NEVER, best[:, grammar.pair_class])
-    scores = scores.at[:, grammar.pair_label].max(pairs)
-    return scores.at[:, NO_LABEL].set(NEVER).at[:, FREE].set(0.0)
+_PATH_STREAM = 0x9A7  # of paths; tokens are drawn with the cell's key itself
+
+
+def _label_scores(
+    grammar: Grammar, mass: Float[Array, "W C"], draw: Draw | None
+) -> Float[Array, "W L"]:
+    """The best class of each label of one slot, or all its classes together."""
+    nothing = jnp.full((len(mass), grammar.num_labels), NEVER)
+    pairs = mass[:, grammar.pair_class]
+    pairs = jnp.where((grammar.pair_label == NO_LABEL)[None], NEVER, pairs)
+    best = nothing.at[:, grammar.pair_label].max(pairs)
+    if draw is not None:
+        shares = jnp.exp(pairs - best[:, grammar.pair_label])
+        total = best + jnp.log(jnp.zeros_like(nothing).at[:, grammar.pair_label].add(shares))
+        best = jnp.where(draw.tempered & (best > NEVER), total, best)
+    return best.at[:, NO_LABEL].set(NEVER).at[:, FREE].set(0.0)
 
 
 class Plan(struct.PyTreeNode):
@@ -156,41 +207,49 @@ class Plan(struct.PyTreeNode):
 
     Attributes:
         path: States before each cell and behind the last.
-        value: Score of the path; NEVER: there is none.
-        token: The most probable token of each cell's edge, -1 where any will do.
-        score: Its log probability.
+        value: Score of the best path, or of all where one is drawn; NEVER: there is none.
+        token: The token of each cell's edge, -1 where any will do.
+        confidence: Its log probability.
     """
 
     path: Int[Array, "B W1"]
     value: Float[Array, " B"]
     token: Int[Array, "B W"]
-    score: Float[Array, "B W"]
+    confidence: Float[Array, "B W"]
 
 
 def plan(
-    view: View, best: Float[Array, "B W C"], ids: Int[Array, "B W C"], read: Bool[Array, "B W"]
+    view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | None = None
 ) -> Plan:
-    """The most probable path through the windows.
+    """The most probable path through the windows, or one drawn by the product of the cells' laws.
 
     Args:
-        best, ids: Log probability of the likeliest token of each class, and the token.
         read: Cells that were read out; the others take any token that fits.
+        draw: None: no slot draws.
     """
 
-    def one(view: View, best: Array, ids: Array, read: Array) -> Plan:
+    def one(view: View, stats: ClassStats, read: Array, draw: Draw | None) -> Plan:
         grammar = view.grammar
-        logp = jnp.where(read[:, None], jnp.maximum(jnp.nan_to_num(best, nan=FLOOR), FLOOR), 0.0)
-        scores = _label_scores(grammar, logp)
-        path, value = _chain(grammar, view.at, view.room, view.kind, view.known, scores)
+        mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
+        scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
+        chained = view.at, view.room, view.kind, view.known, scores, draw
+        path, value = _chain(grammar, *chained)
         fits = _classes_along(grammar, path)
-        value_of = jnp.where(fits, logp, NEVER)
-        top = jnp.max(value_of, axis=1, keepdims=True)
-        token = jnp.min(jnp.where(fits & (value_of == top), ids, _NO_ID), axis=1)
-        score = jnp.max(jnp.where(fits & (ids == token[:, None]), best, -jnp.inf), axis=1)
+        rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
+        top = jnp.max(rank, axis=1, keepdims=True)
+        token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
+        chosen = fits & (stats.token == token[:, None])
+        confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
         anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
-        return Plan(path, value, jnp.where(anything, -1, token), score)
+        return Plan(path, value, jnp.where(anything, -1, token), confidence)
 
-    return jax.vmap(one)(view, best, ids, read)
+    def best() -> Plan:
+        return jax.vmap(lambda *slot: one(*slot, None))(view, stats, read)
+
+    if draw is None:
+        return best()
+    draws = jnp.any(draw.tempered & view.bound)
+    return jax.lax.cond(draws, lambda: jax.vmap(one)(view, stats, read, draw), best)
 
 
 _NO_ID = jnp.iinfo(jnp.int32).max

@@ -56,7 +56,9 @@ def _planned(cases):
         jnp.asarray([case[2] for case in cases], jnp.int32),
     )
     read = jnp.ones(view.kind.shape, bool)
-    return jax.tree.map(np.asarray, PLAN(view, jnp.asarray(best), jnp.asarray(ids), read))
+    best = jnp.asarray(best)
+    stats = constraint.ClassStats(jnp.asarray(ids), best, best, best)
+    return jax.tree.map(np.asarray, PLAN(view, stats, read))
 
 
 @pytest.mark.parametrize("seed", range(4))
