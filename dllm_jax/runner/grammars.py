@@ -4,6 +4,7 @@ All grammars of a bucket have one shape, so that another one compiles nothing.
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import jax
@@ -197,6 +198,12 @@ def padded(given: Ready, to: Sizes) -> Grammar:
         leaves[name] = np.zeros(shape, dtype)
         leaves[name][tuple(map(slice, own.shape))] = own
     return Grammar(**leaves, num_labels=to.labels)
+
+
+def num_bytes(given: Ready) -> int:
+    """Bytes of a grammar on the device, in the first bucket that holds it."""
+    shapes = _shapes(bucket_of(given, None), len(given.class_of)).values()
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
 
 
 def empty(num_slots: int, of: Sizes, num_ids: int) -> Constraint:
