@@ -116,9 +116,7 @@ class Constraints:
         """Refuse what constraints do not go with."""
         strategy, needs = self._strategy, self._strategy.needs
         if needs.aux or needs.conditions:
-            raise _unsupported(
-                f"{strategy.name} is not held to constraints; use another strategy"
-            )
+            raise _unsupported(f"{strategy.name} is not held to constraints; use another strategy")
         if self._model.split is not None:
             raise _unsupported(
                 "constraints are held on one device, and this model is shared by "

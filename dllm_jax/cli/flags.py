@@ -212,7 +212,9 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
         "--regex", metavar="PATTERN", help="a match of this pattern as a whole (default: anything)"
     )
     group.add_argument(
-        "--choice", metavar="A,B", help="one of these texts, separated by commas (default: anything)"
+        "--choice",
+        metavar="A,B",
+        help="one of these texts, separated by commas (default: anything)",
     )
     group.add_argument(
         "--json-schema",

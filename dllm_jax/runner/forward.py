@@ -494,6 +494,7 @@ class WindowOutput(struct.PyTreeNode):
             return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
 
         stats = jax.tree.map(as_cells, stats)
+        expected = stats.soft
         if self.seen is not None:
             classes = read_classes(
                 self.forward.unembed,
@@ -509,7 +510,7 @@ class WindowOutput(struct.PyTreeNode):
             classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
             draw = None
-            if keys is not None:
+            if cell_keys is not None:
                 draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
             planned = constraint.plan(self.seen, classes, wanted, draw)
             token, score = planned.token.reshape(B, K, S), planned.confidence.reshape(B, K, S)
@@ -518,7 +519,7 @@ class WindowOutput(struct.PyTreeNode):
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),
             entropy=jnp.where(where, stats.entropy, jnp.inf),
-            soft=jnp.where(where[..., None], stats.soft, 0.0) if soft else None,
+            soft=None if expected is None else jnp.where(where[..., None], expected, 0.0),
         )
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:

@@ -17,21 +17,32 @@ WIDE = 256  # a class with more ids is read by masked maxima
 
 
 class Automaton(Protocol):
-    """A closed automaton over classes of tokens; state 0 is dead and class 0 never taken.
+    """A closed automaton over classes of tokens; state 0 is dead and class 0 never taken."""
 
-    Attributes:
-        class_of: Class of each id.
-        delta: Next state by state and class.
-        start: First state.
-        end: The state behind a stop id, which every class leads back to.
-        distance: Fewest tokens from a state to one in which the text may end.
-    """
+    @property
+    def class_of(self) -> np.ndarray:
+        """Class of each id."""
+        ...
 
-    class_of: np.ndarray
-    delta: np.ndarray
-    start: int
-    end: int
-    distance: np.ndarray
+    @property
+    def delta(self) -> np.ndarray:
+        """Next state by state and class."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """First state."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The state behind a stop id, which every class leads back to."""
+        ...
+
+    @property
+    def distance(self) -> np.ndarray:
+        """Fewest tokens from a state to one in which the text may end."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -91,9 +102,10 @@ def ready(automaton: Automaton, num_ids: int) -> Ready:
     for field in dataclasses.fields(Sizes):
         has, fits = getattr(wanted, field.name), getattr(most, field.name)
         if has > fits:
+            what = _WORDS.get(field.name, field.name)
             raise ValueError(
-                f"the constraint's automaton has {has} {_WORDS.get(field.name, field.name)}, and at "
-                f"most {fits} fit the device; make it simpler, or shorten its repetitions"
+                f"the constraint's automaton has {has} {what}, and at most {fits} fit the device; "
+                "make it simpler, or shorten its repetitions"
             )
     return Ready(
         class_of,
@@ -155,7 +167,7 @@ def arrays(
         "narrow": narrow,
         "narrow_class": class_of[narrow],
         "lowest": lowest,
-        "end": np.int32(end),
+        "end": np.asarray(end, np.int32),
     }
 
 
@@ -224,7 +236,9 @@ def bucket_of(given: Ready, now: Sizes | None) -> Sizes:
 
 def grown(now: Constraint, to: Sizes) -> Constraint:
     """The grammars of all slots, filled up to a larger bucket."""
-    wanted = {name: shape for name, (shape, _) in _shapes(to, now.grammar.class_of.shape[1]).items()}
+    wanted = {
+        name: shape for name, (shape, _) in _shapes(to, now.grammar.class_of.shape[1]).items()
+    }
 
     def fill(name: str) -> jax.Array:
         leaf = getattr(now.grammar, name)

@@ -435,11 +435,10 @@ def constraint(body: Sampling) -> dict[str, Any] | None:
         return {"json": _schema_of(form)}
     if outputs is None:
         return None
-    given = {
-        name: getattr(outputs, name)
-        for name in outputs.__struct_fields__
-        if getattr(outputs, name) not in (None, False) or name == "json" and outputs.json is False
-    }
+    said = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
+    if said["json_object"] is False:
+        del said["json_object"]
+    given = {name: value for name, value in said.items() if value is not None}
     if len(given) != 1:
         raise Refusal(
             f"structured_outputs has {len(given)} of regex, choice, json and json_object; give one",
@@ -460,7 +459,7 @@ def _schema_of(form: ResponseFormat) -> Any:
         return _ANY_OBJECT
     if form.json_schema is None or form.json_schema.schema is None:
         raise Refusal(
-            'response_format of type "json_schema" has no json_schema.schema; give the schema there',
+            'response_format of type "json_schema" has no json_schema.schema; give it there',
             param="response_format.json_schema.schema",
         )
     return form.json_schema.schema

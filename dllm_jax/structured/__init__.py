@@ -10,7 +10,15 @@ from .automaton import TokenAutomaton, closed
 from .regex import byte_automaton, literal
 from .tokens import token_bytes
 
-__all__ = ["Choice", "Constraint", "JsonSchema", "Regex", "TokenAutomaton", "compile", "from_fields"]
+__all__ = [
+    "Choice",
+    "Constraint",
+    "JsonSchema",
+    "Regex",
+    "TokenAutomaton",
+    "compile",
+    "from_fields",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Constraint:
 
 @dataclasses.dataclass(frozen=True)
 class Regex(Constraint):
-    """A text that a regular expression matches as a whole; classes as `\\d` are of ASCII."""
+    r"""A text that a regular expression matches as a whole; classes as `\d` are of ASCII."""
 
     regex: str
 

@@ -2,8 +2,8 @@
 
 import re
 import time
-from re import _constants as _c
-from re import _parser
+from re import _constants as _c  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import numpy as np
@@ -58,9 +58,9 @@ class _Nfa:
         for low, high in ranges:
             for sequence in _utf8(low, high):
                 here = start
-                for place, (first, last) in enumerate(sequence):
+                for place, pair in enumerate(sequence):
                     onto = end if place == len(sequence) - 1 else self.state()
-                    self.edges[here].append((first, last, onto))
+                    self.edges[here].append((*pair, onto))
                     here = onto
         return end
 
@@ -188,8 +188,8 @@ def byte_automaton(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     for edges in nfa.edges:
         own: dict[int, list[int]] = {}
         for low, high, onto in edges:
-            for number, first in enumerate(lows):
-                if low <= first <= high:
+            for number, lowest in enumerate(lows):
+                if low <= lowest <= high:
                     own.setdefault(number, []).append(onto)
         by_class.append(own)
 
@@ -207,12 +207,12 @@ def byte_automaton(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     while todo:
         states = todo.pop()
         nfa.check(len(numbers))
-        onto: dict[int, set[int]] = {}
+        found: dict[int, set[int]] = {}
         for state in states:
             for number, targets in by_class[state].items():
-                onto.setdefault(number, set()).update(targets)
+                found.setdefault(number, set()).update(targets)
         row = {}
-        for number, targets in onto.items():
+        for number, targets in found.items():
             key = closure(targets)
             if key not in numbers:
                 numbers[key] = len(numbers)

@@ -1,14 +1,16 @@
-"""A grammar over the window: the most probable path that can still end, and what was written off it.
+"""A grammar over the window: the best path that can still end, and what was written off it.
 
-A grammar is an automaton over classes of tokens, as arrays. State 0 is dead, and so is what fills an
-array up to its bucket; class 0 is never taken. `plan` finds, of all paths of states that keep every
-filled cell and from which the text can end in the room left, the most probable one. Cells take
-tokens of its edges. Any of them may be written: what the others hold is a witness that the text can
-go on. `conform` is the engine's half: it puts right what a strategy wrote beside the path.
+A grammar is an automaton over classes of tokens, as arrays. State 0 is dead, and so is what fills
+an array up to its bucket; class 0 is never taken. `plan` finds, of all paths of states that keep
+every filled cell and from which the text can end in the room left, the most probable one. Cells
+take tokens of its edges, and any of them may be written: the path shows that the text can go on.
+`conform` is the engine's half: it puts right what a strategy wrote beside every such path.
 
 Source: DINGO (arXiv 2505.23061) for the chain over states; the room, the tail and the engine's half
 are ours.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,9 +220,7 @@ class Plan(struct.PyTreeNode):
     confidence: Float[Array, "B W"]
 
 
-def plan(
-    view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | None = None
-) -> Plan:
+def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | None = None) -> Plan:
     """The most probable path through the windows, or one drawn by the product of the cells' laws.
 
     Args:
@@ -228,7 +228,7 @@ def plan(
         draw: None: no slot draws.
     """
 
-    def one(view: View, stats: ClassStats, read: Array, draw: Draw | None) -> Plan:
+    def one(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
         grammar = view.grammar
         mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
         scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
@@ -244,7 +244,7 @@ def plan(
         return Plan(path, value, jnp.where(anything, -1, token), confidence)
 
     def best() -> Plan:
-        return jax.vmap(lambda *slot: one(*slot, None))(view, stats, read)
+        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read)
 
     if draw is None:
         return best()

@@ -186,8 +186,8 @@ def advance(
     # A broken row stays as it was before this step.
     broken = running & is_broken(stepped)
     taken = running & ~broken
-    path = None
-    if state.constraint is not None:
+    held, path = state.constraint, None
+    if held is not None:
         stepped, path = constraint.conform(state, stepped)
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
@@ -199,10 +199,10 @@ def advance(
     selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
     ended = jnp.where(broken, ERROR, selected.finish)
     selected = selected.replace(output=advanced.output, finish=ended)
-    if path is not None:  # what commits is on the path
+    if held is not None and path is not None:  # what commits is on the path
         at = jnp.take_along_axis(path, info.commit_len[:, None], axis=1)[:, 0]
-        at = jnp.where(taken, at, state.constraint.at)
-        selected = selected.replace(constraint=state.constraint.replace(at=at))
+        at = jnp.where(taken, at, held.at)
+        selected = selected.replace(constraint=held.replace(at=at))
     return selected, info
 
 

@@ -181,6 +181,4 @@ def select_rows(take: Bool[Array, " B"], new: DecodeState, old: DecodeState) -> 
         return jnp.where(take.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
     picked = jax.tree.map(pick, slot_part(new), slot_part(old))
-    return picked.replace(
-        pools=new.pools, page_table=new.page_table, constraint=new.constraint
-    )
+    return picked.replace(pools=new.pools, page_table=new.page_table, constraint=new.constraint)

@@ -16,7 +16,11 @@ from tests.structured.toys import random_toy
 
 STOP = 5
 # Speculation and canvases are refused by name.
-CASES = [name for name in NAMES if not name.startswith(("dflash", "speculate", "canvas", "diffusion_gemma"))]
+CASES = [
+    name
+    for name in NAMES
+    if not name.startswith(("dflash", "speculate", "canvas", "diffusion_gemma"))
+]
 ROOM = 9
 
 

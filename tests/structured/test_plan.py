@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.structured.toys import best_text, random_toy
 
 from dllm_jax.runner import grammars
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import HOLE, KNOWN, NEVER, SKIP, View
+from tests.structured.toys import best_text, random_toy
 
 SIZES = grammars.Sizes(8, 6, 40, 8, 60, 4, 16)
 PLAN = jax.jit(constraint.plan)
