@@ -145,7 +145,7 @@ def _of_class(items: Any) -> _Ranges:
 
 def _utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
     """Sequences of byte ranges that spell a range of characters."""
-    for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
+    for last in (0x7F, 0x7FF, 0xFFFF):
         if low <= last < high:
             return _utf8(low, last) + _utf8(last + 1, high)
     if low <= _SURROGATES[1] and high >= _SURROGATES[0]:
