@@ -100,6 +100,12 @@ class Constraints:
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
         except ValueError as error:
             raise Refused(str(error), "constraint") from error
+        except (RecursionError, MemoryError, OverflowError) as error:
+            raise Refused(
+                f"the constraint is too deep or too large to compile ({type(error).__name__}); "
+                "make it simpler",
+                "constraint",
+            ) from error
         found = grammar, time.perf_counter() - began
         with self._lock:
             self._kept[key] = found

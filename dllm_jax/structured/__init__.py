@@ -8,6 +8,7 @@ import numpy as np
 
 from .automaton import TokenAutomaton, closed
 from .regex import byte_automaton, literal
+from .schema import schema_pattern
 from .tokens import token_bytes
 
 __all__ = [
@@ -62,14 +63,14 @@ class Choice(Constraint):
 
 @dataclasses.dataclass(frozen=True)
 class JsonSchema(Constraint):
-    """JSON of a schema."""
+    """JSON text of a schema, with any white space between its parts."""
 
-    schema: Any = dataclasses.field(hash=False, default=None)
+    schema: Any = dataclasses.field(hash=False)
 
     @property
     def pattern(self) -> str:
-        """Not yet."""
-        raise ValueError("JSON schemas are not compiled yet; use Regex or Choice")
+        """The instances as an expression."""
+        return schema_pattern(self.schema)
 
 
 def from_fields(fields: Mapping[str, Any]) -> Constraint:

@@ -14,7 +14,14 @@ SENTENCE = Regex(r"(Ann|Tom) has \d{1,3} (pens|books)\.")
 ANSWER = Regex(r'\{"answer": [1-9]\d{0,3}, "unit": "[a-z]{3,8}"\}')
 UNICODE = Regex(r"[äöü€]{2}[^a-z]?")
 ANYTHING = Regex(r"(.|\n)*")
-EVERY = (PHONE, SENTENCE, ANSWER, UNICODE, Choice(["yes", "no", "maybe so"]))
+PERSON = JsonSchema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+)
+EVERY = (PHONE, SENTENCE, ANSWER, UNICODE, PERSON, Choice(["yes", "no", "maybe so"]))
 
 
 def _chats(count):
