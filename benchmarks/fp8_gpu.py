@@ -9,15 +9,21 @@ is killed if it hangs. If a kernel is wrong, the parts behind it run XLA's form 
 `products`: the matrices of SDAR-8B at 32 and 128 rows, streamed from
 memory (more bytes than the cache holds): the product alone on rows that are in 8 bits already, with
 the rounding of bfloat16 rows in front, in Mosaic's form and in XLA's, and the bfloat16 product that
-a layer takes by default; the norm with and without its rounding. `steps`: the compiled decode step
-of an engine in a bare loop, SDAR-8B and -1.7B, weights in 8 bits and in bfloat16, beside the floor.
-`tilings`: other tiles of the Mosaic form. Programs are compiled by several threads before the first
-is timed. No part begins, and no program is compiled, after `--within` seconds. `--dry` runs all of
-it small on a CPU, kernels interpreted.
+a layer takes by default; the norm with and without its rounding. `layers`: layers without their
+attention in a loop on the device, at 32 and 128 rows, and by the profiler what a layer launches.
+`steps`: the compiled decode step of an engine in a bare loop, SDAR-8B and -1.7B, weights in 8 bits
+and in bfloat16, beside the floor. `--forms former,fp8,bfloat16` times in `layers` and `steps` also
+the form in 8 bits of 87e2c1a: rows rounded by XLA, their scales padded in a launch of their own.
+`profiles`: what a layer of the step launches. `tilings`: other tiles of the Mosaic form.
+Programs are compiled by several threads before the first is timed. No part begins, and no program
+is compiled, after `--within` seconds. `--dry` runs all of it small on a CPU, kernels interpreted.
 """
 
 import argparse
+import collections
+import contextlib
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -33,21 +39,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.bench import measure, roofline
+from dllm_jax.bench import measure, profile, roofline
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.step import Shape, _bucket, _engine, context_len, step_strategy, text_len
 from dllm_jax.kernels.layer import (
     Fp8Matrix,
+    Fp8Rows,
+    LayerOps,
     add_rms_norm,
     api,
     fp8,
     gated_matmul,
     mosaic,
     qkv_matmul,
+    rotate_qkv,
     split_matmul,
 )
 from dllm_jax.models import dense
-from dllm_jax.models.layers import gate_up_shape
+from dllm_jax.models.layers import gate_up_shape, rope_tables, swiglu
 from dllm_jax.models.quantization import quantized
 from dllm_jax.runner.timing import RATES
 
@@ -67,6 +76,8 @@ WIDTHS = {"8B": (4096, 12288, 8, 6, 128), "1.7B": (2048, 6144, 8, 4, 128)}  # D 
 # Of a value plus one. The tensor cores keep 14 bits of a sum of numbers in 8 bits.
 LOOSEST = 0.05
 CHECK_S = 90.0
+FORMS = ("former", "fp8", "bfloat16")
+LAYERS, LOOPS = 12, 4  # of a program that is nothing but layers
 
 
 class Run:
@@ -195,6 +206,12 @@ def check(run, widths, counts, form):
             inputs[key] = (x, y, scale)
             norm = functools.partial(add_rms_norm, eps=EPS, is_quantized=True, implementation=how)
             programs[key] = (norm, inputs[key])
+        for width in (D, F):
+            for how in {form, "xla"}:
+                key = (f"{model} {width}", "rounding", most, how)
+                inputs[key] = (drawn(22, most, width),)
+                round_rows = functools.partial(api.quantize_rows, implementation=how)
+                programs[key] = (round_rows, inputs[key])
     normed = {}
     for key, program in compiled(run, programs).items():
 
@@ -202,7 +219,10 @@ def check(run, widths, counts, form):
             model, name, rows, how = key
             out = program(*inputs[key])
             if name == "norm":
-                normed[model, how] = jax.tree.map(np.asarray, out[1])
+                normed[model, name, how] = jax.tree.map(np.asarray, out[1])
+                return
+            if name == "rounding":
+                normed[model, name, how] = jax.tree.map(np.asarray, out)
                 return
             want = wants[model, name][:rows]
             got = np.asarray(out).astype(np.float64).reshape(-1, *want.shape).sum(axis=0)
@@ -211,14 +231,15 @@ def check(run, widths, counts, form):
             run.keep(part="check", **row, is_right=off < LOOSEST)
 
         run.attempt(f"check {key}", one)
-    for model in widths:
-        pair = [normed[model, how] for how in (form, "xla") if (model, how) in normed]
+    for model, name in dict.fromkeys(key[:2] for key in normed):
+        keys = [(model, name, how) for how in (form, "xla")]
+        pair = [normed[key] for key in keys if key in normed]
         if len(pair) == 2:
             values = float(np.mean(pair[0].values.view(np.uint8) == pair[1].values.view(np.uint8)))
             scales = apart(pair[0].scales, pair[1].scales.astype(np.float64))
             told = {"same_values": values, "scales_apart": scales}
             is_right = values > 0.98 and scales < 1e-2
-            run.keep(part="check", model=model, what="norm", **told, is_right=is_right)
+            run.keep(part="check", model=model, what=name, **told, is_right=is_right)
 
 
 def checked(run, arguments):
@@ -246,7 +267,35 @@ def leave_mosaic():
     """Products with matrices in 8 bits, and the rounding in front of them, in XLA's form."""
     norm = dense.add_rms_norm
     api._unsupported_fp8 = lambda *_: "failed its check"
+    api.quantize_rows = fp8.quantize_rows
     dense.add_rms_norm = lambda *rows, is_quantized=False, **how: norm(*rows, **how)
+
+
+@contextlib.contextmanager
+def form_of(how):
+    """What is traced meanwhile has this form."""
+    held = api.quantize_rows, mosaic.split_matmul, mosaic.gated_matmul
+
+    def padded(call):
+        def run(x, w, **options):
+            if isinstance(x, Fp8Rows):
+                scales = x.scales.reshape(-1)
+                x = Fp8Rows(x.values, jnp.pad(scales, (0, -len(scales) % 64)))
+            return call(x, w, **options)
+
+        return run
+
+    if how == "former":
+        api.quantize_rows = fp8.quantize_rows
+        mosaic.split_matmul, mosaic.gated_matmul = map(padded, held[1:])
+    try:
+        yield
+    finally:
+        api.quantize_rows, mosaic.split_matmul, mosaic.gated_matmul = held
+
+
+def weights_of(how):
+    return "bfloat16" if how == "bfloat16" else "fp8"
 
 
 # --- products -----------------------------------------------------------------------------------
@@ -384,6 +433,93 @@ def candidates(rows, shape, is_gated):
                     yield mosaic.Tiling(columns=columns, depth=depth, stages=stages, splits=splits)
 
 
+# --- layers -------------------------------------------------------------------------------------
+
+
+def layers_in_a_loop(cfg, ops, x, layers, cos, sin):
+    """A model's layers again and again, queries in the place of what attention gives."""
+
+    def normed(x, y, scale, reader):
+        return add_rms_norm(x, y, scale, EPS, is_quantized=isinstance(reader, Fp8Matrix))
+
+    def body(_, carry):
+        x, rows = carry
+        for layer, after in zip(layers, (*layers[1:], layers[0]), strict=True):
+            qkv = qkv_matmul(rows, layer["wqkv"], dtype=x.dtype)
+            norms = layer.get("q_norm"), layer.get("k_norm")
+            q, _, _ = rotate_qkv(qkv, None, *norms, cos, sin, EPS, dtype=x.dtype)
+            wo = layer["wo"]
+            wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
+            y = split_matmul(q.reshape(*x.shape[:-1], -1), wo)
+            x, rows = normed(x, y, layer["mlp_norm"], layer["w_gate_up"])
+            y = swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, x.dtype)
+            x, rows = normed(x, y, after["attn_norm"], after["wqkv"])
+        return x, rows
+
+    first = normed(x, jnp.zeros_like(x), layers[0]["attn_norm"], layers[0]["wqkv"])
+    return jax.lax.fori_loop(0, LOOPS, body, first)[0]
+
+
+def layer_times(run, models, forms, counts, calls):
+    """Microseconds of a layer without its attention, and what it launches."""
+    programs, inputs, facts = {}, {}, {}
+    made = {}
+    for how in forms:
+        for source, weights in models:
+            if weights != weights_of(how):
+                continue
+            model = models[source, weights]
+            cfg, layers = model.config, model.params["layers"][:LAYERS]
+            for rows in counts:
+                key = f"{source} {rows} {how}"
+                tables = rope_tables(jnp.arange(rows)[None], cfg.head_dim, cfg.rope_theta)
+                x = drawn(30, 1, rows, cfg.hidden_size)
+                inputs[key] = (x, layers, *tables)
+                call = functools.partial(layers_in_a_loop, cfg, LayerOps())
+                programs[key] = (call, inputs[key])
+                facts[key] = {"model": source, "rows": rows, "form": how}
+        with form_of(how):
+            own = {key: programs[key] for key in programs if facts[key]["form"] == how}
+            made |= compiled(run, own)
+    for key, program in made.items():
+
+        def one(key=key, program=program):
+            count = len(inputs[key][1]) * LOOPS
+            seconds, sent = seconds_of(program, inputs[key], calls)
+            run.keep(
+                part="layers", **facts[key], us=1e6 * seconds / count, sent_us=1e6 * sent / count
+            )
+
+        run.attempt(f"time layers {key}", one)
+    for key, program in made.items():
+
+        def look(key=key, program=program):
+            trace = profile.traced(lambda: jax.block_until_ready(program(*inputs[key])))
+            run.keep(part="layer launches", **facts[key], **a_layer(trace))
+
+        run.attempt(f"profile layers {key}", look)
+
+
+def a_layer(trace, anchor="rotate"):
+    """The launches of a layer in their order: name, median us, median us to the next one.
+
+    Layers are told apart by a kernel that each has once.
+    """
+    events = sorted(trace.events, key=lambda event: event.start_ns)
+    begins = [i for i, event in enumerate(events) if trace.on_gpu and anchor in event.name]
+    parts = [events[a : b + 1] for a, b in itertools.pairwise(begins)]
+    if not parts:
+        return {"launches": None, "in_order": []}
+    most = collections.Counter(tuple(e.name for e in part) for part in parts).most_common(1)[0][0]
+    parts = [part for part in parts if tuple(e.name for e in part) == most]
+    found = []
+    for i, name in enumerate(most[:-1]):
+        us = statistics.median(part[i].duration_ns for part in parts) / 1e3
+        starts = statistics.median(part[i + 1].start_ns - part[i].start_ns for part in parts) / 1e3
+        found.append([name[:60], round(us, 2), round(starts - us, 2)])
+    return {"launches": len(found), "layers": len(parts), "in_order": found}
+
+
 # --- steps --------------------------------------------------------------------------------------
 
 
@@ -399,15 +535,28 @@ def step_engine(model, shape, context, steps):
     return _engine(model, strategy, shape.slots, context, text, None, None), context, text
 
 
-def step_times(run, models, shapes, kind, context, steps):
-    """Engines made and compiled side by side, then timed one after another."""
+def step_times(run, models, shapes, forms, is_profiled, *settings):
+    """Engines made and compiled side by side, a form after another; each timed by itself."""
+    found = {}
+    for group in (("former",), tuple(how for how in forms if how != "former")):
+        own = [how for how in group if how in forms]
+        if not own:
+            continue
+        jax.clear_caches()  # a form is chosen when a program is traced
+        with form_of(own[0]):
+            looks = _step_times(run, models, shapes, own, *settings, found)
+            for what, look in looks if is_profiled else ():  # before other forms are traced
+                run.attempt(what, look)
+
+
+def _step_times(run, models, shapes, forms, kind, context, steps, found):
 
     def build(one):
         source, shape, how = one
         what = f"engine {source} {shape} {how}"
 
         def made():
-            model = models[source, how]
+            model = models[source, weights_of(how)]
             llm, begin, text = step_engine(model, Shape.parse(shape), context, steps)
             measure.decode_step_samples(llm.engine, *_bucket(llm), begin, 4, 1, text)
             print(f"{run.seconds:6.1f} s  compiled {what}", flush=True)
@@ -417,11 +566,11 @@ def step_times(run, models, shapes, kind, context, steps):
 
     for model in models.values():
         _ = model.tokenizer  # imports that threads must not race for
-    wanted = [(*one, how) for one in shapes for how in ("fp8", "bfloat16")]
-    wanted = [one for one in wanted if (one[0], one[2]) in models]
-    with ThreadPoolExecutor(4) as pool:
+    wanted = [(*one, how) for one in shapes for how in forms]
+    wanted = [one for one in wanted if (one[0], weights_of(one[2])) in models]
+    with ThreadPoolExecutor(6) as pool:
         ready = list(pool.map(build, wanted))
-    found = {}
+    profiles = []
     for (source, shape, how), one in zip(wanted, ready, strict=True):
         if one is None:
             continue
@@ -431,7 +580,8 @@ def step_times(run, models, shapes, kind, context, steps):
             samples = measure.decode_step_samples(
                 llm.engine, *_bucket(llm), begin, steps, REPEATS, text
             )
-            ms, model, size = statistics.median(samples), models[source, how], Shape.parse(shape)
+            ms, size = statistics.median(samples), Shape.parse(shape)
+            model = models[source, weights_of(how)]
             found[source, shape, how] = ms
             parts = roofline.step_parts(model, size.slots, size.blocks, size.block_size, begin)
             each = roofline.parts_ms(parts, kind) if parts else None
@@ -440,12 +590,23 @@ def step_times(run, models, shapes, kind, context, steps):
             if each:
                 floor = sum(each.values())
                 row |= {"floor_in_turn_ms": floor, "over_floor": ms / floor, "floor_parts_ms": each}
-            other = found.get((source, shape, "fp8"))
-            if how == "bfloat16" and other:
-                row["bfloat16_over_fp8"] = ms / other
+            if how == "bfloat16":
+                for other in ("former", "fp8"):
+                    if (source, shape, other) in found:
+                        row[f"bfloat16_over_{other}"] = ms / found[source, shape, other]
             run.keep(part="steps", **row)
 
+        def look(source=source, shape=shape, how=how, one=one):
+            llm, begin, text = one
+            trace, ran = measure.decode_trace(llm.engine, *_bucket(llm), begin, 4, text)
+            facts = {"model": source, "shape": shape, "form": how, "steps": ran}
+            busy = sum(event.duration_ns for event in trace.events) / 1e6 / ran
+            told = {"busy_ms": busy, "launches_a_step": len(trace.events) / ran}
+            run.keep(part="profiles", **facts, **told, **a_layer(trace))
+
         run.attempt(f"step {source} {shape} {how}", time_one)
+        profiles.append((f"profile {source} {shape} {how}", look))
+    return profiles
 
 
 # --- quality --------------------------------------------------------------------------------------
@@ -487,11 +648,23 @@ def agreement(run, models, source, prompts, length):
         )
 
 
+def wanted_steps(named):
+    """Model and shape of each step that is timed."""
+    if named is None:
+        return STEPS
+    sources = {"8B": LARGE, "1.7B": SMALL}
+    return tuple((sources[model], shape) for model, shape in map(str.split, named.split(",")))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--within", type=float, default=190.0, help="seconds")
-    parser.add_argument("--parts", default="check,products,steps,agreement,tilings")
+    parser.add_argument("--parts", default="check,layers,products,steps,profiles,agreement,tilings")
+    parser.add_argument("--forms", default="fp8,bfloat16", help=", ".join(FORMS))
+    parser.add_argument(
+        "--shapes", help='of `steps`, as "8B 1x4x32,1.7B 1x1x32"; default: all six of them'
+    )
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
     parser.add_argument("--only-check", action="store_true", help="in this process")
@@ -512,7 +685,8 @@ def main():
     kind = run.report["device"]
     large, small = ("builtin:tiny-sdar",) * 2 if dry else (LARGE, SMALL)
     calls, context, steps = (2, 64, 8) if dry else (CALLS, 512, 32)
-    shapes = ((large, "1x1x8"),) if dry else STEPS
+    shapes = ((large, "1x1x8"),) if dry else wanted_steps(args.shapes)
+    forms = [how for how in FORMS if how in args.forms.split(",")]
     models = {}
 
     def load(source):
@@ -531,12 +705,15 @@ def main():
             run.attempt(
                 "products", lambda: products(run, plain, matrices, counts, form, kind, calls)
             )
+    if {"steps", "layers"} & set(parts) and small != large:
+        run.attempt("load the small model", lambda: load(small))
+    if "layers" in parts:
+        run.attempt("layers", lambda: layer_times(run, models, forms, counts, calls))
     if "steps" in parts:
-        if small != large:
-            run.attempt("load the small model", lambda: load(small))
         for source in dict.fromkeys((large, small)):
             own = [shape for shape in shapes if shape[0] == source]
-            timing = functools.partial(step_times, run, models, own, kind, context, steps)
+            settings = ("profiles" in parts, kind, context, steps)
+            timing = functools.partial(step_times, run, models, own, forms, *settings)
             run.attempt(f"steps {source}", timing)
     if "agreement" in parts and (large, "fp8") in models:
         sizes = (8, 16) if dry else (64, 32)

@@ -251,7 +251,30 @@ def _in_8_bits(x: Array | Fp8Rows, dtype: jax.typing.DTypeLike | None) -> tuple[
         if dtype is None:
             raise ValueError("rows in 8 bits do not say the type of the result; give dtype")
         return x, jnp.dtype(dtype)
-    return fp8.quantize_rows(x), jnp.dtype(dtype or x.dtype)
+    return quantize_rows(x), jnp.dtype(dtype or x.dtype)
+
+
+def quantize_rows(
+    x: Float[Array, "*M K"], *, implementation: Literal["xla", "mosaic"] | None = None
+) -> Fp8Rows:
+    """Rows in 8 bits, each with the scale of its largest number.
+
+    Args:
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; one launch, which
+            XLA's products and Mosaic's both take), or None for the faster one.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    back_ends = {
+        "mosaic": BackEnd(
+            mosaic.quantize_rows,
+            mosaic.unsupported(x) or mosaic.unsupported_rounded(x),
+            _num_rows(x) <= MOSAIC_ROWS,
+        ),
+        "xla": BackEnd(fp8.quantize_rows),
+    }
+    return dispatch.run(implementation, back_ends, x)
 
 
 def _unsupported_fp8(

@@ -36,6 +36,7 @@ _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
 _WIDEST = 4096  # row that was measured
+_ROUNDED_VECTOR, _WIDEST_ROUNDED = 8, 16384  # of a row that becomes one of 8 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,14 @@ def unsupported_row(x: Array) -> str | None:
     step = _THREADS * _VECTOR
     if width % step or width > _WIDEST:
         return f"needs rows of a multiple of {step} up to {_WIDEST}, got {width}"
+    return None
+
+
+def unsupported_rounded(x: Array) -> str | None:
+    """Why `quantize_rows` cannot take such rows, or None."""
+    width, step = x.shape[-1], _THREADS * _VECTOR
+    if width % step or width > _WIDEST_ROUNDED:
+        return f"needs rows of a multiple of {step} up to {_WIDEST_ROUNDED}, got {width}"
     return None
 
 
@@ -137,6 +146,7 @@ def choose_tiling(
             kind = _dtype(dtype or x.dtype, splits)
             staged = rows * (width // 2 if is_gated else width) * kind.itemsize
             staged = staged if _is_staged(_num_rows(x), kind) else 0
+            staged += (rows + width) * 4 if w.dtype == FP8 else 0  # their scales
             step_bytes = (rows + width) * depth * itemsize
             stages = (SHARED_BYTES - staged) // step_bytes
             stages = min(stages, _IN_FLIGHT_BYTES // (step_bytes * blocks * splits), _MOST_STAGES)
@@ -223,8 +233,7 @@ def _launch(
     consumers = -(-out.shape[1] // _ROWS)
     if isinstance(x, Fp8Rows):
         assert isinstance(w, Fp8Matrix)
-        missing = consumers * _ROWS - out.shape[1]  # rows that a warpgroup scales and nobody reads
-        scales = (jnp.pad(x.scales.reshape(-1), (0, missing)), w.scales)
+        scales = (x.scales.reshape(-1), w.scales)
         rows, weights, tile = x.values.reshape(-1, K), w.values, (columns, depth)
     else:
         assert isinstance(w, jax.Array)
@@ -237,12 +246,16 @@ def _launch(
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
     }
+    if scales:
+        scratch["row_scales"] = plgpu.SMEM((consumers * _ROWS,), jnp.float32)
+        scratch["column_scales"] = plgpu.SMEM((columns,), jnp.float32)
+        scratch["scaled"] = plgpu.Barrier(num_barriers=1, num_arrivals=len(scales))
     if _is_staged(out.shape[1], out.dtype):
         shape = (consumers, _ROWS, columns * out.shape[2] // N)
         scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
-        names=(*("row_scales", "column_scales")[: len(scales)], "result", *scratch),
+        names=(*("of_rows", "of_columns")[: len(scales)], "result", *scratch),
         tiling=tiling,
         steps=K // (tiling.splits * depth),
         consumers=consumers,
@@ -268,7 +281,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
     Operands of 8 bits have scales; their weights lie as [N K].
     """
     scratch = dict(zip(names, refs, strict=True))
-    out, is_scaled = scratch["result"], "row_scales" in scratch
+    out, is_scaled = scratch["result"], "scaled" in scratch
     M, depth, stages, columns = x.shape[0], tiling.depth, tiling.stages, tiling.columns
     split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
     tile = jax.lax.axis_index("column")
@@ -302,6 +315,12 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
     def _():
         plgpu.set_max_registers(40, action="decrease")
         jax.lax.fori_loop(0, steps, load, zero)
+        if is_scaled:  # behind the last weights, in front of the last products
+            told, rows = scratch["scaled"].at[0], pl.ds(0, M)
+            source = scratch["of_columns"].at[across(columns)]
+            plgpu.copy_gmem_to_smem(source, scratch["column_scales"], told)
+            target = scratch["row_scales"].at[rows]  # nobody reads the rows past the last one
+            plgpu.copy_gmem_to_smem(scratch["of_rows"].at[rows], target, told)
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])
 
@@ -326,10 +345,10 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
         return scaled(sums[...]) if is_scaled else sums[...]
 
     def scaled(sums):
-        layout = plgpu.Layout.WGMMA
+        plgpu.barrier_wait(scratch["scaled"].at[0])
         down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
-        for name, where, axis in (("row", down, 0), ("column", across(columns), 1)):
-            scales = _loaded(scratch[f"{name}_scales"].at[where], layout.reduce(1 - axis))
+        for axis, ref in enumerate((scratch["row_scales"].at[down], scratch["column_scales"])):
+            scales = _loaded(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
             sums = sums * jax.lax.broadcast_in_dim(scales, sums.shape, [axis])
         return sums
 
@@ -413,6 +432,39 @@ def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
     factor, unit = factors_of(jnp.max(jnp.abs(rounded)))
     normed[row] = (rounded * factor).astype(FP8)
     scales[0][row] = unit
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def quantize_rows(x: Float[Array, "*M K"], *, interpret: Any = None) -> Fp8Rows:
+    """See `api.quantize_rows`."""
+
+    def run(x):
+        rows = x.reshape(-1, x.shape[-1])
+        values, scales = plgpu.kernel(
+            _quantize_rows,
+            out_type=[
+                jax.ShapeDtypeStruct(rows.shape, FP8),
+                jax.ShapeDtypeStruct((len(rows),), jnp.float32),
+            ],
+            grid=(len(rows),),
+            grid_names=("row",),
+            kernel_name="quantize_rows",
+            interpret=interpret,
+        )(rows)
+        return Fp8Rows(values.reshape(x.shape), scales.reshape(x.shape[:-1]))
+
+    return jax.custom_batching.sequential_vmap(run)(x)
+
+
+def _quantize_rows(x, values, scales):
+    """One row, by one warpgroup."""
+    row, (_, K) = jax.lax.axis_index("row"), x.shape
+    vector = math.gcd(K // _THREADS, _ROUNDED_VECTOR)
+    layout = plgpu.Layout.WG_STRIDED((K,), vec_size=vector)
+    kept = _loaded(x.at[row], layout).astype(jnp.float32)
+    factor, unit = factors_of(jnp.max(jnp.abs(kept)))
+    values[row] = (kept * factor).astype(FP8)
+    scales[row] = unit
 
 
 def _loaded(ref, layout):

@@ -13,16 +13,19 @@ import fp8_gpu
 
 def test_every_part_is_measured_small_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
-    words = [sys.executable, fp8_gpu.__file__, "--dry", "--out", str(out)]
+    forms = ("--forms", "former,fp8,bfloat16")
+    words = [sys.executable, fp8_gpu.__file__, "--dry", "--out", str(out), *forms]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     report = json.loads(out.read_text())
     rows = report["rows"]
     assert report["failures"] == {}
-    assert {row["part"] for row in rows} == {"check", "products", "steps", "agreement"}
+    parts = {"check", "layers", "layer launches", "products", "steps", "profiles", "agreement"}
+    assert {row["part"] for row in rows} == parts
     assert all(row["is_right"] for row in rows if row["part"] == "check")
-    assert {row["form"] for row in rows if row["part"] == "steps"} == {"fp8", "bfloat16"}
-    assert all(row["us"] > 0 for row in rows if row["part"] == "products")
+    for part in ("layers", "steps"):
+        assert {row["form"] for row in rows if row["part"] == part} == set(fp8_gpu.FORMS)
+    assert all(row["us"] > 0 for row in rows if row["part"] in ("layers", "products"))
     assert all(row["finite"] for row in rows if row["part"] == "agreement")
 
 
@@ -42,6 +45,15 @@ def test_a_failure_is_told_and_the_rest_goes_on(tmp_path):
     assert "no such kernel" in report["failures"]["one"]
     assert report["failures"]["three"] == "not begun: time is over"
     assert report["rows"] == [{"part": "two", "us": 1.0}]
+
+
+def test_a_layer_is_what_lies_between_two_rotations():
+    names = ["rotate_qkv", "attention", "rotate_qkv", "attention", "norm", "rotate_qkv"]
+    names += ["attention", "norm", "rotate_qkv"]
+    events = [fp8_gpu.profile.Event(name, None, 3000.0 * i, 1000.0) for i, name in enumerate(names)]
+    found = fp8_gpu.a_layer(fp8_gpu.profile.Trace(events, True))
+    assert found["in_order"] == [[name, 1.0, 2.0] for name in ("rotate_qkv", "attention", "norm")]
+    assert (found["launches"], found["layers"]) == (3, 2)
 
 
 @pytest.mark.parametrize("rows", [32, 128])

@@ -1,6 +1,7 @@
 """Matrices and rows in 8 bits against NumPy: in plain XLA, and in Mosaic's interpreter."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from dllm_jax.kernels.layer import (
 )
 from dllm_jax.kernels.layer.mosaic import Tiling
 from dllm_jax.models.layers import gate_up_shape
+from tests.cross_lowering import H200
 from tests.kernels.test_layer_mosaic import (
     EPS,
     MODELS,
@@ -240,6 +242,22 @@ def test_a_norm_in_8_bits_is_the_norm_and_then_the_rounding(parts):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("shape", [(2, 3, 512), slow((5, 3072)), slow((8, 12288))])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_are_rounded_by_mosaic_as_by_xla(shape, dtype):
+    x = normal(10, shape, dtype=dtype)[0]
+    x[..., 0, :] = 0
+    x[..., 1, :] *= np.asarray(100, x.dtype)
+    values, scales = interpreted(
+        lambda x, **how: (lambda rows: (rows.values, rows.scales))(mosaic.quantize_rows(x, **how)),
+        x,
+    )
+    want, want_scales = oracle.quantized(np.float32(x))
+    assert np.array_equal(scales, want_scales)
+    assert np.array_equal(float64(values), want)
+
+
+@needs_mosaic
 def test_rows_in_8_bits_do_not_depend_on_each_other_in_mosaic():
     """All others are NaN, and come out as NaN."""
     x, w, y = normal(8, (16, 128), (128, 64), (6, 512))
@@ -262,8 +280,14 @@ def test_rows_in_8_bits_do_not_depend_on_each_other_in_mosaic():
         return rows.values, rows.scales
 
     lonely = np.where(np.arange(6)[:, None] == 0, y, np.nan).astype(y.dtype)
-    for a, b in zip(interpreted(norm, lonely), interpreted(norm, y), strict=True):
-        assert np.array_equal(float64(a[0]), float64(b[0]))
+
+    def rounded(y, **how):
+        rows = mosaic.quantize_rows(y, **how)
+        return rows.values, rows.scales
+
+    for call in (norm, rounded):
+        for a, b in zip(interpreted(call, lonely), interpreted(call, y), strict=True):
+            assert np.array_equal(float64(a[0]), float64(b[0]))
 
 
 def of_model(rows, D, F, G, n, H):
@@ -283,6 +307,13 @@ def of_model(rows, D, F, G, n, H):
     }
 
 
+def operations(call, *arguments):
+    """What XLA is given to run."""
+    with jax.sharding.use_abstract_mesh(H200):
+        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return set(re.findall(r"stablehlo\.(\w+)", text))
+
+
 @needs_mosaic
 @pytest.mark.parametrize(
     ("model", "rows"),
@@ -296,7 +327,12 @@ def test_a_layer_in_8_bits_lowers_to_one_kernel_an_operation(on_hopper, model, r
     """Shared memory is counted meanwhile."""
     sizes = MODELS[model]
     for call, x, w in of_model(rows, *sizes).values():
-        assert lowered(functools.partial(call, dtype=jnp.bfloat16), x, w) == (1, 0)
+        call = functools.partial(call, dtype=jnp.bfloat16)
+        assert operations(call, x, w) - {"reshape"} == {"custom_call"}
+        assert lowered(call, x, w) == (1, 0)
+        rows_of_16 = real(*x.values.shape)  # rounded in one launch more
+        assert operations(call, rows_of_16, w) - {"reshape"} == {"custom_call"}
+        assert lowered(call, rows_of_16, w) == (2, 0)
     x, scale = real(1, rows, sizes[0]), real(sizes[0])
     assert lowered(lambda x, s: add_rms_norm(x, x, s, EPS, is_quantized=True), x, scale) == (1, 0)
 
