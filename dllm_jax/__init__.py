@@ -29,17 +29,21 @@ if TYPE_CHECKING:
     from dllm_jax.loading.load import load
     from dllm_jax.loading.model import Model
     from dllm_jax.models.sharding import Split
+    from dllm_jax.structured import Choice, JsonSchema, Regex
     from dllm_jax.trace.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Choice",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
     "GenerateOutput",
+    "JsonSchema",
     "Metrics",
     "Model",
+    "Regex",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -57,12 +61,15 @@ __all__ = [
 # public name -> the module that holds it
 _HOMES = {
     "LLM": "api.llm",
+    "Choice": "structured",
     "CompletionOutput": "engine.requests",
     "Engine": "engine.engine",
     "EngineConfig": "engine.layout",
     "GenerateOutput": "api.generate",
+    "JsonSchema": "structured",
     "Metrics": "engine.requests",
     "Model": "loading.model",
+    "Regex": "structured",
     "Request": "engine.requests",
     "RequestOutput": "engine.requests",
     "SamplingParams": "engine.requests",

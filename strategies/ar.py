@@ -28,7 +28,10 @@ class AR(Strategy):
     def absorb(self, chunk, state):
         """Draw the first token from the prompt's last row: the first anchor."""
         keys = random.position_keys(state)[:, 0, 0]
-        first = chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)
+        opened = blocks.begin(state, jnp.zeros_like(state.finish), chunk.last)
+        first = chunk.forward.predict(
+            state.boundary, sampling=state.sampling, keys=keys, first_of=opened
+        )
         return blocks.begin(state, first.token, chunk.last)
 
     def step(self, forward, state):

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+from dllm_jax.api.constraints import ConstraintReport, Constraints
 from dllm_jax.api.questions import Answer, Question
 from dllm_jax.api.snapshot import snapshot_saver
 from dllm_jax.api.strategy import Source, bind_strategy, default_params
@@ -142,11 +143,13 @@ class LLM:
             calibrate=calibrate,
             progress=_progress(progress) if warm_up else None,
         )
+        self._constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(
             device,
             self.model.tokenizer,
             seed=seed,
             clock=clock,
+            prepare=self._constraints,
             save_snapshot=snapshot_saver(self.model, self.strategy, self.config, draft=bound.draft),
         )
 
@@ -341,6 +344,14 @@ class LLM:
 
         self.engine.check_process()
         return decide(self.model, context, questions, joint=joint)
+
+    def constraint_report(self, constraint: Any) -> ConstraintReport:
+        """What a constraint of `SamplingParams` costs; it is compiled and kept.
+
+        Raises:
+            ValueError: It cannot be compiled, or this model and strategy are not held to any.
+        """
+        return self._constraints.report(constraint)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
         """A conversation as the text the model reads, up to where its answer begins.

@@ -107,6 +107,9 @@ def snapshot_saver(
     """
 
     def save(sequences: abc.Sequence[Sequence]) -> str:
+        sequences = [one for one in sequences if one.placement.grammar is None]
+        if not sequences:
+            raise SnapshotError("texts with a constraint are not saved")
         layout = {
             "version": VERSION,
             "dllm_jax": metadata.version("dllm-jax"),

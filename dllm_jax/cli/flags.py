@@ -205,6 +205,24 @@ def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> N
     add_devices_flag(group)
 
 
+def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    """--regex, --choice, --json-schema; see `engine.sampling_params`."""
+    group = parser.add_argument_group("what the text must be").add_mutually_exclusive_group()
+    group.add_argument(
+        "--regex", metavar="PATTERN", help="a match of this pattern as a whole (default: anything)"
+    )
+    group.add_argument(
+        "--choice",
+        metavar="A,B",
+        help="one of these texts, separated by commas (default: anything)",
+    )
+    group.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="JSON of the schema in this file (default: anything)",
+    )
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool = True) -> None:
     """How a text is drawn and when it ends; see `engine.sampling_params`.
 

@@ -5,7 +5,10 @@ a built-in model, `--seed` draws a held-out word problem and the answer is check
 """
 
 import argparse
+import dataclasses
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli import flags
@@ -46,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_sampling_flags(
         parser, seed="of sampling, and of the problem where no prompt is given (default: 0)"
     )
+    flags.add_constraint_flags(parser)
     flags.add_engine_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a prompt, a line each")
@@ -69,6 +73,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     chosen = strategies.load(args.strategy)
     _check_infills(args, chosen)
 
+    constraint = _constraint(args)
     from dllm_jax.cli.engine import Clock, add, make_llm, sampling_params
     from dllm_jax.cli.sources import load_model
 
@@ -82,6 +87,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     longest = max(map(len, ids)) + len(suffix)
     strategy = strategies.fit_window(model, strategy, fields, longest + args.max_tokens)
     params = sampling_params(args, model, strategy)
+    params = dataclasses.replace(params, constraint=constraint)
     requests = _requests(args, prompts, ids, params)
     if infills:
         from dllm_jax.api.llm import infill_request
@@ -119,6 +125,26 @@ def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
         f"--suffix: {type(strategy).__name__} does not see what stands behind the text; "
         "give --strategy full_sequence"
     )
+
+
+def _constraint(args: argparse.Namespace) -> Any:
+    """What the text must be, or None."""
+    from dllm_jax import structured
+
+    if args.regex is not None:
+        return structured.Regex(args.regex)
+    if args.choice is not None:
+        return structured.Choice(args.choice.split(","))
+    if args.json_schema is None:
+        return None
+    try:
+        schema = json.loads(Path(args.json_schema).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--json-schema {args.json_schema!r} cannot be read ({type(error).__name__}: {error}); "
+            "give a file with a JSON schema"
+        ) from None
+    return structured.JsonSchema(schema)
 
 
 def _nothing_given(args: argparse.Namespace) -> bool:

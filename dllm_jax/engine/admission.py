@@ -57,6 +57,8 @@ def accept(
         room = layout.window if layout.in_window else layout.max_model_len
         max_tokens = max(1, room - len(prompt))
     limit, capacity = _limits(scheduler, len(prompt), max_tokens, suffix)
+    if request.grammar is not None:
+        _check_grammar(request, stop_ids, limit - len(prompt))
     first = layout.prefill_len(len(prompt))
     deadline = None if request.deadline_s is None else now + request.deadline_s
     active = ActiveRequest(request_id, request, params, now, deadline, [])
@@ -74,6 +76,7 @@ def accept(
         seed=seed if params.seed is None else params.seed,
         fold=0,
         given=(HOLE,) * max_tokens + suffix if suffix else (),
+        grammar=request.grammar,
     )
     watched = request.stream or request.denoise or bool(params.stop)
     has_stream = watched and tokenizer is not None
@@ -111,6 +114,46 @@ def _limits(
             "context_length_exceeded",
         )
     return limit, capacity
+
+
+def _check_grammar(request: Request, stop_ids: tuple[int, ...], room: int) -> None:
+    """Refuse what cannot be held to a grammar, or cannot end within the tokens it may have."""
+    params = request.params
+    if params.ignore_eos:
+        raise Refused(
+            "ignore_eos=True beside a constraint, whose text ends with the model's own stop id; "
+            "leave one of them out",
+            "ignore_eos",
+        )
+    if not stop_ids:
+        raise Refused(
+            "the model has no stop id, with which a constrained text ends; give one in "
+            "stop_token_ids",
+            "constraint",
+        )
+    if request.suffix_token_ids:
+        raise Refused(
+            "a constraint holds for text behind a prompt, not between given tokens; leave the "
+            "suffix or the constraint out",
+            "constraint",
+            "unsupported_parameter",
+        )
+    cuts = params.top_p is not None and params.top_p < 1.0
+    if params.temperature > 0 and (params.top_k or cuts):
+        name = "top_p" if cuts else "top_k"
+        raise Refused(
+            f"{name}={getattr(params, name)} beside a constraint, whose texts are drawn from all "
+            "that it allows; leave it out",
+            name,
+            "unsupported_parameter",
+        )
+    shortest = int(request.grammar.distance[request.grammar.start])
+    if shortest > room:
+        raise Refused(
+            f"the shortest text of the constraint has {shortest} tokens, and there is room for "
+            f"{room}; raise max_tokens or max_model_len",
+            "max_tokens",
+        )
 
 
 def _inner_len(suffix: tuple[int, ...]) -> int:

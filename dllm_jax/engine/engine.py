@@ -20,7 +20,7 @@ from dllm_jax.engine import checks
 from dllm_jax.engine.admission import ActiveRequest, accept
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
-from dllm_jax.engine.outputs import output
+from dllm_jax.engine.outputs import is_whole, output
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
 from dllm_jax.engine.scheduler import DECODE, DONE, PREFILL, Pass, Scheduler, Sequence
@@ -432,6 +432,8 @@ class Engine:
         if sequence.stream is None and self._tokenizer is not None:
             sequence.stream = TextStream(self._tokenizer, sequence.owner.params.stop)
         last = self._feed(sequence, last=True)
+        if reason == "length" and is_whole(sequence):
+            reason = "stop"
         if last is None:
             sequence.owner.error = error or sequence.owner.error
         sequence.finish_reason = last or reason

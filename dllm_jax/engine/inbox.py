@@ -11,7 +11,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dllm_jax.engine.engine import Engine
@@ -30,12 +30,22 @@ FORKED = (
 class SharedEngine(Engine):
     """An engine that keeps each output for its caller; threads take turns.
 
+    Args:
+        prepare: Makes of a request what the engine takes, before the thread has its turn; raises
+            ValueError where it cannot.
+
     Raises:
         RuntimeError: In any call of a forked child, in which the device's threads do not exist.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        prepare: Callable[[Request], Request] = lambda request: request,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
+        self._prepare = prepare
         self._process = os.getpid()
         self._lock, self._next = threading.RLock(), threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
@@ -50,6 +60,8 @@ class SharedEngine(Engine):
 
     def add_to(self, inbox: "Inbox | None", request: Request) -> str:
         """Queue a request whose outputs go to an inbox."""
+        self.check_process()
+        request = self._prepare(request)
         me = threading.get_ident()
         try:
             with InterruptsHeld(), self._turn():

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from dllm_jax.engine import checks
 
@@ -187,6 +187,7 @@ class Placement:
     seed: int
     fold: int
     given: tuple[int, ...] = ()
+    grammar: Any = None
 
     def num_written(self, length: int) -> int:
         """How many of the text's first `length` tokens were written, not given."""

@@ -63,7 +63,19 @@ def _completion(active: ActiveRequest, sequence: Sequence) -> CompletionOutput:
         finish_reason=sequence.finish_reason,
         window=window,
         stop_reason=_stop_reason(active, sequence),
+        constraint_met=None if sequence.finish_reason is None else is_whole(sequence),
     )
+
+
+def is_whole(sequence: Sequence) -> bool | None:
+    """Whether a text is one of its grammar, with nothing cut off; None without a grammar."""
+    grammar = sequence.placement.grammar
+    if grammar is None:
+        return None
+    state = grammar.start
+    for token in sequence.tokens:
+        state = int(grammar.delta[state, grammar.class_of[token]])
+    return bool(grammar.distance[state] == 0)
 
 
 def _stop_reason(active: ActiveRequest, sequence: Sequence) -> str | int | None:

@@ -44,6 +44,8 @@ class SamplingParams:
         max_repetition_run: End when the text ends in that many equal tokens.
         n: Texts for the prompt; they share its cached pages.
         strategy_overrides: Thresholds of the strategy for this request alone.
+        constraint: What the text must be: a `Regex`, `Choice` or `JsonSchema` of
+            `dllm_jax.structured` (docs/structured_output.md); None: anything.
 
     Raises:
         ValueError: A value outside its range.
@@ -61,6 +63,7 @@ class SamplingParams:
     max_repetition_run: int | None = None
     n: int = 1
     strategy_overrides: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    constraint: Any = None
 
     def __post_init__(self):
         stop = () if self.stop is None else self.stop
@@ -104,6 +107,7 @@ class Request:
         suffix_token_ids: Ids behind the `max_tokens` tokens to be written, -1 for one more of
             them: the text then ends with the last of these, and what is given before it is part of
             it (strategies with the prompt in the window).
+        grammar: The automaton of `params.constraint`; `LLM` puts it there.
     """
 
     prompt_token_ids: Sequence[int]
@@ -115,6 +119,7 @@ class Request:
     stream: bool = False
     denoise: bool = False
     suffix_token_ids: Sequence[int] = ()
+    grammar: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
         if not isinstance(self.params, SamplingParams):
@@ -239,6 +244,8 @@ class CompletionOutput:
         window: The provisional window behind the settled tokens, None for a hole (denoise only).
         stop_reason: The stop string, or the one of `stop_token_ids`, that ended it; None for the
             model's own end; "nfe", "repetition" or "deadline" for a limit.
+        constraint_met: Whether the whole text is one of the request's grammar; None without one,
+            and while it runs.
     """
 
     index: int
@@ -247,6 +254,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     window: tuple[int | None, ...] = ()
     stop_reason: str | int | None = None
+    constraint_met: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)

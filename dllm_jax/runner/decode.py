@@ -271,12 +271,19 @@ def prefill_pass(
     return strategy.absorb(PrefillChunk(forward, view, out, valid, last), state)
 
 
-def absorb_nothing(strategy: Any, forward: ModelForward, state: DecodeState) -> DecodeState:
-    """Let the strategy absorb a prompt without a prefill pass."""
+def absorb_nothing(
+    strategy: Any, forward: ModelForward, state: DecodeState, last: Bool[Array, " B"] | None = None
+) -> DecodeState:
+    """Let the strategy absorb a prompt without a prefill pass.
+
+    Args:
+        last: Rows whose prompt is complete; None: all.
+    """
     strategy = bind_knobs(strategy, state.knobs)
     B = state.finish.shape[0]
     nothing = jnp.zeros((B, 1, 1), bool)
-    chunk = PrefillChunk(forward, state, None, nothing, jnp.ones((B,), bool))
+    last = jnp.ones((B,), bool) if last is None else last
+    chunk = PrefillChunk(forward, state, None, nothing, last)
     return strategy.absorb(chunk, state)
 
 

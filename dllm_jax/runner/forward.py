@@ -22,8 +22,8 @@ from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cache import page_slots, write_rows
 from dllm_jax.runner.expectation import read_expected
-from dllm_jax.runner.readout import read_soft, read_stats
-from dllm_jax.strategies.core import blocks
+from dllm_jax.runner.readout import read_classes, read_soft, read_stats
+from dllm_jax.strategies.core import blocks, constraint
 from dllm_jax.strategies.core.protocol import (
     Conditioned,
     Inputs,
@@ -33,7 +33,7 @@ from dllm_jax.strategies.core.protocol import (
     TokenStats,
 )
 from dllm_jax.strategies.core.sampling import Shard, drawn_law
-from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
+from dllm_jax.strategies.core.state import ERROR, NO_TOKEN, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
 MOST_GATHERED = 256 << 20  # bytes of logits; a step gathers none but for rejection sampling
@@ -172,18 +172,45 @@ class ModelForward:
         hidden: Float[Array, "B *X D"],
         sampling: Sampling | None = None,
         keys: PRNGKeyArray | None = None,
+        first_of: DecodeState | None = None,
     ) -> TokenStats:
-        """Statistics [B *X] of hidden rows that belong to no cell."""
+        """Statistics [B *X] of hidden rows that belong to no cell; see the protocol."""
         *axes, width = hidden.shape
+        sampling = greedy(axes[0]) if sampling is None else sampling
+        keys = None if keys is None else keys.reshape(-1)
         stats = read_stats(
             self.unembed,
             hidden.reshape(-1, width),
-            greedy(axes[0]) if sampling is None else sampling,
-            None if keys is None else keys.reshape(-1),
+            sampling,
+            keys,
             forbidden=self.forbidden,
             shard=self.shard,
         )
+        seen = None if first_of is None else constraint.view(first_of)
+        if seen is not None:
+            stats = self._planned_first(seen, hidden, sampling, keys, stats)
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
+
+    def _planned_first(
+        self,
+        seen: constraint.View,
+        hidden: Float[Array, "B D"],
+        sampling: Sampling,
+        keys: PRNGKeyArray | None,
+        stats: TokenStats,
+    ) -> TokenStats:
+        """Statistics [B] with the tokens that the windows' first cells take in their grammars."""
+        read = read_classes(self.unembed, hidden, seen, sampling, keys, forbidden=self.forbidden)
+        kind = seen.kind.at[:, 0].set(constraint.HOLE)
+        W = kind.shape[1]
+        padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, W - 1), (0, 0))), read)
+        first = jnp.broadcast_to((jnp.arange(W) == 0)[None], kind.shape)
+        draw = None
+        if keys is not None:
+            every = jnp.broadcast_to(keys[:, None], kind.shape)
+            draw = constraint.Draw(sampling.temperature > 0, every)
+        planned = constraint.plan(seen.replace(kind=kind), padded, first, draw)
+        return _with_plan(stats, planned.token[:, 0], planned.confidence[:, 0], seen.bound)
 
     @property
     def unembed(self) -> Callable[[Array], Array]:
@@ -391,6 +418,7 @@ def _window_output(
         positions=state.buffer.positions,
         boundary=state.boundary,
         forward=forward,
+        seen=constraint.view(state) if forward.pool == TARGET else None,
     )
 
 
@@ -408,6 +436,7 @@ class WindowOutput(struct.PyTreeNode):
     positions: Int[Array, "B K S"]
     boundary: Float[Array, "B D"]
     forward: ModelForward = struct.field(pytree_node=False)
+    seen: constraint.View | None = None
 
     def predict(
         self,
@@ -436,7 +465,7 @@ class WindowOutput(struct.PyTreeNode):
 
         rows = read(self._aligned())
         sampling = greedy(B) if sampling is None else sampling
-        keys = None if keys is None else read(keys)
+        cell_keys, keys = keys, None if keys is None else read(keys)
         forbidden = self.forward.forbidden
         if soft:
             if penalty is not None or guide is not None or confidence != "drawn" or num_top > 1:
@@ -465,11 +494,32 @@ class WindowOutput(struct.PyTreeNode):
             return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
 
         stats = jax.tree.map(as_cells, stats)
+        expected = stats.soft
+        if self.seen is not None:
+            classes = read_classes(
+                self.forward.unembed,
+                rows,
+                self.seen,
+                sampling,
+                keys,
+                forbidden=forbidden,
+                penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+                confidence=confidence,
+                guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+            )
+            classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
+            wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
+            draw = None
+            if cell_keys is not None:
+                draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
+            planned = constraint.plan(self.seen, classes, wanted, draw)
+            token, score = planned.token.reshape(B, K, S), planned.confidence.reshape(B, K, S)
+            stats = _with_plan(stats, token, score, self.seen.bound[:, None, None])
         return stats.replace(
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),
             entropy=jnp.where(where, stats.entropy, jnp.inf),
-            soft=jnp.where(where[..., None], stats.soft, 0.0) if soft else None,
+            soft=None if expected is None else jnp.where(where[..., None], expected, 0.0),
         )
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
@@ -555,6 +605,15 @@ class WindowOutput(struct.PyTreeNode):
         xp = np if isinstance(flat, np.ndarray) else jnp
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
+
+
+def _with_plan(stats: TokenStats, token: Array, score: Array, bound: Array) -> TokenStats:
+    """Statistics with the plan's tokens, where it says one that the readout does not."""
+    takes = bound & (token >= 0) & (token != stats.token) & (stats.token != NO_TOKEN)
+    return stats.replace(
+        token=jnp.where(takes, token, stats.token),
+        confidence=jnp.where(takes, jnp.exp(score), stats.confidence),
+    )
 
 
 def greedy(num_slots: int) -> Sampling:

@@ -62,6 +62,7 @@ class Call:
         key: Tells the compiled sizes of the programs apart.
         args: Arrays, or futures of them.
         static: Keywords that are part of the compiled program.
+        bound: The program takes the grammars of the slots with the state.
     """
 
     key: tuple[Any, ...]
@@ -69,6 +70,7 @@ class Call:
     programs: Programs
     args: tuple[Any, ...]
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    bound: bool = False
 
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The lowered program; the state's shapes are enough."""
@@ -326,17 +328,19 @@ def copy_page(programs, state, source, target):
     return state.replace(pools=pools), None
 
 
-@_per_device
-def _decode(programs, state, requests):
+def _steps(programs, state, requests, bound=None):
     """Steps of some slots.
 
     Args:
         requests: [R X], `packing.DECODE`: distinct slots and their rows of the page table. All
             rows agree on how many of them decode, on steps, and on whether to stop early.
+        bound: Which of them have a grammar, in `state.constraint`; None: none has.
 
     Returns:
-        The state, and a row of words a slot, `packing.fetched_fields`.
+        The state, and a row of words a slot, `packing.fetched_fields`; with grammars one word more,
+        the automaton's state.
     """
+    grammars, state = state.constraint, state.replace(constraint=None)
     words = packing.DECODE
     rows, pages = requests[:, words.at("slot")], requests[:, words.span("pages")]
     num_active, num_steps = requests[0, words.at("num_active")], requests[0, words.at("num_steps")]
@@ -360,6 +364,8 @@ def _decode(programs, state, requests):
         page_table=pages,
         rows=jnp.zeros((R, programs.window, programs.kept), spec.dtype),
     )
+    if grammars is not None:
+        bucket = _with_grammars(programs, bucket, grammars, rows, bound & active)
     began = bucket.finish == RUNNING
     before = bucket.output_len
 
@@ -387,11 +393,51 @@ def _decode(programs, state, requests):
     head = jnp.stack([head[name] for name in packing.HEAD], axis=1)
     slots = packing.pack(packing.kept_part(bucket))
     packed = jnp.concatenate([head, new_tokens, slots], axis=1)
+    if grammars is not None:
+        at = bucket.constraint.at
+        packed = jnp.concatenate([packed, at[:, None]], axis=1)
+        grammars = grammars.replace(at=grammars.at.at[rows].set(at))
+        bucket = bucket.replace(constraint=None)
     # A request's settings do not change: they need not be written back.
     same = state.replace(pools=None, sampling=None, limits=None, knobs=None, keys=None)
     put = _put_rows(same, rows, bucket.replace(sampling=None, limits=None, knobs=None, keys=None))
     kept = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}
-    return put.replace(**kept), packed
+    return put.replace(**kept, constraint=grammars), packed
+
+
+def _with_grammars(programs, bucket, grammars, rows, bound):
+    """Some slots with their grammars, and first tokens that fit where prefill drew them."""
+    taken = jax.tree.map(lambda leaf: leaf[rows], grammars)
+    bucket = bucket.replace(constraint=taken.replace(bound=bound))
+    if not programs.strategy.absorbs:
+        return bucket
+    fresh = bound & (bucket.buffer.nfe == 0) & (bucket.finish == RUNNING)
+    return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
+
+
+@_per_device
+def _decode(programs, state, requests):
+    """Steps of some slots without grammars: see `_steps`."""
+    return _steps(programs, state, requests)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def decode_bound(programs, state, requests, bound):
+    """Steps of some slots, of which some have a grammar: see `_steps`."""
+    return _steps(programs, state, requests, bound)
+
+
+@functools.partial(jax.jit, donate_argnames=("grammars",))
+def bind(grammars, slot, grammar, at):
+    """A slot's grammar, and the automaton's state at its window."""
+    put = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), grammars.grammar, grammar)
+    return grammars.replace(grammar=put, at=grammars.at.at[slot].set(at))
+
+
+@functools.partial(jax.jit, donate_argnames=("grammars",))
+def move(grammars, slot, at):
+    """The automaton's state at a slot's window."""
+    return grammars.replace(at=grammars.at.at[slot].set(at))
 
 
 decode = jax.jit(_decode, donate_argnames=("state",))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
 from dllm_jax.models.head import Head
+from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, View
 from dllm_jax.strategies.core.protocol import TokenStats
 from dllm_jax.strategies.core.sampling import Shard, normaliser, settled, token_stats
 from dllm_jax.strategies.core.state import Sampling
@@ -160,6 +161,107 @@ def _ids(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
     """The ids that logits are of."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return ids if shard is None else shard.first(logits) + ids
+
+
+def read_classes(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "R D"],
+    view: View,
+    sampling: Sampling,
+    keys: PRNGKeyArray | None,
+    *,
+    forbidden: Callable[[Any], Any],
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    confidence: Literal["drawn", "raw"] = "drawn",
+    guide: tuple[Float[Array, "R D"], float] | None = None,
+) -> ClassStats:
+    """What each row says of the classes of its slot's grammar; ties to the lowest id.
+
+    Args:
+        hidden: Rows of slot after slot.
+        view: Slots without a grammar are not read.
+        sampling, keys, penalty, confidence, guide: As of `read_stats`; no top-k, no nucleus.
+    """
+    B, C = view.grammar.lowest.shape
+    away, scale = (None, 0.0) if guide is None else guide
+    T = len(hidden) // B
+
+    def of_slot(leaf: Array) -> Array:
+        return leaf.reshape(B, T, *leaf.shape[1:])
+
+    def one(rows: tuple[Any, ...]) -> ClassStats:
+        (hidden, away, penalty, keys), grammar, temperature, _ = rows
+        logits = unembed(hidden)
+        if away is not None:
+            others = unembed(away)
+            logits = others + (1.0 + scale) * (logits - others)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        if penalty is not None:
+            hit = ids[None] == penalty[0][:, None]
+            logits = logits - jnp.where(hit, penalty[1][:, None], 0.0)
+        logits = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
+        raw = jax.nn.log_softmax(logits, axis=-1)
+
+        def likeliest() -> ClassStats:
+            best, token = _class_maxima(grammar, raw)
+            return ClassStats(token, best, best, best)
+
+        def drawn() -> ClassStats:
+            law = jax.nn.log_softmax(logits / temperature, axis=-1)
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, ids.shape, jnp.float32))(keys)
+            rank, token = _class_maxima(grammar, law + noise)
+            judged = raw if confidence == "raw" else law
+            own = jnp.take_along_axis(judged, jnp.minimum(token, len(ids) - 1), axis=1)
+            return ClassStats(token, rank, _class_masses(grammar, law), own)
+
+        return likeliest() if keys is None else jax.lax.cond(temperature > 0, drawn, likeliest)
+
+    def none(_: Any) -> ClassStats:
+        nothing = jnp.zeros((T, C))
+        return ClassStats(jnp.zeros((T, C), jnp.int32), nothing, nothing, nothing)
+
+    rows = jax.tree.map(of_slot, (hidden, away, penalty))
+    rows = *rows, None if keys is None else keys.reshape(B, T)
+    given = rows, view.grammar, sampling.temperature, view.bound
+    return jax.lax.map(lambda rows: jax.lax.cond(rows[-1], one, none, rows), given)
+
+
+def _class_maxima(
+    grammar: Grammar, score: Float[Array, "T V"]
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
+    """The best score of each class of one slot, and its id."""
+    T, V = score.shape
+    C = len(grammar.lowest)
+    of = grammar.narrow_class
+    own = jnp.where((of == NO_CLASS)[None], -jnp.inf, score[:, grammar.narrow])
+    best = jnp.full((T, C), -jnp.inf).at[:, of].max(own)
+    is_best = (own == best[:, of]) & (of != NO_CLASS)[None]
+    token = jnp.full((T, C), V).at[:, of].min(jnp.where(is_best, grammar.narrow[None], V))
+
+    def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        number = grammar.wide[i]
+        own = jnp.where((grammar.class_of == number)[None], score, -jnp.inf)
+        top = jnp.argmax(own, axis=1).astype(jnp.int32)
+        value = jnp.take_along_axis(own, top[:, None], axis=1)[:, 0]
+        return found[0].at[:, number].set(value), found[1].at[:, number].set(top)
+
+    return jax.lax.fori_loop(0, jnp.sum(grammar.wide != NO_CLASS), wide, (best, token))
+
+
+def _class_masses(grammar: Grammar, law: Float[Array, "T V"]) -> Float[Array, "T C"]:
+    """The log probability of each class of one slot."""
+    C = len(grammar.lowest)
+    of = grammar.narrow_class
+    prob = jnp.exp(law)
+    own = jnp.where((of == NO_CLASS)[None], 0.0, prob[:, grammar.narrow])
+    mass = jnp.zeros((len(law), C)).at[:, of].add(own)
+
+    def wide(i: Array, mass: Array) -> Array:
+        number = grammar.wide[i]
+        own = jnp.where((grammar.class_of == number)[None], prob, 0.0)
+        return mass.at[:, number].set(jnp.sum(own, axis=1))
+
+    return jnp.log(jax.lax.fori_loop(0, jnp.sum(grammar.wide != NO_CLASS), wide, mass))
 
 
 def _by_row(which: Array, a: Array, b: Array) -> Array:

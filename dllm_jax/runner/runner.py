@@ -27,9 +27,10 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, 
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
-from dllm_jax.runner import memory, packing, programs, timing, warmup
+from dllm_jax.runner import grammars, memory, packing, programs, timing, warmup
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
+from dllm_jax.strategies.core.constraint import Constraint
 from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
@@ -165,6 +166,9 @@ class ModelRunner:
         self._slot_layout = packing.layout_of(packing.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._lost: BaseException | None = None  # the failure that took the state, until `reset`
+        self._grammars: Constraint | None = None  # the worker's; None until a slot has one
+        self._bucket: grammars.Sizes | None = None  # of what the worker has been given
+        self._bound: set[int] = set()  # slots whose request has a grammar
         self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, layout.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
@@ -211,7 +215,7 @@ class ModelRunner:
         self.state = None
 
     def _reset(self) -> None:
-        self.state = self._lost = None  # the old pools go before new ones come
+        self.state = self._lost = self._grammars = None  # the old pools go before new ones come
         self.state = programs.make_state(self._programs, **self._state_sizes())
 
     def _compile_reset(self) -> None:
@@ -260,7 +264,7 @@ class ModelRunner:
         state, call = self._here(call)
         began = time.perf_counter()
         try:
-            call.lower(state).compile()
+            call.lower(self._with_grammars(state, call)).compile()
         except (DeviceFailure, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
@@ -270,9 +274,13 @@ class ModelRunner:
 
     def _call(self, call: Call) -> Any:
         state, call = self._here(call)
+        state = self._with_grammars(state, call)
         self.state = None
         try:
-            self.state, rest = call.program(call.programs, state, *call.args, **call.static)
+            new, rest = call.program(call.programs, state, *call.args, **call.static)
+            if call.bound:
+                self._grammars = new.constraint
+            self.state = new.replace(constraint=None)
         except BaseException as error:
             # Often the caller waits for a later program, which must report this error.
             self._lost = error
@@ -283,6 +291,33 @@ class ModelRunner:
         if isinstance(rest, jax.Array):
             rest.copy_to_host_async()
         return rest
+
+    def _with_grammars(self, state: DecodeState, call: Call) -> DecodeState:
+        return state.replace(constraint=self._grammars) if call.bound else state
+
+    # --- grammars -----------------------------------------------------------------------------
+
+    def _bind(self, slot: int, grammar: grammars.Ready) -> None:
+        """Give a slot a grammar, in a bucket that holds all of them."""
+        fitting = grammars.bucket_of(grammar, self._bucket)
+        num_ids = self._programs.spec.vocab_size
+        row = grammars.padded(grammar, fitting)
+        self._bucket = fitting
+
+        def put() -> None:
+            now = self._grammars
+            if now is None:
+                now = grammars.empty(self.layout.num_slots, fitting, num_ids)
+            now = grammars.grown(now, fitting)
+            self._grammars = programs.bind(now, np.int32(slot), row, np.int32(grammar.start))
+
+        self._submit(put)
+
+    def _move(self, slot: int, at: int) -> None:
+        def put() -> None:
+            self._grammars = programs.move(self._grammars, np.int32(slot), np.int32(at))
+
+        self._submit(put)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -297,6 +332,10 @@ class ModelRunner:
         if is_full or slot in waiting:
             self._flush()
         self._admitted.append((slot, placement, False))
+        self._bound.discard(slot)
+        if placement.grammar is not None:
+            self._bound.add(slot)
+            self._bind(slot, placement.grammar)
 
     def _flush(self) -> None:
         """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
@@ -330,7 +369,10 @@ class ModelRunner:
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
     ) -> None:
         """Put a fetched slot back, with its output so far; its pages hold its prefix again."""
-        self.run(self.restore_call(slot, placement, saved, tokens), [slot])
+        size = self._slot_layout.size
+        self.run(self.restore_call(slot, placement, saved[:size], tokens), [slot])
+        if placement.grammar is not None:
+            self._move(slot, int(saved[size]))
 
     def restore_call(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -447,13 +489,20 @@ class ModelRunner:
             num_steps: Steps at most.
             early: Stop as soon as one of them ends.
         """
-        call = self.decode_call(rows, num_active, pages, num_steps, early)
+        bound = [row in self._bound for row in rows[:num_active].tolist()]
+        call = self.decode_call(rows, num_active, pages, num_steps, early, bound)
         return Chunk(self.run(call, rows[:num_active].tolist()))
 
     def decode_call(
-        self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
+        self,
+        rows: np.ndarray,
+        num_active: int,
+        pages: np.ndarray,
+        num_steps: int,
+        early: bool,
+        bound: Sequence[bool] = (),
     ) -> Call:
-        """See `decode`."""
+        """See `decode`; `bound` says which of the active slots have a grammar."""
         requests = packing.DECODE.pack(
             len(rows),
             slot=rows[:, None],
@@ -462,6 +511,12 @@ class ModelRunner:
             early=early,
             pages=pages,
         )
+        if any(bound):
+            which = np.zeros((len(rows),), bool)
+            which[: len(bound)] = bound
+            key = ("decode with grammars", *pages.shape, self._bucket)
+            args = requests, which
+            return Call(key, programs.decode_bound, self._priced(len(rows)), args, bound=True)
         many = self.layout.many_rows
         program = programs.decode if many is None or len(rows) < many else programs.decode_many
         return Call(("decode", *pages.shape), program, self._priced(len(rows)), (requests,))

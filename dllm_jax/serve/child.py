@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dllm_jax import structured
 from dllm_jax.api.questions import Read
 from dllm_jax.engine.inbox import News
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
@@ -201,10 +202,11 @@ class Loop:
         n = int(add.params.get("n", 1))
         names: list[str] = []
         try:
+            params = _params(add.params)
             for number, prompt in enumerate(add.prompts):
                 name = f"{add.id}.{number}"
                 fields = {
-                    "params": SamplingParams(**add.params),
+                    "params": params,
                     "request_id": name,
                     "stream": add.stream,
                     "denoise": add.denoise,
@@ -278,6 +280,13 @@ class Loop:
         if text is None:
             text = self._pieces[token] = plain_text(self._served.tokenizer, token)
         return text
+
+
+def _params(given: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters as the front sends them."""
+    fields = given.get("constraint")
+    constraint = None if fields is None else structured.from_fields(fields)
+    return SamplingParams(**{**given, "constraint": constraint})
 
 
 def _counts(stats: Any, steps: list[tuple[int, float]]) -> Counts:

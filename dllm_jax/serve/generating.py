@@ -139,8 +139,11 @@ async def _generate(
 
 
 def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any]:
-    """Fields of `SamplingParams`."""
-    top_p = facts.top_p if body.top_p is None else body.top_p
+    """Fields of `SamplingParams`; the constraint as the engine process reads it."""
+    constraint = wire.constraint(body)
+    top_p = body.top_p
+    if top_p is None and constraint is None:  # constrained texts are drawn from all that fits
+        top_p = facts.top_p
     params = {
         "max_tokens": max_tokens,
         "temperature": facts.temperature if body.temperature is None else body.temperature,
@@ -154,6 +157,7 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
         "max_repetition_run": body.max_repetition_run,
         "n": body.n or 1,
         "strategy_overrides": body.strategy_overrides or {},
+        "constraint": constraint,
     }
     for name, value in params["strategy_overrides"].items():
         param = f"strategy_overrides.{name}"

@@ -30,6 +30,31 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class SchemaOf(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`response_format.json_schema`; `strict` and what it is called change nothing."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaOf | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`structured_outputs`, as vLLM reads it: one of its fields."""
+
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+
+
 class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of both generating routes."""
 
@@ -50,6 +75,8 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     max_repetition_run: Annotated[int, Meta(ge=2, le=MAX_INT)] | None = None
     stream_mode: Literal["commit", "denoise"] | None = None
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class Completion(Sampling, forbid_unknown_fields=True, kw_only=True):
@@ -172,7 +199,6 @@ NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": ANY,
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -194,7 +220,6 @@ NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "chat_template": (),
     "documents": (),
     "reasoning_effort": (),
@@ -216,18 +241,16 @@ IGNORED = frozenset(
         *("session_id", "request_id", "verbosity"),
     }
 )
-_CANVAS = "it is not enforced while a canvas is denoised; leave it out and check the text"
+_GUIDED = "use structured_outputs: {{{}: ...}}"
 _TOOLS = "tools are not supported; leave it out"
 _LOGPROBS = "log-probabilities are not supported; leave it out"
 _PENALTY = "penalties are not supported; leave it out (max_repetition_run ends a run)"
 # Remedies where "leave it out" is not all there is to say.
 REMEDIES = {
-    "response_format": _CANVAS,
-    "guided_json": _CANVAS,
-    "guided_regex": _CANVAS,
-    "guided_choice": _CANVAS,
-    "guided_grammar": _CANVAS,
-    "structured_outputs": _CANVAS,
+    "guided_json": _GUIDED.format("json"),
+    "guided_regex": _GUIDED.format("regex"),
+    "guided_choice": _GUIDED.format("choice"),
+    "guided_grammar": "grammars are not supported; use structured_outputs with a regex or a schema",
     "tools": _TOOLS,
     "functions": _TOOLS,
     "tool_choice": _TOOLS,
@@ -393,3 +416,61 @@ def stop_strings(body: Sampling) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def constraint(body: Sampling) -> dict[str, Any] | None:
+    """What the text must be, as one pair for `structured.from_fields`; None: anything.
+
+    Raises:
+        Refusal: The body says it twice, or not at all.
+    """
+    form, outputs = body.response_format, body.structured_outputs
+    form = None if form is None or form.type == "text" else form
+    if form is not None and outputs is not None:
+        raise Refusal(
+            "response_format and structured_outputs both say what the text must be; give one",
+            param="structured_outputs",
+        )
+    if form is not None:
+        return {"json": _schema_of(form)}
+    if outputs is None:
+        return None
+    said = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
+    if said["json_object"] is False:
+        del said["json_object"]
+    given = {name: value for name, value in said.items() if value is not None}
+    if len(given) != 1:
+        raise Refusal(
+            f"structured_outputs has {len(given)} of regex, choice, json and json_object; give one",
+            param="structured_outputs",
+        )
+    if "json_object" in given:
+        return {"json": _ANY_OBJECT}
+    if isinstance(given.get("json"), str):
+        given["json"] = _schema_text(given["json"])
+    return given
+
+
+_ANY_OBJECT = {"type": "object"}
+
+
+def _schema_of(form: ResponseFormat) -> Any:
+    if form.type == "json_object":
+        return _ANY_OBJECT
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise Refusal(
+            'response_format of type "json_schema" has no json_schema.schema; give it there',
+            param="response_format.json_schema.schema",
+        )
+    return form.json_schema.schema
+
+
+def _schema_text(text: str) -> Any:
+    """A schema that was sent as text."""
+    try:
+        return read_json(text.encode())
+    except Refusal as error:
+        raise Refusal(
+            f"structured_outputs.json is a text and no JSON: {error.message}",
+            param="structured_outputs.json",
+        ) from None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from . import blocks
+from . import blocks, constraint
 from .forward import Forward
 from .knobs import bind_knobs
 from .needs import Needs
@@ -186,6 +186,9 @@ def advance(
     # A broken row stays as it was before this step.
     broken = running & is_broken(stepped)
     taken = running & ~broken
+    held, path = state.constraint, None
+    if held is not None:
+        stepped, path = constraint.conform(state, stepped)
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
     counted = count(state, stepped, info)
@@ -195,7 +198,12 @@ def advance(
     # `finish` does not change the output of other rows; a select would copy all of it.
     selected = select_rows(taken, advanced.replace(output=None), state.replace(output=None))
     ended = jnp.where(broken, ERROR, selected.finish)
-    return selected.replace(output=advanced.output, finish=ended), info
+    selected = selected.replace(output=advanced.output, finish=ended)
+    if held is not None and path is not None:  # what commits is on the path
+        at = jnp.take_along_axis(path, info.commit_len[:, None], axis=1)[:, 0]
+        at = jnp.where(taken, at, held.at)
+        selected = selected.replace(constraint=held.replace(at=at))
+    return selected, info
 
 
 def is_broken(state: DecodeState) -> Bool[Array, " B"]:

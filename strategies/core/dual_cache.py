@@ -41,7 +41,9 @@ def seed_block(forward: Forward, state: DecodeState) -> tuple[DecodeState, Bool[
 
     def draw() -> Int[Array, " B"]:
         keys = random.position_keys(state)[:, 0, 0]
-        return forward.predict(state.boundary, sampling=state.sampling, keys=keys).token
+        return forward.predict(
+            state.boundary, sampling=state.sampling, keys=keys, first_of=state
+        ).token
 
     token = jax.lax.cond(jnp.any(seeded), draw, lambda: jnp.zeros_like(buffer.start))
     return blocks.write(state, token[:, None, None], seeded), seeded

@@ -118,6 +118,7 @@ class DecodeState(struct.PyTreeNode):
         page_table: Pages of each request, -1 where there is none.
         pools: KV pools by model name; opaque to strategies, never copied, never selected.
         output: Emitted tokens; `output_len` of them count.
+        constraint: Grammars of the slots (`core.constraint`); None: no slot has one.
     """
 
     buffer: BlockBuffer
@@ -133,6 +134,7 @@ class DecodeState(struct.PyTreeNode):
     pools: Any
     output: Int[Array, "B O"]
     output_len: Int[Array, " B"]
+    constraint: Any = None
 
 
 class StepInfo(struct.PyTreeNode):
@@ -152,8 +154,8 @@ class StepInfo(struct.PyTreeNode):
 
 
 def slot_part(state: DecodeState) -> DecodeState:
-    """The leaves that belong to requests: all but the pools and the pages."""
-    return state.replace(pools=None, page_table=None)
+    """The leaves that belong to requests: all but the pools, the pages and the grammars."""
+    return state.replace(pools=None, page_table=None, constraint=None)
 
 
 def take_slot(state: DecodeState, b: Int[Array, ""] | int) -> DecodeState:
@@ -164,7 +166,9 @@ def take_slot(state: DecodeState, b: Int[Array, ""] | int) -> DecodeState:
 def put_slot(state: DecodeState, b: Int[Array, ""] | int, slot: DecodeState) -> DecodeState:
     """The state with the request `slot` (from `take_slot`) in slot `b`; pages are not touched."""
     moved = jax.tree.map(lambda leaf, row: leaf.at[b].set(row), slot_part(state), slot)
-    return moved.replace(pools=state.pools, page_table=state.page_table)
+    return moved.replace(
+        pools=state.pools, page_table=state.page_table, constraint=state.constraint
+    )
 
 
 def select_rows(take: Bool[Array, " B"], new: DecodeState, old: DecodeState) -> DecodeState:
@@ -177,4 +181,4 @@ def select_rows(take: Bool[Array, " B"], new: DecodeState, old: DecodeState) -> 
         return jnp.where(take.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
     picked = jax.tree.map(pick, slot_part(new), slot_part(old))
-    return picked.replace(pools=new.pools, page_table=new.page_table)
+    return picked.replace(pools=new.pools, page_table=new.page_table, constraint=new.constraint)

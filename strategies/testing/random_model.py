@@ -103,7 +103,11 @@ class Forward:
         return jnp.zeros((*ids.shape, 0))
 
     def predict(
-        self, hidden: Float[Array, "B *X 0"], sampling: Sampling | None = None, keys: Any = None
+        self,
+        hidden: Float[Array, "B *X 0"],
+        sampling: Sampling | None = None,
+        keys: Any = None,
+        **_: Any,
     ) -> TokenStats:
         """Of rows of no cell: what is said of the position that the window starts at."""
         start = self._state.buffer.start.reshape(-1, *(1,) * (hidden.ndim - 2))

@@ -140,7 +140,7 @@ class _ScriptedForward:
         return jnp.zeros((*ids.shape, 0))
 
     def predict(
-        self, hidden: Array, sampling: Sampling | None = None, keys: Any = None
+        self, hidden: Array, sampling: Sampling | None = None, keys: Any = None, **_: Any
     ) -> TokenStats:
         """Prediction outside the window: that of the position the window starts at."""
         del hidden, sampling, keys

@@ -25,6 +25,7 @@ FIELDS = {
     "max_repetition_run": None,
     "n": 1,
     "strategy_overrides": {},
+    "constraint": None,
 }
 
 

@@ -29,6 +29,7 @@ FLOORS = {
     "models": 2,
     "convert": 1,
     "strategies": 0,
+    "structured": 0,
     "kernels": 0,
 }
 # Rooms that import less than their floor allows.
@@ -37,12 +38,14 @@ ONLY = {
     "models": ("convert", "kernels"),
     "convert": (),
     "strategies": (),
+    "structured": (),
     "kernels": (),
 }
 # The only third parties of a room.
 THIRD_PARTIES = {
     "engine": {"numpy"},
     "strategies": {"jax", "flax", "jaxtyping", "numpy"},
+    "structured": {"numpy"},
     "kernels": {"jax", "flax", "jaxtyping", "numpy"},
     "models": {"jax", "jaxtyping", "numpy"},
 }

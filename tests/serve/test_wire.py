@@ -216,3 +216,56 @@ def raw_encodes(source):
             owner = ast.unparse(node.value)
             found += [f"{owner}.{node.attr}"] if "tokenizer" in owner else []
     return found
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json": {"type": "object"}}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json": SCHEMA},
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": "{}"}}, {"json": {}}),
+        ({"structured_outputs": {"json_object": True}}, {"json": {"type": "object"}}),
+    ],
+)
+def test_what_the_text_must_be_is_read(fields, wanted):
+    assert wire.constraint(chat(**fields)) == wire.constraint(completion(**fields)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_what_the_text_must_be_is_refused_by_its_field(fields, param):
+    with pytest.raises(Refusal) as raised:
+        wire.constraint(chat(**fields))
+    assert raised.value.param == param

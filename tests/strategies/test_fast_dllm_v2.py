@@ -420,7 +420,7 @@ class _Spy:
         self.calls.append(options)
         return jnp.zeros(())
 
-    def predict(self, hidden: Any, sampling: Any, keys: Any) -> Any:
+    def predict(self, hidden: Any, sampling: Any, keys: Any, **_: Any) -> Any:
         self.seeds += 1
         assert keys.shape == hidden.shape[:1]
         nothing = jnp.zeros(hidden.shape[:1])

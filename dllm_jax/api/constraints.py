@@ -1,0 +1,139 @@
+"""From a request's constraint to the automaton that its text keeps to, compiled once.
+
+Data flow: `SamplingParams.constraint` -> refused here by name, or a token automaton closed with the
+request's stop ids -> the arrays of the device (`runner.grammars`) -> `Request.grammar`.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from dllm_jax import structured
+from dllm_jax.engine import checks
+from dllm_jax.engine.checks import Refused
+from dllm_jax.engine.requests import Request
+from dllm_jax.loading.model import Model
+from dllm_jax.runner import grammars
+from dllm_jax.runner.forward import ModelForward
+
+MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstraintReport:
+    """What a constraint costs.
+
+    Attributes:
+        states, classes: Of its automaton; a class is of tokens that no state tells apart.
+        device_bytes: Its arrays, for each slot.
+        fewest_tokens: Of the shortest text; `max_tokens` must not be below it.
+        compile_s: Seconds that it took to compile.
+    """
+
+    states: int
+    classes: int
+    device_bytes: int
+    fewest_tokens: int
+    compile_s: float
+
+
+class Constraints:
+    """The automata of an engine, the last ones used.
+
+    Args:
+        strategy: Bound to the model.
+    """
+
+    def __init__(self, model: Model, strategy: Any):
+        self._model, self._strategy = model, strategy
+        self._kept: OrderedDict[Any, tuple[grammars.Ready, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, request: Request) -> Request:
+        """The request with its automaton.
+
+        Raises:
+            Refused: It cannot be held to its constraint.
+        """
+        params = request.params
+        if params.constraint is None:
+            return request
+        stops = params.stop_token_ids
+        if not params.ignore_eos:
+            stops += tuple(self._model.defaults.stop_token_ids)
+        grammar, _ = self._compiled(params.constraint, tuple(sorted(set(stops))))
+        return dataclasses.replace(request, grammar=grammar)
+
+    def report(self, constraint: Any) -> ConstraintReport:
+        """See `LLM.constraint_report`."""
+        stops = tuple(sorted(set(self._model.defaults.stop_token_ids)))
+        grammar, seconds = self._compiled(constraint, stops)
+        sizes = grammars.sizes(grammar.arrays)
+        return ConstraintReport(
+            states=sizes.states,
+            classes=sizes.classes,
+            device_bytes=grammars.num_bytes(grammar),
+            fewest_tokens=int(grammar.distance[grammar.start]),
+            compile_s=seconds,
+        )
+
+    def _compiled(self, constraint: Any, stops: tuple[int, ...]) -> tuple[grammars.Ready, float]:
+        self._check()
+        if not isinstance(constraint, structured.Constraint):
+            raise Refused(
+                f"constraint={checks.told(constraint)} has type {type(constraint).__name__}; give "
+                "a Regex, a Choice or a JsonSchema of dllm_jax",
+                "constraint",
+            )
+        key = constraint, stops
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        began = time.perf_counter()
+        try:
+            automaton = structured.compile(constraint, self._model.tokenizer, stops, self._never())
+            grammar = grammars.ready(automaton, self._model.config.vocab_size)
+        except ValueError as error:
+            raise Refused(str(error), "constraint") from error
+        except (RecursionError, MemoryError, OverflowError) as error:
+            raise Refused(
+                f"the constraint is too deep or too large to compile ({type(error).__name__}); "
+                "make it simpler",
+                "constraint",
+            ) from error
+        found = grammar, time.perf_counter() - began
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _never(self) -> np.ndarray:
+        """Ids that the model is never read for."""
+        ids = np.arange(self._model.config.vocab_size)
+        return np.flatnonzero(ModelForward(self._model).forbidden(ids))
+
+    def _check(self) -> None:
+        """Refuse what constraints do not go with."""
+        strategy, needs = self._strategy, self._strategy.needs
+        if needs.aux or needs.conditions:
+            raise _unsupported(f"{strategy.name} is not held to constraints; use another strategy")
+        if self._model.split is not None:
+            raise _unsupported(
+                "constraints are held on one device, and this model is shared by "
+                f"{self._model.split.num_parts}; load it without tensor_parallel_size"
+            )
+        if self._model.tokenizer is None:
+            raise _unsupported(
+                f"model {self._model.source!r} has no tokenizer, and a constraint is about text; "
+                "load one with the model"
+            )
+
+
+def _unsupported(message: str) -> Refused:
+    return Refused(f"constraint: {message}", "constraint", "unsupported_parameter")

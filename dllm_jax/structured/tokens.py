@@ -1,0 +1,49 @@
+"""The bytes that each id of a tokenizer stands for."""
+
+import functools
+import json
+import re
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(tokenizer: Any) -> list[bytes | None]:
+    """Bytes by id; None for ids that are no text.
+
+    Raises:
+        ValueError: The tokenizer's bytes are not known.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"the bytes of {type(tokenizer).__name__}'s tokens are not known; use a fast tokenizer"
+        )
+    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    is_byte_level = '"ByteLevel"' in decoder
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    found: list[bytes | None] = [None] * len(tokenizer)
+    for text, number in tokenizer.get_vocab().items():
+        if number in special or number >= len(found):
+            continue
+        if is_byte_level:
+            found[number] = _of_byte_level(text)
+        elif match := _BYTE.fullmatch(text):
+            found[number] = bytes([int(match[1], 16)])
+        else:
+            found[number] = text.replace("▁", " ").encode()
+    return [one or None for one in found]
+
+
+def _of_byte_level(text: str) -> bytes | None:
+    table = _byte_of_char()
+    return bytes(table[c] for c in text) if all(c in table for c in text) else None
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes with."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain}
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}

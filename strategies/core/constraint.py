@@ -1,0 +1,296 @@
+"""A grammar over the window: the best path that can still end, and what was written off it.
+
+A grammar is an automaton over classes of tokens, as arrays. State 0 is dead, and so is what fills
+an array up to its bucket; class 0 is never taken. `plan` finds, of all paths of states that keep
+every filled cell and from which the text can end in the room left, the most probable one. Cells
+take tokens of its edges, and any of them may be written: the path shows that the text can go on.
+`conform` is the engine's half: it puts right what a strategy wrote beside every such path.
+
+Source: DINGO (arXiv 2505.23061) for the chain over states; the room, the tail and the engine's half
+are ours.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from . import blocks
+from .state import DecodeState
+
+DEAD, NO_CLASS = 0, 0
+NO_LABEL, FREE = 0, 1  # labels of no edge, and of the edge from the end to itself
+UNREACHABLE = 1 << 30  # distance of a state from which no text ends
+
+SKIP, KNOWN, HOLE, WRITTEN = range(4)  # what a cell is to the chain
+
+NEVER = -1e9  # score of what cannot be
+FLOOR = -80.0  # nats; a strategy may forbid the only token that fits, which then still has a score
+_CHANGED = -1.0  # score of a written cell that takes another token
+
+
+class Grammar(struct.PyTreeNode):
+    """Automata of some slots: G states, D edges of a state, C classes, P pairs, V ids.
+
+    Attributes:
+        delta: Next state by class.
+        target, label: Edges of a state to distinct states, and which set of classes leads along.
+        pair_label, pair_class: Labels and their classes.
+        distance: Fewest tokens from a state to one in which the text may end.
+        class_of: Class of each id.
+        wide: Classes with many ids.
+        narrow, narrow_class: Ids of the other classes, and their classes.
+        lowest: The lowest id of a class.
+        end: The state behind a stop id.
+        num_labels: Labels, from the bucket.
+    """
+
+    delta: Int[Array, "B G C"]
+    target: Int[Array, "B G D"]
+    label: Int[Array, "B G D"]
+    pair_label: Int[Array, "B P"]
+    pair_class: Int[Array, "B P"]
+    distance: Int[Array, "B G"]
+    class_of: Int[Array, "B V"]
+    wide: Int[Array, "B M"]
+    narrow: Int[Array, "B N"]
+    narrow_class: Int[Array, "B N"]
+    lowest: Int[Array, "B C"]
+    end: Int[Array, " B"]
+    num_labels: int = struct.field(pytree_node=False)
+
+
+class View(struct.PyTreeNode):
+    """The window of some slots as their grammars see it.
+
+    Attributes:
+        kind: SKIP, KNOWN, HOLE or WRITTEN.
+        known: Class of the token in a cell that has one.
+        room: Cells before the limit that are not in the window's live part yet.
+    """
+
+    grammar: Grammar
+    at: Int[Array, " B"]
+    bound: Bool[Array, " B"]
+    kind: Int[Array, "B W"]
+    known: Int[Array, "B W"]
+    room: Int[Array, " B"]
+
+
+class Constraint(struct.PyTreeNode):
+    """The grammar of each slot.
+
+    Attributes:
+        at: The automaton's state at the window's first cell.
+        bound: Slots with a grammar; of the others nothing counts.
+    """
+
+    grammar: Grammar
+    at: Int[Array, " B"]
+    bound: Bool[Array, " B"]
+
+
+def view(state: DecodeState) -> View | None:
+    """The window as it stands; None where no slot has a grammar."""
+    constraint: Constraint | None = state.constraint
+    if constraint is None:
+        return None
+    buffer = state.buffer
+    B, K, S = buffer.tokens.shape
+    live = blocks.live_cells(state)
+    first, limit = buffer.prompt_len[:, None, None], buffer.limit[:, None, None]
+    mine = live & (buffer.positions >= first) & (buffer.positions < limit)
+    kind = jnp.where(mine, jnp.where(buffer.filled, KNOWN, HOLE), SKIP).reshape(B, K * S)
+    tokens = jnp.clip(buffer.tokens.reshape(B, K * S), 0, constraint.grammar.class_of.shape[1] - 1)
+    known = jnp.take_along_axis(constraint.grammar.class_of, tokens, axis=1).astype(jnp.int32)
+    behind = buffer.start + jnp.sum(live, axis=(1, 2), dtype=jnp.int32)
+    room = jnp.maximum(buffer.limit - behind, 0)
+    return View(constraint.grammar, constraint.at, constraint.bound, kind, known, room)
+
+
+class ClassStats(struct.PyTreeNode):
+    """What a readout says of the classes of each cell, without anything over the vocabulary.
+
+    Attributes:
+        token: The token that each class would take: its likeliest, or one drawn.
+        rank: What it is chosen by among the classes of an edge.
+        mass: Log probability of the class: of its likeliest token, or of all where one is drawn.
+        confidence: The token's log probability.
+    """
+
+    token: Int[Array, "B W C"]
+    rank: Float[Array, "B W C"]
+    mass: Float[Array, "B W C"]
+    confidence: Float[Array, "B W C"]
+
+
+class Draw(struct.PyTreeNode):
+    """How paths are drawn: slots that draw, and a key a cell."""
+
+    tempered: Bool[Array, " B"]
+    keys: PRNGKeyArray
+
+
+def _chain(
+    grammar: Grammar,
+    at: Array,
+    room: Array,
+    kind: Array,
+    known: Array,
+    score: Array,
+    draw: Draw | None = None,
+) -> tuple[Int[Array, " W1"], Float[Array, ""]]:
+    """The best path of one slot [W + 1], or one drawn, and the score of the best or of all.
+
+    Args:
+        grammar: Of one slot, without the leading axis; so is `draw`.
+        score: By cell and label.
+    """
+    last = jnp.where(grammar.distance <= room, 0.0, NEVER)
+
+    def keeps(kind: Array, held: Array, free: Array) -> Array:
+        return (kind == KNOWN) | ((kind == WRITTEN) & (held >= free))
+
+    def back(beta: Array, cell: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        kind, known, score = cell
+        through = score[grammar.label] + beta[grammar.target]
+        free = jnp.max(through, axis=1)
+        if draw is not None:
+            total = free + jnp.log(jnp.sum(jnp.exp(through - free[:, None]), axis=1))
+            free = jnp.where(draw.tempered, total, free)
+        held = beta[jax.lax.dynamic_index_in_dim(grammar.delta, known, 1, keepdims=False)]
+        value = jnp.where(keeps(kind, held, free), held, free)
+        value = jnp.maximum(jnp.where(kind == SKIP, beta, value), NEVER)
+        return value, beta
+
+    first, behind = jax.lax.scan(back, last, (kind, known, score), reverse=True)
+
+    def walk(at: Array, cell: tuple[Array, ...]) -> tuple[Array, Array]:
+        kind, known, score, beta, noise = cell
+        target = grammar.target[at].astype(jnp.int32)
+        through = score[grammar.label[at]] + beta[target]
+        kept = grammar.delta[at, known].astype(jnp.int32)
+        keep = keeps(kind, beta[kept], jnp.max(through))
+        onto = jnp.where(keep, kept, target[jnp.argmax(through + noise)])
+        onto = jnp.where(kind == SKIP, at, onto)
+        return onto, onto
+
+    noise = jnp.zeros((len(kind), grammar.target.shape[1]))
+    if draw is not None:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(draw.keys, _PATH_STREAM)
+        drawn = jax.vmap(lambda key: jax.random.gumbel(key, noise.shape[1:]))(keys)
+        noise = jnp.where(draw.tempered, drawn, noise)
+    path = jax.lax.scan(walk, at, (kind, known, score, behind, noise))[1]
+    return jnp.concatenate([at[None], path]), first[at]
+
+
+_PATH_STREAM = 0x9A7  # of paths; tokens are drawn with the cell's key itself
+
+
+def _label_scores(
+    grammar: Grammar, mass: Float[Array, "W C"], draw: Draw | None
+) -> Float[Array, "W L"]:
+    """The best class of each label of one slot, or all its classes together."""
+    nothing = jnp.full((len(mass), grammar.num_labels), NEVER)
+    pairs = mass[:, grammar.pair_class]
+    pairs = jnp.where((grammar.pair_label == NO_LABEL)[None], NEVER, pairs)
+    best = nothing.at[:, grammar.pair_label].max(pairs)
+    if draw is not None:
+        shares = jnp.exp(pairs - best[:, grammar.pair_label])
+        total = best + jnp.log(jnp.zeros_like(nothing).at[:, grammar.pair_label].add(shares))
+        best = jnp.where(draw.tempered & (best > NEVER), total, best)
+    return best.at[:, NO_LABEL].set(NEVER).at[:, FREE].set(0.0)
+
+
+class Plan(struct.PyTreeNode):
+    """What `plan` found.
+
+    Attributes:
+        path: States before each cell and behind the last.
+        value: Score of the best path, or of all where one is drawn; NEVER: there is none.
+        token: The token of each cell's edge, -1 where any will do.
+        confidence: Its log probability.
+    """
+
+    path: Int[Array, "B W1"]
+    value: Float[Array, " B"]
+    token: Int[Array, "B W"]
+    confidence: Float[Array, "B W"]
+
+
+def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | None = None) -> Plan:
+    """The most probable path through the windows, or one drawn by the product of the cells' laws.
+
+    Args:
+        read: Cells that were read out; the others take any token that fits.
+        draw: None: no slot draws.
+    """
+
+    def one(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
+        grammar = view.grammar
+        mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
+        scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
+        chained = view.at, view.room, view.kind, view.known, scores, draw
+        path, value = _chain(grammar, *chained)
+        fits = _classes_along(grammar, path)
+        rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
+        top = jnp.max(rank, axis=1, keepdims=True)
+        token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
+        chosen = fits & (stats.token == token[:, None])
+        confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
+        anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
+        return Plan(path, value, jnp.where(anything, -1, token), confidence)
+
+    def best() -> Plan:
+        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read)
+
+    if draw is None:
+        return best()
+    draws = jnp.any(draw.tempered & view.bound)
+    return jax.lax.cond(draws, lambda: jax.vmap(one)(view, stats, read, draw), best)
+
+
+_NO_ID = jnp.iinfo(jnp.int32).max
+
+
+def _classes_along(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, "W C"]:
+    """Classes that lead along each step of a path."""
+    leads = grammar.delta[path[:-1]].astype(jnp.int32) == path[1:, None]
+    return leads & (jnp.arange(leads.shape[1]) != NO_CLASS)[None]
+
+
+def _is_tail(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, " W"]:
+    """Cells behind a stop id."""
+    return path[:-1] == grammar.end
+
+
+def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int[Array, "B W1"]]:
+    """The step with as few written cells as need be on another token; also the path through it.
+
+    Cells that were filled and are as they were stay. Every other filled cell takes the lowest token
+    of its edge where its own leads nowhere.
+    """
+    seen = view(stepped)
+    assert seen is not None
+    buffer = stepped.buffer
+    same = before.buffer.filled & (before.buffer.tokens == buffer.tokens)
+    kind = jnp.where((seen.kind == KNOWN) & ~same.reshape(seen.kind.shape), WRITTEN, seen.kind)
+
+    def one(view: View, kind: Array) -> tuple[Array, Array]:
+        grammar = view.grammar
+        cost = jnp.where(kind == WRITTEN, _CHANGED, 0.0)[:, None]
+        labels = jnp.arange(grammar.num_labels)
+        scores = jnp.where((labels == NO_LABEL)[None], NEVER, cost)
+        path, _ = _chain(grammar, view.at, view.room, kind, view.known, scores)
+        fits = _classes_along(grammar, path)
+        lowest = jnp.min(jnp.where(fits, grammar.lowest[None], _NO_ID), axis=1)
+        off = ~jnp.take_along_axis(fits, view.known[:, None], axis=1)[:, 0]
+        off &= (kind == WRITTEN) & ~_is_tail(grammar, path) & (lowest != _NO_ID) & view.bound
+        return path, jnp.where(off, lowest, -1)
+
+    path, put = jax.vmap(one)(seen, kind)
+    put = put.reshape(buffer.tokens.shape)
+    tokens = jnp.where(put >= 0, put, buffer.tokens)
+    return stepped.replace(buffer=buffer.replace(tokens=tokens)), path

@@ -1,0 +1,89 @@
+"""Texts that keep to automata in the engine, over the toy models of the contract's gate.
+
+A request's text is its own: alone, in a batch, after preemption at each fetch, beside requests with
+other automata and with none. Those end as they do without a neighbour that has one.
+"""
+
+import numpy as np
+import pytest
+
+from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.runner.grammars import ready
+from tests.contract.cases import NAMES, case, sweep
+from tests.contract.engine import ends, make_engine, preempting, run, steps_a_chunk, wanted, wish
+from tests.contract.models import MASK, PADDED, VOCAB
+from tests.structured.toys import random_toy
+
+STOP = 5
+# Speculation and canvases are refused by name.
+CASES = [
+    name
+    for name in NAMES
+    if not name.startswith(("dflash", "speculate", "canvas", "diffusion_gemma"))
+]
+ROOM = 9
+
+
+def _toy(seed):
+    rng = np.random.default_rng(seed)
+    while True:
+        toy = random_toy(rng, VOCAB, STOP, (MASK, PADDED), states=6, classes=5)
+        if 2 <= toy.distance[toy.start] <= ROOM - 1:
+            return toy
+
+
+TOYS = [_toy(seed) for seed in range(4)]
+
+
+def _bound(name, toy, spare, which=0, **sampled):
+    prompt = case(name).requests[which % len(case(name).requests)].prompt or [1]
+    room = int(toy.distance[toy.start]) + spare
+    params = SamplingParams(max_tokens=room, stop_token_ids=(STOP,), **sampled)
+    return Request(prompt_token_ids=prompt, params=params, grammar=ready(toy, VOCAB))
+
+
+def _mixed(name):
+    """Greedy texts, and two that are drawn."""
+    drawn = {"temperature": 1.0, "seed": 3}
+    each = zip(TOYS, (0, 3, 4, 5), ({}, {}, drawn, drawn), strict=True)
+    return [_bound(name, toy, spare, i, **how) for i, (toy, spare, how) in enumerate(each)]
+
+
+def _assert_whole(outputs):
+    for output, toy in zip(outputs, TOYS, strict=True):
+        (text,) = output.outputs
+        assert output.error is None
+        assert (text.finish_reason, text.constraint_met) == ("stop", True)
+        assert toy.may_end(toy.after(toy.start, text.token_ids))
+
+
+@pytest.mark.parametrize("name", sweep(("multi_bd",), CASES))
+def test_texts_are_whole_and_the_same_alone_and_after_preemption(name):
+    together = run(make_engine(name), _mixed(name))
+    _assert_whole(together)
+    alone = [run(make_engine(name), [one])[0] for one in _mixed(name)]
+    assert ends(alone) == ends(together)
+    engine = make_engine(name)
+    with steps_a_chunk(1):
+        assert ends(run(engine, _mixed(name), preempting())) == ends(together)
+    assert engine.stats().num_preemptions > 0
+    with steps_a_chunk(1):
+        assert ends(run(make_engine(name), _mixed(name)[::-1]))[::-1] == ends(together)
+
+
+@pytest.mark.parametrize("name", sweep(("multi_bd",), CASES))
+def test_neighbours_without_an_automaton_end_as_the_truth(name):
+    free = case(name).requests
+    engine = make_engine(name)
+    outputs = run(engine, [*map(wish, free), _bound(name, TOYS[1], 2)])
+    assert ends(outputs[:-1]) == [wanted(name, one) for one in free]
+    assert outputs[-1].outputs[0].constraint_met
+
+
+def test_another_automaton_compiles_nothing():
+    engine = make_engine("multi_bd")
+    run(engine, [_bound("multi_bd", TOYS[0], 1)])
+    known = set(engine.runner.compiled)
+    for toy in (_toy(seed) for seed in range(10, 30)):
+        run(engine, [_bound("multi_bd", toy, 1)])
+    assert set(engine.runner.compiled) == known

@@ -1,0 +1,163 @@
+"""Constraints of `SamplingParams` on the built-in models: texts are valid, whole, and in time."""
+
+import re
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import strategies
+from dllm_jax.structured import Choice, JsonSchema, Regex
+from dllm_jax.tasks.problems import problem
+
+PHONE = Regex(r"\d{3}-\d{4}")
+SENTENCE = Regex(r"(Ann|Tom) has \d{1,3} (pens|books)\.")
+ANSWER = Regex(r'\{"answer": [1-9]\d{0,3}, "unit": "[a-z]{3,8}"\}')
+UNICODE = Regex(r"[äöü€]{2}[^a-z]?")
+ANYTHING = Regex(r"(.|\n)*")
+PERSON = JsonSchema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+)
+EVERY = (PHONE, SENTENCE, ANSWER, UNICODE, PERSON, Choice(["yes", "no", "maybe so"]))
+
+
+def _chats(count):
+    return [
+        [{"role": "user", "content": problem("plain", 5, i, heldout=True).question}]
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=4)
+
+
+def _assert_held(output, constraint):
+    (text,) = output.outputs
+    assert output.error is None
+    assert re.fullmatch(constraint.pattern, text.text)
+    assert (text.finish_reason, text.constraint_met) == ("stop", True)
+
+
+def _params(llm, constraint, spare, **more):
+    fewest = llm.constraint_report(constraint).fewest_tokens
+    return dj.SamplingParams(max_tokens=fewest + spare, constraint=constraint, **more)
+
+
+@pytest.mark.parametrize("spare", [0, 3, 40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_match_and_are_whole_in_one_batch(llm, spare, temperature):
+    how = {"temperature": temperature, "seed": 2}
+    params = [_params(llm, one, spare, **how) for one in EVERY]
+    chats = _chats(len(EVERY))
+    outputs = llm.chat(chats, params)
+    for output, one in zip(outputs, EVERY, strict=True):
+        _assert_held(output, one)
+    alone = llm.chat(chats[2], params[2])[0]
+    assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
+
+
+def test_a_constraint_that_allows_everything_changes_nothing(llm):
+    chats = _chats(8)
+    free = llm.chat(chats, dj.SamplingParams(max_tokens=128))
+    held = llm.chat(chats, dj.SamplingParams(max_tokens=128, constraint=ANYTHING))
+    for a, b in zip(free, held, strict=True):
+        assert (a.outputs[0].token_ids, a.metrics.nfe) == (b.outputs[0].token_ids, b.metrics.nfe)
+        assert b.outputs[0].constraint_met
+
+
+def test_texts_of_one_prompt_are_each_held(llm):
+    params = _params(llm, SENTENCE, 20, n=3, temperature=1.0, seed=5)
+    (output,) = llm.chat(_chats(1), params)
+    assert len({one.text for one in output.outputs}) > 1
+    for one in output.outputs:
+        assert re.fullmatch(SENTENCE.pattern, one.text)
+        assert one.constraint_met
+
+
+def test_a_stream_has_the_same_text(llm):
+    params = _params(llm, ANSWER, 20)
+    chat = _chats(1)[0]
+    streamed = "".join(event.text for event in llm.stream(llm.apply_template(chat), params))
+    assert streamed == llm.chat(chat, params)[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "cut", [{"stop": '"unit"'}, {"max_nfe": 2}], ids=["stop_string", "max_nfe"]
+)
+def test_a_text_that_is_cut_says_so(llm, cut):
+    (output,) = llm.chat(_chats(1), _params(llm, ANSWER, 20, **cut))
+    assert output.outputs[0].constraint_met is False
+
+
+def test_a_text_without_a_constraint_says_nothing(llm):
+    (output,) = llm.chat(_chats(1), dj.SamplingParams(max_tokens=8))
+    assert output.outputs[0].constraint_met is None
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"constraint": PHONE, "max_tokens": 7}, "the shortest text of the constraint has 8"),
+        ({"constraint": PHONE, "ignore_eos": True}, "ignore_eos"),
+        ({"constraint": PHONE, "temperature": 1.0, "top_p": 0.9}, "top_p=0.9"),
+        ({"constraint": PHONE, "temperature": 1.0, "top_k": 5}, "top_k=5"),
+        ({"constraint": "yes|no"}, "Regex"),
+        ({"constraint": Regex("(")}, "regular expression"),
+        ({"constraint": Regex("a(?=b)")}, "regular expression"),
+        ({"constraint": Regex("(.{0,400}a){40}")}, "states"),
+        ({"constraint": Regex("[ab]{3000}")}, "at most 1024 fit"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_in_one_line(llm, params, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        llm.generate(llm.apply_template(_chats(1)[0]), dj.SamplingParams(**params))
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_another_constraint_compiles_nothing(llm):
+    texts = llm.chat(_chats(1), _params(llm, PHONE, 3))
+    _assert_held(texts[0], PHONE)
+    late = set(llm.engine.runner.compiled)
+    for length in range(3, 23):
+        one = Regex(rf"\d{{{length}}}x?")
+        _assert_held(llm.chat(_chats(1), _params(llm, one, 2))[0], one)
+    assert set(llm.engine.runner.compiled) == late
+
+
+OTHERS = {
+    "block_diffusion": strategies.BlockDiffusion(block_size=4),
+    "d2f": strategies.D2F(block_size=8, buffer_size=2),
+    "edit": strategies.Edit(block_size=16, edit_threshold=0.1, penalty_lambda=1.0),
+    "dmax": strategies.DMax(block_size=8, buffer_size=2),
+    "full_sequence": strategies.FullSequence(buffer_size=5, block_length=8),
+    "full_sequence_dual": strategies.FullSequence(buffer_size=5, block_length=8, cache="dual"),
+    "full_sequence_guided": strategies.FullSequence(buffer_size=5, steps=16, cfg_scale=1.0),
+    "ar": "ar",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_strategy_holds_to_constraints(name):
+    model = "builtin:tiny-qwen3" if name == "ar" else "builtin:tiny-sdar"
+    with dj.LLM(model, OTHERS[name], warm_up=False, max_num_seqs=4) as llm:
+        for temperature, spare in ((0.0, 0), (1.0, 5)):
+            how = {"temperature": temperature, "seed": 2}
+            params = [_params(llm, one, spare, **how) for one in EVERY]
+            for output, one in zip(llm.chat(_chats(len(EVERY)), params), EVERY, strict=True):
+                _assert_held(output, one)
+
+
+def test_drafts_are_refused_by_name():
+    with (
+        dj.LLM(
+            "builtin:tiny-qwen3", draft="builtin:tiny-qwen3-dflash", warm_up=False, max_num_seqs=1
+        ) as llm,
+        pytest.raises(ValueError, match="DFlash is not held to constraints"),
+    ):
+        llm.chat(_chats(1), dj.SamplingParams(constraint=PHONE))

@@ -1,0 +1,90 @@
+"""The plan is the best of all texts, and what was written off it is put right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.runner import grammars
+from dllm_jax.strategies.core import constraint
+from dllm_jax.strategies.core.constraint import HOLE, KNOWN, NEVER, SKIP, View
+from tests.structured.toys import best_text, random_toy
+
+SIZES = grammars.Sizes(8, 6, 40, 8, 60, 4, 16)
+PLAN = jax.jit(constraint.plan)
+IDS, CASES = 7, 64
+
+
+def _class_maxima(toy, logp):
+    """By cell and class: the best log probability, and its lowest id."""
+    W, C = len(logp), SIZES.classes
+    best, ids = np.full((W, C), -np.inf, np.float32), np.zeros((W, C), np.int32)
+    for w in range(W):
+        for token in range(IDS):
+            c = toy.class_of[token]
+            if logp[w, token] > best[w, c]:
+                best[w, c], ids[w, c] = logp[w, token], token
+    return best, ids
+
+
+def _case(rng, W=4):
+    toy = random_toy(rng)
+    logp = np.log(rng.dirichlet(np.full(IDS, 0.5), W)).astype(np.float32)
+    room, at = int(rng.integers(0, 3)), toy.start
+    kinds = rng.choice([SKIP, HOLE, HOLE, HOLE, KNOWN], W)
+    cells, state = [], at
+    for kind in kinds:
+        token = int(rng.integers(1, IDS))
+        cells.append("skip" if kind == SKIP else "hole" if kind == HOLE else token)
+    return toy, logp, room, at, kinds, cells, state
+
+
+def _planned(cases):
+    """Plans of many cases at once."""
+    rows, best, ids, known = [], [], [], []
+    for toy, logp, _, _, _, cells, _ in cases:
+        rows.append(grammars.padded(grammars.ready(toy, IDS), SIZES))
+        b, i = _class_maxima(toy, logp)
+        best.append(b), ids.append(i)
+        known.append([toy.class_of[c] if isinstance(c, int) else 0 for c in cells])
+    view = View(
+        grammars.stacked(rows),
+        jnp.asarray([case[3] for case in cases], jnp.int32),
+        jnp.ones(len(cases), bool),
+        jnp.asarray(np.stack([case[4] for case in cases]), jnp.int32),
+        jnp.asarray(known, jnp.int32),
+        jnp.asarray([case[2] for case in cases], jnp.int32),
+    )
+    read = jnp.ones(view.kind.shape, bool)
+    best = jnp.asarray(best)
+    stats = constraint.ClassStats(jnp.asarray(ids), best, best, best)
+    return jax.tree.map(np.asarray, PLAN(view, stats, read))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_plan_is_worth_as_much_as_the_best_of_all_texts(seed):
+    rng = np.random.default_rng(seed)
+    cases = [_case(rng) for _ in range(CASES)]
+    plan = _planned(cases)
+    feasible = 0
+    for i, (toy, logp, room, at, _, cells, _) in enumerate(cases):
+        want = best_text(toy, at, room, cells, logp)
+        if want is None:
+            assert plan.value[i] <= NEVER / 2
+            continue
+        feasible += 1
+        assert plan.value[i] == pytest.approx(want, abs=1e-4)
+        # Its tokens are that text: they lead along the path and keep what is known.
+        state, value = at, 0.0
+        for w, cell in enumerate(cells):
+            if cell == "skip":
+                assert plan.path[i, w + 1] == plan.path[i, w]
+                continue
+            token = cell if isinstance(cell, int) else int(plan.token[i, w])
+            if state == toy.end:
+                continue
+            value += logp[w, token] if cell == "hole" else 0.0
+            state = toy.after(state, [token])
+            assert state == plan.path[i, w + 1] != 0
+        assert value == pytest.approx(want, abs=1e-4)
+    assert feasible > CASES // 4
