@@ -215,7 +215,9 @@ def time_form(program, x, ids, weights, layers, rounds, repeats):
 def kernels_of(program, x, ids, weights, layers, rounds):
     """Microseconds of each kernel in one call of the operation, glue included."""
     spent = collections.Counter()
-    for event in traced(lambda: jax.block_until_ready(program(rounds, x, ids, weights, layers))).events:
+    for event in traced(
+        lambda: jax.block_until_ready(program(rounds, x, ids, weights, layers))
+    ).events:
         spent[event.name] += event.duration_ns / 1e3 / (rounds * len(layers))
     return {name: round(us, 2) for name, us in spent.most_common(12)}
 
@@ -304,8 +306,8 @@ def measure_shape(model, shape, rows, dtype, layers, args):
 def show(line):
     """One printed line."""
     told = (
-        f"{line['model']:>14} {line['dtype']:>8} T {line['rows']:>5}, {line['touched']:5.1f} experts "
-        f"({line['routing']}) {line['form']:<22}"
+        f"{line['model']:>14} {line['dtype']:>8} T {line['rows']:>5}, {line['touched']:5.1f} "
+        f"experts ({line['routing']}) {line['form']:<22}"
     )
     if "failed" in line:
         return f"{told} FAILED {line['failed'][:90]}"

@@ -69,10 +69,8 @@ def unsupported_arguments(x: Array, w_down: Array) -> str | None:
     if not len(x):
         return "needs at least one row"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or w_down.dtype != x.dtype:
-        return (
-            f"needs rows and weights in bfloat16 or float16, both alike, got {x.dtype} and "
-            f"{w_down.dtype}"
-        )
+        kinds = f"{x.dtype} and {w_down.dtype}"
+        return f"needs rows and weights of one 16-bit type, got {kinds}"
     if D % _THREADS or F % _DEPTH:
         return (
             f"needs a model width that is a multiple of {_THREADS} and an inner one of {_DEPTH}, "
@@ -83,8 +81,7 @@ def unsupported_arguments(x: Array, w_down: Array) -> str | None:
 
 def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
     """A tile for so many pairs, if they are spread evenly over the experts."""
-    E, F, _ = w_down.shape
-    rows = num_pairs / E
+    rows = num_pairs / len(w_down)
     groups = next((n for n in (1, 2, 3) if rows <= 0.75 * _ROWS * n), 4)
     return Tiling(groups=groups)
 
@@ -104,6 +101,10 @@ def expert_ffn(
     """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
     E, F, D = w_down.shape
     tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
+    if F % (tiling.gate_up // 2) or D % tiling.down:
+        raise ValueError(
+            f"{tiling.gate_up=} must be 2 times a divisor of {F=}, and {tiling.down=} one of {D=}"
+        )
     rows, place, tiles, first_tile = _sorted_rows(x, expert_ids, E, tiling.groups, interpret)
 
     def gated(gate: Array, up: Array) -> Array:
@@ -118,7 +119,9 @@ def expert_ffn(
     inner = multiply(rows, flat, gated, parts=2, columns=tiling.gate_up, interpret=interpret)
     flat = w_down.reshape(E * F, D)
     columns = tiling.down
-    results = multiply(inner, flat, lambda sums: sums, parts=1, columns=columns, interpret=interpret)
+    results = multiply(
+        inner, flat, lambda sums: sums, parts=1, columns=columns, interpret=interpret
+    )
     return plgpu.kernel(
         _combine,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -131,7 +134,7 @@ def expert_ffn(
 
 def _sorted_rows(
     x: Float[Array, "T D"], expert_ids: Int[Array, "T k"], E: int, groups: int, interpret: Any
-) -> tuple[Float[Array, "P D"], Int[Array, "T k"], Int[Array, "N 3"], Int[Array, "E1"]]:
+) -> tuple[Float[Array, "P D"], Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " F"]]:
     """Rows by place, the place of each pair, the tiles, and the first tile of each expert.
 
     A tile is its expert, the place of its first row and how many it has; the last of the first
@@ -140,20 +143,22 @@ def _sorted_rows(
     T, k = expert_ids.shape
     chunks, tile_rows = -(-T // _CHUNK), groups * _ROWS
     pairs = -(-_CHUNK * k // _THREADS) * _THREADS  # of a chunk
-    ids = jnp.pad(expert_ids.astype(jnp.int32), ((0, chunks * _CHUNK - T), (0, 0)), constant_values=-1)
+    ids = jnp.pad(
+        expert_ids.astype(jnp.int32), ((0, chunks * _CHUNK - T), (0, 0)), constant_values=-1
+    )
     ids = ids.reshape(chunks, _CHUNK * k)
     ids = jnp.pad(ids, ((0, 0), (0, pairs - _CHUNK * k)), constant_values=-1)
 
     # Comparisons and sums, a fusion each: a sort or a running sum takes several launches.
     experts = jnp.arange(E, dtype=jnp.int32)
-    counts = (ids[:, None, :] == experts[:, None]).sum(axis=2, dtype=jnp.int32)
+    counts = (ids[:, None, :] == experts[None, :, None]).sum(axis=2, dtype=jnp.int32)
     count, before = counts.sum(axis=0, dtype=jnp.int32), ()
     if chunks > 1:
         earlier = jnp.tri(chunks, k=-1, dtype=bool)
-        before = (jnp.where(earlier[:, :, None], counts, 0).sum(axis=1, dtype=jnp.int32),)
-    below = experts < jnp.arange(E + 1, dtype=jnp.int32)[:, None]
+        before = (jnp.where(earlier[:, :, None], counts[None], 0).sum(axis=1, dtype=jnp.int32),)
+    below = experts[None] < jnp.arange(E + 1, dtype=jnp.int32)[:, None]
     first, first_tile = (
-        jnp.where(below, -(-count // size), 0).sum(axis=1, dtype=jnp.int32)
+        jnp.where(below, -(-count[None] // size), 0).sum(axis=1, dtype=jnp.int32)
         for size in (_ALIGNED, tile_rows)
     )
     # Loads of a tile's rows may reach past the last place.
@@ -232,14 +237,14 @@ def _product(
     finish: Callable[..., Array],
     *,
     tiles: Int[Array, "N 3"],
-    first_tile: Int[Array, "E1"],
+    first_tile: Int[Array, " F"],
     parts: int,
     columns: int,
     tiling: Tiling,
     interpret: Any,
 ) -> Array:
     """Each tile's rows times its expert's weights, whose `parts` side by side meet in `finish`."""
-    (P, K), N, kind = x.shape, w.shape[1], x.dtype
+    P, N, kind = len(x), w.shape[1], x.dtype
     width, rows = columns // parts, tiling.groups * _ROWS
     staged = (tiling.groups, _ROWS, width)
     step = (rows + columns) * _DEPTH * kind.itemsize
@@ -292,9 +297,7 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
     # Rows of a load: a tile has few of them where experts are many.
-    sizes = [n for n in (8, 16, 32) if n < most_rows] + [
-        n * _ROWS for n in range(1, groups + 1)
-    ]
+    sizes = [n for n in (8, 16, 32) if n < most_rows] + [n * _ROWS for n in range(1, groups + 1)]
 
     def load_tile(i, carry):
         slot, (expert, first, length, column) = carry
