@@ -79,7 +79,12 @@ def engine(args, parts):
         prefill_buckets=(min(512, args.context),),
     )
     llm = dj.LLM(
-        args.model, config=config, tensor_parallel_size=parts, progress=False, calibrate=False
+        args.model,
+        config=config,
+        tensor_parallel_size=parts,
+        progress=False,
+        calibrate=False,
+        warm_up="all",
     )
     return llm, time.perf_counter() - began
 
