@@ -108,10 +108,10 @@ def test_a_template_that_would_not_end_is_refused(template, monkeypatch):
         chat_template=template, get_chat_template=lambda *_: template, special_tokens_map={}
     )
     model = SimpleNamespace(tokenizer=tokenizer, source="m", defaults=SimpleNamespace(family="x"))
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(ValueError, match="the chat template of model 'm' does not take") as refused:
         chat.render(model, ASK)
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2  # of this thread: a busy machine is no failure
     text = str(refused.value)
     assert len(text) < 1000
     assert "\n" not in text
