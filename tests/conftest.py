@@ -107,6 +107,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.callspec.params.get("name") if of_gate else None
         names = _long(path)
         is_long = names is None or bool(names and re.search(names, item.name))
+        if path in tiers.SLOW and re.search(tiers.SLOW[path], item.name):
+            item.add_marker(pytest.mark.slow)
         if is_long or (case is not None and case not in tiers.GATE):
             item.add_marker(pytest.mark.long)
         one_version = item.get_closest_marker("one_version") is not None

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-long`.
+"""Which tests `make test` leaves to `make test-long`, and which both leave to `make test-all`.
 
 `make test` holds what matters for a change: scripts, list decoders, the scheduler and its state
 machine, traps, tables of configs, and three gate cases. A file whose entry is None is not even
@@ -120,6 +120,17 @@ LONG: dict[str, str | None] = {
     "strategies/test_fast_dllm_v2.py": "each_forward_runs|list_decoder.4-2|list_decoder.8-4",
     "strategies/test_dmax.py": "other_forms|buffer_that_never|agree_with.*diffulex",
     "loading/test_load.py": "only_norms_are_ones",
+}
+
+# What neither runs, as a test of less work says the same, and `make test-all` does.
+SLOW = {
+    "api/test_decide.py": r"of_the_logits\[(?!sdar\]|llada\]|qwen3\]|llada2_2)",
+    "api/test_dflash_drafts.py": "target_in_8_bits",
+    "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[random",
+    "benchmarks/test_fp8_gpu.py": "every_part",
+    "loading/test_quantization.py": "built_in",
+    "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|of_one\[(experts-4|plain-2)"
+    r"|vmap|trajectory|of_one_device\[(with_bias|experts|plain)-8|soft_parallel|dmax|d2f_whole",
 }
 
 # What depends on the version of JAX: the only tests that CI runs under its older Python too.
