@@ -38,6 +38,7 @@ from dllm_jax.loading.tokenizer import encode
 from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
+from dllm_jax.runner.hosts import spans
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
 from dllm_jax.runner.start import start
@@ -72,7 +73,9 @@ class LLM:
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
-            stays there.
+            stays there. After `jax.distributed.initialize` they are all devices of all processes,
+            each of which makes the same `LLM`: the first has it, the others serve it and end with
+            it (SystemExit).
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
@@ -343,6 +346,11 @@ class LLM:
         from dllm_jax.api.decide import decide
 
         self.engine.check_process()
+        if spans(self.model.split):
+            raise ValueError(
+                "decide runs outside of the engine, which alone reaches the other processes; load "
+                "the model in one process"
+            )
         return decide(self.model, context, questions, joint=joint)
 
     def constraint_report(self, constraint: Any) -> ConstraintReport:
