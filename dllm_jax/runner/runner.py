@@ -343,8 +343,9 @@ class ModelRunner:
         static = {name: head["static"].get(name, own.get(name)) for name in head["own"]}
         program = getattr(programs, head["program"])
         call = Call(tuple(head["key"]), program, made, tuple(arrays), static)
-        task = (self._call, call) if head["what"] == "call" else (self._compile, call, ())
-        return self._submit(*task)
+        if head["what"] == "call":
+            return self._submit(self._call, call)
+        return self._submit(self._compile, call, ())
 
     def prepare(self) -> None:
         """Compile every bucket, as process 0 does in `warm_up`."""

@@ -10,11 +10,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Mapping
-<<<<<<< HEAD
-from typing import Any, NoReturn
-=======
-from typing import Any, Literal
->>>>>>> main
+from typing import Any, Literal, NoReturn
 
 import jax
 
