@@ -38,7 +38,6 @@ from dllm_jax.loading.tokenizer import encode
 from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
-from dllm_jax.runner.hosts import spans
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
 from dllm_jax.runner.start import WarmUp, start
@@ -351,11 +350,6 @@ class LLM:
         from dllm_jax.api.decide import decide
 
         self.engine.check_process()
-        if spans(self.model.split):
-            raise ValueError(
-                "decide runs outside of the engine, which alone reaches the other processes; load "
-                "the model in one process"
-            )
         return decide(self.model, context, questions, joint=joint)
 
     def constraint_report(self, constraint: Any) -> ConstraintReport:

@@ -23,8 +23,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # says where the coordinator is; nothing public does
-from jax.experimental import multihost_utils
 
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.models.sharding import Split
@@ -47,6 +45,8 @@ def agree(num_pages: int, settings: Any) -> int:
     Raises:
         ValueError: They do not, on every process.
     """
+    from jax.experimental import multihost_utils
+
     digest = hashlib.sha256(repr(settings).encode()).digest()
     words = np.frombuffer(digest, np.int32)
     every = np.asarray(multihost_utils.process_allgather(np.append(words, np.int32(num_pages))))
@@ -234,11 +234,15 @@ def _leave() -> None:
 
 def _coordinator() -> str:
     """The host of process 0, as all processes were told."""
+    from jax._src import distributed  # nothing public says it
+
     return str(distributed.global_state.coordinator_address).rpartition(":")[0]
 
 
 def _told_port(port: int, token: bytes) -> tuple[int, bytes]:
     """Port and token of process 0, on every process."""
+    from jax.experimental import multihost_utils
+
     words = np.append(np.frombuffer(token, np.int32), np.int32(port))
     told = np.asarray(multihost_utils.broadcast_one_to_all(words))
     return int(told[-1]), told[:-1].astype(np.int32).tobytes()
