@@ -90,7 +90,7 @@ def log_probabilities(model: Model, texts: Sequence[Read]) -> list[list[list[flo
     """
     if spans(model.split):
         raise ValueError(
-            "questions are read outside of the engine, which alone reaches the other processes that "
+            "questions are read outside of the engine, which alone reaches other processes that "
             "share the model; ask a server of one process"
         )
     if model.arch.condition is not None:
