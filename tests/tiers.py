@@ -36,6 +36,7 @@ LONG: dict[str, str | None] = {
     "cli/test_interrupt.py": None,
     "convert/test_convert_memory.py": None,
     "kernels/test_expert_ffn.py": "any_routing|published",
+    "kernels/test_expert_ffn_mosaic.py": "ragged|every_row|no_expert|published",
     "kernels/test_layer_mosaic.py": "many_rows",
     "kernels/test_layer_mosaic_rotate.py": None,
     "kernels/test_layer_ops.py": None,
@@ -70,6 +71,7 @@ LONG: dict[str, str | None] = {
     "runner/test_engine_device.py": "every_status|prefill_chunkings|buckets_change|fill_a_bucket"
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
+    "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
     "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
     "|engine|command|snapshot|pool.8",
