@@ -72,6 +72,7 @@ LONG: dict[str, str | None] = {
     "|buckets_change|fill_a_bucket"
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
+    "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
     "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
     "|engine|command|snapshot|pool.8|plain",
