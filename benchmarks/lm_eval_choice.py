@@ -120,7 +120,11 @@ def main() -> None:
         "same_choice": agree,
         "largest_difference_nats": max(apart),
         "harness_seconds": round(seconds, 1),
-        "versions": {"dllm-jax": __version__, "lm_eval": lm_eval.__version__, "jax": jax.__version__},
+        "versions": {
+            "dllm-jax": __version__,
+            "lm_eval": lm_eval.__version__,
+            "jax": jax.__version__,
+        },
         "device": jax.devices()[0].device_kind,
     }
     print(json.dumps(facts, indent=1))

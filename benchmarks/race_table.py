@@ -2,8 +2,8 @@
 
     python benchmarks/race_table.py --problems 2048 --output race_table.npz
 
-`tests/tasks/test_race.py` and `benchmarks/race_replay.py` race on such a table. The reference, one
-token a forward, is its first row.
+`tests/tasks/test_race.py` races on such a table. The reference, one token a forward, is its first
+row.
 """
 
 import argparse

@@ -133,9 +133,7 @@ class DllmLM(TemplateLM):
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             before = [self.prefix_token_id, *ids]
-            pieces.append(
-                [([before[at]], ids[at : at + size]) for at in range(0, len(ids), size)]
-            )
+            pieces.append([([before[at]], ids[at : at + size]) for at in range(0, len(ids), size)])
         flat = [pair for of_text in pieces for pair in of_text]
         values = iter([one.value for one in self._likelihoods(flat, disable_tqdm)])
         found = [sum(next(values) for _ in of_text) for of_text in pieces]
@@ -152,9 +150,7 @@ class DllmLM(TemplateLM):
         """
         del kwargs
         most = self.llm.model.config.max_position
-        pairs = [
-            (before[-max(most - len(after), 1) :], after) for _, before, after in requests
-        ]
+        pairs = [(before[-max(most - len(after), 1) :], after) for _, before, after in requests]
         found = []
         for request, one in zip(requests, self._likelihoods(pairs, disable_tqdm), strict=True):
             found.append((one.value, bool(one.is_greedy)))

@@ -103,7 +103,7 @@ def log_likelihood(
     after: Any = [completions] if is_one else list(completions)
     is_shared = len(prompts) == 0 or _is_text(prompts)
     before: Any = [prompts] * len(after) if is_shared else list(prompts)
-    if is_one and len(before) != 1 or len(before) != len(after):
+    if len(before) != len(after):
         raise ValueError(
             f"{len(before)} prompts and {len(after)} completions; give one prompt, or one each"
         )
@@ -327,9 +327,7 @@ class _Group:
             for i, row in enumerate(part):
                 n = len(row.reads)
                 if not np.isfinite(values[i, :n]).all():
-                    raise ValueError(
-                        "the model gave a value that is not finite; check its weights"
-                    )
+                    raise ValueError("the model gave a value that is not finite; check its weights")
                 yield values[i, :n].astype(np.float64), surest[i, :n]
 
 

@@ -9,6 +9,7 @@ here knows about models.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -234,6 +235,11 @@ def aup(points: Sequence[tuple[float, float]], y_max: float) -> dict[str, Any]:
 
     kept = [point for point in ordered if point[1] >= floor]
     area = kept[0][0] * kept[0][1]
-    for (x, y), (after, then) in zip(kept, kept[1:], strict=False):
+    for (x, y), (after, then) in itertools.pairwise(kept):
         area += (after - x) * (weighed(y) + weighed(then)) / 2
-    return {"value": area, "y_max": y_max, "points": len(kept), "left_out": len(ordered) - len(kept)}
+    return {
+        "value": area,
+        "y_max": y_max,
+        "points": len(kept),
+        "left_out": len(ordered) - len(kept),
+    }

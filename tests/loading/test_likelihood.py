@@ -1,4 +1,4 @@
-"""Proves that log-likelihoods are those of the model: by enumeration, and by logits without a cache.
+"""Proves that log-likelihoods are the model's: by enumeration, and by logits without a cache.
 
 A small model's chain sums to one over all completions and its ELBO equals the mean over all orders.
 Each family's chain equals the log-softmax of whole sequences. The stated error of a sampled ELBO
@@ -138,7 +138,9 @@ def estimate(value, length, budget, seed):
 
 def read_once(model, prompt, completion):
     """v of every hidden set of a block, by the model."""
-    group = likelihood._Group(model, len(completion), [likelihood._Text(tuple(prompt), tuple(completion))])
+    group = likelihood._Group(
+        model, len(completion), [likelihood._Text(tuple(prompt), tuple(completion))]
+    )
     ids = np.array(completion, np.int32)
     every = itertools.product((False, True), repeat=len(completion))
     sets = [np.array(hidden) for hidden in every if any(hidden)]
@@ -161,7 +163,7 @@ def smooth(length):
 
 @pytest.mark.parametrize(("length", "budget"), [(8, 128), (12, 128), (32, 128)])
 def test_the_stated_error_covers_as_often_as_it_says(length, budget, small):
-    """A model's own block of 8; made-up laws of more, whose exact value needs 4,095 or more sets."""
+    """A block of 8 by the model; made-up laws of more, whose exact value needs over 4,000 sets."""
     if length == 8:
         sized = small.replace(defaults=dataclasses.replace(small.defaults, block_size=8))
         value = read_once(sized, [1, 2, 0, 3, 1, 1, 2, 0], [3, 1, 2, 0, 0, 1, 3, 2])
