@@ -108,7 +108,9 @@ def read_stats(
     def in_rows() -> TokenStats:
         # Build operands inside the branch: the inputs of a `cond` cost launches.
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
-        return in_chunks(one, (hidden, each, keys, penalty, away))
+        # Every chunk reads the head again, and a device's part of it has fewer logits a row.
+        whole = FEW_ROWS * (1 if shard is None else jax.lax.axis_size(shard.axis))
+        return in_chunks(one, (hidden, each, keys, penalty, away), whole=whole)
 
     # The kernels tell a whole vocabulary.
     head = unembed if isinstance(unembed, Head) and guide is None and shard is None else None
