@@ -16,7 +16,8 @@ def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: st
     if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
     bandwidth, rate = RATES[device_kind]
-    moved, operations = pass_work(model.params, model.config, rows, window, context)
+    work = (model.params, model.config, rows, window, context)
+    moved, operations = pass_work(*work, kv_dtype=model.kv_dtype)
     return 1e3 * max(moved / bandwidth, operations / rate)
 
 
@@ -53,7 +54,8 @@ def step_parts(
     moved = attended = 0.0
     for (heads, head_dim), seen in layer_reads(cfg, context):
         # The prefix is read once; fresh keys and values are written and read; rows go in and out.
-        moved += 2 * head_dim * (heads * rows * (seen + 2 * window) + cfg.num_heads * cells)
+        cached = heads * rows * (seen + 2 * window) * model.kv_dtype.itemsize / size
+        moved += 2 * head_dim * (cached + cfg.num_heads * cells)
         keys = seen + block_size * (blocks + 1) / 2  # of a row, on average
         attended += 4 * head_dim * cfg.num_heads * cells * keys
     parts = {

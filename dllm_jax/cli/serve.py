@@ -222,6 +222,7 @@ _OF_ENGINE = (
         "lora",
         "dtype",
         "quantization",
+        "kv_cache_dtype",
         "strategy",
         "block_size",
         "buffer_size",

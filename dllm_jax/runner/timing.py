@@ -91,7 +91,8 @@ def estimate_choices(
 
     def pass_s(network: Model, cells: int) -> float:
         params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
-        work = pass_work(params, network.config, num_slots, cells, context, speed.reads)
+        sizes = num_slots, cells, context, speed.reads, network.kv_dtype
+        work = pass_work(params, network.config, *sizes)
         return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
 
     def step_s(target_cells: int, draft_cells: int) -> float:
@@ -118,12 +119,21 @@ def _both_s(moved: float, operations: float, speed: Speed) -> float:
 
 
 def pass_work(
-    params: Any, cfg: DenseConfig, rows: int, cells: int, context: float, reads: float = 1.0
+    params: Any,
+    cfg: DenseConfig,
+    rows: int,
+    cells: int,
+    context: float,
+    reads: float = 1.0,
+    kv_dtype: Any = None,
 ) -> tuple[float, float]:
     """Bytes and operations of a pass over `cells` positions of each row.
 
     Weights but the embedding are read once, the context of each row `reads` times. Every cell gets
     logits, which are never written.
+
+    Args:
+        kv_dtype: Of the cache; None: the embedding's.
     """
     read, used = weights(params, cfg, rows * cells)
     cached = attention = 0.0
@@ -131,7 +141,8 @@ def pass_work(
         cached += 2 * heads * size * seen * rows
         attention += 4 * size * cfg.num_heads * (seen + cells) * rows * cells
     size = params["embed"].dtype.itemsize
-    return (read + reads * cached) * size, 2 * used * rows * cells + attention
+    kv_size = size if kv_dtype is None else kv_dtype.itemsize
+    return read * size + reads * cached * kv_size, 2 * used * rows * cells + attention
 
 
 def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, int], float]]:
