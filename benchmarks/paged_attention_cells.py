@@ -321,7 +321,8 @@ def _kernel(module, tiling, interpret):
 
     def call(q, k, v, k_pages, v_pages, table, numbers):
         settings = {"block_size": BLOCK, "window": None, "tiling": tiling, **interpret}
-        return module._run((q, k, v), (k_pages, v_pages), table, numbers, None, **settings)
+        settings["scale"] = q.shape[-1] ** -0.5
+        return module._run((q, k, v), (k_pages, v_pages), table, numbers, {}, **settings)
 
     return call
 

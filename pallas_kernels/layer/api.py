@@ -208,8 +208,9 @@ def gated_matmul(
     """
     if isinstance(w, Fp8Matrix):
         rows, kind = _in_8_bits(x, dtype)
+        is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
-            "mosaic": _few_rows_fp8(rows, w, kind),
+            "mosaic": (_many_rows_fp8 if is_many else _few_rows_fp8)(rows, w, kind),
             "xla": BackEnd(functools.partial(_plain_gated, kind)),
         }
         return dispatch.run(implementation, back_ends, rows, w)
@@ -293,6 +294,17 @@ def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
         functools.partial(mosaic.gated_matmul, tiling=tiling, dtype=dtype),
         reason,
         _is_within(w, MOSAIC_GATED_WEIGHTS),
+    )
+
+
+def _many_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    result = jax.ShapeDtypeStruct(rows.values.shape, dtype)
+    reason = mosaic.unsupported(result) or mosaic_many.unsupported_rows(rows.values, w)
+    width, share = (0, 0.0) if reason else mosaic_many.choose_columns(rows.values, w)
+    return BackEnd(
+        functools.partial(mosaic_many.gated_matmul, columns=width, dtype=dtype),
+        reason,
+        share >= MOSAIC_LEAST_SHARE and _is_within(w, (MOSAIC_GATED_WEIGHTS[0], 2**62)),
     )
 
 

@@ -15,6 +15,7 @@ from dllm_jax.kernels.layer import (
     fp8,
     gated_matmul,
     mosaic,
+    mosaic_many,
     qkv_matmul,
     split_matmul,
 )
@@ -191,19 +192,22 @@ def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling):
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("rows", "depth", "turns", "tiling"),
+    ("rows", "depth", "turns", "how"),
     [
-        ((3, 24), 256, (4, 2, 32), Tiling(columns=128, depth=128, stages=2)),
-        slow((8,), 256, (3, 2, 32), Tiling(columns=192, depth=128, stages=2)),
+        ((3, 24), 256, (4, 2, 32), {"tiling": Tiling(columns=128, depth=128, stages=2)}),
+        slow((8,), 256, (3, 2, 32), {"tiling": Tiling(columns=192, depth=128, stages=2)}),
+        # Many rows: two tiles for some blocks, of six, and three for the other.
+        ((3, 128), 1024, (8, 2, 32), {"columns": 256, "blocks": 4}),
+        slow((384,), 768, (6, 2, 32), {"columns": 192, "blocks": 1}),
     ],
 )
-def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, tiling):
+def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
     x, w = normal(5, (*rows, depth), (depth, *turns))
     w = (np.float32(w) / np.sqrt(depth)).astype(w.dtype)
     held, matrix = fp8.quantize_rows(jnp.asarray(x)), fp8.quantize_matrix(jnp.asarray(w))
     got = interpreted(
-        lambda *flat, **how: mosaic.gated_matmul(
-            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
+        lambda *flat, **more: (mosaic if "tiling" in how else mosaic_many).gated_matmul(
+            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), dtype="bfloat16", **how, **more
         ),
         *(held.values, held.scales, matrix.values, matrix.scales),
     )
