@@ -44,7 +44,9 @@ def _scales(layer: Any) -> Float[Array, "2 G"]:
         columns = w.values[:, -2:].astype(jnp.float32) * w.scales[:, -2:, :, None]
     else:
         columns = jnp.moveaxis(w[:, :, -2:], 0, -1).astype(jnp.float32)
-    most = math.sqrt(len(norm)) * jnp.linalg.norm(columns * norm[None, None, None], axis=-1)  # [G 2 H]
+    most = math.sqrt(len(norm)) * jnp.linalg.norm(
+        columns * norm[None, None, None], axis=-1
+    )  # [G 2 H]
     if "bqkv" in layer:
         most += jnp.abs(layer["bqkv"][:, -2:].astype(jnp.float32))
     keys, values = jnp.max(most, axis=-1).T

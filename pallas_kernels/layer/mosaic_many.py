@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from .fp8 import Fp8Matrix, Fp8Rows
+from .fp8 import DTYPE, Fp8Matrix, Fp8Rows
 from .mosaic import (
     MULTIPROCESSORS,
     SHARED_BYTES,
@@ -36,6 +36,8 @@ _TILE = _CONSUMERS * _ROWS
 # 192 are up to 2 % slower, and often fill the chip better.
 _COLUMNS = (256, 192)
 _DEPTH_BYTES = 128  # of a step
+_MOST_STAGES = 6  # steps in flight that shared memory holds, at most
+_PIECE = 64  # columns of a product that are rounded and stored at a time
 _TURNS = (16, 32, 64)  # columns of gate, and as many of up, that lie side by side
 _BAND = 32  # tiles of rows that all have a tile of columns before the next ones do: what L2 holds
 _CLOSE = 0.02  # smaller differences of shares count as ties
@@ -49,29 +51,58 @@ def unsupported_rows(x: Array, w: Array | Fp8Matrix) -> str | None:
         return reason
     if rows % _TILE:
         return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
-    if W not in _TURNS or not _widths(w):
+    if W not in _TURNS or not _widths(w, W):
         return (
             f"needs turns of 16, 32 or 64 columns, 96 or 128 of gate in each tile, got {C} of {W}"
         )
-    if D % depth or max(_widths(w)) * depth > D * 2 * W:
+    if D % depth or max(_widths(w, W)) * depth > D * 2 * W:
         return f"needs a multiple of {depth} as depth, a step of it for each turn, got {D}"
+    return _unsupported_depth(D, w)
+
+
+def unsupported_product(x: Array, w: Fp8Matrix) -> str | None:
+    """Why `matmul` cannot take such operands, or None; `w` as [K N]."""
+    rows, (K, N) = x.size // x.shape[-1], w.shape
+    if reason := unsupported_pair(x, w):
+        return reason
+    if rows % _TILE:
+        return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
+    if not _widths(w, 1):
+        return f"needs whole tiles of {', '.join(map(str, _COLUMNS))} columns, got {N}"
+    return _unsupported_depth(K, w)
+
+
+def _unsupported_depth(depth: int, w: Array | Fp8Matrix) -> str | None:
+    """Why a product cannot be so deep, or None.
+
+    The scales of a tile take the place of the last one's but one, with which the warpgroups that
+    multiply are done as soon as the ring came round once in between.
+    """
+    step = _DEPTH_BYTES // w.dtype.itemsize
+    if depth % step or (w.dtype == DTYPE and depth < _MOST_STAGES * step):
+        least = f", {_MOST_STAGES} or more" if w.dtype == DTYPE else ""
+        return f"needs a depth of whole steps of {step}{least}, got {depth}"
     return None
 
 
 def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
-    """Columns of a tile, and the mean share of multiprocessors that then have a tile."""
+    """Columns of a tile, and the mean share of multiprocessors that then have a tile.
+
+    Args:
+        w: As [D C 2 W], or as [K N] for `matmul`.
+    """
     shares = {}
-    for columns in _widths(w):
+    for columns in _widths(w, w.shape[-1] if len(w.shape) == 4 else 1):
         tiles = (x.size // x.shape[-1]) * math.prod(w.shape[1:]) / (_TILE * columns)
         shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
     best = max(shares.values())
     return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
 
 
-def _widths(w: Array | Fp8Matrix) -> list[int]:
-    """The tile widths that divide the matrices and their turns."""
-    _, C, _, W = w.shape
-    return [n for n in _COLUMNS if n % (2 * W) == 0 and 2 * C * W % n == 0]
+def _widths(w: Array | Fp8Matrix, turn: int) -> list[int]:
+    """The tile widths that divide the columns, and hold whole turns of gate and up."""
+    width = math.prod(w.shape[1:])
+    return [n for n in _COLUMNS if n % (2 * turn) == 0 and width % n == 0]
 
 
 # Layers lower once.
@@ -85,7 +116,7 @@ def gated_matmul(
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M C*W"]:
-    """See `api.gated_matmul`.
+    """See `api.gated_matmul`; `matmul` is the product alone.
 
     Args:
         columns: Of a tile, see `choose_columns`.
@@ -93,58 +124,76 @@ def gated_matmul(
         blocks: Of threads, at most; each needs a multiprocessor for itself.
         interpret: An `InterpretGPUParams` runs it on a CPU, for tests.
     """
-    D, C, _, W = w.shape
-
-    def run(x, w):
-        scales = ()
-        if isinstance(x, Fp8Rows):
-            assert isinstance(w, Fp8Matrix)
-            scales = (x.scales.reshape(-1), w.flat.scales)
-            lead, rows, flat = x.scales.shape, x.values.reshape(-1, D), w.flat.values
-        else:
-            assert isinstance(w, jax.Array)
-            lead, rows, flat = x.shape[:-1], x.reshape(-1, D), w.reshape(D, -1)
-        kind = jnp.dtype(dtype or rows.dtype)
-        depth = _DEPTH_BYTES // rows.dtype.itemsize
-        transforms = swizzled(depth, rows.dtype)
-        out = (_CONSUMERS, _ROWS, columns // 2)
-        step_bytes = (_TILE + columns) * _DEPTH_BYTES
-        staged = math.prod(out) * kind.itemsize
-        staged += 2 * 4 * (_TILE + columns) if scales else 0
-        stages = (SHARED_BYTES - staged) // step_bytes
-        tile = (columns, depth) if scales else (depth, columns)
-        scratch = {
-            "rows": plgpu.SMEM(
-                (stages, _CONSUMERS, _ROWS, depth), rows.dtype, transforms=transforms
-            ),
-            "weights": plgpu.SMEM((stages, *tile), rows.dtype, transforms=transforms),
-            "out": plgpu.SMEM(out, kind, transforms=swizzled(W, kind)),
-            "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
-            "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
-        }
-        if scales:  # of two tiles: the next one's come before they are needed
-            scratch["row_scales"] = plgpu.SMEM((2, _CONSUMERS, _ROWS), jnp.float32)
-            scratch["column_scales"] = plgpu.SMEM((2, columns), jnp.float32)
-            scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=_CONSUMERS + 1)
-        tiles = len(rows) // _TILE * (2 * C * W // columns)
-        names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
-        sizes = {"tiles": tiles, "columns": columns, "W": W}
-        out = plgpu.kernel(
-            functools.partial(_multiply, names=names, **sizes),
-            out_type=jax.ShapeDtypeStruct((len(rows), C * W), kind),
-            grid=(min(tiles, blocks),),
-            grid_names=("block",),
-            kernel_name="gated_matmul",
-            num_threads=_CONSUMERS + 1,
-            thread_name="warpgroup",
-            scratch_types=list(scratch.values()),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=interpret,
-        )(rows, flat, *scales)
-        return out.reshape(*lead, C * W)
-
+    _, C, _, W = w.shape
+    sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+    run = functools.partial(_launch, "gated_matmul", width=C * W, piece=W, **sizes)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(x, w)
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "dtype", "blocks", "interpret"))
+def matmul(
+    x: Fp8Rows,
+    w: Fp8Matrix,
+    *,
+    columns: int,
+    dtype: Any,
+    blocks: int = MULTIPROCESSORS,
+    interpret: Any = None,
+) -> Float[Array, "*M N"]:
+    """`x @ w` of two axes; other arguments as in `gated_matmul`."""
+    sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+    run = functools.partial(_launch, "matmul", width=w.shape[1], piece=_PIECE, **sizes)
+    return jax.custom_batching.sequential_vmap(run)(x, w)
+
+
+def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret):
+    """`x` times `w`, gated or not, as rows of `width` numbers that are made a `piece` at a time."""
+    scales, is_gated = (), name == "gated_matmul"
+    if isinstance(x, Fp8Rows):
+        assert isinstance(w, Fp8Matrix)
+        scales = (x.scales.reshape(-1), w.flat.scales)
+        lead, flat = x.scales.shape, w.flat.values
+        rows = x.values.reshape(-1, x.values.shape[-1])
+    else:
+        assert isinstance(w, jax.Array)
+        lead, rows, flat = x.shape[:-1], x.reshape(-1, len(w)), w.reshape(len(w), -1)
+    kind = jnp.dtype(dtype or rows.dtype)
+    depth = _DEPTH_BYTES // rows.dtype.itemsize
+    transforms = swizzled(depth, rows.dtype)
+    out = (_CONSUMERS, _ROWS, columns // 2 if is_gated else columns)
+    step_bytes = (_TILE + columns) * _DEPTH_BYTES
+    staged = math.prod(out) * kind.itemsize
+    staged += 2 * 4 * (_TILE + columns) if scales else 0
+    stages = (SHARED_BYTES - staged) // step_bytes
+    tile = (columns, depth) if scales else (depth, columns)
+    scratch = {
+        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, depth), rows.dtype, transforms=transforms),
+        "weights": plgpu.SMEM((stages, *tile), rows.dtype, transforms=transforms),
+        "out": plgpu.SMEM(out, kind, transforms=swizzled(piece, kind)),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
+        "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
+    }
+    if scales:  # of two tiles: the next one's come before they are needed
+        scratch["row_scales"] = plgpu.SMEM((2, _CONSUMERS, _ROWS), jnp.float32)
+        scratch["column_scales"] = plgpu.SMEM((2, columns), jnp.float32)
+        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=_CONSUMERS + 1)
+    tiles = len(rows) // _TILE * (width // out[-1])
+    names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
+    sizes = {"tiles": tiles, "columns": columns, "W": piece, "is_gated": is_gated}
+    out = plgpu.kernel(
+        functools.partial(_multiply, names=names, **sizes),
+        out_type=jax.ShapeDtypeStruct((len(rows), width), kind),
+        grid=(min(tiles, blocks),),
+        grid_names=("block",),
+        kernel_name=name,
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(rows, flat, *scales)
+    return out.reshape(*lead, width)
 
 
 def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
@@ -157,7 +206,7 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
     return band * _BAND + jax.lax.rem(place, height), jax.lax.div(place, height)
 
 
-def _multiply(x, w, *refs, names, tiles, columns, W):
+def _multiply(x, w, *refs, names, tiles, columns, W, is_gated):
     """One thread block: a tile of the result, then the tile `blocks` further on."""
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
@@ -215,7 +264,7 @@ def _multiply(x, w, *refs, names, tiles, columns, W):
         jax.lax.fori_loop(0, count, load_tile, zero)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, zero)
 
-    turns = range(columns // (2 * W))
+    turns = range(columns // (2 * W if is_gated else W))
     staged = scratch["out"].at[warpgroup]
 
     def rounded(sums, half):
@@ -234,6 +283,9 @@ def _multiply(x, w, *refs, names, tiles, columns, W):
 
     def finish(sums, j):
         """Write one turn of a tile's rounded sums to shared memory."""
+        if not is_gated:
+            staged[:, pl.ds(j * W, W)] = sums[j]
+            return
         gate, up = (each.astype(jnp.float32) for each in sums[2 * j : 2 * j + 2])
         root = jax.lax.rsqrt(1 + jnp.exp(-gate))  # one instruction; a division takes about twenty
         staged[:, pl.ds(j * W, W)] = (gate * (root * root) * up).astype(out.dtype)
@@ -243,7 +295,7 @@ def _multiply(x, w, *refs, names, tiles, columns, W):
         plgpu.commit_smem()
         row, column = place(i)
         rows = piece(row * _CONSUMERS + warpgroup, _ROWS)
-        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, columns // 2)])
+        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, staged.shape[1])])
 
     def products(sums, i, slot, before):
         def step(k, slots, meanwhile=lambda: None):

@@ -233,7 +233,9 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
         their_cell = cell_0 + other
         theirs = (other < T) & (their_cell >= first) & (their_cell < end)
         where = _cells(H, b, other, g)
-        key, value = (pltriton.load(x.at[where], mask=_across(theirs, H), other=0.0) for x in (k, v))
+        key, value = (
+            pltriton.load(x.at[where], mask=_across(theirs, H), other=0.0) for x in (k, v)
+        )
         in_order = (causal == 0) | (their_cell[None, :] <= cell[:, None])
         seen = live[:, None] & theirs[None, :] & in_order
         if window is not None:

@@ -219,6 +219,24 @@ def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
 
 
 @needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "width", "how"),
+    [((3, 128), 768, {"columns": 256, "blocks": 4}), slow((256,), 384, {"columns": 192})],
+)
+def test_products_of_many_rows_in_8_bits_are_exact(rows, width, how):
+    x = Fp8Rows(*integer_rows(0, *rows, 1024))
+    w = Fp8Matrix(*integer_rows(1, width, 1024))
+    got = interpreted(
+        lambda *flat, **more: mosaic_many.matmul(
+            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), dtype="bfloat16", **how, **more
+        ),
+        *(x.values, x.scales, w.values, w.scales),
+    )
+    left, right = (float64(a.values) * float64(a.scales)[..., None] for a in (x, w))
+    assert np.array_equal(got, np.float32(left @ right.T).astype(got.dtype))
+
+
+@needs_mosaic
 @pytest.mark.parametrize("parts", [0, slow(4)])
 def test_a_norm_in_8_bits_is_the_norm_and_then_the_rounding(parts):
     x, scale = normal(6, (2, 3, 512), (512,))
