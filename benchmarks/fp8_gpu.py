@@ -12,7 +12,8 @@ the rounding of bfloat16 rows in front, in Mosaic's form and in XLA's, and the b
 a layer takes by default; the norm with and without its rounding. `layers`: layers without their
 attention in a loop on the device, at 32 and 128 rows, and by the profiler what a layer launches.
 `steps`: the compiled decode step of an engine in a bare loop, SDAR-8B and -1.7B, weights in 8 bits
-and in bfloat16, beside the floor. `--forms former,fp8,bfloat16` times in `layers` and `steps` also
+and in bfloat16, beside the floor; with `_kv` behind it, a form has its cache in 8 bits.
+`--forms former,fp8,bfloat16` times in `layers` and `steps` also
 the form in 8 bits of 87e2c1a: rows rounded by XLA, their scales padded in a launch of their own.
 `profiles`: what a layer of the step launches. `tilings`: other tiles of the Mosaic form.
 Programs are compiled by several threads before the first is timed. No part begins, and no program
@@ -271,9 +272,11 @@ def leave_mosaic():
     api._unsupported_fp8 = lambda *_: "failed its check"
     for name in ("unsupported_rows", "unsupported_product"):
         held = getattr(mosaic_many, name)
-        is_small = lambda w: isinstance(w, Fp8Matrix)  # noqa: E731
-        own = lambda x, w, held=held: "failed its check" if is_small(w) else held(x, w)  # noqa: E731
-        setattr(mosaic_many, name, own)
+
+        def reason(x, w, held=held):
+            return "failed its check" if isinstance(w, Fp8Matrix) else held(x, w)
+
+        setattr(mosaic_many, name, reason)
     api.quantize_rows = fp8.quantize_rows
     dense.add_rms_norm = lambda *rows, is_quantized=False, **how: norm(*rows, **how)
 
