@@ -119,7 +119,8 @@ class ModelForward:
         fresh: list[tuple[Array, Array]] = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            scales = self.model.kv_scales and self.model.kv_scales[layer]
+            every = self.model.kv_scales
+            scales = None if every is None else every[layer]
             if scales is not None:  # fresh ones too: a key is the same before and after a commit
                 k, v = fp8.quantize(k, scales[0]), fp8.quantize(v, scales[1])
             fresh.append((k, v))

@@ -269,17 +269,14 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated):
 
     def rounded(sums, half):
         """A tile's sums in 16 bits, by turns of gate and of up."""
+        pieces = [sums[:, first : first + W] for first in range(0, columns, W)]
         if is_scaled:
             plgpu.barrier_wait(scratch["scaled"].at[half])
             by_row = load_scales(scratch["row_scales"].at[half, warpgroup], 0, (_ROWS, W))
-        found = []
-        for first in range(0, columns, W):
-            own = sums[:, first : first + W]
-            if is_scaled:
-                by_column = scratch["column_scales"].at[half, pl.ds(first, W)]
-                own = own * by_row * load_scales(by_column, 1, (_ROWS, W))
-            found.append(own.astype(out.dtype))
-        return tuple(found)
+            for i in range(len(pieces)):
+                by_column = scratch["column_scales"].at[half, pl.ds(i * W, W)]
+                pieces[i] = pieces[i] * by_row * load_scales(by_column, 1, (_ROWS, W))
+        return tuple(piece.astype(out.dtype) for piece in pieces)
 
     def finish(sums, j):
         """Write one turn of a tile's rounded sums to shared memory."""

@@ -141,7 +141,7 @@ def compute(
         theirs = columns_from(cell_0 + (i - work.cached_tiles + work.fresh_first) * keys, shape)
         seen = (theirs >= first) & (theirs < jnp.minimum(end, cell_0 + T))
         seen &= theirs <= across(last_fresh, shape)
-        if row_bits is not None:
+        if bits is not None and row_bits is not None:
             theirs_in = jax.lax.div(theirs, whole(block_size))
             theirs_in = jnp.minimum(theirs_in, bits.shape[1] - 1)
             bit = jax.lax.shift_right_logical(across(row_bits, shape), theirs_in) & 1

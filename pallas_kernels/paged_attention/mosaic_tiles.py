@@ -227,7 +227,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
             for _spare in range(loads - len(sources)):  # the barrier counts loads
                 plgpu.barrier_arrive(arrived)
 
-    def cached(slot, i, offset=0):
+    def cached(slot, i, offset: Array | int = 0):
         j = (i + work.skipped) * keys + offset
         found = [page_of(work, table, Z, j + at) for at in range(0, piece, page_box)]
 
@@ -239,7 +239,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
 
         fill(slot, pools, boxes_of)
 
-    def fresh(slot, i, offset=0):
+    def fresh(slot, i, offset: Array | int = 0):
         token = (i - work.cached_tiles + work.fresh_first) * keys + offset
         # Copies of the last box fill the tile after the last key: the product needs whole
         # tiles of finite values, and the mask hides them.
@@ -248,8 +248,9 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
         fill(slot, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
 
     if not staged:
-        jax.lax.fori_loop(*work.cached[::2], lambda i, _: cached(wait_for_ring(i), i), None)
-        jax.lax.fori_loop(*work.fresh[::2], lambda i, _: fresh(wait_for_ring(i), i), None)
+        for span, bring in ((work.cached, cached), (work.fresh, fresh)):
+            body = lambda i, _, bring=bring: bring(wait_for_ring(i), i)  # noqa: E731
+            jax.lax.fori_loop(span[0], span[2], body, None)
         return
 
     def staged_slot(i, part):

@@ -6,6 +6,7 @@ depend on no neighbour.
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxtyping import Array
 
@@ -135,7 +136,8 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
             if is_cluster and splits > 1 and not holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
                 name = "staged" if is_8_bit else "stages"
-                fewer = dataclasses.replace(tiling, **{name: 3})
+                three: dict[str, Any] = {name: 3}
+                fewer = dataclasses.replace(tiling, **three)
                 if getattr(tiling, name) > 3 and holds_parts(q, fewer):
                     tiling = fewer
             tiling = dataclasses.replace(tiling, unsplit_keys=unsplit_keys(tiling))
@@ -156,7 +158,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     return best
 
 
-def buffers(keys: int, head_size: int, is_8_bit: bool) -> dict[str, int]:
+def buffers(keys: int, head_size: int, is_8_bit: bool) -> dict[str, Any]:
     """`stages` and `staged`: the tiles of keys and values that shared memory holds by the rows.
 
     Of 8-bit ones two are handed on in 16 bits, and the others are in flight.

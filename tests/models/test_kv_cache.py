@@ -3,6 +3,8 @@
 The kernels that read them are tested by tests/kernels; accuracy by benchmarks/fp8_accuracy.py.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,8 +69,13 @@ def test_no_key_and_no_value_is_larger_than_its_scale_allows(source, how):
             assert (np.asarray(most) > 448 * np.asarray(own) / 2**9).all()  # nor far smaller
 
 
-def engine(model, **sizes):
-    sizes = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 8, "num_pages": 64} | sizes
+def engine(model, **sizes: Any):
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_model_len": 96,
+        "page_size": 8,
+        "num_pages": 64,
+    } | sizes
     config = dj.EngineConfig(slot_buckets=(sizes["max_num_seqs"],), **sizes)
     strategy = BlockDiffusion(block_size=8, accept_threshold=0.5)
     return dj.LLM(model, strategy, config=config, warm_up=False)
