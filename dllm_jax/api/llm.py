@@ -69,7 +69,7 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora, quantization, kv_cache_dtype: As in `dj.load`.
+        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head: As in `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
@@ -111,6 +111,7 @@ class LLM:
         lora: str | os.PathLike[str] | None = None,
         quantization: Quantization | None = None,
         kv_cache_dtype: KVCacheDType = "auto",
+        quantize_head: bool = False,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         warm_up: bool = True,
         calibrate: bool | None = None,
@@ -130,6 +131,7 @@ class LLM:
         self._is_advised = False
         enable_compile_cache()
         how = {"dtype": dtype, "revision": revision, "lora": lora, "quantization": quantization}
+        how["quantize_head"] = quantize_head
         self.model = _model(model, split, kv_cache_dtype, **how)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
@@ -566,7 +568,7 @@ def _model(model: Any, split: Split | None, kv_cache_dtype: KVCacheDType, **how:
             f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
         )
     for name, value in how.items():
-        if value not in ("auto", None):
+        if value not in ("auto", None, False):
             raise ValueError(
                 f"{name}={checks.told(value)} is for a model that is loaded here; "
                 "give it to dj.load"

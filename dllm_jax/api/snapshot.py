@@ -152,6 +152,7 @@ def _model_facts(model: Model) -> dict[str, Any]:
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
         "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "tensor_parallel_size": 1 if model.split is None else model.split.num_parts,
         "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
         "weights": _weights(model),
@@ -393,7 +394,7 @@ class SavedSlot:
 
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
-    none = {"quantization": None, "kv_cache_dtype": None}
+    none = {"quantization": None, "kv_cache_dtype": None, "quantized_head": False}
     stored = {**none, **stored}  # older snapshots had no other
     for what in ("config", "dtype", *none, "weights"):
         unknown = what not in none and stored[what] is None

@@ -6,6 +6,7 @@ hits them: the distinct experts hit are read, and each cell goes through a few.
 
 from typing import Any
 
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
@@ -41,6 +42,7 @@ def step_parts(
     size = model.params["embed"].dtype.itemsize
     read, used = weights(model.params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
+    head_read = head / 2 if isinstance(model.params.get("lm_head"), Fp8Head) else head
     experts_read = experts_used = 0.0
     layers = model.params["layers"]
     widths = [cfg.ffn_size if "w_gate_up" in layer else 0 for layer in layers]
@@ -59,10 +61,10 @@ def step_parts(
         keys = seen + block_size * (blocks + 1) / 2  # of a row, on average
         attended += 4 * head_dim * cfg.num_heads * cells * keys
     parts = {
-        "dense": (read - head - experts_read, 2 * (used - head - experts_used) * cells),
+        "dense": (read - head_read - experts_read, 2 * (used - head - experts_used) * cells),
         "experts": (experts_read, 2 * experts_used * cells),
         "attention": (moved, attended),
-        "head": (head, 2 * head * cells),
+        "head": (head_read, 2 * head * cells),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }
     return {name: (size * moved, ops) for name, (moved, ops) in parts.items() if moved}

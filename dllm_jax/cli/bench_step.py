@@ -180,6 +180,7 @@ def heading(model: Any) -> dict[str, Any]:
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
         "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "mode": "fixed",
     }
 

@@ -93,7 +93,7 @@ def literal(text: str) -> Any:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --revision, --lora, --dtype, --quantization, --kv-cache-dtype."""
+    """--model, and how it is loaded."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -121,6 +121,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=KV_CACHE_DTYPES,
         help="fp8: keys and values in 8 bits, which doubles the tokens that the cache holds "
         "(default: auto, the type of the weights)",
+    )
+    group.add_argument(
+        "--quantize-head",
+        action="store_true",
+        help="round the head to 8 bits as well (default: it keeps its type)",
     )
 
 

@@ -223,6 +223,7 @@ _OF_ENGINE = (
         "dtype",
         "quantization",
         "kv_cache_dtype",
+        "quantize_head",
         "strategy",
         "block_size",
         "buffer_size",

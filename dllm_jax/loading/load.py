@@ -35,6 +35,7 @@ from dllm_jax.models.quantization import (
     is_quantized,
     quantized,
     unsupported,
+    with_quantized_head,
 )
 from dllm_jax.models.sharding import Split, as_split
 from dllm_jax.strategies.core.checks import told
@@ -52,6 +53,7 @@ def load(
     quantization: Quantization | None = None,
     mesh: Mesh | Split | None = None,
     kv_cache_dtype: KVCacheDType = "auto",
+    quantize_head: bool = False,
 ) -> Model:
     """Load a model.
 
@@ -70,6 +72,7 @@ def load(
             folder stores in 4 or 8 bits, and no others.
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
         kv_cache_dtype: As in `with_kv_cache`.
+        quantize_head: Round the head to 8 bits as well, a scale for each id; rows stay as they are.
 
     Returns:
         The model, weights on the default device or on those of the mesh.
@@ -101,11 +104,25 @@ def load(
                 raise LoadError(
                     f"{name}={told(value)}: the weights of {source!r} are drawn; leave it out"
                 )
-        return with_kv_cache(_random(source, dtype, quantization, split), kv_cache_dtype)
+        model = _random(source, dtype, quantization, split)
+        return _in_8_bits(model, kv_cache_dtype, quantize_head)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
     folder = find_folder(source, revision)
     model = _from_folder(folder, source, dtype, adapter, progress, quantization, split)
-    return with_kv_cache(model, kv_cache_dtype)
+    return _in_8_bits(model, kv_cache_dtype, quantize_head)
+
+
+def _in_8_bits(model: Model, kv_cache_dtype: KVCacheDType, quantize_head: bool) -> Model:
+    """The model with what is rounded behind its layers."""
+    model = with_kv_cache(model, kv_cache_dtype)
+    if not quantize_head:
+        return model
+    one_device = "several devices have no head in 8 bits; use one (tensor_parallel_size=1)"
+    reason = one_device if model.split is not None else unsupported(model.config)
+    if reason or not isinstance(model.arch.unembed, Unembed):
+        reason = reason or "its head is a function of its own"
+        raise LoadError(f"quantize_head=True of {model.source!r}: {reason}; leave it out")
+    return model.replace(params=with_quantized_head(model.params))
 
 
 def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:

@@ -88,8 +88,14 @@ class Model(struct.PyTreeNode):
     @property
     def quantization(self) -> Literal["fp8"] | None:
         """How the matrices of the layers are stored; None: in the type of the other weights."""
-        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        layers = {name: leaf for name, leaf in self.params.items() if name != "lm_head"}
+        leaves = jax.tree.leaves(layers, is_leaf=is_quantized)
         return "fp8" if any(map(is_quantized, leaves)) else None
+
+    @property
+    def has_quantized_head(self) -> bool:
+        """Whether the head is stored in 8 bits."""
+        return is_quantized(self.params.get("lm_head"))
 
     @property
     def kv_dtype(self) -> Any:

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from dllm_jax.kernels.token_readout.head import Fp8Head, products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Head:
             behind the last; None: one device has all.
     """
 
-    weights: Float[Array, "V D"]
+    weights: Float[Array, "V D"] | Fp8Head
     scale: float = 1.0
     cap: float | None = None
     embed_scale: float | None = None
@@ -31,12 +32,7 @@ class Head:
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32."""
-        logits = jax.lax.dot_general(
-            hidden,
-            self.weights.astype(hidden.dtype),
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        logits = products(hidden, self.weights)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
 from dllm_jax.kernels.layer import Fp8Matrix
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
@@ -165,7 +166,11 @@ def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
             read += leaf.values.size / 2
             used += leaf.values.size / 2
             continue
-        if name == "embed" and not cfg.tie_embeddings:
+        if isinstance(leaf, Fp8Head):  # half the bytes, at the rate of 16 bits
+            read += leaf.values.size / 2
+            used += leaf.values.size
+            continue
+        if name == "embed" and "lm_head" in params:
             continue
         if isinstance(cfg, MoEConfig) and name.startswith("experts"):
             share = cfg.experts_per_token / cfg.num_experts

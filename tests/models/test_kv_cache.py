@@ -139,3 +139,16 @@ def test_what_has_no_form_in_8_bits_is_refused_by_name(model):
         dj.load(SMALL, kv_cache_dtype="fp8", mesh=split)
     with pytest.raises(ValueError, match="are cached in 8 bits, for which several devices"):
         place(model, split)
+
+
+def test_the_head_is_rounded_where_it_is_asked_for():
+    plain = dj.load(SMALL)
+    model = dj.load(SMALL, quantize_head=True)
+    assert (model.has_quantized_head, plain.has_quantized_head) == (True, False)
+    assert model.quantization is None
+    assert np.array_equal(model.params["embed"], plain.params["embed"])
+    ids = np.arange(24).reshape(1, 24)
+    got, want = model.logits(ids), plain.logits(ids)
+    assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+    with pytest.raises(ValueError, match="quantize_head=True is for a model that is loaded here"):
+        dj.LLM(plain, quantize_head=True)
