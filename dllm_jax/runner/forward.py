@@ -200,7 +200,15 @@ class ModelForward:
         stats: TokenStats,
     ) -> TokenStats:
         """Statistics [B] with the tokens that the windows' first cells take in their grammars."""
-        read = read_classes(self.unembed, hidden, seen, sampling, keys, forbidden=self.forbidden)
+        read = read_classes(
+            self.unembed,
+            hidden,
+            seen,
+            sampling,
+            keys,
+            forbidden=self.forbidden,
+            shard=self.shard,
+        )
         kind = seen.kind.at[:, 0].set(constraint.HOLE)
         W = kind.shape[1]
         padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, W - 1), (0, 0))), read)
@@ -506,6 +514,7 @@ class WindowOutput(struct.PyTreeNode):
                 penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
                 confidence=confidence,
                 guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+                shard=self.forward.shard,
             )
             classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
