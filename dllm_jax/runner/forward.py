@@ -272,15 +272,8 @@ class ModelForward:
         return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 
     def forbidden(self, ids: Any) -> Any:
-        """Ids never predicted: the mask, edits that are no text, rows that hold no token.
-
-        [V] to [V], of NumPy or of JAX as `ids` are.
-        """
-        defaults = self.model.defaults
-        never = (ids == self.mask_id) | (ids >= (defaults.vocab_limit or self.vocab_size))
-        for token in defaults.forbidden_token_ids:
-            never |= ids == token
-        return never
+        """Ids never predicted; see `Model.forbidden`."""
+        return self.model.forbidden(ids)
 
     def _embed_inputs(
         self, state: DecodeState, inputs: Any, first: Int[Array, " B"] | int, size: int

@@ -152,6 +152,8 @@ class ModelRunner:
             most_new=layout.most_new,
             implementation=implementation,
         )
+        # For programs that read no weights: a call looks at each of its arrays.
+        self._weightless = self._programs.replace(model=model.replace(params={}), aux={})
         self.cost: Any = None  # predicted seconds of programs, once they were timed
         self._weighs = strategy.weighs_costs
         # By slots, in any unit; estimated until `warm_up` has timed them.
@@ -425,7 +427,8 @@ class ModelRunner:
         requests[:, fields.at("decodes")] = admitted[0][2]
         for row, (slot, _, decodes) in zip(requests, admitted, strict=False):
             row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
-        return self._made(("admit",), programs.admit, requests, knobs=self._knobs)
+        static = {"knobs": self._knobs}
+        return Call(("admit",), programs.admit, self._weightless, (requests,), static)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -445,10 +448,7 @@ class ModelRunner:
         output[: len(tokens)] = tokens
         args = np.int32(slot), ints, floats, saved[None], output
         static = {"knobs": self._knobs, "slot_layout": self._slot_layout}
-        return self._made(("restore",), programs.restore, *args, **static)
-
-    def _made(self, key: tuple[Any, ...], program: Any, *args: Any, **static: Any) -> Call:
-        return Call(key, program, self._programs, args, static)
+        return Call(("restore",), programs.restore, self._weightless, args, static)
 
     def prefill(
         self,
@@ -549,7 +549,8 @@ class ModelRunner:
         """One pass over pieces of prefixes [A X], `packing.piece_fields`."""
         columns = words.shape[1] - packing.piece_fields(size).size
         key = _prefill_key(len(words), size, columns, kind)
-        return self._made(key, programs.prefill, words, size=size, kind=kind)
+        static = {"size": size, "kind": kind}
+        return Call(key, programs.prefill, self._programs, (words,), static)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -567,7 +568,7 @@ class ModelRunner:
         """See `begin`."""
         if boundary is None:
             boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
-        return self._made(("begin",), programs.begin, np.int32(slot), boundary)
+        return Call(("begin",), programs.begin, self._programs, (np.int32(slot), boundary))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""
@@ -575,7 +576,8 @@ class ModelRunner:
 
     def copy_call(self, source: int, target: int) -> Call:
         """See `copy_page`."""
-        return self._made(("copy",), programs.copy_page, np.int32(source), np.int32(target))
+        args = np.int32(source), np.int32(target)
+        return Call(("copy",), programs.copy_page, self._weightless, args)
 
     # --- decoding -----------------------------------------------------------------------------
 
