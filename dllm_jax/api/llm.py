@@ -41,7 +41,7 @@ from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
-from dllm_jax.runner.start import start
+from dllm_jax.runner.start import WarmUp, start
 
 # A text, token ids, a conversation, or {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
@@ -73,15 +73,19 @@ class LLM:
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
-            stays there.
+            stays there. After `jax.distributed.initialize` they are all devices of all processes,
+            each of which makes the same `LLM`: the first has it, the others serve it and end with
+            it (SystemExit).
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
-        warm_up: Compile every size now; otherwise each size when it is first needed.
+        warm_up: True: compile the programs that serve every request now, and the smaller ones, one
+            by one, behind the first requests. "all": every program now. False: each when it is
+            first needed.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
         config: All sizes at once, instead of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal), or a function of a program's name,
-            programs compiled and programs in all.
+            programs compiled and programs in all; threads call it for those behind the requests.
         clock: Seconds; of deadlines and metrics.
         gpu_memory_utilization: The same as `memory_utilization`.
 
@@ -113,7 +117,7 @@ class LLM:
         kv_cache_dtype: KVCacheDType = "auto",
         quantize_head: bool = False,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
-        warm_up: bool = True,
+        warm_up: WarmUp = True,
         calibrate: bool | None = None,
         config: EngineConfig | None = None,
         progress: bool | Callable[[str, int, int], None] = True,
@@ -127,6 +131,8 @@ class LLM:
         sizes = {name: value for name, value in locals().items() if name in fields}
         split = _split(tensor_parallel_size)
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
+        if warm_up not in (True, False, "all"):
+            raise ValueError(f'warm_up={checks.told(warm_up)} must be True, False or "all"')
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
@@ -146,6 +152,7 @@ class LLM:
             warm_up=warm_up,
             calibrate=calibrate,
             progress=_progress(progress) if warm_up else None,
+            told=progress if callable(progress) else None,
         )
         self._constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(
