@@ -85,13 +85,12 @@ def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation
 
 def _back_ends(hidden: Array, head: Array | Fp8Head, num_top: int) -> dict[Implementation, BackEnd]:
     rows = len(hidden)
-    no_form = "has no form for a head in 8 bits" if isinstance(head, Fp8Head) else None
+    if isinstance(head, Fp8Head):
+        on_mosaic = "has no form for a head in 8 bits"
+    else:
+        on_mosaic = mosaic.unsupported(hidden, head, num_top)
     return {
-        "mosaic": BackEnd(
-            mosaic.read,
-            no_form or mosaic.unsupported(hidden, head, num_top),
-            FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS,
-        ),
+        "mosaic": BackEnd(mosaic.read, on_mosaic, FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS),
         "triton": BackEnd(
             triton.read, triton.unsupported(hidden, head, num_top), rows <= TRITON_ROWS
         ),
