@@ -5,7 +5,7 @@ An `Architecture.unembed` that is an `Unembed` has this form; any other function
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,6 +29,11 @@ class Head:
     cap: float | None = None
     embed_scale: float | None = None
     axis: str | None = None
+
+    @property
+    def embedding(self) -> Float[Array, "V D"]:
+        """The weights where they are the embedding's, which is never in 8 bits."""
+        return cast(Array, self.weights)
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32."""
