@@ -46,6 +46,7 @@ LONG: dict[str, str | None] = {
     "kernels/test_token_readout_mosaic.py": None,
     "loading/test_async_dispatch.py": None,
     "loading/test_hub.py": "ctrl_c",
+    "loading/test_likelihood.py": "a_family|covers|tokenised",
     "loading/test_quantization.py": "same_request|built_in|experts_and|logits_are_near",
     "models/test_canvas_model.py": "single_passes|bfloat16|commit|notices|whole_logits",
     "models/test_draft_model.py": None,

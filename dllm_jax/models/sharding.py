@@ -8,7 +8,7 @@ sums (`total`). Nothing here knows about pages or strategies.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ AXES = {
     "experts_gate_up": 0,  # [E D 2 F]
     "experts_down": 0,
 }
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,7 @@ class Split:
         )(chosen(leaves))
 
 
-def partitioned(split: Split | None, body: Callable[..., Array], params: Any, *args: Any) -> Array:
+def partitioned(split: Split | None, body: Callable[..., _T], params: Any, *args: Any) -> _T:
     """`body(params, *args)` by XLA's partitioning, for what is no program of the engine.
 
     The result is whole on every device. Explicit axes of a mesh are automatic inside.
