@@ -49,7 +49,8 @@ GELU = ("DiffusionGemma",)
 SLOW = ("grouped", "dense")  # timed once
 ALONE = 3  # rows that are computed apart from the others too
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
-TOLERANCE = {"bfloat16": 1e-2, "float32": 2e-5}  # of a result and the root mean square of all
+# Of a result and the root mean square of all; in bfloat16 the result of an expert may be rounded.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5}
 TF32_TOLERANCE = 5e-3
 
 
@@ -70,14 +71,14 @@ TILINGS = {
 # By rows of an expert, in the mean, up to: warpgroups, columns of gate and up, columns of down.
 MOSAIC_TILINGS = {
     24: ((1, 128, 128), (1, 128, 256), (1, 256, 256)),
-    96: ((1, 128, 256), (2, 128, 128), (2, 128, 256), (2, 256, 256)),
-    1e9: ((2, 128, 256), (2, 256, 256), (3, 128, 128), (4, 128, 128)),
+    96: ((1, 256, 256), (2, 128, 256), (2, 256, 256)),
+    1e9: ((2, 256, 256), (3, 128, 128), (4, 128, 128)),
 }
 
 
 def forms(activation, rows, shape, interpret):
     """Name -> function of (x, ids, weights, w_gate_up, w_down); the first is the copy."""
-    experts, _, inner, k = shape
+    experts, _, _, k = shape
     given = functools.partial(functools.partial, activation=activation)
     found = {
         "glue": lambda x, *_: x,
@@ -92,10 +93,8 @@ def forms(activation, rows, shape, interpret):
         return found
     near = next(tried for most, tried in MOSAIC_TILINGS.items() if rows * k / experts <= most)
     for groups, gate_up, down in near:
-        if inner % (gate_up // 2) == 0:
-            tiling = mosaic.Tiling(groups=groups, gate_up=gate_up, down=down)
-            name = f"mosaic {groups} {gate_up} {down}"
-            found[name] = given(mosaic.expert_ffn, tiling=tiling)
+        tiling = mosaic.Tiling(groups=groups, gate_up=gate_up, down=down)
+        found[f"mosaic {groups} {gate_up} {down}"] = given(mosaic.expert_ffn, tiling=tiling)
     return found
 
 
