@@ -10,9 +10,8 @@ copy in the operation's place, and is taken off.
     python benchmarks/expert_ffn_gpu.py --models LLaDA2-mini --out /tmp/expert_ffn_mini.json
     python benchmarks/expert_ffn_gpu.py --tiny      # every line of it on a CPU, in a minute
 
-Routing is scripted (`--routing`): `uniform`, every row k experts at random; a number, so many
-experts that all rows choose from; `zipf`, the i-th of the experts in proportion to 1 / i; or the
-path of a JSON list, how often each expert is chosen. How many experts the rows touch is counted.
+Routing is scripted (`--routing`, see routing_script.py), and the experts that rows touch are
+counted.
 
 Prints a table and writes JSON after each line of it: microseconds of one call (median of the runs),
 GB/s of the expert weights its rows touch, and the floor: these bytes at 4.3 TB/s, or the useful
@@ -32,6 +31,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from routing_script import draw_ids
 
 from dllm_jax.bench.profile import traced
 from dllm_jax.kernels.activation import ACTIVATIONS
@@ -114,39 +114,15 @@ def draw_layer(key, shape, dtype):
     return w_gate_up, jax.random.normal(second, (experts, inner, width), dtype) * inner**-0.5
 
 
-def shares_of(routing, experts):
-    """How often each expert is chosen, in proportion; see `--routing`."""
-    if routing == "uniform":
-        return np.ones(experts)
-    if routing == "zipf":
-        return 1 / np.arange(1, experts + 1)
-    if routing.isdigit():
-        return np.arange(experts) < int(routing)
-    with open(routing) as file:
-        shares = np.asarray(json.load(file), float)
-    if shares.shape != (experts,):
-        raise SystemExit(f"{routing}: has {shares.size} numbers; give one for each of {experts}")
-    return shares
-
-
-def draw_rows(seed, rows, shape, dtype, layers, routing):
-    """Rows, and for each layer the experts of each row, all different, and their weights.
-
-    The most exponential of independent numbers are a draw without replacement.
-    """
+def draw_rows(seed, rows, shape, dtype, layers, script):
+    """Rows, and for each layer the experts of each row, all different, and their weights."""
     experts, width, _, k = shape
     rng = np.random.default_rng(seed)
-    shares = shares_of(routing, experts)
-    if np.count_nonzero(shares) < k:
-        raise SystemExit(f"{routing=}: a row needs {k} experts to choose from")
-    with np.errstate(divide="ignore"):
-        late = rng.exponential(size=(layers, rows, experts)) / shares
-    ids = np.argsort(late, axis=-1)[..., :k]
-    ids = np.stack([rng.permutation(experts)[layer] for layer in ids])
+    ids = np.stack([draw_ids(rng, script, rows, experts, k) for _ in range(layers)])
     weights = rng.random((layers, rows, k), np.float32)
     weights /= weights.sum(axis=-1, keepdims=True)
     x = jnp.asarray(rng.standard_normal((rows, width), np.float32), dtype)
-    return x, jnp.asarray(ids, jnp.int32), jnp.asarray(weights)
+    return x, jnp.asarray(ids), jnp.asarray(weights)
 
 
 @functools.partial(jax.jit, static_argnames="activation")

@@ -4,6 +4,7 @@ Only for devices whose rates were measured; None elsewhere. Experts are counted 
 hits them: the distinct experts hit are read, and each cell goes through a few.
 """
 
+import functools
 from typing import Any
 
 from dllm_jax.models.dense import DenseConfig
@@ -11,12 +12,23 @@ from dllm_jax.models.moe import MoEConfig
 from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
 
 
-def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:
-    """Milliseconds of one step of `rows` windows at `context` cached tokens each."""
+def floor_ms(
+    model: Any,
+    rows: int,
+    window: int,
+    context: float,
+    device_kind: str,
+    touched: float | None = None,
+) -> float | None:
+    """Milliseconds of one step of `rows` windows at `context` cached tokens each.
+
+    `touched`: experts that a layer's rows reach, where that is known.
+    """
     if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
     bandwidth, rate = RATES[device_kind]
-    moved, operations = pass_work(model.params, model.config, rows, window, context)
+    work = functools.partial(pass_work, model.params, model.config, rows, window, context)
+    moved, operations = work(touched=touched)
     return 1e3 * max(moved / bandwidth, operations / rate)
 
 

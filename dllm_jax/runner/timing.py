@@ -120,14 +120,20 @@ def _both_s(moved: float, operations: float, speed: Speed) -> float:
 
 
 def pass_work(
-    params: Any, cfg: DenseConfig, rows: int, cells: int, context: float, reads: float = 1.0
+    params: Any,
+    cfg: DenseConfig,
+    rows: int,
+    cells: int,
+    context: float,
+    reads: float = 1.0,
+    touched: float | None = None,
 ) -> tuple[float, float]:
     """Bytes and operations of a pass over `cells` positions of each row.
 
     Weights but the embedding are read once, the context of each row `reads` times. Every cell gets
-    logits, which are never written.
+    logits, which are never written. `touched` as in `weights`.
     """
-    read, used = weights(params, cfg, rows * cells)
+    read, used = weights(params, cfg, rows * cells, touched)
     cached = attention = 0.0
     for (heads, size), seen in layer_reads(cfg, context):
         cached += 2 * heads * size * seen * rows
@@ -143,11 +149,13 @@ def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, i
         yield cfg.heads(i), context if reach is None else min(context, reach)
 
 
-def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
+def weights(
+    params: Any, cfg: DenseConfig, cells: int, touched: float | None = None
+) -> tuple[float, float]:
     """Weights that a step of so many cells reads, and those that one cell is multiplied with.
 
-    Experts are counted as random routing hits them. Both are in weights of the type of the
-    embedding, taken for 16 bits where there are matrices in 8 bits.
+    Of the experts so many a layer are `touched`, or as many as random routing hits. Both are in
+    weights of the type of the embedding, taken for 16 bits where there are matrices in 8 bits.
     """
     read = used = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
@@ -160,7 +168,8 @@ def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
             continue
         if isinstance(cfg, MoEConfig) and name.startswith("experts"):
             share = cfg.experts_per_token / cfg.num_experts
-            read += leaf.size * (1 - (1 - share) ** cells)
+            hit = 1 - (1 - share) ** cells if touched is None else touched / cfg.num_experts
+            read += leaf.size * hit
             used += leaf.size * share
         else:
             read += leaf.size

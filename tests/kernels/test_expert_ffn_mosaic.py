@@ -152,7 +152,7 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
         "needs a model width that is a multiple of 128 and an inner one of 64, got D=2048 and F=96"
     )
     arguments = case(RAGGED, 5)
-    with pytest.raises(ValueError, match="gate_up=512.* is wider than its matrices, F=128"):
+    with pytest.raises(ValueError, match=r"gate_up=512.* is wider than its matrices, F=128"):
         mosaic.expert_ffn(*arguments, tiling=Tiling(gate_up=512))
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU of the Hopper kind"):
