@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 _THREADS = 128
 _LOADS = 64  # of a program, of one head each: in flight at once
+_OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
 
 def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
@@ -48,8 +49,18 @@ def write_rows(
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """See `api.write_rows`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
-    G = pages[0].shape[1]
-    many = max(1, _LOADS // G)
+    most = _OPERANDS // 2
+    written = ()
+    for first in range(0, len(pages), most):
+        mine, new = pages[first : first + most], rows[first : first + most]
+        written += _launch(mine, new, page, offset, interpret)
+    return written
+
+
+def _launch(
+    pages: tuple[Array, ...], rows: tuple[Array, ...], page: Array, offset: Array, interpret: Any
+) -> tuple[Array, ...]:
+    many = max(1, _LOADS // pages[0].shape[1])
     flat = [new.reshape(-1, *new.shape[-2:]) for new in rows]
     written = [jax.new_ref(mine) for mine in pages]
     plgpu.kernel(
