@@ -72,7 +72,9 @@ class LLM:
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
-            stays there.
+            stays there. After `jax.distributed.initialize` they are all devices of all processes,
+            each of which makes the same `LLM`: the first has it, the others serve it and end with
+            it (SystemExit).
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.

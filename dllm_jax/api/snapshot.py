@@ -160,18 +160,12 @@ def _model_facts(model: Model) -> dict[str, Any]:
 def _weights(model: Model) -> str | None:
     """A digest of the small leaves; None if the device can no longer be read.
 
-    It does not depend on the devices that share the model: of leaves that are split, and so may be
-    padded, only the ids' rows count.
+    It does not depend on the devices that share the model: leaves that are split do not count.
     """
     digest = hashlib.sha256()
     try:
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-            name = getattr(path[-1], "key", "")
-            if name in ("embed", "lm_head"):
-                leaf = leaf[: model.config.vocab_size]
-            elif name in AXES:
-                continue
-            if leaf.size <= _HASHED:
+            if leaf.size <= _HASHED and getattr(path[-1], "key", "") not in AXES:
                 digest.update(np.asarray(leaf).tobytes())
     except jax.errors.JaxRuntimeError:
         return None

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs; the median counts (default: %(default)s)",
     )
     flags.add_attention_flag(group)
+    flags.add_devices_flag(group)
     group = parser.add_argument_group("output")
     group.add_argument(
         "--profile", action="store_true", help="say how much of the step each kernel takes"
@@ -220,6 +221,12 @@ def row_lines(row: dict[str, Any]) -> list[str]:
     if row["floor_parts_ms"]:
         parts = (f"{name} {ms:.3f}" for name, ms in row["floor_parts_ms"].items())
         lines.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
+    if told := row.get("reductions"):
+        floor = "" if told["ms"] is None else f", at least {told['ms']:.3f} ms"
+        lines.append(
+            f"{'':>10} {row['num_devices']} devices add {told['sums']} times "
+            f"{told['bytes']:,} bytes{floor}; {told['in_program']} reductions in the program"
+        )
     profile = row.get("profile")
     if profile is None:
         return lines
