@@ -82,7 +82,7 @@ def unsupported_arguments(x: Array, w_down: Array) -> str | None:
 def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
     """A tile for so many pairs, if they are spread evenly over the experts.
 
-    Within 2 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
+    Within 3 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
     """
     E, F, D = w_down.shape
     rows, wide = num_pairs / E, 128 if D % 256 else 256
