@@ -80,6 +80,7 @@ LONG: dict[str, str | None] = {
     "serve/test_page_browser.py": None,
     "serve/test_server.py": None,
     "serve/test_client_traps.py": None,
+    "structured/test_compile.py": "explodes",
     "structured/test_conform.py": "block_diffusion|d2f|dmax|fast_dllm|full_sequence",
     "structured/test_constrained_llm.py": None,
     "strategies/test_credit_decoding.py": None,
