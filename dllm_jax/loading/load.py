@@ -234,23 +234,25 @@ def _random(
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
-    leaves, tree = jax.tree.flatten_with_path(shapes)
     model = Model(
-        params=jax.tree.unflatten(
-            tree,
-            [_drawn(i, path, leaf, quantization == "fp8") for i, (path, leaf) in enumerate(leaves)],
-        ),
+        params=None,
         config=parsed.config,
         arch=arch,
         defaults=parsed.defaults,
         source=source,
     )
-    return model if split is None else place(model, split)
+    if split is not None:
+        _require_shareable(model)
+    leaves, tree = jax.tree.flatten_with_path(shapes)
 
+    def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
+        drawn = _random_leaf(index, path, leaf)
+        if split is not None:
+            return split.put(path[-1].key, drawn, parsed.config)
+        return quantized(path, drawn) if quantization == "fp8" else drawn
 
-def _drawn(index: int, path: tuple[Any, ...], leaf: Any, is_small: bool) -> Any:
-    drawn = _random_leaf(index, path, leaf)
-    return quantized(path, drawn) if is_small else drawn
+    params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])
+    return model.replace(params=params, split=split)
 
 
 def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
