@@ -66,6 +66,7 @@ LONG: dict[str, str | None] = {
     "project/test_packaging.py": "wheel|foreign_packages",
     "project/test_readme.py": None,
     "project/test_wrong_usages.py": None,
+    "runner/test_behind.py": "serve_every_request|requests_run|all_of_them_first",
     "runner/test_engine_device.py": "every_status|prefill_chunkings|buckets_change|fill_a_bucket"
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,

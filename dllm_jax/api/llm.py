@@ -40,7 +40,7 @@ from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
-from dllm_jax.runner.start import start
+from dllm_jax.runner.start import WarmUp, start
 
 # A text, token ids, a conversation, or {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
@@ -76,11 +76,13 @@ class LLM:
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
-        warm_up: Compile every size now; otherwise each size when it is first needed.
+        warm_up: True: compile the programs that serve every request now, and the smaller ones, one
+            by one, behind the first requests. "all": every program now. False: each when it is
+            first needed.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
         config: All sizes at once, instead of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal), or a function of a program's name,
-            programs compiled and programs in all.
+            programs compiled and programs in all; threads call it for those behind the requests.
         clock: Seconds; of deadlines and metrics.
         gpu_memory_utilization: The same as `memory_utilization`.
 
@@ -110,7 +112,7 @@ class LLM:
         lora: str | os.PathLike[str] | None = None,
         quantization: Quantization | None = None,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
-        warm_up: bool = True,
+        warm_up: WarmUp = True,
         calibrate: bool | None = None,
         config: EngineConfig | None = None,
         progress: bool | Callable[[str, int, int], None] = True,
@@ -124,6 +126,8 @@ class LLM:
         sizes = {name: value for name, value in locals().items() if name in fields}
         split = _split(tensor_parallel_size)
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
+        if warm_up not in (True, False, "all"):
+            raise ValueError(f'warm_up={checks.told(warm_up)} must be True, False or "all"')
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
@@ -142,6 +146,7 @@ class LLM:
             warm_up=warm_up,
             calibrate=calibrate,
             progress=_progress(progress) if warm_up else None,
+            told=progress if callable(progress) else None,
         )
         self._constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(

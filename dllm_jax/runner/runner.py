@@ -28,6 +28,7 @@ from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import grammars, memory, packing, programs, timing, warmup
+from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
 from dllm_jax.strategies.core.constraint import Constraint
@@ -159,7 +160,8 @@ class ModelRunner:
                 rows: timing.estimate_choices(strategy, model, aux, rows, *setting)
                 for rows in layout.slot_buckets
             }
-        self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
+        self.compiled: set[tuple[Any, ...]] = set()  # keys of programs that are there
+        self._behind: Behind | None = None  # compiles the rest while requests run
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
@@ -208,6 +210,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """End the worker and free the state, once what was dispatched is done."""
+        if self._behind is not None:
+            self._behind.close()
         self._tasks.put(None)
         self._worker.join()
         for leaf in jax.tree.leaves(self.state):
@@ -414,6 +418,8 @@ class ModelRunner:
             The boundary row after the pass [D], on the device. A pass over several pieces
             returns that of the first one: prefixes in pieces do not need it.
         """
+        layout = self.layout
+        size, columns = self.prefill_sizes(size, len(pages), kind)
         fields = packing.piece_fields(size)
         words = fields.pack(
             1,
@@ -423,19 +429,55 @@ class ModelRunner:
             live_end=live_end,
             last=last,
             tokens=np.asarray(tokens, np.int32),
-            pages=pages,  # copied: the host's page table changes before the program runs
+            # Copied: the host's page table changes before the program runs.
+            pages=np.pad(pages, (0, columns - len(pages)), constant_values=-1),
         )
-        piece, layout = _Piece(slot, words, size, kind, Future()), self.layout
-        is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
-        if layout.prompts_a_pass == 1 or not is_small:
+        piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
+        is_small = (size, columns) == (layout.prefill_buckets[0], layout.page_buckets[0])
+        if several == 1 or not is_small or self._lacks(_prefill_key(several, size, columns, kind)):
             self._run_prefill([piece])
             return piece.boundary
         if any(slot == other.slot for other in self._pieces):
             self._flush()
         self._pieces.append(piece)
-        if len(self._pieces) == layout.prompts_a_pass:
+        if len(self._pieces) == several:
             self._flush()
         return piece.boundary
+
+    def prefill_sizes(self, size: int, columns: int, kind: PassKind) -> tuple[int, int]:
+        """Tokens and pages of the smallest pass of this kind that is there and holds these."""
+
+        def key(size: int, columns: int) -> tuple[Any, ...]:
+            return _prefill_key(1, size, columns, kind)
+
+        return self._smallest(key, self.layout.prefill_buckets, size, columns)
+
+    def decode_sizes(self, rows: int, columns: int) -> tuple[int, int]:
+        """Slots and pages of the smallest decode program that is there and holds these."""
+        return self._smallest(
+            lambda *sizes: ("decode", *sizes), self.layout.slot_buckets, rows, columns
+        )
+
+    def _smallest(
+        self,
+        key: Callable[[int, int], tuple[Any, ...]],
+        sizes: Sequence[int],
+        size: int,
+        columns: int,
+    ) -> tuple[int, int]:
+        """The sizes themselves, unless their program is still to be compiled."""
+        if not self._lacks(key(size, columns)):
+            return size, columns
+        return next(
+            (one, wide)
+            for one in sizes
+            for wide in self.layout.page_buckets
+            if one >= size and wide >= columns and not self._lacks(key(one, wide))
+        )
+
+    def _lacks(self, key: tuple[Any, ...]) -> bool:
+        """Whether a program is to be compiled behind the requests and is not there yet."""
+        return self._behind is not None and key in self._behind.missing
 
     def _run_prefill(self, pieces: list[_Piece]) -> None:
         size, kind = pieces[0].size, pieces[0].kind
@@ -447,7 +489,8 @@ class ModelRunner:
 
     def prefill_call(self, words: np.ndarray, size: int, kind: PassKind) -> Call:
         """One pass over pieces of prefixes [A X], `packing.piece_fields`."""
-        key = ("prefill", *words.shape, size, kind)
+        columns = words.shape[1] - packing.piece_fields(size).size
+        key = _prefill_key(len(words), size, columns, kind)
         return self._made(key, programs.prefill, words, size=size, kind=kind)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
@@ -490,8 +533,20 @@ class ModelRunner:
             early: Stop as soon as one of them ends.
         """
         bound = [row in self._bound for row in rows[:num_active].tolist()]
+        if not any(bound):
+            rows, pages = self._widened(rows, pages)
         call = self.decode_call(rows, num_active, pages, num_steps, early, bound)
         return Chunk(self.run(call, rows[:num_active].tolist()))
+
+    def _widened(self, rows: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and pages in the sizes of a decode program that is there."""
+        count, columns = pages.shape
+        more_rows, more_columns = np.subtract(self.decode_sizes(count, columns), pages.shape)
+        if not (more_rows or more_columns):
+            return rows, pages
+        others = np.setdiff1d(np.arange(self.layout.num_slots, dtype=np.int32), rows)
+        wide = np.pad(pages, ((0, more_rows), (0, more_columns)), constant_values=-1)
+        return np.concatenate([rows, others[:more_rows]]), wide
 
     def decode_call(
         self,
@@ -586,21 +641,31 @@ class ModelRunner:
     # --- before the first request -------------------------------------------------------------
 
     def warm_up(
-        self, progress: Callable[[str, int, int], None] | None = None, calibrate: bool = False
+        self,
+        progress: warmup.Progress | None = None,
+        calibrate: bool = False,
+        behind: bool = False,
+        told: warmup.Progress | None = None,
     ) -> None:
         """Compile every bucket, make the state if there is none, run each once on empty slots.
 
-        A strategy whose step is one of several has each of them timed (`weighs_costs`).
+        A strategy whose step is one of several has each of them timed (`weighs_costs`), for which
+        all must be there.
 
         Args:
             progress: Called with what was compiled, how many are done, and of how many.
             calibrate: Time them too, for `cost`; no request may be in a slot.
+            behind: Begin with the largest of each kind, which serve any request; the others are
+                compiled by threads, and replace them one by one.
+            told: As `progress`, of those that are compiled behind; called by the threads.
 
         Raises:
             DeviceFailure: A program does not compile, or run.
             ValueError: What they need was planned and does not fit.
         """
-        work = warmup.every_program(self.layout, self._slot_layout.size)
+        work, rest = warmup.every_program(self.layout, self._slot_layout.size), []
+        if behind and not self._weighs:
+            work, rest = warmup.in_two(self.layout, self._slot_layout.size)
         began = time.perf_counter()
         if self.state is None:  # by the worker, which has nothing else to do
             self._submit(self._compile_reset)
@@ -612,11 +677,26 @@ class ModelRunner:
         if self.state is None:
             self.reset()
         warmup.run_each(self, work)
+        if rest:
+            self._behind = Behind(self, rest, told)
         if self._weighs:
             self.choice_costs = timing.time_choices(self)
         if calibrate:
-            self.cost = timing.calibrate(self)
+            cost, platform = timing.calibrate(self), jax.default_backend()
+            self.cost = timing.filled(cost, self.layout, self._programs.model, platform)
         self._warm = True
+        if self._behind is not None:
+            self._behind.start()
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that are there."""
+        return len(self.compiled)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that are there, and those that are still to be compiled."""
+        return len(self.compiled) + (len(self._behind.missing) if self._behind is not None else 0)
 
     def compile_ahead(
         self,
@@ -636,6 +716,11 @@ class ModelRunner:
 
     def _failure(self, error: Exception) -> DeviceFailure:
         return DeviceFailure(memory.explain(str(error), self.memory))
+
+
+def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[Any, ...]:
+    """What tells a pass over `count` pieces apart; see `Call.key`."""
+    return ("prefill", count, packing.piece_fields(size).size + columns, size, kind)
 
 
 def _check_placed(model: Model) -> None:

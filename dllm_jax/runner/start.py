@@ -1,15 +1,16 @@
 """From a model and a configuration to a runner that is ready: its pool sized, everything compiled.
 
 Order of things: sizes -> shapes -> (an accelerator: the largest programs compiled, for what they
-need) -> pages -> the rest compiled -> memory taken -> each program run once, and timed. Memory is
-taken last, so that compiling, which tries kernels out on the device, has room.
+need) -> pages -> what serves every request compiled -> memory taken -> each of these run once, and
+timed -> the rest compiled behind the requests. Memory is taken as late as that, so that compiling,
+which tries kernels out on the device, has room.
 """
 
 import dataclasses
 import gc
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -20,6 +21,7 @@ from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
+WarmUp = Literal[True, False, "all"]
 REASONABLE_LEN = 2048  # tokens the pool must hold if max_model_len is not given
 
 
@@ -30,17 +32,19 @@ def start(
     config: EngineConfig,
     implementation: str | None = None,
     *,
-    warm_up: bool = True,
+    warm_up: WarmUp = True,
     calibrate: bool | None = None,
     progress: warmup.Progress | None = None,
+    told: warmup.Progress | None = None,
 ) -> ModelRunner:
     """A runner with its state, as large as memory allows.
 
     Args:
         strategy: With its numbers and sizes.
-        warm_up: Compile everything now; otherwise each size when it is first met.
+        warm_up: True: compile the largest programs now, the others behind the requests. "all":
+            everything now. False: each size when it is first met.
         calibrate: Time the programs as well; None: on an accelerator.
-        progress: As `ModelRunner.warm_up` takes it.
+        progress, told: As `ModelRunner.warm_up` takes them.
 
     Raises:
         ValueError: The configuration does not fit the model or the memory.
@@ -50,14 +54,14 @@ def start(
     bare = split_knobs(strategy)[0]
     device = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
     try:
-        device.memory = _planned(device, model, aux, config, warm_up, progress)
+        device.memory = _planned(device, model, aux, config, bool(warm_up), progress)
         if not warm_up:
             device.memory.check()
             device.reset()
             return device
         if calibrate is None:
             calibrate = not buckets.is_on_cpu(model)
-        device.warm_up(progress, calibrate)
+        device.warm_up(progress, calibrate, behind=warm_up != "all", told=told)
     except DeviceFailure as failure:
         if memory.is_out_of_memory(str(failure)):
             raise ValueError(str(failure)) from failure

@@ -88,21 +88,23 @@ def estimate_choices(
         platform: Of the device, in JAX's words.
     """
     speed = CPU if platform == "cpu" else ACCELERATOR
-
-    def pass_s(network: Model, cells: int) -> float:
-        params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
-        work = pass_work(params, network.config, num_slots, cells, context, speed.reads)
-        return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
+    sizes = num_slots, context, speed
 
     def step_s(target_cells: int, draft_cells: int) -> float:
-        spent = speed.step_s + pass_s(model, target_cells)
+        spent = speed.step_s + _estimate_pass_s(model, target_cells, *sizes)
         for draft in aux.values():
             spent += _feed_s(draft, num_slots * target_cells, speed)
             if draft_cells:
-                spent += speed.further_s + pass_s(draft, draft_cells)
+                spent += speed.further_s + _estimate_pass_s(draft, draft_cells, *sizes)
         return spent
 
     return tuple(step_s(*cells) for cells in strategy.cells)
+
+
+def _estimate_pass_s(network: Model, cells: int, rows: int, context: int, speed: Speed) -> float:
+    params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
+    work = pass_work(params, network.config, rows, cells, context, speed.reads)
+    return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
 
 
 def _feed_s(draft: Model, rows: int, speed: Speed) -> float:
@@ -204,6 +206,43 @@ def _nearest(times: Mapping[tuple[int, int], float], size: int, columns: int) ->
     return times[n, c] * max(1.0, size / n) * max(1.0, columns / c)
 
 
+def filled(cost: MeasuredCost, layout: EngineLayout, model: Model, platform: str) -> MeasuredCost:
+    """A cost with every size of a layout.
+
+    A size that was not timed costs less than the next larger by as much as the estimate says; on an
+    H200 that is within a third (benchmarks/results/start_h200.json).
+    """
+    speed = CPU if platform == "cpu" else ACCELERATOR
+
+    def estimate(rows: int, cells: int, columns: int) -> float:
+        return speed.step_s + _estimate_pass_s(
+            model, cells, rows, columns * layout.page_size, speed
+        )
+
+    def every(
+        times: Mapping[tuple[int, int], float],
+        sizes: Sequence[int],
+        estimate: Callable[[int, int], float],
+    ) -> dict[tuple[int, int], float]:
+        found = dict(times)
+        for size, columns in itertools.product(sizes, layout.page_buckets):
+            larger = [one for one in times if one[0] >= size and one[1] >= columns]
+            if larger and (size, columns) not in times:
+                nearest = min(larger, key=times.__getitem__)
+                found[size, columns] = times[nearest] * min(
+                    1.0, estimate(size, columns) / estimate(*nearest)
+                )
+        return found
+
+    return MeasuredCost(
+        every(cost.decode, layout.slot_buckets, lambda n, c: estimate(n, layout.window, c)),
+        {
+            kind: every(times, layout.prefill_buckets, lambda n, c: estimate(1, n, c))
+            for kind, times in cost.prefill.items()
+        },
+    )
+
+
 # --- measured programs --------------------------------------------------------------------------
 
 
@@ -215,7 +254,7 @@ def calibrate(
     """Time the programs of a runner that holds no request, and reset it.
 
     Args:
-        runner: A `ModelRunner` whose programs are compiled.
+        runner: A `ModelRunner`; programs that it does not have yet are left out.
         clock: Seconds.
         budget_s: No further program is begun once so much time has passed.
     """
@@ -224,6 +263,10 @@ def calibrate(
     prefill: dict[str, dict[tuple[int, int], float]] = {}
     for size, columns, kind in _in_order(runner.layout):
         times = decode if kind is None else prefill.setdefault(kind, {})
+        sizes = size, columns
+        there = runner.decode_sizes(*sizes) if kind is None else runner.prefill_sizes(*sizes, kind)
+        if there != sizes:
+            continue
         if clock() < until or not times:
             measure = functools.partial(_step_s if kind is None else _pass_s, runner, clock)
             times[size, columns] = _typical(functools.partial(measure, size, columns, kind))
