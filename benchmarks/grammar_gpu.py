@@ -262,7 +262,6 @@ def forms(args, say):
             "scan": chain_scan,
             "scan, unrolled by 8": functools.partial(chain_scan, unroll=8),
             "maps, unrolled by 8": chain_maps,
-            "maps, unrolled by 32": functools.partial(chain_maps, unroll=32),
         }
         for warps in (4, 8, 16):
             ways[f"kernel, {warps} warps"] = functools.partial(
