@@ -36,6 +36,7 @@ LONG: dict[str, str | None] = {
     "cli/test_interrupt.py": None,
     "convert/test_convert_memory.py": None,
     "kernels/test_expert_ffn.py": "any_routing|published",
+    "kernels/test_expert_ffn_mosaic.py": "ragged|every_row|no_expert|published",
     "kernels/test_layer_mosaic.py": "many_rows",
     "kernels/test_layer_mosaic_rotate.py": None,
     "kernels/test_layer_ops.py": None,
