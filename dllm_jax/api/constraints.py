@@ -126,9 +126,12 @@ class Constraints:
 
     def _check(self) -> None:
         """Refuse what constraints do not go with."""
-        strategy, needs = self._strategy, self._strategy.needs
-        if needs.aux or needs.conditions:
-            raise _unsupported(f"{strategy.name} is not held to constraints; use another strategy")
+        strategy = self._strategy
+        if not getattr(strategy, "holds_constraints", True):
+            raise _unsupported(
+                f"{strategy.name} with these fields is not held to constraints; drafts that stay "
+                'by chance are not: use acceptance="match", or another strategy'
+            )
         if self._model.split is not None:
             raise _unsupported(
                 "constraints are held on one device, and this model is shared by "

@@ -18,9 +18,11 @@ __all__ = [
     "Budget",
     "Choice",
     "Constraint",
+    "Hole",
     "JsonSchema",
     "Regex",
     "Spellings",
+    "Template",
     "TokenAutomaton",
     "compile",
     "from_fields",
@@ -100,6 +102,40 @@ class JsonSchema(Constraint):
     def tree(self, budget: Budget) -> Tree:
         """See `Constraint`."""
         return schema_tree(self.schema, budget, compact=self.whitespace == "compact")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hole:
+    """What is to be written between the parts of a text: `Hole(8)` or `Hole(Regex("[0-9]+"))`.
+
+    Attributes:
+        of: So many tokens; or a constraint, whose texts may have any length.
+
+    Raises:
+        ValueError: It is neither.
+    """
+
+    of: int | Constraint
+
+    def __post_init__(self):
+        is_count = isinstance(self.of, int) and not isinstance(self.of, bool) and self.of > 0
+        if not is_count and not isinstance(self.of, Constraint):
+            raise ValueError(
+                f"Hole({self.of!r:.60}) is no hole; give a number of tokens, or a Regex, a Choice "
+                "or a JsonSchema"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Template(Constraint):
+    """A text of parts: given ones as they stand, and constraints."""
+
+    parts: tuple[str | Constraint, ...]
+
+    def tree(self, budget: Budget) -> Tree:
+        """See `Constraint`."""
+        trees = [text(one) if isinstance(one, str) else one.tree(budget) for one in self.parts]
+        return [node for tree in trees for node in tree]
 
 
 def from_fields(fields: Mapping[str, Any]) -> Constraint:

@@ -228,28 +228,80 @@ def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | N
         draw: None: no slot draws.
     """
 
-    def one(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
-        grammar = view.grammar
-        mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
-        scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
-        chained = view.at, view.room, view.kind, view.known, scores, draw
-        path, value = _chain(grammar, *chained)
-        fits = _classes_along(grammar, path)
-        rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
-        top = jnp.max(rank, axis=1, keepdims=True)
-        token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
-        chosen = fits & (stats.token == token[:, None])
-        confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
-        anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
-        return Plan(path, value, jnp.where(anything, -1, token), confidence)
-
     def best() -> Plan:
-        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read)
+        return jax.vmap(lambda *slot: _planned(*slot, draw=None))(view, stats, read)
 
     if draw is None:
         return best()
     draws = jnp.any(draw.tempered & view.bound)
-    return jax.lax.cond(draws, lambda: jax.vmap(one)(view, stats, read, draw), best)
+    return jax.lax.cond(draws, lambda: jax.vmap(_planned)(view, stats, read, draw), best)
+
+
+def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
+    """The plan of one slot, all leaves without its axis."""
+    grammar = view.grammar
+    mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
+    scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
+    chained = view.at, view.room, view.kind, view.known, scores, draw
+    path, value = _chain(grammar, *chained)
+    fits = _classes_along(grammar, path)
+    rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
+    top = jnp.max(rank, axis=1, keepdims=True)
+    token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
+    chosen = fits & (stats.token == token[:, None])
+    confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
+    anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
+    return Plan(path, value, jnp.where(anything, -1, token), confidence)
+
+
+def plan_each(
+    view: View,
+    stats: ClassStats,
+    read: Bool[Array, "B W"],
+    behind: Int[Array, "B W"],
+    draw: Draw | None = None,
+) -> Plan:
+    """The token of each cell behind given ones, as it is chosen one token at a time.
+
+    Args:
+        behind: Tokens of the window; what they are from the cell itself on counts for nothing.
+
+    Returns:
+        A plan whose path and value are those of single cells [B W 2] and [B W].
+    """
+
+    def one(view: Any, stats: Any, read: Any, behind: Any, draw: Any) -> Plan:
+        grammar, mine = view.grammar, view.kind != SKIP
+        ids = jnp.clip(behind, 0, grammar.class_of.shape[0] - 1)
+
+        def walk(at: Array, cell: tuple[Array, Array]) -> tuple[Array, Array]:
+            number, mine = cell
+            return jnp.where(mine, grammar.delta[at, number].astype(jnp.int32), at), at
+
+        _, at = jax.lax.scan(walk, view.at, (grammar.class_of[ids], mine))
+        left = jnp.cumsum(mine[::-1], dtype=jnp.int32)[::-1]  # from each cell on
+        later = left - mine.astype(jnp.int32)
+        cells = View(
+            grammar,
+            at,
+            view.bound,
+            jnp.where(mine, HOLE, SKIP)[:, None],
+            jnp.zeros_like(behind)[:, None],
+            view.room + later,
+        )
+        axes = View(None, 0, None, 0, 0, 0)  # type: ignore[arg-type]
+        of_cell = jax.tree.map(lambda leaf: leaf[:, None], (stats, read))
+        alone = None
+        if draw is not None:
+            every = jnp.broadcast_to(draw.tempered, read.shape)
+            alone = Draw(every, draw.keys[:, None])
+        plan = jax.vmap(_planned, in_axes=(axes, 0, 0, None if alone is None else 0))
+        found = plan(cells, *of_cell, alone)
+        return found.replace(token=found.token[:, 0], confidence=found.confidence[:, 0])
+
+    if draw is None:
+        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read, behind)
+    return jax.vmap(one)(view, stats, read, behind, draw)
 
 
 _NO_ID = jnp.iinfo(jnp.int32).max
@@ -264,6 +316,20 @@ def _classes_along(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, "W 
 def _is_tail(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, " W"]:
     """Cells behind a stop id."""
     return path[:-1] == grammar.end
+
+
+def walk(state: DecodeState) -> Int[Array, "B W1"]:
+    """The automaton's states along the filled cells at the window's left; nothing behind them."""
+    seen = view(state)
+    assert seen is not None
+    count = seen.grammar.delta.shape[1]
+    onto = jax.vmap(lambda delta, known: delta[:, known].T)(seen.grammar.delta, seen.known)
+    stays = (seen.kind == SKIP)[..., None]
+    onto = jnp.where(stays, jnp.arange(count, dtype=jnp.int32), onto.astype(jnp.int32))
+    # Maps of states composed: so few cells are a few gathers, and a scan would be one for each.
+    maps = jax.lax.associative_scan(lambda a, b: jnp.take_along_axis(b, a, axis=2), onto, axis=1)
+    path = jnp.take_along_axis(maps, seen.at[:, None, None], axis=2)[..., 0]
+    return jnp.concatenate([seen.at[:, None], path], axis=1)
 
 
 def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int[Array, "B W1"]]:

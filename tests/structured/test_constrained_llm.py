@@ -165,11 +165,37 @@ def test_every_strategy_holds_to_constraints(name):
                 _assert_held(output, one)
 
 
-def test_drafts_are_refused_by_name():
+@pytest.fixture(scope="module")
+def drafting():
+    with dj.LLM(
+        "builtin:tiny-qwen3", draft="builtin:tiny-qwen3-dflash", warm_up=False, max_num_seqs=4
+    ) as llm:
+        yield llm
+
+
+def test_drafts_change_no_constrained_text(drafting):
+    """The texts are those of `ar`, greedy and drawn, with room to spare and without."""
+    with dj.LLM("builtin:tiny-qwen3", "ar", warm_up=False, max_num_seqs=4) as plain:
+        chats = _chats(len(EVERY))
+        for temperature, spare in ((0.0, 0), (0.0, 20), (1.0, 5)):
+            how = {"temperature": temperature, "seed": 2}
+            params = [_params(plain, one, spare, **how) for one in EVERY]
+            wanted, found = plain.chat(chats, params), drafting.chat(chats, params)
+            for a, b, one in zip(wanted, found, EVERY, strict=True):
+                _assert_held(b, one)
+                assert a.outputs[0].token_ids == b.outputs[0].token_ids
+
+
+def test_drafts_that_stay_by_chance_are_refused_by_name():
+    strategy = strategies.DFlash(acceptance="rejection")
     with (
         dj.LLM(
-            "builtin:tiny-qwen3", draft="builtin:tiny-qwen3-dflash", warm_up=False, max_num_seqs=1
+            "builtin:tiny-qwen3",
+            strategy,
+            draft="builtin:tiny-qwen3-dflash",
+            warm_up=False,
+            max_num_seqs=1,
         ) as llm,
-        pytest.raises(ValueError, match="DFlash is not held to constraints"),
+        pytest.raises(ValueError, match="DFlash with these fields is not held to constraints"),
     ):
         llm.chat(_chats(1), dj.SamplingParams(constraint=PHONE))
