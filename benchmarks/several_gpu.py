@@ -6,13 +6,14 @@ Parts, by what they are worth; each is a process of its own with a limit, as in 
 the file is written whenever one of them has a row, so that a hang costs its own part alone:
 
 `step`: SDAR-8B, a decode step in a device loop (`bare_ms`) and in `LLM.generate` (`step_ms`; what
-lies between is the host's); on several devices also with XLA's one-shot reductions and without
-command buffers (`FORMS`); after more than 1,000 steps, whether all devices hold the same state.
+lies between is the host's); on several devices also with XLA's one-shot reductions, without command
+buffers, and with reductions recorded in them (`FORMS`); after more than 1,000 steps, whether all
+devices hold the same state.
 `tokens`: 64 requests, greedily and drawn, on one device and on several. In float32 they must be the
 same. In bfloat16 a sum's order decides near-ties: where two texts part, `gaps` are the differences
 of the logits between which each chose, by logits computed without a cache.
 `experts`: the step of SDAR-30B-A3B. `replicas`: processes of one device each, alone and together.
-`async_off`, `recorded`: the step with XLA's own dispatch, and with reductions in command buffers.
+`async_off`: the step with XLA's own dispatch.
 `soak`: mixed requests until `--within` is over.
 
 On two CPU devices, everything small:
@@ -55,17 +56,24 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import programs
 from dllm_jax.strategies import MultiBD
 
-REDUCTION = re.compile(r" all-reduce(?:-start)?\(")
 PAGE = 64
 SMALL, LARGE, EXPERTS = (f"random:JetLM/SDAR-{name}-Chat" for name in ("1.7B", "8B", "30B-A3B"))
-# The published mixture of experts with fewer layers: 20 GB in float32.
-FEWER = "made/SDAR-30B-A3B of 8 layers"
+# The published mixture of experts with fewer layers, so that float32 fits and is quick.
+FEWER = "made/SDAR-30B-A3B of 4 layers"
 NO_BUFFERS = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
+ONE_SHOT = {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True}
+# XLA's own set, and reductions.
+RECORDED = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,COLLECTIVES"
+}
 # XLA's options for the decode program; the first is what the engine runs.
 FORMS: dict[str, dict[str, Any]] = {
-    "nccl": {},
-    "one_shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+    "default": {},
+    "one_shot": ONE_SHOT,
     "no_command_buffers": NO_BUFFERS,
+    "recorded": RECORDED,
+    "recorded_one_shot": RECORDED | ONE_SHOT,
 }
 
 
@@ -94,7 +102,7 @@ class Rows:
 def load(name, count, dtype="auto"):
     """A model on so many devices."""
     if name == FEWER:
-        PUBLISHED[FEWER] = PUBLISHED["JetLM/SDAR-30B-A3B-Chat"] | {"num_hidden_layers": 8}
+        PUBLISHED[FEWER] = PUBLISHED["JetLM/SDAR-30B-A3B-Chat"] | {"num_hidden_layers": 4}
         name = f"random:{FEWER}"
     devices = np.array(jax.devices()[:count])
     mesh = None if count == 1 else dj.Split(jax.sharding.Mesh(devices, ("tp",)))
@@ -182,9 +190,8 @@ def _step(args, rows, count, steps, tokens):
     bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
     given = requests(model, 1, args.context, tokens, False, steps)
     usual = programs.decode
-    forms = FORMS if count > 1 and not args.one_form else {"nccl": {}}
-    if args.recorded:
-        forms = {"recorded": {"xla_gpu_enable_command_buffer": RECORDED}}
+    names = args.forms.split(",") if count > 1 else ["default"]
+    forms = {name: FORMS[name] for name in names}
     try:
         for name, options in forms.items():
             # Such options are for GPUs alone.
@@ -201,10 +208,6 @@ def _step(args, rows, count, steps, tokens):
     finally:
         programs.decode = usual
         llm.close()
-
-
-# XLA's own set, and reductions.
-RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
 
 
 def _form(args, rows, llm, given, bucket, row):
@@ -230,18 +233,23 @@ def _form(args, rows, llm, given, bucket, row):
         bare_samples=samples,
         step_ms=step_ms,
         host_overhead=1 - bare_ms / step_ms,
-        reductions=len(REDUCTION.findall(program)),
+        reductions=measure.num_reductions(program),
         steps=llm.engine.stats().num_steps - first,
         same_state_on_all_devices=bool(alike),
         weights_bytes=llm.memory.weights_bytes,
         page_bytes=llm.memory.page_bytes,
         memory=[(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.devices()],
     )
-    if row["devices"] > 1 and jax.default_backend() == "gpu" and "buffers" not in row["form"]:
+    if (
+        row["devices"] > 1
+        and jax.default_backend() == "gpu"
+        and row["form"] != "no_command_buffers"
+    ):
         trace, ran = measure.decode_trace(llm.engine, *bucket, args.context, 8, text)
         kernels = collections.defaultdict(list)
         for event in trace.events:
-            kernels[event.name[:80]].append(event.duration_ns / 1e3)
+            # Reductions have numbers in their names.
+            kernels[re.sub(r"\d+", "#", event.name[:80])].append(event.duration_ns / 1e3)
         most = sorted(kernels.items(), key=lambda one: -sum(one[1]))[:12]
         rows.add(
             devices=row["devices"],
@@ -253,6 +261,14 @@ def _form(args, rows, llm, given, bucket, row):
 
 
 # --- tokens --------------------------------------------------------------------------------------
+
+
+KINDS = {
+    "dense_float32": (SMALL, "float32"),
+    "experts_float32": (FEWER, "float32"),
+    "dense_bfloat16": (SMALL, "bfloat16"),
+    "experts_bfloat16": (FEWER, "bfloat16"),
+}
 
 
 def tokens(args, rows):
@@ -463,6 +479,7 @@ PARTS = {f.__name__: f for f in (step, tokens, replicas, soak)}
 def sections(args):
     """The parts as programs with limits, by what they are worth."""
     base = [sys.executable, __file__, "--devices", args.devices_text, "--out", "{out}"]
+    base += ["--forms", args.forms, "--kinds", args.kinds]
     small = "--model builtin:tiny-sdar --context 64 --block 8 --steps 16 --repeats 2 --tokens 16"
     small += " --slots 8 --seconds 10"
 
@@ -475,14 +492,13 @@ def sections(args):
 
     off = ("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT=0",)
     whole = ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",)
-    one = "--one-form --only-several"
+    one = "--forms default --only-several"
     return {
-        "step": part(f"--part step --model {LARGE}", 160),
-        "tokens": part("--part tokens", 150),
+        "step": part(f"--part step --model {LARGE}", 180),
+        "tokens": part("--part tokens", 200),
         "replicas": part(f"--part replicas --model {SMALL} --slots 8", 80),
         "experts": part(f"--part step --model {EXPERTS} {one} --repeats 3", 90, whole),
         "async_off": part(f"--part step --model {LARGE} {one} --repeats 3", 80, off),
-        "recorded": part(f"--part step --model {LARGE} {one} --recorded", 60),
         "soak": part(f"--part soak --model {SMALL} --slots 16 --seconds 300", 330),
     }
 
@@ -513,8 +529,10 @@ def main() -> int:
     sizes = {"context": 512, "block": 32, "steps": 200, "repeats": 5, "tokens": 32, "slots": 64}
     for name, value in (sizes | {"seconds": 300}).items():
         parser.add_argument(f"--{name}", type=int, default=value, help=argparse.SUPPRESS)
-    for name in ("one-form", "only-several", "recorded"):
-        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only-several", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--forms", default=",".join(FORMS), help="of a step on several devices")
+    kinds = ",".join(KINDS)
+    parser.add_argument("--kinds", default=kinds, help=f"whose tokens are compared, of {kinds}")
     args = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     enable_async_dispatch()  # before anyone looks for devices

@@ -46,11 +46,13 @@ LONG: dict[str, str | None] = {
     "kernels/test_token_readout_mosaic.py": None,
     "loading/test_async_dispatch.py": None,
     "loading/test_hub.py": "ctrl_c",
+    "loading/test_likelihood.py": "a_family|covers|tokenised",
     "loading/test_quantization.py": "same_request|built_in|experts_and|logits_are_near",
     "models/test_canvas_model.py": "single_passes|bfloat16|commit|notices|whole_logits",
     "models/test_draft_model.py": None,
     "models/test_draft_traps.py": None,
     "models/test_family_decode.py": None,
+    "models/test_kv_cache.py": "same_request|take_a_byte",
     "models/test_family_defaults.py": "token_by_token",
     "models/test_family_logits.py": "bfloat16|reference",
     "models/test_family_routing.py": None,
@@ -71,6 +73,7 @@ LONG: dict[str, str | None] = {
     "runner/test_engine_device.py": "every_status|prefill_chunkings|buckets_change|fill_a_bucket"
     "|near_tie|outlives_requests",
     "runner/test_engine_faults.py": None,
+    "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
     "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
     "|engine|command|snapshot|pool.8",

@@ -88,7 +88,7 @@ def _in_tiles(
     num_top: int,
     tile: int,
 ) -> TokenStats:
-    (num_ids, _), num_rows = head.weights.shape, len(hidden)
+    (num_ids, _), num_rows = head.embedding.shape, len(hidden)
     divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     tempered = temperature > 0
 
@@ -124,11 +124,11 @@ def _in_tiles(
 
     def one(index: Array, carry: _Running) -> _Running:
         first = index * tile
-        return read(carry, jax.lax.dynamic_slice_in_dim(head.weights, first, tile), first)
+        return read(carry, jax.lax.dynamic_slice_in_dim(head.embedding, first, tile), first)
 
     tiles, rest = divmod(num_ids, tile)
     carry = jax.lax.fori_loop(0, tiles, one, carry) if tiles else carry
-    carry = read(carry, head.weights[tiles * tile :], tiles * tile) if rest else carry
+    carry = read(carry, head.embedding[tiles * tile :], tiles * tile) if rest else carry
     soft = carry.soft / carry.mass[:, None] * jnp.float32(head.embed_scale)
     return settled(
         TokenStats(
@@ -178,8 +178,8 @@ def _with_all_logits(
     logits = jnp.where(forbidden(jnp.arange(logits.shape[-1])), -jnp.inf, logits)
     how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     stats = token_stats(logits, **how, keys=keys, num_top=num_top)
-    prob = jax.nn.softmax(drawn_law(logits, **how), axis=-1).astype(head.weights.dtype)
-    soft = jnp.dot(prob, head.weights, preferred_element_type=jnp.float32)
+    prob = jax.nn.softmax(drawn_law(logits, **how), axis=-1).astype(head.embedding.dtype)
+    soft = jnp.dot(prob, head.embedding, preferred_element_type=jnp.float32)
     return stats.replace(
         entropy=jnp.maximum(stats.entropy, 0.0), soft=soft * jnp.float32(head.embed_scale)
     )

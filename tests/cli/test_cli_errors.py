@@ -532,3 +532,15 @@ def test_a_server_without_its_packages_says_how_to_install_them(fails, monkeypat
     assert fails(2, "serve") == (
         f"serve needs the package {missing}; in the clone, pip install -e '.[server]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nnodes 2", "--nnodes 2 needs --coordinator HOST:PORT"),
+        ("--coordinator a:1", "--coordinator is for several hosts; give --nnodes"),
+        ("--nnodes 2 --node-rank 2 --coordinator a:1", "--node-rank 2 is not in [0, 1]"),
+    ],
+)
+def test_hosts_of_a_server_that_do_not_fit_together_are_refused(fails, words, said):
+    assert fails(2, "serve", *words.split()).startswith(said)

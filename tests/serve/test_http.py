@@ -224,7 +224,8 @@ def test_tokens_and_back(server):
 
 def test_methods(server):
     assert server.request("HEAD", "/metrics")[0] == 200
-    for method, path in (("GET", CHAT), ("PUT", "/health"), ("OPTIONS", CHAT), ("DELETE", "/")):
+    wrong = (("GET", CHAT), ("PUT", "/health"), ("OPTIONS", CHAT), ("DELETE", "/"), ("POST", "/"))
+    for method, path in wrong:
         status, told, headers = server.request(method, path)
         assert status == 405
         assert told["error"]["code"] == "method_not_allowed"
