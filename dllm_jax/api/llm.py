@@ -444,7 +444,7 @@ class LLM:
         if _is_template(behind):
             if params.constraint is not None:
                 raise ValueError("a constraint beside holes of constraints; give it to a hole")
-            each = (one.of if isinstance(one, Hole) else one for one in behind)
+            each: list[Any] = [one.of if isinstance(one, Hole) else one for one in behind]
             held = dataclasses.replace(params, constraint=Template(tuple(each)))
             return dataclasses.replace(request, params=held)
         cells: list[int] = []

@@ -290,13 +290,14 @@ def plan_each(
             view.room + later,
         )
         axes = View(None, 0, None, 0, 0, 0)  # type: ignore[arg-type]
-        of_cell = jax.tree.map(lambda leaf: leaf[:, None], (stats, read))
+        own, asked = jax.tree.map(lambda leaf: leaf[:, None], (stats, read))
         alone = None
         if draw is not None:
             every = jnp.broadcast_to(draw.tempered, read.shape)
             alone = Draw(every, draw.keys[:, None])
-        plan = jax.vmap(_planned, in_axes=(axes, 0, 0, None if alone is None else 0))
-        found = plan(cells, *of_cell, alone)
+        in_axes = (axes, 0, 0, None if alone is None else 0)
+        plan = jax.vmap(_planned, in_axes=in_axes)
+        found = plan(cells, own, asked, alone)
         return found.replace(token=found.token[:, 0], confidence=found.confidence[:, 0])
 
     if draw is None:
