@@ -156,9 +156,13 @@ def copy_tree(
 
     def read(path: KeyPath, array: Array, first: int) -> list[str]:
         nonlocal done
-        copies = [*copies_of(path, array, first)]
-        before = done
-        wrong = copy_all(copies, progress and (lambda now, _: progress(before + now, total)))
+        copies, before = [*copies_of(path, array, first)], done
+
+        def told(now: int, _: int) -> None:
+            if progress is not None:
+                progress(before + now, total)
+
+        wrong = copy_all(copies, told)
         done += sum(copy.num_bytes for copy in copies)
         return wrong
 
