@@ -32,9 +32,10 @@ from dllm_jax.engine.requests import (
 from dllm_jax.loading import chat
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
-from dllm_jax.loading.load import load, place
+from dllm_jax.loading.load import load, place, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
@@ -68,7 +69,7 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora, quantization: As in `dj.load`.
+        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head: As in `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
@@ -113,6 +114,8 @@ class LLM:
         revision: str | None = None,
         lora: str | os.PathLike[str] | None = None,
         quantization: Quantization | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
+        quantize_head: bool = False,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         warm_up: WarmUp = True,
         calibrate: bool | None = None,
@@ -134,7 +137,8 @@ class LLM:
         self._is_advised = False
         enable_compile_cache()
         how = {"dtype": dtype, "revision": revision, "lora": lora, "quantization": quantization}
-        self.model = _model(model, split, **how)
+        how["quantize_head"] = quantize_head
+        self.model = _model(model, split, kv_cache_dtype, **how)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
         )
@@ -563,15 +567,15 @@ def _split(count: Any) -> Split | None:
     return None if count == 1 else over_devices(count)
 
 
-def _model(model: Any, split: Split | None, **how: Any) -> Model:
+def _model(model: Any, split: Split | None, kv_cache_dtype: KVCacheDType, **how: Any) -> Model:
     if isinstance(model, str | os.PathLike):
-        return load(model, **how, mesh=split)
+        return load(model, **how, mesh=split, kv_cache_dtype=kv_cache_dtype)
     if not isinstance(model, Model):
         raise ValueError(
             f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
         )
     for name, value in how.items():
-        if value not in ("auto", None):
+        if value not in ("auto", None, False):
             raise ValueError(
                 f"{name}={checks.told(value)} is for a model that is loaded here; "
                 "give it to dj.load"
@@ -581,7 +585,7 @@ def _model(model: Any, split: Split | None, **how: Any) -> Model:
             f"the model's mesh splits rows along {model.split.batch!r}, an engine does not; load "
             "it without batch=, and start a process for each replica"
         )
-    return model if split is None else place(model, split)
+    return with_kv_cache(model if split is None else place(model, split), kv_cache_dtype)
 
 
 def _is_conversation(given: Any) -> TypeGuard[Messages]:

@@ -6,6 +6,7 @@ hits them: the distinct experts hit are read, and each cell goes through a few.
 
 from typing import Any
 
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
@@ -21,7 +22,8 @@ def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: st
     if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
     bandwidth, rate = RATES[device_kind]
-    moved, operations = pass_work(model.shapes, model.config, rows, window, context)
+    work = (model.shapes, model.config, rows, window, context)
+    moved, operations = pass_work(*work, kv_dtype=model.kv_dtype)
     return 1e3 * max(moved / bandwidth, operations / rate) / num_devices(model)
 
 
@@ -72,6 +74,7 @@ def step_parts(
     params, size = model.shapes, model.params["embed"].dtype.itemsize
     read, used = weights(params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
+    head_read = head / 2 if isinstance(model.params.get("lm_head"), Fp8Head) else head
     experts_read = experts_used = 0.0
     layers = params["layers"]
     widths = [cfg.ffn_size if "w_gate_up" in layer else 0 for layer in layers]
@@ -85,14 +88,15 @@ def step_parts(
     moved = attended = 0.0
     for (heads, head_dim), seen in layer_reads(cfg, context):
         # The prefix is read once; fresh keys and values are written and read; rows go in and out.
-        moved += 2 * head_dim * (heads * rows * (seen + 2 * window) + cfg.num_heads * cells)
+        cached = heads * rows * (seen + 2 * window) * model.kv_dtype.itemsize / size
+        moved += 2 * head_dim * (cached + cfg.num_heads * cells)
         keys = seen + block_size * (blocks + 1) / 2  # of a row, on average
         attended += 4 * head_dim * cfg.num_heads * cells * keys
     parts = {
-        "dense": (read - head - experts_read, 2 * (used - head - experts_used) * cells),
+        "dense": (read - head_read - experts_read, 2 * (used - head - experts_used) * cells),
         "experts": (experts_read, 2 * experts_used * cells),
         "attention": (moved, attended),
-        "head": (head, 2 * head * cells),
+        "head": (head_read, 2 * head * cells),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }
     each = {name: num_devices(model) if name != "activations" else 1 for name in parts}

@@ -180,6 +180,8 @@ def heading(model: Any) -> dict[str, Any]:
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "mode": "fixed",
     }
 
@@ -187,7 +189,8 @@ def heading(model: Any) -> dict[str, Any]:
 def first_lines(facts: dict[str, Any]) -> list[str]:
     """The device, and the head of the table."""
     return [
-        f"{facts['model']} {facts['quantization'] or facts['dtype']} on {facts['device']}, "
+        f"{facts['model']} {facts['quantization'] or facts['dtype']}, cache "
+        f"{facts['kv_cache_dtype'] or facts['dtype']}, on {facts['device']}, "
         f"jax {facts['jax']}, commit {facts['commit']}",
         f"{'shape':>10} {'context':>7} {'bare ms':>18} {'generate ms':>20} {'floor ms':>8} "
         f"{'in turn':>8}  bare, generate over the floor in turn",

@@ -267,6 +267,8 @@ _OF_ENGINE = (
         "lora",
         "dtype",
         "quantization",
+        "kv_cache_dtype",
+        "quantize_head",
         "strategy",
         "block_size",
         "buffer_size",

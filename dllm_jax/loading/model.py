@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.kernels.kv_write.fp8 import DTYPE as KV_FP8
 from dllm_jax.loading import likelihood
 from dllm_jax.loading.likelihood import LogLikelihood
 from dllm_jax.models import reference
@@ -59,6 +60,8 @@ class Model(struct.PyTreeNode):
         source: The argument of `load`.
         tokenizer_source: The tokenizer's files, None for a model without one.
         split: The devices that share the weights; None: one has them all.
+        kv_scales: Of each layer, what keys and what values of each head are divided by before
+            they are rounded to 8 bits; None: they are cached in the type of the weights.
     """
 
     params: Any
@@ -68,6 +71,7 @@ class Model(struct.PyTreeNode):
     source: str = struct.field(pytree_node=False, default="")
     tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
     split: Split | None = struct.field(pytree_node=False, default=None)
+    kv_scales: tuple[Float[Array, "2 G"], ...] | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -87,8 +91,24 @@ class Model(struct.PyTreeNode):
     @property
     def quantization(self) -> Literal["fp8"] | None:
         """How the matrices of the layers are stored; None: in the type of the other weights."""
-        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        layers = {name: leaf for name, leaf in self.params.items() if name != "lm_head"}
+        leaves = jax.tree.leaves(layers, is_leaf=is_quantized)
         return "fp8" if any(map(is_quantized, leaves)) else None
+
+    @property
+    def has_quantized_head(self) -> bool:
+        """Whether the head is stored in 8 bits."""
+        return is_quantized(self.params.get("lm_head"))
+
+    @property
+    def kv_dtype(self) -> Any:
+        """Type of the cached keys and values."""
+        return jnp.dtype(self.params["embed"].dtype if self.kv_scales is None else KV_FP8)
+
+    @property
+    def kv_cache_dtype(self) -> Literal["fp8"] | None:
+        """How keys and values are cached; None: in the type of the weights."""
+        return None if self.kv_scales is None else "fp8"
 
     @property
     def shapes(self) -> Any:

@@ -99,7 +99,7 @@ def _in_tiles(
     tile: int,
     shard: Shard | None,
 ) -> TokenStats:
-    (num_ids, _), num_rows = head.weights.shape, len(hidden)
+    (num_ids, _), num_rows = head.embedding.shape, len(hidden)
     divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     tempered = temperature > 0
 
@@ -141,11 +141,11 @@ def _in_tiles(
 
     def one(index: Array, carry: _Running) -> _Running:
         first = index * tile
-        return read(carry, jax.lax.dynamic_slice_in_dim(head.weights, first, tile), first)
+        return read(carry, jax.lax.dynamic_slice_in_dim(head.embedding, first, tile), first)
 
     tiles, rest = divmod(num_ids, tile)
     carry = jax.lax.fori_loop(0, tiles, one, carry) if tiles else carry
-    carry = read(carry, head.weights[tiles * tile :], tiles * tile) if rest else carry
+    carry = read(carry, head.embedding[tiles * tile :], tiles * tile) if rest else carry
     carry = carry if shard is None else _of_devices(carry, shard)
     soft = carry.soft / carry.mass[:, None] * jnp.float32(head.embed_scale)
     return settled(
@@ -225,9 +225,8 @@ def _with_all_logits(
     stats = token_stats(logits, **how, keys=keys, num_top=num_top, shard=shard)
     law = drawn_law(logits, **how, shard=shard)
     prob = jax.nn.softmax(law, axis=-1) if shard is None else jnp.exp(log_law(law, shard))
-    soft = jnp.dot(
-        prob.astype(head.weights.dtype), head.weights, preferred_element_type=jnp.float32
-    )
+    embedding = head.embedding
+    soft = jnp.dot(prob.astype(embedding.dtype), embedding, preferred_element_type=jnp.float32)
     soft = soft if shard is None else shard.total(soft)
     return stats.replace(
         entropy=jnp.maximum(stats.entropy, 0.0), soft=soft * jnp.float32(head.embed_scale)

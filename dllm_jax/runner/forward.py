@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
@@ -118,6 +119,10 @@ class ModelForward:
         fresh: list[tuple[Array, Array]] = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            every = self.model.kv_scales
+            scales = None if every is None else every[layer]
+            if scales is not None:  # fresh ones too: a key is the same before and after a commit
+                k, v = fp8.quantize(k, scales[0]), fp8.quantize(v, scales[1])
             fresh.append((k, v))
             k_pages, v_pages = state.pools[self.pool][layer]
             seen, scale = mask, None
@@ -134,6 +139,7 @@ class ModelForward:
                 state.page_table,
                 seen,
                 scale=scale,
+                kv_scales=scales,
                 implementation=self._implementation,
             )
 

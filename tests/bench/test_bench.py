@@ -106,7 +106,9 @@ SIZES = {
 
 
 def small_llm(folder, strategy):
-    return dj.LLM(str(folder), strategy, config=dj.EngineConfig(**SIZES), progress=False)
+    return dj.LLM(
+        str(folder), strategy, config=dj.EngineConfig(**SIZES), progress=False, warm_up="all"
+    )
 
 
 @pytest.fixture(scope="module")
