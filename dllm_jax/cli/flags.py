@@ -300,6 +300,7 @@ def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = Non
     """
     group = parser.add_argument_group("strategy")
     spec = "a name (`dllm-jax info` lists them), pkg.module:Name or path/to/file.py:name"
+    parser.set_defaults(takes_strategies=repeat is not None)
     if repeat:
         group.add_argument(
             "--strategy",
@@ -335,4 +336,10 @@ def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = Non
         default=[],
         metavar="KEY=VALUE",
         help="any field of the strategy, which `dllm-jax info STRATEGY` lists (default: none)",
+    )
+    group.add_argument(
+        "--strategy-config",
+        metavar="FILE",
+        help="a strategy and its fields, as `dllm-jax tune --out` writes them; flags win over it "
+        "(default: none)",
     )

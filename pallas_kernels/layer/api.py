@@ -377,7 +377,8 @@ def rotate_qkv(
             mosaic_rotate.rotate_qkv,
             mosaic.unsupported(jax.ShapeDtypeStruct(qkv.shape, dtype))
             or mosaic_rotate.unsupported_heads(qkv, cos),
-            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS,
+            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS
+            and mosaic_rotate.is_measured(qkv, cos),
         ),
         "triton": BackEnd(
             triton.rotate_qkv,
