@@ -60,6 +60,7 @@ LONG: dict[str, str | None] = {
     "benchmarks/test_compile_h200.py": None,
     "benchmarks/test_dflash_gpu.py": None,
     "benchmarks/test_fp8_gpu.py": "every_part",
+    "benchmarks/test_routing_script.py": "counted|forgotten",
     "benchmarks/test_run_gpu.py": None,
     "benchmarks/test_soak.py": None,
     "benchmarks/test_start_gpu.py": None,
