@@ -76,7 +76,7 @@ LONG: dict[str, str | None] = {
     "runner/test_engine_faults.py": None,
     "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
-    "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
+    "runner/test_several_devices.py": "-4|-8|canvases|strategy|builtin|users_mesh|vmap|trajectory"
     "|engine|command|snapshot|pool.8",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,

@@ -483,7 +483,8 @@ class WindowOutput(struct.PyTreeNode):
                     "penalty, guide, confidence and num_top above 1 out"
                 )
             head = self.forward.tied_head
-            stats = read_expected(head, rows, sampling, keys, forbidden=forbidden, num_top=num_top)
+            how = {"forbidden": forbidden, "num_top": num_top, "shard": self.forward.shard}
+            stats = read_expected(head, rows, sampling, keys, **how)
         else:
             stats = read_stats(
                 self.forward.unembed,

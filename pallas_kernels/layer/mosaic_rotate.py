@@ -31,6 +31,11 @@ def unsupported_heads(qkv: Array, cos: Array) -> str | None:
     return None
 
 
+def is_measured(qkv: Array, cos: Array) -> bool:
+    """Whether such heads were timed on a GPU; the others were interpreted and lowered."""
+    return qkv.shape[-3] % _GROUPS[0] == 0 and 2 * cos.shape[-1] == qkv.shape[-1]
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))  # layers lower once
 def rotate_qkv(
     qkv: Array,

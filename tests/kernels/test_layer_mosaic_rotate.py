@@ -127,7 +127,7 @@ def test_other_rows_heads_and_gpus_are_left_to_triton(monkeypatch, on_hopper):
     assert chosen("SDAR-8B", 128) == chosen("SDAR-1.7B", 5, 2) == "mosaic"
     assert chosen("SDAR-8B", 1024) == chosen("SDAR-1.7B", 4096) == "mosaic"
     assert chosen("SDAR-8B", 4097) == "triton"
-    assert chosen("Dream-7B", 32) == "mosaic"  # four KV heads
+    assert chosen("Dream-7B", 32) == "triton"  # four KV heads: not timed yet
     monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
     assert chosen("SDAR-8B", 128) == "triton"
 
