@@ -89,6 +89,7 @@ LONG: dict[str, str | None] = {
     "structured/test_compile.py": "explodes",
     "structured/test_conform.py": "block_diffusion|d2f|dmax|fast_dllm|full_sequence",
     "structured/test_constrained_llm.py": None,
+    "structured/test_holes.py": "fill_holes|never_change|across_given|as_long_as|refused_in_one",
     "strategies/test_credit_decoding.py": None,
     "strategies/test_canvas_engine.py": None,
     "strategies/test_d2f.py": "adapter",
