@@ -29,9 +29,10 @@ Implementation = Literal["dense", "grouped", "triton", "mosaic"]
 DENSE_WORK = 1_000_000  # T x E x D x F
 DENSE_ROWS = 16
 DENSE_SHARE = 4  # experts in all, per expert of a row
-# Most rows of the Mosaic form: on an H200 it is 1 to 9 % faster than Triton's from 32 to 1,024 rows
-# (benchmarks/results/expert_ffn_mosaic_h200.json); more were not measured.
-MOSAIC_ROWS = 1024
+# Most rows of the Mosaic form: on an H200 it is 1 to 9 % faster than Triton's at 32 and 256 rows, 9
+# to 18 % at 1,024, 29 to 33 % at 4,096 (benchmarks/results/expert_ffn_mosaic_h200.json); more were
+# not measured.
+MOSAIC_ROWS = 4096
 
 
 def expert_ffn(

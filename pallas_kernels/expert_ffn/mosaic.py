@@ -32,7 +32,6 @@ _ALIGNED = 8  # rows of a swizzled tile
 _DEPTH = 64  # of a step
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
-_FEW = 24  # rows of an expert, in the mean, up to which most have fewer than a warpgroup takes
 _THREADS = 128
 _REGISTERS = {1: 208, 2: 232, 3: 152, 4: 112}  # by the number of warpgroups that compute
 
@@ -83,13 +82,18 @@ def unsupported_arguments(x: Array, w_down: Array) -> str | None:
 def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
     """A tile for so many pairs, if they are spread evenly over the experts.
 
-    Within 2 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
+    Within 3 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
     """
     E, F, D = w_down.shape
-    wide = 128 if D % 256 else 256
-    if num_pairs <= _FEW * E:
-        return Tiling(groups=1, gate_up=128 if F % 128 else 256, down=wide)
-    return Tiling(groups=2, gate_up=128, down=wide)
+    rows, wide = num_pairs / E, 128 if D % 256 else 256
+    gated = 128 if F < 128 else 256
+    if rows <= 24:  # most experts have fewer than a warpgroup takes
+        return Tiling(groups=1, gate_up=128 if F % 128 else gated, down=wide)
+    if rows <= 96:
+        return Tiling(groups=2, gate_up=128, down=wide)
+    if rows <= 160:  # most have two warpgroups' rows and some more
+        return Tiling(groups=3, gate_up=128, down=128)
+    return Tiling(groups=2, gate_up=gated, down=wide)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once

@@ -122,8 +122,8 @@ def test_it_is_chosen_where_it_was_measured_to_be_fastest(monkeypatch, on_hopper
         x, ids, _, _, w_down = shapes("LLaDA2-mini", rows, dtype)
         return api.choose(x, ids, w_down)
 
-    assert chosen(1) == chosen(32) == chosen(1024) == "mosaic"
-    assert chosen(1025) == chosen(32, jnp.float32) == "triton"
+    assert chosen(1) == chosen(32) == chosen(4096) == "mosaic"
+    assert chosen(4097) == chosen(32, jnp.float32) == "triton"
     monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
     assert chosen(32) == "triton"
 
