@@ -104,7 +104,7 @@ LONG: dict[str, str | None] = {
     "strategies/test_strategy_batch.py": None,
     "strategies/test_shards.py": "1000-2|inf|773-8-mixed|17-8-greedy",
     "strategies/test_stuck.py": "everything_that_decodes",
-    "tasks/test_race.py": "command_writes|stored",
+    "tasks/test_race.py": "command_writes",
     "tasks/test_evaluate.py": None,
     "trace/test_page.py": "command_puts",
     "training/test_training_answers.py": None,
