@@ -46,15 +46,16 @@ def run(table, margin, **how):
 
 
 def test_the_best_setting_wins_in_95_of_100_seeds_at_40_percent():
-    wins, shares = 0, []
+    """Both in the same race, in 95 of 100."""
+    good, shares = 0, []
     for seed in range(100):
         table = made_up(seed)
         found, _ = run(table, 0.02)
-        wins += found.winner == BEST
         shares.append(found.forwards / table[2].sum())
+        good += found.winner == BEST and shares[-1] <= 0.40
         assert found.is_shown
-    assert wins >= 95
-    assert np.mean(shares) <= 0.40
+    assert good >= 95
+    assert np.mean(shares) <= 0.25
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
