@@ -56,7 +56,6 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import programs
 from dllm_jax.strategies import MultiBD
 
-REDUCTION = re.compile(r" all-reduce(?:-start)?\(")
 PAGE = 64
 SMALL, LARGE, EXPERTS = (f"random:JetLM/SDAR-{name}-Chat" for name in ("1.7B", "8B", "30B-A3B"))
 # The published mixture of experts with fewer layers, so that float32 fits and is quick.
@@ -234,7 +233,7 @@ def _form(args, rows, llm, given, bucket, row):
         bare_samples=samples,
         step_ms=step_ms,
         host_overhead=1 - bare_ms / step_ms,
-        reductions=len(REDUCTION.findall(program)),
+        reductions=measure.num_reductions(program),
         steps=llm.engine.stats().num_steps - first,
         same_state_on_all_devices=bool(alike),
         weights_bytes=llm.memory.weights_bytes,

@@ -17,7 +17,7 @@ CASE_FILES = {
 GATE = {"multi_bd_shifted", "d2f_whole_full", "ar"}
 
 LONG: dict[str, str | None] = {
-    "api/test_decide.py": "of_the_logits|programs_are_few",
+    "api/test_decide.py": "of_the_logits|programs_are_few|bit_for_bit",
     "api/test_dflash_drafts.py": None,
     "api/test_generate.py": "alone_and_in_a_batch|max_tokens_without_stops|jit_and_vmap",
     "api/test_infill.py": None,
@@ -46,11 +46,13 @@ LONG: dict[str, str | None] = {
     "kernels/test_token_readout_mosaic.py": None,
     "loading/test_async_dispatch.py": None,
     "loading/test_hub.py": "ctrl_c",
+    "loading/test_likelihood.py": "a_family|covers|tokenised",
     "loading/test_quantization.py": "same_request|built_in|experts_and|logits_are_near",
     "models/test_canvas_model.py": "single_passes|bfloat16|commit|notices|whole_logits",
     "models/test_draft_model.py": None,
     "models/test_draft_traps.py": None,
     "models/test_family_decode.py": None,
+    "models/test_kv_cache.py": "same_request|take_a_byte",
     "models/test_family_defaults.py": "token_by_token",
     "models/test_family_logits.py": "bfloat16|reference",
     "models/test_family_routing.py": None,
@@ -58,6 +60,7 @@ LONG: dict[str, str | None] = {
     "benchmarks/test_compile_h200.py": None,
     "benchmarks/test_dflash_gpu.py": None,
     "benchmarks/test_fp8_gpu.py": "every_part",
+    "benchmarks/test_routing_script.py": "counted|forgotten",
     "benchmarks/test_run_gpu.py": None,
     "benchmarks/test_soak.py": None,
     "benchmarks/test_start_gpu.py": None,
@@ -74,7 +77,7 @@ LONG: dict[str, str | None] = {
     "runner/test_engine_faults.py": None,
     "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
-    "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
+    "runner/test_several_devices.py": "-4|-8|canvases|strategy|builtin|users_mesh|vmap|trajectory"
     "|engine|command|snapshot|pool.8|plain",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
@@ -84,8 +87,10 @@ LONG: dict[str, str | None] = {
     "serve/test_page_browser.py": None,
     "serve/test_server.py": None,
     "serve/test_client_traps.py": None,
+    "structured/test_compile.py": "explodes",
     "structured/test_conform.py": "block_diffusion|d2f|dmax|fast_dllm|full_sequence",
     "structured/test_constrained_llm.py": None,
+    "structured/test_holes.py": "fill_holes|never_change|across_given|as_long_as|refused_in_one",
     "strategies/test_credit_decoding.py": None,
     "strategies/test_canvas_engine.py": None,
     "strategies/test_d2f.py": "adapter",
@@ -100,6 +105,7 @@ LONG: dict[str, str | None] = {
     "strategies/test_strategy_batch.py": None,
     "strategies/test_shards.py": "1000-2|inf|773-8-mixed|17-8-greedy",
     "strategies/test_stuck.py": "everything_that_decodes|every_loop",
+    "tasks/test_race.py": "command_writes",
     "tasks/test_evaluate.py": None,
     "trace/test_page.py": "command_puts",
     "training/test_training_answers.py": None,

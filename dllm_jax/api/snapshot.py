@@ -151,6 +151,8 @@ def _model_facts(model: Model) -> dict[str, Any]:
         "source": model.source,
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "tensor_parallel_size": 1 if model.split is None else model.split.num_parts,
         "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
         "weights": _weights(model),
@@ -386,9 +388,10 @@ class SavedSlot:
 
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
-    stored = {"quantization": None, **stored}  # older snapshots had no other
-    for what in ("config", "dtype", "quantization", "weights"):
-        unknown = what != "quantization" and stored[what] is None
+    none = {"quantization": None, "kv_cache_dtype": None, "quantized_head": False}
+    stored = {**none, **stored}  # older snapshots had no other
+    for what in ("config", "dtype", *none, "weights"):
+        unknown = what not in none and stored[what] is None
         if not unknown and stored[what] != now[what]:
             raise SnapshotError(
                 f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "

@@ -55,6 +55,7 @@ def collect() -> dict[str, dict[str, str]]:
     return {
         "versions": {"python": platform.python_version(), **versions},
         "devices": _devices(),
+        "sharing": _sharing(),
         "kernels": _kernels(),
         "models": _models(),
         "random": _random(),
@@ -130,6 +131,17 @@ def _devices() -> dict[str, str]:
     return found
 
 
+def _sharing() -> dict[str, str]:
+    """How many of the devices can share a model."""
+    import jax
+
+    count = jax.device_count()
+    if count == 1:
+        return {"--tp 1": "one device: nothing to share"}
+    links = "XLA's collectives" if jax.default_backend() == "cpu" else "NCCL"
+    return {f"--tp 1 to {count}": f"heads, experts and ids by device; sums by {links}"}
+
+
 def _kernels() -> dict[str, str]:
     return {
         "paged_attention": _attention(),
@@ -158,7 +170,7 @@ def _attention() -> str:
 def _experts() -> str:
     import jax.numpy as jnp
 
-    from dllm_jax.kernels.expert_ffn import api, triton
+    from dllm_jax.kernels.expert_ffn import api, mosaic, triton
 
     missing = triton.unsupported(jnp.zeros((1, 16)), jnp.zeros((1, 16, 16)))
     if missing:
@@ -167,7 +179,11 @@ def _experts() -> str:
             f"{api.DENSE_ROWS} rows that each go to 1 in {api.DENSE_SHARE} experts or more, else "
             f"grouped (triton {missing})"
         )
-    return "triton here, grouped for widths that are no multiple of 16"
+    others = "triton here, grouped for widths that are no multiple of 16"
+    rows, w_down = jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((1, 64, 128), jnp.bfloat16)
+    if mosaic.unsupported(rows, w_down):
+        return others
+    return f"mosaic here for 16-bit models, up to {api.MOSAIC_ROWS:,} rows; else {others}"
 
 
 def _layer() -> str:

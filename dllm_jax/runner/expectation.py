@@ -13,9 +13,17 @@ from flax import struct
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.models.head import Head
-from dllm_jax.runner.readout import ROWS_DRAWN, in_chunks
+from dllm_jax.models.sharding import first_of
+from dllm_jax.runner.readout import ROWS_DRAWN, ids_of, in_chunks
 from dllm_jax.strategies.core.protocol import TokenStats
-from dllm_jax.strategies.core.sampling import drawn_law, settled, token_stats
+from dllm_jax.strategies.core.sampling import (
+    Shard,
+    drawn_law,
+    log_law,
+    relative_to_peak,
+    settled,
+    token_stats,
+)
 from dllm_jax.strategies.core.state import Sampling
 
 TILE = 8192  # ids at once, a multiple of NOISE
@@ -45,6 +53,7 @@ def read_expected(
     forbidden: Callable[[Any], Any],
     num_top: int = 0,
     tile: int = TILE,
+    shard: Shard | None = None,
 ) -> TokenStats:
     """Statistics of each row under its sampling with `soft`, leading axis R.
 
@@ -55,17 +64,18 @@ def read_expected(
         forbidden: Ids to a mask of those never drawn.
         num_top: 0, or 1 for the most probable id.
         tile: Ids at once, a multiple of `NOISE`.
+        shard: The head is a device's part, among several devices.
     """
     of_slot = len(hidden) // len(sampling.temperature)
     each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
 
     def whole(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
-        return _with_all_logits(head, hidden, sampling, keys, forbidden, num_top)
+        return _with_all_logits(head, hidden, sampling, keys, forbidden, num_top, shard)
 
     def tiled(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
-        return _in_tiles(head, hidden, sampling.temperature, keys, forbidden, num_top, tile)
+        return _in_tiles(head, hidden, sampling.temperature, keys, forbidden, num_top, tile, shard)
 
     rows = (hidden, each, keys)
     # Top-k and the nucleus need all logits of a row, in few rows at a time.
@@ -87,19 +97,24 @@ def _in_tiles(
     forbidden: Callable[[Any], Any],
     num_top: int,
     tile: int,
+    shard: Shard | None,
 ) -> TokenStats:
-    (num_ids, _), num_rows = head.weights.shape, len(hidden)
+    (num_ids, _), num_rows = head.embedding.shape, len(hidden)
     divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     tempered = temperature > 0
 
     def read(
         carry: _Running, weights: Float[Array, "U D"], first: Int[Array, ""] | int
     ) -> _Running:
+        if shard is not None:
+            first = first + first_of(num_ids, shard.axis)  # ids of earlier devices
         ids = first + jnp.arange(len(weights), dtype=jnp.int32)
         part = Head(weights, head.scale, head.cap)
         law = jnp.where(forbidden(ids), -jnp.inf, part(hidden) / divisor)
         carry = _joined(carry, law, weights, first)
-        noisy = law if keys is None else law + _noise(keys, tempered, first, len(weights))
+        noisy = law
+        if keys is not None:
+            noisy = law + _noise(keys, tempered, first, len(weights), shard is not None)
         place = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
         value, own = (_at(leaf, place) for leaf in (noisy, law))
         higher = value > carry.noisy
@@ -121,14 +136,17 @@ def _in_tiles(
         token=none,
         token_law=never,
     )
+    if shard is not None:
+        carry = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, (shard.axis,), to="varying"), carry)
 
     def one(index: Array, carry: _Running) -> _Running:
         first = index * tile
-        return read(carry, jax.lax.dynamic_slice_in_dim(head.weights, first, tile), first)
+        return read(carry, jax.lax.dynamic_slice_in_dim(head.embedding, first, tile), first)
 
     tiles, rest = divmod(num_ids, tile)
     carry = jax.lax.fori_loop(0, tiles, one, carry) if tiles else carry
-    carry = read(carry, head.weights[tiles * tile :], tiles * tile) if rest else carry
+    carry = read(carry, head.embedding[tiles * tile :], tiles * tile) if rest else carry
+    carry = carry if shard is None else _of_devices(carry, shard)
     soft = carry.soft / carry.mass[:, None] * jnp.float32(head.embed_scale)
     return settled(
         TokenStats(
@@ -140,6 +158,32 @@ def _in_tiles(
             top_probs=(1.0 / carry.mass)[:, None][:, :num_top],
             soft=soft,
         )
+    )
+
+
+def _of_devices(carry: _Running, shard: Shard) -> _Running:
+    """What all devices have read of their ids; of equals the first one's, whose ids are lower."""
+    names = ("peak", "mass", "spread", "best", "noisy", "token", "token_law")
+    # Ids are below 2^24, so float32 holds them.
+    own = [getattr(carry, name).astype(jnp.float32) for name in names]
+    every = shard.of_all(jnp.stack(own, axis=1))
+    peaks, masses, spreads, bests, noisy, tokens, laws = jnp.moveaxis(every, -1, 0)
+    peak, sunk, kept = relative_to_peak(peaks)
+    highest, chosen = (jnp.argmax(values, axis=0)[None] for values in (peaks, noisy))
+
+    def of(values: Array, which: Array) -> Array:
+        return jnp.take_along_axis(values, which, axis=0)[0]
+
+    mine = kept[jax.lax.axis_index(shard.axis)]
+    return _Running(
+        peak=peak,
+        mass=jnp.sum(kept * masses, axis=0),
+        spread=jnp.sum(kept * (spreads + sunk * masses), axis=0),
+        soft=shard.total(mine[:, None] * carry.soft),
+        best=of(bests, highest).astype(jnp.int32),
+        noisy=of(noisy, chosen),
+        token=of(tokens, chosen).astype(jnp.int32),
+        token_law=of(laws, chosen),
     )
 
 
@@ -173,26 +217,40 @@ def _with_all_logits(
     keys: PRNGKeyArray | None,
     forbidden: Callable[[Any], Any],
     num_top: int,
+    shard: Shard | None,
 ) -> TokenStats:
     logits = head(hidden)
-    logits = jnp.where(forbidden(jnp.arange(logits.shape[-1])), -jnp.inf, logits)
+    logits = jnp.where(forbidden(ids_of(logits, shard)), -jnp.inf, logits)
     how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-    stats = token_stats(logits, **how, keys=keys, num_top=num_top)
-    prob = jax.nn.softmax(drawn_law(logits, **how), axis=-1).astype(head.weights.dtype)
-    soft = jnp.dot(prob, head.weights, preferred_element_type=jnp.float32)
+    stats = token_stats(logits, **how, keys=keys, num_top=num_top, shard=shard)
+    law = drawn_law(logits, **how, shard=shard)
+    prob = jax.nn.softmax(law, axis=-1) if shard is None else jnp.exp(log_law(law, shard))
+    embedding = head.embedding
+    soft = jnp.dot(prob.astype(embedding.dtype), embedding, preferred_element_type=jnp.float32)
+    soft = soft if shard is None else shard.total(soft)
     return stats.replace(
         entropy=jnp.maximum(stats.entropy, 0.0), soft=soft * jnp.float32(head.embed_scale)
     )
 
 
-def _noise(keys: PRNGKeyArray, tempered: Array, first: Any, size: int) -> Float[Array, "R U"]:
-    """Gumbel noise of the ids from `first` on, by a row's key and the id; 0 of greedy rows."""
-    units = first // NOISE + jnp.arange(-(-size // NOISE), dtype=jnp.int32)
+def _noise(
+    keys: PRNGKeyArray, tempered: Array, first: Any, size: int, is_anywhere: bool
+) -> Float[Array, "R U"]:
+    """Gumbel noise of the ids from `first` on, by a row's key and the id; 0 of greedy rows.
+
+    Args:
+        is_anywhere: The first id need not be a multiple of `NOISE`.
+    """
+    count = -(-size // NOISE) + is_anywhere
+    units = first // NOISE + jnp.arange(count, dtype=jnp.int32)
 
     def of_row(key: PRNGKeyArray) -> Array:
         own = jax.vmap(lambda unit: jax.random.fold_in(key, unit))(units)
         draw = jax.vmap(lambda key: jax.random.gumbel(key, (NOISE,), jnp.float32))
-        return draw(own).reshape(-1)[:size]
+        drawn = draw(own).reshape(-1)
+        if is_anywhere:
+            return jax.lax.dynamic_slice_in_dim(drawn, first % NOISE, size)
+        return drawn[:size]
 
     return jnp.where(tempered[:, None], jax.vmap(of_row)(keys), 0.0)
 

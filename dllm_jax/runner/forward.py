@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
@@ -118,6 +119,10 @@ class ModelForward:
         fresh: list[tuple[Array, Array]] = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            every = self.model.kv_scales
+            scales = None if every is None else every[layer]
+            if scales is not None:  # fresh ones too: a key is the same before and after a commit
+                k, v = fp8.quantize(k, scales[0]), fp8.quantize(v, scales[1])
             fresh.append((k, v))
             k_pages, v_pages = state.pools[self.pool][layer]
             seen, scale = mask, None
@@ -134,6 +139,7 @@ class ModelForward:
                 state.page_table,
                 seen,
                 scale=scale,
+                kv_scales=scales,
                 implementation=self._implementation,
             )
 
@@ -200,7 +206,15 @@ class ModelForward:
         stats: TokenStats,
     ) -> TokenStats:
         """Statistics [B] with the tokens that the windows' first cells take in their grammars."""
-        read = read_classes(self.unembed, hidden, seen, sampling, keys, forbidden=self.forbidden)
+        read = read_classes(
+            self.unembed,
+            hidden,
+            seen,
+            sampling,
+            keys,
+            forbidden=self.forbidden,
+            shard=self.shard,
+        )
         kind = seen.kind.at[:, 0].set(constraint.HOLE)
         W = kind.shape[1]
         padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, W - 1), (0, 0))), read)
@@ -264,15 +278,8 @@ class ModelForward:
         return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 
     def forbidden(self, ids: Any) -> Any:
-        """Ids never predicted: the mask, edits that are no text, rows that hold no token.
-
-        [V] to [V], of NumPy or of JAX as `ids` are.
-        """
-        defaults = self.model.defaults
-        never = (ids == self.mask_id) | (ids >= (defaults.vocab_limit or self.vocab_size))
-        for token in defaults.forbidden_token_ids:
-            never |= ids == token
-        return never
+        """Ids never predicted; see `Model.forbidden`."""
+        return self.model.forbidden(ids)
 
     def _embed_inputs(
         self, state: DecodeState, inputs: Any, first: Int[Array, " B"] | int, size: int
@@ -418,7 +425,7 @@ def _window_output(
         positions=state.buffer.positions,
         boundary=state.boundary,
         forward=forward,
-        seen=constraint.view(state) if forward.pool == TARGET else None,
+        seen=constraint.view(state),
     )
 
 
@@ -449,6 +456,8 @@ class WindowOutput(struct.PyTreeNode):
         guide: tuple[Any, float] | None = None,
         width: int | None = None,
         soft: bool = False,
+        fixed: Bool[Array, "B K S"] | None = None,
+        behind: Int[Array, "B K S"] | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
@@ -474,7 +483,8 @@ class WindowOutput(struct.PyTreeNode):
                     "penalty, guide, confidence and num_top above 1 out"
                 )
             head = self.forward.tied_head
-            stats = read_expected(head, rows, sampling, keys, forbidden=forbidden, num_top=num_top)
+            how = {"forbidden": forbidden, "num_top": num_top, "shard": self.forward.shard}
+            stats = read_expected(head, rows, sampling, keys, **how)
         else:
             stats = read_stats(
                 self.forward.unembed,
@@ -496,25 +506,43 @@ class WindowOutput(struct.PyTreeNode):
         stats = jax.tree.map(as_cells, stats)
         expected = stats.soft
         if self.seen is not None:
-            classes = read_classes(
-                self.forward.unembed,
-                rows,
-                self.seen,
-                sampling,
-                keys,
-                forbidden=forbidden,
-                penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
-                confidence=confidence,
-                guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
-            )
-            classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
+            seen = self.seen
+            if fixed is not None:
+                is_free = (seen.kind == constraint.KNOWN) & ~fixed.reshape(B, K * S)
+                seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
-            draw = None
-            if cell_keys is not None:
-                draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
-            planned = constraint.plan(self.seen, classes, wanted, draw)
-            token, score = planned.token.reshape(B, K, S), planned.confidence.reshape(B, K, S)
-            stats = _with_plan(stats, token, score, self.seen.bound[:, None, None])
+
+            def planned(keys: Array | None, cell_keys: Array | None) -> constraint.Plan:
+                classes = read_classes(
+                    self.forward.unembed,
+                    rows,
+                    seen,
+                    sampling,
+                    keys,
+                    forbidden=forbidden,
+                    penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+                    confidence=confidence,
+                    guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+                    shard=self.forward.shard,
+                )
+                classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
+                draw = None
+                if cell_keys is not None:
+                    tempered = sampling.temperature > 0
+                    draw = constraint.Draw(tempered, cell_keys.reshape(B, K * S))
+                if behind is None:
+                    return constraint.plan(seen, classes, wanted, draw)
+                before = behind.reshape(B, K * S)
+                return constraint.plan_each(seen, classes, wanted, before, draw)
+
+            plan, bound = planned(keys, cell_keys), seen.bound[:, None, None]
+            if fixed is not None and num_top:
+                likeliest = planned(None, None).token.reshape(B, K, S)
+                takes = bound & (likeliest >= 0) & (stats.token != NO_TOKEN)
+                top = jnp.where(takes, likeliest, stats.top_ids[..., 0])
+                stats = stats.replace(top_ids=stats.top_ids.at[..., 0].set(top))
+            token, score = plan.token.reshape(B, K, S), plan.confidence.reshape(B, K, S)
+            stats = _with_plan(stats, token, score, bound)
         return stats.replace(
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),

@@ -371,6 +371,8 @@ class ModelRunner:
             if now is None:
                 now = grammars.empty(self.layout.num_slots, fitting, num_ids)
             now = grammars.grown(now, fitting)
+            if (split := self._programs.model.split) is not None:
+                now = split.everywhere(now)
             self._grammars = programs.bind(now, np.int32(slot), row, np.int32(grammar.start))
 
         self._submit(put)

@@ -22,6 +22,7 @@ import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
 from dllm_jax.kernels.layer import Fp8Matrix
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
@@ -103,7 +104,8 @@ def estimate_choices(
 
 def _estimate_pass_s(network: Model, cells: int, rows: int, context: int, speed: Speed) -> float:
     params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
-    work = pass_work(params, network.config, rows, cells, context, speed.reads)
+    sizes = rows, cells, context, speed.reads, network.kv_dtype
+    work = pass_work(params, network.config, *sizes)
     return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
 
 
@@ -120,20 +122,32 @@ def _both_s(moved: float, operations: float, speed: Speed) -> float:
 
 
 def pass_work(
-    params: Any, cfg: DenseConfig, rows: int, cells: int, context: float, reads: float = 1.0
+    params: Any,
+    cfg: DenseConfig,
+    rows: int,
+    cells: int,
+    context: float,
+    reads: float = 1.0,
+    kv_dtype: Any = None,
+    touched: float | None = None,
 ) -> tuple[float, float]:
     """Bytes and operations of a pass over `cells` positions of each row.
 
     Weights but the embedding are read once, the context of each row `reads` times. Every cell gets
     logits, which are never written.
+
+    Args:
+        kv_dtype: Of the cache; None: the embedding's.
+        touched: As in `weights`.
     """
-    read, used = weights(params, cfg, rows * cells)
+    read, used = weights(params, cfg, rows * cells, touched)
     cached = attention = 0.0
     for (heads, size), seen in layer_reads(cfg, context):
         cached += 2 * heads * size * seen * rows
         attention += 4 * size * cfg.num_heads * (seen + cells) * rows * cells
     size = params["embed"].dtype.itemsize
-    return (read + reads * cached) * size, 2 * used * rows * cells + attention
+    kv_size = size if kv_dtype is None else kv_dtype.itemsize
+    return read * size + reads * cached * kv_size, 2 * used * rows * cells + attention
 
 
 def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, int], float]]:
@@ -143,11 +157,13 @@ def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, i
         yield cfg.heads(i), context if reach is None else min(context, reach)
 
 
-def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
+def weights(
+    params: Any, cfg: DenseConfig, cells: int, touched: float | None = None
+) -> tuple[float, float]:
     """Weights that a step of so many cells reads, and those that one cell is multiplied with.
 
-    Experts are counted as random routing hits them. Both are in weights of the type of the
-    embedding, taken for 16 bits where there are matrices in 8 bits.
+    Of the experts so many a layer are `touched`, or as many as random routing hits. Both are in
+    weights of the type of the embedding, taken for 16 bits where there are matrices in 8 bits.
     """
     read = used = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
@@ -156,11 +172,16 @@ def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
             read += leaf.values.size / 2
             used += leaf.values.size / 2
             continue
-        if name == "embed" and not cfg.tie_embeddings:
+        if isinstance(leaf, Fp8Head):  # half the bytes, at the rate of 16 bits
+            read += leaf.values.size / 2
+            used += leaf.values.size
+            continue
+        if name == "embed" and "lm_head" in params:
             continue
         if isinstance(cfg, MoEConfig) and name.startswith("experts"):
             share = cfg.experts_per_token / cfg.num_experts
-            read += leaf.size * (1 - (1 - share) ** cells)
+            hit = 1 - (1 - share) ** cells if touched is None else touched / cfg.num_experts
+            read += leaf.size * hit
             used += leaf.size * share
         else:
             read += leaf.size

@@ -31,6 +31,9 @@ MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # Least share of the multiprocessors that hold a tile of `gated_matmul` with many rows, the mean of
 # its rounds: from 0.9 on it is 3 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
 MOSAIC_LEAST_SHARE = 0.88
+# Most rows of a product of 8 bits by Mosaic's form for many rows: right on an H200 at 1,024 rows
+# (benchmarks/results/fp8_many_check_h200.json), but not timed yet, so it runs by name alone.
+MOSAIC_MANY_FP8_ROWS = 0
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
 MOSAIC_ROWS = 1024
@@ -151,21 +154,17 @@ def split_matmul(
     Args:
         x, dtype: As in `qkv_matmul`.
         implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
-            (Hopper, 16-bit, jax 0.11; at most 128 rows), or None for the fastest, addition
-            included.
+            (Hopper, 16-bit, jax 0.11; at most 128 rows, and a multiple of 128 with an
+            `Fp8Matrix`), or None for the fastest, addition included.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     if isinstance(w, Fp8Matrix):
         rows, kind = _in_8_bits(x, dtype)
-        tiling = mosaic.choose_tiling(rows.values, w, dtype=kind)
+        is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
-            "mosaic": BackEnd(
-                functools.partial(mosaic.split_matmul, tiling=tiling, dtype=kind),
-                _unsupported_fp8(rows, w, tiling, kind),
-                _is_within(w, MOSAIC_WEIGHTS),
-            ),
+            "mosaic": (_many_rows_split_fp8 if is_many else _split_fp8)(rows, w, kind),
             "triton": BackEnd(triton.split_matmul, _NO_FP8),
             "xla": BackEnd(functools.partial(fp8.matmul, dtype=kind)),
         }
@@ -208,8 +207,9 @@ def gated_matmul(
     """
     if isinstance(w, Fp8Matrix):
         rows, kind = _in_8_bits(x, dtype)
+        is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
-            "mosaic": _few_rows_fp8(rows, w, kind),
+            "mosaic": (_many_rows_fp8 if is_many else _few_rows_fp8)(rows, w, kind),
             "xla": BackEnd(functools.partial(_plain_gated, kind)),
         }
         return dispatch.run(implementation, back_ends, rows, w)
@@ -284,6 +284,26 @@ def _unsupported_fp8(
     return mosaic.unsupported(result) or mosaic.unsupported_product(rows.values, w, tiling)
 
 
+def _split_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    tiling = mosaic.choose_tiling(rows.values, w, dtype=dtype)
+    return BackEnd(
+        functools.partial(mosaic.split_matmul, tiling=tiling, dtype=dtype),
+        _unsupported_fp8(rows, w, tiling, dtype),
+        _is_within(w, MOSAIC_WEIGHTS),
+    )
+
+
+def _many_rows_split_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    result = jax.ShapeDtypeStruct(rows.values.shape, dtype)
+    reason = mosaic.unsupported(result) or mosaic_many.unsupported_product(rows.values, w)
+    width, share = (0, 0.0) if reason else mosaic_many.choose_columns(rows.values, w)
+    return BackEnd(
+        functools.partial(mosaic_many.matmul, columns=width, dtype=dtype),
+        reason,
+        _is_many_fp8(rows, share) and math.prod(w.shape) >= MOSAIC_WEIGHTS[0],
+    )
+
+
 def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
     W = w.shape[-1]
     columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
@@ -294,6 +314,22 @@ def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
         reason,
         _is_within(w, MOSAIC_GATED_WEIGHTS),
     )
+
+
+def _many_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    result = jax.ShapeDtypeStruct(rows.values.shape, dtype)
+    reason = mosaic.unsupported(result) or mosaic_many.unsupported_rows(rows.values, w)
+    width, share = (0, 0.0) if reason else mosaic_many.choose_columns(rows.values, w)
+    return BackEnd(
+        functools.partial(mosaic_many.gated_matmul, columns=width, dtype=dtype),
+        reason,
+        _is_many_fp8(rows, share) and math.prod(w.shape) >= MOSAIC_GATED_WEIGHTS[0],
+    )
+
+
+def _is_many_fp8(rows: Fp8Rows, share: float) -> bool:
+    """Whether Mosaic's form for many rows is chosen, by the share of the chip that has a tile."""
+    return _num_rows(rows.values) <= MOSAIC_MANY_FP8_ROWS and share >= MOSAIC_LEAST_SHARE
 
 
 def _plain_gated(dtype: Any, rows: Fp8Rows, w: Fp8Matrix) -> Array:
@@ -341,7 +377,8 @@ def rotate_qkv(
             mosaic_rotate.rotate_qkv,
             mosaic.unsupported(jax.ShapeDtypeStruct(qkv.shape, dtype))
             or mosaic_rotate.unsupported_heads(qkv, cos),
-            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS,
+            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS
+            and mosaic_rotate.is_measured(qkv, cos),
         ),
         "triton": BackEnd(
             triton.rotate_qkv,

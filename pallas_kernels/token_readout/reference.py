@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .head import Fp8Head, products
 from .result import Part, TokenReadout, told
 
 
 def read(
     hidden: Array,
-    head: Array,
+    head: Array | Fp8Head,
     forbidden: Array,
     *,
     scale: float,
@@ -18,13 +19,7 @@ def read(
     num_top: int,
 ) -> TokenReadout:
     """See `api.token_readout`."""
-    logits = jax.lax.dot_general(
-        hidden,
-        head.astype(hidden.dtype),
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    logits = logits * scale
+    logits = products(hidden, head) * scale
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
     ids = jnp.arange(len(head), dtype=jnp.int32)

@@ -22,6 +22,7 @@ import pytest
 
 from dllm_jax.kernels.paged_attention import WindowMask, api, mosaic, mosaic_blocks, paged_attention
 from tests.cross_lowering import H200
+from tests.kernels.test_paged_attention import in_8_bits, restored
 from tests.oracles import paged_attention as oracle
 
 pytestmark = pytest.mark.skipif(
@@ -65,11 +66,16 @@ def case(
     return data, table, mask
 
 
-def assert_right(call, data, table, mask):
+def assert_right(call, data, table, mask, is_8_bit=False):
     """Live rows equal the oracle's; the others are zeros."""
-    out = call(*map(jnp.asarray, data), jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
+    more, exact = {}, [np.asarray(x, np.float64) for x in data]
+    if is_8_bit:
+        data, scales = in_8_bits(data)
+        more, exact = {"kv_scales": jnp.asarray(scales)}, restored(data, scales)
+    mask_here = jax.tree.map(jnp.asarray, mask)
+    out = call(*map(jnp.asarray, data), jnp.asarray(table), mask_here, **more)
     got = np.asarray(out.astype(jnp.float32), np.float64)
-    want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
+    want = oracle.attention(*exact, table, mask)
     live = ~np.isnan(want)
     assert live.any()
     assert not live.all()
@@ -83,9 +89,8 @@ def assert_right_interpreted(tiling, *arguments):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    assert_right(
-        functools.partial(mosaic.attention, tiling=tiling, interpret=interpret), *arguments
-    )
+    call = functools.partial(mosaic.attention, tiling=tiling, interpret=interpret)
+    assert_right(call, *arguments, is_8_bit=tiling.staged > 0)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -158,6 +163,18 @@ INTERPRETED = {
         mosaic.Tiling(stages=2),
         {"T": 128, "S": 64, "heads": (2, 1, 64), "by_blocks": True},
     ),
+    "8 bits": (
+        mosaic.Tiling(consumers=2, stages=2, staged=3),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
+    ),
+    "8 bits, a cluster, keys shared": (
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True, staged=4),
+        {"T": 48, "S": 8, "heads": (6, 2, 128), "C": 7},
+    ),
+    "8 bits, blocks that stay": (
+        mosaic.Tiling(consumers=2, stages=2, ping_pong=True, resident=3, staged=4),
+        {"T": 48, "S": 8, "heads": (6, 2, 128), "by_blocks": True},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -169,7 +186,7 @@ INTERPRETED = {
 }
 
 
-QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight")
+QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "8 bits")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +207,7 @@ def interpreted(name):
     assert_right_interpreted(tiling, *arguments)
     if tiling.unsplit_keys:
         assert_splits_long_contexts_only(tiling, *arguments)
-    if tiling.resident:
+    if tiling.resident and not tiling.staged:
         assert_the_same_by_a_block_for_each_tile(tiling, *arguments)
 
 
@@ -276,6 +293,28 @@ def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
         pytest.skip("needs a Hopper GPU")
     call = functools.partial(mosaic.attention, tiling=checked(tiling, feature))
     assert_right(call, *case(**FEATURES[feature]))
+
+
+EIGHT = {
+    "one": mosaic.Tiling(stages=2, staged=4),
+    "a cluster of four": mosaic.Tiling(splits=4, stages=2, staged=4),
+    "wide tiles in turns": mosaic.Tiling(
+        consumers=2, keys=128, stages=2, staged=3, ping_pong=True, splits=2
+    ),
+    "keys shared": mosaic.Tiling(consumers=2, splits=2, stages=2, staged=4, shares_keys=True),
+    "blocks that stay": mosaic.Tiling(consumers=2, stages=2, staged=4, ping_pong=True, resident=3),
+    "chosen": None,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "wide heads"])
+@pytest.mark.parametrize("tiling", EIGHT)
+def test_keys_of_8_bits_match_numpy_on_a_gpu(tiling, feature):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+    call = functools.partial(mosaic.attention, tiling=EIGHT[tiling])
+    assert_right(call, *case(**FEATURES[feature]), is_8_bit=True)
 
 
 MANY = {  # tiles of rows: 1,040 of one warpgroup, 260 of two
@@ -612,7 +651,7 @@ def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resid
     settings = {"block_size": 32, "window": None, "scale": 0.1, "tiling": tiling}
     settings["interpret"] = None
     run = functools.partial(mosaic._run.__wrapped__, **settings)
-    jax.eval_shape(run, (q, k, v), pools, table, numbers, None)
+    jax.eval_shape(run, (q, k, v), pools, table, numbers, {})
     assert grids == [blocks]
 
 
