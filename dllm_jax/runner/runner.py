@@ -38,6 +38,7 @@ from dllm_jax.strategies.core.state import DecodeState
 # Programs that one process may ask of others, and what each knows of their static arguments.
 _REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page", "decode", "decode_many")
 _OWN_STATIC = ("knobs", "slot_layout")
+_WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
 
 
@@ -337,7 +338,7 @@ class ModelRunner:
         """Do what process 0 told, see `hosts.follow`."""
         if head["what"] == "reset":
             return self._submit(self._reset)
-        made = self._programs
+        made = self._weightless if head["program"] in _WEIGHTLESS else self._programs
         if self._weighs:
             *arrays, costs = arrays
             made = made.replace(strategy=made.strategy.replace(costs=costs))
