@@ -136,8 +136,9 @@ SLOW = {
     "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[random",
     "benchmarks/test_fp8_gpu.py": "every_part",
     "loading/test_quantization.py": "built_in",
-    "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|of_one\[(experts-4|plain-2)"
-    r"|vmap|trajectory|of_one_device\[(with_bias|experts|plain)-8|soft_parallel|dmax|d2f_whole",
+    "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|vmap"
+    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-8"
+    r"|soft_parallel|dmax|d2f_whole",
 }
 
 # What depends on the version of JAX: the only tests that CI runs under its older Python too.

@@ -31,9 +31,9 @@ MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # Least share of the multiprocessors that hold a tile of `gated_matmul` with many rows, the mean of
 # its rounds: from 0.9 on it is 3 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
 MOSAIC_LEAST_SHARE = 0.88
-# Most rows of a product of 8 bits by Mosaic's form for many rows: right on an H200 at 1,024 rows
-# (benchmarks/results/fp8_many_check_h200.json), but not timed yet, so it runs by name alone.
-MOSAIC_MANY_FP8_ROWS = 0
+# Most rows of a product of 8 bits by Mosaic's form for many rows, measured at 1,024 rows
+# (benchmarks/results/fp8_many_check_h200.json, fp8_many_steps_h200.json).
+MOSAIC_MANY_FP8_ROWS = 1024
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
 MOSAIC_ROWS = 1024
