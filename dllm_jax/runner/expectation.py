@@ -1,7 +1,9 @@
-"""A draw, its statistics and the expected embedding, all of one law and streamed over the ids.
+"""A draw, its statistics and the expected embedding, all of one law, from one array of logits.
 
-The head's rows are also the embedding's, so one pass over them in tiles gives everything: running
-peak, mass and spread of the law, the largest noisy logit, and the sum of embeddings by weight.
+The head's rows are also the embedding's: one product with them gives the logits of some rows, a
+second one of the law the expectation. So few rows at a time have all their logits in memory that
+this is a fixed number of bytes, and so many that both products are bound by operations: the head
+is then read behind them.
 """
 
 from collections.abc import Callable
@@ -9,31 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.token_readout import SHARE, LawReadout, law_readout, of_law
 from dllm_jax.models.head import Head
 from dllm_jax.runner.readout import ROWS_DRAWN, in_chunks
 from dllm_jax.strategies.core.protocol import TokenStats
-from dllm_jax.strategies.core.sampling import drawn_law, settled, token_stats
+from dllm_jax.strategies.core.sampling import drawn_law, settled
 from dllm_jax.strategies.core.state import Sampling
 
-TILE = 8192  # ids at once, a multiple of NOISE
-NOISE = 1024  # ids of one stream of noise: draws do not depend on the tile
-ROWS = 2048  # rows at once: their logits of a tile take 67 MB
-
-
-class _Running(struct.PyTreeNode):
-    """What was read so far of each row; `spread` is the sum of weight times logit below `peak`."""
-
-    peak: Float[Array, " R"]
-    mass: Float[Array, " R"]
-    spread: Float[Array, " R"]
-    soft: Float[Array, "R D"]
-    best: Int[Array, " R"]
-    noisy: Float[Array, " R"]
-    token: Int[Array, " R"]
-    token_law: Float[Array, " R"]
+ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
 
 
 def read_expected(
@@ -44,9 +32,11 @@ def read_expected(
     *,
     forbidden: Callable[[Any], Any],
     num_top: int = 0,
-    tile: int = TILE,
 ) -> TokenStats:
     """Statistics of each row under its sampling with `soft`, leading axis R.
+
+    A token is drawn by one uniform number a row: the share of the vocabulary in which the law's
+    running sum passes it, then the id there, by probabilities in the type of the head's weights.
 
     Args:
         head: Its weights are the embedding's.
@@ -54,147 +44,93 @@ def read_expected(
         keys: One a row, None where every row is greedy.
         forbidden: Ids to a mask of those never drawn.
         num_top: 0, or 1 for the most probable id.
-        tile: Ids at once, a multiple of `NOISE`.
     """
     of_slot = len(hidden) // len(sampling.temperature)
     each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
 
-    def whole(rows: tuple[Any, ...]) -> TokenStats:
-        hidden, sampling, keys = rows
-        return _with_all_logits(head, hidden, sampling, keys, forbidden, num_top)
+    # From NumPy ids the mask is a constant of the program.
+    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
 
-    def tiled(rows: tuple[Any, ...]) -> TokenStats:
+    def plain(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
-        return _in_tiles(head, hidden, sampling.temperature, keys, forbidden, num_top, tile)
+        heat = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+        read = law_readout(hidden, head.weights, never, heat, scale=head.scale, cap=head.cap)
+        return _told(head, read, sampling.temperature > 0, keys, num_top)
+
+    def narrowed(rows: tuple[Any, ...]) -> TokenStats:
+        hidden, sampling, keys = rows
+        logits = jnp.where(never, -jnp.inf, head(hidden))
+        how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+        read = of_law(drawn_law(logits, **how), head.weights.dtype)
+        return _told(head, read, sampling.temperature > 0, keys, num_top)
 
     rows = (hidden, each, keys)
-    # Top-k and the nucleus need all logits of a row, in few rows at a time.
+    # Top-k and the nucleus sort, in few rows at a time.
     cut = (each.top_k > 0) | (each.top_p < 1.0)
 
     def some_cut() -> TokenStats:
-        own = in_chunks(whole, rows, ROWS_DRAWN, ROWS_DRAWN)
-        other = in_chunks(tiled, rows, ROWS, ROWS)
+        own = in_chunks(narrowed, rows, ROWS_DRAWN, ROWS_DRAWN)
+        other = in_chunks(plain, rows, ROWS, ROWS)
         return jax.tree.map(lambda a, b: _by_row(cut, a, b), own, other)
 
-    return jax.lax.cond(jnp.any(cut), some_cut, lambda: in_chunks(tiled, rows, ROWS, ROWS))
+    return jax.lax.cond(jnp.any(cut), some_cut, lambda: in_chunks(plain, rows, ROWS, ROWS))
 
 
-def _in_tiles(
+def _told(
     head: Head,
-    hidden: Float[Array, "R D"],
-    temperature: Float[Array, " R"],
+    read: LawReadout,
+    is_drawn: Array,
     keys: PRNGKeyArray | None,
-    forbidden: Callable[[Any], Any],
     num_top: int,
-    tile: int,
 ) -> TokenStats:
-    (num_ids, _), num_rows = head.weights.shape, len(hidden)
-    divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    tempered = temperature > 0
-
-    def read(
-        carry: _Running, weights: Float[Array, "U D"], first: Int[Array, ""] | int
-    ) -> _Running:
-        ids = first + jnp.arange(len(weights), dtype=jnp.int32)
-        part = Head(weights, head.scale, head.cap)
-        law = jnp.where(forbidden(ids), -jnp.inf, part(hidden) / divisor)
-        carry = _joined(carry, law, weights, first)
-        noisy = law if keys is None else law + _noise(keys, tempered, first, len(weights))
-        place = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
-        value, own = (_at(leaf, place) for leaf in (noisy, law))
-        higher = value > carry.noisy
-        return carry.replace(
-            noisy=jnp.where(higher, value, carry.noisy),
-            token=jnp.where(higher, first + place, carry.token),
-            token_law=jnp.where(higher, own, carry.token_law),
-        )
-
-    never = jnp.full((num_rows,), -jnp.inf, jnp.float32)
-    zero, none = jnp.zeros_like(never), jnp.zeros((num_rows,), jnp.int32)
-    carry = _Running(
-        peak=never,
-        mass=zero,
-        spread=zero,
-        soft=jnp.zeros(hidden.shape, jnp.float32),
-        best=none,
-        noisy=never,
-        token=none,
-        token_law=never,
-    )
-
-    def one(index: Array, carry: _Running) -> _Running:
-        first = index * tile
-        return read(carry, jax.lax.dynamic_slice_in_dim(head.weights, first, tile), first)
-
-    tiles, rest = divmod(num_ids, tile)
-    carry = jax.lax.fori_loop(0, tiles, one, carry) if tiles else carry
-    carry = read(carry, head.weights[tiles * tile :], tiles * tile) if rest else carry
-    soft = carry.soft / carry.mass[:, None] * jnp.float32(head.embed_scale)
+    """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
+    best, mass = read.token, read.mass
+    soft = jnp.dot(read.weights, head.weights, preferred_element_type=jnp.float32)
+    token, own = best, jnp.ones_like(mass)
+    if keys is not None:
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
+        drawn, drawn_weight = _drawn(read, uniform * mass)
+        token = jnp.where(is_drawn, drawn, best)
+        own = jnp.where(is_drawn, drawn_weight, own)
     return settled(
         TokenStats(
-            token=carry.token,
-            confidence=jnp.exp(carry.token_law - carry.peak) / carry.mass,
+            token=token,
+            confidence=own / mass,
             # Rounding must not bring a sure law below 0, where a threshold of 0 would pass it.
-            entropy=jnp.maximum(jnp.log(carry.mass) - carry.spread / carry.mass, 0.0),
-            top_ids=carry.best[:, None][:, :num_top],
-            top_probs=(1.0 / carry.mass)[:, None][:, :num_top],
-            soft=soft,
+            entropy=jnp.maximum(jnp.log(mass) - read.spread / mass, 0.0),
+            top_ids=best[:, None][:, :num_top],
+            top_probs=(1.0 / mass)[:, None][:, :num_top],
+            soft=soft / mass[:, None] * jnp.float32(head.embed_scale),
         )
     )
 
 
-def _joined(
-    carry: _Running, law: Float[Array, "R U"], weights: Float[Array, "U D"], first: Any
-) -> _Running:
-    """What was read so far and one more tile, relative to the higher peak of both."""
-    place = jnp.argmax(law, axis=-1).astype(jnp.int32)
-    own = _at(law, place)
-    peak = jnp.maximum(carry.peak, own)
-    base = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing allowed so far
-    sunk = jnp.where(carry.peak == -jnp.inf, 0.0, carry.peak - base)
-    kept = jnp.where(carry.peak == -jnp.inf, 0.0, jnp.exp(sunk))
-    above = law - base[:, None]
-    weight = jnp.exp(above)
-    spread = jnp.sum(jnp.where(weight > 0, weight * above, 0.0), axis=-1)
-    soft = jnp.dot(weight.astype(weights.dtype), weights, preferred_element_type=jnp.float32)
-    return carry.replace(
-        peak=peak,
-        mass=kept * carry.mass + jnp.sum(weight, axis=-1),
-        spread=kept * (carry.spread + sunk * carry.mass) + spread,
-        soft=kept[:, None] * carry.soft + soft,
-        best=jnp.where(own > carry.peak, first + place, carry.best),
-    )
+def _drawn(
+    read: LawReadout, wanted: Float[Array, " R"]
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """The id at which the running sum of weights passes what is wanted, and its weight."""
+    share, rest = _passed(read.shares, wanted)
+    ids = share[:, None] * SHARE + jnp.arange(SHARE, dtype=jnp.int32)[None]
+    weight = jnp.take_along_axis(read.weights, ids, axis=1, mode="fill", fill_value=0)
+    weight = weight.astype(jnp.float32)
+    place, _ = _passed(weight, rest)
+    return share * SHARE + place, _at(weight, place)
 
 
-def _with_all_logits(
-    head: Head,
-    hidden: Float[Array, "R D"],
-    sampling: Sampling,
-    keys: PRNGKeyArray | None,
-    forbidden: Callable[[Any], Any],
-    num_top: int,
-) -> TokenStats:
-    logits = head(hidden)
-    logits = jnp.where(forbidden(jnp.arange(logits.shape[-1])), -jnp.inf, logits)
-    how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-    stats = token_stats(logits, **how, keys=keys, num_top=num_top)
-    prob = jax.nn.softmax(drawn_law(logits, **how), axis=-1).astype(head.weights.dtype)
-    soft = jnp.dot(prob, head.weights, preferred_element_type=jnp.float32)
-    return stats.replace(
-        entropy=jnp.maximum(stats.entropy, 0.0), soft=soft * jnp.float32(head.embed_scale)
-    )
+def _passed(
+    weight: Float[Array, "R N"], wanted: Float[Array, " R"]
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """The first place whose running sum is above what is wanted, and what is wanted of it.
 
-
-def _noise(keys: PRNGKeyArray, tempered: Array, first: Any, size: int) -> Float[Array, "R U"]:
-    """Gumbel noise of the ids from `first` on, by a row's key and the id; 0 of greedy rows."""
-    units = first // NOISE + jnp.arange(-(-size // NOISE), dtype=jnp.int32)
-
-    def of_row(key: PRNGKeyArray) -> Array:
-        own = jax.vmap(lambda unit: jax.random.fold_in(key, unit))(units)
-        draw = jax.vmap(lambda key: jax.random.gumbel(key, (NOISE,), jnp.float32))
-        return draw(own).reshape(-1)[:size]
-
-    return jnp.where(tempered[:, None], jax.vmap(of_row)(keys), 0.0)
+    A place of weight 0 is none; where rounding leaves no other, the last one with a weight is it.
+    """
+    until = jnp.cumsum(weight, axis=1)
+    some = weight > 0
+    passed = some & (until > wanted[:, None])
+    last = weight.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=1)
+    place = jnp.where(jnp.any(passed, axis=1), jnp.argmax(passed, axis=1), last)
+    place = place.astype(jnp.int32)
+    return place, wanted - (_at(until, place) - _at(weight, place))
 
 
 def _at(values: Float[Array, "R U"], place: Int[Array, " R"]) -> Float[Array, " R"]:

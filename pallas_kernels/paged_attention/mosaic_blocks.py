@@ -14,7 +14,7 @@ from .mosaic_kernel import compute
 from .mosaic_tiles import drain, load, whole, work_of
 
 
-def attend(*refs, num_operands, names, block_size, window, scale, tiling, chunk, places):
+def attend(*refs, num_operands, names, rules, scale, tiling, chunk, places):
     """A block of threads: a tile of rows of a KV head, over its share of the keys.
 
     With `tiling.resident` several such tiles, one behind another.
@@ -25,7 +25,7 @@ def attend(*refs, num_operands, names, block_size, window, scale, tiling, chunk,
     q, k, v, k_pages, v_pages, table, numbers, *bits = refs[:num_operands]
     results = refs[num_operands : len(refs) - len(names)]
     scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
-    settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
+    settings = {"rules": rules, "tiling": tiling, "chunk": chunk}
     work_at = functools.partial(
         work_of, q.shape, k_pages.shape, numbers, has_bits=bool(bits), **settings
     )

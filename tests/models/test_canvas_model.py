@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import within_reach
 from dllm_jax.models import dense, gemma
 from dllm_jax.models.layers import rope_tables
@@ -355,7 +355,7 @@ def test_pages_within_reach_hold_all_that_a_canvas_sees(window):
     assert within_reach(mask.replace(context_is_before=False), table, PAGE)[1] is table
 
 
-def test_kernels_refuse_a_window_that_counts_from_a_block():
+def test_triton_refuses_a_window_that_counts_from_a_block():
     mask = WindowMask(
         cell=jnp.arange(16)[None],
         start=jnp.array([0]),
@@ -370,9 +370,10 @@ def test_kernels_refuse_a_window_that_counts_from_a_block():
     q = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
     pages = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
     arguments = (q, q[:, :, :1], q[:, :, :1], pages, pages, jnp.zeros((1, 1), jnp.int32), mask)
-    for name in ("triton", "mosaic"):
-        with pytest.raises(NotImplementedError, match="needs a window counted from each row"):
-            paged_attention(*arguments, implementation=name)
+    for refused in (mask, mask.replace(window=None, causal=jnp.array([[False]]))):
+        assert triton.unsupported_arguments(q, pages, refused)
+        with pytest.raises(NotImplementedError, match='implementation="triton"'):
+            paged_attention(*arguments[:-1], refused, implementation="triton")
 
 
 def test_factors_of_random_weights_are_ones(models):
