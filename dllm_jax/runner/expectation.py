@@ -84,7 +84,7 @@ def _told(
     num_top: int,
 ) -> TokenStats:
     """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
-    best, mass = read.token, read.mass
+    best, mass = read.token, 1.0 + read.rest
     soft = jnp.dot(read.weights, head.weights, preferred_element_type=jnp.float32)
     token, own = best, jnp.ones_like(mass)
     if keys is not None:
@@ -97,7 +97,7 @@ def _told(
             token=token,
             confidence=own / mass,
             # Rounding must not bring a sure law below 0, where a threshold of 0 would pass it.
-            entropy=jnp.maximum(jnp.log(mass) - read.spread / mass, 0.0),
+            entropy=jnp.maximum(jnp.log1p(read.rest) - read.spread / mass, 0.0),
             top_ids=best[:, None][:, :num_top],
             top_probs=(1.0 / mass)[:, None][:, :num_top],
             soft=soft / mass[:, None] * jnp.float32(head.embed_scale),

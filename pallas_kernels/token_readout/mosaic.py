@@ -154,7 +154,7 @@ def read_law(
     weights = weights.reshape(R, -1, SHARE).astype(jnp.float32) * brought[:, :, None]
     return LawReadout(
         token=whole.token,
-        mass=whole.mass,
+        rest=jnp.where(whole.mass > 0, whole.mass - 1, jnp.nan),
         spread=whole.spread,
         weights=weights.reshape(R, V).astype(head.dtype),
         shares=parts.mass[:, : V // SHARE] * brought,

@@ -55,15 +55,18 @@ def read_law(
 
 def of_law(law: Array, dtype: Any) -> LawReadout:
     """The readout of a law [R V] that is there, as logits."""
-    peak = jnp.max(law, axis=1)
-    down = law - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]  # nothing allowed
+    peak, token = jnp.max(law, axis=1), jnp.argmax(law, axis=1).astype(jnp.int32)
+    down = law - peak[:, None]  # NaN where nothing is allowed
     weight = jnp.exp(down)
+    # Fused, a law's highest value and its peak may be rounded apart, by more than all others weigh.
+    others = jnp.arange(law.shape[1], dtype=jnp.int32)[None] != token[:, None]
+    other = jnp.where(others & (weight > 0), weight, 0.0)
     padded = jnp.pad(weight, ((0, 0), (0, -law.shape[1] % SHARE)))
     shares = jnp.sum(padded.reshape(len(law), -1, SHARE), axis=2)
     return LawReadout(
-        token=jnp.argmax(law, axis=1).astype(jnp.int32),
-        mass=jnp.sum(shares, axis=1),
-        spread=jnp.sum(jnp.where(weight > 0, weight * down, 0.0), axis=1),
+        token=token,
+        rest=jnp.sum(jnp.where(jnp.isnan(weight), weight, other), axis=1),
+        spread=jnp.sum(jnp.where(other > 0, other * down, 0.0), axis=1),
         weights=weight.astype(dtype),
         shares=shares,
     )

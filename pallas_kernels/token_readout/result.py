@@ -29,15 +29,15 @@ class LawReadout(NamedTuple):
 
     Attributes:
         token: The likeliest id, the lowest of equals.
-        mass: Sum of `w = exp(logit - peak)`, the weights of all ids; NaN where there is no number,
-            0 or NaN where all are forbidden.
-        spread: Sum of `w * (logit - peak)`.
+        rest: Sum of `w = exp(logit - peak)` over all other ids, whose own is 1: a sure law's
+            entropy is smaller than the rounding of their sum. NaN where there is no number.
+        spread: Sum of `w * (logit - peak)` over the same ids.
         weights: `w`, rounded to the head's type; 0 of forbidden ids.
         shares: Sums of unrounded weights of `SHARE` neighbouring ids.
     """
 
     token: Int[Array, " R"]
-    mass: Float[Array, " R"]
+    rest: Float[Array, " R"]
     spread: Float[Array, " R"]
     weights: Float[Array, "R V"]
     shares: Float[Array, "R N"]

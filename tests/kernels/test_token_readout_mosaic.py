@@ -76,7 +76,7 @@ def test_laws_are_the_references(rows):
     got = interpreted(mosaic.read_law, *given, **options, tiling=tiling)
     want = law_readout(*map(jnp.asarray, given), **options, implementation="xla")
     np.testing.assert_array_equal(got.token, want.token)
-    for name in ("mass", "spread", "shares"):
+    for name in ("rest", "spread", "shares"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=1e-6)
     close = [np.asarray(one.weights, np.float32) for one in (got, want)]
     np.testing.assert_allclose(*close, rtol=2**-7)
