@@ -119,9 +119,7 @@ def exact(report, table):
     """Laws of a few rows, each form held to float32."""
     hidden = jax.random.normal(jax.random.key(5), (128, D), jnp.bfloat16) * 4
     never, heat = jnp.arange(V) == 4, jnp.linspace(0.4, 1.0, 128)
-    want = law_readout(
-        hidden.astype(jnp.float32), table.astype(jnp.float32), never, heat, cap=30.0
-    )
+    want = law_readout(hidden.astype(jnp.float32), table.astype(jnp.float32), never, heat, cap=30.0)
     for form in ("xla", "mosaic"):
         try:
             got = law_readout(hidden, table, never, heat, cap=30.0, implementation=form)

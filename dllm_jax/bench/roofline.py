@@ -21,7 +21,7 @@ def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: st
 
 
 def step_parts(
-    model: Any, rows: int, blocks: int, block_size: int, context: float
+    model: Any, rows: int, blocks: int, block_size: int, context: float, expects: bool = False
 ) -> dict[str, tuple[float, float]] | None:
     """Bytes and operations of the parts of one step, which run one after another.
 
@@ -29,8 +29,12 @@ def step_parts(
     than `floor_ms`, which lets all parts overlap. `activations` are the rows between products,
     written once and read once.
 
+    Args:
+        expects: Every cell's expected embedding is read out too: one more product with the head.
+
     Returns:
-        dense, experts (if any), attention, head, activations; None for other kinds of networks.
+        dense, experts (if any), attention, head, expected (if any), activations; None for other
+        kinds of networks.
     """
     cfg = model.config
     if not isinstance(cfg, DenseConfig):
@@ -61,9 +65,22 @@ def step_parts(
         "experts": (experts_read, 2 * experts_used * cells),
         "attention": (moved, attended),
         "head": (head, 2 * head * cells),
+        "expected": (head * expects, 2 * head * cells * expects),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }
     return {name: (size * moved, ops) for name, (moved, ops) in parts.items() if moved}
+
+
+def experts_read(model: Any, cells: int) -> float | None:
+    """Experts of a layer that so many cells reach, as random routing hits them; None: no experts.
+
+    What the parts of a step take for granted: fewer are less to read.
+    """
+    cfg = model.config
+    if not isinstance(cfg, MoEConfig):
+        return None
+    share = cfg.experts_per_token / cfg.num_experts
+    return cfg.num_experts * (1 - (1 - share) ** cells)
 
 
 def _experts(layer: Any) -> Any:

@@ -108,7 +108,9 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
         skipped = jnp.minimum(jax.lax.div(nearest, whole(keys)), cached_tiles)
         cached_tiles -= skipped
     in_block = (jax.lax.div(last_live, whole(block_size)) + 1) * block_size
-    reach = jnp.minimum(jnp.where(in_order(last_live, causal, rules) != 0, last_live + 1, in_block), end)
+    reach = jnp.minimum(
+        jnp.where(in_order(last_live, causal, rules) != 0, last_live + 1, in_block), end
+    )
     reach = jnp.minimum(end if has_bits else reach, cell_0 + T) - cell_0
     fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), whole(keys))
     fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0), 0)
@@ -124,7 +126,9 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
     # tile does not pay for the time to compile that loop.
     if window is None and not has_bits and keys < T:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
-        plain = jnp.minimum(jnp.where(in_order(first_live, causal, rules) != 0, first_live + 1, in_block), end)
+        plain = jnp.minimum(
+            jnp.where(in_order(first_live, causal, rules) != 0, first_live + 1, in_block), end
+        )
         plain = jnp.minimum(plain, cell_0 + T) - cell_0
         plain = jax.lax.div(plain, whole(keys)) - fresh_first
         plain = jnp.where(first <= cell_0 + fresh_first * keys, plain, 0)

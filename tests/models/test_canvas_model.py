@@ -16,7 +16,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import within_reach
-from dllm_jax.models import dense, gemma
+from dllm_jax.models import dense, gemma, quantization
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.runner.cache import new_pool, page_slots, write_rows
 from tests.golden import make_canvas_golden as made
@@ -272,22 +272,30 @@ def test_whole_logits_are_the_encoders(models):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_bfloat16_keeps_the_likeliest_tokens(golden, models):
-    """Of weights rounded to 16 bits, a damped net keeps its argmaxes and entropies."""
+@pytest.mark.parametrize("form", ["bfloat16", "fp8"])
+def test_few_bits_keep_the_likeliest_tokens(golden, models, form):
+    """Of weights rounded to 16 or to 8 bits, a damped net keeps its argmaxes and entropies."""
     model, n = models("base", 0.4), 24
     case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
-    narrow = model.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))
-    _, pool = encode(narrow, new_pool(model.config, 6, PAGE, jnp.bfloat16), case["ids"], 0)
+    rounded = {
+        "bfloat16": lambda path, leaf: leaf.astype(jnp.bfloat16),
+        "fp8": quantization.quantized,
+    }[form]
+    narrow = model.replace(params=jax.tree_util.tree_map_with_path(rounded, model.params))
+    assert narrow.quantization == (None if form == "bfloat16" else form)
+    dtype = narrow.params["embed"].dtype
+    _, pool = encode(narrow, new_pool(model.config, 6, PAGE, dtype), case["ids"], 0)
     got = np.asarray(decode(narrow, pool, case["canvas"], case["expected"], n), np.float64)
-    same = (got.argmax(-1) == case["conditioned"].argmax(-1)).mean()
+    want = case["conditioned"]
+    assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.75
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.1
 
     def entropy(logits):
         p = np.exp(logits - logits.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         return -(p * np.log(np.maximum(p, 1e-45))).sum(-1)
 
-    assert same >= 0.75
-    assert np.abs(entropy(got / 0.8) - entropy(case["conditioned"] / 0.8)).max() < 0.5
+    assert np.abs(entropy(got / 0.8) - entropy(want / 0.8)).max() < 0.5
 
 
 def visible(n, window, cells=4, causal=False):

@@ -95,8 +95,10 @@ def test_a_token_is_where_the_running_sum_passes_a_uniform_number(head):
 def test_draws_have_the_frequencies_of_the_law():
     """Trap T18: over a vocabulary of shares that are full, partly forbidden and cut short."""
     rows, vocab = 4096, 2 * SHARE + 5
-    table = jnp.zeros((vocab, 1)).at[jnp.array([3, SHARE + 1, vocab - 1]), 0].set(
-        jnp.log(jnp.array([1.0, 2.0, 5.0])) + 30.0
+    table = (
+        jnp.zeros((vocab, 1))
+        .at[jnp.array([3, SHARE + 1, vocab - 1]), 0]
+        .set(jnp.log(jnp.array([1.0, 2.0, 5.0])) + 30.0)
     )
     how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (rows,)), sampling(1.0))
     keys = jax.random.split(jax.random.key(7), rows)
