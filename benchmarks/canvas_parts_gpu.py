@@ -89,11 +89,11 @@ def readout(report, rows_of=(256, 1024)):
                         mock.patch.object(expectation, "ROWS", at_once),
                         mock.patch.object(expectation, "law_readout", patched),
                     ):
-                        got = jax.jit(lambda h, c: read(h, c))(hidden, (table, keys))  # noqa: B023
+                        got = jax.jit(lambda h, c: read(h, c))(hidden, (table, keys))
                         answers.setdefault("want", jax.tree.map(np.asarray, got))
                         want = answers["want"]
                         ms = timed(
-                            lambda h, c: h + 1e-6 * read(h, c).soft.astype(h.dtype),  # noqa: B023
+                            lambda h, c: h + 1e-6 * read(h, c).soft.astype(h.dtype),
                             hidden,
                             (table, keys),
                             count=max(1, 4096 // rows),

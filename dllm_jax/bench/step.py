@@ -64,8 +64,9 @@ def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
     """What is measured: `MultiBD`, `AR` where nothing is masked, `DFlash` with a draft.
 
     A model of canvases takes `CANVAS_STEPS` a canvas, and with two blocks begins one in the pass
-    that stores the one before it. The first two take one token a step. The last one's rounds judge as many cells as a block of the
-    shape has, by default all that the draft was trained for; how many are right costs nothing.
+    that stores the one before it. The first two take one token a step. The last one's rounds judge
+    as many cells as a block of the shape has, by default all that the draft was trained for; how
+    many are right costs nothing.
 
     Raises:
         ValueError: The model decodes token by token, and the shape has a window; or by canvases,

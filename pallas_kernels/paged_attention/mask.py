@@ -142,8 +142,8 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
     """What a kernel reads of each sequence, the longest first; the same in every layer of a step.
 
     Start, live range, context, the part of it that every row sees, token order (where blocks differ
-    in it, a bit each), first cell, and which sequence it is. Programs begin in the order of a grid, and where contexts differ, all
-    would wait for a long one that began last.
+    in it, a bit each), first cell, and which sequence it is. Programs begin in the order of a grid,
+    and where contexts differ, all would wait for a long one that began last.
     """
     # Up to the first page that is missing, the end of the context or the first position that is
     # seen fresh, whichever comes first, a cached key is seen by every live row.

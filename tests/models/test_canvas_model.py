@@ -272,8 +272,8 @@ def test_whole_logits_are_the_encoders(models):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "fp8"])
-def test_few_bits_keep_the_likeliest_tokens(golden, models, form):
+@pytest.mark.parametrize(("form", "bound"), [("bfloat16", 0.15), ("fp8", 0.3)])
+def test_few_bits_keep_the_likeliest_tokens(golden, models, form, bound):
     """Of weights rounded to 16 or to 8 bits, a damped net keeps its argmaxes and entropies."""
     model, n = models("base", 0.4), 24
     case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
@@ -288,7 +288,7 @@ def test_few_bits_keep_the_likeliest_tokens(golden, models, form):
     got = np.asarray(decode(narrow, pool, case["canvas"], case["expected"], n), np.float64)
     want = case["conditioned"]
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.75
-    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.1
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound
 
     def entropy(logits):
         p = np.exp(logits - logits.max(-1, keepdims=True))
