@@ -272,7 +272,7 @@ def test_whole_logits_are_the_encoders(models):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("form", "bound"), [("bfloat16", 0.15), ("fp8", 0.3)])
+@pytest.mark.parametrize(("form", "bound"), [("bfloat16", 0.15), ("fp8", 0.45)])
 def test_few_bits_keep_the_likeliest_tokens(golden, models, form, bound):
     """Of weights rounded to 16 or to 8 bits, a damped net keeps its argmaxes and entropies."""
     model, n = models("base", 0.4), 24
