@@ -215,8 +215,8 @@ def patches(forms):
     return found
 
 
-def step(report, model, forms, tokens=1024, shown=45):
-    """One slot: forwards by time, and the kernels of one canvas."""
+def step(report, model, forms, slots, tokens=1024, shown=60):
+    """Forwards by time and number of slots, and the kernels of one canvas of one slot."""
     canvas = model.defaults.block_size
     strategy = DiffusionGemma(
         max_denoising_steps=float(canvas_gpu.STEPS), confidence_threshold=0.0, block_size=canvas
@@ -224,11 +224,11 @@ def step(report, model, forms, tokens=1024, shown=45):
     longest = 2 * tokens + canvas
     pages = -(-(longest + canvas) // PAGE)
     config = dj.EngineConfig(
-        max_num_seqs=1,
+        max_num_seqs=max(slots),
         max_model_len=longest,
-        num_pages=pages + 1,
-        max_num_batched_tokens=tokens,
-        slot_buckets=(1,),
+        num_pages=max(slots) * pages + 1,
+        max_num_batched_tokens=max(slots) * tokens,
+        slot_buckets=slots,
         page_buckets=(pages,),
         prefill_buckets=(tokens,),
     )
@@ -237,25 +237,43 @@ def step(report, model, forms, tokens=1024, shown=45):
     with patches(forms), dj.LLM(model, strategy, config=config, progress=False) as llm:
         report.add(part="start", forms=forms, seconds=time.perf_counter() - began)
         call = canvas_gpu.Calls(llm, tokens)
-        call(1, canvas)
-        one_s, one_nfe = min(call(1, canvas) for _ in range(3))
-        prefill_s, _ = call(1, canvas, max_nfe=1)
-        all_s, all_nfe = min(call(1, tokens) for _ in range(3))
-        forward_ms = 1e3 * (all_s - one_s) / (all_nfe - one_nfe)
-        row = {"ms_per_forward": forward_ms, "tok_s": tokens / all_s, "seconds": all_s}
-        row["prefill_ms"] = 1e3 * prefill_s - forward_ms
-        report.add(part="step", forms=forms, nfe=all_nfe, **row, peak_gb=canvas_gpu.peak_gb())
-        trace = profile.traced(lambda: call(1, canvas))
-        spent, count = collections.Counter(), collections.Counter()
-        for event in trace.events:
-            spent[event.name] += event.duration_ns
-            count[event.name] += 1
-        kernels = [
-            {"name": name[:90], "ms": ns / 1e6, "calls": count[name]}
-            for name, ns in spent.most_common(shown)
-        ]
-        total = sum(spent.values()) / 1e6
-        report.add(part="profile", forms=forms, steps=one_nfe, total_ms=total, kernels=kernels)
+        for count in slots:
+            if report.is_late(f"{count} slots"):
+                return
+            call(count, canvas)
+            one_s, one_nfe = min(call(count, canvas) for _ in range(2))
+            prefill_s, _ = call(count, canvas, max_nfe=1)
+            all_s, all_nfe = min(call(count, tokens) for _ in range(3 if count == 1 else 1))
+            forward_ms = 1e3 * (all_s - one_s) / (all_nfe - one_nfe)
+            report.add(
+                part="step",
+                forms=forms,
+                slots=count,
+                ms_per_forward=forward_ms,
+                of_floor=forward_ms / canvas_gpu.FLOOR_MS[count],
+                tok_s=count * tokens / all_s,
+                decode_tok_s=count * (tokens - canvas) / (all_s - one_s),
+                prefill_ms=1e3 * prefill_s - forward_ms,
+                nfe=all_nfe,
+                seconds=all_s,
+                peak_gb=canvas_gpu.peak_gb(),
+            )
+            if count == 1:
+                kernels(report, forms, lambda: call(1, canvas), one_nfe, shown)
+
+
+def kernels(report, forms, run, steps, shown):
+    """Where the time of a call goes."""
+    spent, count = collections.Counter(), collections.Counter()
+    for event in profile.traced(run).events:
+        spent[event.name] += event.duration_ns
+        count[event.name] += 1
+    told = [
+        {"name": name[:90], "ms": ns / 1e6, "calls": count[name]}
+        for name, ns in spent.most_common(shown)
+    ]
+    total = sum(spent.values()) / 1e6
+    report.add(part="profile", forms=forms, steps=steps, total_ms=total, kernels=told)
 
 
 def last_line():
@@ -272,7 +290,8 @@ def main():
     parser.add_argument("--within", type=float, default=150.0)
     parser.add_argument("--model", default=canvas_gpu.MODEL)
     parser.add_argument("--parts", default="attention,readout,step")
-    parser.add_argument("--forms", default="attention+readout,", help="of the step, one after one")
+    parser.add_argument("--forms", default="attention+readout", help="of the step, one after one")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4])
     args = parser.parse_args()
     facts = {
         "device": jax.devices()[0].device_kind,
@@ -292,7 +311,7 @@ def main():
                 continue
             try:
                 if part == "step":
-                    step(report, model, forms)
+                    step(report, model, forms, tuple(args.slots))
                 else:
                     {"attention": attention, "readout": readout}[part](report)
             except Exception:

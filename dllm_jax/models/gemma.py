@@ -187,7 +187,9 @@ def trunk(
         out = norm(_geglu(rows, layer["w_gate_up"], layer["w_down"]), layer["post_mlp_norm"])
         out = out + norm(_experts(layer, cfg, x, positions, live), layer["post_experts_norm"])
         x = x + norm(out, layer["post_ffn_norm"])
-        x = x * layer["mode_scale"].astype(x.dtype)[mode].reshape(len(x), -1, 1)
+        # A choice between two is part of the norm's launch; an index would be a launch of its own.
+        encoder, decoder = layer["mode_scale"].astype(x.dtype)
+        x = x * jnp.where(mode == DECODER, decoder, encoder).reshape(len(x), -1, 1)
         streams[i + 1] = x
     return norm(x, params["final_norm"]), tuple(streams[j] for j in hidden_layers)
 
