@@ -14,6 +14,7 @@ import functools
 import sys
 import time
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import canvas_gpu
@@ -161,7 +162,7 @@ def attention_case(slots, rows, heads, window, causal, orders=False, context=CON
 
 
 SLIDING, GLOBAL = (16, 8, 256), (16, 2, 512)
-CASES = {
+CASES: dict[str, Any] = {
     "canvas 1": (1, 256, SLIDING, WINDOW, False),
     "canvas 4": (4, 256, SLIDING, WINDOW, False),
     "canvas 16": (16, 256, SLIDING, WINDOW, False),
@@ -264,13 +265,13 @@ def step(report, model, forms, slots, tokens=1024, shown=60):
 
 def kernels(report, forms, run, steps, shown):
     """Where the time of a call goes."""
-    spent, count = collections.Counter(), collections.Counter()
+    spent, count = collections.defaultdict(float), collections.Counter()
     for event in profile.traced(run).events:
         spent[event.name] += event.duration_ns
         count[event.name] += 1
     told = [
         {"name": name[:90], "ms": ns / 1e6, "calls": count[name]}
-        for name, ns in spent.most_common(shown)
+        for name, ns in sorted(spent.items(), key=lambda pair: -pair[1])[:shown]
     ]
     total = sum(spent.values()) / 1e6
     report.add(part="profile", forms=forms, steps=steps, total_ms=total, kernels=told)
@@ -302,6 +303,7 @@ def main():
         "readout_floor_ms": READOUT_FLOOR_MS,
     }
     report = canvas_gpu.Report(args.out, args.within, facts)
+    model = None
     for part in args.parts.split(","):
         if part == "step":
             model = dj.load(args.model)
