@@ -55,19 +55,23 @@ def read_law(
 
 def of_law(law: Array, dtype: Any) -> LawReadout:
     """The readout of a law [R V] that is there, as logits."""
+    num_rows, num_ids = law.shape
     peak, token = jnp.max(law, axis=1), jnp.argmax(law, axis=1).astype(jnp.int32)
-    down = law - peak[:, None]  # NaN where nothing is allowed
+    # By shares, all sums have one shape and one launch, which makes the rounded weights as well.
+    wide = jnp.pad(law, ((0, 0), (0, -num_ids % SHARE)), constant_values=-jnp.inf)
+    wide = wide.reshape(num_rows, -1, SHARE)
+    down = wide - peak[:, None, None]  # NaN where nothing is allowed
     weight = jnp.exp(down)
     # Fused, a law's highest value and its peak may be rounded apart, by more than all others weigh.
-    others = jnp.arange(law.shape[1], dtype=jnp.int32)[None] != token[:, None]
-    other = jnp.where(others & (weight > 0), weight, 0.0)
-    padded = jnp.pad(weight, ((0, 0), (0, -law.shape[1] % SHARE)))
-    shares = jnp.sum(padded.reshape(len(law), -1, SHARE), axis=2)
+    ids = jnp.arange(wide.shape[1] * SHARE, dtype=jnp.int32).reshape(1, -1, SHARE)
+    other = jnp.where(ids != token[:, None, None], weight, 0.0)
+    spread = jnp.where(other > 0, other * down, 0.0)
+    shares, others, spreads = (jnp.sum(each, axis=2) for each in (weight, other, spread))
     return LawReadout(
         token=token,
-        rest=jnp.sum(jnp.where(jnp.isnan(weight), weight, other), axis=1),
-        spread=jnp.sum(jnp.where(other > 0, other * down, 0.0), axis=1),
-        weights=weight.astype(dtype),
+        rest=jnp.sum(others, axis=1),
+        spread=jnp.sum(spreads, axis=1),
+        weights=weight.astype(dtype).reshape(num_rows, -1)[:, :num_ids],
         shares=shares,
     )
 
