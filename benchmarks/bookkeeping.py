@@ -65,7 +65,7 @@ def make_layout(num_slots: int, num_pages: int) -> EngineLayout:
 class NullDevice:
     """Does nothing; hands out prepared fetches in order."""
 
-    num_late_compiles = 0
+    num_late_compiles = num_programs = num_compiled = 0
     most_new = 8 * BLOCK
 
     def __init__(self, layout: EngineLayout, prepared: list[np.ndarray]):

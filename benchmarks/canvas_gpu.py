@@ -101,7 +101,7 @@ def measure(report, model, slots, early_slots, tokens):
         prefill_buckets=(tokens,),
     )
     began = time.perf_counter()
-    with dj.LLM(model, strategy, config=config, progress=False) as llm:
+    with dj.LLM(model, strategy, config=config, progress=False, warm_up="all") as llm:
         report.add(start_s=time.perf_counter() - began, slots=slots, peak_gb=peak_gb())
         call = Calls(llm, tokens)
         for count in slots:

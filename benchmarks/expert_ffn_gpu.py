@@ -1,20 +1,27 @@
 """Routed experts on the device JAX finds: first right, then how near to the memory's speed.
 
-Per shape every form is held to a float32 truth computed on the device, expert by expert; one that
-is wrong is not timed. Then a loop on the device runs it over the weights of several layers, each
-with its own routing, moved on every round: no layer's experts are in the cache when it comes again.
-Rows and routing depend on the last result, so nothing is left out or overlapped; `glue` is the loop
-with a copy in the operation's place, and is taken off.
+Per shape every form is held to a float32 truth computed on the device, expert by expert, as it is
+and with pairs of no expert; a row must have the same bits alone and in the batch. One that is wrong
+is not timed. Then a loop on the device runs it over the weights of several layers, each with its
+own routing, moved on every round: no layer's experts are in the cache when it comes again. Rows and
+routing depend on the last result, so nothing is left out or overlapped; `glue` is the loop with a
+copy in the operation's place, and is taken off.
 
     python benchmarks/expert_ffn_gpu.py --models LLaDA2-mini --out /tmp/expert_ffn_mini.json
     python benchmarks/expert_ffn_gpu.py --tiny      # every line of it on a CPU, in a minute
 
+Routing is scripted (`--routing`): `uniform`, every row k experts at random; a number, so many
+experts that all rows choose from; `zipf`, the i-th of the experts in proportion to 1 / i; or the
+path of a JSON list, how often each expert is chosen. How many experts the rows touch is counted.
+
 Prints a table and writes JSON after each line of it: microseconds of one call (median of the runs),
 GB/s of the expert weights its rows touch, and the floor: these bytes at 4.3 TB/s, or the useful
-products at 790 TFLOP/s. Compiling takes most of its time: a few seconds a line.
+products at 790 TFLOP/s. Programs of one shape compile side by side.
 """
 
 import argparse
+import collections
+import concurrent.futures
 import functools
 import json
 import platform
@@ -26,15 +33,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.kernels.expert_ffn import grouped, reference, tiles, triton
+from dllm_jax.bench.profile import traced
+from dllm_jax.kernels.activation import ACTIVATIONS
+from dllm_jax.kernels.expert_ffn import grouped, mosaic, reference, tiles, triton
 from dllm_jax.kernels.expert_ffn.triton import Block, Tiling
 
 MODELS = {  # experts, width, inner, experts of a row
     "LLaDA2-mini": (256, 2048, 512, 8),
     "LLaDA2-flash": (256, 4096, 1024, 8),
     "SDAR-30B-A3B": (128, 2048, 768, 8),
+    "DiffusionGemma": (128, 2816, 704, 8),
 }
-TINY = {"tiny": (8, 64, 32, 2)}
+TINY = {"tiny": (8, 128, 64, 2)}
+GELU = ("DiffusionGemma",)
+SLOW = ("grouped", "dense")  # timed once
+ALONE = 3  # rows that are computed apart from the others too
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 TOLERANCE = {"bfloat16": 1e-2, "float32": 2e-5}  # of a result and the root mean square of all
 TF32_TOLERANCE = 5e-3
@@ -54,19 +67,35 @@ TILINGS = {
     "triton wide": Tiling(gate_up=block(128, 64, 8, 3), down=block(256, 64, 8, 3)),
     "triton 128 rows": Tiling(rows=128, gate_up=block(64, 64, 8), down=block(128, 64, 8)),
 }
+# By rows of an expert, in the mean, up to: warpgroups, columns of gate and up, columns of down.
+MOSAIC_TILINGS = {
+    24: ((1, 128, 128), (1, 128, 256), (1, 256, 256)),
+    96: ((1, 128, 256), (2, 128, 128), (2, 128, 256), (2, 256, 256)),
+    1e9: ((2, 128, 256), (2, 256, 256), (3, 128, 128), (4, 128, 128)),
+}
 
 
-def forms(interpret):
+def forms(activation, rows, shape, interpret):
     """Name -> function of (x, ids, weights, w_gate_up, w_down); the first is the copy."""
+    experts, _, inner, k = shape
+    given = functools.partial(functools.partial, activation=activation)
     found = {
         "glue": lambda x, *_: x,
         "tile table": _only_table,
-        "grouped 16": grouped.expert_ffn,
-        "grouped 64": functools.partial(grouped.expert_ffn, tile_rows=64),
-        "dense": reference.expert_ffn,
+        "grouped 16": given(grouped.expert_ffn),
+        "grouped 64": given(grouped.expert_ffn, tile_rows=64),
+        "dense": given(reference.expert_ffn),
     }
     for name, tiling in TILINGS.items():
-        found[name] = functools.partial(triton.expert_ffn, tiling=tiling, interpret=interpret)
+        found[name] = given(triton.expert_ffn, tiling=tiling, interpret=interpret)
+    if interpret:  # as slow as a CPU is
+        return found
+    near = next(tried for most, tried in MOSAIC_TILINGS.items() if rows * k / experts <= most)
+    for groups, gate_up, down in near:
+        if inner % (gate_up // 2) == 0:
+            tiling = mosaic.Tiling(groups=groups, gate_up=gate_up, down=down)
+            name = f"mosaic {groups} {gate_up} {down}"
+            found[name] = given(mosaic.expert_ffn, tiling=tiling)
     return found
 
 
@@ -86,26 +115,50 @@ def draw_layer(key, shape, dtype):
     return w_gate_up, jax.random.normal(second, (experts, inner, width), dtype) * inner**-0.5
 
 
-def draw_rows(seed, rows, shape, dtype, layers):
-    """Rows, and for each layer the experts of each row, all different, and their weights."""
+def shares_of(routing, experts):
+    """How often each expert is chosen, in proportion; see `--routing`."""
+    if routing == "uniform":
+        return np.ones(experts)
+    if routing == "zipf":
+        return 1 / np.arange(1, experts + 1)
+    if routing.isdigit():
+        return np.arange(experts) < int(routing)
+    with open(routing) as file:
+        shares = np.asarray(json.load(file), float)
+    if shares.shape != (experts,):
+        raise SystemExit(f"{routing}: has {shares.size} numbers; give one for each of {experts}")
+    return shares
+
+
+def draw_rows(seed, rows, shape, dtype, layers, routing):
+    """Rows, and for each layer the experts of each row, all different, and their weights.
+
+    The most exponential of independent numbers are a draw without replacement.
+    """
     experts, width, _, k = shape
     rng = np.random.default_rng(seed)
-    ids = np.argsort(rng.random((layers, rows, experts)), axis=-1)[..., :k]
+    shares = shares_of(routing, experts)
+    if np.count_nonzero(shares) < k:
+        raise SystemExit(f"{routing=}: a row needs {k} experts to choose from")
+    with np.errstate(divide="ignore"):
+        late = rng.exponential(size=(layers, rows, experts)) / shares
+    ids = np.argsort(late, axis=-1)[..., :k]
+    ids = np.stack([rng.permutation(experts)[layer] for layer in ids])
     weights = rng.random((layers, rows, k), np.float32)
     weights /= weights.sum(axis=-1, keepdims=True)
     x = jnp.asarray(rng.standard_normal((rows, width), np.float32), dtype)
     return x, jnp.asarray(ids, jnp.int32), jnp.asarray(weights)
 
 
-@jax.jit
-def truth(x, ids, weights, w_gate_up, w_down):
+@functools.partial(jax.jit, static_argnames="activation")
+def truth(x, ids, weights, w_gate_up, w_down, *, activation="silu"):
     """Expert by expert over all rows, in float32 but for the rounding before `w_down`."""
     dot = functools.partial(jnp.dot, precision="highest")
 
     def add(e, total):
         gate_up, down = w_gate_up[e].astype(jnp.float32), w_down[e].astype(jnp.float32)
         rows = x.astype(jnp.float32)
-        inner = jax.nn.silu(dot(rows, gate_up[:, 0])) * dot(rows, gate_up[:, 1])
+        inner = ACTIVATIONS[activation](dot(rows, gate_up[:, 0])) * dot(rows, gate_up[:, 1])
         inner = inner.astype(x.dtype).astype(jnp.float32)
         share = jnp.where(ids == e, weights, 0).sum(axis=1, keepdims=True)
         return total + share * dot(inner, down)
@@ -113,40 +166,60 @@ def truth(x, ids, weights, w_gate_up, w_down):
     return jax.lax.fori_loop(0, len(w_down), add, jnp.zeros(x.shape, jnp.float32))
 
 
-def error_of(function, arguments, wanted, scale):
+def error_of(got, wanted, scale):
     """Largest difference from the truth, over its size plus `scale`; NaN is infinitely wrong."""
-    got = jax.jit(function)(*arguments).astype(jnp.float32)
-    error = float((jnp.abs(got - wanted) / (jnp.abs(wanted) + scale)).max())
+    error = float((jnp.abs(got.astype(jnp.float32) - wanted) / (jnp.abs(wanted) + scale)).max())
     return error if np.isfinite(error) else float("inf")
 
 
-def time_form(function, x, ids, weights, layers, rounds, repeats):
-    """Microseconds of one call in a loop on the device, and seconds to compile it."""
+def compile_form(function, x, ids, weights, layers):
+    """A loop on the device over all layers, and seconds to compile it.
+
+    It returns the rows of the last round, and what the first layer gave in it: after one round, the
+    operation's result for the arguments.
+    """
     experts = len(layers[0][1])
 
     @jax.jit
-    def loop(x, ids, weights, layers):
-        def one_round(i, x):
+    def loop(rounds, x, ids, weights, layers):
+        def one_round(i, carry):
+            x, outs = carry[0], []
             for layer, (w_gate_up, w_down) in enumerate(layers):
                 never = jnp.isnan(x[0, 0]).astype(jnp.int32)  # a router would wait for x too
+                is_one = (ids[layer] >= 0) & (ids[layer] < experts)
                 moved = (ids[layer] + 37 * i + never) % experts
-                out = function(x, moved, weights[layer], w_gate_up, w_down)
-                x = x + out * jnp.asarray(1e-3, x.dtype)
-            return x
+                moved = jnp.where(is_one, moved, ids[layer])
+                outs.append(function(x, moved, weights[layer], w_gate_up, w_down))
+                x = x + outs[-1] * jnp.asarray(1e-3, x.dtype)
+            return x, outs[0]
 
-        return jax.lax.fori_loop(0, rounds, one_round, x)
+        return jax.lax.fori_loop(0, rounds, one_round, (x, jnp.full_like(x, jnp.nan)))
 
     began = time.perf_counter()
-    program = loop.lower(x, ids, weights, layers).compile()
-    compile_s = time.perf_counter() - began
+    program = loop.lower(1, x, ids, weights, layers).compile()
+    return program, time.perf_counter() - began
+
+
+def time_form(program, x, ids, weights, layers, rounds, repeats):
+    """Microseconds of one call: median, least and most."""
     samples = []
     for _ in range(repeats + 2):  # two to warm up
         began = time.perf_counter()
-        out = jax.block_until_ready(program(x, ids, weights, layers))
+        out = jax.block_until_ready(program(rounds, x, ids, weights, layers))
         samples.append((time.perf_counter() - began) / (rounds * len(layers)) * 1e6)
-    assert bool(jnp.isfinite(out).all()), "the loop's rows are not finite"
+    assert bool(jnp.isfinite(out[0]).all()), "the loop's rows are not finite"
     samples = samples[2:]
-    return statistics.median(samples), min(samples), max(samples), compile_s
+    return statistics.median(samples), min(samples), max(samples)
+
+
+def kernels_of(program, x, ids, weights, layers, rounds):
+    """Microseconds of each kernel in one call of the operation, glue included."""
+    spent = collections.Counter()
+    for event in traced(
+        lambda: jax.block_until_ready(program(rounds, x, ids, weights, layers))
+    ).events:
+        spent[event.name] += event.duration_ns / 1e3 / (rounds * len(layers))
+    return {name: round(us, 2) for name, us in spent.most_common(12)}
 
 
 def floor_us(rows, shape, ids, itemsize):
@@ -158,33 +231,72 @@ def floor_us(rows, shape, ids, itemsize):
     return max(weight_bytes / BYTES_PER_S, flops / FLOPS_PER_S) * 1e6, weight_bytes, touched
 
 
+def check_form(program, x, ids, weights, layers, activation, tolerance):
+    """What is known of its results; `right` if it may be timed.
+
+    Poison is where nobody may look: in rows of no expert.
+    """
+    experts, layer = len(layers[0][1]), layers[0]
+
+    def run(x, ids):
+        out = program(1, x, ids, weights, layers)[1]
+        wanted = truth(jnp.nan_to_num(x), ids[0], weights[0], *layer, activation=activation)
+        return out, error_of(out, wanted, jnp.sqrt(jnp.mean(jnp.square(wanted))))
+
+    out, error = run(x, ids)
+    # A dead pair and a row of dead ones: what no expert touches is written by nobody.
+    dead = ids.at[:, 0, 0].set(-1).at[:, -1].set(experts)
+    _, error_dead = run(x.at[-1].set(jnp.nan), dead)
+    others = jnp.arange(len(x)) >= ALONE
+    nobody = jnp.where(others[:, None], -1, ids)
+    alone, _ = run(jnp.where(others[:, None], jnp.nan, x), nobody)
+    return {
+        "error": error,
+        "error_dead": error_dead,
+        "same_alone": bool(jnp.array_equal(alone[:ALONE], out[:ALONE])),
+        "right": max(error, error_dead) <= tolerance,
+    }
+
+
 def measure_shape(model, shape, rows, dtype, layers, args):
     """Lines of the table for one shape."""
-    x, ids, weights = draw_rows(rows, rows, shape, dtype, len(layers))
-    first = (x, ids[0], weights[0], *layers[0])
-    wanted = jax.block_until_ready(truth(*first))
-    # A dead pair and a row of dead ones: what no expert touches is written by nobody.
-    dead = (x, ids[0].at[0, 0].set(-1).at[-1].set(shape[0]), *first[2:])
-    wanted_dead = jax.block_until_ready(truth(*dead))
-    scale = jnp.sqrt(jnp.mean(jnp.square(wanted)))
+    x, ids, weights = draw_rows(rows, rows, shape, dtype, len(layers), args.routing)
+    activation = "gelu" if model in GELU else "silu"
     least, weight_bytes, touched = floor_us(rows, shape, ids, x.dtype.itemsize)
     tolerance = TF32_TOLERANCE if dtype == "float32" and not args.tiny else TOLERANCE[dtype]
+    found = forms(activation, rows, shape, jax.default_backend() != "gpu")
+    only = [name for name in (args.only or "").split(",") if name]
+    wanted_forms = {
+        name: function
+        for name, function in found.items()
+        if not only or name in ("glue", *only) or ("mosaic" in only and name.startswith("mosaic"))
+    }
+
+    given = (x, ids, weights, layers)
+    with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
+        work = {
+            name: pool.submit(compile_form, function, *given)
+            for name, function in wanted_forms.items()
+        }
     glue_us = 0.0
-    for name, function in forms(interpret=jax.default_backend() != "gpu").items():
-        if args.only and name not in ("glue", *args.only.split(",")):
-            continue
+    for i, (name, prepared) in enumerate(work.items()):
+        # Other rows for each form, so that what another left in memory is wrong here.
+        given = (jax.random.permutation(jax.random.key(i), x), *given[1:])
         line = {"model": model, "rows": rows, "dtype": dtype, "form": name, "floor_us": least}
-        line |= {"touched": touched, "weight_bytes": weight_bytes}
+        line |= {"routing": args.routing, "touched": touched, "weight_bytes": weight_bytes}
         try:
+            program, line["compile_s"] = prepared.result()
             if name not in ("glue", "tile table"):
-                line["error"] = error_of(function, first, wanted, scale)
-                line["error_dead"] = error_of(function, dead, wanted_dead, scale)
-                line["right"] = max(line["error"], line["error_dead"]) <= tolerance
+                line |= check_form(program, *given, activation, tolerance)
             if line.get("right", True):
-                timed = time_form(function, x, ids, weights, layers, args.rounds, args.repeats)
-                line |= dict(zip(("us", "min_us", "max_us", "compile_s"), timed, strict=True))
+                is_slow = name.split()[0] in SLOW
+                rounds, repeats = (1, 1) if is_slow else (args.rounds, args.repeats)
+                timed = time_form(program, *given, rounds, repeats)
+                line |= dict(zip(("us", "min_us", "max_us"), timed, strict=True))
                 glue_us = line["us"] if name == "glue" else glue_us
                 line["net_us"] = line["us"] - glue_us
+                if args.profile and name.startswith(("mosaic", "triton")):
+                    line["kernels"] = kernels_of(program, *given, rounds)
                 line["gb_s"] = weight_bytes / max(line["net_us"], 1e-3) / 1e3
         except Exception as error:  # a tiling may not compile; the table says so and goes on
             line["failed"] = f"{type(error).__name__}: {error}"[:500]
@@ -193,7 +305,10 @@ def measure_shape(model, shape, rows, dtype, layers, args):
 
 def show(line):
     """One printed line."""
-    told = f"{line['model']:>13} {line['dtype']:>8} T {line['rows']:>5} {line['form']:<22}"
+    told = (
+        f"{line['model']:>14} {line['dtype']:>8} T {line['rows']:>5}, {line['touched']:5.1f} "
+        f"experts ({line['routing']}) {line['form']:<22}"
+    )
     if "failed" in line:
         return f"{told} FAILED {line['failed'][:90]}"
     if not line.get("right", True):
@@ -204,17 +319,21 @@ def show(line):
         f"{told} {line['us']:9.1f} us, net {line['net_us']:9.1f} [{line['min_us']:.1f} "
         f"{line['max_us']:.1f}], {line['gb_s']:7.0f} GB/s, floor {line['floor_us']:.1f} us "
         f"(x {line['net_us'] / line['floor_us']:.2f}), error {line['error']:.0e}, "
-        f"compile {line['compile_s']:.1f} s"
+        f"{'same' if line['same_alone'] else 'OTHER'} alone, compile {line['compile_s']:.1f} s"
+        + "".join(f"\n      {us:9.2f} {name[:90]}" for name, us in line.get("kernels", {}).items())
     )
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--rows", default="4,32,128,1024")
+    parser.add_argument("--rows", default="32,128,256,1024,4096")
     parser.add_argument("--dtypes", default="bfloat16")
-    parser.add_argument("--only", default=None, help="forms, comma-separated")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--routing", default="uniform", help="uniform, a number, zipf or a file")
+    parser.add_argument("--threads", type=int, default=8, help="that compile")
+    parser.add_argument("--only", default=None, help="forms, comma-separated; mosaic: all of it")
+    parser.add_argument("--profile", action="store_true", help="name each kernel's time too")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="small shapes, kernels interpreted")
@@ -240,6 +359,7 @@ def main():
         "python": platform.python_version(),
         "commit": args.commit or head,
         "layers": args.layers,
+        "routing": args.routing,
         "rounds": args.rounds,
         "repeats": args.repeats,
         "lines": [],

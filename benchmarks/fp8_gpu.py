@@ -12,7 +12,8 @@ the rounding of bfloat16 rows in front, in Mosaic's form and in XLA's, and the b
 a layer takes by default; the norm with and without its rounding. `layers`: layers without their
 attention in a loop on the device, at 32 and 128 rows, and by the profiler what a layer launches.
 `steps`: the compiled decode step of an engine in a bare loop, SDAR-8B and -1.7B, weights in 8 bits
-and in bfloat16, beside the floor. `--forms former,fp8,bfloat16` times in `layers` and `steps` also
+and in bfloat16, beside the floor; with `_kv` behind it, a form has its cache in 8 bits.
+`--forms former,fp8,bfloat16` times in `layers` and `steps` also
 the form in 8 bits of 87e2c1a: rows rounded by XLA, their scales padded in a launch of their own.
 `profiles`: what a layer of the step launches. `tilings`: other tiles of the Mosaic form.
 Programs are compiled by several threads before the first is timed. No part begins, and no program
@@ -51,10 +52,12 @@ from dllm_jax.kernels.layer import (
     fp8,
     gated_matmul,
     mosaic,
+    mosaic_many,
     qkv_matmul,
     rotate_qkv,
     split_matmul,
 )
+from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.models import dense
 from dllm_jax.models.layers import gate_up_shape, rope_tables, swiglu
 from dllm_jax.models.quantization import quantized
@@ -76,7 +79,7 @@ WIDTHS = {"8B": (4096, 12288, 8, 6, 128), "1.7B": (2048, 6144, 8, 4, 128)}  # D 
 # Of a value plus one. The tensor cores keep 14 bits of a sum of numbers in 8 bits.
 LOOSEST = 0.05
 CHECK_S = 90.0
-FORMS = ("former", "fp8", "bfloat16")
+FORMS = ("former", "fp8", "fp8_kv", "bfloat16_kv", "bfloat16")
 LAYERS, LOOPS = 12, 4  # of a program that is nothing but layers
 
 
@@ -267,6 +270,13 @@ def leave_mosaic():
     """Products with matrices in 8 bits, and the rounding in front of them, in XLA's form."""
     norm = dense.add_rms_norm
     api._unsupported_fp8 = lambda *_: "failed its check"
+    for name in ("unsupported_rows", "unsupported_product"):
+        held = getattr(mosaic_many, name)
+
+        def reason(x, w, held=held):
+            return "failed its check" if isinstance(w, Fp8Matrix) else held(x, w)
+
+        setattr(mosaic_many, name, reason)
     api.quantize_rows = fp8.quantize_rows
     dense.add_rms_norm = lambda *rows, is_quantized=False, **how: norm(*rows, **how)
 
@@ -295,7 +305,12 @@ def form_of(how):
 
 
 def weights_of(how):
-    return "bfloat16" if how == "bfloat16" else "fp8"
+    return "bfloat16" if how.startswith("bfloat16") else "fp8"
+
+
+def cached(model, how):
+    """The model with the cache of a form."""
+    return with_kv_cache(model, "fp8" if how.endswith("_kv") else "auto")
 
 
 # --- products -----------------------------------------------------------------------------------
@@ -557,7 +572,7 @@ def _step_times(run, models, shapes, forms, kind, context, steps, found):
 
         def made():
             model = models[source, weights_of(how)]
-            llm, begin, text = step_engine(model, Shape.parse(shape), context, steps)
+            llm, begin, text = step_engine(cached(model, how), Shape.parse(shape), context, steps)
             measure.decode_step_samples(llm.engine, *_bucket(llm), begin, 4, 1, text)
             print(f"{run.seconds:6.1f} s  compiled {what}", flush=True)
             return llm, begin, text
@@ -581,7 +596,7 @@ def _step_times(run, models, shapes, forms, kind, context, steps, found):
                 llm.engine, *_bucket(llm), begin, steps, REPEATS, text
             )
             ms, size = statistics.median(samples), Shape.parse(shape)
-            model = models[source, weights_of(how)]
+            model = cached(models[source, weights_of(how)], how)
             found[source, shape, how] = ms
             parts = roofline.step_parts(model, size.slots, size.blocks, size.block_size, begin)
             each = roofline.parts_ms(parts, kind) if parts else None
@@ -591,7 +606,7 @@ def _step_times(run, models, shapes, forms, kind, context, steps, found):
                 floor = sum(each.values())
                 row |= {"floor_in_turn_ms": floor, "over_floor": ms / floor, "floor_parts_ms": each}
             if how == "bfloat16":
-                for other in ("former", "fp8"):
+                for other in FORMS[:-1]:
                     if (source, shape, other) in found:
                         row[f"bfloat16_over_{other}"] = ms / found[source, shape, other]
             run.keep(part="steps", **row)
@@ -665,6 +680,8 @@ def main():
     parser.add_argument(
         "--shapes", help='of `steps`, as "8B 1x4x32,1.7B 1x1x32"; default: all six of them'
     )
+    parser.add_argument("--rows", help='of `products` and `layers`; default: "32,128"')
+    parser.add_argument("--context", type=int, default=512, help="cached tokens, of `steps`")
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
     parser.add_argument("--only-check", action="store_true", help="in this process")
@@ -672,19 +689,23 @@ def main():
     parts, dry = args.parts.split(","), args.dry
     run = Run(args.out, args.within, dry)
     form, counts = ("xla", (8, 16)) if dry else ("mosaic", (32, 128))
+    if args.rows:
+        counts = tuple(map(int, args.rows.split(",")))
     if args.only_check:
         widths = {"8B": (64, 128, 2, 4, 16)} if dry else WIDTHS
-        run.attempt("check", lambda: check(run, widths, (8, 32, 72, 128), form))
+        many = [rows for rows in counts if rows > 128]
+        run.attempt("check", lambda: check(run, widths, (8, 32, 72, 128, *many), form))
         run.write()
         return 0
-    if "check" in parts and not checked(run, ["--dry"] if dry else []):
+    passed_on = ["--dry"] * dry + (["--rows", args.rows] if args.rows else [])
+    if "check" in parts and not checked(run, passed_on):
         leave_mosaic()
         form = "xla"
     run.report |= {"form": form, **environment()}  # takes the device
     run.report["commit"] = args.commit or run.report["commit"]
     kind = run.report["device"]
     large, small = ("builtin:tiny-sdar",) * 2 if dry else (LARGE, SMALL)
-    calls, context, steps = (2, 64, 8) if dry else (CALLS, 512, 32)
+    calls, context, steps = (2, 64, 8) if dry else (CALLS, args.context, 32)
     shapes = ((large, "1x1x8"),) if dry else wanted_steps(args.shapes)
     forms = [how for how in FORMS if how in args.forms.split(",")]
     models = {}

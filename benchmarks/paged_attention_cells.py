@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.kernels.paged_attention import WindowMask, cudnn, mosaic, reference, triton
 from dllm_jax.kernels.paged_attention.mask import facts, sees
-from dllm_jax.kernels.paged_attention.mosaic_tiling import most_stages
+from dllm_jax.kernels.paged_attention.mosaic_tiling import buffers
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 POOL_NUMBERS = 1 << 29  # of the keys' pool, and of the values': 1 GB each
@@ -299,7 +299,7 @@ def tiling_of(name, head):
     return mosaic.Tiling(
         consumers=int(consumers),
         keys=keys,
-        stages=sizes.get("s", most_stages(keys, head)),
+        stages=sizes.get("s", buffers(keys, head, False)["stages"]),
         splits=sizes.get("x", 1),
         is_cluster="xla" not in rest,
         ping_pong="pp" in rest,
@@ -321,7 +321,8 @@ def _kernel(module, tiling, interpret):
 
     def call(q, k, v, k_pages, v_pages, table, numbers):
         settings = {"block_size": BLOCK, "window": None, "tiling": tiling, **interpret}
-        return module._run((q, k, v), (k_pages, v_pages), table, numbers, None, **settings)
+        settings["scale"] = q.shape[-1] ** -0.5
+        return module._run((q, k, v), (k_pages, v_pages), table, numbers, {}, **settings)
 
     return call
 

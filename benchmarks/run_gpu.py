@@ -205,7 +205,7 @@ def main(argv=None, sections=SECTIONS):
     parser.add_argument("--log", help="what the sections print (default: OUT with .log)")
     parser.add_argument("--sections", default=",".join(sections), help="comma-separated, in order")
     parser.add_argument("--again", action="store_true", help="measure what is done already")
-    parser.add_argument("--within", type=float, help="begin no section after so many seconds")
+    parser.add_argument("--within", type=float, help="seconds; nothing begins or goes on later")
     parser.add_argument("--compare", action="append", default=[], help="stored results")
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--smoke", action="store_true", help="every section small, on a CPU")
@@ -228,7 +228,10 @@ def main(argv=None, sections=SECTIONS):
                 failed.append(name)
                 continue
             words = section.smoke if args.smoke else section.words
-            if not run_section(run, name, words, section.limit_s):
+            limit_s = section.limit_s
+            if args.within:
+                limit_s = min(limit_s, args.within - (time.monotonic() - began))
+            if not run_section(run, name, words, limit_s):
                 failed.append(name)
         if failed:
             run.say(f"not done: {', '.join(failed)}")

@@ -3,12 +3,14 @@
 The engine is the tests' script, so nothing but the front is measured: `clock_gettime` of its
 process over many requests. Linux only.
 
-    python benchmarks/serve_front.py            # both figures, in microseconds
+    python benchmarks/serve_front.py --output benchmarks/results/serve_front_cpu.json
 """
 
 import argparse
 import asyncio
 import json
+import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -76,9 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=200, help="of the streams")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     args = parser.parse_args()
+    from dllm_jax.bench.numbers import commit
     from tests.serve.driving import scripted
 
+    told: dict[str, object] = {"command": "benchmarks/serve_front.py", "clients": args.clients}
+    told |= {"commit": commit(), "python": platform.python_version(), "cores": os.cpu_count()}
+    told["microseconds"] = found = {}
     fields = {"limits": {"max_waiting": 4096}, "log_format": "json"}
     with tempfile.TemporaryDirectory() as folder, scripted(Path(folder), **fields) as server:
         pid, port = server.process.pid, server.port
@@ -87,7 +94,11 @@ def main() -> None:
             runs = [
                 asyncio.run(measure(pid, port, name, clients, count)) for _ in range(args.repeat)
             ]
+            found[name] = runs
             print(f"{name:28} {min(runs):7.1f} us (of {', '.join(f'{one:.0f}' for one in runs)})")
+    told["load_average"] = os.getloadavg()
+    if args.output:
+        args.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

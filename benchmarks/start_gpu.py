@@ -7,7 +7,11 @@ one bucket each for decoding and prefill, and takes one forward behind a prompt 
 seconds are those from before the process was started to the end of that forward. `cold` begins with
 an empty folder of compiled programs, `warm` is the same command again. Each says where they went:
 `stages`, one behind another, and for every program the seconds of its tracing, lowering, and
-compiling or reading from the folder, which threads do at the same time. `prefill`: the passes of a
+compiling or reading from the folder, which threads do at the same time. `ready` (`--ready`): an
+engine of 32 slots with all its buckets, cold and warm: the seconds of `LLM(...)`, then one request
+after another while the smaller programs are compiled behind them, with the longest step of the
+engine and the longest call, beside those afterwards; then the costs that were worked out beside
+measured ones, and what `LLM.generate` adds to the steps of one slot. `prefill`: the passes of a
 prompt of `--prompt` tokens through the engine's compiled program, back to back, at their positions;
 its share of the peak counts two operations a weight of the layers and token, and attention's. Each
 in its own process.
@@ -27,6 +31,10 @@ from pathlib import Path
 BEGAN = time.time()  # of this process, as far as a script can know
 FIRST_MODEL, PREFILL_MODEL = "random:JetLM/SDAR-1.7B-Chat", "random:JetLM/SDAR-8B-Chat"
 BARS = {"cold_s": 60.0, "warm_s": 10.0, "share_of_peak": 0.5}
+READY_BARS = {"cold_s": 30.0, "warm_s": 8.0, "all_s": 90.0, "stall_s": 1.0, "overhead": 0.03}
+FORWARDS = 64
+BLOCK, BLOCKS = 32, 4  # of the window
+TEXT = FORWARDS * BLOCKS * 4  # tokens, more than that many forwards write
 SHORT = 64
 
 
@@ -122,6 +130,156 @@ def first_token(name, began=None):
         raise ValueError(f"no first forward: {output}")
     settled = len(output.outputs[0].token_ids)
     return {"came": clock.last, "settled": settled, "has_bytecode": bytecode, **clock.told()}
+
+
+def ready(name, slots, wait_s):
+    """How soon an engine answers, and what is compiled behind its requests costs them.
+
+    Args:
+        wait_s: Seconds to wait for the programs behind.
+    """
+    import jax
+
+    import dllm_jax as dj
+    from dllm_jax.loading.jax_settings import enable_async_dispatch, enable_compile_cache
+
+    make_llm = dj.LLM
+    enable_compile_cache()
+    enable_async_dispatch()
+    model = jax.block_until_ready(dj.load(name))
+    began = time.perf_counter()
+    window = {"block_size": BLOCK, "buffer_size": BLOCKS}
+    llm = make_llm(model, max_num_seqs=slots, progress=False, **window)
+    told = {"ready_s": time.perf_counter() - began, "slots": slots, "device": device_name()}
+    steps, engine = [], llm.engine
+    take = engine._take_step
+
+    def timed():
+        at = time.perf_counter()
+        take()
+        steps.append(time.perf_counter() - at)
+
+    engine._take_step = timed
+    params = dj.SamplingParams(max_tokens=TEXT, max_nfe=FORWARDS, ignore_eos=True)
+
+    def call():
+        at = time.perf_counter()
+        (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
+        if output.error is not None or output.metrics.nfe != FORWARDS:
+            raise ValueError(f"not the work: {output}")
+        return time.perf_counter() - at
+
+    told["first_answer_s"] = call()
+    calls, counts, last = [], [], began
+    while time.perf_counter() - began < told["ready_s"] + wait_s:
+        stats = engine.stats()
+        if not counts or stats.num_compiled > counts[-1][1]:
+            last = time.perf_counter()
+            counts.append((round(last - began, 2), stats.num_compiled, stats.num_programs))
+        if stats.num_compiled == stats.num_programs:
+            break
+        calls.append(call())
+    told["programs"] = counts
+    told["all_s"] = last - began - told["ready_s"]
+    told["behind"] = {"calls": len(calls), "longest_call_s": max(calls, default=0.0)}
+    told["behind"]["longest_step_s"] = max(steps[1:])
+    told["late_compiles"] = engine.stats().num_late_compiles
+    steps.clear()
+    after = [call() for _ in range(9)]
+    told["after"] = {"longest_call_s": max(after), "longest_step_s": max(steps)}
+    if told["programs"][-1][1] == told["programs"][-1][2]:
+        told |= costs_and_overhead(llm, call)
+    else:
+        llm.close()
+    return told
+
+
+def costs_and_overhead(llm, call):
+    """Costs as the engine has them beside measured ones, and the host's share of a call."""
+    import statistics
+
+    from dllm_jax.runner import timing
+
+    runner = llm.engine.runner
+    call_ms = 1e3 * statistics.median(call() for _ in range(15))
+    step_ms = 1e3 * statistics.median(bare_step_s(runner) for _ in range(5))
+    told = {"call_ms": call_ms, "bare_step_ms": step_ms}
+    told["overhead"] = 1 - FORWARDS * step_ms / call_ms
+    worked_out = runner.cost
+    measured = timing.calibrate(runner, budget_s=6.0)
+    if worked_out is not None:
+        pairs = [("decode", worked_out.decode, measured.decode)]
+        pairs += [(kind, worked_out.prefill[kind], of) for kind, of in measured.prefill.items()]
+        told["costs_ms"] = [
+            [kind, *sizes, 1e3 * worked[sizes], 1e3 * seconds]
+            for kind, worked, of in pairs
+            for sizes, seconds in sorted(of.items())
+        ]
+    return told
+
+
+def bare_step_s(runner):
+    """A step of one slot in the engine's own program, by two dispatches of more and fewer steps.
+
+    The texts begin as those of a call do.
+    """
+    import dataclasses
+
+    import numpy as np
+
+    from dllm_jax.runner import timing
+
+    pages = np.full((1, runner.layout.page_buckets[0]), -1, np.int32)
+    text = timing.made_up(runner.layout, pages.shape[1])
+    text = dataclasses.replace(text, tail=(), prompt_len=SHORT, limit=SHORT + TEXT)
+    spent = []
+    for steps in (4, 4 + FORWARDS):
+        runner.admit(0, text)
+        timing.begin(runner, 0, SHORT, pages[0])
+        runner.wait()
+        began = time.perf_counter()
+        ran = runner.fetch(runner.decode(np.zeros((1,), np.int32), 1, pages, steps, False)).steps
+        spent.append((time.perf_counter() - began, ran))
+    (less_s, less), (more_s, more) = spent
+    if more <= less:
+        raise ValueError(f"the text ended after {more} steps")
+    return (more_s - less_s) / (more - less)
+
+
+def device_name():
+    """What JAX computes on."""
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+def ready_table(told):
+    """The starts of `ready` beside their bars."""
+    lines = []
+    for name, one in told.items():
+        if "ready_s" not in one:
+            lines.append(f"{name:5s} {one}")
+            continue
+        done, of = one["programs"][-1][1:]
+        lines.append(
+            f"{name:5s} ready {one['ready_s']:.1f} s, first answer +{one['first_answer_s']:.2f} s, "
+            f"{done} of {of} programs +{one['all_s']:.1f} s, longest step meanwhile "
+            f"{one['behind']['longest_step_s']:.3f} s (then {one['after']['longest_step_s']:.3f}), "
+            f"longest call {one['behind']['longest_call_s']:.2f} s (then "
+            f"{one['after']['longest_call_s']:.2f}), late {one['late_compiles']}"
+        )
+        if "overhead" in one:
+            lines.append(
+                f"{name:5s} a call of {FORWARDS} forwards {one['call_ms']:.1f} ms, bare step "
+                f"{one['bare_step_ms']:.3f} ms, overhead {one['overhead']:.1%}"
+            )
+        ratios = [worked / measured for *_, worked, measured in one.get("costs_ms", ())]
+        if ratios:
+            lines.append(
+                f"{name:5s} costs as worked out over measured: {min(ratios):.2f} to "
+                f"{max(ratios):.2f} in {len(ratios)} programs"
+            )
+    return "\n".join(lines)
 
 
 def has_bytecode(package):
@@ -233,7 +391,12 @@ def main():
     parser.add_argument("--pass-tokens", type=int, default=1024)
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--out")
-    parser.add_argument("--one", choices=("first_token", "prefill"), help="in this process")
+    parser.add_argument(
+        "--one", choices=("first_token", "prefill", "ready"), help="in this process"
+    )
+    parser.add_argument("--ready", action="store_true", help="only the starts of many slots")
+    parser.add_argument("--slots", type=int, default=32, help="of --ready")
+    parser.add_argument("--wait", type=float, default=100.0, help="seconds for programs behind")
     parser.add_argument("--began", type=float, help="when it was started (time.time())")
     args = parser.parse_args()
     if args.prompt % args.pass_tokens:
@@ -242,12 +405,18 @@ def main():
         told = first_token(args.model or FIRST_MODEL, args.began)
         print(json.dumps({"commit": args.commit} | told))
         return
+    if args.one == "ready":
+        print(json.dumps(ready(args.model or FIRST_MODEL, args.slots, args.wait)), flush=True)
+        os._exit(0)  # what is still being compiled is not waited for
     if args.one == "prefill":
         print(json.dumps(prefill(args.model or PREFILL_MODEL, args.prompt, args.pass_tokens)))
         return
     report = {"command": "benchmarks/start_gpu.py", "commit": args.commit, "bars": BARS}
     same = ["--prompt", str(args.prompt), "--pass-tokens", str(args.pass_tokens)]
     same += ["--model", args.model] if args.model else []
+    if args.ready:
+        ready_starts(args, report, same)
+        return
     with tempfile.TemporaryDirectory() as cache:
         first = report["first_token"] = {"model": args.model or FIRST_MODEL}
         for name in ("cold", "warm"):
@@ -261,6 +430,20 @@ def main():
         report["prefill"], _ = in_own_process(["--one", "prefill", *same], cache)
     print(report["prefill"], flush=True)
     save(args.out, report)
+
+
+def ready_starts(args, report, same):
+    """A cold start and a warm one, whatever the first comes to."""
+    report |= {"bars": READY_BARS, "model": args.model or FIRST_MODEL, "ready": {}}
+    with tempfile.TemporaryDirectory() as cache:
+        for name, wait in (("cold", args.wait), ("warm", args.wait)):
+            words = ["--one", "ready", "--slots", str(args.slots), "--wait", str(wait), *same]
+            try:
+                report["ready"][name], _ = in_own_process(words, cache)
+            except Exception as error:
+                report["ready"][name] = {"error": repr(error)}
+            save(args.out, report)
+    print(ready_table(report["ready"]))
 
 
 def save(path, report):

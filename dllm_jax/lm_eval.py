@@ -1,8 +1,8 @@
 """`python -m dllm_jax.lm_eval`: the command of lm-evaluation-harness with `dj.LLM` as a model.
 
 The released harness finds models in a table of its own and reads no entry points, so this module
-registers the model `dllm-jax` and then hands the command line on. Likelihoods are refused: only
-tasks that generate (`output_type: generate_until`) run.
+registers the model `dllm-jax` and then hands the command line on. Tasks that generate go through
+the engine, all requests at once; likelihoods are those of `Model.log_likelihood`.
 """
 
 import sys
@@ -12,6 +12,7 @@ from typing import Any
 from dllm_jax.api.llm import LLM
 from dllm_jax.cli.errors import fitted, one_line
 from dllm_jax.engine.requests import SamplingParams
+from dllm_jax.loading.likelihood import BUDGET, LogLikelihood, Method
 from dllm_jax.loading.tokenizer import encode
 
 try:
@@ -24,10 +25,6 @@ except ImportError as error:
 
 NAME = "dllm-jax"
 MOST_TOKENS = 256  # of an answer, where the task does not say
-_NO_LIKELIHOOD = (
-    "model dllm-jax has no log-likelihoods yet, which multiple-choice and perplexity tasks need; "
-    "use a task with output_type: generate_until"
-)
 _SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 
@@ -39,6 +36,8 @@ class DllmLM(TemplateLM):
         model: As `dj.LLM` takes it; `pretrained` is the same.
         batch_size, max_batch_size, device: Ignored. The harness always sends some; the engine fills
             its slots (`max_num_seqs`) by itself, and JAX chooses the device.
+        likelihood, budget: `method` and `budget` of `Model.log_likelihood`, for tasks that choose
+            among answers or measure perplexity. By "elbo" no answer counts as greedy.
         sizes: All else that `dj.LLM` takes, such as `strategy` or `max_num_seqs`.
     """
 
@@ -49,6 +48,8 @@ class DllmLM(TemplateLM):
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: str | None = None,
+        likelihood: Method = "chain",
+        budget: int = BUDGET,
         **sizes: Any,
     ):
         super().__init__()
@@ -62,6 +63,7 @@ class DllmLM(TemplateLM):
                 "tokenizer.json"
             )
         self.tokenizer = self.llm.tokenizer
+        self._how: Any = {"method": likelihood, "budget": budget}
         self._is_chat = False  # the prompts come from a chat template, with its special tokens
 
     @property
@@ -118,16 +120,60 @@ class DllmLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Refused."""
-        raise NotImplementedError(_NO_LIKELIHOOD)
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of each whole text, in nats, as perplexity tasks ask.
 
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Refused."""
-        raise NotImplementedError(_NO_LIKELIHOOD)
+        A text is cut into pieces of the most tokens that the model takes. Each piece is read behind
+        the last token of the one before it, the first behind the end token.
+        """
+        pieces = []
+        size = self.llm.model.config.max_position - 1
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            before = [self.prefix_token_id, *ids]
+            pieces.append([([before[at]], ids[at : at + size]) for at in range(0, len(ids), size)])
+        flat = [pair for of_text in pieces for pair in of_text]
+        values = iter([one.value for one in self._likelihoods(flat, disable_tqdm)])
+        found = [sum(next(values) for _ in of_text) for of_text in pieces]
+        for request, value in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return found
 
-    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(_NO_LIKELIHOOD)
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Nats of each continuation behind its context, and whether it is the greedy one.
+
+        A context that leaves no room loses its beginning.
+        """
+        del kwargs
+        most = self.llm.model.config.max_position
+        pairs = [(before[-max(most - len(after), 1) :], after) for _, before, after in requests]
+        found = []
+        for request, one in zip(requests, self._likelihoods(pairs, disable_tqdm), strict=True):
+            found.append((one.value, bool(one.is_greedy)))
+            self.cache_hook.add_partial("loglikelihood", request[0], found[-1])
+        return found
+
+    def _likelihoods(
+        self, pairs: Sequence[tuple[list[int], list[int]]], is_quiet: bool
+    ) -> list[LogLikelihood]:
+        """By `Model.log_likelihood`, the pairs of one context together."""
+        from tqdm import tqdm
+
+        members: dict[tuple[int, ...], list[int]] = {}
+        for number, (before, _) in enumerate(pairs):
+            members.setdefault(tuple(before), []).append(number)
+        found: dict[int, LogLikelihood] = {}
+        with tqdm(total=len(pairs), desc="likelihoods", disable=is_quiet or None) as bar:
+            for before, numbers in members.items():
+                after = [pairs[number][1] for number in numbers]
+                values = self.llm.model.log_likelihood(before, after, **self._how)
+                found |= zip(numbers, values, strict=True)
+                bar.update(len(numbers))
+        return [found[number] for number in range(len(pairs))]
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:

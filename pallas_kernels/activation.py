@@ -9,8 +9,8 @@ from jaxtyping import Array
 
 Activation = Literal["silu", "gelu"]
 
-_GELU_SLOPE = 1.5957691216057308  # 2 sqrt(2 / pi)
-_GELU_CUBE = 0.044715
+GELU_SLOPE = 1.5957691216057308  # 2 sqrt(2 / pi)
+GELU_CUBE = 0.044715
 
 
 def gelu(x: Array) -> Array:
@@ -19,7 +19,7 @@ def gelu(x: Array) -> Array:
     Source: Hendrycks & Gimpel 2016, §2.
     """
     wide = x.astype(jnp.float32)
-    gate = jax.nn.sigmoid(_GELU_SLOPE * (wide + _GELU_CUBE * wide * wide * wide))
+    gate = jax.nn.sigmoid(GELU_SLOPE * (wide + GELU_CUBE * wide * wide * wide))
     return (wide * gate).astype(x.dtype)
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 
 import openai
+from openai.types import Decision
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 URL = sys.argv[1] + "/v1"
@@ -67,6 +68,34 @@ try:
     client.chat.completions.create(model="nope", messages=MESSAGES)
 except openai.NotFoundError as error:
     told["unknown_model_is_404"] = error.code == "model_not_found"
+decided = client.decisions.create(
+    model=MODEL,
+    input=[{"type": "message", "role": "user", "content": "I was charged twice. Help at once!"}],
+    questions=[
+        {"type": "predicate", "name": "dup", "instructions": "Was there a double charge?"},
+        {
+            "type": "choice",
+            "instructions": [{"type": "input_text", "text": "Which team?"}],
+            "choices": [{"value": "billing"}, {"value": True, "description": "outages"}],
+        },
+        {
+            "type": "score",
+            "name": "urgency",
+            "instructions": "How urgent?",
+            "levels": [{"label": "low"}, {"label": "high", "description": "today"}],
+        },
+    ],
+)
+Decision.model_validate_json(decided.model_dump_json(), strict=True)
+dup, team, urgency = decided.answers
+told["decisions_are_read"] = (
+    0 < dup.probability < 1
+    and team.choice in ("billing", True)
+    and abs(sum(one.probability for one in team.probabilities) - 1) < 1e-6
+    and [one.label for one in urgency.probabilities] == ["low", "high"]
+    and 0 < urgency.score < 1
+    and decided.usage.output_tokens == 3
+)
 
 
 async def many():

@@ -32,8 +32,10 @@ from dllm_jax.tasks.problems import problem  # noqa: E402
 MODEL = "builtin:tiny-sdar"
 FOLDER = ROOT / "dllm_jax" / "builtin" / "tiny-sdar"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-LIMIT_S = 240  # of one client
+LIMIT_S = 420  # of one client
 SAME = 0.01  # vLLM's figures against ours
+CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance")
+CHECKS += ("response_schema_conformance", "negative_data_rejection", "unsupported_method")
 
 
 class Failed(Exception):
@@ -282,6 +284,25 @@ class Bench:
             raise Failed(str(row))
         return {"version": self.version("aiperf", "aiperf"), **row}
 
+    def schemathesis(self):
+        """Cases of /openapi.json against the scripted engine, so that only HTTP is asked."""
+        from tests.serve.driving import scripted
+
+        report = self.work / "cases.json"
+        fields = {"settings": {"max_model_len": 64}, "limits": {"max_waiting": 4096}}
+        with scripted(self.work, **fields) as server:
+            command = [self.binary("main", "schemathesis"), "run", "--checks", ",".join(CHECKS)]
+            command += ["--continue-on-failure", "--max-examples", "60", "--seed", "1"]
+            command += ["--report", "json", "--report-json-path", str(report), "--no-color"]
+            command += [f"http://127.0.0.1:{server.port}/openapi.json"]
+            self.run(command)
+        found = json.loads(report.read_text())
+        told = {"version": found["schemathesis_version"], "checks": CHECKS}
+        told |= {"operations": found["operations"]["tested"], **found["test_cases"]}
+        if told["generated"] < 2000 or told["with_failures"] or told["errored"]:
+            raise Failed(f"{told} {found['failures']}")
+        return told
+
     def _router(self, name, command, more=()):
         """A router in front: the load, denoise frames, thresholds, and a client that leaves."""
         port = free_port()
@@ -332,7 +353,7 @@ class Bench:
 
 
 CLIENTS = ("bench_serve", "vllm", "openai_python", "langchain", "openai_node", "ai_sdk", "lm_eval")
-CLIENTS += ("evalscope", "aiperf", "smg", "vllm_router")
+CLIENTS += ("schemathesis", "evalscope", "aiperf", "smg", "vllm_router")
 
 
 def main():
@@ -342,7 +363,8 @@ def main():
     parser.add_argument("--only", default=",".join(CLIENTS))
     args = parser.parse_args()
     told = json.loads(args.out.read_text()) if args.out.exists() else {}
-    told |= {"model": MODEL, **environment()}
+    here = {"model": MODEL, **environment()}
+    told = here | told  # rows of other runs stay: each says its commit
     for name in ("clients", "failed", "not_installed"):
         told.setdefault(name, {})
     port = free_port()
@@ -353,11 +375,12 @@ def main():
             for name in args.only.split(","):
                 for each in ("clients", "failed", "not_installed"):
                     told[each].pop(name, None)
-                (here := Path(work) / name).mkdir()
+                (folder := Path(work) / name).mkdir()
                 began = time.monotonic()
                 try:
-                    row = getattr(Bench(base, args.envs.resolve(), here), name)()
-                    told["clients"][name] = row | {"wall_s": round(time.monotonic() - began, 1)}
+                    row = getattr(Bench(base, args.envs.resolve(), folder), name)()
+                    row |= {"wall_s": round(time.monotonic() - began, 1), "commit": here["commit"]}
+                    told["clients"][name] = row
                 except FileNotFoundError as error:
                     told["not_installed"][name] = str(error)
                 except (Failed, subprocess.TimeoutExpired) as error:

@@ -19,6 +19,7 @@ from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
 from dllm_jax.runner.forward import ModelForward
+from dllm_jax.runner.hosts import spans
 
 MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
 
@@ -123,10 +124,9 @@ class Constraints:
         strategy, needs = self._strategy, self._strategy.needs
         if needs.aux or needs.conditions:
             raise _unsupported(f"{strategy.name} is not held to constraints; use another strategy")
-        if self._model.split is not None:
+        if spans(self._model.split):
             raise _unsupported(
-                "constraints are held on one device, and this model is shared by "
-                f"{self._model.split.num_parts}; load it without tensor_parallel_size"
+                "the other processes that share the model know no constraints; use one process"
             )
         if self._model.tokenizer is None:
             raise _unsupported(

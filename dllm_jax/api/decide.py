@@ -25,6 +25,7 @@ from dllm_jax.api.questions import (
 from dllm_jax.loading.model import Model
 from dllm_jax.models import reference
 from dllm_jax.models.sharding import partitioned
+from dllm_jax.runner.hosts import spans
 
 LENGTHS = (128, 512, 1024, 2048, 4096)  # tokens of a text
 COUNTS = (1, 4, 16, 64)  # texts of a forward
@@ -84,9 +85,14 @@ def log_probabilities(model: Model, texts: Sequence[Read]) -> list[list[list[flo
     """Of each text and row, the log-probability of each label over the vocabulary.
 
     Raises:
-        ValueError: The family has no single forward of a text and its cells, there are too many
-            tokens, or the result is not finite.
+        ValueError: The family has no single forward of a text and its cells, the model is shared by
+            several processes, there are too many tokens, or the result is not finite.
     """
+    if spans(model.split):
+        raise ValueError(
+            "questions are read outside of the engine, which alone reaches other processes that "
+            "share the model; ask a server of one process"
+        )
     if model.arch.condition is not None:
         raise ValueError(
             f"{model.defaults.family} denoises a canvas behind a cached text, so no single forward "

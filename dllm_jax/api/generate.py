@@ -19,8 +19,9 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
 from dllm_jax.engine.checks import token_ids, told
-from dllm_jax.loading.load import load
+from dllm_jax.loading.load import load, with_kv_cache
 from dllm_jax.loading.model import Model
+from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.runner import decode, timing
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.runner.forward import ModelForward
@@ -73,6 +74,7 @@ def generate(
     max_nfe: int | Array | None = None,
     prompt_len: Int[Array, " B"] | None = None,
     draft: Source | None = None,
+    kv_cache_dtype: KVCacheDType = "auto",
     key: PRNGKeyArray | None = None,
     attention_implementation: str | None = None,
 ) -> GenerateOutput:
@@ -88,6 +90,7 @@ def generate(
         stop_token_ids: Ids that end a row, beside the model's own (unless `ignore_eos`).
         prompt_len: Length of each row of an array of prompts; None: all of it.
         draft: The model a speculative strategy drafts with.
+        kv_cache_dtype: As in `dj.load`.
         key: One key (row i draws with `fold_in(key, i)`) or one a row; None is `key(0)`.
 
     Returns:
@@ -97,15 +100,17 @@ def generate(
         ValueError: An argument outside its range, an empty prompt, or one longer than the model.
     """
     request = {name: value for name, value in locals().items() if name in _REQUEST}
+    model = with_kv_cache(load(model) if isinstance(model, str) else model, kv_cache_dtype)
     model, bound, batch, max_tokens = _prepare(model, prompts, strategy, **request)
     return _generate(model, *bound, batch, max_tokens, attention_implementation)
 
 
-# The keywords that `start` and `trace.record` take too, with their defaults.
+# The keywords that `start` and `trace.record` take too, with their defaults; the others are of the
+# model or of each call.
 _REQUEST = {
     name: value
     for name, value in (generate.__kwdefaults__ or {}).items()
-    if name != "attention_implementation"
+    if name not in ("attention_implementation", "kv_cache_dtype")
 }
 
 

@@ -32,15 +32,16 @@ from dllm_jax.engine.requests import (
 from dllm_jax.loading import chat
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
-from dllm_jax.loading.load import load, place
+from dllm_jax.loading.load import load, place, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
-from dllm_jax.runner.start import start
+from dllm_jax.runner.start import WarmUp, start
 
 # A text, token ids, a conversation, or {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
@@ -68,19 +69,23 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora, quantization: As in `dj.load`.
+        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head: As in `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
-            stays there.
+            stays there. After `jax.distributed.initialize` they are all devices of all processes,
+            each of which makes the same `LLM`: the first has it, the others serve it and end with
+            it (SystemExit).
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: Of requests without one.
-        warm_up: Compile every size now; otherwise each size when it is first needed.
+        warm_up: True: compile the programs that serve every request now, and the smaller ones, one
+            by one, behind the first requests. "all": every program now. False: each when it is
+            first needed.
         calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
         config: All sizes at once, instead of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal), or a function of a program's name,
-            programs compiled and programs in all.
+            programs compiled and programs in all; threads call it for those behind the requests.
         clock: Seconds; of deadlines and metrics.
         gpu_memory_utilization: The same as `memory_utilization`.
 
@@ -109,8 +114,10 @@ class LLM:
         revision: str | None = None,
         lora: str | os.PathLike[str] | None = None,
         quantization: Quantization | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
+        quantize_head: bool = False,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
-        warm_up: bool = True,
+        warm_up: WarmUp = True,
         calibrate: bool | None = None,
         config: EngineConfig | None = None,
         progress: bool | Callable[[str, int, int], None] = True,
@@ -124,11 +131,14 @@ class LLM:
         sizes = {name: value for name, value in locals().items() if name in fields}
         split = _split(tensor_parallel_size)
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
+        if warm_up not in (True, False, "all"):
+            raise ValueError(f'warm_up={checks.told(warm_up)} must be True, False or "all"')
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
         how = {"dtype": dtype, "revision": revision, "lora": lora, "quantization": quantization}
-        self.model = _model(model, split, **how)
+        how["quantize_head"] = quantize_head
+        self.model = _model(model, split, kv_cache_dtype, **how)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size
         )
@@ -142,6 +152,7 @@ class LLM:
             warm_up=warm_up,
             calibrate=calibrate,
             progress=_progress(progress) if warm_up else None,
+            told=progress if callable(progress) else None,
         )
         self._constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(
@@ -556,15 +567,15 @@ def _split(count: Any) -> Split | None:
     return None if count == 1 else over_devices(count)
 
 
-def _model(model: Any, split: Split | None, **how: Any) -> Model:
+def _model(model: Any, split: Split | None, kv_cache_dtype: KVCacheDType, **how: Any) -> Model:
     if isinstance(model, str | os.PathLike):
-        return load(model, **how, mesh=split)
+        return load(model, **how, mesh=split, kv_cache_dtype=kv_cache_dtype)
     if not isinstance(model, Model):
         raise ValueError(
             f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
         )
     for name, value in how.items():
-        if value not in ("auto", None):
+        if value not in ("auto", None, False):
             raise ValueError(
                 f"{name}={checks.told(value)} is for a model that is loaded here; "
                 "give it to dj.load"
@@ -574,7 +585,7 @@ def _model(model: Any, split: Split | None, **how: Any) -> Model:
             f"the model's mesh splits rows along {model.split.batch!r}, an engine does not; load "
             "it without batch=, and start a process for each replica"
         )
-    return model if split is None else place(model, split)
+    return with_kv_cache(model if split is None else place(model, split), kv_cache_dtype)
 
 
 def _is_conversation(given: Any) -> TypeGuard[Messages]:

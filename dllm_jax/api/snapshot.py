@@ -151,6 +151,8 @@ def _model_facts(model: Model) -> dict[str, Any]:
         "source": model.source,
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "tensor_parallel_size": 1 if model.split is None else model.split.num_parts,
         "config": json.loads(json.dumps(dataclasses.asdict(model.config), default=str)),
         "weights": _weights(model),
@@ -160,18 +162,12 @@ def _model_facts(model: Model) -> dict[str, Any]:
 def _weights(model: Model) -> str | None:
     """A digest of the small leaves; None if the device can no longer be read.
 
-    It does not depend on the devices that share the model: of leaves that are split, and so may be
-    padded, only the ids' rows count.
+    It does not depend on the devices that share the model: leaves that are split do not count.
     """
     digest = hashlib.sha256()
     try:
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-            name = getattr(path[-1], "key", "")
-            if name in ("embed", "lm_head"):
-                leaf = leaf[: model.config.vocab_size]
-            elif name in AXES:
-                continue
-            if leaf.size <= _HASHED:
+            if leaf.size <= _HASHED and getattr(path[-1], "key", "") not in AXES:
                 digest.update(np.asarray(leaf).tobytes())
     except jax.errors.JaxRuntimeError:
         return None
@@ -392,9 +388,10 @@ class SavedSlot:
 
 def _check_same(name: str, stored: Mapping[str, Any], model: Model) -> None:
     now = _model_facts(model)
-    stored = {"quantization": None, **stored}  # older snapshots had no other
-    for what in ("config", "dtype", "quantization", "weights"):
-        unknown = what != "quantization" and stored[what] is None
+    none = {"quantization": None, "kv_cache_dtype": None, "quantized_head": False}
+    stored = {**none, **stored}  # older snapshots had no other
+    for what in ("config", "dtype", *none, "weights"):
+        unknown = what not in none and stored[what] is None
         if not unknown and stored[what] != now[what]:
             raise SnapshotError(
                 f"{name} {model.source!r} is not the snapshot's, {stored['source']!r}: it differs "

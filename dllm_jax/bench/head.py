@@ -1,10 +1,20 @@
 """Whether a compiled program reads its tokens off the whole vocabulary in every branch."""
 
 import re
+from typing import Any
 
 from dllm_jax.bench.profile import computations
 
 _KERNEL = re.compile('name = "token_readout"|token_readout_mosaic_gpu')  # Triton's, Mosaic's
+
+
+def ids_of_device(model: Any) -> int:
+    """Ids whose logits one device computes, of those that share a model."""
+    return (
+        model.config.vocab_size
+        if model.split is None
+        else len(model.params["embed"]) // model.split.num_parts
+    )
 
 
 def has_head(program: str, vocab_size: int) -> bool:

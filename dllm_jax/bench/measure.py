@@ -6,6 +6,7 @@ loop, by the difference of two counts, so that launch and transfer cancel.
 """
 
 import contextlib
+import re
 import statistics
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.bench import profile
-from dllm_jax.bench.head import has_head
+from dllm_jax.bench.head import has_head, ids_of_device
 from dllm_jax.engine.admission import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
@@ -220,7 +221,8 @@ def prefill_pass_ms(
 
 def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
     """Whether every step of the compiled decode program computes logits of all words."""
-    return has_head(decode_program(engine, rows, columns), engine.layout.vocab_size)
+    count = ids_of_device(engine.runner.programs.model)
+    return has_head(decode_program(engine, rows, columns), count)
 
 
 def decode_program(engine: Engine, rows: int, columns: int) -> str:
@@ -230,6 +232,11 @@ def decode_program(engine: Engine, rows: int, columns: int) -> str:
     runner = engine.runner
     lowered = runner.lower(runner.decode_call(slots, rows, table, 2, False))
     return lowered.compile().as_text() or ""
+
+
+def num_reductions(program: str) -> int:
+    """Sums over devices in an optimised program, those of its loops counted once."""
+    return len(re.findall(r" all-reduce(?:-start)?\(", program))
 
 
 def first_token_is_the_models(llm: Any) -> bool:

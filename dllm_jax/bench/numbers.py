@@ -196,6 +196,8 @@ def setting(llm: Any) -> dict[str, Any]:
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "mode": "adaptive" if tokens_a_step(strategy) is None else "fixed",
         "strategy": type(strategy).__name__,
         "thresholds": {name: float(getattr(strategy, name)) for name in knob_ranges(strategy)},

@@ -6,18 +6,50 @@ hits them: the distinct experts hit are read, and each cell goes through a few.
 
 from typing import Any
 
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
 
+LINKS = {"NVIDIA H200": 450e9}  # bytes a second from a device to the others, by NVLink
+
 
 def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:
-    """Milliseconds of one step of `rows` windows at `context` cached tokens each."""
+    """Milliseconds of one step of `rows` windows at `context` cached tokens each.
+
+    Devices that share the model share its work; what they tell each other may overlap with it.
+    """
     if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
     bandwidth, rate = RATES[device_kind]
-    moved, operations = pass_work(model.params, model.config, rows, window, context)
-    return 1e3 * max(moved / bandwidth, operations / rate)
+    work = (model.shapes, model.config, rows, window, context)
+    moved, operations = pass_work(*work, kv_dtype=model.kv_dtype)
+    return 1e3 * max(moved / bandwidth, operations / rate) / num_devices(model)
+
+
+def num_devices(model: Any) -> int:
+    """Devices that share a model."""
+    return 1 if model.split is None else model.split.num_parts
+
+
+def reductions_ms(model: Any, cells: int, device_kind: str) -> dict[str, Any] | None:
+    """What devices that share a model must tell each other in one step of so many cells.
+
+    A layer has two sums of rows and the embedding one. Each device sends and takes
+    2 (N - 1) / N of a sum's bytes at least; the readout's few numbers are left out.
+
+    Returns:
+        Sums, bytes of one, and the milliseconds of all (None for an unknown device); None for one
+        device.
+    """
+    count = num_devices(model)
+    if count == 1:
+        return None
+    sums = 2 * model.config.num_layers + 1
+    size = cells * model.config.hidden_size * model.params["embed"].dtype.itemsize
+    link = LINKS.get(device_kind)
+    crossing = 2 * (count - 1) / count * size
+    return {"sums": sums, "bytes": size, "ms": link and 1e3 * sums * crossing / link}
 
 
 def step_parts(
@@ -28,6 +60,8 @@ def step_parts(
     The sum over parts of the larger of bytes / bandwidth and operations / rate is a sharper bound
     than `floor_ms`, which lets all parts overlap. `activations` are the rows between products,
     written once and read once.
+
+    Of a model that devices share, a device's: all but the activations are split evenly.
 
     Args:
         expects: Every cell's expected embedding is read out too: one more product with the head.
@@ -41,11 +75,12 @@ def step_parts(
         return None
     window = blocks * block_size
     cells = rows * window
-    size = model.params["embed"].dtype.itemsize
-    read, used = weights(model.params, cfg, cells)
+    params, size = model.shapes, model.params["embed"].dtype.itemsize
+    read, used = weights(params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
+    head_read = head / 2 if isinstance(model.params.get("lm_head"), Fp8Head) else head
     experts_read = experts_used = 0.0
-    layers = model.params["layers"]
+    layers = params["layers"]
     widths = [cfg.ffn_size if "w_gate_up" in layer else 0 for layer in layers]
     if isinstance(cfg, MoEConfig):
         experts = [layer for layer in layers if "router" in layer]
@@ -57,18 +92,24 @@ def step_parts(
     moved = attended = 0.0
     for (heads, head_dim), seen in layer_reads(cfg, context):
         # The prefix is read once; fresh keys and values are written and read; rows go in and out.
-        moved += 2 * head_dim * (heads * rows * (seen + 2 * window) + cfg.num_heads * cells)
+        cached = heads * rows * (seen + 2 * window) * model.kv_dtype.itemsize / size
+        moved += 2 * head_dim * (cached + cfg.num_heads * cells)
         keys = seen + block_size * (blocks + 1) / 2  # of a row, on average
         attended += 4 * head_dim * cfg.num_heads * cells * keys
     parts = {
-        "dense": (read - head - experts_read, 2 * (used - head - experts_used) * cells),
+        "dense": (read - head_read - experts_read, 2 * (used - head - experts_used) * cells),
         "experts": (experts_read, 2 * experts_used * cells),
         "attention": (moved, attended),
-        "head": (head, 2 * head * cells),
+        "head": (head_read, 2 * head * cells),
         "expected": (head * expects, 2 * head * cells * expects),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }
-    return {name: (size * moved, ops) for name, (moved, ops) in parts.items() if moved}
+    each = {name: num_devices(model) if name != "activations" else 1 for name in parts}
+    return {
+        name: (size * moved / each[name], ops / each[name])
+        for name, (moved, ops) in parts.items()
+        if moved
+    }
 
 
 def experts_read(model: Any, cells: int) -> float | None:

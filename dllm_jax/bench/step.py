@@ -17,7 +17,7 @@ import jax
 
 from dllm_jax.api.llm import LLM
 from dllm_jax.bench import measure, profile, roofline
-from dllm_jax.bench.head import has_head
+from dllm_jax.bench.head import has_head, ids_of_device
 from dllm_jax.bench.numbers import check_outputs, device_kind, mean_context, setting
 from dllm_jax.bench.rounds import Rounds, pass_ms
 from dllm_jax.bench.throughput import run
@@ -200,6 +200,7 @@ def measure_step(
     context = context_len(model, strategy, context, steps, draft)
     text = text_len(strategy, steps, draft)
     llm = _engine(model, strategy, shape.slots, context, text, attention_implementation, draft)
+    cells = strategy.block_size * strategy.buffer_size
     try:
         work = [
             dataclasses.replace(one, params=dataclasses.replace(one.params, max_nfe=steps))
@@ -210,6 +211,10 @@ def measure_step(
         program = measure.decode_program(llm.engine, *_bucket(llm))
         found = _generated(llm, work, steps, repeats, program)
         found |= _bare(llm, context, steps, repeats, text)
+        found["num_devices"] = roofline.num_devices(model)
+        found["reductions"] = roofline.reductions_ms(model, shape.slots * cells, device_kind())
+        if found["reductions"] is not None:
+            found["reductions"]["in_program"] = measure.num_reductions(program)
         if draft is None:
             found |= _floors(model, shape.slots, strategy, found)
         else:
@@ -220,9 +225,9 @@ def measure_step(
         del llm
         gc.collect()  # the pool goes before the next shape's comes
     stats = jax.devices()[0].memory_stats() or {}
-    cells = strategy.block_size if draft is None else strategy.width
+    size = strategy.block_size if draft is None else strategy.width
     return {
-        "shape": f"{shape.slots}x{strategy.buffer_size}x{cells}",
+        "shape": f"{shape.slots}x{strategy.buffer_size}x{size}",
         "slots": shape.slots,
         "context": context,
         "batch": shape.slots,
@@ -292,7 +297,7 @@ def _generated(
         )
     readout = {
         "distinct_tokens": len(set(tokens)),
-        "head_in_program": has_head(program, llm.model.config.vocab_size),
+        "head_in_program": has_head(program, ids_of_device(llm.model)),
     }
     if not isinstance(llm.strategy, DiffusionGemma):  # whose first text is noise's
         readout["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
@@ -389,6 +394,6 @@ def _round(llm: LLM, slots: int, context: int, found: dict[str, Any]) -> dict[st
 
 
 def _profile(llm: LLM, context: int, text: int, program: str) -> dict[str, Any]:
-    cfg = llm.model.config
+    ids, layers = ids_of_device(llm.model), llm.model.config.num_layers
     trace, ran = measure.decode_trace(llm.engine, *_bucket(llm), context, PROFILE_STEPS, text)
-    return profile.shares(trace, profile.origins(program, cfg.vocab_size), ran, cfg.num_layers)
+    return profile.shares(trace, profile.origins(program, ids), ran, layers)

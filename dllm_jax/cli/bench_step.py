@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs; the median counts (default: %(default)s)",
     )
     flags.add_attention_flag(group)
+    flags.add_devices_flag(group)
     group = parser.add_argument_group("output")
     group.add_argument(
         "--profile", action="store_true", help="say how much of the step each kernel takes"
@@ -179,6 +180,8 @@ def heading(model: Any) -> dict[str, Any]:
         "config": dataclasses.asdict(model.config),
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "quantized_head": model.has_quantized_head,
         "mode": "fixed",
     }
 
@@ -186,7 +189,8 @@ def heading(model: Any) -> dict[str, Any]:
 def first_lines(facts: dict[str, Any]) -> list[str]:
     """The device, and the head of the table."""
     return [
-        f"{facts['model']} {facts['quantization'] or facts['dtype']} on {facts['device']}, "
+        f"{facts['model']} {facts['quantization'] or facts['dtype']}, cache "
+        f"{facts['kv_cache_dtype'] or facts['dtype']}, on {facts['device']}, "
         f"jax {facts['jax']}, commit {facts['commit']}",
         f"{'shape':>10} {'context':>7} {'bare ms':>18} {'generate ms':>20} {'floor ms':>8} "
         f"{'in turn':>8}  bare, generate over the floor in turn",
@@ -223,6 +227,12 @@ def row_lines(row: dict[str, Any]) -> list[str]:
     if row.get("experts_read") is not None:
         lines.append(
             f"{'':>10} experts of a layer read: {row['experts_read']:.1f}, as random routing has it"
+        )
+    if told := row.get("reductions"):
+        floor = "" if told["ms"] is None else f", at least {told['ms']:.3f} ms"
+        lines.append(
+            f"{'':>10} {row['num_devices']} devices add {told['sums']} times "
+            f"{told['bytes']:,} bytes{floor}; {told['in_program']} reductions in the program"
         )
     profile = row.get("profile")
     if profile is None:

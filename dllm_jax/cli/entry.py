@@ -25,6 +25,7 @@ VERBS = {
     "serve": "an OpenAI-compatible HTTP server",
     "bench": "speed: throughput, latency, one step, a server",
     "eval": "accuracy and tokens per forward on the built-in word problems",
+    "tune": "the fastest thresholds within an accuracy budget, by a race",
     "convert": "a Hugging Face folder to a converted one",
     "inspect": "what a checkpoint folder holds, and every problem in it",
     "train": "train a small model from nothing, or a drafter for any target",
@@ -45,6 +46,10 @@ EXAMPLES = {
         "--half plain --problems 20 --no-one-token",
         "--sweep accept_threshold=0.5:0.99:8 --plot sweep.svg",
     ),
+    "tune": (
+        "--grid accept_threshold=0.5:0.95:4 --problems 256 --plot front.svg --out tuned.json",
+        "--strategy multi_bd --grid accept_threshold=0.8,0.9 --data problems.jsonl --margin 2",
+    ),
     "convert": (
         "/models/SDAR-1.7B-Chat /models/sdar --dtype bfloat16",
         "builtin:tiny-sdar /tmp/tiny --dry-run",
@@ -63,11 +68,7 @@ EXAMPLES = {
 }
 
 # Planned; refused by name until they work.
-PLANNED_VERBS = ("tune",)
-PLANNED_FLAGS = {
-    "--tokenizer": "the tokenizer of the model's folder is used",
-    "--tasks": "the built-in task is the only one",
-}
+PLANNED_FLAGS = {"--tokenizer": "the tokenizer of the model's folder is used"}
 
 
 class _Help(argparse.HelpFormatter):
@@ -130,8 +131,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         UsageError: The command line is not valid.
     """
     verb = next((word for word in argv if not word.startswith("-")), None)
-    if verb in PLANNED_VERBS:
-        raise UsageError(f"verb {verb!r} is not supported yet; use one of {', '.join(VERBS)}")
     if verb is not None and verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(VERBS)}"
@@ -149,6 +148,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if not flag.startswith("-"):
             hint = "a text of several words goes in quotes; "
         raise UsageError(f"unknown argument {flag!r}; {hint}see `dllm-jax {verb} --help`")
+    if getattr(args, "strategy_config", None) is not None:
+        from dllm_jax.cli.strategy import apply_config
+
+        apply_config(args)
     return args
 
 

@@ -36,50 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: block_diffusion and multi_bd; with --draft: ar and dflash)",
     )
     flags.add_draft_flag(parser)
-    group = parser.add_argument_group("problems")
-    group.add_argument(
-        "--data",
-        metavar="FILE",
-        help='your own problems: .jsonl with "question" and "answer" (default: the built-in ones)',
-    )
-    group.add_argument(
-        "--scorer",
-        type=_scorer,
-        metavar="NAME",
-        help="judge of --data: exact (the whole text), numeric (its last number) or regex:PATTERN "
-        "(the last match, or its first group) against the answer (default: numeric)",
-    )
-    group.add_argument(
-        "--half",
-        choices=("plain", "hard", "both"),
-        help="which built-in problems (default: both)",
-    )
-    group.add_argument(
-        "--problems",
-        type=flags.whole(1),
-        metavar="N",
-        help=f"the first N of a half (default: {PROBLEMS}) or of --data (default: all)",
-    )
-    group.add_argument(
-        "--seed",
-        type=flags.whole(0, 2**32 - 1),
-        default=0,
-        help="of the built-in problems (default: %(default)s)",
-    )
-    group.add_argument(
-        "--batch-size",
-        type=flags.whole(1),
-        default=32,
-        metavar="B",
-        help="problems decoded at once (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=flags.whole(1),
-        default=224,
-        metavar="N",
-        help="tokens of a text at most (default: %(default)s)",
-    )
+    group = add_problem_flags(parser, PROBLEMS, ("plain", "hard", "both"))
     group.add_argument(
         "--sweep",
         type=_sweep,
@@ -106,6 +63,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no "
         "plot)",
     )
+
+
+def add_problem_flags(parser: argparse.ArgumentParser, count: int, halves: tuple[str, ...]) -> Any:
+    """Which problems are decoded, and how their texts are judged.
+
+    Args:
+        count: Problems of a built-in half that are taken by default.
+        halves: Choices of `--half`; the last one is the default.
+    """
+    group = parser.add_argument_group("problems")
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        help='your own problems: .jsonl with "question" and "answer" (default: the built-in ones)',
+    )
+    group.add_argument(
+        "--scorer",
+        type=_scorer,
+        metavar="NAME",
+        help="judge of --data: exact (the whole text), numeric (its last number) or regex:PATTERN "
+        "(the last match, or its first group) against the answer (default: numeric)",
+    )
+    group.add_argument(
+        "--tasks",
+        metavar="NAME,...",
+        help="tasks of lm-evaluation-harness that generate, as chats; needs lm-eval "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--include-path",
+        metavar="FOLDER",
+        help="where the .yaml files of --tasks are (default: the harness's own tasks)",
+    )
+    group.add_argument(
+        "--num-fewshot",
+        type=flags.whole(0),
+        metavar="N",
+        help="worked examples before each question of --tasks (default: the task's)",
+    )
+    group.add_argument(
+        "--half", choices=halves, help=f"which built-in problems (default: {halves[-1]})"
+    )
+    group.add_argument(
+        "--problems",
+        type=flags.whole(1),
+        metavar="N",
+        help=f"the first N of a half (default: {count}), of --data or of a task (default: all)",
+    )
+    group.add_argument(
+        "--seed",
+        type=flags.whole(0, 2**32 - 1),
+        default=0,
+        help="of the built-in problems (default: %(default)s)",
+    )
+    group.add_argument(
+        "--batch-size",
+        type=flags.whole(1),
+        default=32,
+        metavar="B",
+        help="problems decoded at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=flags.whole(1),
+        default=224,
+        metavar="N",
+        help="tokens of a text at most (default: %(default)s)",
+    )
+    return group
 
 
 def _scorer(name: str) -> tuple[str, Any]:
@@ -147,13 +173,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         if Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
             raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
     choices = strategies.load_several(args.strategy or usual, strategies.given_fields(args))
-    sets = _problems(args)
-
-    from dllm_jax.cli.sources import load_model
-
-    model = load_model(args)
-    if model.tokenizer is None:
-        raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
+    model, sets = load_with_problems(args, PROBLEMS, ("plain", "hard"))
     settings = _settings(args, model, choices)
     curves = {label: _points(args, label, one) for label, (one, *_) in settings.items()}
     _check_sweep(args, curves)
@@ -189,26 +209,70 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     return 0
 
 
-def _problems(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """The sets of problems, by the name that the report gives them."""
-    if args.data is None:
-        if args.scorer is not None:
-            raise UsageError("--scorer judges the answers of --data; give both")
-        from dllm_jax.tasks.evaluate import held_out
+def load_with_problems(
+    args: argparse.Namespace, count: int, halves: tuple[str, ...]
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and the sets of problems by the name that the report gives them."""
+    check_problem_flags(args)
+    sets = {} if args.tasks else _problems(args, count, halves)
 
-        halves = ("plain", "hard") if args.half in (None, "both") else (args.half,)
-        return {half: held_out(half, args.problems or PROBLEMS, args.seed) for half in halves}
-    if args.half is not None:
+    from dllm_jax.cli.sources import load_model
+
+    model = load_model(args)
+    if model.tokenizer is None:
+        raise ValueError(f"model {args.model!r} has no tokenizer; give a trained model")
+    if args.tasks:
+        from dllm_jax.tasks.harness import read_tasks
+
+        sets = read_tasks(
+            model,
+            args.tasks.split(","),
+            folder=args.include_path,
+            limit=args.problems,
+            num_fewshot=args.num_fewshot,
+        )
+    return model, sets
+
+
+def check_problem_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together."""
+    if args.tasks is not None and not all(args.tasks.split(",")):
+        raise UsageError(f"--tasks {args.tasks!r} names no task; write e.g. gsm8k,minerva_math")
+    for flag, value in (("--data", args.data), ("--half", args.half), ("--scorer", args.scorer)):
+        if args.tasks is not None and value is not None:
+            raise UsageError(f"{flag} and --tasks do not go together; leave one out")
+    for flag, value in (
+        ("--include-path", args.include_path),
+        ("--num-fewshot", args.num_fewshot),
+    ):
+        if args.tasks is None and value is not None:
+            raise UsageError(f"{flag} is of --tasks; give both")
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        raise UsageError(f"--include-path {args.include_path!r} is no folder; give one")
+    if args.data is None and args.scorer is not None:
+        raise UsageError("--scorer judges the answers of --data; give both")
+    if args.data is not None and args.half is not None:
         raise UsageError("--half chooses among the built-in problems; leave it out with --data")
+    if args.data is not None and not Path(args.data).is_file():
+        raise UsageError(f"--data {args.data!r} is not a file; give a .jsonl file")
+
+
+def _problems(args: argparse.Namespace, count: int, halves: tuple[str, ...]) -> dict[str, Any]:
+    """The built-in sets, or that of --data."""
+    from dllm_jax.tasks.evaluate import ProblemSet, held_out
+
+    if args.data is None:
+        chosen = halves if args.half in (None, "both") else (args.half,)
+        found = {half: held_out(half, args.problems or count, args.seed) for half in chosen}
+        return {half: ProblemSet(problems) for half, problems in found.items()}
     from dllm_jax.tasks.own_problems import read_problems
 
-    if not Path(args.data).is_file():
-        raise UsageError(f"--data {args.data!r} is not a file; give a .jsonl file")
     args.scorer = args.scorer or _scorer("numeric")
     try:
-        return {Path(args.data).name: read_problems(args.data)[: args.problems]}
+        found = read_problems(args.data)[: args.problems]
     except ValueError as error:
         raise UsageError(f"--data {error}") from None
+    return {Path(args.data).name: ProblemSet(found, args.scorer[1])}
 
 
 def _points(args: argparse.Namespace, label: str, strategy: Any) -> dict[str, dict[str, float]]:
@@ -282,14 +346,13 @@ def _evaluate(
     settings: dict[str, Any],
     curves: dict[str, dict[str, Any]],
     half: str,
-    problems: list[Any],
+    of: Any,
 ) -> dict[str, Any]:
     from tqdm import tqdm
 
     from dllm_jax.tasks import evaluate
 
-    judged = {"is_right": args.scorer[1]} if args.scorer is not None else {}
-    outcomes = {}
+    problems, outcomes = of.problems, {}
     for label, (strategy, draft, _) in settings.items():
         points = curves[label]
         total = len(problems) * len(points)
@@ -303,7 +366,8 @@ def _evaluate(
                 batch_size=args.batch_size,
                 max_tokens=args.max_tokens,
                 progress=lambda done, bar=bar: bar.update(done - bar.n),
-                **judged,
+                prompts=of.prompts,
+                is_right=of.is_right,
             )
         outcomes |= zip(points, found, strict=True)
     base = next(iter(outcomes))
@@ -332,6 +396,7 @@ def _facts(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         "seed": args.seed,
         "batch_size": args.batch_size,
         "data": args.data,
+        "tasks": args.tasks,
         "scorer": None if args.scorer is None else args.scorer[0],
         "greedy": True,
     }
@@ -343,7 +408,8 @@ def table(facts: dict[str, Any]) -> str:
     for half, content in facts["halves"].items():
         results = content["results"]
         number = next(iter(results.values()))["problems"]
-        kind = "problem" if facts.get("data") else "held-out problem"
+        is_own = facts.get("data") or facts.get("tasks")
+        kind = "problem" if is_own else "held-out problem"
         lines += ["", f"{half}: {count(number, kind)}"]
         lines.append(
             f"{'':<32}{'exact %':>21}{'tokens/forward':>22}{'without commits':>17}"

@@ -10,6 +10,7 @@ from dllm_jax.engine import checks
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 QUANTIZATIONS = ("fp8", "none")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 ATTENTION = ("xla", "cudnn", "triton", "mosaic")
 # Fields of strategies with flags of their own.
 THRESHOLDS = {
@@ -92,7 +93,7 @@ def literal(text: str) -> Any:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --revision, --lora, --dtype, --quantization."""
+    """--model, and how it is loaded."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -113,6 +114,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=QUANTIZATIONS,
         help="fp8: round the matrices of the layers to 8 bits while the model is loaded; none: "
         "weights of 16 bits (default: 8 bits for what the folder stores in 4 or 8)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="fp8: keys and values in 8 bits, which doubles the tokens that the cache holds "
+        "(default: auto, the type of the weights)",
+    )
+    group.add_argument(
+        "--quantize-head",
+        action="store_true",
+        help="round the head to 8 bits as well (default: it keeps its type)",
     )
 
 
@@ -287,6 +300,7 @@ def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = Non
     """
     group = parser.add_argument_group("strategy")
     spec = "a name (`dllm-jax info` lists them), pkg.module:Name or path/to/file.py:name"
+    parser.set_defaults(takes_strategies=repeat is not None)
     if repeat:
         group.add_argument(
             "--strategy",
@@ -322,4 +336,10 @@ def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = Non
         default=[],
         metavar="KEY=VALUE",
         help="any field of the strategy, which `dllm-jax info STRATEGY` lists (default: none)",
+    )
+    group.add_argument(
+        "--strategy-config",
+        metavar="FILE",
+        help="a strategy and its fields, as `dllm-jax tune --out` writes them; flags win over it "
+        "(default: none)",
     )

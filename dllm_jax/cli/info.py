@@ -55,6 +55,7 @@ def collect() -> dict[str, dict[str, str]]:
     return {
         "versions": {"python": platform.python_version(), **versions},
         "devices": _devices(),
+        "sharing": _sharing(),
         "kernels": _kernels(),
         "models": _models(),
         "random": _random(),
@@ -128,6 +129,17 @@ def _devices() -> dict[str, str]:
             memory = f", {used / 2**30:.1f} of {limit / 2**30:.1f} GiB in use"
         found[str(device)] = f"{device.device_kind} ({device.platform}){memory}"
     return found
+
+
+def _sharing() -> dict[str, str]:
+    """How many of the devices can share a model."""
+    import jax
+
+    count = jax.device_count()
+    if count == 1:
+        return {"--tp 1": "one device: nothing to share"}
+    links = "XLA's collectives" if jax.default_backend() == "cpu" else "NCCL"
+    return {f"--tp 1 to {count}": f"heads, experts and ids by device; sums by {links}"}
 
 
 def _kernels() -> dict[str, str]:

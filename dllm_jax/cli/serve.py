@@ -106,6 +106,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--no-warm-up", action="store_true", help="compile each size when it is first met"
     )
+    hosts = parser.add_argument_group("several hosts")
+    hosts.add_argument(
+        "--nnodes",
+        type=flags.whole(1),
+        default=1,
+        metavar="N",
+        help="processes that share the model over all of their devices; the same command on each, "
+        "but for --node-rank (default: %(default)s)",
+    )
+    hosts.add_argument(
+        "--node-rank",
+        type=flags.whole(0),
+        default=0,
+        metavar="R",
+        help="of this process; 0 serves, the others serve it (default: %(default)s)",
+    )
+    hosts.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="a free port of the host of rank 0"
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +157,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Serve until a signal or a failure; while it serves, the server takes the signals."""
+    if args.source is not None:
+        args.model = args.source
+    _check_nodes(args)
+    if args.node_rank:
+        return _follow(args)
     config = config_of(args)
     from dllm_jax.serve.server import bind
     from dllm_jax.serve.server import run as serve
@@ -150,6 +174,29 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
             "choose another --host or --port"
         ) from error
     return serve(config, sock)
+
+
+def _check_nodes(args: argparse.Namespace) -> None:
+    if args.nnodes > 1 and args.coordinator is None:
+        raise UsageError(f"--nnodes {args.nnodes} needs --coordinator HOST:PORT")
+    if args.coordinator is not None and args.nnodes == 1:
+        raise UsageError("--coordinator is for several hosts; give --nnodes")
+    if args.node_rank >= args.nnodes:
+        raise UsageError(
+            f"--node-rank {args.node_rank} is not in [0, {args.nnodes - 1}], the ranks of --nnodes "
+            f"{args.nnodes}"
+        )
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """What a process of another rank does: it ends when rank 0 does."""
+    from dllm_jax.engine.layout import DeviceFailure
+
+    try:
+        _make_llm(args, lambda *_: None)
+    except DeviceFailure as failure:
+        raise UsageError(str(failure)) from failure
+    return 0
 
 
 def config_of(args: argparse.Namespace) -> "Config":
@@ -169,8 +216,6 @@ def config_of(args: argparse.Namespace) -> "Config":
         if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
-    if args.source is not None:
-        args.model = args.source
     keys = _keys(args)
     if "*" in args.allowed_origin and keys:
         raise UsageError("--allowed-origin * with a key; name the origins")
@@ -222,6 +267,8 @@ _OF_ENGINE = (
         "lora",
         "dtype",
         "quantization",
+        "kv_cache_dtype",
+        "quantize_head",
         "strategy",
         "block_size",
         "buffer_size",
@@ -229,7 +276,7 @@ _OF_ENGINE = (
     ),
     *(*flags.THRESHOLDS, "draft", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
     *("page_size", "memory_utilization", "no_prefix_caching", "attention_implementation"),
-    *("tensor_parallel_size", "seed", "no_warm_up"),
+    *("tensor_parallel_size", "seed", "no_warm_up", "nnodes", "node_rank", "coordinator"),
 )
 
 
@@ -284,6 +331,18 @@ def served(llm: Any) -> "Served":
     return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request, read)
 
 
+def _join(args: argparse.Namespace) -> None:
+    """Meet the processes of the other ranks; the model is over the devices of all."""
+    import jax
+
+    from dllm_jax.loading.jax_settings import enable_async_dispatch
+
+    enable_async_dispatch()
+    jax.distributed.initialize(args.coordinator, args.nnodes, args.node_rank)
+    if args.tensor_parallel_size == 1:
+        args.tensor_parallel_size = jax.device_count()
+
+
 def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) -> Any:
     from dllm_jax.api.llm import LLM
     from dllm_jax.cli.engine import SLOTS
@@ -291,6 +350,8 @@ def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) ->
     from dllm_jax.engine.layout import EngineConfig
     from dllm_jax.loading.chat import note
 
+    if args.nnodes > 1:
+        _join(args)
     chosen = strategies.load(args.strategy)
     model = load_model(args)
     if said := note(model):

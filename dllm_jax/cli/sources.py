@@ -43,6 +43,8 @@ def load_model(args: argparse.Namespace) -> Any:
             progress,
             args.quantization,
             mesh=None if count == 1 else over_devices(count),
+            kv_cache_dtype=args.kv_cache_dtype,
+            quantize_head=args.quantize_head,
         )
     finally:
         for bar in bars:

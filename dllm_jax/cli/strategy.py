@@ -4,11 +4,13 @@ An error in it is a `UsageError`, raised before anything is printed.
 """
 
 import argparse
+import json
 import math
 import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError, one_line
@@ -59,6 +61,42 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
             )
         fields[key] = value
     return fields
+
+
+def apply_config(args: argparse.Namespace) -> None:
+    """Put what `--strategy-config` holds where the flags would have put it.
+
+    Raises:
+        UsageError: The file holds no strategy, or `--strategy` names another one.
+    """
+    path = args.strategy_config
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"--strategy-config {path!r} cannot be read: {error.strerror}; give a file"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--strategy-config {path!r} is no JSON ({error}); write one with "
+            "`dllm-jax tune --out FILE`"
+        ) from None
+    spec, fields = (
+        (found.get("strategy"), found.get("fields")) if isinstance(found, dict) else (0, 0)
+    )
+    if not isinstance(spec, str) or not spec or not isinstance(fields, dict):
+        raise UsageError(
+            f'--strategy-config {path!r} must hold {{"strategy": NAME, "fields": {{...}}}}; write '
+            "one with `dllm-jax tune --out FILE`"
+        )
+    if args.strategy not in (None, spec, [spec]):
+        raise UsageError(
+            f"--strategy-config {path!r} is of {spec}, and --strategy says otherwise; give one"
+        )
+    args.strategy = [spec] if getattr(args, "takes_strategies", False) else spec
+    given = given_fields(args)
+    more = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k not in given}
+    args.set = [*args.set, *more.items()]
 
 
 def load_several(specs: Sequence[str], fields: dict[str, Any]) -> list[Any]:

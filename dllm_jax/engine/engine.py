@@ -37,6 +37,8 @@ NEWEST_SHARE = 0.2  # of the last chunk in the running mean of a step's seconds
 class Stats:
     """Counts since the engine was made; the first five are current values.
 
+    Programs are those compiled so far (`num_compiled`) and those still to come; a late compilation
+    is one for which a request had to wait.
     Draft counts are of texts that ended, as in `requests.DraftMetrics`.
     """
 
@@ -51,6 +53,8 @@ class Stats:
     num_preemptions: int
     num_failures: int
     num_late_compiles: int
+    num_programs: int
+    num_compiled: int
     prompt_tokens: int
     generated_tokens: int
     nfe: int
@@ -223,6 +227,8 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_failures=counts["num_failures"],
             num_late_compiles=self.runner.num_late_compiles,
+            num_programs=self.runner.num_programs,
+            num_compiled=self.runner.num_compiled,
             prompt_tokens=counts["prompt_tokens"],
             generated_tokens=counts["generated_tokens"]
             + sum(s.placement.num_written(len(s.tokens)) for s in running),

@@ -22,10 +22,12 @@ from dllm_jax.loading import checkpoints
 from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.loading.model import Model, TokenizerSource
 from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, join
+from dllm_jax.models import kv_cache
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.head import Unembed
+from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import (
     QUANTIZATIONS,
@@ -33,6 +35,7 @@ from dllm_jax.models.quantization import (
     is_quantized,
     quantized,
     unsupported,
+    with_quantized_head,
 )
 from dllm_jax.models.sharding import Split, as_split
 from dllm_jax.strategies.core.checks import told
@@ -49,6 +52,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     quantization: Quantization | None = None,
     mesh: Mesh | Split | None = None,
+    kv_cache_dtype: KVCacheDType = "auto",
+    quantize_head: bool = False,
 ) -> Model:
     """Load a model.
 
@@ -66,6 +71,8 @@ def load(
             routers stay. "none" has all weights in `dtype`. None rounds the matrices that the
             folder stores in 4 or 8 bits, and no others.
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
+        kv_cache_dtype: As in `with_kv_cache`.
+        quantize_head: Round the head to 8 bits as well, a scale for each id; rows stay as they are.
 
     Returns:
         The model, weights on the default device or on those of the mesh.
@@ -83,6 +90,7 @@ def load(
             "(tensor_parallel_size=1)"
         )
     source = os.fspath(src)
+    _check_kv_cache(kv_cache_dtype, split)
     if dtype not in _DTYPES:
         raise LoadError(f"dtype={told(dtype)} is not supported; use one of {', '.join(_DTYPES)}")
     if quantization not in (None, *QUANTIZATIONS):
@@ -96,10 +104,59 @@ def load(
                 raise LoadError(
                     f"{name}={told(value)}: the weights of {source!r} are drawn; leave it out"
                 )
-        return _random(source, dtype, quantization, split)
+        model = _random(source, dtype, quantization, split)
+        return _in_8_bits(model, kv_cache_dtype, quantize_head)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
     folder = find_folder(source, revision)
-    return _from_folder(folder, source, dtype, adapter, progress, quantization, split)
+    model = _from_folder(folder, source, dtype, adapter, progress, quantization, split)
+    return _in_8_bits(model, kv_cache_dtype, quantize_head)
+
+
+def _in_8_bits(model: Model, kv_cache_dtype: KVCacheDType, quantize_head: bool) -> Model:
+    """The model with what is rounded behind its layers."""
+    model = with_kv_cache(model, kv_cache_dtype)
+    if not quantize_head:
+        return model
+    one_device = "several devices have no head in 8 bits; use one (tensor_parallel_size=1)"
+    reason = one_device if model.split is not None else unsupported(model.config)
+    if reason or not isinstance(model.arch.unembed, Unembed):
+        reason = reason or "its head is a function of its own"
+        raise LoadError(f"quantize_head=True of {model.source!r}: {reason}; leave it out")
+    return model.replace(params=with_quantized_head(model.params))
+
+
+def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
+    """The model with its keys and values cached in another type.
+
+    Args:
+        kv_cache_dtype: "fp8", or "fp8_e4m3": every key and value is rounded to 8 bits when it is
+            made, with a scale for each head that follows from the weights. "auto" and None: as the
+            model has it.
+
+    Raises:
+        LoadError: It is not supported, for this model or at all.
+    """
+    _check_kv_cache(kv_cache_dtype, model.split)
+    if kv_cache_dtype in ("auto", None) or model.kv_scales is not None:
+        return model
+    if reason := kv_cache.unsupported(model.config):
+        raise LoadError(
+            f"kv_cache_dtype={told(kv_cache_dtype)} of {model.source!r}: {reason}; leave it out"
+        )
+    return model.replace(kv_scales=kv_cache.kv_scales(model.params))
+
+
+def _check_kv_cache(kv_cache_dtype: Any, split: Split | None) -> None:
+    if kv_cache_dtype not in (None, *kv_cache.KV_CACHE_DTYPES):
+        raise LoadError(
+            f"kv_cache_dtype={told(kv_cache_dtype)} is not supported; use one of "
+            f"{', '.join(kv_cache.KV_CACHE_DTYPES)}"
+        )
+    if kv_cache_dtype not in (None, "auto") and split is not None:
+        raise LoadError(
+            f"kv_cache_dtype={told(kv_cache_dtype)}: several devices have no cache in 8 bits; "
+            "leave it out, or use one device (tensor_parallel_size=1)"
+        )
 
 
 def _from_folder(
@@ -181,6 +238,11 @@ def place(model: Model, split: Split) -> Model:
 def _require_shareable(model: Model) -> None:
     """Refuse a network that several devices cannot share."""
     one_device = "use one device (tensor_parallel_size=1)"
+    if model.kv_scales is not None:
+        raise ValueError(
+            f"keys and values of {model.source!r} are cached in 8 bits, for which several devices "
+            f'have no form; {one_device}, or load it with kv_cache_dtype="auto"'
+        )
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise ValueError(
             f"the weights of {model.source!r} are in 8 bits, which several devices cannot share: "
@@ -234,23 +296,25 @@ def _random(
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     arch = arch_of(parsed.config)
     shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
-    leaves, tree = jax.tree.flatten_with_path(shapes)
     model = Model(
-        params=jax.tree.unflatten(
-            tree,
-            [_drawn(i, path, leaf, quantization == "fp8") for i, (path, leaf) in enumerate(leaves)],
-        ),
+        params=None,
         config=parsed.config,
         arch=arch,
         defaults=parsed.defaults,
         source=source,
     )
-    return model if split is None else place(model, split)
+    if split is not None:
+        _require_shareable(model)
+    leaves, tree = jax.tree.flatten_with_path(shapes)
 
+    def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
+        drawn = _random_leaf(index, path, leaf)
+        if split is not None:
+            return split.put(path[-1].key, drawn, parsed.config)
+        return quantized(path, drawn) if quantization == "fp8" else drawn
 
-def _drawn(index: int, path: tuple[Any, ...], leaf: Any, is_small: bool) -> Any:
-    drawn = _random_leaf(index, path, leaf)
-    return quantized(path, drawn) if is_small else drawn
+    params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])
+    return model.replace(params=params, split=split)
 
 
 def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:

@@ -4,14 +4,18 @@ So a `Model` can be an argument of jit, grad and vmap.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.kernels.kv_write.fp8 import DTYPE as KV_FP8
+from dllm_jax.loading import likelihood
+from dllm_jax.loading.likelihood import LogLikelihood
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
@@ -56,6 +60,8 @@ class Model(struct.PyTreeNode):
         source: The argument of `load`.
         tokenizer_source: The tokenizer's files, None for a model without one.
         split: The devices that share the weights; None: one has them all.
+        kv_scales: Of each layer, what keys and what values of each head are divided by before
+            they are rounded to 8 bits; None: they are cached in the type of the weights.
     """
 
     params: Any
@@ -65,6 +71,7 @@ class Model(struct.PyTreeNode):
     source: str = struct.field(pytree_node=False, default="")
     tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
     split: Split | None = struct.field(pytree_node=False, default=None)
+    kv_scales: tuple[Float[Array, "2 G"], ...] | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -84,8 +91,24 @@ class Model(struct.PyTreeNode):
     @property
     def quantization(self) -> Literal["fp8"] | None:
         """How the matrices of the layers are stored; None: in the type of the other weights."""
-        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        layers = {name: leaf for name, leaf in self.params.items() if name != "lm_head"}
+        leaves = jax.tree.leaves(layers, is_leaf=is_quantized)
         return "fp8" if any(map(is_quantized, leaves)) else None
+
+    @property
+    def has_quantized_head(self) -> bool:
+        """Whether the head is stored in 8 bits."""
+        return is_quantized(self.params.get("lm_head"))
+
+    @property
+    def kv_dtype(self) -> Any:
+        """Type of the cached keys and values."""
+        return jnp.dtype(self.params["embed"].dtype if self.kv_scales is None else KV_FP8)
+
+    @property
+    def kv_cache_dtype(self) -> Literal["fp8"] | None:
+        """How keys and values are cached; None: in the type of the weights."""
+        return None if self.kv_scales is None else "fp8"
 
     @property
     def shapes(self) -> Any:
@@ -149,3 +172,89 @@ class Model(struct.PyTreeNode):
             return reference.dense_logits(params, self.config, ids, mask, self.arch)
 
         return partitioned(self.split, logits, self.params, ids, mask)
+
+    def forbidden(self, ids: Any) -> Any:
+        """Ids never written: the mask, edits that are no text, rows that hold no token.
+
+        [V] to [V], of NumPy or of JAX as `ids` are.
+        """
+        defaults = self.defaults
+        never = (ids == self.config.mask_token_id) | (
+            ids >= (defaults.vocab_limit or self.config.vocab_size)
+        )
+        for token in defaults.forbidden_token_ids:
+            never |= ids == token
+        return never
+
+    @overload
+    def log_likelihood(
+        self,
+        prompts: str | Sequence[int],
+        completions: str | tuple[int, ...],
+        *,
+        method: likelihood.Method = "chain",
+        budget: int = likelihood.BUDGET,
+        block_size: int | None = None,
+        seed: int = 0,
+    ) -> LogLikelihood: ...
+
+    @overload
+    def log_likelihood(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        completions: list[str] | list[list[int]],
+        *,
+        method: likelihood.Method = "chain",
+        budget: int = likelihood.BUDGET,
+        block_size: int | None = None,
+        seed: int = 0,
+    ) -> list[LogLikelihood]: ...
+
+    def log_likelihood(
+        self,
+        prompts: Any,
+        completions: Any,
+        *,
+        method: likelihood.Method = "chain",
+        budget: int = likelihood.BUDGET,
+        block_size: int | None = None,
+        seed: int = 0,
+    ) -> Any:
+        """How likely completions are behind their prompts, in nats.
+
+        "chain" is the log-probability with which `block_diffusion` with `remasking="sequential"`
+        and temperature 1 writes the completion, one token a forward: it is exact, sums to one over
+        all completions of a length, and reads a block for each token. "elbo" averages the chain
+        rule over all orders in which a block may be filled, as papers on masked models do. It is
+        never above the log-probability of a law that draws the order of each block. Up to `budget`
+        blocks are read for each block of the completion, and the error of the estimate is stated.
+
+        Completions of one prompt share its keys and values, which are computed once. The end of
+        text is a token like any other: it counts where the completion holds it.
+
+        Args:
+            prompts: A text or its token ids, or one for each completion. A text gets the special
+                tokens that the tokenizer puts around one, but no chat template.
+            completions: A text, or its ids as a tuple, for one result; a list of texts or of lists
+                of ids for a list of results. Texts are tokenised apart from their prompt.
+            budget: Only of "elbo": the most hidden sets of a block. From 2**n - 1 on, the value of
+                a block with n tokens of the completion is exact.
+            block_size: Tokens of a block; None takes the family's. Only block models read it.
+            seed: Only of "elbo": which sets are hidden, beside the tokens themselves.
+
+        Raises:
+            ValueError: For a model without log-likelihoods (DiffusionGemma), an empty completion,
+                an id that the model never writes, or a pair that is too long.
+
+        Source: Block Diffusion (arXiv 2503.09573), equation 7, for blocks; Ou et al. 2024 (arXiv
+            2406.03736) for the bound as a mean over orders.
+        """
+        return likelihood.log_likelihood(
+            self,
+            prompts,
+            completions,
+            method=method,
+            budget=budget,
+            block_size=block_size,
+            seed=seed,
+        )

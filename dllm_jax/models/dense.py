@@ -295,8 +295,8 @@ def _attention(
 
 def head(params: Any, cfg: DenseConfig) -> Head:
     """What the logits of rows that went through the final norm are products with."""
-    weights = params["embed"] if cfg.tie_embeddings else params["lm_head"]
-    return Head(weights, scale=cfg.logit_scale)
+    name = "lm_head" if "lm_head" in params else "embed"  # a tied one may have a copy in 8 bits
+    return Head(params[name], scale=cfg.logit_scale)
 
 
 unembed = Unembed(head)  # (params, cfg, hidden [..., D]) -> float32 logits [..., V]

@@ -5,11 +5,12 @@ An `Architecture.unembed` that is an `Unembed` has this form; any other function
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from dllm_jax.kernels.token_readout.head import Fp8Head, products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +24,20 @@ class Head:
             behind the last; None: one device has all.
     """
 
-    weights: Float[Array, "V D"]
+    weights: Float[Array, "V D"] | Fp8Head
     scale: float = 1.0
     cap: float | None = None
     embed_scale: float | None = None
     axis: str | None = None
 
+    @property
+    def embedding(self) -> Float[Array, "V D"]:
+        """The weights where they are the embedding's, which is never in 8 bits."""
+        return cast(Array, self.weights)
+
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32."""
-        logits = jax.lax.dot_general(
-            hidden,
-            self.weights.astype(hidden.dtype),
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        logits = products(hidden, self.weights)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
+from dllm_jax.kernels.token_readout.head import Fp8Head, quantize_head
 from dllm_jax.models.dflash import DFlashConfig
 
 Quantization = Literal["fp8", "none"]
@@ -49,8 +50,14 @@ def quantized(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array | Fp8Matrix:
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Whether a node of a parameter tree is a matrix in 8 bits."""
-    return isinstance(leaf, Fp8Matrix)
+    """Whether a node of a parameter tree is a matrix, or a head, in 8 bits."""
+    return isinstance(leaf, Fp8Matrix | Fp8Head)
+
+
+def with_quantized_head(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with the head in 8 bits, of a tied one beside the embedding."""
+    head = params.get("lm_head", params["embed"])
+    return params | {"lm_head": head if is_quantized(head) else quantize_head(head)}
 
 
 _quantize = jax.jit(quantize_matrix, static_argnames="num_inputs")

@@ -8,7 +8,7 @@ sums (`total`). Nothing here knows about pages or strategies.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ AXES = {
     "experts_gate_up": 0,  # [E D 2 F]
     "experts_down": 0,
 }
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Split:
         """A leaf of that name on the devices."""
         whole = fitted_leaf(name, leaf, cfg, self.num_parts)
         sharding = NamedSharding(self.mesh, self._spec(name))
+        if not sharding.is_fully_addressable:
+            whole = np.asarray(whole)
         if not isinstance(whole, np.ndarray):
             return jax.block_until_ready(jax.device_put(whole, sharding))
         # A CPU device would share the memory of a NumPy array.
@@ -108,6 +112,21 @@ class Split:
 
         made = jax.make_array_from_callback(whole.shape, sharding, part)
         return jax.block_until_ready(made)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Arrays of the host, or whole ones of the devices, whole on every device."""
+        sharding = self.sharding()
+        if sharding.is_fully_addressable:
+            return jax.device_put(tree, sharding)
+
+        # To devices of other processes `device_put` compares all copies first.
+        def put(leaf: Any) -> Array:
+            if isinstance(leaf, jax.Array):
+                return leaf
+            leaf = np.asarray(leaf)
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+        return jax.tree.map(put, tree)
 
     def laid(self, shapes: Any, specs: Any) -> Any:
         """Shapes that say where their arrays lie.
@@ -178,7 +197,7 @@ class Split:
         )(chosen(leaves))
 
 
-def partitioned(split: Split | None, body: Callable[..., Array], params: Any, *args: Any) -> Array:
+def partitioned(split: Split | None, body: Callable[..., _T], params: Any, *args: Any) -> _T:
     """`body(params, *args)` by XLA's partitioning, for what is no program of the engine.
 
     The result is whole on every device. Explicit axes of a mesh are automatic inside.
@@ -202,6 +221,11 @@ def over_devices(count: int) -> Split:
         raise ValueError(
             f"tensor_parallel_size={count} needs {count} devices, this process sees "
             f"{len(devices)} ({devices[0].platform}); choose a number in [1, {len(devices)}]"
+        )
+    if jax.process_count() > 1 and count != len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={count}: {jax.process_count()} processes share a model over "
+            f"all of their {len(devices)} devices; give {len(devices)}"
         )
     return Split(Mesh(np.array(devices[:count]), ("tp",)))
 

@@ -137,7 +137,7 @@ def new_pools(
     """Empty pools of the model and of those the strategy needs beside it."""
     models = {TARGET: model, **{name: aux[name] for name in strategy.needs.aux}}
     return {
-        name: new_pool(other.config, num_pages, page_size, other.params["embed"].dtype, other.split)
+        name: new_pool(other.config, num_pages, page_size, other.kv_dtype, other.split)
         for name, other in models.items()
     }
 

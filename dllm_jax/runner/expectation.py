@@ -49,19 +49,19 @@ def read_expected(
     each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
 
     # From NumPy ids the mask is a constant of the program.
-    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
+    never = forbidden(np.arange(len(head.embedding), dtype=np.int32))
 
     def plain(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
         heat = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-        read = law_readout(hidden, head.weights, never, heat, scale=head.scale, cap=head.cap)
+        read = law_readout(hidden, head.embedding, never, heat, scale=head.scale, cap=head.cap)
         return _told(head, read, sampling.temperature > 0, keys, num_top)
 
     def narrowed(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
         logits = jnp.where(never, -jnp.inf, head(hidden))
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-        read = of_law(drawn_law(logits, **how), head.weights.dtype)
+        read = of_law(drawn_law(logits, **how), head.embedding.dtype)
         return _told(head, read, sampling.temperature > 0, keys, num_top)
 
     rows = (hidden, each, keys)
@@ -85,7 +85,7 @@ def _told(
 ) -> TokenStats:
     """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
     best, mass = read.token, 1.0 + read.rest
-    soft = jnp.dot(read.weights, head.weights, preferred_element_type=jnp.float32)
+    soft = jnp.dot(read.weights, head.embedding, preferred_element_type=jnp.float32)
     token, own = best, jnp.ones_like(mass)
     if keys is not None:
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)

@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
@@ -118,6 +119,10 @@ class ModelForward:
         fresh: list[tuple[Array, Array]] = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            every = self.model.kv_scales
+            scales = None if every is None else every[layer]
+            if scales is not None:  # fresh ones too: a key is the same before and after a commit
+                k, v = fp8.quantize(k, scales[0]), fp8.quantize(v, scales[1])
             fresh.append((k, v))
             k_pages, v_pages = state.pools[self.pool][layer]
             seen, scale = mask, None
@@ -134,6 +139,7 @@ class ModelForward:
                 state.page_table,
                 seen,
                 scale=scale,
+                kv_scales=scales,
                 implementation=self._implementation,
             )
 
@@ -200,7 +206,15 @@ class ModelForward:
         stats: TokenStats,
     ) -> TokenStats:
         """Statistics [B] with the tokens that the windows' first cells take in their grammars."""
-        read = read_classes(self.unembed, hidden, seen, sampling, keys, forbidden=self.forbidden)
+        read = read_classes(
+            self.unembed,
+            hidden,
+            seen,
+            sampling,
+            keys,
+            forbidden=self.forbidden,
+            shard=self.shard,
+        )
         kind = seen.kind.at[:, 0].set(constraint.HOLE)
         W = kind.shape[1]
         padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, W - 1), (0, 0))), read)
@@ -264,15 +278,8 @@ class ModelForward:
         return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 
     def forbidden(self, ids: Any) -> Any:
-        """Ids never predicted: the mask, edits that are no text, rows that hold no token.
-
-        [V] to [V], of NumPy or of JAX as `ids` are.
-        """
-        defaults = self.model.defaults
-        never = (ids == self.mask_id) | (ids >= (defaults.vocab_limit or self.vocab_size))
-        for token in defaults.forbidden_token_ids:
-            never |= ids == token
-        return never
+        """Ids never predicted; see `Model.forbidden`."""
+        return self.model.forbidden(ids)
 
     def _embed_inputs(
         self, state: DecodeState, inputs: Any, first: Int[Array, " B"] | int, size: int
@@ -506,6 +513,7 @@ class WindowOutput(struct.PyTreeNode):
                 penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
                 confidence=confidence,
                 guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+                shard=self.forward.shard,
             )
             classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)

@@ -422,6 +422,7 @@ def _decode(programs, state, requests):
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
+@_per_device
 def decode_bound(programs, state, requests, bound):
     """Steps of some slots, of which some have a grammar: see `_steps`."""
     return _steps(programs, state, requests, bound)

@@ -5,7 +5,7 @@ product while it is made (`dllm_jax.kernels.token_readout`); all else is read ou
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,14 @@ from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, tok
 from dllm_jax.models.head import Head
 from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, View
 from dllm_jax.strategies.core.protocol import TokenStats
-from dllm_jax.strategies.core.sampling import Shard, normaliser, settled, token_stats
+from dllm_jax.strategies.core.sampling import (
+    Shard,
+    gumbel,
+    log_law,
+    normaliser,
+    settled,
+    token_stats,
+)
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
@@ -108,7 +115,9 @@ def read_stats(
     def in_rows() -> TokenStats:
         # Build operands inside the branch: the inputs of a `cond` cost launches.
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
-        return in_chunks(one, (hidden, each, keys, penalty, away))
+        # Every chunk reads the head again, and a device's part of it has fewer logits a row.
+        whole = FEW_ROWS * (1 if shard is None else jax.lax.axis_size(shard.axis))
+        return in_chunks(one, (hidden, each, keys, penalty, away), whole=whole)
 
     # The kernels tell a whole vocabulary.
     head = unembed if isinstance(unembed, Head) and guide is None and shard is None else None
@@ -174,13 +183,15 @@ def read_classes(
     penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
     confidence: Literal["drawn", "raw"] = "drawn",
     guide: tuple[Float[Array, "R D"], float] | None = None,
+    shard: Shard | None = None,
 ) -> ClassStats:
     """What each row says of the classes of its slot's grammar; ties to the lowest id.
 
     Args:
         hidden: Rows of slot after slot.
         view: Slots without a grammar are not read.
-        sampling, keys, penalty, confidence, guide: As of `read_stats`; no top-k, no nucleus.
+        sampling, keys, penalty, confidence, guide, shard: As of `read_stats`; no top-k, no
+            nucleus.
     """
     B, C = view.grammar.lowest.shape
     away, scale = (None, 0.0) if guide is None else guide
@@ -195,24 +206,29 @@ def read_classes(
         if away is not None:
             others = unembed(away)
             logits = others + (1.0 + scale) * (logits - others)
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        ids = _ids(logits, shard)
+        own = _own_ids(grammar, ids, shard)
         if penalty is not None:
             hit = ids[None] == penalty[0][:, None]
             logits = logits - jnp.where(hit, penalty[1][:, None], 0.0)
         logits = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
-        raw = jax.nn.log_softmax(logits, axis=-1)
+        raw = log_law(logits, shard)
 
         def likeliest() -> ClassStats:
-            best, token = _class_maxima(grammar, raw)
+            best, token = _class_maxima(own, raw, shard)
             return ClassStats(token, best, best, best)
 
         def drawn() -> ClassStats:
-            law = jax.nn.log_softmax(logits / temperature, axis=-1)
-            noise = jax.vmap(lambda key: jax.random.gumbel(key, ids.shape, jnp.float32))(keys)
-            rank, token = _class_maxima(grammar, law + noise)
+            law = log_law(logits / temperature, shard)
+            rank, token = _class_maxima(own, law + gumbel(keys, law, shard), shard)
             judged = raw if confidence == "raw" else law
-            own = jnp.take_along_axis(judged, jnp.minimum(token, len(ids) - 1), axis=1)
-            return ClassStats(token, rank, _class_masses(grammar, law), own)
+            place = token - ids[0]
+            there = jnp.clip(place, 0, len(ids) - 1)
+            said = jnp.take_along_axis(judged, there, axis=1)
+            if shard is not None:
+                is_mine = (place >= 0) & (place < len(ids))
+                said = shard.total(jnp.where(is_mine, said, 0.0))
+            return ClassStats(token, rank, _class_masses(own, law, shard), said)
 
         return likeliest() if keys is None else jax.lax.cond(temperature > 0, drawn, likeliest)
 
@@ -226,42 +242,77 @@ def read_classes(
     return jax.lax.map(lambda rows: jax.lax.cond(rows[-1], one, none, rows), given)
 
 
+class _OwnIds(NamedTuple):
+    """A slot's grammar as the ids have it that are read here: all, or those of a device."""
+
+    ids: Int[Array, " V"]
+    class_of: Int[Array, " V"]
+    wide: Int[Array, " M"]
+    narrow: Int[Array, " N"]  # as places in `ids`
+    narrow_class: Int[Array, " N"]  # NO_CLASS for the ids of other devices
+    num_classes: int
+    num_ids: int  # of all devices
+
+
+def _own_ids(grammar: Grammar, ids: Int[Array, " V"], shard: Shard | None) -> _OwnIds:
+    class_of, narrow_class, place = grammar.class_of, grammar.narrow_class, grammar.narrow - ids[0]
+    num_ids = len(class_of)
+    if shard is not None:
+        behind = len(ids) * jax.lax.axis_size(shard.axis) - num_ids
+        class_of = jnp.pad(class_of, (0, behind), constant_values=NO_CLASS)
+        class_of = jax.lax.dynamic_slice_in_dim(class_of, ids[0], len(ids))
+        is_mine = (place >= 0) & (place < len(ids))
+        narrow_class = jnp.where(is_mine, narrow_class, NO_CLASS)
+        place = jnp.clip(place, 0, len(ids) - 1)
+    return _OwnIds(ids, class_of, grammar.wide, place, narrow_class, len(grammar.lowest), num_ids)
+
+
 def _class_maxima(
-    grammar: Grammar, score: Float[Array, "T V"]
+    own: _OwnIds, score: Float[Array, "T V"], shard: Shard | None
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
     """The best score of each class of one slot, and its id."""
-    T, V = score.shape
-    C = len(grammar.lowest)
-    of = grammar.narrow_class
-    own = jnp.where((of == NO_CLASS)[None], -jnp.inf, score[:, grammar.narrow])
-    best = jnp.full((T, C), -jnp.inf).at[:, of].max(own)
-    is_best = (own == best[:, of]) & (of != NO_CLASS)[None]
-    token = jnp.full((T, C), V).at[:, of].min(jnp.where(is_best, grammar.narrow[None], V))
+    shape = len(score), own.num_classes
+    of = own.narrow_class
+    theirs = jnp.where((of == NO_CLASS)[None], -jnp.inf, score[:, own.narrow])
+    best = jnp.full(shape, -jnp.inf).at[:, of].max(theirs)
+    is_best = (theirs == best[:, of]) & (of != NO_CLASS)[None]
+    ids = jnp.where(is_best, own.ids[own.narrow][None], own.num_ids)
+    token = jnp.full(shape, own.num_ids).at[:, of].min(ids)
 
     def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        number = grammar.wide[i]
-        own = jnp.where((grammar.class_of == number)[None], score, -jnp.inf)
-        top = jnp.argmax(own, axis=1).astype(jnp.int32)
-        value = jnp.take_along_axis(own, top[:, None], axis=1)[:, 0]
-        return found[0].at[:, number].set(value), found[1].at[:, number].set(top)
+        number = own.wide[i]
+        theirs = jnp.where((own.class_of == number)[None], score, -jnp.inf)
+        top = jnp.argmax(theirs, axis=1)
+        value = jnp.take_along_axis(theirs, top[:, None], axis=1)[:, 0]
+        return found[0].at[:, number].set(value), found[1].at[:, number].set(own.ids[top])
 
-    return jax.lax.fori_loop(0, jnp.sum(grammar.wide != NO_CLASS), wide, (best, token))
+    best, token = jax.lax.fori_loop(0, jnp.sum(own.wide != NO_CLASS), wide, (best, token))
+    if shard is None:
+        return best, token
+    # Ids are below 2^24; of equals the first device, whose ids are lower.
+    both = jnp.concatenate([best, token.astype(jnp.float32)], axis=1)
+    bests, tokens = jnp.split(shard.of_all(both), 2, axis=-1)
+    first = jnp.argmax(bests, axis=0)[None]
+    best, token = (jnp.take_along_axis(every, first, axis=0)[0] for every in (bests, tokens))
+    return best, token.astype(jnp.int32)
 
 
-def _class_masses(grammar: Grammar, law: Float[Array, "T V"]) -> Float[Array, "T C"]:
+def _class_masses(
+    own: _OwnIds, law: Float[Array, "T V"], shard: Shard | None
+) -> Float[Array, "T C"]:
     """The log probability of each class of one slot."""
-    C = len(grammar.lowest)
-    of = grammar.narrow_class
+    of = own.narrow_class
     prob = jnp.exp(law)
-    own = jnp.where((of == NO_CLASS)[None], 0.0, prob[:, grammar.narrow])
-    mass = jnp.zeros((len(law), C)).at[:, of].add(own)
+    theirs = jnp.where((of == NO_CLASS)[None], 0.0, prob[:, own.narrow])
+    mass = jnp.zeros((len(law), own.num_classes)).at[:, of].add(theirs)
 
     def wide(i: Array, mass: Array) -> Array:
-        number = grammar.wide[i]
-        own = jnp.where((grammar.class_of == number)[None], prob, 0.0)
-        return mass.at[:, number].set(jnp.sum(own, axis=1))
+        number = own.wide[i]
+        theirs = jnp.where((own.class_of == number)[None], prob, 0.0)
+        return mass.at[:, number].set(jnp.sum(theirs, axis=1))
 
-    return jnp.log(jax.lax.fori_loop(0, jnp.sum(grammar.wide != NO_CLASS), wide, mass))
+    mass = jax.lax.fori_loop(0, jnp.sum(own.wide != NO_CLASS), wide, mass)
+    return jnp.log(mass if shard is None else shard.total(mass))
 
 
 def _by_row(which: Array, a: Array, b: Array) -> Array:

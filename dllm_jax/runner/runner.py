@@ -27,13 +27,17 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, 
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
-from dllm_jax.runner import grammars, memory, packing, programs, timing, warmup
+from dllm_jax.runner import grammars, hosts, memory, packing, programs, timing, warmup
+from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
 from dllm_jax.strategies.core.constraint import Constraint
 from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
+# Programs that one process may ask of others, and what each knows of their static arguments.
+_REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page", "decode", "decode_many")
+_OWN_STATIC = ("knobs", "slot_layout")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
 
 
@@ -148,6 +152,8 @@ class ModelRunner:
             most_new=layout.most_new,
             implementation=implementation,
         )
+        # For programs that read no weights: a call looks at each of its arrays.
+        self._weightless = self._programs.replace(model=model.replace(params={}), aux={})
         self.cost: Any = None  # predicted seconds of programs, once they were timed
         self._weighs = strategy.weighs_costs
         # By slots, in any unit; estimated until `warm_up` has timed them.
@@ -159,13 +165,15 @@ class ModelRunner:
                 rows: timing.estimate_choices(strategy, model, aux, rows, *setting)
                 for rows in layout.slot_buckets
             }
-        self.compiled: set[tuple[Any, ...]] = set()  # buckets that have run
+        self.compiled: set[tuple[Any, ...]] = set()  # keys of programs that are there
+        self._behind: Behind | None = None  # compiles the rest while requests run
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
         self._slot_layout = packing.layout_of(packing.kept_part(self.shapes(num_pages=1)))
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._lost: BaseException | None = None  # the failure that took the state, until `reset`
+        self.leader: hosts.Leader | None = None  # of the processes that share the model
         self._grammars: Constraint | None = None  # the worker's; None until a slot has one
         self._bucket: grammars.Sizes | None = None  # of what the worker has been given
         self._bound: set[int] = set()  # slots whose request has a grammar
@@ -204,17 +212,25 @@ class ModelRunner:
         for piece in self._pieces:
             piece.boundary.cancel()
         self._pieces.clear()
-        self._submit(self._reset).result()
+        self._result(self._submit(self._reset))
 
     def close(self) -> None:
         """End the worker and free the state, once what was dispatched is done."""
+        if self._behind is not None:
+            self._behind.close()
         self._tasks.put(None)
+        if self.leader is not None:
+            if self.leader.gone.done():
+                return  # the worker may be inside a program that never ends
+            self._worker.join()
+            self.leader.close()
         self._worker.join()
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
         self.state = None
 
     def _reset(self) -> None:
+        self._tell("reset")
         self.state = self._lost = self._grammars = None  # the old pools go before new ones come
         self.state = programs.make_state(self._programs, **self._state_sizes())
 
@@ -225,6 +241,14 @@ class ModelRunner:
         future: Future = Future()
         self._tasks.put((future, task, args, self.memory))
         return future
+
+    def _result(self, future: Future) -> Any:
+        """What a future holds; a process that is gone ends the wait with DeviceFailure."""
+        return future.result() if self.leader is None else self.leader.wait(future)
+
+    def _read(self, function: Callable[[], Any]) -> Any:
+        """As `_result`, of a function that waits for the device."""
+        return function() if self.leader is None else self.leader.call(function)
 
     def run(self, call: Call, slots: Sequence[int] = ()) -> Future:
         """Dispatch a program over the state; the state it returns replaces the donated one.
@@ -237,7 +261,7 @@ class ModelRunner:
         """
         self._flush()
         if call.key not in self.compiled:
-            self._submit(self._compile, call, slots).result()
+            self._result(self._submit(self._compile, call, slots))
             self.compiled.add(call.key)
             self.num_late_compiles += self._warm
         return self._submit(self._call, call)
@@ -256,12 +280,13 @@ class ModelRunner:
         args = [arg.result() if isinstance(arg, Future) else arg for arg in call.args]
         if (split := self._programs.model.split) is not None:
             # Arrays of the host and arrays of the devices would be two programs.
-            args = jax.device_put(args, split.sharding())
+            args = split.everywhere(args)
         return self.state, dataclasses.replace(call, args=tuple(args))
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program; `_call` finds it: jit keeps one cache for both."""
         state, call = self._here(call)
+        self._tell("compile", call)
         began = time.perf_counter()
         try:
             call.lower(self._with_grammars(state, call)).compile()
@@ -274,6 +299,7 @@ class ModelRunner:
 
     def _call(self, call: Call) -> Any:
         state, call = self._here(call)
+        self._tell("call", call)
         state = self._with_grammars(state, call)
         self.state = None
         try:
@@ -292,6 +318,42 @@ class ModelRunner:
             rest.copy_to_host_async()
         return rest
 
+    # --- several processes --------------------------------------------------------------------
+
+    def _tell(self, what: str, call: Call | None = None) -> None:
+        """Let the other processes do what this one is about to do."""
+        if self.leader is None:
+            return
+        if call is None:
+            self.leader.send({"what": what})
+            return
+        told = {name: value for name, value in call.static.items() if name not in _OWN_STATIC}
+        costs = () if not self._weighs else (call.programs.strategy.costs,)
+        head = {"what": what, "key": call.key, "static": told, "own": [*call.static]}
+        head["program"] = next(n for n in _REPLAYED if getattr(programs, n) is call.program)
+        self.leader.send(head, (*call.args, *costs))
+
+    def replay(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> Future:
+        """Do what process 0 told, see `hosts.follow`."""
+        if head["what"] == "reset":
+            return self._submit(self._reset)
+        made = self._programs
+        if self._weighs:
+            *arrays, costs = arrays
+            made = made.replace(strategy=made.strategy.replace(costs=costs))
+        own = {"knobs": self._knobs, "slot_layout": self._slot_layout}
+        static = {name: head["static"].get(name, own.get(name)) for name in head["own"]}
+        program = getattr(programs, head["program"])
+        call = Call(tuple(head["key"]), program, made, tuple(arrays), static)
+        if head["what"] == "call":
+            return self._submit(self._call, call)
+        return self._submit(self._compile, call, ())
+
+    def prepare(self) -> None:
+        """Compile every bucket, as process 0 does in `warm_up`."""
+        self._submit(self._compile_reset)
+        self.compile_ahead(warmup.every_program(self.layout, self._slot_layout.size))
+
     def _with_grammars(self, state: DecodeState, call: Call) -> DecodeState:
         return state.replace(constraint=self._grammars) if call.bound else state
 
@@ -309,6 +371,8 @@ class ModelRunner:
             if now is None:
                 now = grammars.empty(self.layout.num_slots, fitting, num_ids)
             now = grammars.grown(now, fitting)
+            if (split := self._programs.model.split) is not None:
+                now = split.everywhere(now)
             self._grammars = programs.bind(now, np.int32(slot), row, np.int32(grammar.start))
 
         self._submit(put)
@@ -363,7 +427,8 @@ class ModelRunner:
         requests[:, fields.at("decodes")] = admitted[0][2]
         for row, (slot, _, decodes) in zip(requests, admitted, strict=False):
             row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
-        return self._made(("admit",), programs.admit, requests, knobs=self._knobs)
+        static = {"knobs": self._knobs}
+        return Call(("admit",), programs.admit, self._weightless, (requests,), static)
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -383,10 +448,7 @@ class ModelRunner:
         output[: len(tokens)] = tokens
         args = np.int32(slot), ints, floats, saved[None], output
         static = {"knobs": self._knobs, "slot_layout": self._slot_layout}
-        return self._made(("restore",), programs.restore, *args, **static)
-
-    def _made(self, key: tuple[Any, ...], program: Any, *args: Any, **static: Any) -> Call:
-        return Call(key, program, self._programs, args, static)
+        return Call(("restore",), programs.restore, self._weightless, args, static)
 
     def prefill(
         self,
@@ -414,6 +476,8 @@ class ModelRunner:
             The boundary row after the pass [D], on the device. A pass over several pieces
             returns that of the first one: prefixes in pieces do not need it.
         """
+        layout = self.layout
+        size, columns = self.prefill_sizes(size, len(pages), kind)
         fields = packing.piece_fields(size)
         words = fields.pack(
             1,
@@ -423,19 +487,55 @@ class ModelRunner:
             live_end=live_end,
             last=last,
             tokens=np.asarray(tokens, np.int32),
-            pages=pages,  # copied: the host's page table changes before the program runs
+            # Copied: the host's page table changes before the program runs.
+            pages=np.pad(pages, (0, columns - len(pages)), constant_values=-1),
         )
-        piece, layout = _Piece(slot, words, size, kind, Future()), self.layout
-        is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
-        if layout.prompts_a_pass == 1 or not is_small:
+        piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
+        is_small = (size, columns) == (layout.prefill_buckets[0], layout.page_buckets[0])
+        if several == 1 or not is_small or self._lacks(_prefill_key(several, size, columns, kind)):
             self._run_prefill([piece])
             return piece.boundary
         if any(slot == other.slot for other in self._pieces):
             self._flush()
         self._pieces.append(piece)
-        if len(self._pieces) == layout.prompts_a_pass:
+        if len(self._pieces) == several:
             self._flush()
         return piece.boundary
+
+    def prefill_sizes(self, size: int, columns: int, kind: PassKind) -> tuple[int, int]:
+        """Tokens and pages of the smallest pass of this kind that is there and holds these."""
+
+        def key(size: int, columns: int) -> tuple[Any, ...]:
+            return _prefill_key(1, size, columns, kind)
+
+        return self._smallest(key, self.layout.prefill_buckets, size, columns)
+
+    def decode_sizes(self, rows: int, columns: int) -> tuple[int, int]:
+        """Slots and pages of the smallest decode program that is there and holds these."""
+        return self._smallest(
+            lambda *sizes: ("decode", *sizes), self.layout.slot_buckets, rows, columns
+        )
+
+    def _smallest(
+        self,
+        key: Callable[[int, int], tuple[Any, ...]],
+        sizes: Sequence[int],
+        size: int,
+        columns: int,
+    ) -> tuple[int, int]:
+        """The sizes themselves, unless their program is still to be compiled."""
+        if not self._lacks(key(size, columns)):
+            return size, columns
+        return next(
+            (one, wide)
+            for one in sizes
+            for wide in self.layout.page_buckets
+            if one >= size and wide >= columns and not self._lacks(key(one, wide))
+        )
+
+    def _lacks(self, key: tuple[Any, ...]) -> bool:
+        """Whether a program is to be compiled behind the requests and is not there yet."""
+        return self._behind is not None and key in self._behind.missing
 
     def _run_prefill(self, pieces: list[_Piece]) -> None:
         size, kind = pieces[0].size, pieces[0].kind
@@ -447,8 +547,10 @@ class ModelRunner:
 
     def prefill_call(self, words: np.ndarray, size: int, kind: PassKind) -> Call:
         """One pass over pieces of prefixes [A X], `packing.piece_fields`."""
-        key = ("prefill", *words.shape, size, kind)
-        return self._made(key, programs.prefill, words, size=size, kind=kind)
+        columns = words.shape[1] - packing.piece_fields(size).size
+        key = _prefill_key(len(words), size, columns, kind)
+        static = {"size": size, "kind": kind}
+        return Call(key, programs.prefill, self._programs, (words,), static)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -466,7 +568,7 @@ class ModelRunner:
         """See `begin`."""
         if boundary is None:
             boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
-        return self._made(("begin",), programs.begin, np.int32(slot), boundary)
+        return Call(("begin",), programs.begin, self._programs, (np.int32(slot), boundary))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""
@@ -474,7 +576,8 @@ class ModelRunner:
 
     def copy_call(self, source: int, target: int) -> Call:
         """See `copy_page`."""
-        return self._made(("copy",), programs.copy_page, np.int32(source), np.int32(target))
+        args = np.int32(source), np.int32(target)
+        return Call(("copy",), programs.copy_page, self._weightless, args)
 
     # --- decoding -----------------------------------------------------------------------------
 
@@ -490,8 +593,20 @@ class ModelRunner:
             early: Stop as soon as one of them ends.
         """
         bound = [row in self._bound for row in rows[:num_active].tolist()]
+        if not any(bound):
+            rows, pages = self._widened(rows, pages)
         call = self.decode_call(rows, num_active, pages, num_steps, early, bound)
         return Chunk(self.run(call, rows[:num_active].tolist()))
+
+    def _widened(self, rows: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and pages in the sizes of a decode program that is there."""
+        count, columns = pages.shape
+        more_rows, more_columns = np.subtract(self.decode_sizes(count, columns), pages.shape)
+        if not (more_rows or more_columns):
+            return rows, pages
+        others = np.setdiff1d(np.arange(self.layout.num_slots, dtype=np.int32), rows)
+        wide = np.pad(pages, ((0, more_rows), (0, more_columns)), constant_values=-1)
+        return np.concatenate([rows, others[:more_rows]]), wide
 
     def decode_call(
         self,
@@ -541,7 +656,8 @@ class ModelRunner:
         """
         self._flush()  # the device need not wait
         try:
-            return Fetched(np.asarray(chunk.packed.result()), self)
+            packed = self._result(chunk.packed)
+            return Fetched(self._read(lambda: np.asarray(packed)), self)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise self._failure(error) from error
 
@@ -553,7 +669,8 @@ class ModelRunner:
         """
         self._flush()
         try:
-            jax.block_until_ready(last_pass.result())
+            row = self._result(last_pass)
+            self._read(lambda: jax.block_until_ready(row))
         except jax.errors.JaxRuntimeError as error:
             raise self._failure(error) from error
 
@@ -586,21 +703,31 @@ class ModelRunner:
     # --- before the first request -------------------------------------------------------------
 
     def warm_up(
-        self, progress: Callable[[str, int, int], None] | None = None, calibrate: bool = False
+        self,
+        progress: warmup.Progress | None = None,
+        calibrate: bool = False,
+        behind: bool = False,
+        told: warmup.Progress | None = None,
     ) -> None:
         """Compile every bucket, make the state if there is none, run each once on empty slots.
 
-        A strategy whose step is one of several has each of them timed (`weighs_costs`).
+        A strategy whose step is one of several has each of them timed (`weighs_costs`), for which
+        all must be there.
 
         Args:
             progress: Called with what was compiled, how many are done, and of how many.
             calibrate: Time them too, for `cost`; no request may be in a slot.
+            behind: Begin with the largest of each kind, which serve any request; the others are
+                compiled by threads, and replace them one by one.
+            told: As `progress`, of those that are compiled behind; called by the threads.
 
         Raises:
             DeviceFailure: A program does not compile, or run.
             ValueError: What they need was planned and does not fit.
         """
-        work = warmup.every_program(self.layout, self._slot_layout.size)
+        work, rest = warmup.every_program(self.layout, self._slot_layout.size), []
+        if behind and not self._weighs:
+            work, rest = warmup.in_two(self.layout, self._slot_layout.size)
         began = time.perf_counter()
         if self.state is None:  # by the worker, which has nothing else to do
             self._submit(self._compile_reset)
@@ -612,11 +739,26 @@ class ModelRunner:
         if self.state is None:
             self.reset()
         warmup.run_each(self, work)
+        if rest:
+            self._behind = Behind(self, rest, told)
         if self._weighs:
             self.choice_costs = timing.time_choices(self)
         if calibrate:
-            self.cost = timing.calibrate(self)
+            cost, platform = timing.calibrate(self), jax.default_backend()
+            self.cost = timing.filled(cost, self.layout, self._programs.model, platform)
         self._warm = True
+        if self._behind is not None:
+            self._behind.start()
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that are there."""
+        return len(self.compiled)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that are there, and those that are still to be compiled."""
+        return len(self.compiled) + (len(self._behind.missing) if self._behind is not None else 0)
 
     def compile_ahead(
         self,
@@ -632,10 +774,15 @@ class ModelRunner:
     def wait(self) -> None:
         """Until all that was dispatched is done."""
         self._flush()
-        self._submit(lambda: jax.block_until_ready(self.state)).result()
+        self._result(self._submit(lambda: jax.block_until_ready(self.state)))
 
     def _failure(self, error: Exception) -> DeviceFailure:
         return DeviceFailure(memory.explain(str(error), self.memory))
+
+
+def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[Any, ...]:
+    """What tells a pass over `count` pieces apart; see `Call.key`."""
+    return ("prefill", count, packing.piece_fields(size).size + columns, size, kind)
 
 
 def _check_placed(model: Model) -> None:

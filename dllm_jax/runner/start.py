@@ -1,25 +1,28 @@
 """From a model and a configuration to a runner that is ready: its pool sized, everything compiled.
 
 Order of things: sizes -> shapes -> (an accelerator: the largest programs compiled, for what they
-need) -> pages -> the rest compiled -> memory taken -> each program run once, and timed. Memory is
-taken last, so that compiling, which tries kernels out on the device, has room.
+need) -> pages -> what serves every request compiled -> memory taken -> each of these run once, and
+timed -> the rest compiled behind the requests. Memory is taken as late as that, so that compiling,
+which tries kernels out on the device, has room.
 """
 
 import dataclasses
 import gc
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import jax
 
+from dllm_jax import __version__
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.loading.model import Model
-from dllm_jax.runner import buckets, memory, warmup
+from dllm_jax.runner import buckets, hosts, memory, warmup
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
+WarmUp = Literal[True, False, "all"]
 REASONABLE_LEN = 2048  # tokens the pool must hold if max_model_len is not given
 
 
@@ -30,39 +33,75 @@ def start(
     config: EngineConfig,
     implementation: str | None = None,
     *,
-    warm_up: bool = True,
+    warm_up: WarmUp = True,
     calibrate: bool | None = None,
     progress: warmup.Progress | None = None,
+    told: warmup.Progress | None = None,
 ) -> ModelRunner:
     """A runner with its state, as large as memory allows.
 
+    Where several processes share the model, process 0 gets the runner. The others replay its calls
+    here, until it ends.
+
     Args:
         strategy: With its numbers and sizes.
-        warm_up: Compile everything now; otherwise each size when it is first met.
+        warm_up: True: compile the largest programs now, the others behind the requests. "all", and
+            True on several processes: everything now. False: each size when it is first met.
         calibrate: Time the programs as well; None: on an accelerator.
-        progress: As `ModelRunner.warm_up` takes it.
+        progress, told: As `ModelRunner.warm_up` takes them.
 
     Raises:
         ValueError: The configuration does not fit the model or the memory.
-        DeviceFailure: The device failed otherwise.
+        DeviceFailure: The device failed otherwise, or process 0 is gone.
+        SystemExit: Process 0 has ended, and this one has followed it.
     """
     layout = buckets.make_layout(model, strategy, aux, config)
     bare = split_knobs(strategy)[0]
     device = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
     try:
-        device.memory = _planned(device, model, aux, config, warm_up, progress)
+        device.memory = _planned(device, model, aux, config, bool(warm_up), progress)
+        if hosts.spans(model.split):
+            _agree(device, model, bare, aux)
+            if jax.process_index():
+                _follow(device, bool(warm_up))
+            device.leader = hosts.Leader()
         if not warm_up:
             device.memory.check()
             device.reset()
             return device
         if calibrate is None:
             calibrate = not buckets.is_on_cpu(model)
-        device.warm_up(progress, calibrate)
+        behind = warm_up != "all" and device.leader is None  # all processes compile alike
+        device.warm_up(progress, calibrate, behind=behind, told=told)
     except DeviceFailure as failure:
         if memory.is_out_of_memory(str(failure)):
             raise ValueError(str(failure)) from failure
         raise
     return device
+
+
+def _agree(device: ModelRunner, model: Model, strategy: Any, aux: Mapping[str, Model]) -> None:
+    """The same pages on every process, of the same model and settings."""
+    assert device.memory is not None
+    plain = {
+        field.name: getattr(strategy, field.name)
+        for field in dataclasses.fields(strategy)
+        if isinstance(getattr(strategy, field.name), int | float | str | tuple)
+    }
+    models = {name: (other.source, other.config) for name, other in aux.items()}
+    layout = dataclasses.replace(device.layout, num_pages=0)
+    settings = (model.source, model.config, models, type(strategy).__qualname__, plain, layout)
+    pages = hosts.agree(device.memory.num_pages, (__version__, jax.__version__, settings))
+    device.memory = _resized(device, dataclasses.replace(device.memory, num_pages=pages))
+
+
+def _follow(device: ModelRunner, warm_up: bool) -> NoReturn:
+    """What a process other than the first does: what the first calls."""
+    follower = hosts.Follower()
+    if warm_up:
+        device.prepare()
+    hosts.follow(device, follower)
+    raise SystemExit(0)
 
 
 def _planned(
@@ -97,7 +136,7 @@ def _planned(
             page_size=layout.page_size,
             needed_tokens=text + layout.block_size,
         )
-        for device in weights[0].devices()
+        for device in weights[0].sharding.addressable_devices
     ]
     plan = min(plans, key=lambda plan: plan.limit_bytes - plan.in_use_bytes)  # the tightest device
     if config.num_pages is not None:

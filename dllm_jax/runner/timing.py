@@ -22,6 +22,7 @@ import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
 from dllm_jax.kernels.layer import Fp8Matrix
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
@@ -88,21 +89,24 @@ def estimate_choices(
         platform: Of the device, in JAX's words.
     """
     speed = CPU if platform == "cpu" else ACCELERATOR
-
-    def pass_s(network: Model, cells: int) -> float:
-        params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
-        work = pass_work(params, network.config, num_slots, cells, context, speed.reads)
-        return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
+    sizes = num_slots, context, speed
 
     def step_s(target_cells: int, draft_cells: int) -> float:
-        spent = speed.step_s + pass_s(model, target_cells)
+        spent = speed.step_s + _estimate_pass_s(model, target_cells, *sizes)
         for draft in aux.values():
             spent += _feed_s(draft, num_slots * target_cells, speed)
             if draft_cells:
-                spent += speed.further_s + pass_s(draft, draft_cells)
+                spent += speed.further_s + _estimate_pass_s(draft, draft_cells, *sizes)
         return spent
 
     return tuple(step_s(*cells) for cells in strategy.cells)
+
+
+def _estimate_pass_s(network: Model, cells: int, rows: int, context: int, speed: Speed) -> float:
+    params = {name: leaf for name, leaf in network.shapes.items() if name in _DECODER}
+    sizes = rows, cells, context, speed.reads, network.kv_dtype
+    work = pass_work(params, network.config, *sizes)
+    return _both_s(*work, speed) + speed.layer_s * network.config.num_layers
 
 
 def _feed_s(draft: Model, rows: int, speed: Speed) -> float:
@@ -118,12 +122,21 @@ def _both_s(moved: float, operations: float, speed: Speed) -> float:
 
 
 def pass_work(
-    params: Any, cfg: DenseConfig, rows: int, cells: int, context: float, reads: float = 1.0
+    params: Any,
+    cfg: DenseConfig,
+    rows: int,
+    cells: int,
+    context: float,
+    reads: float = 1.0,
+    kv_dtype: Any = None,
 ) -> tuple[float, float]:
     """Bytes and operations of a pass over `cells` positions of each row.
 
     Weights but the embedding are read once, the context of each row `reads` times. Every cell gets
     logits, which are never written.
+
+    Args:
+        kv_dtype: Of the cache; None: the embedding's.
     """
     read, used = weights(params, cfg, rows * cells)
     cached = attention = 0.0
@@ -131,7 +144,8 @@ def pass_work(
         cached += 2 * heads * size * seen * rows
         attention += 4 * size * cfg.num_heads * (seen + cells) * rows * cells
     size = params["embed"].dtype.itemsize
-    return (read + reads * cached) * size, 2 * used * rows * cells + attention
+    kv_size = size if kv_dtype is None else kv_dtype.itemsize
+    return read * size + reads * cached * kv_size, 2 * used * rows * cells + attention
 
 
 def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, int], float]]:
@@ -154,7 +168,11 @@ def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
             read += leaf.values.size / 2
             used += leaf.values.size / 2
             continue
-        if name == "embed" and not cfg.tie_embeddings:
+        if isinstance(leaf, Fp8Head):  # half the bytes, at the rate of 16 bits
+            read += leaf.values.size / 2
+            used += leaf.values.size
+            continue
+        if name == "embed" and "lm_head" in params:
             continue
         if isinstance(cfg, MoEConfig) and name.startswith("experts"):
             share = cfg.experts_per_token / cfg.num_experts
@@ -204,6 +222,43 @@ def _nearest(times: Mapping[tuple[int, int], float], size: int, columns: int) ->
     return times[n, c] * max(1.0, size / n) * max(1.0, columns / c)
 
 
+def filled(cost: MeasuredCost, layout: EngineLayout, model: Model, platform: str) -> MeasuredCost:
+    """A cost with every size of a layout.
+
+    A size that was not timed costs less than the next larger by as much as the estimate says; on an
+    H200 that is within a third (benchmarks/results/start_h200.json).
+    """
+    speed = CPU if platform == "cpu" else ACCELERATOR
+
+    def estimate(rows: int, cells: int, columns: int) -> float:
+        return speed.step_s + _estimate_pass_s(
+            model, cells, rows, columns * layout.page_size, speed
+        )
+
+    def every(
+        times: Mapping[tuple[int, int], float],
+        sizes: Sequence[int],
+        estimate: Callable[[int, int], float],
+    ) -> dict[tuple[int, int], float]:
+        found = dict(times)
+        for size, columns in itertools.product(sizes, layout.page_buckets):
+            larger = [one for one in times if one[0] >= size and one[1] >= columns]
+            if larger and (size, columns) not in times:
+                nearest = min(larger, key=times.__getitem__)
+                found[size, columns] = times[nearest] * min(
+                    1.0, estimate(size, columns) / estimate(*nearest)
+                )
+        return found
+
+    return MeasuredCost(
+        every(cost.decode, layout.slot_buckets, lambda n, c: estimate(n, layout.window, c)),
+        {
+            kind: every(times, layout.prefill_buckets, lambda n, c: estimate(1, n, c))
+            for kind, times in cost.prefill.items()
+        },
+    )
+
+
 # --- measured programs --------------------------------------------------------------------------
 
 
@@ -215,7 +270,7 @@ def calibrate(
     """Time the programs of a runner that holds no request, and reset it.
 
     Args:
-        runner: A `ModelRunner` whose programs are compiled.
+        runner: A `ModelRunner`; programs that it does not have yet are left out.
         clock: Seconds.
         budget_s: No further program is begun once so much time has passed.
     """
@@ -224,6 +279,10 @@ def calibrate(
     prefill: dict[str, dict[tuple[int, int], float]] = {}
     for size, columns, kind in _in_order(runner.layout):
         times = decode if kind is None else prefill.setdefault(kind, {})
+        sizes = size, columns
+        there = runner.decode_sizes(*sizes) if kind is None else runner.prefill_sizes(*sizes, kind)
+        if there != sizes:
+            continue
         if clock() < until or not times:
             measure = functools.partial(_step_s if kind is None else _pass_s, runner, clock)
             times[size, columns] = _typical(functools.partial(measure, size, columns, kind))

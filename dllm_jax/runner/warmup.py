@@ -28,10 +28,15 @@ _TRITON = "jaxlib.mlir.dialects.tt"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A program of one size; `call` makes its `Call` on empty slots from a `ModelRunner`."""
+    """A program of one size; `call` makes its `Call` on empty slots from a `ModelRunner`.
+
+    Attributes:
+        is_sized: A larger program of its kind can do its work.
+    """
 
     name: str
     call: Callable[[Any], Any]
+    is_sized: bool = False
 
 
 def pass_kinds(layout: EngineLayout) -> tuple[PassKind, ...]:
@@ -84,6 +89,18 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
     return work
 
 
+def in_two(layout: EngineLayout, saved_size: int) -> tuple[list[Work], list[Work]]:
+    """The programs that any request can do with, and the smaller ones, the most wanted first.
+
+    Requests begin few and short.
+    """
+    needed = {item.name for item in largest_programs(layout)}
+    every = every_program(layout, saved_size)
+    sized = [item for item in every if item.is_sized and item.name not in needed]
+    left = {item.name for item in sized}
+    return [item for item in every if item.name not in left], sized[::-1]
+
+
 def largest_programs(layout: EngineLayout) -> list[Work]:
     """The programs that need the most memory."""
     columns = layout.page_buckets[-1]
@@ -101,6 +118,7 @@ def _decode(rows: int, columns: int) -> Work:
     return Work(
         f"decode {rows} slots, {columns} pages",
         lambda runner: runner.decode_call(slots, 0, pages, 1, False),
+        is_sized=True,
     )
 
 
@@ -111,6 +129,7 @@ def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
     return Work(
         f"prefill {several}{size} tokens, {columns} pages, {kind}",
         lambda runner: runner.prefill_call(words, size, kind),
+        is_sized=True,
     )
 
 
@@ -130,7 +149,7 @@ def compile_ahead(runner: Any, work: Sequence[Work], progress: Progress | None =
     """
     _name_triton()
     most, done = 0, 0
-    pool = ThreadPoolExecutor(min(len(work), os.cpu_count() or 1), "dllm-compile")
+    pool = ThreadPoolExecutor(min(len(work), num_cores()), "dllm-compile")
     # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
     in_python = threading.Lock()
     try:
@@ -144,6 +163,13 @@ def compile_ahead(runner: Any, work: Sequence[Work], progress: Progress | None =
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return most
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _name_triton() -> None:

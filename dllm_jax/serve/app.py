@@ -22,10 +22,12 @@ from dllm_jax.serve.service import Service
 
 
 async def health(service: Service, call: Call) -> Any:
-    """`/health`: the state, and how far a start is."""
+    """`/health`: the state, and how many programs are there while some are missing."""
     engine, told = service.engine, {"status": service.engine.state}
-    if engine.state == "starting" and engine.progress is not None:
-        told |= {"done": engine.progress[0], "of": engine.progress[1]}
+    if engine.progress is not None:
+        done, of = engine.progress
+        if engine.state == "starting" or (engine.state == "ready" and done < of):
+            told |= {"done": done, "of": of}
     if engine.failure is not None:
         told["reason"] = engine.failure
     return Json(told, status_code=200 if engine.state == "ready" else 503)

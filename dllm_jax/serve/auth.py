@@ -1,8 +1,8 @@
-"""Who may ask: keys, the Host header, the type of a body.
+"""Who may ask: keys, and the Host header.
 
 Without a key the Host must be loopback or named by `--allowed-host`: a page of another site cannot
-reach the server through a name of its own that resolves to this machine. A body must be
-`application/json`: a form of another site cannot send that.
+reach the server through a name of its own that resolves to this machine. `limits.read_body` refuses
+what a form of another site can send.
 """
 
 import base64
@@ -33,28 +33,20 @@ class Guard:
         self._hosts = {host.lower() for host in hosts}
         self._open = OPEN_PATHS | ({"/metrics"} if open_metrics else set())
 
-    def check(self, method: str, path: str, headers: dict[str, str]) -> None:
+    def check(self, path: str, headers: dict[str, str]) -> None:
         """Refuse who may not ask.
 
         Args:
             headers: Names in lower case.
 
         Raises:
-            Refusal: 401, 403 or 415.
+            Refusal: 401 or 403.
         """
         if path not in self._open:
             if self._digests:
                 self._check_key(headers.get("authorization", ""))
             else:
                 self._check_host(headers.get("host", ""))
-        if method == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise Refusal(
-                    "the content type is not application/json; send JSON and say so",
-                    code="unsupported_media_type",
-                    status=415,
-                )
 
     def _check_key(self, said: str) -> None:
         scheme, _, value = said.partition(" ")

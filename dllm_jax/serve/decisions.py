@@ -41,7 +41,7 @@ async def decide(service: Service, call: Call) -> Any:
     return Json(
         {
             "model": service.config.model,
-            "answers": [_told(one) for one in answers],
+            "answers": list(map(_told, body.questions, answers)),
             "usage": usage,
         }
     )
@@ -79,31 +79,37 @@ def _context(given: str | list[wire.Turn]) -> str:
 
 
 def _question(asked: wire.Predicate | wire.ChoiceOf | wire.Score) -> Question:
+    said = wire.text_of(asked.instructions)
     if isinstance(asked, wire.Predicate):
-        return Question.predicate(asked.instructions, asked.name)
+        return Question.predicate(said, asked.name)
     if isinstance(asked, wire.Score):
         levels = [_described(one.label, one.description) for one in asked.levels]
-        return Question.score(asked.instructions, levels, asked.name)
+        return Question.score(said, levels, asked.name)
     values = tuple(one.value for one in asked.choices)
     options = tuple(_described(str(one.value), one.description) for one in asked.choices)
-    return Question("choice", asked.instructions, options, values, asked.name)
+    return Question("choice", said, options, values, asked.name)
 
 
 def _described(name: str, description: str | None) -> str:
     return name if description is None else f"{name}: {description}"
 
 
-def _told(one: Answer) -> dict[str, Any]:
+def _told(asked: wire.Predicate | wire.ChoiceOf | wire.Score, one: Answer) -> dict[str, Any]:
     question = one.question
     head: dict[str, Any] = {"type": question.kind, "name": question.name}
-    if question.kind == "predicate":
+    if isinstance(asked, wire.Predicate):
         return head | {"probability": one.value}
-    pairs = list(zip(question.values, question.options, one.probabilities, strict=True))
-    if question.kind == "choice":
-        shares = [{"value": value, "probability": p} for value, _, p in pairs]
-        return head | {"choice": one.value, "probabilities": shares, "confidence": one.confidence}
-    shares = [{"value": value, "label": label, "probability": p} for value, label, p in pairs]
-    return head | {"score": one.value, "probabilities": shares, "confidence": one.confidence}
+    shares: list[dict[str, Any]] = [
+        {"value": value, "probability": share}
+        for value, share in zip(question.values, one.probabilities, strict=True)
+    ]
+    if isinstance(asked, wire.Score):
+        shares = [
+            {"label": level.label} | share
+            for level, share in zip(asked.levels, shares, strict=True)
+        ]
+    name = "score" if isinstance(asked, wire.Score) else "choice"
+    return head | {name: one.value, "probabilities": shares, "confidence": one.confidence}
 
 
 def _usage(num_input: int, num_output: int) -> dict[str, Any]:

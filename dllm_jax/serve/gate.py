@@ -47,7 +47,7 @@ class Gate:
 
         scope["app"], scope["dllm.record"], scope["dllm.headers"] = self, record, headers
         try:
-            self._guard.check(scope["method"], scope["path"], headers)
+            self._guard.check(scope["path"], headers)
             await self._inner(scope, receive, sending)
         except (ClientGone, ConnectionError, asyncio.CancelledError) as gone:
             record.is_gone = True

@@ -108,12 +108,19 @@ def _too_large(most: int) -> Refusal:
 async def read_body(
     receive: Callable[[], Awaitable[Any]], headers: dict[str, str], most: int
 ) -> bytes:
-    """The body of a request.
+    """The body of a request, which must be `application/json`: a form of another site is not.
 
     Raises:
-        Refusal: It is too large, or does not arrive in time.
+        Refusal: It is of another type, too large, or does not arrive in time.
         ConnectionError: The client left.
     """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(
+            "the content type is not application/json; send JSON and say so",
+            code="unsupported_media_type",
+            status=415,
+        )
     declared = headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > DISCARDED_BYTES:
         raise _too_large(most)

@@ -144,14 +144,14 @@ class Level(Struct, forbid_unknown_fields=True):
 class Predicate(Struct, forbid_unknown_fields=True, kw_only=True, tag="predicate"):
     """Whether something is so."""
 
-    instructions: str
+    instructions: str | list[Part]
     name: str | None = None
 
 
 class ChoiceOf(Struct, forbid_unknown_fields=True, kw_only=True, tag="choice"):
     """Which one of several."""
 
-    instructions: str
+    instructions: str | list[Part]
     choices: Annotated[list[Option], Meta(min_length=2, max_length=26)]
     name: str | None = None
 
@@ -159,7 +159,7 @@ class ChoiceOf(Struct, forbid_unknown_fields=True, kw_only=True, tag="choice"):
 class Score(Struct, forbid_unknown_fields=True, kw_only=True, tag="score"):
     """How much, by levels in ascending order."""
 
-    instructions: str
+    instructions: str | list[Part]
     levels: Annotated[list[Level], Meta(min_length=2, max_length=26)]
     name: str | None = None
 
@@ -238,7 +238,7 @@ SPECIAL_TOKENS = "add_special_tokens"
 IGNORED = frozenset(
     {
         *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("session_id", "request_id", "verbosity"),
+        *("prompt_cache_options", "session_id", "request_id", "verbosity"),
     }
 )
 _GUIDED = "use structured_outputs: {{{}: ...}}"
@@ -280,6 +280,7 @@ TURN_NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
     "annotations": ([],),
     "reasoning": (),
     "reasoning_content": (),
+    "type": ("message",),  # of an input item of /v1/decisions
 }
 _PART_ONLY = "only text parts are read; nothing is fetched or decoded"
 
@@ -311,10 +312,9 @@ def read(data: bytes, kind: type[Body]) -> Body:
         raise Refusal("the body is no JSON object; send one object", code="invalid_json")
     is_sampling = issubclass(kind, Sampling)
     kept = _kept(fields, kind, NEUTRAL if is_sampling else {}, "", special=issubclass(kind, Chat))
-    if isinstance(kept.get("messages"), list):
-        kept["messages"] = [
-            _turn(turn, f"messages[{i}]") for i, turn in enumerate(kept["messages"])
-        ]
+    for name in ("messages", "input"):
+        if isinstance(kept.get(name), list):
+            kept[name] = [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(kept[name])]
     try:
         return msgspec.convert(kept, kind, strict=True)
     except msgspec.ValidationError as error:

@@ -61,6 +61,20 @@ class Outcome:
     drafted: DraftMetrics | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ProblemSet:
+    """Problems, and how their texts are judged.
+
+    Attributes:
+        is_right: Judges a text of a problem.
+        prompts: Token ids of the prompts; None: the questions as chats.
+    """
+
+    problems: list[Problem]
+    is_right: Callable[[str, Problem], bool] = is_correct
+    prompts: list[list[int]] | None = None
+
+
 def held_out(half: str, count: int, seed: int, family: str | None = None) -> list[Problem]:
     """The first `count` held-out problems of a stream, of one family or all."""
     return [problem(half, seed, index, heldout=True, family=family) for index in range(count)]
@@ -95,6 +109,7 @@ def sweep(
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
     is_timed: bool = True,
+    longest: int = 0,
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[Outcome]:
     """Solve the same problems under several settings of a strategy's knobs, as one program.
@@ -111,11 +126,13 @@ def sweep(
         batch_size: Most rows decoded together; the last of several batches is padded with rows
             that are dropped.
         is_timed: Take one step of the first batch before the clock starts, to compile.
+        longest: Prompts are padded to so many tokens at least, so that other problems of the same
+            set take the same program.
         progress: Called with the number of rows done, after each batch.
     """
     ids = encode(model, problems) if prompts is None else prompts
     lengths = np.array([len(row) for row in ids])
-    padded = np.zeros((len(ids), max(lengths)), np.int32)
+    padded = np.zeros((len(ids), max(longest, *lengths)), np.int32)
     for i, row in enumerate(ids):
         padded[i, : len(row)] = row
     total = len(settings) * len(ids)

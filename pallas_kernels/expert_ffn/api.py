@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from .. import dispatch
 from ..activation import Activation
 from ..dispatch import BackEnd
-from . import grouped, reference, triton
+from . import grouped, mosaic, reference, triton
 from .transforms import transformable
 
-Implementation = Literal["dense", "grouped", "triton"]
+Implementation = Literal["dense", "grouped", "triton", "mosaic"]
 
 # On a CPU the reference is faster for little work, where the bookkeeping of tiles costs more than
 # it saves, and for few rows and few experts, where tiles are mostly padding and most experts are
@@ -53,8 +53,9 @@ def expert_ffn(
         w_gate_up: Index 0 of the axis of 2 is the gate.
         activation: Of the gate; "gelu" is its tanh approximation.
         implementation: "dense" (every expert over every row: the reference; any device), "grouped"
-            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), or None
-            for the fastest that supports the arguments.
+            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), "mosaic"
+            (Hopper, 16-bit, jax 0.11; it rounds each expert's result to the dtype of `x` before
+            the sum), or None for the fastest that supports the arguments.
 
     Returns:
         Rows in the dtype of `x`; zeros for a row without an expert.
@@ -80,6 +81,9 @@ def _back_ends(
     is_few = T <= DENSE_ROWS and len(w_down) <= DENSE_SHARE * k
     is_little = is_few or T * w_down.size <= DENSE_WORK
     return {
+        "mosaic": BackEnd(
+            transformable(mosaic.expert_ffn, activation), mosaic.unsupported(x, w_down), False
+        ),
         "triton": BackEnd(
             transformable(triton.expert_ffn, activation), triton.unsupported(x, w_down)
         ),

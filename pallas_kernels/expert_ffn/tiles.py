@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_NO_PLACE = jnp.iinfo(jnp.int32).max
+NO_PLACE = jnp.iinfo(jnp.int32).max
 
 
 class TileTable(NamedTuple):
@@ -53,7 +53,7 @@ def tile_table(expert_ids: Int[Array, "T k"], num_experts: int, tile_rows: int) 
     first = start[expert] + (tile - tiles_before) * tile_rows
     return TileTable(
         pair=pair,
-        place=jnp.where(routed, place, _NO_PLACE).reshape(expert_ids.shape),
+        place=jnp.where(routed, place, NO_PLACE).reshape(expert_ids.shape),
         expert=expert,
         first=jnp.minimum(first, num_pairs),
         length=jnp.clip(start[expert + 1] - first, 0, tile_rows),

@@ -106,6 +106,6 @@ def _write_rows(*refs, num_arrays: int):
 
         @pl.when(pl.program_id(2) == first // _ARRAYS)
         def _(mine=mine):
-            new = [pltriton.load(rows[i].at[source], mask=mask, other=0) for i in mine]
+            new = [pltriton.load(rows[i].at[source], mask=mask, other=0.0) for i in mine]
             for i, values in zip(mine, new, strict=True):
                 pltriton.store(written[i].at[target], values.astype(written[i].dtype), mask=mask)

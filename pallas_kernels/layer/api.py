@@ -151,21 +151,17 @@ def split_matmul(
     Args:
         x, dtype: As in `qkv_matmul`.
         implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
-            (Hopper, 16-bit, jax 0.11; at most 128 rows), or None for the fastest, addition
-            included.
+            (Hopper, 16-bit, jax 0.11; at most 128 rows, and a multiple of 128 with an
+            `Fp8Matrix`), or None for the fastest, addition included.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     if isinstance(w, Fp8Matrix):
         rows, kind = _in_8_bits(x, dtype)
-        tiling = mosaic.choose_tiling(rows.values, w, dtype=kind)
+        is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
-            "mosaic": BackEnd(
-                functools.partial(mosaic.split_matmul, tiling=tiling, dtype=kind),
-                _unsupported_fp8(rows, w, tiling, kind),
-                _is_within(w, MOSAIC_WEIGHTS),
-            ),
+            "mosaic": (_many_rows_split_fp8 if is_many else _split_fp8)(rows, w, kind),
             "triton": BackEnd(triton.split_matmul, _NO_FP8),
             "xla": BackEnd(functools.partial(fp8.matmul, dtype=kind)),
         }
@@ -208,8 +204,9 @@ def gated_matmul(
     """
     if isinstance(w, Fp8Matrix):
         rows, kind = _in_8_bits(x, dtype)
+        is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
-            "mosaic": _few_rows_fp8(rows, w, kind),
+            "mosaic": (_many_rows_fp8 if is_many else _few_rows_fp8)(rows, w, kind),
             "xla": BackEnd(functools.partial(_plain_gated, kind)),
         }
         return dispatch.run(implementation, back_ends, rows, w)
@@ -284,6 +281,26 @@ def _unsupported_fp8(
     return mosaic.unsupported(result) or mosaic.unsupported_product(rows.values, w, tiling)
 
 
+def _split_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    tiling = mosaic.choose_tiling(rows.values, w, dtype=dtype)
+    return BackEnd(
+        functools.partial(mosaic.split_matmul, tiling=tiling, dtype=dtype),
+        _unsupported_fp8(rows, w, tiling, dtype),
+        _is_within(w, MOSAIC_WEIGHTS),
+    )
+
+
+def _many_rows_split_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    result = jax.ShapeDtypeStruct(rows.values.shape, dtype)
+    reason = mosaic.unsupported(result) or mosaic_many.unsupported_product(rows.values, w)
+    width, share = (0, 0.0) if reason else mosaic_many.choose_columns(rows.values, w)
+    return BackEnd(
+        functools.partial(mosaic_many.matmul, columns=width, dtype=dtype),
+        reason,
+        share >= MOSAIC_LEAST_SHARE and math.prod(w.shape) >= MOSAIC_WEIGHTS[0],
+    )
+
+
 def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
     W = w.shape[-1]
     columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
@@ -293,6 +310,17 @@ def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
         functools.partial(mosaic.gated_matmul, tiling=tiling, dtype=dtype),
         reason,
         _is_within(w, MOSAIC_GATED_WEIGHTS),
+    )
+
+
+def _many_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
+    result = jax.ShapeDtypeStruct(rows.values.shape, dtype)
+    reason = mosaic.unsupported(result) or mosaic_many.unsupported_rows(rows.values, w)
+    width, share = (0, 0.0) if reason else mosaic_many.choose_columns(rows.values, w)
+    return BackEnd(
+        functools.partial(mosaic_many.gated_matmul, columns=width, dtype=dtype),
+        reason,
+        share >= MOSAIC_LEAST_SHARE and math.prod(w.shape) >= MOSAIC_GATED_WEIGHTS[0],
     )
 
 

@@ -348,8 +348,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
         plgpu.barrier_wait(scratch["scaled"].at[0])
         down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
         for axis, ref in enumerate((scratch["row_scales"].at[down], scratch["column_scales"])):
-            scales = _loaded(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
-            sums = sums * jax.lax.broadcast_in_dim(scales, sums.shape, [axis])
+            sums = sums * load_scales(ref, axis, sums.shape)
         return sums
 
     @pl.when(warpgroup < consumers)
@@ -465,6 +464,12 @@ def _quantize_rows(x, values, scales):
     factor, unit = factors_of(jnp.max(jnp.abs(kept)))
     values[row] = (kept * factor).astype(FP8)
     scales[row] = unit
+
+
+def load_scales(ref, axis: int, shape: tuple[int, int]) -> Array:
+    """Scales of rows (axis 0) or columns of a product, for each of its sums."""
+    scales = _loaded(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
+    return jax.lax.broadcast_in_dim(scales, shape, [axis])
 
 
 def _loaded(ref, layout):

@@ -5,9 +5,13 @@ writes its result once more for SiLU. Here as many blocks of threads as run at o
 of the result in turns. One warpgroup loads, by TMA through a ring of buffers; two multiply, and
 finish a tile, rounded, while the tensor cores are at the first steps of the next. Roundings to 16
 bits are those of the reference, but for SiLU's own.
+
+Operands of 8 bits have scales, which the sums are multiplied with before they are rounded; weights
+lie as [N K] then.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,99 +20,180 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from .mosaic import MULTIPROCESSORS, SHARED_BYTES, next_buffer, swizzled, unsupported_pair
+from .fp8 import DTYPE, Fp8Matrix, Fp8Rows
+from .mosaic import (
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    load_scales,
+    next_buffer,
+    swizzled,
+    unsupported_pair,
+)
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
 _TILE = _CONSUMERS * _ROWS
 # Columns of a tile, gate's and up's, in the order of preference: the registers hold 256 sums a row;
 # 192 are up to 2 % slower, and often fill the chip better.
 _COLUMNS = (256, 192)
-_DEPTH = 64  # of a step
+_DEPTH_BYTES = 128  # of a step
+_MOST_STAGES = 6  # steps in flight that shared memory holds, at most
+_PIECE = 64  # columns of a product that are rounded and stored at a time
 _TURNS = (16, 32, 64)  # columns of gate, and as many of up, that lie side by side
 _BAND = 32  # tiles of rows that all have a tile of columns before the next ones do: what L2 holds
 _CLOSE = 0.02  # smaller differences of shares count as ties
 
 
-def unsupported_rows(x: Array, w: Array) -> str | None:
+def unsupported_rows(x: Array, w: Array | Fp8Matrix) -> str | None:
     """Why `gated_matmul` cannot take such operands, or None; `w` as [D C 2 W]."""
+    depth = _DEPTH_BYTES // w.dtype.itemsize
     rows, (D, C, _, W) = x.size // x.shape[-1], w.shape
     if reason := unsupported_pair(x, w):
         return reason
     if rows % _TILE:
         return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
-    if W not in _TURNS or not _widths(w):
+    if W not in _TURNS or not _widths(w, W):
         return (
             f"needs turns of 16, 32 or 64 columns, 96 or 128 of gate in each tile, got {C} of {W}"
         )
-    if D % _DEPTH or max(_widths(w)) * _DEPTH > D * 2 * W:
-        return f"needs a multiple of {_DEPTH} as depth, a step of it for each turn, got {D}"
+    if D % depth or max(_widths(w, W)) * depth > D * 2 * W:
+        return f"needs a multiple of {depth} as depth, a step of it for each turn, got {D}"
+    return _unsupported_depth(D, w)
+
+
+def unsupported_product(x: Array, w: Fp8Matrix) -> str | None:
+    """Why `matmul` cannot take such operands, or None; `w` as [K N]."""
+    rows, (K, N) = x.size // x.shape[-1], w.shape
+    if reason := unsupported_pair(x, w):
+        return reason
+    if rows % _TILE:
+        return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
+    if not _widths(w, 1):
+        return f"needs whole tiles of {', '.join(map(str, _COLUMNS))} columns, got {N}"
+    return _unsupported_depth(K, w)
+
+
+def _unsupported_depth(depth: int, w: Array | Fp8Matrix) -> str | None:
+    """Why a product cannot be so deep, or None.
+
+    The scales of a tile take the place of the last one's but one, with which the warpgroups that
+    multiply are done as soon as the ring came round once in between.
+    """
+    step = _DEPTH_BYTES // w.dtype.itemsize
+    if depth % step or (w.dtype == DTYPE and depth < _MOST_STAGES * step):
+        least = f", {_MOST_STAGES} or more" if w.dtype == DTYPE else ""
+        return f"needs a depth of whole steps of {step}{least}, got {depth}"
     return None
 
 
-def choose_columns(x: Array, w: Array) -> tuple[int, float]:
-    """Columns of a tile, and the mean share of multiprocessors that then have a tile."""
+def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
+    """Columns of a tile, and the mean share of multiprocessors that then have a tile.
+
+    Args:
+        w: As [D C 2 W], or as [K N] for `matmul`.
+    """
     shares = {}
-    for columns in _widths(w):
-        tiles = (x.size // x.shape[-1]) * (w.size // len(w)) / (_TILE * columns)
+    for columns in _widths(w, w.shape[-1] if len(w.shape) == 4 else 1):
+        tiles = (x.size // x.shape[-1]) * math.prod(w.shape[1:]) / (_TILE * columns)
         shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
     best = max(shares.values())
     return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
 
 
-def _widths(w: Array) -> list[int]:
-    """The tile widths that divide the matrices and their turns."""
-    _, C, _, W = w.shape
-    return [n for n in _COLUMNS if n % (2 * W) == 0 and 2 * C * W % n == 0]
+def _widths(w: Array | Fp8Matrix, turn: int) -> list[int]:
+    """The tile widths that divide the columns, and hold whole turns of gate and up."""
+    width = math.prod(w.shape[1:])
+    return [n for n in _COLUMNS if n % (2 * turn) == 0 and width % n == 0]
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "blocks", "interpret"))  # layers lower once
+# Layers lower once.
+@functools.partial(jax.jit, static_argnames=("columns", "dtype", "blocks", "interpret"))
 def gated_matmul(
-    x: Float[Array, "*M D"],
-    w: Float[Array, "D C 2 W"],
+    x: Float[Array, "*M D"] | Fp8Rows,
+    w: Float[Array, "D C 2 W"] | Fp8Matrix,
     *,
     columns: int,
+    dtype: Any = None,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M C*W"]:
-    """See `api.gated_matmul`.
+    """See `api.gated_matmul`; `matmul` is the product alone.
 
     Args:
         columns: Of a tile, see `choose_columns`.
+        dtype: Type of the rows that come out; None for that of `x`.
         blocks: Of threads, at most; each needs a multiprocessor for itself.
         interpret: An `InterpretGPUParams` runs it on a CPU, for tests.
     """
-    D, C, _, W = w.shape
-
-    def run(x, w):
-        rows, flat = x.reshape(-1, D), w.reshape(D, -1)
-        kind, transforms = x.dtype, swizzled(_DEPTH, x.dtype)
-        step, staged = (_TILE + columns) * _DEPTH, _TILE * columns // 2
-        stages = (SHARED_BYTES // kind.itemsize - staged) // step
-        ring, out = (stages, _CONSUMERS, _ROWS, _DEPTH), (_CONSUMERS, _ROWS, columns // 2)
-        scratch = {
-            "rows": plgpu.SMEM(ring, kind, transforms=transforms),
-            "weights": plgpu.SMEM((stages, _DEPTH, columns), kind, transforms=transforms),
-            "out": plgpu.SMEM(out, kind, transforms=swizzled(W, kind)),
-            "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
-            "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
-        }
-        tiles = len(rows) // _TILE * (flat.shape[1] // columns)
-        out = plgpu.kernel(
-            functools.partial(_multiply, names=tuple(scratch), tiles=tiles, W=W),
-            out_type=jax.ShapeDtypeStruct((len(rows), C * W), kind),
-            grid=(min(tiles, blocks),),
-            grid_names=("block",),
-            kernel_name="gated_matmul",
-            num_threads=_CONSUMERS + 1,
-            thread_name="warpgroup",
-            scratch_types=list(scratch.values()),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=interpret,
-        )(rows, flat)
-        return out.reshape(*x.shape[:-1], C * W)
-
+    _, C, _, W = w.shape
+    sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+    run = functools.partial(_launch, "gated_matmul", width=C * W, piece=W, **sizes)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(x, w)
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "dtype", "blocks", "interpret"))
+def matmul(
+    x: Fp8Rows,
+    w: Fp8Matrix,
+    *,
+    columns: int,
+    dtype: Any,
+    blocks: int = MULTIPROCESSORS,
+    interpret: Any = None,
+) -> Float[Array, "*M N"]:
+    """`x @ w` of two axes; other arguments as in `gated_matmul`."""
+    sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+    run = functools.partial(_launch, "matmul", width=w.shape[1], piece=_PIECE, **sizes)
+    return jax.custom_batching.sequential_vmap(run)(x, w)
+
+
+def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret):
+    """`x` times `w`, gated or not, as rows of `width` numbers that are made a `piece` at a time."""
+    scales, is_gated = (), name == "gated_matmul"
+    if isinstance(x, Fp8Rows):
+        assert isinstance(w, Fp8Matrix)
+        scales = (x.scales.reshape(-1), w.flat.scales)
+        lead, flat = x.scales.shape, w.flat.values
+        rows = x.values.reshape(-1, x.values.shape[-1])
+    else:
+        assert isinstance(w, jax.Array)
+        lead, rows, flat = x.shape[:-1], x.reshape(-1, len(w)), w.reshape(len(w), -1)
+    kind = jnp.dtype(dtype or rows.dtype)
+    depth = _DEPTH_BYTES // rows.dtype.itemsize
+    transforms = swizzled(depth, rows.dtype)
+    out = (_CONSUMERS, _ROWS, columns // 2 if is_gated else columns)
+    step_bytes = (_TILE + columns) * _DEPTH_BYTES
+    staged = math.prod(out) * kind.itemsize
+    staged += 2 * 4 * (_TILE + columns) if scales else 0
+    stages = (SHARED_BYTES - staged) // step_bytes
+    tile = (columns, depth) if scales else (depth, columns)
+    scratch = {
+        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, depth), rows.dtype, transforms=transforms),
+        "weights": plgpu.SMEM((stages, *tile), rows.dtype, transforms=transforms),
+        "out": plgpu.SMEM(out, kind, transforms=swizzled(piece, kind)),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
+        "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
+    }
+    if scales:  # of two tiles: the next one's come before they are needed
+        scratch["row_scales"] = plgpu.SMEM((2, _CONSUMERS, _ROWS), jnp.float32)
+        scratch["column_scales"] = plgpu.SMEM((2, columns), jnp.float32)
+        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=_CONSUMERS + 1)
+    tiles = len(rows) // _TILE * (width // out[-1])
+    names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
+    sizes = {"tiles": tiles, "columns": columns, "W": piece, "is_gated": is_gated}
+    out = plgpu.kernel(
+        functools.partial(_multiply, names=names, **sizes),
+        out_type=jax.ShapeDtypeStruct((len(rows), width), kind),
+        grid=(min(tiles, blocks),),
+        grid_names=("block",),
+        kernel_name=name,
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(rows, flat, *scales)
+    return out.reshape(*lead, width)
 
 
 def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
@@ -121,22 +206,32 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
     return band * _BAND + jax.lax.rem(place, height), jax.lax.div(place, height)
 
 
-def _multiply(x, w, out, *scratch, names, tiles, W):
+def _multiply(x, w, *refs, names, tiles, columns, W, is_gated):
     """One thread block: a tile of the result, then the tile `blocks` further on."""
-    scratch = dict(zip(names, scratch, strict=True))
-    stages, _, columns = scratch["weights"].shape
+    scratch = dict(zip(names, refs, strict=True))
+    out, is_scaled = scratch["result"], "scaled" in scratch
+    stages, _, _, depth = scratch["rows"].shape
     warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
     blocks = jax.lax.axis_size("block")
-    zero, steps = jnp.asarray(0, jnp.int32), x.shape[1] // _DEPTH
+    zero, steps = jnp.asarray(0, jnp.int32), x.shape[1] // depth
     count = jax.lax.div(tiles - 1 - block, jnp.asarray(blocks, jnp.int32)) + 1
 
     def place(i):
-        return origin(block + i * blocks, x.shape[0] // _TILE, w.shape[1] // columns)
+        width = w.shape[0] if is_scaled else w.shape[1]
+        return origin(block + i * blocks, x.shape[0] // _TILE, width // columns)
 
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
     after = functools.partial(next_buffer, stages=stages)
+
+    def ask_for_scales(half, row, column):
+        told = scratch["scaled"].at[half]
+        source = scratch["of_columns"].at[piece(column, columns)]
+        plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half], told)
+        for group in range(_CONSUMERS):
+            source = scratch["of_rows"].at[piece(row * _CONSUMERS + group, _ROWS)]
+            plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half, group], told)
 
     def load_tile(i, slot):
         row, column = place(i)
@@ -146,12 +241,15 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
             def _():
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
-            loaded, deep = scratch["loaded"].at[slot], piece(step, _DEPTH)
-            source = w.at[deep, piece(column, columns)]
+            loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
+            across = piece(column, columns)
+            source = w.at[across, deep] if is_scaled else w.at[deep, across]
             plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
             for group in range(_CONSUMERS):
                 source = x.at[piece(row * _CONSUMERS + group, _ROWS), deep]
                 plgpu.copy_gmem_to_smem(source, scratch["rows"].at[slot, group], loaded)
+            if is_scaled:  # the last tile but one, which had their places, is done by now
+                pl.when(step == 0)(lambda: ask_for_scales(i & 1, row, column))
             return after(slot)
 
         return jax.lax.fori_loop(0, steps, load, slot)
@@ -166,13 +264,26 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         jax.lax.fori_loop(0, count, load_tile, zero)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, zero)
 
-    turns = range(columns // (2 * W))
+    turns = range(columns // (2 * W if is_gated else W))
     staged = scratch["out"].at[warpgroup]
+
+    def rounded(sums, half):
+        """A tile's sums in 16 bits, by turns of gate and of up."""
+        pieces = [sums[:, first : first + W] for first in range(0, columns, W)]
+        if is_scaled:
+            plgpu.barrier_wait(scratch["scaled"].at[half])
+            by_row = load_scales(scratch["row_scales"].at[half, warpgroup], 0, (_ROWS, W))
+            for i in range(len(pieces)):
+                by_column = scratch["column_scales"].at[half, pl.ds(i * W, W)]
+                pieces[i] = pieces[i] * by_row * load_scales(by_column, 1, (_ROWS, W))
+        return tuple(piece.astype(out.dtype) for piece in pieces)
 
     def finish(sums, j):
         """Write one turn of a tile's rounded sums to shared memory."""
-        both = (sums[:, first : first + W] for first in (2 * j * W, (2 * j + 1) * W))
-        gate, up = (each.astype(jnp.float32) for each in both)
+        if not is_gated:
+            staged[:, pl.ds(j * W, W)] = sums[j]
+            return
+        gate, up = (each.astype(jnp.float32) for each in sums[2 * j : 2 * j + 2])
         root = jax.lax.rsqrt(1 + jnp.exp(-gate))  # one instruction; a division takes about twenty
         staged[:, pl.ds(j * W, W)] = (gate * (root * root) * up).astype(out.dtype)
 
@@ -181,13 +292,15 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         plgpu.commit_smem()
         row, column = place(i)
         rows = piece(row * _CONSUMERS + warpgroup, _ROWS)
-        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, columns // 2)])
+        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, staged.shape[1])])
 
     def products(sums, i, slot, before):
         def step(k, slots, meanwhile=lambda: None):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
+            weights = scratch["weights"].at[slot]
+            weights = weights.T if is_scaled else weights
+            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], weights)
             meanwhile()
             plgpu.wgmma_wait(1)  # the products of the step before are done
 
@@ -204,7 +317,7 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
         slot, last = jax.lax.fori_loop(len(turns), steps, step, slots)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        return slot, sums[...].astype(x.dtype)
+        return slot, rounded(sums[...], i & 1)
 
     def compute_tile(i, carry):
         slot, before = carry  # the first step has no tile before it to store
@@ -215,7 +328,8 @@ def _multiply(x, w, out, *scratch, names, tiles, W):
     @pl.when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        none = plgpu.layout_cast(jnp.zeros((_ROWS, columns), x.dtype), plgpu.Layout.WGMMA)
+        none = plgpu.layout_cast(jnp.zeros((_ROWS, W), out.dtype), plgpu.Layout.WGMMA)
+        none = (none,) * (columns // W)
         _, sums = jax.lax.fori_loop(0, count, compute_tile, (zero, none))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for j in turns:

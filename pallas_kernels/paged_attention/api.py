@@ -43,6 +43,7 @@ def paged_attention(
     mask: WindowMask,
     *,
     scale: float | None = None,
+    kv_scales: Float[Array, "2 G"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the window's rows over cached pages and fresh keys, softmax in float32.
@@ -53,6 +54,8 @@ def paged_attention(
         page_table: Pages of each sequence in order of position; -1 where there is none.
         mask: Which keys each row sees.
         scale: Factor of the scores; None: one over the root of the head size.
+        kv_scales: Where keys and values have 8 bits, fresh ones too: what a key and a value of each
+            head is multiplied by. Powers of two (`kv_write.fp8`).
         implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
             16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
             the arguments.
@@ -66,7 +69,7 @@ def paged_attention(
     back_ends = _back_ends(q, k_pages, page_table, mask)
     arguments = (q, k, v, k_pages, v_pages, page_table, mask)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return dispatch.run(implementation, back_ends, *arguments, scale=scale)
+    return dispatch.run(implementation, back_ends, *arguments, scale=scale, kv_scales=kv_scales)
 
 
 def choose(q: Array, k_pages: Array, page_table: Array, mask: WindowMask) -> Implementation:

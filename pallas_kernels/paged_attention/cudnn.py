@@ -30,11 +30,15 @@ def attention(
     mask: WindowMask,
     *,
     scale: float,
+    kv_scales: Array | None = None,
 ) -> Array:
     """See `api.paged_attention`."""
     Z = k_pages.shape[2]
     keys = jnp.concatenate([_gather_pages(k_pages, page_table), k], axis=1)
     values = jnp.concatenate([_gather_pages(v_pages, page_table), v], axis=1)
+    if kv_scales is not None:  # powers of two: exact in 16 bits
+        k_scale, v_scale = (own.astype(q.dtype)[None, None, :, None] for own in kv_scales)
+        keys, values = keys.astype(q.dtype) * k_scale, values.astype(q.dtype) * v_scale
     visible = sees(mask, page_table, Z)
     return jax.nn.dot_product_attention(
         q, keys, values, mask=visible[:, None], scale=scale, implementation="cudnn"

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
-from .mosaic_tiles import ROWS
+from .mosaic_tiles import ROWS, piece_of
 from .mosaic_tiling import Tiling, check_tiling, choose_tiling, holds_parts
 
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
@@ -53,6 +53,8 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs bfloat16, got {q.dtype}"
     if H not in (64, 128, 256):
         return f"needs a head size of 64, 128 or 256, got {H}"
+    if k_pages.dtype.itemsize == 1 and H == 256:
+        return f"needs a head size of 64 or 128 for keys in 8 bits, got {H}"
     if T % _LEAST:
         return f"needs a number of rows that is a multiple of {_LEAST}, got {T}"
     if Z & (Z - 1) or Z < _LEAST:
@@ -75,6 +77,7 @@ def attention(
     mask: WindowMask,
     *,
     scale: float | None = None,
+    kv_scales: Array | None = None,
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -95,14 +98,18 @@ def attention(
     run = functools.partial(_run, **settings, interpret=interpret)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(
-        (q, k, v), (k_pages, v_pages), page_table, facts(mask, page_table, k_pages.shape[2]), bits
+        (q, k, v),
+        (k_pages, v_pages),
+        page_table,
+        facts(mask, page_table, k_pages.shape[2]),
+        {"bits": bits, "kv_scales": kv_scales},
     )
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "scale", "tiling", "interpret"))
-def _run(fresh, pools, page_table, numbers, bits, *, rules, scale, tiling, interpret):
+def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, interpret):
     """One launch, and a merge where the parts are not a cluster's. Layers lower once."""
-    q, _, _ = fresh
+    q, k, _ = fresh
     B, T, N, H = q.shape
     G, Z = pools[0].shape[1:3]
     n = N // G
@@ -114,7 +121,7 @@ def _run(fresh, pools, page_table, numbers, bits, *, rules, scale, tiling, inter
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
     groups = tiling.row_groups
     blocks = -(-warpgroups // groups)
-    check_tiling(tiling, H, Z, G * blocks)
+    check_tiling(tiling, H, Z, G * blocks, is_8_bit=k.dtype.itemsize == 1)
     buffers = groups * 2 if tiling.resident else groups
     whole = jax.ShapeDtypeStruct((B, T, N, H), q.dtype)
     parts = (
@@ -123,18 +130,24 @@ def _run(fresh, pools, page_table, numbers, bits, *, rules, scale, tiling, inter
     )
     is_shared = is_cluster and interpret is None and holds_parts(q, tiling)
     outputs = (whole,) if splits == 1 or is_shared else (whole, *parts) if is_cluster else parts
-    swizzled = _swizzled()
+    swizzled = _swizzled(q.dtype)
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
-    loads = keys // min(keys, Z, math.gcd(T, keys))  # boxes of the smallest kind in a tile
+    piece = piece_of(tiling)
+    loads = piece // min(piece, Z, math.gcd(T, piece))  # boxes of the smallest kind in a piece
+    writes = 1 if tiling.staged else loads  # the warpgroup that loads writes whole tiles
     scratch = {
         "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=swizzled),
         "k_ring": ring,
         "v_ring": ring,
         "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
-        "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
-        "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
+        "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=writes),
+        "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=writes),
         "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=groups),
     }
+    for name in ("k_8", "v_8") if tiling.staged else ():
+        shape = (tiling.staged, piece, H)
+        scratch[name] = plgpu.SMEM(shape, k.dtype, transforms=_swizzled(k.dtype, H))
+        scratch[f"{name}_in"] = plgpu.Barrier(num_barriers=tiling.staged, num_arrivals=loads)
     if tiling.ping_pong and consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
     if is_cluster:
@@ -152,10 +165,12 @@ def _run(fresh, pools, page_table, numbers, bits, *, rules, scale, tiling, inter
     tiles = B * G * blocks
     # As few as need no more turns than all that may stay.
     stay = -(-tiles // -(-tiles // tiling.resident)) if tiling.resident else 0
-    operands = [*fresh, *pools, page_table, numbers, *(() if bits is None else (bits,))]
+    more = {name: array for name, array in more.items() if array is not None}
+    operands = [*fresh, *pools, page_table, numbers, *more.values()]
     body = functools.partial(
         attend,
         num_operands=len(operands),
+        extras=tuple(more),
         names=tuple(scratch),
         rules=rules,
         scale=scale,
@@ -188,10 +203,12 @@ def _run(fresh, pools, page_table, numbers, bits, *, rules, scale, tiling, inter
     return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
 
 
-def _swizzled():
+def _swizzled(dtype, width=128):
     """How rows lie in shared memory for products and TMA: 8 rows of 128 bytes, swizzled."""
-    tiled = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-    return tiled, plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    itemsize = jnp.dtype(dtype).itemsize
+    line = min(width * itemsize, 128)
+    tiled = plgpu.TilingTransform((8, line // itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiled, plgpu.SwizzleTransform(line)  # pyright: ignore[reportAbstractUsage]
 
 
 def _merge(out: Float[Array, "X S W R H"], log_mass: Float[Array, "X S W R"]) -> Array:

@@ -13,21 +13,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .mosaic_kernel import compute
 from .mosaic_tiles import drain, load, whole, work_of
 
+_LOADS = (40, 96)  # registers of each thread that loads, and of one that widens keys as well
 
-def attend(*refs, num_operands, names, rules, scale, tiling, chunk, places):
+
+def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, places):
     """A block of threads: a tile of rows of a KV head, over its share of the keys.
 
     With `tiling.resident` several such tiles, one behind another.
 
     Args:
+        extras: Which of the operands that may be left out are given: "bits", "kv_scales".
         places: Tiles of rows of all sequences and heads, those of one head, and blocks that stay.
     """
-    q, k, v, k_pages, v_pages, table, numbers, *bits = refs[:num_operands]
+    q, k, v, k_pages, v_pages, table, numbers, *given = refs[:num_operands]
+    more = dict(zip(extras, given, strict=True))
+    bits = more.get("bits")
     results = refs[num_operands : len(refs) - len(names)]
     scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
     settings = {"rules": rules, "tiling": tiling, "chunk": chunk}
     work_at = functools.partial(
-        work_of, q.shape, k_pages.shape, numbers, has_bits=bool(bits), **settings
+        work_of, q.shape, k_pages.shape, numbers, has_bits=bits is not None, **settings
     )
     work = None
     if not tiling.resident:
@@ -40,7 +45,7 @@ def attend(*refs, num_operands, names, rules, scale, tiling, chunk, places):
         load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
 
     def compute_rows(work, turn=None, following=None):
-        operands = (q, k_pages.shape, table, bits, results, scratch)
+        operands = (q, k_pages.shape, table, bits, more.get("kv_scales"), results, scratch)
         whose = {"turn": turn, "following": following, "scale": scale}
         compute(work, warpgroup, *operands, **whose, **settings)
 
@@ -50,7 +55,7 @@ def attend(*refs, num_operands, names, rules, scale, tiling, chunk, places):
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(_LOADS[bool(tiling.staged)], action="decrease")
         bring(work)
         drain(work.low, work.high, scratch, tiling)
 
@@ -77,7 +82,7 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(_LOADS[bool(tiling.staged)], action="decrease")
 
         def one(turn, before):
             work = work_in(turn, before)
@@ -118,4 +123,4 @@ def num_turns(first, last, tiles, stay):
 
 def _registers(tiling):
     """Of each thread that computes."""
-    return 232 if tiling.consumers == 2 else 208
+    return 232 if tiling.consumers == 2 and not tiling.staged else 208

@@ -27,6 +27,7 @@ def compute(
     pool,
     table,
     bits,
+    kv_scales,
     results,
     scratch,
     *,
@@ -103,14 +104,14 @@ def compute(
     last_cached = start + cell + anywhere
     last_fresh = cell + anywhere
     row_bits = None
-    if bits:
-        K = bits[0].shape[1]
+    if bits is not None:
+        K = bits.shape[1]
         mine_in = jax.lax.div(cell, whole(block_size))
         mine_in = jnp.minimum(mine_in, K - 1)
-        of_mask = jnp.minimum(work.b, bits[0].shape[0] - 1)
+        of_mask = jnp.minimum(work.b, bits.shape[0] - 1)
         row_bits = jnp.zeros_like(mine_in)
         for block_row in range(K):
-            row_bits = jnp.where(mine_in == block_row, bits[0][of_mask, block_row], row_bits)
+            row_bits = jnp.where(mine_in == block_row, bits[of_mask, block_row], row_bits)
     else:
         ends = (jax.lax.div(cell, whole(block_size)) + 1) * block_size - 1
         last_fresh = jnp.minimum(last_fresh, ends)
@@ -130,8 +131,8 @@ def compute(
         seen = (j < work.context_len) & (j <= across(last_cached, shape))
         seen &= (j < start + first) | (j >= start + end)
         for part in range(parts):
-            page, _ = page_of(work, table, keys, Z, i, part)
             hole = j_0 + part * rows_of_part
+            page, _ = page_of(work, table, Z, hole)
             seen &= (j < hole) | (j >= jnp.where(page >= 0, hole, hole + rows_of_part))
         if window is not None:
             seen &= j > across(start + window_from - window, shape)
@@ -141,9 +142,9 @@ def compute(
         theirs = columns_from(cell_0 + (i - work.cached_tiles + work.fresh_first) * keys, shape)
         seen = (theirs >= first) & (theirs < jnp.minimum(end, cell_0 + T))
         seen &= theirs <= across(last_fresh, shape)
-        if row_bits is not None:
+        if bits is not None and row_bits is not None:
             theirs_in = jax.lax.div(theirs, whole(block_size))
-            theirs_in = jnp.minimum(theirs_in, bits[0].shape[1] - 1)
+            theirs_in = jnp.minimum(theirs_in, bits.shape[1] - 1)
             bit = jax.lax.shift_right_logical(across(row_bits, shape), theirs_in) & 1
             seen &= bit != 0
         if window is not None:
@@ -156,6 +157,8 @@ def compute(
 
     takes_turns = "turn" in scratch
     scale = _LOG2_E * scale
+    if kv_scales is not None:
+        scale = scale * kv_scales[0, work.g]
 
     def look(i, carry, sees):
         """Take in a tile of keys; `sees` None: every row sees all of them."""
@@ -230,6 +233,8 @@ def compute(
 
     live = (cell >= first) & (cell < end) & (mass > 0)
     share_of_row = jnp.where(live, 1.0 / jnp.where(live, mass, 1.0), 0.0)
+    if kv_scales is not None:
+        share_of_row = share_of_row * kv_scales[1, work.g]
     mean = total * across(share_of_row, total.shape)
 
     def store(staged, columns=None):

@@ -1,6 +1,7 @@
 """Which tiles of keys a thread block of the Mosaic kernel reads, and how it loads them."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -181,10 +182,9 @@ def window_cell(cell, causal, rules):
     return cell - (1 - in_order(cell, causal, rules)) * behind
 
 
-def page_of(work, table, keys, page_size, i, part):
-    """Page of a part of a tile, and where in the page the tile begins."""
+def page_of(work, table, page_size, j):
+    """Page of cached position j, and where in the page that is."""
     C = table.shape[1]
-    j = (i + work.skipped) * keys + part * page_size
     column = jax.lax.div(j, whole(page_size))
     page = jnp.where(column < C, table[work.b, jnp.minimum(column, C - 1)], -1)
     return page, jax.lax.rem(j, whole(page_size))
@@ -208,54 +208,101 @@ def turns_of(work, warpgroup, from_, to):
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
-    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last."""
-    keys, stages = tiling.keys, tiling.stages
+    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last.
+
+    Keys and values of 8 bits come to buffers of their own, a piece of a tile each, and it writes
+    them to the ring in 16 bits, which is exact: the tensor cores take 8-bit values only with the
+    keys side by side.
+    """
+    keys, stages, staged = tiling.keys, tiling.stages, tiling.staged
     T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
-    piece = math.gcd(T, keys)  # fresh keys of a box
-    parts = max(1, keys // Z)
-    loads = keys // min(keys // parts, piece)
+    piece = piece_of(tiling)
+    pieces = keys // piece
+    fresh_box, page_box = math.gcd(T, piece), min(piece, Z)  # keys of a box
+    loads = piece // min(fresh_box, page_box)
     rings = (scratch["k_ring"], scratch["v_ring"])
     arrivals = (scratch["k_in"], scratch["v_in"])
+    targets = ("k_8", "v_8") if staged else ("k_ring", "v_ring")
+    landings = ("k_8_in", "v_8_in") if staged else ("k_in", "v_in")
 
-    def fill(i, arrays, boxes_of):
-        """Load a tile of keys and one of values, box by box, when their buffers are free."""
+    def wait_for_ring(i):
+        """Wait until the ring's buffers for tile i are free."""
         slot = slot_of(work, tiling, i)
 
         @pl.when(_order_of(work, i) >= stages)
         def _():
             plgpu.barrier_wait(scratch["used"].at[slot])
 
-        for array, ring, arrived in zip(arrays, rings, arrivals, strict=True):
-            sources = boxes_of(array)
-            size = keys // len(sources)
-            for place, source in enumerate(sources):
-                target = ring.at[slot]
-                target = target if size == keys else target.at[pl.ds(place * size, size)]
-                plgpu.copy_gmem_to_smem(source, target, arrived.at[slot])
-            for _spare in range(loads - len(sources)):  # the barrier counts loads
-                plgpu.barrier_arrive(arrived.at[slot])
+        return slot
 
-    def cached(i, _):
-        found = [page_of(work, table, keys, Z, i, part) for part in range(parts)]
+    def fill(slot, arrays, boxes_of):
+        """Load keys and values, box by box."""
+        for array, target, landing in zip(arrays, targets, landings, strict=True):
+            buffer, arrived = scratch[target].at[slot], scratch[landing].at[slot]
+            sources = boxes_of(array)
+            size = piece // len(sources)
+            for place, source in enumerate(sources):
+                part = buffer if size == piece else buffer.at[pl.ds(place * size, size)]
+                plgpu.copy_gmem_to_smem(source, part, arrived)
+            for _spare in range(loads - len(sources)):  # the barrier counts loads
+                plgpu.barrier_arrive(arrived)
+
+    def cached(slot, i, offset: Array | int = 0):
+        j = (i + work.skipped) * keys + offset
+        found = [page_of(work, table, Z, j + at) for at in range(0, piece, page_box)]
 
         def boxes_of(pool):
             sources = [pool.at[jnp.maximum(page, 0), work.g] for page, _ in found]
-            if keys >= Z:
+            if piece >= Z:
                 return sources
-            return [sources[0].at[pl.ds(pl.multiple_of(found[0][1], keys), keys)]]
+            return [sources[0].at[pl.ds(pl.multiple_of(found[0][1], piece), piece)]]
 
-        fill(i, pools, boxes_of)
+        fill(slot, pools, boxes_of)
 
-    def fresh(i, _):
-        token = (i - work.cached_tiles + work.fresh_first) * keys
+    def fresh(slot, i, offset: Array | int = 0):
+        token = (i - work.cached_tiles + work.fresh_first) * keys + offset
         # Copies of the last box fill the tile after the last key: the product needs whole
         # tiles of finite values, and the mask hides them.
-        tokens = [jnp.minimum(token + at, T - piece) for at in range(0, keys, piece)]
-        tokens = [pl.ds(pl.multiple_of(one, piece), piece) for one in tokens]
-        fill(i, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
+        tokens = [jnp.minimum(token + at, T - fresh_box) for at in range(0, piece, fresh_box)]
+        tokens = [pl.ds(pl.multiple_of(one, fresh_box), fresh_box) for one in tokens]
+        fill(slot, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
 
-    jax.lax.fori_loop(work.cached[0], work.cached[2], cached, None)
-    jax.lax.fori_loop(work.fresh[0], work.fresh[2], fresh, None)
+    if not staged:
+        for span, bring in ((work.cached, cached), (work.fresh, fresh)):
+            body = lambda i, _, bring=bring: bring(wait_for_ring(i), i)  # noqa: E731
+            jax.lax.fori_loop(span[0], span[2], body, None)
+        return
+
+    def staged_slot(i, part):
+        return jax.lax.rem(_order_of(work, i) * pieces + part, whole(staged))
+
+    def ask(number, _=None):
+        i, part = jax.lax.div(number, whole(pieces)), jax.lax.rem(number, whole(pieces))
+        slot, is_cached = staged_slot(i, part), i < work.cached_tiles
+        pl.when(is_cached)(lambda: cached(slot, i, part * piece))
+        pl.when(~is_cached)(lambda: fresh(slot, i, part * piece))
+
+    def widen(i, _):
+        """Write a tile to the ring, in 16 bits, and ask for what is to come after."""
+        slot = wait_for_ring(i)
+        for part in range(pieces):
+            place = staged_slot(i, part)
+            for ring, told, target, landing in zip(rings, arrivals, targets, landings, strict=True):
+                plgpu.barrier_wait(scratch[landing].at[place])
+                values = _loaded(scratch[target].at[place])
+                # By way of float32: before CUDA 13.2 the GPU has no other to bfloat16.
+                wide, buffer = values.astype(jnp.float32).astype(ring.dtype), ring.at[slot]
+                buffer = buffer if pieces == 1 else buffer.at[pl.ds(part * piece, piece)]
+                buffer[...] = wide
+                plgpu.commit_smem()
+                if part == pieces - 1:
+                    plgpu.barrier_arrive(told.at[slot])
+            later = i * pieces + part + staged
+            pl.when(later < last)(functools.partial(ask, later))
+
+    first, last = work.low * pieces, work.high * pieces
+    jax.lax.fori_loop(first, jnp.minimum(first + staged, last), ask, None)
+    jax.lax.fori_loop(work.low, work.high, widen, None)
 
 
 def drain(low, high, scratch, tiling):
@@ -265,6 +312,28 @@ def drain(low, high, scratch, tiling):
         plgpu.barrier_wait(scratch["used"].at[jax.lax.rem(i - low, whole(tiling.stages))])
 
     jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, wait, None)
+
+
+def piece_of(tiling) -> int:
+    """Keys of a buffer that TMA fills: a tile, or what of it comes at once in 8 bits."""
+    return min(tiling.keys, 64) if tiling.staged else tiling.keys
+
+
+def _loaded(ref):
+    """A tile of 8-bit numbers, eight in a row to a thread: the ring takes 16 bytes at once."""
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+
+    width = min(ref.shape[1], 128)
+    lanes = width // 8
+    rows = 32 // lanes  # of a warp
+    layout = plgpu.Layout.TILED(
+        Tiling(((4 * rows, width), (rows, width), (8,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+    # jax 0.10 requires an index here.
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def whole(x) -> Array:

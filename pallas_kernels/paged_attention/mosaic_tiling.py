@@ -6,11 +6,12 @@ depend on no neighbour.
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxtyping import Array
 
 from .mosaic_merge import SWIZZLE
-from .mosaic_tiles import ROWS
+from .mosaic_tiles import ROWS, piece_of
 
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 _MULTIPROCESSORS = 132
@@ -49,6 +50,8 @@ class Tiling:
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
+        staged: Pieces of up to 64 keys and values of 8 bits in flight, in front of a ring of
+            `stages` that takes them in 16 bits; 0 where they have 16.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
             and keys come while one ends; rows take twice the shared memory. Fewer stay where fewer
             need no more turns: 128 of 132 for 512 tiles. More than the GPU has multiprocessors wait
@@ -63,6 +66,7 @@ class Tiling:
     ping_pong: bool = False
     shares_keys: bool = False
     unsplit_keys: int = 0
+    staged: int = 0
     resident: int = 0
 
     @property
@@ -84,6 +88,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     """
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
+    is_8_bit = k_pages.dtype.itemsize == 1
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))
     tiles = -(-page_table.shape[1] * Z // 64) + -(-T // 64)  # of 64 keys, for one row
@@ -123,19 +128,22 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
             tiling = Tiling(
                 consumers=consumers,
                 keys=keys,
-                stages=most_stages(keys, H),
+                **buffers(keys, H, is_8_bit),
                 splits=splits,
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
             )
             if is_cluster and splits > 1 and not holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
-                fewer = dataclasses.replace(tiling, stages=3)
-                if tiling.stages > 3 and holds_parts(q, fewer):
+                name = "staged" if is_8_bit else "stages"
+                three: dict[str, Any] = {name: 3}
+                fewer = dataclasses.replace(tiling, **three)
+                if getattr(tiling, name) > 3 and holds_parts(q, fewer):
                     tiling = fewer
             tiling = dataclasses.replace(tiling, unsplit_keys=unsplit_keys(tiling))
             found += [tiling] if splits <= tiles else []
-    shared = Tiling(consumers=2, splits=2, shares_keys=True)
+    rings = buffers(64, H, True) if is_8_bit else {}
+    shared = Tiling(consumers=2, splits=2, shares_keys=True, **rings)
     if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128 and holds_parts(q, shared):
         found.append(shared)
     best = min(found, key=microseconds)
@@ -145,32 +153,43 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     for least, keys in _STAYING[best.consumers]:
         if blocks >= least:
             in_turns = {"resident": _MULTIPROCESSORS, "ping_pong": best.consumers == 2}
-            return dataclasses.replace(best, keys=keys, stages=most_stages(keys, H), **in_turns)
+            rings = buffers(keys, H, is_8_bit)
+            return dataclasses.replace(best, keys=keys, **rings, **in_turns)
     return best
 
 
-def most_stages(keys: int, head_size: int) -> int:
-    """Tiles of 16-bit keys and values that shared memory holds beside the rows."""
-    return min(_RING_BYTES // (keys * head_size * 4), 6)
+def buffers(keys: int, head_size: int, is_8_bit: bool) -> dict[str, Any]:
+    """`stages` and `staged`: the tiles of keys and values that shared memory holds by the rows.
+
+    Of 8-bit ones two are handed on in 16 bits, and the others are in flight.
+    """
+    if is_8_bit:
+        return {"stages": 2, "staged": 4 if keys == 64 else 3}
+    return {"stages": min(_RING_BYTES // (keys * head_size * 4), 6)}
 
 
 def holds_parts(q: Array, tiling: Tiling) -> bool:
     """Whether shared memory has room for the parts that a cluster exchanges."""
     H, parts = q.shape[-1], tiling.parts
     of_row = H * q.dtype.itemsize
-    ring = 2 * tiling.stages * tiling.keys * of_row
+    ring = (2 * tiling.stages * tiling.keys + tiling.staged * piece_of(tiling)) * of_row
     queries = tiling.row_groups * ROWS * of_row
     result, means_and_masses = of_row // parts, (H + parts) * 4
     return ring + queries + tiling.consumers * ROWS * (result + means_and_masses) <= _SHARED_BYTES
 
 
-def check_tiling(tiling: Tiling, head_size: int, page_size: int, items: int) -> None:
+def check_tiling(
+    tiling: Tiling, head_size: int, page_size: int, items: int, is_8_bit: bool = False
+) -> None:
     """Refuse a tiling that the kernel cannot run; `items`: tiles of rows of all KV heads.
 
     Raises:
         ValueError: Which setting is wrong, and what to use.
     """
     keys, splits = tiling.keys, tiling.splits
+    if bool(tiling.staged) != is_8_bit:
+        bits, use = (8, "staged=4") if is_8_bit else (16, "staged=0")
+        raise ValueError(f"staged={tiling.staged} for keys of {bits} bits; use {use}")
     if tiling.resident:
         _resident(tiling)
     if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left

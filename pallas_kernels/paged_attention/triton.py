@@ -51,6 +51,9 @@ def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
+    capability = getattr(jax.devices()[0], "compute_capability", "0.0")
+    if k_pages.dtype.itemsize == 1 and float(capability) < 8.9:
+        return "needs an NVIDIA GPU of the Ada kind or later for keys in 8 bits"
     return unsupported_arguments(q, k_pages, mask)
 
 
@@ -81,6 +84,7 @@ def attention(
     mask: WindowMask,
     *,
     scale: float | None = None,
+    kv_scales: Array | None = None,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -95,7 +99,7 @@ def attention(
         (k_pages, v_pages),
         page_table,
         facts(mask, page_table, k_pages.shape[2]),
-        visible,
+        {"visible": visible, "kv_scales": kv_scales},
         block_size=mask.block_size,
         window=mask.window,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -126,7 +130,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
 @functools.partial(
     jax.jit, static_argnames=("block_size", "window", "scale", "tiling", "interpret")
 )
-def _run(fresh, pools, page_table, facts, visible, *, block_size, window, scale, tiling, interpret):
+def _run(fresh, pools, page_table, facts, more, *, block_size, window, scale, tiling, interpret):
     """One launch, and a merge where the context is split. Layers lower once."""
     q, _, _ = fresh
     B, T, N, H = q.shape
@@ -138,10 +142,12 @@ def _run(fresh, pools, page_table, facts, visible, *, block_size, window, scale,
             jax.ShapeDtypeStruct((splits, B, T, N, H), jnp.float32),
             jax.ShapeDtypeStruct((splits, B, T, N), jnp.float32),
         ]
-    operands = [*fresh, *pools, page_table, facts, *(() if visible is None else (visible,))]
+    more = {name: array for name, array in more.items() if array is not None}
+    operands = [*fresh, *pools, page_table, facts, *more.values()]
     body = functools.partial(
         _attend,
         num_operands=len(operands),
+        extras=tuple(more),
         block_size=block_size,
         window=window,
         scale=scale,
@@ -165,9 +171,11 @@ def _merge(out: Float[Array, "X B T N H"], log_mass: Float[Array, "X B T N"]) ->
     return jnp.sum(out * weight[..., None], axis=0) / jnp.sum(weight, axis=0)[..., None]
 
 
-def _attend(*refs, num_operands, block_size, window, scale, rows, keys, splits):
+def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, splits):
     """One program: a tile of rows of a KV head, over its share of the keys."""
-    q, k, v, k_pages, v_pages, table, facts, *visible = refs[:num_operands]
+    q, k, v, k_pages, v_pages, table, facts, *given = refs[:num_operands]
+    more = dict(zip(extras, given, strict=True))
+    visible, kv_scales = more.get("visible"), more.get("kv_scales")
     results = refs[num_operands:]
     _, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
@@ -188,10 +196,15 @@ def _attend(*refs, num_operands, block_size, window, scale, rows, keys, splits):
     where = _cells(H, b, token, head)
     mine = pltriton.load(q.at[where], mask=_across(exists, H), other=0)
 
+    by_scale = _LOG2_E * scale
+    if kv_scales is not None:
+        by_scale *= pltriton.load(kv_scales.at[jnp.int32(0), g])
+
     def look(carry, key, value, seen):
         """Process a tile of keys; `seen` None means that every live row sees all of them."""
         total, peak, mass = carry
-        score = pltriton.dot(mine, key.T) * (_LOG2_E * scale)
+        key, value = key.astype(mine.dtype), value.astype(mine.dtype)
+        score = pltriton.dot(mine, key.T) * by_scale
         if seen is not None:
             score = jnp.where(seen, score, _NEVER)
         higher = jnp.maximum(peak, jnp.max(score, axis=1))
@@ -224,19 +237,21 @@ def _attend(*refs, num_operands, block_size, window, scale, rows, keys, splits):
         their_cell = cell_0 + other
         theirs = (other < T) & (their_cell >= first) & (their_cell < end)
         where = _cells(H, b, other, g)
-        key, value = (pltriton.load(x.at[where], mask=_across(theirs, H), other=0) for x in (k, v))
+        key, value = (
+            pltriton.load(x.at[where], mask=_across(theirs, H), other=0.0) for x in (k, v)
+        )
         in_order = (causal == 0) | (their_cell[None, :] <= cell[:, None])
         seen = live[:, None] & theirs[None, :] & in_order
         if window is not None:
             seen &= jnp.abs(their_cell[None, :] - cell[:, None]) < window
         mine_in, theirs_in = cell // block_size, their_cell // block_size
-        if visible:
-            K = visible[0].shape[1]
+        if visible is not None:
+            K = visible.shape[1]
             mine_in, theirs_in = jnp.clip(mine_in, 0, K - 1), jnp.clip(theirs_in, 0, K - 1)
             spread = functools.partial(jnp.broadcast_to, shape=(rows, width))
-            mask_row = jnp.minimum(b, jnp.int32(visible[0].shape[0] - 1))
+            mask_row = jnp.minimum(b, jnp.int32(visible.shape[0] - 1))
             pairs = (spread(mask_row), spread(mine_in[:, None]), spread(theirs_in[None, :]))
-            seen &= pltriton.load(visible[0].at[pairs]) != 0
+            seen &= pltriton.load(visible.at[pairs]) != 0
         else:
             seen &= theirs_in[None, :] <= mine_in[:, None]
         return look(carry, key, value, seen)
@@ -254,7 +269,8 @@ def _attend(*refs, num_operands, block_size, window, scale, rows, keys, splits):
         cached_tiles -= skipped
     width = min(keys, max(_LEAST_SIDE, pl.next_power_of_2(T)))
     reach = jnp.where(causal != 0, last_live + 1, (last_live // block_size + 1) * block_size)
-    reach = jnp.minimum(end if visible else jnp.minimum(reach, end), cell_0 + T) - cell_0
+    reach = end if visible is not None else jnp.minimum(reach, end)
+    reach = jnp.minimum(reach, cell_0 + T) - cell_0
     fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), jnp.int32(width))
     fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, width) - fresh_first, 0), zero)
     tiles = cached_tiles + fresh_tiles
@@ -282,6 +298,8 @@ def _attend(*refs, num_operands, block_size, window, scale, rows, keys, splits):
 
     some = live & (mass > 0)
     mean = jnp.where(some[:, None], total / jnp.where(some, mass, 1.0)[:, None], 0.0)
+    if kv_scales is not None:
+        mean *= pltriton.load(kv_scales.at[jnp.int32(1), g])
     if splits == 1:
         pltriton.store(results[0].at[where], mean.astype(results[0].dtype), mask=_across(exists, H))
         return

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .. import dispatch
 from ..dispatch import BackEnd
 from . import mosaic, reference, triton
+from .head import Fp8Head
 from .result import SHARE as SHARE
 from .result import LawReadout, TokenReadout
 
@@ -34,7 +35,7 @@ FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
 
 def token_readout(
     hidden: Float[Array, "R D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Fp8Head,
     forbidden: Bool[Array, " V"],
     *,
     scale: float = 1.0,
@@ -49,6 +50,7 @@ def token_readout(
     restricted to the ids that are not forbidden.
 
     Args:
+        head: Its rows; in 8 bits they are multiplied as they are, and sums by their scales.
         forbidden: Ids that are never chosen.
         cap: Logits become `cap * tanh(logits / cap)`; None leaves them.
         penalty: One id per row, and what is subtracted from its logit.
@@ -108,19 +110,19 @@ def law_readout(
     return dispatch.run(implementation, back_ends, *arguments, scale=scale, cap=cap)
 
 
-def choose(hidden: Array, head: Array, num_top: int) -> Implementation:
+def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation:
     """The name of the back end that `implementation=None` runs for such arguments."""
     return dispatch.choose(None, _back_ends(hidden, head, num_top))
 
 
-def _back_ends(hidden: Array, head: Array, num_top: int) -> dict[Implementation, BackEnd]:
+def _back_ends(hidden: Array, head: Array | Fp8Head, num_top: int) -> dict[Implementation, BackEnd]:
     rows = len(hidden)
+    if isinstance(head, Fp8Head):
+        on_mosaic = "has no form for a head in 8 bits"
+    else:
+        on_mosaic = mosaic.unsupported(hidden, head, num_top)
     return {
-        "mosaic": BackEnd(
-            mosaic.read,
-            mosaic.unsupported(hidden, head, num_top),
-            FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS,
-        ),
+        "mosaic": BackEnd(mosaic.read, on_mosaic, FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS),
         "triton": BackEnd(
             triton.read, triton.unsupported(hidden, head, num_top), rows <= TRITON_ROWS
         ),
@@ -128,7 +130,7 @@ def _back_ends(hidden: Array, head: Array, num_top: int) -> dict[Implementation,
     }
 
 
-def _check(hidden: Array, head: Array, forbidden: Array) -> None:
+def _check(hidden: Array, head: Array | Fp8Head, forbidden: Array) -> None:
     """Refuse shapes that would broadcast or slice into a wrong result."""
     if hidden.shape[1] != head.shape[1] or forbidden.shape != head.shape[:1]:
         raise ValueError(

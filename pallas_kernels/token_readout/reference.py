@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .head import Fp8Head, products
 from .result import SHARE, LawReadout, Part, TokenReadout, told
 
 
 def read(
     hidden: Array,
-    head: Array,
+    head: Array | Fp8Head,
     forbidden: Array,
     *,
     scale: float,
@@ -76,12 +77,6 @@ def of_law(law: Array, dtype: Any) -> LawReadout:
     )
 
 
-def _logits(hidden: Array, head: Array, scale: float, cap: float | None) -> Array:
-    logits = jax.lax.dot_general(
-        hidden,
-        head.astype(hidden.dtype),
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    logits = logits * scale
+def _logits(hidden: Array, head: Array | Fp8Head, scale: float, cap: float | None) -> Array:
+    logits = products(hidden, head) * scale
     return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
+from .head import Fp8Head
 from .result import Part, TokenReadout, joined, told
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
@@ -49,22 +50,25 @@ class Tiling:
         return dataclasses.replace(self, ids=ids, depth=depth)
 
 
-def unsupported(hidden: Array, head: Array, num_top: int) -> str | None:
+def unsupported(hidden: Array, head: Array | Fp8Head, num_top: int) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
+    capability = getattr(jax.devices()[0], "compute_capability", "0.0")
+    if isinstance(head, Fp8Head) and float(capability) < 8.9:
+        return "needs an NVIDIA GPU of the Ada kind or later for a head in 8 bits"
     return unsupported_arguments(hidden, head, num_top)
 
 
-def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | None:
+def unsupported_arguments(hidden: Array, head: Array | Fp8Head, num_top: int) -> str | None:
     """Why no device can take these arguments, or None."""
     V, D = head.shape
     if not len(hidden):
         return "needs at least one row"
-    if hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
+    kind = hidden.dtype if isinstance(head, Fp8Head) else head.dtype
+    if hidden.dtype not in (jnp.bfloat16, jnp.float16) or kind != hidden.dtype:
         return (
-            f"needs rows and head in bfloat16 or float16, both alike, got {hidden.dtype} and "
-            f"{head.dtype}"
+            f"needs rows and head in bfloat16 or float16, both alike, got {hidden.dtype} and {kind}"
         )
     if D % _LEAST_SIDE or V < _LEAST_SIDE:
         return f"needs a width that is a multiple of {_LEAST_SIDE} and as many ids, got {D=}, {V=}"
@@ -85,7 +89,7 @@ def choose_tiling(num_rows: int) -> Tiling:
 
 def read(
     hidden: Array,
-    head: Array,
+    head: Array | Fp8Head,
     forbidden: Array,
     *,
     scale: float,
@@ -97,7 +101,10 @@ def read(
 ) -> TokenReadout:
     """See `api.token_readout`; `interpret` runs the kernel as plain XLA, for tests."""
     tiling = choose_tiling(len(hidden)) if tiling is None else tiling
-    named = {"hidden": hidden, "head": head, "forbidden": forbidden.astype(jnp.int8)}
+    rows = head.values if isinstance(head, Fp8Head) else head
+    named = {"hidden": hidden, "head": rows, "forbidden": forbidden.astype(jnp.int8)}
+    if isinstance(head, Fp8Head):
+        named["scales"] = head.scales
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = penalty
     return _run(
@@ -175,13 +182,15 @@ def _read(given, out, *, logit_of, num_top, tiling):
         column = i * depth
         mine = pltriton.load(hidden.at[_cells(row, column, depth)])
         theirs = pltriton.load(head.at[pl.ds(start, ids), pl.ds(column, depth)])
-        return total + pltriton.dot(mine, theirs.T)
-
-    blank = jnp.zeros((rows, ids), jnp.float32)
-    logit = logit_of(jax.lax.fori_loop(0, D // depth, step, blank))
+        return total + pltriton.dot(mine, theirs.astype(mine.dtype).T)
 
     def wide(values):
         return jnp.broadcast_to(values, (rows, ids))
+
+    product = jax.lax.fori_loop(0, D // depth, step, jnp.zeros((rows, ids), jnp.float32))
+    if "scales" in given:
+        product *= wide(pltriton.load(given["scales"].at[pl.ds(start, ids)])[None, :])
+    logit = logit_of(product)
 
     shared = token < tile * ids
     banned = shared | (pltriton.load(given["forbidden"].at[pl.ds(start, ids)]) != 0)

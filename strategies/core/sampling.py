@@ -185,18 +185,32 @@ def _judge(
 def _gumbel(
     keys: PRNGKeyArray, tempered: Bool[Array, " R"], law: Float[Array, "R V"], shard: Shard | None
 ) -> Float[Array, "R V"]:
-    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows.
+    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows."""
+    return jnp.where(tempered[:, None], gumbel(keys, law, shard), 0.0)
+
+
+def gumbel(
+    keys: PRNGKeyArray, law: Float[Array, "R V"], shard: Shard | None
+) -> Float[Array, "R V"]:
+    """Noise of each id by its row's key.
 
     Every device draws that of all ids and takes its own: a number depends on how many are drawn.
     """
     size = law.shape[-1] if shard is None else shard.num_ids
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
-    if shard is not None:
-        behind = law.shape[-1] * jax.lax.axis_size(shard.axis) - size
-        noise = jnp.pad(noise, ((0, 0), (0, behind)))
-        first = shard.first(law)
-        noise = jax.lax.dynamic_slice_in_dim(noise, first, law.shape[-1], axis=1)
-    return jnp.where(tempered[:, None], noise, 0.0)
+    if shard is None:
+        return noise
+    behind = law.shape[-1] * jax.lax.axis_size(shard.axis) - size
+    noise = jnp.pad(noise, ((0, 0), (0, behind)))
+    return jax.lax.dynamic_slice_in_dim(noise, shard.first(law), law.shape[-1], axis=1)
+
+
+def log_law(logits: Float[Array, "R V"], shard: Shard | None) -> Float[Array, "R V"]:
+    """Log-probabilities of a device's ids, or of all."""
+    if shard is None:
+        return jax.nn.log_softmax(logits, axis=-1)
+    peak, mass = normaliser(logits, shard)
+    return logits - (peak + jnp.log(mass))[:, None]
 
 
 def _cut(law: Array, top_k: Array, top_p: Array) -> Array:

@@ -4,6 +4,7 @@ The double has the two names that `dllm_jax.lm_eval` imports; the harness itself
 real run of it is described in docs/lm_eval.md.
 """
 
+import dataclasses
 import importlib
 import sys
 import types
@@ -11,6 +12,7 @@ import types
 import pytest
 
 from dllm_jax.engine.requests import SamplingParams
+from tests.contract import models
 
 
 class Double:
@@ -20,6 +22,10 @@ class Double:
         self.kept = []
         hook = types.SimpleNamespace(add_partial=lambda *given: self.kept.append(given))
         self.cache_hook = hook
+
+    @property
+    def prefix_token_id(self):
+        return self.eot_token_id
 
 
 class Tokenizer:
@@ -128,11 +134,40 @@ def test_a_failed_request_is_an_error_and_no_empty_answer(harness):
         )
 
 
-def test_likelihoods_are_refused_by_name(harness):
+@pytest.fixture(scope="module")
+def toy():
+    """A model of 39 ids in blocks of 4 that takes 20 tokens."""
+    config = dataclasses.replace(models.CONFIG, max_position=20)
+    return models.plain(1).replace(config=config)
+
+
+def answers(lm, toy, *pairs):
+    lm.llm.model = toy
+    return lm._loglikelihood_tokens([((None, None), *pair) for pair in pairs], disable_tqdm=True)
+
+
+def test_likelihoods_are_the_models_in_the_order_of_the_requests(harness, toy):
     lm = harness.DllmLM()
-    for ask in (lm.loglikelihood, lm.loglikelihood_rolling, lm._loglikelihood_tokens):
-        with pytest.raises(NotImplementedError, match=r"no log-likelihoods .* generate_until"):
-            ask([])
+    pairs = [([1, 2, 3], [4, 5]), ([6, 7], [8]), ([1, 2, 3], [9]), (list(range(30)), [4])]
+    found = answers(lm, toy, *pairs)
+    pairs[-1] = (list(range(11, 30)), [4])  # a long context loses its beginning
+    for (before, after), (value, is_greedy) in zip(pairs, found, strict=True):
+        one = toy.log_likelihood(before, tuple(after))
+        assert value == pytest.approx(one.value, abs=1e-4)
+        assert is_greedy is one.is_greedy
+    assert [kind for kind, *_ in lm.kept] == ["loglikelihood"] * 4
+    estimated = harness.DllmLM(likelihood="elbo", budget=2)
+    assert answers(estimated, toy, ([1, 2, 3, 0], [4, 5, 1]))[0][1] is False
+
+
+def test_a_perplexity_is_the_sum_of_pieces(harness, toy):
+    lm = harness.DllmLM()
+    lm.llm.model = toy.replace(defaults=dataclasses.replace(toy.defaults, stop_token_ids=(2,)))
+    ids = [(7 * i) % 30 + 3 for i in range(25)]
+    (value,) = lm.loglikelihood_rolling(asks(("".join(map(chr, ids)),)), disable_tqdm=True)
+    first = toy.log_likelihood([2], tuple(ids[:19])).value
+    rest = toy.log_likelihood([ids[18]], tuple(ids[19:])).value
+    assert value == pytest.approx(first + rest, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ Every thread gets the outputs of its own prompts; a forked child is refused by n
 answers as its parent does.
 """
 
+import contextlib
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty
 
 import pytest
 
@@ -77,7 +79,11 @@ def test_spawned_child_answers_as_its_parent(llm, alone, random_folder):
     queue = context.Queue()
     child = context.Process(target=answer, args=(random_folder, queue))
     child.start()
-    assert queue.get(timeout=120) == alone[:1]
+    found = None
+    while found is None and (child.is_alive() or not queue.empty()):  # however busy the machine
+        with contextlib.suppress(Empty):
+            found = queue.get(timeout=1)
+    assert found == alone[:1]
     child.join(30)
     assert child.exitcode == 0
 

@@ -5,6 +5,7 @@ row is printed, written, and drawn under the roof; what cannot be meant is refus
 
 import contextlib
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +31,12 @@ def _no_compile_cache(monkeypatch):
     monkeypatch.setattr("dllm_jax.api.llm.enable_compile_cache", lambda: None)
 
 
-def published(name):
+def published(name, split=None):
     cfg = parse_config(PUBLISHED[name])[1]
     kind = gemma if isinstance(cfg, gemma.GemmaConfig) else moe
     shapes = kind.param_shapes if isinstance(cfg, moe.MoEConfig) else dense.param_shapes
-    return SimpleNamespace(config=cfg, params=shapes(cfg, jnp.bfloat16), source=name)
+    params = shapes(cfg, jnp.bfloat16)
+    return SimpleNamespace(config=cfg, params=params, shapes=params, split=split, source=name)
 
 
 def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, capsys):
@@ -112,6 +114,34 @@ def test_the_floor_in_turn_counts_experts():
     # All of 256 experts are hit by 1,024 cells: 19 layers x 256 x 3 x 2048 x 512 x 2 B / 4.3 TB/s.
     assert parts["experts"] == pytest.approx(19 * 256 * 3 * 2048 * 512 * 2 / 4.3e12 * 1e3)
     assert roofline.parts_ms(roofline.step_parts(model, 8, 4, 32, 512), "cpu") is None
+
+
+def test_devices_that_share_a_model_share_its_floor_and_tell_each_other_sums():
+    alone = published("JetLM/SDAR-8B-Chat")
+    several = published("JetLM/SDAR-8B-Chat", SimpleNamespace(num_parts=4))
+    work = 1, 4, 32, 512
+    whole = roofline.parts_ms(roofline.step_parts(alone, *work), H200)
+    parts = roofline.parts_ms(roofline.step_parts(several, *work), H200)
+    assert parts["dense"] == pytest.approx(whole["dense"] / 4)
+    assert parts["activations"] == whole["activations"]  # not split
+    floors = [roofline.floor_ms(model, 1, 128, 512, H200) for model in (alone, several)]
+    assert floors[1] == pytest.approx(floors[0] / 4)
+    told = roofline.reductions_ms(several, 128, H200)
+    # 73 sums of 128 rows of 4,096 in bfloat16, of which 3/2 cross at 450 GB/s.
+    assert told == {"sums": 73, "bytes": 1 << 20, "ms": pytest.approx(73 * 1.5 * 2**20 / 450e6)}
+    assert roofline.reductions_ms(alone, 128, H200) is None
+
+
+def test_a_step_of_several_devices_says_its_reductions(random_folder, capsys):
+    argv = ["--model", str(random_folder), "--shapes", "1x1", "--context", "16", "--steps", "8"]
+    assert main(["bench", "step", *argv, "--repeats", "1", "--tp", "2"]) == 0
+    told = capsys.readouterr().out
+    layers = dj.load(random_folder).config.num_layers
+    found = re.search(r"2 devices add (\d+) times [\d,]+ bytes; (\d+) reductions", told)
+    # Of the readout one, and one more between the two thresholds of rows that are drawn, whose
+    # searches are loops of one each.
+    assert found is not None
+    assert [int(number) for number in found.groups()] == [2 * layers + 1, 2 * layers + 5]
 
 
 def test_the_row_of_a_known_device_says_how_far_the_floor_is(monkeypatch):

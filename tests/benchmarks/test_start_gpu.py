@@ -51,3 +51,27 @@ def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     assert "warm: dllm_jax had no bytecode" in start_gpu.table(first)
     assert "first token                    12.00    3.00" in shown
     assert "warm: 6 programs" in shown
+
+
+def test_a_start_of_many_slots_is_told_beside_its_bars():
+    one = {
+        "ready_s": 21.26,
+        "first_answer_s": 0.5,
+        "programs": [[21.3, 7, 33], [60.0, 33, 33]],
+        "all_s": 38.7,
+        "behind": {"longest_step_s": 0.25, "longest_call_s": 0.6},
+        "after": {"longest_step_s": 0.13, "longest_call_s": 0.14},
+        "late_compiles": 0,
+        "call_ms": 120.0,
+        "bare_step_ms": 1.8,
+        "overhead": 0.04,
+        "costs_ms": [["decode", 1, 16, 2.2, 1.8], ["blocks", 128, 16, 3.0, 3.0]],
+    }
+    cold, call, costs, warm = start_gpu.ready_table({"cold": one, "warm": {"error": "E"}}).split(
+        "\n"
+    )
+    assert "ready 21.3 s, first answer +0.50 s, 33 of 33 programs +38.7 s" in cold
+    assert "longest step meanwhile 0.250 s (then 0.130)" in cold
+    assert call.endswith("a call of 64 forwards 120.0 ms, bare step 1.800 ms, overhead 4.0%")
+    assert costs.endswith("over measured: 1.00 to 1.22 in 2 programs")
+    assert warm == "warm  {'error': 'E'}"

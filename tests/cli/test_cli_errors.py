@@ -40,13 +40,6 @@ def fails(capsys):
     return run
 
 
-@pytest.mark.parametrize("verb", ["tune"])
-def test_planned_verb_is_refused_by_name(fails, verb):
-    message = fails(2, verb, "--anything")
-    assert f"verb '{verb}' is not supported yet" in message
-    assert "generate" in message
-
-
 def test_unknown_verb_gets_a_suggestion(fails):
     assert fails(2, "genrate") == "verb 'genrate' is unknown; did you mean 'generate'?"
     assert "use one of generate, chat" in fails(2, "xyz")
@@ -54,8 +47,10 @@ def test_unknown_verb_gets_a_suggestion(fails):
 
 
 def test_planned_flag_is_refused_by_name(fails):
-    message = fails(2, "chat", "--tasks=x")
-    assert message == "--tasks is not supported yet; the built-in task is the only one"
+    message = fails(2, "chat", "--tokenizer=x")
+    assert (
+        message == "--tokenizer is not supported yet; the tokenizer of the model's folder is used"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp"])
@@ -532,3 +527,15 @@ def test_a_server_without_its_packages_says_how_to_install_them(fails, monkeypat
     assert fails(2, "serve") == (
         f"serve needs the package {missing}; in the clone, pip install -e '.[server]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nnodes 2", "--nnodes 2 needs --coordinator HOST:PORT"),
+        ("--coordinator a:1", "--coordinator is for several hosts; give --nnodes"),
+        ("--nnodes 2 --node-rank 2 --coordinator a:1", "--node-rank 2 is not in [0, 1]"),
+    ],
+)
+def test_hosts_of_a_server_that_do_not_fit_together_are_refused(fails, words, said):
+    assert fails(2, "serve", *words.split()).startswith(said)

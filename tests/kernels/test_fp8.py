@@ -15,6 +15,7 @@ from dllm_jax.kernels.layer import (
     fp8,
     gated_matmul,
     mosaic,
+    mosaic_many,
     qkv_matmul,
     split_matmul,
 )
@@ -191,19 +192,22 @@ def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling):
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("rows", "depth", "turns", "tiling"),
+    ("rows", "depth", "turns", "how"),
     [
-        ((3, 24), 256, (4, 2, 32), Tiling(columns=128, depth=128, stages=2)),
-        slow((8,), 256, (3, 2, 32), Tiling(columns=192, depth=128, stages=2)),
+        ((3, 24), 256, (4, 2, 32), {"tiling": Tiling(columns=128, depth=128, stages=2)}),
+        slow((8,), 256, (3, 2, 32), {"tiling": Tiling(columns=192, depth=128, stages=2)}),
+        # Many rows: two tiles for some blocks, of six, and three for the other.
+        ((3, 128), 1024, (8, 2, 32), {"columns": 256, "blocks": 4}),
+        slow((384,), 768, (6, 2, 32), {"columns": 192, "blocks": 1}),
     ],
 )
-def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, tiling):
+def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
     x, w = normal(5, (*rows, depth), (depth, *turns))
     w = (np.float32(w) / np.sqrt(depth)).astype(w.dtype)
     held, matrix = fp8.quantize_rows(jnp.asarray(x)), fp8.quantize_matrix(jnp.asarray(w))
     got = interpreted(
-        lambda *flat, **how: mosaic.gated_matmul(
-            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
+        lambda *flat, **more: (mosaic if "tiling" in how else mosaic_many).gated_matmul(
+            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), dtype="bfloat16", **how, **more
         ),
         *(held.values, held.scales, matrix.values, matrix.scales),
     )
@@ -212,6 +216,24 @@ def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, tiling):
     close(got, (gates / (1 + np.exp(-gates)) * others).reshape(*rows, -1))
     plain = gated_matmul(held, matrix, dtype=jnp.bfloat16, implementation="xla")
     close(got, float64(plain))  # which rounds in the middle of SiLU
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "width", "how"),
+    [((3, 128), 768, {"columns": 256, "blocks": 4}), slow((256,), 384, {"columns": 192})],
+)
+def test_products_of_many_rows_in_8_bits_are_exact(rows, width, how):
+    x = Fp8Rows(*integer_rows(0, *rows, 1024))
+    w = Fp8Matrix(*integer_rows(1, width, 1024))
+    got = interpreted(
+        lambda *flat, **more: mosaic_many.matmul(
+            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), dtype="bfloat16", **how, **more
+        ),
+        *(x.values, x.scales, w.values, w.scales),
+    )
+    left, right = (float64(a.values) * float64(a.scales)[..., None] for a in (x, w))
+    assert np.array_equal(got, np.float32(left @ right.T).astype(got.dtype))
 
 
 @needs_mosaic

@@ -33,7 +33,12 @@ def case(arrays, dtype, rows_dtype, heads=3, size=16):
 
 
 @pytest.mark.parametrize(
-    ("arrays", "dtype", "rows_dtype"), [(2, "bfloat16", "float32"), (10, "float32", "float32")]
+    ("arrays", "dtype", "rows_dtype"),
+    [
+        (2, "bfloat16", "float32"),
+        (10, "float32", "float32"),
+        (2, "float8_e4m3fn", "float8_e4m3fn"),
+    ],
 )
 @pytest.mark.parametrize("name", RUN)
 def test_rows_go_where_they_belong(name, arrays, dtype, rows_dtype):
@@ -43,7 +48,8 @@ def test_rows_go_where_they_belong(name, arrays, dtype, rows_dtype):
     assert len(got) == arrays
     for a, b, before in zip(got, want, pages, strict=True):
         assert np.array_equal(a, b)
-        assert (np.asarray(a) != before).mean() == 7 / 88  # of the places of a head
+        changed = (np.asarray(a) != before).mean()
+        assert changed == 7 / 88 or (dtype == "float8_e4m3fn" and 0.9 < changed * 88 / 7 < 1)
 
 
 def test_many_arrays_take_more_than_one_launch(monkeypatch):

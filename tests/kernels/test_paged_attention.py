@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import facts
 from tests.cross_lowering import H200, triton_grids
@@ -63,13 +64,36 @@ def case(seed: int, dtype: str, width: int | None = None, block_causal: bool = F
     return data, table, mask
 
 
-def run(data, table, mask, implementation):
+def in_8_bits(data, seed=0):
+    """Queries as they are; keys and values, fresh and cached, in e4m3 with a scale a head."""
+    q, *others = data
+    heads = others[0].shape[2]
+    exponents = np.random.default_rng(seed).integers(-8, -3, (2, heads))
+    scales = (2.0**exponents).astype(np.float32)
+    rows = [fp8.quantize(x, scales[i % 2]) for i, x in enumerate(others[:2])]
+    pages = [
+        fp8.quantize(x.swapaxes(1, 2), scales[i % 2]).swapaxes(1, 2)
+        for i, x in enumerate(others[2:])
+    ]
+    return [q, *map(np.asarray, (*rows, *pages))], scales
+
+
+def restored(data, scales):
+    """The numbers that 8-bit data stands for, as float64."""
+    q, k, v, k_pages, v_pages = (np.asarray(x, np.float64) for x in data)
+    k_scale, v_scale = (own[:, None] for own in scales.astype(np.float64))
+    pages = k_pages * k_scale[:, None], v_pages * v_scale[:, None]
+    return q, k * k_scale, v * v_scale, *pages
+
+
+def run(data, table, mask, implementation, **more):
     """The back end's answer, as float64."""
     if implementation in TILINGS:
         call = functools.partial(triton.attention, tiling=TILINGS[implementation], interpret=True)
     else:
         call = functools.partial(paged_attention, implementation=implementation)
-    out = call(*map(jnp.asarray, data), jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
+    mask = jax.tree.map(jnp.asarray, mask)
+    out = call(*map(jnp.asarray, data), jnp.asarray(table), mask, **more)
     assert out.shape == data[0].shape
     return np.asarray(out.astype(jnp.float32), np.float64)
 
@@ -84,6 +108,16 @@ def test_paged_attention_matches_numpy(implementation, dtype, width, block_causa
     live = ~np.isnan(want)
     assert live.any(axis=(1, 2, 3)).tolist() == [True, True, True, False, True]
     assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
+def test_keys_and_values_of_8_bits_are_what_they_stand_for(implementation, dtype):
+    data, table, mask = case(3, dtype, block_causal=implementation != "xla")
+    data, scales = in_8_bits(data)
+    got = run(data, table, mask, implementation, kv_scales=jnp.asarray(scales))
+    want = oracle.attention(*restored(data, scales), table, mask)
+    live = ~np.isnan(want)
     np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from dllm_jax.kernels.paged_attention import WindowMask, api, mosaic, mosaic_blocks, paged_attention
 from tests.cross_lowering import H200
+from tests.kernels.test_paged_attention import in_8_bits, restored
 from tests.oracles import paged_attention as oracle
 
 pytestmark = pytest.mark.skipif(
@@ -85,11 +86,16 @@ def case(
     return data, table, mask
 
 
-def assert_right(call, data, table, mask):
+def assert_right(call, data, table, mask, is_8_bit=False):
     """Live rows equal the oracle's; the others are zeros."""
-    out = call(*map(jnp.asarray, data), jnp.asarray(table), jax.tree.map(jnp.asarray, mask))
+    more, exact = {}, [np.asarray(x, np.float64) for x in data]
+    if is_8_bit:
+        data, scales = in_8_bits(data)
+        more, exact = {"kv_scales": jnp.asarray(scales)}, restored(data, scales)
+    mask_here = jax.tree.map(jnp.asarray, mask)
+    out = call(*map(jnp.asarray, data), jnp.asarray(table), mask_here, **more)
     got = np.asarray(out.astype(jnp.float32), np.float64)
-    want = oracle.attention(*(np.asarray(x, np.float64) for x in data), table, mask)
+    want = oracle.attention(*exact, table, mask)
     live = ~np.isnan(want)
     assert live.any()
     assert not live.all()
@@ -103,9 +109,8 @@ def assert_right_interpreted(tiling, *arguments):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    assert_right(
-        functools.partial(mosaic.attention, tiling=tiling, interpret=interpret), *arguments
-    )
+    call = functools.partial(mosaic.attention, tiling=tiling, interpret=interpret)
+    assert_right(call, *arguments, is_8_bit=tiling.staged > 0)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -178,6 +183,18 @@ INTERPRETED = {
         mosaic.Tiling(stages=2),
         {"T": 128, "S": 64, "heads": (2, 1, 64), "by_blocks": True},
     ),
+    "8 bits": (
+        mosaic.Tiling(consumers=2, stages=2, staged=3),
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
+    ),
+    "8 bits, a cluster, keys shared": (
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True, staged=4),
+        {"T": 48, "S": 8, "heads": (6, 2, 128), "C": 7},
+    ),
+    "8 bits, blocks that stay": (
+        mosaic.Tiling(consumers=2, stages=2, ping_pong=True, resident=3, staged=4),
+        {"T": 48, "S": 8, "heads": (6, 2, 128), "by_blocks": True},
+    ),
     "a window, narrowed": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
@@ -199,7 +216,7 @@ INTERPRETED = {
 }
 
 
-QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "a canvas")
+QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "8 bits", "a canvas")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +237,7 @@ def interpreted(name):
     assert_right_interpreted(tiling, *arguments)
     if tiling.unsplit_keys:
         assert_splits_long_contexts_only(tiling, *arguments)
-    if tiling.resident:
+    if tiling.resident and not tiling.staged:
         assert_the_same_by_a_block_for_each_tile(tiling, *arguments)
 
 
@@ -646,7 +663,7 @@ def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resid
     settings = {"block_size": 32, "window": None, "scale": 0.1, "tiling": tiling}
     settings["interpret"] = None
     run = functools.partial(mosaic._run.__wrapped__, **settings)
-    jax.eval_shape(run, (q, k, v), pools, table, numbers, None)
+    jax.eval_shape(run, (q, k, v), pools, table, numbers, {})
     assert grids == [blocks]
 
 

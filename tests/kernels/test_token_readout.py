@@ -17,6 +17,7 @@ import pytest
 from dllm_jax.api import generate
 from dllm_jax.bench.head import has_head
 from dllm_jax.kernels.token_readout import api, choose, mosaic, token_readout, triton
+from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
 from dllm_jax.runner.forward import greedy
@@ -104,6 +105,23 @@ def test_readout_matches_numpy(name):
     arguments = draw(lengths)
     got = FORM[name](*arguments, **PLAIN | options)
     check(got, oracle.token_readout(*arguments, **options))
+
+
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_a_head_in_8_bits_is_read_as_what_it_stands_for(name):
+    hidden, head, forbidden = draw((20, 130, 64))
+    small = quantize_head(head)
+    stands_for = small.values.astype(jnp.float32) * small.scales[:, None]
+    error = np.abs(np.asarray(stands_for) - np.asarray(head, np.float32))
+    assert error.max() <= np.abs(np.asarray(head, np.float32)).max() / 16
+    options = everything((20, 130, 64))
+    want = token_readout(
+        hidden.astype(jnp.float32), stands_for, forbidden, **options, implementation="xla"
+    )
+    got = FORM[name](hidden, small, forbidden, **options)
+    assert np.array_equal(got.token, want.token)
+    np.testing.assert_allclose(got.confidence, want.confidence, rtol=1e-4)
+    np.testing.assert_allclose(got.entropy, want.entropy, rtol=1e-4)
 
 
 @pytest.mark.slow

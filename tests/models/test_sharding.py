@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 
 import dllm_jax as dj
 from dllm_jax.api.strategy import bind_strategy, with_target
+from dllm_jax.loading import load as loading
 from dllm_jax.loading.checkpoints import convert, load_params
 from dllm_jax.loading.load import place
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
+from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
 from dllm_jax.runner.timing import estimate_choices
 from tests.contract import models as toys
@@ -102,6 +104,27 @@ def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_pat
 
     tree, _ = load_params(folder, "float32", keep=keep)
     assert tree["layers"][1]["wo"] == ("layers", 1, "wo")
+    assert len(leaves) == len(jax.tree.leaves(wanted.params))
+
+
+def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):
+    monkeypatch.setitem(PUBLISHED, "tiny", CONFIGS["llada2"] | {"mask_token_id": 47})
+    split, leaves, draw = over_devices(4), [], loading._random_leaf
+    wanted = place(dj.load("random:tiny"), split)
+
+    def drawn(*args):
+        assert all(before() is None for before in leaves), "an earlier leaf is still in memory"
+        leaf = draw(*args)
+        leaves.append(weakref.ref(leaf))
+        return leaf
+
+    monkeypatch.setattr(loading, "_random_leaf", drawn)
+    # A leaf that is whole on every device may keep the array that was drawn.
+    monkeypatch.setattr(dj.Split, "put", lambda *args, put=dj.Split.put: put(*args) + 0)
+    found = dj.load("random:tiny", mesh=split)
+    assert split.misplaced(found.params) == []
+    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
+        np.testing.assert_array_equal(a, b)
     assert len(leaves) == len(jax.tree.leaves(wanted.params))
 
 

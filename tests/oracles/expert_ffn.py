@@ -3,7 +3,16 @@
 import numpy as np
 
 
-def expert_ffn(x, expert_ids, expert_weights, w_gate_up, w_down):
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x):
+    """By its tanh approximation."""
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def expert_ffn(x, expert_ids, expert_weights, w_gate_up, w_down, activation=silu):
     """Sum of each row's weighted experts; an id outside [0, E) adds nothing."""
     out = np.zeros(x.shape)
     for t, row in enumerate(np.asarray(x, np.float64)):
@@ -11,6 +20,6 @@ def expert_ffn(x, expert_ids, expert_weights, w_gate_up, w_down):
             if 0 <= e < len(w_down):
                 gate = row @ np.asarray(w_gate_up[e, :, 0], np.float64)
                 up = row @ np.asarray(w_gate_up[e, :, 1], np.float64)
-                inner = gate / (1 + np.exp(-gate)) * up
+                inner = activation(gate) * up
                 out[t] += weight * (inner @ np.asarray(w_down[e], np.float64))
     return out

@@ -4,6 +4,7 @@ the command or the script takes, every relative link and its anchor lead somewhe
 The blocks of a file run in order in one namespace, as a reader would type them.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -59,9 +60,15 @@ def test_every_block_says_what_it_is(page):
 
 
 def commands(code):
-    """The commands of a block, as words."""
-    lines = code.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    """The commands of a block, as words; a quoted word may go on in the next line."""
+    found, held = [], ""
+    for line in code.replace("\\\n", " ").splitlines():
+        held += f"{line}\n"
+        with contextlib.suppress(ValueError):  # a quotation is open
+            found.append(shlex.split(held, comments=True))
+            held = ""
+    assert not held, held
+    return [words for words in found if words]
 
 
 @named([page for page in PAGES if blocks(page, "bash")])
@@ -74,7 +81,7 @@ def test_commands_are_accepted(page):
                 assert args.verb == words[1], f"{page}:{line}"
                 seen += 1
             else:
-                known = ("make", "git", "cd", "pip", "echo", "python", "source", ".ci/run")
+                known = ("make", "git", "cd", "pip", "echo", "python", "source", ".ci/run", "curl")
                 assert words[0] in known, words
     assert seen or "make" in page.read_text(encoding="utf-8")
 

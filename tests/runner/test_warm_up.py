@@ -27,7 +27,7 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.loading import jax_settings
-from dllm_jax.runner import buckets, start, timing, warmup
+from dllm_jax.runner import behind, buckets, start, timing, warmup
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.timing import MeasuredCost, calibrate
 from dllm_jax.strategies import AR, MultiBD, Needs
@@ -154,7 +154,7 @@ class Python:
 
 
 def test_programs_are_lowered_one_by_one_while_those_before_are_compiled(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(warmup, "num_cores", lambda: 4)
     python = Python()
     work = [warmup.Work(str(i), lambda device: None) for i in range(4)]
     warmup.compile_ahead(python, work)
@@ -273,7 +273,7 @@ def test_a_progress_that_is_interrupted_ends_the_compiling(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(warmup, "_compiled_bytes", compiled_bytes)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(warmup, "num_cores", lambda: 2)
     work = [warmup.Work(str(i), lambda device: None) for i in range(100)]
     with pytest.raises(KeyboardInterrupt):
         warmup.compile_ahead(None, work, press)
@@ -367,13 +367,14 @@ def test_an_accelerators_pool_leaves_what_the_programs_need(monkeypatch, hungry)
 
     monkeypatch.setattr(warmup, "compile_ahead", compile_ahead)
     monkeypatch.setattr(warmup, "run_each", lambda *_: None)
+    monkeypatch.setattr(behind.Behind, "start", lambda self: None)
     made = start.start(models.plain(), STRATEGY, {}, CONFIG, calibrate=False)
     plan = made.memory
     assert plan.num_pages == made.layout.num_pages == made.state.pools["target"][0][0].shape[0]
     assert plan.temp_bytes == (limit // 4 if hungry else 4096)
     assert 0.95 * 0.9 * limit <= plan.peak_bytes <= 0.9 * limit
     # The largest were compiled first; where the guess held, for the pool that then came.
-    assert [count for _, count in asked] == [2, 9]
+    assert [count for _, count in asked] == [2, 5], "four are compiled behind the requests"
     assert (asked[0][0] == asked[1][0]) is not hungry
 
 
@@ -390,6 +391,12 @@ class TimedDevice:
 
     def clock(self):
         return self.now
+
+    def decode_sizes(self, *sizes):
+        return sizes
+
+    def prefill_sizes(self, size, columns, kind):
+        return size, columns
 
     def admit(self, slot, placement):
         assert 0 < placement.prompt_len < placement.limit <= self.layout.max_model_len
@@ -527,7 +534,9 @@ def test_timing_leaves_slots_pool_and_tokens_as_they_were(warm):
 @pytest.mark.slow
 def test_costs_are_measured_on_an_accelerator_unless_told(monkeypatch):
     done = []
-    monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress, timed: done.append(timed))
+    monkeypatch.setattr(
+        ModelRunner, "warm_up", lambda self, progress, timed, **_: done.append(timed)
+    )
     for on_cpu, asked in ((True, None), (False, None), (True, True), (False, False)):
         monkeypatch.setattr(buckets, "is_on_cpu", lambda model, on_cpu=on_cpu: on_cpu)
         start.start(models.plain(), STRATEGY, {}, CONFIG, calibrate=asked)

@@ -20,13 +20,14 @@ class Server:
 
     def __init__(self, command, log: Path, env=None, root=ROOT):
         self.log = log
+        paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 stderr=out,
                 stdout=out,
                 cwd=root,
-                env={**os.environ, "PYTHONPATH": str(root), **(env or {})},
+                env={**os.environ, "PYTHONPATH": paths, **(env or {})},
             )
         self.port = int(self._first_line()["url"].rsplit(":", 1)[1])
 

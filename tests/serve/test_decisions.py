@@ -48,7 +48,7 @@ def test_answers_have_openais_form(server, joint):
     assert team["confidence"] == pytest.approx(math.exp(-1))
     assert urgency["score"] == pytest.approx(1 - first)
     assert [one["value"] for one in urgency["probabilities"]] == [0, 1]
-    assert urgency["probabilities"][0]["label"] == "low"
+    assert [one["label"] for one in urgency["probabilities"]] == ["low", "high"]
     usage = told["usage"]
     assert usage["output_tokens"] == 3
     assert usage["total_tokens"] == usage["input_tokens"] + 3
@@ -56,9 +56,12 @@ def test_answers_have_openais_form(server, joint):
 
 
 def test_messages_are_an_input(server):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "I was charged twice."}]}]
-    told = [server.post(PATH, {**BODY, "input": given})[1] for given in (parts, BODY["input"])]
-    assert told[0] == told[1]
+    part = {"type": "input_text", "text": "I was charged twice."}
+    items = [{"type": "message", "role": "user", "content": [part]}]
+    said = {"type": "input_text", "text": QUESTIONS[0]["instructions"]}
+    questions = [{**QUESTIONS[0], "instructions": [said]}, *QUESTIONS[1:]]
+    fields = {"input": items, "questions": questions, "prompt_cache_options": {"ttl": "30m"}}
+    assert server.post(PATH, fields)[1] == server.post(PATH, BODY)[1]
 
 
 CHOICE = {"type": "choice", "instructions": "x"}

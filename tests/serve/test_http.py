@@ -224,7 +224,8 @@ def test_tokens_and_back(server):
 
 def test_methods(server):
     assert server.request("HEAD", "/metrics")[0] == 200
-    for method, path in (("GET", CHAT), ("PUT", "/health"), ("OPTIONS", CHAT), ("DELETE", "/")):
+    wrong = (("GET", CHAT), ("PUT", "/health"), ("OPTIONS", CHAT), ("DELETE", "/"), ("POST", "/"))
+    for method, path in wrong:
         status, told, headers = server.request(method, path)
         assert status == 405
         assert told["error"]["code"] == "method_not_allowed"
@@ -395,6 +396,8 @@ def test_states_while_the_engine_starts(tmp_path):
         assert (status, told["error"]["code"]) == (503, "starting")
         assert "retry-after" in headers
         assert within(30, lambda: server.get("/health")[0] == 200)
+        # The rest is compiled behind the requests.
+        assert server.get("/health")[1] == {"status": "ready", "done": 1, "of": 2}
 
 
 def test_an_engine_that_does_not_start_is_exit_1(tmp_path):

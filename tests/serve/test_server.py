@@ -3,13 +3,16 @@
 One server for the module, started by the command line as a user starts it.
 """
 
+import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serve.driving import CHAT, TEXT, Server, text_of, within
+from tests.serve.driving import CHAT, ROOT, TEXT, Server, text_of, within
 
 QUESTIONS = [
     "Ben earns 37 dollars a day and spends 29 dollars of it. Ben does this for 5 days. "
@@ -132,7 +135,7 @@ def test_clients_that_leave_free_slots_and_pages(server):
     body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True}
     for stream in (True, False):
         held = [server.open(TEXT, {**body, "stream": stream}) for _ in range(4)]
-        assert within(20, lambda: server.metric("dllm_num_requests_running") == 4)
+        assert within(90, lambda: server.metric("dllm_num_requests_running") == 4)  # it may compile
         for one in held:
             one.close()
         assert within(5, lambda: server.metric("dllm_num_requests_running") == 0)
@@ -146,6 +149,17 @@ def test_many_clients_at_once(server):
         texts = list(pool.map(lambda _: text_of(server.events(CHAT, body)), range(32)))
     assert set(texts) == {wanted}
     assert server.metric("dllm_kv_cache_usage_ratio") == 0
+
+
+def test_the_commands_of_the_page_work_as_printed(server):
+    """Of docs/http.md, with the port of this server."""
+    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    found = re.findall(r"^(curl .*?)(?=^curl|^```$)", page, re.MULTILINE | re.DOTALL)
+    said = (b"ready", b"The answer is 497.", b"data: [DONE]", b"confidence")
+    for command, wanted in zip(found, said, strict=True):
+        shell = command.strip().replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        done = subprocess.run(["bash", "-c", f"{shell} -sSf"], capture_output=True)
+        assert wanted in done.stdout, done
 
 
 def test_infilling(tmp_path):
@@ -174,9 +188,6 @@ def test_infilling(tmp_path):
     ],
 )
 def test_what_cannot_be_served_ends_with_one_line(flags, status, said):
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, *command(*flags)], capture_output=True, text=True, timeout=120
     )

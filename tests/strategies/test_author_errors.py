@@ -1,4 +1,4 @@
-"""Proves that errors in a user's strategy name the line and the remedy.
+"""Proves that errors in a user's strategy name the line and the remedy (issue 23, item 6).
 
 An error in a user's step names `file.py:line` and keeps Python's "Did you mean"; a knob that is no
 number fails when the strategy is made; rules take plain numbers where a strategy has no knob.

@@ -4,7 +4,7 @@ Proves of the factor rule that it takes the cells its formula names (worked by h
 statistics), with a knob a slot, ties by position, only holes, and the surest in any case, and that
 its run is the paper's largest n. The margin is the gap of the two likeliest tokens; it ranks
 differently from confidence and refuses statistics without them. A rank is a permutation however the
-score is compiled. A strategy of a few lines decodes by these rules.
+score is compiled (issue 23, item 22). A strategy of a few lines decodes by these rules.
 """
 
 import jax

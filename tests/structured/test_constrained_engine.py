@@ -8,9 +8,21 @@ import numpy as np
 import pytest
 
 from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.loading.load import place
+from dllm_jax.models.sharding import over_devices
+from dllm_jax.runner import grammars
 from dllm_jax.runner.grammars import ready
 from tests.contract.cases import NAMES, case, sweep
-from tests.contract.engine import ends, make_engine, preempting, run, steps_a_chunk, wanted, wish
+from tests.contract.engine import (
+    ends,
+    make_device,
+    make_engine,
+    preempting,
+    run,
+    steps_a_chunk,
+    wanted,
+    wish,
+)
 from tests.contract.models import MASK, PADDED, VOCAB
 from tests.structured.toys import random_toy
 
@@ -78,6 +90,18 @@ def test_neighbours_without_an_automaton_end_as_the_truth(name):
     outputs = run(engine, [*map(wish, free), _bound(name, TOYS[1], 2)])
     assert ends(outputs[:-1]) == [wanted(name, one) for one in free]
     assert outputs[-1].outputs[0].constraint_met
+
+
+@pytest.mark.parametrize(("parts", "wide"), [(2, grammars.WIDE), (8, 3)])
+def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monkeypatch):
+    """Of 40 ids a device has 5 or 20: classes of few ids and of many lie across devices."""
+    monkeypatch.setattr(grammars, "WIDE", wide)
+    together = run(make_engine("multi_bd"), _mixed("multi_bd"))
+    model = place(case("multi_bd").model, over_devices(parts))
+    engine = make_engine("multi_bd", make_device("multi_bd", model))
+    outputs = run(engine, _mixed("multi_bd"))
+    _assert_whole(outputs)
+    assert ends(outputs) == ends(together)
 
 
 def test_another_automaton_compiles_nothing():

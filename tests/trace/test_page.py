@@ -1,4 +1,4 @@
-"""Proves what the page of `dllm-jax trace` promises its reader.
+"""Proves what the page of `dllm-jax trace` promises its reader (issue 23, item 9).
 
 The first half reads the page and its files as text: order, words, signs, contrast, the data of
 several strategies. The second half drives the page in Chromium, where one is installed: keyboard,

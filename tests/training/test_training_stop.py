@@ -2,6 +2,7 @@
 
 In-process, the loop runs a made-up task, so that only its order of steps and checkpoints is tested.
 The test with a real process stops `dllm-jax train` by both signals and continues it.
+Issue 23, item 11.
 """
 
 import contextlib

@@ -1,0 +1,247 @@
+"""Attention over a cache in 8 bits on a Hopper GPU, beside one in bfloat16.
+
+    python benchmarks/fp8_cache_gpu.py --out fp8_cache_h200.json --within 100
+
+`check`: tilings of the Mosaic form, and the Triton form, on every kind of mask against the XLA
+form in float32 over the same 8-bit numbers. `time`: cells of `paged_attention_cells.py`, both
+caches, tilings beside the one that is chosen; only tilings that `check` found right. A call is
+timed in a loop on the device over pools of many layers; `glue`, the loop alone, is taken off.
+Programs are compiled by several threads before the first is timed, and the JSON file is rewritten
+after every row. `--dry` runs one of each on a CPU, interpreted.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paged_attention_cells as cells
+from fp8_gpu import Run, compiled
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dllm_jax.bench.numbers import environment
+from dllm_jax.kernels.kv_write import fp8
+from dllm_jax.kernels.paged_attention import mosaic, reference, triton
+from dllm_jax.kernels.paged_attention.mask import facts
+
+SCALE = 2.0**-5
+TOLERANCE = 2e-2
+CELLS = (
+    ("SDAR-8B", 32, 8192, 32),
+    ("SDAR-1.7B", 32, 8192, 32),
+    ("LLaDA-8B", 8, 8192, 32),
+    ("SDAR-8B", 8, 8192, 128),
+    ("SDAR-8B", 1, 512, 32),
+    ("SDAR-8B", 1, 512, 128),
+    ("SDAR-1.7B", 1, 512, 32),
+    ("SDAR-8B", 1, 8192, 32),
+    ("SDAR-1.7B", 32, 512, 128),
+)
+WIDE = mosaic.Tiling(consumers=2, keys=128, stages=2, staged=3, ping_pong=True)
+NARROW = mosaic.Tiling(stages=2, staged=4)
+TILINGS = {
+    "1": NARROW,
+    "1 s6": dataclasses.replace(NARROW, staged=6),
+    "1 ring 3": dataclasses.replace(NARROW, stages=3),
+    "1 x2": dataclasses.replace(NARROW, splits=2),
+    "1 k128": mosaic.Tiling(keys=128, stages=2, staged=3),
+    "2": dataclasses.replace(NARROW, consumers=2),
+    "2 x2": dataclasses.replace(NARROW, consumers=2, splits=2),
+    "2 k128 pp": WIDE,
+    "2 k128 pp x2": dataclasses.replace(WIDE, splits=2),
+    "2 shared x2": dataclasses.replace(NARROW, consumers=2, splits=2, shares_keys=True),
+    "2 pp r132": dataclasses.replace(NARROW, consumers=2, ping_pong=True, resident=132),
+}
+ONE = ("1", "1 s6", "1 ring 3", "1 x2", "1 k128")
+TWO = ("2", "2 x2", "2 k128 pp", "2 k128 pp x2")
+TRIED = {
+    ("SDAR-8B", 32, 8192, 32): ("1", *TWO),
+    ("SDAR-1.7B", 32, 8192, 32): ONE,
+    ("LLaDA-8B", 8, 8192, 32): ("1", "1 s6", "1 x2"),
+    ("SDAR-8B", 8, 8192, 128): ("2", "2 k128 pp"),
+    ("SDAR-8B", 1, 512, 128): ("2 shared x2",),
+    ("SDAR-1.7B", 32, 512, 128): ("2", "2 pp r132"),
+}
+
+
+def in_8_bits(x):
+    return fp8.quantize(x.swapaxes(1, 2), jnp.full((x.shape[1],), SCALE)).swapaxes(1, 2)
+
+
+def check(run, is_dry):
+    """The names of tilings that are right."""
+    right, programs, inputs = set(), {}, {}
+    features = ("blocks", "visible", "window", "small pages", "group of 7", "large pages, long")
+    for feature in features[:1] if is_dry else features:
+        q, k, v, k_pages, v_pages, table, mask = cells.feature_case(feature)
+        k, v = (in_8_bits(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
+        pages = in_8_bits(k_pages), in_8_bits(v_pages)
+        scales = jnp.full((2, k.shape[2]), SCALE)
+        forms = {"triton": functools.partial(triton.attention, interpret=is_dry)}
+        for name, tiling in list(TILINGS.items())[: 1 if is_dry else None]:
+            how = {"interpret": plgpu.InterpretGPUParams()} if is_dry else {}
+            forms[name] = functools.partial(mosaic.attention, tiling=tiling, **how)
+        wanted = np.asarray(
+            jax.jit(functools.partial(reference.attention, scale=q.shape[-1] ** -0.5))(
+                q.astype(jnp.float32), k, v, *pages, table, mask, kv_scales=scales
+            )
+        )
+        for name, call in forms.items():
+            key = f"{feature} {name}"
+            inputs[key] = (name, mask, wanted, (q, k, v, *pages, table, mask, scales))
+            programs[key] = (
+                lambda *a, call=call: call(*a[:7], kv_scales=a[7]),
+                inputs[key][3],
+            )
+    wrong = set()
+    for key, program in compiled(run, programs).items():
+        name, mask, wanted, arguments = inputs[key]
+
+        def one(key=key, program=program, name=name, mask=mask, wanted=wanted, args=arguments):
+            got = np.asarray(program(*args).astype(jnp.float32))
+            live = np.asarray(mask.rows_live())
+            error = float(np.abs(got - wanted)[live].max())
+            is_right = bool(np.isfinite(got).all() and error <= TOLERANCE)
+            run.keep(part="check", what=key, error=error, is_right=is_right)
+            (right if is_right else wrong).add(name)
+
+        run.attempt(f"check {key}", one)
+    return right - wrong
+
+
+def loop_of(call, layers):
+    def loop(rounds, q, k, v, k_pages, v_pages, tables, numbers, scales):
+        def one(i, last):
+            table = jax.lax.optimization_barrier(tables[jax.lax.rem(i, layers)])
+            rows = jax.lax.optimization_barrier(q + last * jnp.bfloat16(1e-3))
+            rows += jnp.minimum(table[0, 0], 0).astype(rows.dtype)
+            return call(rows, k, v, k_pages, v_pages, table, numbers, scales)
+
+        return jax.lax.fori_loop(0, rounds, one, jnp.zeros_like(q))
+
+    return loop
+
+
+def attention(tiling, q, k, v, k_pages, v_pages, table, numbers, scales):
+    settings = {"block_size": cells.BLOCK, "window": None, "tiling": tiling, "interpret": None}
+    more = {} if k.dtype == q.dtype else {"kv_scales": scales}
+    settings["scale"] = q.shape[-1] ** -0.5
+    return mosaic._run((q, k, v), (k_pages, v_pages), table, numbers, more, **settings)
+
+
+def programs_of(cell, right):
+    """The programs of a cell, and what each is."""
+    drawn = cells.draw(cell)
+    model, B, _, T = cell
+    N, G, H = cells.HEADS[model]
+    kinds = {"bfloat16": jnp.bfloat16, "fp8": fp8.DTYPE}
+    tables = jnp.asarray(drawn.tables)
+    numbers = facts(drawn.mask, tables[0], cells.PAGE)
+    shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    q, scales = shape(jnp.bfloat16, B, T, N, H), shape(jnp.float32, 2, G)
+    programs, forms = {}, {}
+    for kind, dtype in kinds.items():
+        own, pool = shape(dtype, B, T, G, H), shape(dtype, *drawn.pool)
+        arguments = (1, q, own, own, pool, pool, tables, numbers, scales)
+        chosen = mosaic.choose_tiling(q, pool, tables[0])
+        tilings = {"chosen": chosen}
+        if kind == "fp8":
+            tilings |= {n: TILINGS[n] for n in TRIED.get(cell, ()) if n in right}
+        else:
+            programs["glue"] = (loop_of(lambda q, *_: q, len(tables)), arguments)
+            forms["glue"] = (kind, "")
+        told = set()
+        for name, tiling in tilings.items():
+            if tiling in told:
+                continue
+            told.add(tiling)
+            key = f"{kind} {name}"
+            call = functools.partial(attention, tiling)
+            programs[key], forms[key] = (loop_of(call, len(tables)), arguments), (kind, str(tiling))
+    return drawn, numbers, programs, forms
+
+
+def report(run, cell, drawn, numbers, programs, forms, flat, repeats):
+    """Time the programs of a cell, one after another."""
+    model, B, _, T = cell
+    N, G, H = cells.HEADS[model]
+    memory_us, compute_us, _ = cells.floors_us(drawn)
+    glue, base = 0.0, None
+    used = int(np.prod(drawn.pool))
+    operands = {}
+    for kind in ("bfloat16", "fp8"):
+        narrow = (lambda x: x) if kind == "bfloat16" else in_8_bits
+        pools = [
+            jax.jit(lambda x, narrow=narrow: narrow(x[:used].reshape(drawn.pool)))(x) for x in flat
+        ]
+        rows = [x[: B * T * G * H].reshape(B, G, T, H) for x in flat]
+        own = [narrow(x).swapaxes(1, 2) for x in rows]
+        q = flat[0][1000 : 1000 + B * T * N * H].reshape(B, T, N, H)
+        operands[kind] = (q, *own, *pools, jnp.asarray(drawn.tables), numbers)
+    scales = jnp.full((2, G), SCALE)
+    rounds = int(min(400, max(20, 6e3 / max(memory_us, compute_us, 8.0))))
+    for key, program in programs.items():
+        kind, tiling = forms[key]
+
+        def one(key=key, program=program, kind=kind, tiling=tiling):
+            nonlocal glue, base
+            samples = []
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                jax.block_until_ready(program(rounds, *operands[kind], scales))
+                samples.append((time.perf_counter() - began) / rounds * 1e6)
+            us = statistics.median(samples[1:])
+            glue = us if key == "glue" else glue
+            net = us - glue
+            base = net if key == "bfloat16 chosen" else base
+            row = {"part": "time", "cell": list(cell), "form": key, "tiling": tiling, "us": us}
+            row |= {"net_us": net, "spread": [min(samples[1:]), max(samples[1:])]}
+            row |= {"memory_us": memory_us / (2 if kind == "fp8" else 1), "compute_us": compute_us}
+            if kind == "fp8" and base:
+                row["bfloat16_over_fp8"] = base / net
+            run.keep(**row)
+
+        run.attempt(f"time {cell} {key}", one)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--within", type=float, default=100.0, help="seconds")
+    parser.add_argument("--cells", help="numbers of those to time; default: all")
+    parser.add_argument("--commit", help="where the checkout has no git")
+    parser.add_argument("--dry", action="store_true", help="the check of one tiling, on a CPU")
+    args = parser.parse_args()
+    run = Run(args.out, args.within, args.dry)
+    run.report["command"] = "benchmarks/fp8_cache_gpu.py"
+    run.report |= environment()
+    run.report["commit"] = args.commit or run.report["commit"]
+    right = run.attempt("check", lambda: check(run, args.dry)) or set()
+    print("right:", sorted(right), flush=True)
+    if not args.dry:
+        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        flat = [draw(jax.random.key(i), (cells.POOL_NUMBERS,), jnp.bfloat16) for i in range(2)]
+        chosen = range(len(CELLS)) if args.cells is None else map(int, args.cells.split(","))
+        made = {CELLS[i]: programs_of(CELLS[i], right) for i in chosen}
+        every = {(cell, key): call for cell, one in made.items() for key, call in one[2].items()}
+        every = compiled(run, every)
+        print(f"{run.seconds:6.1f} s  compiled", flush=True)
+        for cell, (drawn, numbers, programs, forms) in made.items():
+            own = {key: every[cell, key] for key in programs if (cell, key) in every}
+            timing = functools.partial(report, run, cell, drawn, numbers, own, forms, flat, 5)
+            run.attempt(f"time {cell}", timing)
+    run.write()
+    for row in run.report["rows"]:
+        if row["part"] == "time":
+            ratio = row.get("bfloat16_over_fp8")
+            told = f" x{ratio:.2f}" if ratio else ""
+            print(*row["cell"], f"{row['form']:<22} {row['net_us']:8.1f} us{told}", flush=True)
+    return 1 if run.report["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,343 @@
+"""`dllm-jax tune`: the fastest thresholds whose accuracy is within a budget, found by a race."""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli import flags
+from dllm_jax.cli import strategy as strategies
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.eval import (
+    MOST_SETTINGS,
+    ONE_TOKEN,
+    add_problem_flags,
+    check_output,
+    load_with_problems,
+)
+from dllm_jax.cli.interrupt import ALL, Interrupt
+
+PROBLEMS = 1024  # of a built-in half
+HALVES = ("hard", "plain")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.epilog = (
+        "Greedy. All settings answer the first problems, those left answer as many again. A "
+        "setting leaves when it is shown to be more than the margin below the reference, which "
+        "takes one token a forward where masks are filled (else it is the first setting), or "
+        "slower than one that is shown to be within the margin. A fifth of the problems are kept "
+        "apart, to check the winner."
+    )
+    flags.add_model_flags(parser)
+    flags.add_strategy_flags(parser, repeat="repeat it to race several (default: multi_bd)")
+    flags.add_draft_flag(parser)
+    add_problem_flags(parser, PROBLEMS, HALVES[::-1])
+    group = parser.add_argument_group("race")
+    group.add_argument(
+        "--grid",
+        type=_grid,
+        action="append",
+        required=True,
+        metavar="KNOB=LOW:HIGH:N",
+        help="values of a threshold, evenly spaced, or listed: KNOB=A,B,C; repeat it for a grid",
+    )
+    group.add_argument(
+        "--margin",
+        type=flags.number(0, 100),
+        default=1.0,
+        metavar="POINTS",
+        help="accuracy that may be lost, in percentage points (default: %(default)s)",
+    )
+    group.add_argument(
+        "--budget",
+        type=flags.whole(1),
+        metavar="FORWARDS",
+        help="forwards of all texts at most (default: no limit)",
+    )
+    group.add_argument(
+        "--y-max",
+        type=flags.number(0, 100, open_low=True),
+        metavar="PERCENT",
+        help="best known accuracy of any method on the task, by which AUP weighs (default: the "
+        "best of this race)",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the JSON object to FILE as well (default: no file)",
+    )
+    group.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the winner to FILE, for --strategy-config of any verb (default: no file)",
+    )
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no "
+        "plot)",
+    )
+
+
+def _grid(text: str) -> tuple[str, list[float]]:
+    """An argparse type: a knob and its values."""
+    name, _, values = text.partition("=")
+    found: list[float] = []
+    try:
+        if ":" in values:
+            low, high, count = values.split(":")
+            first, last, number = float(low), float(high), int(count)
+            if 2 <= number <= MOST_SETTINGS:
+                found = [first + (last - first) * i / (number - 1) for i in range(number)]
+        else:
+            found = [float(value) for value in values.split(",")]
+    except ValueError:
+        pass
+    found = [round(value, 6) for value in found]
+    is_good = found and all(map(math.isfinite, found)) and len(set(found)) == len(found)
+    if not name.isidentifier() or not is_good:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither KNOB=LOW:HIGH:N with N from 2 to {MOST_SETTINGS} nor KNOB=A,B,C; "
+            "write e.g. accept_threshold=0.5:0.95:4"
+        )
+    return name, found
+
+
+def run(args: argparse.Namespace, stop: Interrupt) -> int:
+    """Race, check the winner, print the table or the object."""
+    stop.forced = ALL
+    for flag in ("output", "out", "plot"):
+        if getattr(args, flag) is not None:
+            check_output(getattr(args, flag), f"--{flag}")
+    if args.plot is not None and Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
+        raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
+    names = [name for name, _ in args.grid]
+    if len(set(names)) < len(names):
+        raise UsageError("--grid names a threshold twice; list all its values once")
+    choices = strategies.load_several(args.strategy or ("multi_bd",), strategies.given_fields(args))
+    model, sets = load_with_problems(args, PROBLEMS, HALVES[:1])
+    if len(sets) > 1:
+        raise UsageError(f"one race is of one set of problems, not of {', '.join(sets)}; name one")
+    ((name, of),) = sets.items()
+    racers = _racers(args, model, choices)
+    facts = _race(args, model, racers, name, of)
+    print(json.dumps(facts) if args.json else table(facts), flush=True)
+    if args.output is not None:
+        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if args.out is not None:
+        Path(args.out).write_text(json.dumps(_tuned(facts), indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from dllm_jax.tasks.plot import draw_race
+
+        draw_race(facts, Path(args.plot))
+    return 0
+
+
+def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[str, Any]:
+    """By label a strategy, its draft, its spec and fields, and the knobs that are set.
+
+    The reference is the first.
+    """
+    from dllm_jax.api.strategy import bind_draft
+    from dllm_jax.strategies.core.protocol import check_knob, knob_ranges
+    from dllm_jax.tasks.evaluate import one_token
+
+    found: dict[str, Any] = {}
+    taken: set[str] = set()
+    draft = args.draft
+    for label, spec, value, fields in choices:
+        strategy, bound = strategies.resolve(model, spec, value, fields), None
+        if strategy.needs.aux:
+            strategy, aux = bind_draft(strategy, draft, model)
+            (bound,) = aux.values()
+            draft = bound  # loaded once
+        grid = [(name, values) for name, values in args.grid if name in knob_ranges(strategy)]
+        taken |= {name for name, _ in grid}
+        for values in itertools.product(*(values for _, values in grid)):
+            setting = dict(zip((name for name, _ in grid), values, strict=True))
+            try:
+                for name, one in setting.items():
+                    check_knob(strategy, name, one)
+            except ValueError as error:
+                raise UsageError(f"--grid: {error}") from None
+            told = ",".join([label, *(f"{name}={one:g}" for name, one in setting.items())])
+            found[told] = strategy, bound, spec, fields, setting
+    if missing := [name for name, _ in args.grid if name not in taken]:
+        raise UsageError(
+            f"--grid {missing[0]}: none of {', '.join(label for label, *_ in choices)} has that "
+            "threshold; `dllm-jax info STRATEGY` lists them"
+        )
+    if len(found) > MOST_SETTINGS:
+        raise UsageError(f"--grid makes {len(found)} settings; at most {MOST_SETTINGS} are raced")
+    if model.config.mask_token_id >= 0:
+        size = next(iter(found.values()))[0].block_size
+        slow = one_token(size)
+        fields = {"remasking": "static", "denoising_steps": size, "block_size": size}
+        found = {ONE_TOKEN: (slow, None, "block_diffusion", fields, {}), **found}
+    return found
+
+
+def _race(
+    args: argparse.Namespace, model: Any, racers: dict[str, Any], name: str, of: Any
+) -> dict[str, Any]:
+    import jax
+    import numpy as np
+    from tqdm import tqdm
+
+    from dllm_jax import __version__
+    from dllm_jax.tasks import evaluate
+    from dllm_jax.tasks.race import FIRST, Played, aup, race
+
+    labels, rows = list(racers), list(racers.values())
+    prompts = of.prompts or evaluate.encode(model, of.problems)
+    apart = len(of.problems) // 5
+    count = len(of.problems) - apart
+    if count < 2 or not apart:
+        raise UsageError(
+            f"{len(of.problems)} problems are too few to race on and check the winner; give 5 or "
+            "more, better hundreds"
+        )
+    bar = tqdm(desc=f"{name}, texts", leave=False, disable=None)
+
+    def play(chosen: Any, run: range) -> Any:
+        """One program a strategy: settings share its batches."""
+        outcomes: dict[int, Any] = {}
+        part = slice(run.start, run.stop)
+        for _, group in itertools.groupby(chosen, key=lambda one: id(rows[one][0])):
+            members = list(group)
+            strategy, draft, *_ = rows[members[0]]
+            before = bar.n
+            found = evaluate.sweep(
+                model,
+                strategy,
+                [rows[one][-1] for one in members],
+                of.problems[part],
+                prompts=prompts[part],
+                draft=draft,
+                is_right=of.is_right,
+                batch_size=args.batch_size,
+                max_tokens=args.max_tokens,
+                is_timed=False,
+                longest=max(map(len, prompts)),
+                progress=lambda done, before=before: bar.update(before + done - bar.n),
+            )
+            outcomes |= zip(members, found, strict=True)
+        leaf = functools.partial(_stacked, [outcomes[one] for one in chosen])
+        return Played(leaf("right"), leaf("tokens"), leaf("forwards"))
+
+    with bar:
+        result = race(
+            play,
+            len(rows),
+            count,
+            margin=args.margin / 100,
+            budget=args.budget,
+            first=min(FIRST, count),
+        )
+        again = play(sorted({0, result.winner}), range(count, len(of.problems)))
+    checked = {
+        "problems": apart,
+        "accuracy": float(again.right[-1].mean()),
+        "reference_accuracy": float(again.right[0].mean()),
+        "tokens_per_forward": float(again.tokens[-1].sum() / again.forwards[-1].sum()),
+    }
+    settings = {}
+    for label, entry in zip(labels, result.entries, strict=True):
+        right = np.arange(entry.problems) < round(entry.accuracy * entry.problems)
+        settings[label] = {
+            "problems": entry.problems,
+            "exact": {"value": entry.accuracy, "ci95": evaluate.wilson(right)},
+            "tokens_per_forward": {"value": entry.speed, "ci95": list(entry.speed_ci95)},
+            "exact_points": {
+                "value": 100 * entry.difference[0],
+                "ci95": [100 * one for one in entry.difference[1:]],
+            },
+            "left": entry.left,
+        }
+    points = [(entry.speed, 100 * entry.accuracy) for entry in result.entries]
+    best = max(y for _, y in points)
+    _, _, spec, fields, setting = rows[result.winner]
+    return {
+        "model": args.model,
+        "dtype": str(model.params["embed"].dtype),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"dllm-jax": __version__, "jax": jax.__version__},
+        "set": name,
+        "seed": args.seed,
+        "greedy": True,
+        "max_tokens": args.max_tokens,
+        "margin_points": args.margin,
+        "reference": labels[0],
+        "settings": settings,
+        "winner": labels[result.winner],
+        "is_shown": result.is_shown,
+        "strategy": spec,
+        "fields": fields | setting,
+        "rounds": result.rounds,
+        "problems_seen": result.problems,
+        "forwards": result.forwards,
+        "full_grid_forwards": result.grid_forwards,
+        "check": checked,
+        "aup": aup(points, args.y_max or best) if best > 0 else None,
+    }
+
+
+def _stacked(outcomes: list[Any], name: str) -> Any:
+    import numpy as np
+
+    return np.stack([getattr(one, name) for one in outcomes])
+
+
+def _tuned(facts: dict[str, Any]) -> dict[str, Any]:
+    """What `--strategy-config` reads, and where it comes from."""
+    about = ("model", "set", "seed", "margin_points", "winner", "is_shown", "versions", "device")
+    fields = {"strategy": facts["strategy"], "fields": facts["fields"]}
+    return fields | {"tuned": {name: facts[name] for name in about}}
+
+
+def table(facts: dict[str, Any]) -> str:
+    """The race as text."""
+    share = facts["forwards"] / facts["full_grid_forwards"]
+    lines = [
+        f"{facts['model']}, {facts['dtype']}, {facts['device']}, greedy, {facts['set']}",
+        f"margin {facts['margin_points']:g} points below {facts['reference']!r}",
+        "",
+        f"{'':<48}{'problems':>9}{'exact %':>9}{'against it, points':>24}"
+        f"{'tokens/forward':>22}  left as",
+    ]
+    for label, row in facts["settings"].items():
+        mark = "*" if label == facts["winner"] else " "
+        lines.append(
+            f"{mark} {label[-45:]:<46}{row['problems']:>9}{100 * row['exact']['value']:>9.1f}"
+            f"{_figure(row['exact_points'], 1):>24}{_figure(row['tokens_per_forward'], 2):>22}"
+            f"  {row['left'] or ''}"
+        )
+    shown = "within the margin" if facts["is_shown"] else "nothing faster is shown to be within it"
+    check, aup = facts["check"], facts["aup"]
+    lines += [
+        "",
+        f"winner: {facts['winner']} ({shown})",
+        f"on {check['problems']} other problems: {100 * check['accuracy']:.1f} %, the reference "
+        f"{100 * check['reference_accuracy']:.1f} %; {check['tokens_per_forward']:.2f} tokens per "
+        "forward",
+        f"{facts['forwards']:,} forwards, {100 * share:.0f} % of the full grid's",
+    ]
+    if aup is not None:
+        lines.append(
+            f"AUP {aup['value']:.1f} at y_max {aup['y_max']:.1f} % ({aup['points']} points, "
+            f"{aup['left_out']} more than 5 points below the slowest)"
+        )
+    return "\n".join(lines)
+
+
+def _figure(entry: dict[str, Any], digits: int) -> str:
+    """`98.5 [97.4, 99.2]`."""
+    value, low, high = (round(v, digits) for v in (entry["value"], *entry["ci95"]))
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

@@ -1,0 +1,57 @@
+"""How keys and values are cached: in the type of the weights, or in 8 bits with scales by head.
+
+The scales follow from the weights: no key and no value is larger than they allow. A row of a norm
+is no longer than the root of its width, so a number of its product with a column is at most that
+root times the column's length. Such a bound is wide, some 2^6 for values; 8-bit floats keep their
+three bits of mantissa over 2^15, so it costs nothing, and no prompt has to be run to find one.
+"""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dllm_jax.kernels.kv_write import fp8
+from dllm_jax.kernels.layer.fp8 import Fp8Matrix
+from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.gemma import GemmaConfig
+
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "fp8_e4m3")
+
+
+def unsupported(config: Any) -> str | None:
+    """Why the keys and values of such a network are not cached in 8 bits, or None."""
+    if isinstance(config, GemmaConfig):
+        return "DiffusionGemma's cache has no form in 8 bits"
+    if isinstance(config, DFlashConfig):
+        return "a draft's cache has no form in 8 bits; its target's may have one"
+    return None
+
+
+def kv_scales(params: Any) -> tuple[Float[Array, "2 G"], ...]:
+    """Of each layer, what the keys and what the values of each head are divided by."""
+    return tuple(_scales(layer) for layer in params["layers"])
+
+
+@jax.jit
+def _scales(layer: Any) -> Float[Array, "2 G"]:
+    norm = layer["attn_norm"].astype(jnp.float32)
+    w = layer["wqkv"]
+    if isinstance(w, Fp8Matrix):  # [G n+2 H D]
+        columns = w.values[:, -2:].astype(jnp.float32) * w.scales[:, -2:, :, None]
+    else:
+        columns = jnp.moveaxis(w[:, :, -2:], 0, -1).astype(jnp.float32)
+    most = math.sqrt(len(norm)) * jnp.linalg.norm(
+        columns * norm[None, None, None], axis=-1
+    )  # [G 2 H]
+    if "bqkv" in layer:
+        most += jnp.abs(layer["bqkv"][:, -2:].astype(jnp.float32))
+    keys, values = jnp.max(most, axis=-1).T
+    keys *= math.sqrt(2)  # a pair, rotated
+    if "k_norm" in layer:
+        scale = jnp.max(jnp.abs(layer["k_norm"].astype(jnp.float32)))
+        keys = jnp.full_like(keys, math.sqrt(columns.shape[-2])) * scale
+    return fp8.scales_of(jnp.stack([keys, values]))

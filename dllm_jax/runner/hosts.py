@@ -1,0 +1,295 @@
+"""Several processes that share one model: process 0 decides, the others replay its calls.
+
+A host loop reads clocks, so that loops on several processes would part ways, and a dispatch that
+one of them lacks is a hang. So the engine runs on process 0 alone. Data flow: `ModelRunner` of
+process 0 -> a message a call (a JSON head and raw arrays) -> sockets -> `follow` on the others ->
+the same program over their part of the weights. Nothing comes back: results are whole everywhere.
+
+Source: docs/adr/0020-several-hosts.md; `jax.distributed` joins the processes.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax.engine.layout import DeviceFailure
+from dllm_jax.models.sharding import Split
+
+BEAT_S, SILENT_S = 5.0, 20.0  # a follower says that it lives; without a word for so long it is gone
+JOIN_S = 120.0  # for all followers to connect
+GRACE_S = 5.0  # a collective may fail before the socket of the process that died is closed
+_TOKEN_WORDS = 8
+_HEAD = struct.Struct("<IQ")  # bytes of the JSON head, and of the arrays behind it
+
+
+def spans(split: Split | None) -> bool:
+    """Whether the devices of a split are those of several processes."""
+    return split is not None and len({d.process_index for d in split.mesh.devices.flat}) > 1
+
+
+def agree(num_pages: int, settings: Any) -> int:
+    """The least number of pages of all processes, which must have the same settings.
+
+    Raises:
+        ValueError: They do not, on every process.
+    """
+    from jax.experimental import multihost_utils
+
+    digest = hashlib.sha256(repr(settings).encode()).digest()
+    words = np.frombuffer(digest, np.int32)
+    every = np.asarray(multihost_utils.process_allgather(np.append(words, np.int32(num_pages))))
+    differs = np.flatnonzero((every[:, :-1] != every[0, :-1]).any(axis=1))
+    if len(differs):
+        raise ValueError(
+            f"process {differs[0]} of {len(every)} has another version, model or setting than "
+            "process 0; start all with the same installation and arguments"
+        )
+    return int(every[:, -1].min())
+
+
+class Leader:
+    """The other processes as process 0 sees them: calls go to all, and a dead one is noticed.
+
+    Raises:
+        DeviceFailure: Some did not connect in time.
+    """
+
+    def __init__(self):
+        self.gone: Future[str] = Future()  # what to say of the first one that is gone
+        self._is_over, self._lock = False, threading.Lock()
+        host = _coordinator()
+        try:
+            server = socket.create_server((host, 0))
+        except OSError:  # a name of another interface; the token keeps others out
+            server = socket.create_server(("", 0))
+        token = secrets.token_bytes(4 * _TOKEN_WORDS)
+        _told_port(server.getsockname()[1], token)
+        self._followers = _accepted(server, token)
+        for rank, connection in self._followers.items():
+            threading.Thread(target=self._watch, args=(rank, connection), daemon=True).start()
+        atexit.register(self.close)
+
+    def send(self, head: dict[str, Any], arrays: tuple[Any, ...] = ()) -> None:
+        """Tell all followers; `head` is JSON.
+
+        Raises:
+            DeviceFailure: One is gone.
+        """
+        self.check()
+        given = [np.asarray(array) for array in arrays]
+        head = head | {"arrays": [(array.dtype.name, array.shape) for array in given]}
+        data = _framed(head, given)
+        for rank, connection in self._followers.items():
+            try:
+                connection.sendall(data)
+            except OSError as error:
+                self._lose(rank, str(error))
+        self.check()
+
+    def check(self) -> None:
+        """Raise DeviceFailure where a follower is gone."""
+        if self.gone.done():
+            raise DeviceFailure(self.gone.result())
+
+    def wait(self, future: Future) -> Any:
+        """The result of a future, however long it takes, as long as all followers live.
+
+        Raises:
+            DeviceFailure: One is gone; what it computed with the others may never end.
+        """
+        wait([future, self.gone], return_when=FIRST_COMPLETED)
+        if future.done() and future.exception() is not None:
+            wait([self.gone], GRACE_S)
+        self.check()
+        return future.result()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """`function()`, which may block for ever where a follower is gone; as `wait`."""
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return self.wait(future)
+
+    def close(self) -> None:
+        """Let the followers end."""
+        if not self.gone.done() and not self._is_over:
+            self.send({"what": "stop"})
+        self._is_over = True
+
+    def _watch(self, rank: int, connection: socket.socket) -> None:
+        """Until a follower is silent, or its connection ends."""
+        connection.settimeout(SILENT_S)
+        why = "its connection ended"
+        try:
+            while connection.recv(64):
+                pass
+        except TimeoutError:
+            why = f"not a word for {SILENT_S:g} s"
+        except OSError as error:
+            why = str(error)
+        if not self._is_over:
+            self._lose(rank, why)
+
+    def _lose(self, rank: int, why: str) -> None:
+        count = len(self._followers) + 1
+        with self._lock:
+            if self.gone.done():
+                return
+            self.gone.set_result(
+                f"process {rank} of {count} is gone ({why}), and with it its part of the model; "
+                f"start all {count} again"
+            )
+        # A thread may be inside a collective that never ends, and JAX would wait for it at exit.
+        atexit.register(_leave)
+
+
+class Follower:
+    """Process 0 as another process sees it."""
+
+    def __init__(self):
+        port, token = _told_port(0, bytes(4 * _TOKEN_WORDS))
+        self._connection = socket.create_connection((_coordinator(), port), JOIN_S)
+        self._connection.settimeout(None)
+        self._connection.sendall(token + struct.pack("<I", jax.process_index()))
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        quiet = threading.Event()
+        try:
+            while True:
+                self._connection.sendall(b"\0")
+                quiet.wait(BEAT_S)
+        except OSError:
+            return
+
+    def receive(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """The next message.
+
+        Raises:
+            DeviceFailure: Process 0 is gone.
+        """
+        try:
+            size, rest = _HEAD.unpack(_exactly(self._connection, _HEAD.size))
+            head = json.loads(_exactly(self._connection, size))
+            data = memoryview(_exactly(self._connection, rest))
+        except (EOFError, OSError) as error:
+            raise DeviceFailure(
+                f"process 0 is gone ({error or 'its connection ended'}); start all again"
+            ) from error
+        arrays = []
+        for name, shape in head.pop("arrays", ()):
+            kind = jax.numpy.dtype(name)
+            count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+            arrays.append(np.frombuffer(data[:count], kind).reshape(shape))
+            data = data[count:]
+        return head, arrays
+
+
+def follow(runner: Any, follower: Follower) -> None:
+    """Replay what process 0 calls, until it stops.
+
+    A call that fails here ends the process: the others would wait for its part.
+
+    Raises:
+        DeviceFailure: Process 0 is gone.
+    """
+    while True:
+        head, arrays = follower.receive()
+        if head["what"] == "stop":
+            runner.close()
+            return
+        runner.replay(head, arrays).add_done_callback(_end_if_failed)
+
+
+def _end_if_failed(done: Future) -> None:
+    error = done.exception()
+    if error is not None:
+        print(f"process {jax.process_index()} failed: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _coordinator() -> str:
+    """The host of process 0, as all processes were told."""
+    from jax._src import distributed  # nothing public says it
+
+    return str(distributed.global_state.coordinator_address).rpartition(":")[0]
+
+
+def _told_port(port: int, token: bytes) -> tuple[int, bytes]:
+    """Port and token of process 0, on every process."""
+    from jax.experimental import multihost_utils
+
+    words = np.append(np.frombuffer(token, np.int32), np.int32(port))
+    told = np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return int(told[-1]), told[:-1].astype(np.int32).tobytes()
+
+
+def _accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:
+    """A connection for each follower, by its process; whoever lacks the token is turned away."""
+    found: dict[int, socket.socket] = {}
+    server.settimeout(JOIN_S)
+    with server:
+        while len(found) + 1 < jax.process_count():
+            try:
+                connection, _ = server.accept()
+                connection.settimeout(JOIN_S)
+                said = _exactly(connection, len(token) + 4)
+            except TimeoutError as error:
+                missing = sorted({*range(1, jax.process_count())} - found.keys())
+                raise DeviceFailure(
+                    f"processes {missing} did not connect within {JOIN_S:g} s; start them again"
+                ) from error
+            except EOFError:
+                continue
+            if not secrets.compare_digest(said[:-4], token):
+                connection.close()
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found[struct.unpack("<I", said[-4:])[0]] = connection
+    return found
+
+
+def _framed(head: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
+    text = json.dumps(head).encode()
+    data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    return _HEAD.pack(len(text), len(data)) + text + data
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    """So many bytes.
+
+    Raises:
+        EOFError: The connection ended before.
+    """
+    parts = []
+    while size:
+        part = connection.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

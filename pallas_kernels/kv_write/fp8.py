@@ -1,0 +1,26 @@
+"""Keys and values in 8 bits (e4m3): a scale for each head, fixed before the first token.
+
+A power of two, so that scaling loses nothing and only the rounding to three bits of mantissa does.
+A row becomes the same numbers wherever and whenever it is computed, since nothing else is looked
+at.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+DTYPE = jnp.float8_e4m3fn
+LARGEST = float(jnp.finfo(DTYPE).max)  # 448
+_LEAST, _MOST = 2.0**-60, 2.0**60  # scales whose inverses, and products with a row, are finite
+
+
+def scales_of(largest: Float[Array, " G"]) -> Float[Array, " G"]:
+    """The scale of each head whose numbers are no larger than this: a power of two, float32."""
+    exponent = jnp.ceil(jnp.log2(jnp.maximum(largest, _LEAST) / LARGEST))
+    return jnp.clip(jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32)), _LEAST, _MOST)
+
+
+def quantize(rows: Float[Array, "*M G H"], scales: Float[Array, " G"]) -> Float[Array, "*M G H"]:
+    """Rows in e4m3, each head divided by its scale; what is too large becomes the largest."""
+    by_head = (1 / scales).reshape(*(1,) * (rows.ndim - 2), -1, 1)
+    values = rows.astype(jnp.float32) * by_head
+    return jnp.clip(values, -LARGEST, LARGEST).astype(DTYPE)

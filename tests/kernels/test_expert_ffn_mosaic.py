@@ -1,0 +1,155 @@
+"""The Mosaic form of the routed experts: interpreted against NumPy, and lowered for an H200.
+
+The interpreter fills what nobody has written with NaN, and looks for races.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.kernels.expert_ffn import expert_ffn, mosaic
+from dllm_jax.kernels.expert_ffn.mosaic import Tiling
+from tests.kernels.test_layer_mosaic import SHARED_BYTES, interpreted, lowered, real
+from tests.oracles import expert_ffn as oracle
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
+TOLERANCE = 5e-2  # absolute; results reach 8
+D, F = 128, 128
+SPREAD = [37, 66, 0, 1, 9]  # rows of each expert: more than a warpgroup has, none, one
+SHAPES = {  # E D F k
+    "LLaDA2-mini": (256, 2048, 512, 8),
+    "LLaDA2-flash": (256, 4096, 1024, 8),
+    "SDAR-30B-A3B": (128, 2048, 768, 8),
+    "DiffusionGemma": (128, 2816, 704, 8),
+}
+
+
+def case(ids, num_experts, seed=0):
+    """Random rows; those of no expert, and the experts of no row, are not finite."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
+    x, weights = draw(len(ids), D), 0.5 + rng.random(ids.shape, np.float32)
+    w_gate_up, w_down = draw(num_experts, D, 2, F) / 11, draw(num_experts, F, D) / 11
+    routed = (ids >= 0) & (ids < num_experts)
+    x[~routed.any(axis=1)] = np.nan
+    weights[~routed] = np.nan
+    unused = np.setdiff1d(np.arange(num_experts), ids)
+    w_gate_up[unused], w_down[unused] = np.nan, np.inf
+    return x, ids, weights, w_gate_up.astype(jnp.bfloat16), w_down.astype(jnp.bfloat16)
+
+
+def ragged():
+    """Ids [70 2] of five experts as in `SPREAD`, shuffled, the rest of none on either side."""
+    rng = np.random.default_rng(1)
+    ids = np.repeat(np.arange(5), SPREAD)
+    ids = np.concatenate([ids, np.resize([-1, 5, -7, 1000], 140 - len(ids))])
+    ids = rng.permutation(ids).reshape(70, 2).astype(np.int32)
+    ids[3] = -1, 5
+    return ids
+
+
+RAGGED = ragged()
+
+
+def assert_right(arguments, tiling, activation="silu"):
+    call = functools.partial(mosaic.expert_ffn, tiling=tiling, activation=activation)
+    got = interpreted(call, *arguments)
+    x, ids, weights, *matrices = arguments
+    want = oracle.expert_ffn(x, ids, weights, *matrices, getattr(oracle, activation))
+    assert got.dtype == x.dtype
+    assert np.abs(np.float64(got) - want).max() < TOLERANCE
+    assert np.abs(want).max() > 3
+    routed = (ids >= 0) & (ids < len(matrices[1]))
+    assert not got[~routed.any(axis=1)].any()
+    return got
+
+
+def test_ragged_experts_match_numpy_and_a_row_alone_is_the_same():
+    """Two warpgroups in the batch and one alone, so that no tile is the same."""
+    arguments = case(RAGGED, 5)
+    together = assert_right(arguments, Tiling(groups=2, blocks=3))
+    mine = int(np.flatnonzero((RAGGED == 1).any(axis=1))[-1])
+    row = [leaf[mine : mine + 1] for leaf in arguments[:3]]
+    alone = interpreted(
+        functools.partial(mosaic.expert_ffn, tiling=Tiling(down=64, blocks=1)), *row, *arguments[3:]
+    )
+    assert np.array_equal(alone[0], together[mine])
+
+
+def test_one_expert_may_have_every_row():
+    ids = np.full((90, 1), 1, np.int32)
+    assert_right(case(ids, 3), Tiling(gate_up=256, blocks=2), "gelu")
+
+
+def test_rows_of_no_expert_are_zeros():
+    arguments = case(np.full((9, 1), -1, np.int32), 3)
+    assert not interpreted(mosaic.expert_ffn, *arguments, tiling=Tiling()).any()
+
+
+def shapes(model, rows, dtype=jnp.bfloat16):
+    E, D, F, k = SHAPES[model]
+    kinds = functools.partial(real, dtype=dtype)
+    return (
+        kinds(rows, D),
+        real(rows, k, dtype=jnp.int32),
+        real(rows, k, dtype=jnp.float32),
+        kinds(E, D, 2, F),
+        kinds(E, F, D),
+    )
+
+
+@pytest.mark.parametrize(("model", "rows"), [("DiffusionGemma", 256), ("LLaDA2-mini", 4)])
+def test_named_it_lowers_to_four_kernels_for_published_models(on_hopper, model, rows):
+    call = functools.partial(expert_ffn, implementation="mosaic", activation="gelu")
+    assert lowered(call, *shapes(model, rows)) == (4, 0)
+
+
+def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper):
+    launched = []
+
+    def launch(body, *, out_type, scratch_types=(), **_):
+        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
+        size = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays)
+        launched.append((size, arrays))
+        made = lambda kind: jnp.zeros(kind.shape, kind.dtype)  # noqa: E731
+        return lambda *_: jax.tree.map(made, out_type)
+
+    monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
+    for model in SHAPES:
+        for rows in (1, 32, 128, 256, 1024, 4096):
+            launched.clear()
+            out = jax.eval_shape(mosaic.expert_ffn.__wrapped__, *shapes(model, rows))
+            assert (out.shape, out.dtype) == ((rows, SHAPES[model][1]), jnp.bfloat16)
+            products = [(size, arrays) for size, arrays in launched if arrays]
+            assert len(products) == 2
+            for size, (ring, *_) in products:
+                assert size <= SHARED_BYTES - 1024  # for barriers
+                assert ring.shape[0] >= 3  # steps in flight
+
+
+def test_it_refuses_what_it_cannot_do(monkeypatch):
+    x, _, _, _, w_down = shapes("LLaDA2-mini", 32)
+    assert mosaic.unsupported_arguments(x, w_down) is None
+    refused = mosaic.unsupported_arguments
+    assert refused(real(0, 2048), w_down) == "needs at least one row"
+    kinds = "needs rows and weights of one 16-bit type, got"
+    assert refused(real(4, 2048, dtype="float32"), w_down) == f"{kinds} float32 and bfloat16"
+    assert refused(real(4, 2048, dtype="float16"), w_down) == f"{kinds} float16 and bfloat16"
+    assert refused(x, real(8, 96, 2048)) == (
+        "needs a model width that is a multiple of 128 and an inner one of 64, got D=2048 and F=96"
+    )
+    arguments = case(RAGGED, 5)
+    with pytest.raises(ValueError, match="gate_up=512 must be 2 times a divisor of F=128"):
+        mosaic.expert_ffn(*arguments, tiling=Tiling(gate_up=512))
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU of the Hopper kind"):
+            expert_ffn(*map(jnp.asarray, arguments), implementation="mosaic")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    assert refused(x, w_down) == "needs jax 0.11.2, got 0.10.2"

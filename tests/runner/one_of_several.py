@@ -1,0 +1,54 @@
+"""One of two processes of two CPU devices each that share a toy model; see `test_hosts.py`.
+
+    python -m tests.runner.one_of_several RANK PORT
+
+Rank 0 prints a JSON line a part, and waits for a line before the last one.
+"""
+
+import json
+import os
+import sys
+import time
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+
+
+def told(outputs):
+    return [[o.outputs[0].token_ids, o.outputs[0].finish_reason, o.metrics.nfe] for o in outputs]
+
+
+def main(rank, port):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+
+    import dllm_jax as dj
+    from dllm_jax.loading.load import place
+    from dllm_jax.models.sharding import over_devices
+    from tests.contract import models
+    from tests.runner.test_hosts import CONFIG, STRATEGY, requests
+
+    model = place(models.plain(), over_devices(4))
+    llm = dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False, progress=False)
+    prompts, params = requests()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print(json.dumps({"texts": told(outputs)}), flush=True)
+
+    stream = llm.stream(prompts[0], params[0])
+    pieces = [token for event in stream for token in event.token_ids]
+    left = llm.stream(prompts[1], params[1])
+    next(iter(left))
+    left.close()
+    stats = llm.engine.stats()
+    print(json.dumps({"stream": pieces, "preemptions": stats.num_preemptions}), flush=True)
+
+    sys.stdin.readline()  # the other one is dead now
+    began = time.perf_counter()
+    errors = [output.error for output in llm.generate(prompts, params, use_tqdm=False)]
+    print(json.dumps({"errors": errors, "seconds": time.perf_counter() - began}), flush=True)
+    llm.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

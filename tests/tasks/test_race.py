@@ -1,0 +1,198 @@
+"""Proves that a race finds the fastest setting within the budget, for a part of the grid's cost.
+
+Curves are made up, so the best setting is known; stored outcomes of a real grid are raced too.
+Bounds, the area under the curve and the command are compared with values by hand.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dllm_jax.cli import main
+from dllm_jax.tasks.race import Played, _Table, aup, race
+
+TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("race_table_*.npz"))
+LOSSES = np.array([0, 0, 0, 0.001, 0.002, 0.004, 0.006, 0.04, 0.08, 0.15, 0.3, 0.5])
+SPEEDS = np.array([0.9, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 4.0, 4.6, 5.2, 6.0, 7.0])
+BEST = 6  # the fastest that loses less than 2 points
+
+
+def made_up(seed, count=2048):
+    """Problems get lost in the order of their difficulty; speed varies with the problem."""
+    draw = np.random.default_rng(seed)
+    reference = draw.random(count) < 0.95
+    difficulty = draw.random(count)
+    right = reference & (difficulty >= LOSSES[:, None])
+    right[1:] &= draw.random((len(LOSSES) - 1, count)) >= 0.002
+    tokens = np.broadcast_to(draw.integers(40, 90, count), right.shape)
+    noise = draw.lognormal(0, 0.15, right.shape)
+    forwards = np.maximum(1, np.round(tokens / SPEEDS[:, None] * noise)).astype(int)
+    return right, tokens, forwards
+
+
+def run(table, margin, **how):
+    seen = []
+
+    def play(chosen, run):
+        seen.append((tuple(chosen), run))
+        where = np.ix_(chosen, run)
+        return Played(*(leaf[where] for leaf in table))
+
+    found = race(play, *table[0].shape, margin=margin, **how)
+    return found, seen
+
+
+def test_the_best_setting_wins_in_95_of_100_seeds_at_40_percent():
+    wins, shares = 0, []
+    for seed in range(100):
+        table = made_up(seed)
+        found, _ = run(table, 0.02)
+        wins += found.winner == BEST
+        shares.append(found.forwards / table[2].sum())
+        assert found.is_shown
+    assert wins >= 95
+    assert np.mean(shares) <= 0.40
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_race_on_stored_outcomes(path):
+    """Problems are drawn anew; the best is what the whole table says, ties in speed included."""
+    stored = np.load(path)
+    table = [stored[name] for name in ("right", "tokens", "forwards")]
+    loss = table[0][0].mean() - table[0].mean(axis=1)
+    speed = table[1].sum(axis=1, dtype=int) / table[2].sum(axis=1, dtype=int)
+    margin = 0.02
+    inside = np.flatnonzero(loss <= margin)
+    best = speed[inside].max()
+    wins, shares = 0, []
+    for seed in range(100):
+        chosen = np.random.default_rng(seed).permutation(table[0].shape[1])
+        one = [leaf[:, chosen] for leaf in table]
+        found, _ = run(one, margin)
+        wins += loss[found.winner] <= margin and speed[found.winner] >= 0.98 * best
+        shares.append(found.forwards / table[2].sum(dtype=int))
+    assert wins >= 95
+    assert np.mean(shares) <= 0.40
+
+
+def test_rounds_double_and_settings_leave():
+    found, seen = run(made_up(0), 0.02)
+    assert [run for _, run in seen[:3]] == [range(64), range(64, 128), range(128, 256)]
+    for (before, _), (after, _) in itertools.pairwise(seen):
+        assert set(after) <= set(before)
+        assert 0 in after
+    assert [entry.left for entry in found.entries[7:]] == ["inaccurate"] * 5
+    assert found.entries[2].left == "slower"
+    assert found.forwards < found.grid_forwards
+
+
+def test_a_budget_ends_the_race_before_it_is_exceeded():
+    table = made_up(1)
+    whole, _ = run(table, 0.02)
+    short, _ = run(table, 0.02, budget=whole.forwards // 2)
+    assert short.forwards <= whole.forwards // 2
+    assert short.problems < whole.problems
+
+
+def test_nothing_within_the_margin_leaves_the_reference():
+    right, tokens, forwards = made_up(2)
+    right = right.copy()
+    right[1:, ::4] = False
+    found, _ = run((right, tokens, forwards), 0.01)
+    assert (found.winner, found.is_shown) == (0, True)
+    assert all(entry.left == "inaccurate" for entry in found.entries[1:])
+
+
+def test_an_interval_without_a_difference_is_not_empty():
+    """Agresti and Min 2005, by hand: 64 pairs that agree; 10 and 4 of 100 that do not."""
+    table = _Table(2, 100)
+    right = np.ones((2, 100), bool)
+    right[1, :4], right[0, 90:] = False, False
+    table.add([0, 1], range(100), Played(right, np.ones((2, 100)), np.ones((2, 100))))
+    value, low, high = table.difference(1, 0, 1.96)
+    assert value == pytest.approx(0.06)
+    spread = ((14 + 1) - 36 / 102) ** 0.5 / 102
+    assert (low, high) == pytest.approx((6 / 102 - 1.96 * spread, 6 / 102 + 1.96 * spread))
+    same = _Table(2, 64)
+    alike = np.ones((2, 64), bool)
+    same.add([0, 1], range(64), Played(alike, np.ones((2, 64)), np.ones((2, 64))))
+    assert same.difference(1, 0, 1.96)[1:] == pytest.approx((-1.96 / 66, 1.96 / 66))
+
+
+def test_aup_is_d3llms():
+    """Their GSM8K points: 637.7 at y_max 74.98, 657.7 at 74.1."""
+    points = [(1, 74.02), (9.11, 73.09)]
+    assert aup(points, 74.98)["value"] == pytest.approx(637.7, abs=0.1)
+    assert aup(points, 74.1)["value"] == pytest.approx(657.7, abs=0.1)
+    low = aup([*points, (20.0, 60.0)], 74.1)
+    assert (low["value"], low["left_out"]) == (aup(points, 74.1)["value"], 1)
+
+
+def test_command_writes_what_every_verb_reads(random_folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+    out, plot, tuned = (tmp_path / name for name in ("r.json", "front.svg", "tuned.json"))
+    argv = ["tune", "--model", str(random_folder), "--half", "plain", "--problems", "10"]
+    argv += ["--max-tokens", "8", "--batch-size", "4", "--block-size", "8"]
+    argv += ["--grid", "accept_threshold=0.1:0.9:2", "--margin", "50"]
+    argv += ["--output", str(out), "--plot", str(plot), "--out", str(tuned)]
+    assert main(argv) == 0
+    facts = json.loads(out.read_text())
+    labels = ["multi_bd,accept_threshold=0.1", "multi_bd,accept_threshold=0.9"]
+    assert list(facts["settings"]) == ["one token a forward", *labels]
+    assert facts["check"]["problems"] == 2
+    assert facts["forwards"] <= facts["full_grid_forwards"]
+    shown = capsys.readouterr().out
+    assert f"winner: {facts['winner']}" in shown
+    drawn = plot.read_text()
+    for text in ("tokens per forward", "accuracy (%", "winner", "margin, 50 points"):
+        assert text in drawn
+    written = json.loads(tuned.read_text())
+    assert written["strategy"] in ("multi_bd", "block_diffusion")
+    argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", "2"]
+    argv += ["--max-tokens", "8", "--batch-size", "2", "--no-one-token", "--json"]
+    assert main([*argv, "--strategy-config", str(tuned)]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["strategies"].values()
+    assert told["name"] == written["strategy"]
+    assert written["fields"].items() <= told["fields"].items()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no JSON"),
+        ("[]", "must hold"),
+        ('{"strategy": "multi_bd"}', "must hold"),
+        ('{"strategy": "ar", "fields": {}}', "is of ar, and --strategy says otherwise"),
+        ('{"strategy": "multi_bd", "fields": {"nonsense": 1}}', "has no such field"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(content, said, capsys, tmp_path):
+    path = tmp_path / "tuned.json"
+    if content is not None:
+        path.write_text(content)
+    argv = ["generate", "x", "--strategy", "multi_bd", "--strategy-config", str(path)]
+    assert main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "--grid"),
+        ("--grid x", "KNOB=LOW:HIGH:N"),
+        ("--grid accept_threshold=0.5,0.5", "KNOB=A,B,C"),
+        ("--grid nonsense=1,2", "none of multi_bd has that threshold"),
+        ("--grid accept_threshold=-1,2", "accept_threshold"),
+        ("--grid accept_threshold=0.5 --tasks a --data x", "do not go together"),
+        ("--grid accept_threshold=0.5 --include-path x", "is of --tasks"),
+        ("--grid accept_threshold=0.5 --problems 3", "too few"),
+        ("--grid accept_threshold=0.5 --out /nowhere/x", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_raced_is_refused(words, said, capsys):
+    assert main(["tune", *words.split()]) == 2
+    assert said in capsys.readouterr().err
