@@ -10,9 +10,8 @@ copy in the operation's place, and is taken off.
     python benchmarks/expert_ffn_gpu.py --models LLaDA2-mini --out /tmp/expert_ffn_mini.json
     python benchmarks/expert_ffn_gpu.py --tiny      # every line of it on a CPU, in a minute
 
-Routing is scripted (`--routing`): `uniform`, every row k experts at random; a number, so many
-experts that all rows choose from; `zipf`, the i-th of the experts in proportion to 1 / i; or the
-path of a JSON list, how often each expert is chosen. How many experts the rows touch is counted.
+Routing is scripted (`--routing`, see routing_script.py), and the experts that rows touch are
+counted.
 
 Prints a table and writes JSON after each line of it: microseconds of one call (median of the runs),
 GB/s of the expert weights its rows touch, and the floor: these bytes at 4.3 TB/s, or the useful
@@ -32,6 +31,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from routing_script import draw_ids
 
 from dllm_jax.bench.profile import traced
 from dllm_jax.kernels.activation import ACTIVATIONS
@@ -49,7 +49,8 @@ GELU = ("DiffusionGemma",)
 SLOW = ("grouped", "dense")  # timed once
 ALONE = 3  # rows that are computed apart from the others too
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
-TOLERANCE = {"bfloat16": 1e-2, "float32": 2e-5}  # of a result and the root mean square of all
+# Of a result and the root mean square of all; in bfloat16 the result of an expert may be rounded.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5}
 TF32_TOLERANCE = 5e-3
 
 
@@ -70,14 +71,14 @@ TILINGS = {
 # By rows of an expert, in the mean, up to: warpgroups, columns of gate and up, columns of down.
 MOSAIC_TILINGS = {
     24: ((1, 128, 128), (1, 128, 256), (1, 256, 256)),
-    96: ((1, 128, 256), (2, 128, 128), (2, 128, 256), (2, 256, 256)),
-    1e9: ((2, 128, 256), (2, 256, 256), (3, 128, 128), (4, 128, 128)),
+    96: ((1, 256, 256), (2, 128, 256), (2, 256, 256)),
+    1e9: ((2, 256, 256), (3, 128, 128), (4, 128, 128)),
 }
 
 
 def forms(activation, rows, shape, interpret):
     """Name -> function of (x, ids, weights, w_gate_up, w_down); the first is the copy."""
-    experts, _, inner, k = shape
+    experts, _, _, k = shape
     given = functools.partial(functools.partial, activation=activation)
     found = {
         "glue": lambda x, *_: x,
@@ -92,10 +93,8 @@ def forms(activation, rows, shape, interpret):
         return found
     near = next(tried for most, tried in MOSAIC_TILINGS.items() if rows * k / experts <= most)
     for groups, gate_up, down in near:
-        if inner % (gate_up // 2) == 0:
-            tiling = mosaic.Tiling(groups=groups, gate_up=gate_up, down=down)
-            name = f"mosaic {groups} {gate_up} {down}"
-            found[name] = given(mosaic.expert_ffn, tiling=tiling)
+        tiling = mosaic.Tiling(groups=groups, gate_up=gate_up, down=down)
+        found[f"mosaic {groups} {gate_up} {down}"] = given(mosaic.expert_ffn, tiling=tiling)
     return found
 
 
@@ -115,39 +114,15 @@ def draw_layer(key, shape, dtype):
     return w_gate_up, jax.random.normal(second, (experts, inner, width), dtype) * inner**-0.5
 
 
-def shares_of(routing, experts):
-    """How often each expert is chosen, in proportion; see `--routing`."""
-    if routing == "uniform":
-        return np.ones(experts)
-    if routing == "zipf":
-        return 1 / np.arange(1, experts + 1)
-    if routing.isdigit():
-        return np.arange(experts) < int(routing)
-    with open(routing) as file:
-        shares = np.asarray(json.load(file), float)
-    if shares.shape != (experts,):
-        raise SystemExit(f"{routing}: has {shares.size} numbers; give one for each of {experts}")
-    return shares
-
-
-def draw_rows(seed, rows, shape, dtype, layers, routing):
-    """Rows, and for each layer the experts of each row, all different, and their weights.
-
-    The most exponential of independent numbers are a draw without replacement.
-    """
+def draw_rows(seed, rows, shape, dtype, layers, script):
+    """Rows, and for each layer the experts of each row, all different, and their weights."""
     experts, width, _, k = shape
     rng = np.random.default_rng(seed)
-    shares = shares_of(routing, experts)
-    if np.count_nonzero(shares) < k:
-        raise SystemExit(f"{routing=}: a row needs {k} experts to choose from")
-    with np.errstate(divide="ignore"):
-        late = rng.exponential(size=(layers, rows, experts)) / shares
-    ids = np.argsort(late, axis=-1)[..., :k]
-    ids = np.stack([rng.permutation(experts)[layer] for layer in ids])
+    ids = np.stack([draw_ids(rng, script, rows, experts, k) for _ in range(layers)])
     weights = rng.random((layers, rows, k), np.float32)
     weights /= weights.sum(axis=-1, keepdims=True)
     x = jnp.asarray(rng.standard_normal((rows, width), np.float32), dtype)
-    return x, jnp.asarray(ids, jnp.int32), jnp.asarray(weights)
+    return x, jnp.asarray(ids), jnp.asarray(weights)
 
 
 @functools.partial(jax.jit, static_argnames="activation")

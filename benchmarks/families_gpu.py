@@ -4,13 +4,16 @@
 
 `models`: random weights made on the device; 1,024 tokens of prompt are prefilled and blocks of 32
 decoded with `multi_bd`, by `dj.generate`'s own loop (`step_time.py` says how a step is timed); the
-first token written is checked against cache-free logits. `folder`: SDAR-8B's shapes are written as
-a Hugging Face folder on the spot and read back, so that the files lie in the page cache. Each model
-runs in a process of its own, so that its peak memory is its own. Prints a line a model and writes
-JSON.
+first token written is checked against cache-free logits. Where there are experts, a script sends
+the rows to them (`--routing`, see routing_script.py), because random weights send all to a few. A
+run of its own counts the experts that a layer's rows reach, and the floor is that of these.
+`folder`: SDAR-8B's shapes are written as a Hugging Face folder on the spot and read back, so that
+the files lie in the page cache. Each model runs in a process of its own, so that its peak memory is
+its own. Prints a line a model and writes JSON.
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import subprocess
@@ -21,11 +24,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from routing_script import scripted
 from step_time import BLOCK, check_readout, time_shape
 
 import dllm_jax as dj
 from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.convert import export_hf, load_params
+from dllm_jax.models.moe import MoEConfig
 from dllm_jax.strategies import MultiBD
 
 MODELS = (
@@ -39,7 +44,7 @@ FOLDER = "random:JetLM/SDAR-8B-Chat"
 CONTEXT = 1024
 
 
-def measure_model(name, shapes, context, repeats):
+def measure_model(name, shapes, context, repeats, script):
     """Start, memory, prefill and step times of one model in this process."""
     began = time.perf_counter()
     model = dj.load(name)
@@ -57,16 +62,36 @@ def measure_model(name, shapes, context, repeats):
         "prefill_s": time_prefill(model, context),
         "rows": [],
     }
+    has_experts = isinstance(model.config, MoEConfig)
     for slots, blocks in shapes:
-        # That the tokens are the readout's is checked above.
-        row = time_shape(model, slots, blocks, context, None, repeats, least_tokens=1)
+        touched = count_touched(model, slots, blocks, script) if has_experts else None
+        with scripted(script) if has_experts else contextlib.nullcontext():
+            # That the tokens are the readout's is checked above.
+            row = time_shape(model, slots, blocks, context, None, repeats, least_tokens=1)
         del row["bar_ms"]  # another model's
+        if has_experts:
+            row |= {"routing": script, "experts_touched": touched}
         # The cache grows while steps are timed: the floor is that of the prompt alone.
-        row["floor_ms"] = floor_ms(model, slots, BLOCK * blocks, context, device.device_kind)
+        work = (slots, BLOCK * blocks, context, device.device_kind, touched)
+        row["floor_ms"] = floor_ms(model, *work)
         row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
         told["rows"].append(row)
     told["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return told
+
+
+def count_touched(model, slots, blocks, script):
+    """Experts that a layer's rows reach in a step, in the mean: counted while it runs."""
+    prompts = jnp.ones((slots, BLOCK), jnp.int32)
+    strategy = MultiBD(block_size=BLOCK, buffer_size=blocks, add_block_threshold=0.0)
+    reached, layers = [], sum(model.config.moe_layers)
+    with scripted(script, reached):
+        out = dj.generate(
+            model, prompts, strategy, max_tokens=256, max_nfe=2 + blocks, ignore_eos=True
+        )
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+    return sum(reached[-layers:]) / layers  # of the last step, whose window is full
 
 
 def time_prefill(model, context):
@@ -122,6 +147,7 @@ def main():
     parser.add_argument("--shapes", default="1x1,1x4,8x1", help="slots x blocks")
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--routing", default="uniform", help="see routing_script.py")
     parser.add_argument("--commit")
     parser.add_argument("--out")
     parser.add_argument("--one", help="measure this model in this process, print JSON")
@@ -129,7 +155,7 @@ def main():
     args = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     if args.one:
-        print(json.dumps(measure_model(args.one, shapes, args.context, args.repeats)))
+        print(json.dumps(measure_model(args.one, shapes, args.context, args.repeats, args.routing)))
         return 0
     if args.one_folder:
         print(json.dumps(measure_folder(args.one_folder)))
@@ -151,6 +177,7 @@ def main():
         "models": [],
     }
     same = ["--shapes", args.shapes, "--context", str(args.context), "--repeats", str(args.repeats)]
+    same += ["--routing", args.routing]
     work = [(name, ["--one", name, *same]) for name in args.models.split(",") if name]
     if args.folder != "none":
         work.append(("folder", ["--one-folder", args.folder]))
@@ -176,6 +203,7 @@ def line(name, told):
     steps = ", ".join(
         f"{row['slots']}x{row['blocks']} {row['step_ms']:.2f} ms"
         + (f" (x{row['over_floor']:.2f} of its floor)" if row["over_floor"] else "")
+        + (f" with {row['experts_touched']:.1f} experts" if "routing" in row else "")
         for row in told["rows"]
     )
     peak = f"{told['peak_bytes'] / 2**30:.1f} GiB" if told["peak_bytes"] else "not counted"

@@ -72,19 +72,18 @@ def in_8_bits(x):
     return fp8.quantize(x.swapaxes(1, 2), jnp.full((x.shape[1],), SCALE)).swapaxes(1, 2)
 
 
-def check(run, is_dry):
+def check(run, features, names, is_dry):
     """The names of tilings that are right."""
     right, programs, inputs = set(), {}, {}
-    features = ("blocks", "visible", "window", "small pages", "group of 7", "large pages, long")
-    for feature in features[:1] if is_dry else features:
+    for feature in features:
         q, k, v, k_pages, v_pages, table, mask = cells.feature_case(feature)
         k, v = (in_8_bits(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
         pages = in_8_bits(k_pages), in_8_bits(v_pages)
         scales = jnp.full((2, k.shape[2]), SCALE)
         forms = {"triton": functools.partial(triton.attention, interpret=is_dry)}
-        for name, tiling in list(TILINGS.items())[: 1 if is_dry else None]:
+        for name in names:
             how = {"interpret": plgpu.InterpretGPUParams()} if is_dry else {}
-            forms[name] = functools.partial(mosaic.attention, tiling=tiling, **how)
+            forms[name] = functools.partial(mosaic.attention, tiling=TILINGS[name], **how)
         wanted = np.asarray(
             jax.jit(functools.partial(reference.attention, scale=q.shape[-1] ** -0.5))(
                 q.astype(jnp.float32), k, v, *pages, table, mask, kv_scales=scales
@@ -213,6 +212,12 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--within", type=float, default=100.0, help="seconds")
     parser.add_argument("--cells", help="numbers of those to time; default: all")
+    parser.add_argument("--tilings", help="names, of those beside the chosen one; default: all")
+    parser.add_argument(
+        "--features",
+        default="blocks|visible|window|small pages|group of 7|large pages, long",
+        help="kinds of masks that are checked",
+    )
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--dry", action="store_true", help="the check of one tiling, on a CPU")
     args = parser.parse_args()
@@ -220,12 +225,15 @@ def main():
     run.report["command"] = "benchmarks/fp8_cache_gpu.py"
     run.report |= environment()
     run.report["commit"] = args.commit or run.report["commit"]
-    right = run.attempt("check", lambda: check(run, args.dry)) or set()
+    chosen = list(range(len(CELLS)) if args.cells is None else map(int, args.cells.split(",")))
+    names = list(TILINGS) if args.tilings is None else args.tilings.split(",")
+    features = ["blocks"] if args.dry else args.features.split("|")
+    names = names[:1] if args.dry else names
+    right = run.attempt("check", lambda: check(run, features, names, args.dry)) or set()
     print("right:", sorted(right), flush=True)
     if not args.dry:
         draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
         flat = [draw(jax.random.key(i), (cells.POOL_NUMBERS,), jnp.bfloat16) for i in range(2)]
-        chosen = range(len(CELLS)) if args.cells is None else map(int, args.cells.split(","))
         made = {CELLS[i]: programs_of(CELLS[i], right) for i in chosen}
         every = {(cell, key): call for cell, one in made.items() for key, call in one[2].items()}
         every = compiled(run, every)

@@ -12,7 +12,8 @@ the rounding of bfloat16 rows in front, in Mosaic's form and in XLA's, and the b
 a layer takes by default; the norm with and without its rounding. `layers`: layers without their
 attention in a loop on the device, at 32 and 128 rows, and by the profiler what a layer launches.
 `steps`: the compiled decode step of an engine in a bare loop, SDAR-8B and -1.7B, weights in 8 bits
-and in bfloat16, beside the floor; with `_kv` behind it, a form has its cache in 8 bits.
+and in bfloat16, beside the floor; with `_kv` behind it, a form has its cache in 8 bits, with
+`_head` its head, with `_many` products of many rows by Mosaic.
 `--forms former,fp8,bfloat16` times in `layers` and `steps` also
 the form in 8 bits of 87e2c1a: rows rounded by XLA, their scales padded in a launch of their own.
 `profiles`: what a layer of the step launches. `tilings`: other tiles of the Mosaic form.
@@ -60,7 +61,7 @@ from dllm_jax.kernels.layer import (
 from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.models import dense
 from dllm_jax.models.layers import gate_up_shape, rope_tables, swiglu
-from dllm_jax.models.quantization import quantized
+from dllm_jax.models.quantization import quantized, with_quantized_head
 from dllm_jax.runner.timing import RATES
 
 EPS = 1e-6
@@ -79,7 +80,7 @@ WIDTHS = {"8B": (4096, 12288, 8, 6, 128), "1.7B": (2048, 6144, 8, 4, 128)}  # D 
 # Of a value plus one. The tensor cores keep 14 bits of a sum of numbers in 8 bits.
 LOOSEST = 0.05
 CHECK_S = 90.0
-FORMS = ("former", "fp8", "fp8_kv", "bfloat16_kv", "bfloat16")
+FORMS = ("former", "fp8", "fp8_many", "fp8_head", "fp8_kv", "bfloat16_kv", "bfloat16")
 LAYERS, LOOPS = 12, 4  # of a program that is nothing but layers
 
 
@@ -295,6 +296,8 @@ def form_of(how):
 
         return run
 
+    many = api.MOSAIC_MANY_FP8_ROWS
+    api.MOSAIC_MANY_FP8_ROWS = 4096 if how == "fp8_many" else many
     if how == "former":
         api.quantize_rows = fp8.quantize_rows
         mosaic.split_matmul, mosaic.gated_matmul = map(padded, held[1:])
@@ -302,6 +305,7 @@ def form_of(how):
         yield
     finally:
         api.quantize_rows, mosaic.split_matmul, mosaic.gated_matmul = held
+        api.MOSAIC_MANY_FP8_ROWS = many
 
 
 def weights_of(how):
@@ -309,7 +313,9 @@ def weights_of(how):
 
 
 def cached(model, how):
-    """The model with the cache of a form."""
+    """The model with the cache and the head of a form."""
+    if how.endswith("_head"):
+        model = model.replace(params=with_quantized_head(model.params))
     return with_kv_cache(model, "fp8" if how.endswith("_kv") else "auto")
 
 
@@ -553,7 +559,8 @@ def step_engine(model, shape, context, steps):
 def step_times(run, models, shapes, forms, is_profiled, *settings):
     """Engines made and compiled side by side, a form after another; each timed by itself."""
     found = {}
-    for group in (("former",), tuple(how for how in forms if how != "former")):
+    apart = ("former", "fp8_many")
+    for group in (*((how,) for how in apart), tuple(how for how in forms if how not in apart)):
         own = [how for how in group if how in forms]
         if not own:
             continue

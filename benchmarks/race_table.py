@@ -2,8 +2,8 @@
 
     python benchmarks/race_table.py --problems 2048 --output race_table.npz
 
-`tests/tasks/test_race.py` races on such a table. The reference, one token a forward, is its first
-row.
+Row 0 of each array is the reference, one token a forward. `dllm_jax.tasks.race.race` takes such
+arrays through its `play`.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .copying import Copy, Keep, KeyPath, Progress, copy_tree
+from .copying import Copy, Cut, Keep, KeyPath, Progress, copy_tree
 from .dtypes import as_dtype
 from .lora import AdapterFacts
 from .networks import Networks
@@ -81,13 +81,14 @@ def restore(
     dtype: str = "auto",
     progress: Progress | None = None,
     keep: Keep | None = None,
+    cut: Cut | None = None,
 ) -> Any:
     """The parameter tree of a converted folder as NumPy arrays.
 
     Args:
         dtype: Type of the result; "auto" is the stored one.
         progress: Called with bytes read so far and in all, after each piece.
-        keep: As of `copy_tree`.
+        keep, cut: As of `copy_tree`.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
@@ -96,13 +97,14 @@ def restore(
     stored = as_dtype(str(report.dtype))
     shapes = leaf_shapes(report.shapes_in(stored))
 
-    def copies_of(path: KeyPath, leaf: Array) -> list[Copy]:
+    def copies_of(path: KeyPath, leaf: Array, first: int) -> list[Copy]:
         name = ".".join(map(str, path))
-        file = _file(report, name, leaf.ndim)
-        return [Copy(f"{PARAMS}/{name}", file, 0, shapes[name].dtype, leaf)]
+        file, kind = _file(report, name, leaf.ndim), shapes[name].dtype
+        offset = first * math.prod(leaf.shape[1:]) * kind.itemsize
+        return [Copy(f"{PARAMS}/{name}", file, offset, kind, leaf)]
 
     wanted = report.shapes_in(stored if dtype == "auto" else as_dtype(dtype))
-    tree, problems = copy_tree(wanted, copies_of, progress, keep)
+    tree, problems = copy_tree(wanted, copies_of, progress, keep, cut)
     if problems:
         raise ConversionError(report.source, problems)
     return tree

@@ -26,7 +26,9 @@ from .rules import Array, Shape
 
 Progress = Callable[[int, int], None]
 KeyPath = tuple[str | int, ...]
-Keep = Callable[[KeyPath, Array], Any]
+Keep = Callable[[KeyPath, Any], Any]
+# Of a leaf's key path and shape: the rows [first, end) in which it is read; None: whole.
+Cut = Callable[[KeyPath, Shape], "list[tuple[int, int]] | None"]
 _Made = tuple[int, str | None]  # bytes of a piece, and what is wrong with it
 
 _PIECE_BYTES = 2 << 20  # about what the caches of a core hold
@@ -110,18 +112,21 @@ def copy_all(copies: Iterable[Copy], progress: Progress | None = None) -> list[s
 
 def copy_tree(
     shapes: Any,
-    copies_of: Callable[[KeyPath, Array], Iterable[Copy]],
+    copies_of: Callable[[KeyPath, Array, int], Iterable[Copy]],
     progress: Progress | None = None,
     keep: Keep | None = None,
+    cut: Cut | None = None,
 ) -> tuple[Any, list[str]]:
     """A tree of arrays, filled from files, and the problems of their values.
 
     Args:
         shapes: A tree of shapes and types.
-        copies_of: The key path of a leaf and an array of its shape to the copies that fill it.
+        copies_of: The key path of a leaf, an array of its shape or of some of its rows, and the
+            first of them, to the copies that fill it.
         progress: As of `copy_all`.
         keep: Called with each leaf's key path and the leaf; what it returns is in the tree, and one
             leaf at a time is in memory. None: every leaf, in the order of the files.
+        cut: `keep` gets an iterator over such parts of a leaf, of which one at a time is in memory.
     """
     util: Any = jax.tree_util  # only partly typed
     found, tree = util.tree_flatten_with_path(shapes)
@@ -134,7 +139,7 @@ def copy_tree(
         copies = [
             copy
             for (path, _), array in zip(leaves, arrays, strict=True)
-            for copy in copies_of(path, array)
+            for copy in copies_of(path, array, 0)
         ]
         copies.sort(key=lambda copy: (copy.path, copy.offset))
         return util.tree_unflatten(tree, arrays), copy_all(copies, progress)
@@ -142,24 +147,43 @@ def copy_tree(
     numpy: Any = np  # only partly typed
     empty = [numpy.broadcast_to(np.zeros((), shape.dtype), shape.shape) for _, shape in leaves]
     sizes = [
-        sum(copy.num_bytes for copy in copies_of(path, array))
+        sum(copy.num_bytes for copy in copies_of(path, array, 0))
         for (path, _), array in zip(leaves, empty, strict=True)
     ]
     kept: list[Any] = []
     problems: list[str] = []
-    for i, (path, shape) in enumerate(leaves):
+    total, done = sum(sizes), 0
+
+    def read(path: KeyPath, array: Array, first: int) -> list[str]:
+        nonlocal done
+        copies, before = [*copies_of(path, array, first)], done
+
+        def told(now: int, _: int) -> None:
+            if progress is not None:
+                progress(before + now, total)
+
+        wrong = copy_all(copies, told)
+        done += sum(copy.num_bytes for copy in copies)
+        return wrong
+
+    def parts(path: KeyPath, shape: Any, spans: list[tuple[int, int]]) -> Iterator[Array]:
+        for first, end in spans:
+            array = np.empty((end - first, *shape.shape[1:]), shape.dtype)
+            problems.extend(read(path, array, first))
+            yield array
+            del array
+
+    for path, shape in leaves:
+        spans = None if cut is None else cut(path, shape.shape)
+        if spans is not None:
+            kept.append(keep(path, parts(path, shape, spans)))
+            continue
         array = np.empty(shape.shape, shape.dtype)
-        wrong = copy_all(copies_of(path, array), progress and _later(progress, sizes, i))
+        wrong = read(path, array, 0)
         problems += wrong
         kept.append(None if wrong else keep(path, array))
         del array
     return util.tree_unflatten(tree, kept), problems
-
-
-def _later(progress: Progress, sizes: list[int], index: int) -> Progress:
-    """Progress of one leaf as that of all."""
-    before, total = sum(sizes[:index]), sum(sizes)
-    return lambda done, _: progress(before + done, total)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,17 @@
 The tree is allocated once, in its final form; `copying` fills it as the report's placements say.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from .copying import Copy, Keep, KeyPath, Progress, copy_tree
+from .copying import Copy, Cut, Keep, KeyPath, Progress, copy_tree
 from .dtypes import STORED, as_dtype, raw
 from .report import Report
-from .rules import Array, ConversionError, Placement
+from .rules import Array, ConversionError, Placement, Shape
 from .shards import Stored
 from .tensor_names import table_of
 
@@ -24,6 +25,7 @@ def read_weights(
     dtype: str = "auto",
     progress: Progress | None = None,
     keep: Keep | None = None,
+    cut: Cut | None = None,
 ) -> Any:
     """The parameter tree of an inspected Hugging Face folder, as NumPy arrays.
 
@@ -31,7 +33,7 @@ def read_weights(
         report: From `inspect`; must be free of problems.
         dtype: Type of the leaves; "auto" is the checkpoint's own. Some stay float32.
         progress: Called with bytes read so far and in all, after each piece.
-        keep: As of `copy_tree`.
+        keep, cut: As of `copy_tree`.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
@@ -46,14 +48,33 @@ def read_weights(
     for place in report.placements:
         places.setdefault(place.path, []).append(place)
 
-    def copies_of(path: KeyPath, leaf: Array) -> list[Copy]:
-        return [_copy(report, place, leaf) for place in places.get(path, [])]
+    def copies_of(path: KeyPath, leaf: Array, first: int) -> list[Copy]:
+        found: list[Copy] = []
+        for place in places.get(path, []):
+            index = place.part.index
+            if _is_row(place):
+                if not first <= index[0] < first + len(leaf):
+                    continue
+                index = (index[0] - first, *index[1:])
+            part = dataclasses.replace(place.part, index=index)
+            found.append(_copy(report, dataclasses.replace(place, part=part), leaf))
+        return found
 
-    tree, problems = copy_tree(report.shapes_in(target), copies_of, progress, keep)
+    def cut_of(path: KeyPath, shape: Shape) -> list[tuple[int, int]] | None:
+        """Only what is stored row by row is read in rows."""
+        rows = places.get(path, [])
+        return cut(path, shape) if cut and all(map(_is_row, rows)) else None
+
+    tree, problems = copy_tree(report.shapes_in(target), copies_of, progress, keep, cut_of)
     problems += _tied_head(report)
     if problems:
         raise ConversionError(report.source, problems)
     return tree
+
+
+def _is_row(place: Placement) -> bool:
+    """Whether it fills one row of its leaf's first axis: an expert's tensor."""
+    return bool(place.part.index) and isinstance(place.part.index[0], int)
 
 
 def _copy(report: Report, place: Placement, leaf: Array) -> Copy:

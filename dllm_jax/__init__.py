@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dllm_jax.loading.load import load
     from dllm_jax.loading.model import Model
     from dllm_jax.models.sharding import Split
-    from dllm_jax.structured import Choice, JsonSchema, Regex
+    from dllm_jax.structured import Choice, Hole, JsonSchema, Regex
     from dllm_jax.trace.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "GenerateOutput",
+    "Hole",
     "JsonSchema",
     "Metrics",
     "Model",
@@ -66,6 +67,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.layout",
     "GenerateOutput": "api.generate",
+    "Hole": "structured",
     "JsonSchema": "structured",
     "Metrics": "engine.requests",
     "Model": "loading.model",

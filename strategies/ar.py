@@ -22,7 +22,8 @@ class AR(Strategy):
     block_size: int = struct.field(pytree_node=False, default=2)
     buffer_size: int = struct.field(pytree_node=False, default=1)
     needs: Needs = struct.field(
-        pytree_node=False, default=Needs("whole_causal", boundary=True, token_a_step=True)
+        pytree_node=False,
+        default=Needs("whole_causal", boundary=True, token_a_step=True, fills_holes=True),
     )
 
     def absorb(self, chunk, state):

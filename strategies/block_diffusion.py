@@ -42,7 +42,7 @@ class BlockDiffusion(Strategy):
     denoising_steps: int | None = struct.field(pytree_node=False, default=None)
     block_size: int = struct.field(pytree_node=False, default=32)
     buffer_size: int = struct.field(pytree_node=False, default=1)
-    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
+    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal", fills_holes=True))
 
     def __post_init__(self):
         """Check the fields."""

@@ -42,7 +42,8 @@ class D2F(Strategy):
     @property
     def needs(self) -> Needs:
         """The prompt in one full pass: whole blocks of it, or all of it, before the window."""
-        return Needs("whole_full" if self.align_blocks_to_prompt else "grid_full")
+        prompt = "whole_full" if self.align_blocks_to_prompt else "grid_full"
+        return Needs(prompt, fills_holes=True)
 
     def step(self, forward, state):
         """One denoise step of the whole window."""

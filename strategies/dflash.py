@@ -82,7 +82,12 @@ class DFlash(Strategy):
         # Stream j is what layer j - 1 leaves; stream 0 is the embedding.
         streams = tuple(layer + 1 for layer in self.target_layer_ids or ())
         return Needs(
-            "whole_causal", hidden_layers=streams, boundary=True, aux=(DRAFT,), token_a_step=True
+            "whole_causal",
+            hidden_layers=streams,
+            boundary=True,
+            aux=(DRAFT,),
+            token_a_step=True,
+            fills_holes=True,
         )
 
     @property
@@ -103,6 +108,11 @@ class DFlash(Strategy):
         size = self.block_size - 1  # the drafter runs its whole block at any width
         return tuple((width, size if width > 1 else 0) for width in self.choices)
 
+    @property
+    def holds_constraints(self) -> bool:
+        """Whether the text can be held to a grammar: not where drafts stay by chance."""
+        return self.acceptance == "match"
+
     def bind(self, draft_config):
         """This strategy with the `block_size` and `target_layer_ids` of a draft model."""
         return bound(self, draft_config)
@@ -119,7 +129,10 @@ class DFlash(Strategy):
             context = self._context(chunk.forward, chunk.out, chunk.state, chunk.valid, None)
             state = context.store(state, chunk.valid)
         keys = random.position_keys(state)[:, 0, 0]
-        first = chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)
+        opened = blocks.begin(state, jnp.zeros_like(state.finish), chunk.last)
+        first = chunk.forward.predict(
+            state.boundary, sampling=state.sampling, keys=keys, first_of=opened
+        )
         return blocks.begin(state, first.token, chunk.last)
 
     def step(self, forward, state):

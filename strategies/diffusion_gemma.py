@@ -143,7 +143,11 @@ class DiffusionGemma(Strategy):
         """Statistics of one canvas of each slot, the cells `where` [B K S]."""
         keys = random.block_keys(state, _DRAWS)
         width = state.buffer.tokens.shape[2]
-        return out.predict(where=where, sampling=law, keys=keys, num_top=1, width=width, soft=True)
+        # Of the canvas in work nothing is final but what the request brought.
+        fixed = blocks.is_given(state) | (state.buffer.status != ACTIVE)[:, :, None]
+        return out.predict(
+            where=where, sampling=law, keys=keys, num_top=1, width=width, soft=True, fixed=fixed
+        )
 
     def _law(self, state: DecodeState, steps: Int[Array, " B"]) -> Sampling:
         """The schedule's temperature times the request's."""

@@ -77,7 +77,8 @@ class FullSequence(Strategy):
     @property
     def needs(self) -> Needs:
         """Everything in the window; its cache lives past the window's start."""
-        return Needs("in_window", provisional_cache="across_steps" if self.cache else "none")
+        reads = "across_steps" if self.cache else "none"
+        return Needs("in_window", provisional_cache=reads, fills_holes=True)
 
     def patience(self, window):
         """As long as the schedule of a block, which may fill nothing until its last forward."""

@@ -29,7 +29,7 @@ class MultiBD(Strategy):
     semi_complete_threshold: Knob = knob(0.9)
     block_size: int = struct.field(pytree_node=False, default=32)
     buffer_size: int = struct.field(pytree_node=False, default=4)
-    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal"))
+    needs: Needs = struct.field(pytree_node=False, default=Needs("grid_causal", fills_holes=True))
 
     def step(self, forward, state):
         """One denoise step of the whole window."""

@@ -17,7 +17,7 @@ CASE_FILES = {
 GATE = {"multi_bd_shifted", "d2f_whole_full", "ar"}
 
 LONG: dict[str, str | None] = {
-    "api/test_decide.py": "of_the_logits|programs_are_few",
+    "api/test_decide.py": "of_the_logits|programs_are_few|bit_for_bit",
     "api/test_dflash_drafts.py": None,
     "api/test_generate.py": "alone_and_in_a_batch|max_tokens_without_stops|jit_and_vmap",
     "api/test_infill.py": None,
@@ -60,6 +60,7 @@ LONG: dict[str, str | None] = {
     "benchmarks/test_compile_h200.py": None,
     "benchmarks/test_dflash_gpu.py": None,
     "benchmarks/test_fp8_gpu.py": "every_part",
+    "benchmarks/test_routing_script.py": "counted|forgotten",
     "benchmarks/test_run_gpu.py": None,
     "benchmarks/test_soak.py": None,
     "benchmarks/test_start_gpu.py": None,
@@ -75,7 +76,7 @@ LONG: dict[str, str | None] = {
     "runner/test_engine_faults.py": None,
     "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
-    "runner/test_several_devices.py": "-4|-8|strategy|builtin|users_mesh|vmap|trajectory"
+    "runner/test_several_devices.py": "-4|-8|canvases|strategy|builtin|users_mesh|vmap|trajectory"
     "|engine|command|snapshot|pool.8",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
@@ -85,8 +86,10 @@ LONG: dict[str, str | None] = {
     "serve/test_page_browser.py": None,
     "serve/test_server.py": None,
     "serve/test_client_traps.py": None,
+    "structured/test_compile.py": "explodes",
     "structured/test_conform.py": "block_diffusion|d2f|dmax|fast_dllm|full_sequence",
     "structured/test_constrained_llm.py": None,
+    "structured/test_holes.py": "fill_holes|never_change|across_given|as_long_as|refused_in_one",
     "strategies/test_credit_decoding.py": None,
     "strategies/test_canvas_engine.py": None,
     "strategies/test_d2f.py": "adapter",
@@ -101,7 +104,7 @@ LONG: dict[str, str | None] = {
     "strategies/test_strategy_batch.py": None,
     "strategies/test_shards.py": "1000-2|inf|773-8-mixed|17-8-greedy",
     "strategies/test_stuck.py": "everything_that_decodes",
-    "tasks/test_race.py": "command_writes|stored",
+    "tasks/test_race.py": "command_writes",
     "tasks/test_evaluate.py": None,
     "trace/test_page.py": "command_puts",
     "training/test_training_answers.py": None,

@@ -126,7 +126,7 @@ async def flood(count):
     return dict(collections.Counter(str(answer.status) for answer in answers))
 
 
-async def leaves():
+async def leaves(stream):
     """Whether a client that leaves ends its request in the replica."""
     headers = {ray_serve.SESSION_HEADER: "leaving"}
     client = Client(f"http://127.0.0.1:{PORT}", headers)
@@ -138,7 +138,8 @@ async def leaves():
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     before = await counted()
-    task = asyncio.create_task(client.post(CHAT, body(200, ignore_eos=True)))
+    asked = body(200, ignore_eos=True, stream=stream)
+    task = asyncio.create_task(client.post(CHAT, asked))
     await asyncio.sleep(0.3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -171,7 +172,9 @@ def main():
         told["start_s"] = time.monotonic() - began
         told["replicas"] = len(replica_ids())
         told["a_session_stays_on_its_replica"] = asyncio.run(sticky())
-        told["a_client_that_leaves_is_aborted"] = asyncio.run(leaves())
+        told["a_client_that_leaves_is_aborted"] = all(
+            asyncio.run(leaves(stream)) for stream in (True, False)
+        )
         told["statuses_of_32_at_once"] = asyncio.run(flood(32))
         seen, killed = asyncio.run(under_load(args.seconds, args.seconds / 4))
     finally:

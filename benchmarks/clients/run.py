@@ -315,24 +315,26 @@ class Bench:
             told |= {n: found[n] for n in ("requests", "failed", "visible_tokens", "nfe", "ttfb_s")}
             command = [self.binary("main"), str(HERE / "openai_python.py"), front]
             told["openai_python"] = json.loads(self.run(command).strip().splitlines()[-1])
-            told["abort_reaches_the_server"] = self._leaves(port)
+            told["abort_reaches_the_server"] = self._leaves(port, True)
+            told["abort_of_a_whole_answer_reaches_it"] = self._leaves(port, False)
         wrong = [n for n, v in told["openai_python"].items() if v is False]
         told["refused_by_the_router"] = wrong
-        if not told["abort_reaches_the_server"] or set(wrong) - {"ids_are_counted"}:
+        if False in told.values() or set(wrong) - {"ids_are_counted"}:
             raise Failed(str(told))
         return told
 
-    def _leaves(self, port):
+    def _leaves(self, port, stream):
         """Whether the server ends a request whose client left the router."""
         name = "dllm_disconnects_total"
         before = counter(self.base, name)
-        body = {"model": MODEL, "stream": True, "max_tokens": 400, "ignore_eos": True}
+        body = {"model": MODEL, "stream": stream, "max_tokens": 400, "ignore_eos": True}
         data = json.dumps(body | {"messages": [{"role": "user", "content": "hi"}]}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost:{port}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port)) as sock:
             sock.sendall(head.encode() + data)
-            sock.recv(1024)
+            while not counter(self.base, "dllm_num_requests_running"):
+                time.sleep(0.01)
         until = time.monotonic() + 5
         while counter(self.base, name) <= before and time.monotonic() < until:
             time.sleep(0.1)

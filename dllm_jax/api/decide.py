@@ -29,6 +29,7 @@ from dllm_jax.runner.hosts import spans
 
 LENGTHS = (128, 512, 1024, 2048, 4096)  # tokens of a text
 COUNTS = (1, 4, 16, 64)  # texts of a forward
+TOKENS_A_PASS = 512  # rows of a product; more would hardly be faster on a GPU
 MOST_TOKENS = 16384  # of a forward, padding included: scores are [texts, heads, length, length]
 
 
@@ -70,9 +71,10 @@ def padded_size(texts: Sequence[Read]) -> tuple[int, int]:
     """
     longest = max(len(text.ids) for text in texts)
     length = next((size for size in LENGTHS if size >= longest), None)
-    count = next(size for size in COUNTS if size >= len(texts))
     if length is None:
         raise ValueError(f"a text has {longest} tokens; at most {LENGTHS[-1]} are read at once")
+    least = max(len(texts), TOKENS_A_PASS // length)  # whole passes
+    count = next(size for size in COUNTS if size >= least)
     if count * length > MOST_TOKENS:
         raise ValueError(
             f"{count} texts of {length} tokens, padding included, are over {MOST_TOKENS}; ask "
@@ -142,17 +144,29 @@ def forward(
 
 def _forward(model: Model, ids: Array, sizes: Array, rows: Array, labels: Array) -> Array:
     """See `forward`."""
-    at = jnp.arange(ids.shape[1])[None]
-    is_text = at < sizes[0][:, None]
-    visible = _visibility(model, sizes[1], ids.shape[1]) & is_text[:, None]
     params, cfg, arch = model.params, model.config, model.arch
-    hidden, _ = arch.trunk(
-        params,
-        cfg,
-        arch.embed(params, cfg, ids),
-        jnp.broadcast_to(at, ids.shape),
-        lambda _, q, k, v: reference.attention(q, k, v, visible),
+
+    def run(texts: tuple[Array, Array]) -> Array:
+        ids, sizes = texts
+        at = jnp.arange(ids.shape[1])[None]
+        is_text = at < sizes[:, 0, None]
+        visible = _visibility(model, sizes[:, 1], ids.shape[1]) & is_text[:, None]
+        hidden, _ = arch.trunk(
+            params,
+            cfg,
+            arch.embed(params, cfg, ids),
+            jnp.broadcast_to(at, ids.shape),
+            lambda _, q, k, v: reference.attention(q, k, v, visible),
+        )
+        return hidden
+
+    # Products of as many rows whatever the number of texts: a text's bits are its own.
+    count, length = ids.shape
+    group = min(count, max(1, TOKENS_A_PASS // length))
+    hidden = jax.lax.map(
+        run, (ids.reshape(-1, group, length), sizes.T.reshape(-1, group, len(sizes)))
     )
+    hidden = hidden.reshape(count, length, hidden.shape[-1])
     logits = arch.unembed(params, cfg, hidden[rows[0], rows[1]])
     chosen = jnp.take_along_axis(logits, labels, axis=1)
     return chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True)

@@ -42,6 +42,7 @@ from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import check_process
 from dllm_jax.runner.start import WarmUp, start
+from dllm_jax.structured import Hole, Template
 
 # A text, token ids, a conversation, or {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
@@ -298,14 +299,23 @@ class LLM:
 
         With a suffix, `max_tokens` tokens are written between prefix and suffix. Each mask token in
         either, as text or as id, is one more token to write. Without a suffix the mask tokens are
-        all, and `max_tokens` is ignored. Given tokens stay as they are. A strategy of
-        canvases takes them within its first one.
+        all, and `max_tokens` is ignored. Given tokens stay as they are.
+
+        A prefix may also be a list of parts with `Hole`s among them: texts, and before the first
+        text messages, which become a prompt. `Hole(n)` is n tokens. `Hole(constraint)` is a text of
+        the constraint, as long as it takes: from the first hole on the text is then a constraint,
+        which every strategy holds to.
+
+        `full_sequence` sees all that is given. Strategies of blocks see a cell's own block and
+        those before it, and take what is given within their first window; a strategy of canvases
+        within its first canvas.
 
         `outputs[0].text` spans the first hole to the last, given tokens included. It ends early at
         a stop id that was written; `ignore_eos=True` fills the holes behind it as well.
 
         Args:
-            prefix: A text, a list of token ids or a conversation, or a list of such.
+            prefix: A text, a list of token ids, a conversation or a list of parts, or a list of
+                such.
             suffix: Likewise, one for all or one a prefix.
             params: One for all or one a prefix; None: `default_params`.
 
@@ -316,13 +326,15 @@ class LLM:
         Example:
             >>> (output,) = llm.infill("The capital of ", " is Paris.", params)
             >>> (output,) = llm.infill("Ann has <|mask|><|mask|> pens and <|mask|> books.")
+            >>> (output,) = llm.infill(["Ann has ", Hole(Regex("[0-9]+")), " pens."])
         """
-        if not (self.strategy.needs.prompt.in_window or self.strategy.needs.pins):
-            raise ValueError(
-                f"{type(self.strategy).__name__} does not see what stands behind a hole; "
-                'use strategy="full_sequence"'
-            )
         prefixes = _texts(prefix)
+        is_fixed = not all(_is_parts(one) and _is_template(one) for one in prefixes)
+        if is_fixed and not self.strategy.needs.takes_given:
+            raise ValueError(
+                f"{type(self.strategy).__name__} does not see what stands behind a hole; use "
+                'strategy="full_sequence", or holes of constraints'
+            )
         suffixes: list[Prompt | None] = [None] if suffix is None else [*_texts(suffix)]
         if len(suffixes) == 1:
             suffixes *= len(prefixes)
@@ -404,12 +416,48 @@ class LLM:
 
     def _infill_request(self, ends: _Ends, params: SamplingParams) -> Request:
         prefix, suffix = ends
+        if _is_parts(prefix):
+            if suffix is not None:
+                raise ValueError("a suffix beside a list of parts; make it the last part")
+            return self._parts_request(prefix, params)
         request = self._request(prefix, params)
         gap = 0 if suffix is None else params.max_tokens
         if gap is None:
             raise ValueError("max_tokens=None beside a suffix; give the number of tokens to write")
         ids = [] if suffix is None else self._ids(suffix, special=False)
         return infill_request(self.model, self.strategy, request, gap, ids)
+
+    def _parts_request(self, parts: Sequence[Any], params: SamplingParams) -> Request:
+        """The request of a text in parts, some of which are holes."""
+        first = next(i for i, one in enumerate(parts) if isinstance(one, str | Hole))
+        messages, parts = [*parts[:first]], parts[first:]
+        for one in parts:
+            if not isinstance(one, str | Hole):
+                raise ValueError(
+                    f"a part is {checks.told(one)}; give texts and Holes, and messages before them"
+                )
+        head = next(i for i, one in enumerate(parts) if isinstance(one, Hole))
+        before = self.apply_template(messages) if messages else ""
+        prompt, behind = before + "".join(parts[:head]), parts[head:]
+        ids = self._ids(prompt, special=not messages)  # a template writes them by name
+        request = Request(prompt_token_ids=ids, params=params, prompt=prompt)
+        if _is_template(behind):
+            if params.constraint is not None:
+                raise ValueError("a constraint beside holes of constraints; give it to a hole")
+            each: list[Any] = [one.of if isinstance(one, Hole) else one for one in behind]
+            held = dataclasses.replace(params, constraint=Template(tuple(each)))
+            return dataclasses.replace(request, params=held)
+        cells: list[int] = []
+        for one in behind:
+            if isinstance(one, str):
+                cells += self._ids(one, special=False)
+            elif isinstance(one.of, int):
+                cells += [HOLE] * one.of
+            else:
+                raise ValueError(
+                    "holes of so many tokens beside holes of constraints; use one kind in a text"
+                )
+        return infill_request(self.model, self.strategy, request, 0, cells)
 
     def _ids(self, prompt: Prompt, special: bool) -> list[int]:
         if not isinstance(prompt, str):
@@ -511,7 +559,7 @@ def infill_request(
             f"prefix, holes and suffix are {total} tokens, the window has {window}; "
             f"use buffer_size={-(-total // strategy.block_size)} or lower max_tokens"
         )
-    cells = [HOLE if token == mask else token for token in text]
+    cells = [HOLE if token in (mask, HOLE) else token for token in text]
     if HOLE not in cells:
         raise ValueError(f"the text has no hole; {_how_to_ask(model)}")
     first = cells.index(HOLE)
@@ -595,6 +643,18 @@ def _is_conversation(given: Any) -> TypeGuard[Messages]:
     return bool(given) and all(isinstance(one, Mapping) and "role" in one for one in given)
 
 
+def _is_parts(given: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a text in parts, with holes among them."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    return any(isinstance(one, Hole) for one in given)
+
+
+def _is_template(parts: Sequence[Any]) -> bool:
+    """Whether all holes of a text in parts are constraints."""
+    return not any(isinstance(one, Hole) and isinstance(one.of, int) for one in parts)
+
+
 def _parts(prompt: Any) -> tuple[Any, str | None]:
     """What a prompt is made of, and its text if it has one."""
     if not isinstance(prompt, Mapping):
@@ -620,6 +680,8 @@ def _either(params: Any, sampling_params: Any) -> Any:
 def _texts(given: Any) -> list[Prompt]:
     """A list of prompts, from one or several."""
     if _is_conversation(given) or isinstance(given, str) or not isinstance(given, Sequence):
+        return [given]
+    if _is_parts(given):
         return [given]
     return list(given) if any(not hasattr(one, "__index__") for one in given) else [given]
 

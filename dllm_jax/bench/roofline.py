@@ -14,16 +14,26 @@ from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
 LINKS = {"NVIDIA H200": 450e9}  # bytes a second from a device to the others, by NVLink
 
 
-def floor_ms(model: Any, rows: int, window: int, context: float, device_kind: str) -> float | None:
+def floor_ms(
+    model: Any,
+    rows: int,
+    window: int,
+    context: float,
+    device_kind: str,
+    touched: float | None = None,
+) -> float | None:
     """Milliseconds of one step of `rows` windows at `context` cached tokens each.
 
     Devices that share the model share its work; what they tell each other may overlap with it.
+
+    Args:
+        touched: Experts that a layer's rows reach, where that is known.
     """
     if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
     bandwidth, rate = RATES[device_kind]
     work = (model.shapes, model.config, rows, window, context)
-    moved, operations = pass_work(*work, kv_dtype=model.kv_dtype)
+    moved, operations = pass_work(*work, kv_dtype=model.kv_dtype, touched=touched)
     return 1e3 * max(moved / bandwidth, operations / rate) / num_devices(model)
 
 

@@ -119,7 +119,7 @@ def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
     """Refuse a suffix that the strategy would not see; None is unknown so far."""
     if args.suffix is None or strategy is None:
         return
-    if strategy.needs.prompt.in_window or strategy.needs.pins:
+    if strategy.needs.takes_given:
         return
     raise UsageError(
         f"--suffix: {type(strategy).__name__} does not see what stands behind the text; "

@@ -170,7 +170,7 @@ def _attention() -> str:
 def _experts() -> str:
     import jax.numpy as jnp
 
-    from dllm_jax.kernels.expert_ffn import api, triton
+    from dllm_jax.kernels.expert_ffn import api, mosaic, triton
 
     missing = triton.unsupported(jnp.zeros((1, 16)), jnp.zeros((1, 16, 16)))
     if missing:
@@ -179,7 +179,11 @@ def _experts() -> str:
             f"{api.DENSE_ROWS} rows that each go to 1 in {api.DENSE_SHARE} experts or more, else "
             f"grouped (triton {missing})"
         )
-    return "triton here, grouped for widths that are no multiple of 16"
+    others = "triton here, grouped for widths that are no multiple of 16"
+    rows, w_down = jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((1, 64, 128), jnp.bfloat16)
+    if mosaic.unsupported(rows, w_down):
+        return others
+    return f"mosaic here for 16-bit models, up to {api.MOSAIC_ROWS:,} rows; else {others}"
 
 
 def _layer() -> str:

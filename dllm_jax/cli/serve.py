@@ -157,8 +157,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Serve until a signal or a failure; while it serves, the server takes the signals."""
-    if args.source is not None:
-        args.model = args.source
     _check_nodes(args)
     if args.node_rank:
         return _follow(args)
@@ -174,6 +172,11 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
             "choose another --host or --port"
         ) from error
     return serve(config, sock)
+
+
+def _name_model(args: argparse.Namespace) -> None:
+    if args.source is not None:
+        args.model = args.source
 
 
 def _check_nodes(args: argparse.Namespace) -> None:
@@ -192,6 +195,7 @@ def _follow(args: argparse.Namespace) -> int:
     """What a process of another rank does: it ends when rank 0 does."""
     from dllm_jax.engine.layout import DeviceFailure
 
+    _name_model(args)
     try:
         _make_llm(args, lambda *_: None)
     except DeviceFailure as failure:
@@ -216,6 +220,7 @@ def config_of(args: argparse.Namespace) -> "Config":
         if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
+    _name_model(args)
     keys = _keys(args)
     if "*" in args.allowed_origin and keys:
         raise UsageError("--allowed-origin * with a key; name the origins")

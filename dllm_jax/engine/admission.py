@@ -131,13 +131,6 @@ def _check_grammar(request: Request, stop_ids: tuple[int, ...], room: int) -> No
             "stop_token_ids",
             "constraint",
         )
-    if request.suffix_token_ids:
-        raise Refused(
-            "a constraint holds for text behind a prompt, not between given tokens; leave the "
-            "suffix or the constraint out",
-            "constraint",
-            "unsupported_parameter",
-        )
     cuts = params.top_p is not None and params.top_p < 1.0
     if params.temperature > 0 and (params.top_k or cuts):
         name = "top_p" if cuts else "top_k"
@@ -147,12 +140,59 @@ def _check_grammar(request: Request, stop_ids: tuple[int, ...], room: int) -> No
             name,
             "unsupported_parameter",
         )
+    if request.suffix_token_ids:
+        _check_fits(request)
+        return
     shortest = int(request.grammar.distance[request.grammar.start])
     if shortest > room:
         raise Refused(
             f"the shortest text of the constraint has {shortest} tokens, and there is room for "
             f"{room}; raise max_tokens or max_model_len",
             "max_tokens",
+        )
+
+
+def _check_fits(request: Request) -> None:
+    """Refuse given tokens that no text of the grammar has where they stand."""
+    grammar, suffix = request.grammar, request.suffix_token_ids
+    cells = [*[HOLE] * (request.params.max_tokens or 0), *suffix[: _inner_len(tuple(suffix))]]
+    reached = {int(grammar.start)}
+    for cell in cells:
+        states = list(reached)
+        if cell == HOLE:
+            found = grammar.delta[states, 1:]
+        else:
+            found = grammar.delta[states, grammar.class_of[cell]]
+        reached = set(found.ravel().tolist()) - {0}
+    if not any(grammar.distance[state] == 0 for state in reached):
+        raise Refused(
+            "no text of the constraint has the given tokens where they stand; change the holes or "
+            "the constraint",
+            "constraint",
+        )
+
+
+def _check_window(
+    prompt_len: int,
+    last: int,
+    given: list[int],
+    stop_ids: tuple[int, ...],
+    layout: EngineLayout,
+) -> None:
+    """Refuse given tokens that a window of blocks cannot begin with."""
+    room = layout.window - (prompt_len - layout.prefill_len(prompt_len))
+    if last > room:
+        blocks = -(-(layout.window - room + last) // layout.block_size)
+        raise Refused(
+            f"the last token given behind a hole is token {last} behind the prompt, and the window "
+            f"has {room} cells there; use buffer_size={blocks}, or give less",
+            "suffix",
+        )
+    if any(token in stop_ids for token in given):
+        raise Refused(
+            "a token given behind a hole is a stop id, which would end the text; leave it out, or "
+            "use ignore_eos=True",
+            "suffix",
         )
 
 
@@ -193,10 +233,10 @@ def _check(
             "reads text only; leave it out",
             "prompt",
         )
-    if suffix and not (layout.in_window or layout.pins):
+    if suffix and not (layout.in_window or layout.pins or layout.starts_filled):
         raise Refused(
-            "a suffix needs a strategy that keeps the prompt in its window; "
-            'use strategy="full_sequence"',
+            "the strategy takes no text behind a hole; use one that does, such as multi_bd or "
+            "full_sequence",
             "suffix",
             "unsupported_parameter",
         )
@@ -208,6 +248,8 @@ def _check(
             "out",
             "suffix",
         )
+    if layout.starts_filled and given:
+        _check_window(len(prompt), (params.max_tokens or 0) + last, given, stop_ids, layout)
     for name, value in params.strategy_overrides.items():
         if name not in layout.knobs:
             known = ", ".join(sorted(layout.knobs)) or "none"

@@ -86,6 +86,7 @@ class EngineLayout:
         in_window: Prompts stay in the window and are never prefilled.
         token_a_step: Each step settles a token at least.
         pins: A request may bring cells of the first block behind its prompt.
+        starts_filled: A request may bring cells of its first window.
         compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
         soft_commits: Committed keys depend on more than tokens: generated pages are never shared.
         starts_over: A preempted request starts over: its slot does not hold its whole state.
@@ -114,6 +115,7 @@ class EngineLayout:
     in_window: bool = False
     token_a_step: bool = False
     pins: bool = False
+    starts_filled: bool = False
     compute_at_least: int = 0
     soft_commits: bool = False
     starts_over: bool = False
@@ -171,7 +173,7 @@ class Placement:
         knobs: One value for each of `EngineLayout.knobs`.
         seed, fold: The sequence's random key is `fold_in(key(seed), fold)`.
         given: Ids behind the prompt, `HOLE` for one to be written; cells behind them are to be
-            written too. Only for prompts in the window, or where the layout has `pins`.
+            written too. Only for prompts in the window, or with `pins` or `starts_filled`.
     """
 
     tail: tuple[int, ...]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dllm_jax.convert import converted, export, inspection
-from dllm_jax.convert.copying import Keep, Progress
+from dllm_jax.convert.copying import Cut, Keep, Progress
 from dllm_jax.convert.dtypes import as_dtype
 from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
@@ -77,6 +77,7 @@ def load_params(
     lora: str | os.PathLike[str] | None = None,
     allow_extra: bool = False,
     keep: Keep | None = None,
+    cut: Cut | None = None,
 ) -> tuple[Any, Report]:
     """Read a checkpoint's weights into host memory.
 
@@ -88,6 +89,8 @@ def load_params(
         allow_extra: Leave tensors of unknown name out instead of refusing them.
         keep: Called with each leaf's key path and the leaf; what it returns is in the tree, and one
             leaf at a time is in memory.
+        cut: Of a leaf's key path and shape, the rows [first, end) in which it is read; `keep` then
+            gets an iterator over them, if they are stored row by row. None: the whole leaf.
 
     Returns:
         The parameter tree, and the report on the checkpoint.
@@ -97,7 +100,7 @@ def load_params(
     """
     report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
-    return _read(report, dtype, progress, keep), report
+    return _read(report, dtype, progress, keep, cut), report
 
 
 def convert(
@@ -180,11 +183,17 @@ def _require_space(target: Path, size: int) -> None:
         )
 
 
-def _read(report: Report, dtype: str, progress: Progress | None, keep: Keep | None = None) -> Any:
+def _read(
+    report: Report,
+    dtype: str,
+    progress: Progress | None,
+    keep: Keep | None = None,
+    cut: Cut | None = None,
+) -> Any:
     """The weights of an inspected checkpoint without problems."""
     if report.kind == "converted":
-        return converted.restore(report, dtype, progress, keep)
-    return read_weights(report, dtype, progress, keep)
+        return converted.restore(report, dtype, progress, keep, cut)
+    return read_weights(report, dtype, progress, keep, cut)
 
 
 def export_hf(

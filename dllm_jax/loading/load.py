@@ -189,11 +189,11 @@ def _from_folder(
         source=source,
         tokenizer_source=tokenizer,
     )
-    keep = None
+    keep = cut = None
     if split is not None:
         _require_shareable(model)
-        keep = partial(_kept, split, config)
-    params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, keep=keep)
+        keep, cut = partial(_kept, split, config), split.rows
+    params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, keep=keep, cut=cut)
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     if split is not None:
@@ -211,8 +211,10 @@ def _from_folder(
     return model.replace(params=jax.tree.unflatten(tree, placed))
 
 
-def _kept(split: Split, config: Any, path: tuple[Any, ...], leaf: np.ndarray) -> jax.Array:
-    return split.put(path[-1], leaf, config)
+def _kept(split: Split, config: Any, path: tuple[Any, ...], leaf: Any) -> jax.Array:
+    if isinstance(leaf, np.ndarray):
+        return split.put(path, leaf, config)
+    return split.put_rows(path, leaf)
 
 
 def place(model: Model, split: Split) -> Model:
@@ -310,7 +312,7 @@ def _random(
     def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
         drawn = _random_leaf(index, path, leaf)
         if split is not None:
-            return split.put(path[-1].key, drawn, parsed.config)
+            return split.put(path, drawn, parsed.config)
         return quantized(path, drawn) if quantization == "fp8" else drawn
 
     params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])

@@ -83,6 +83,7 @@ GEMMA = Architecture(
     condition=gemma.condition,
     takes_mode=True,
     takes_live=True,
+    takes_ops=True,
 )
 
 

@@ -18,13 +18,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.expert_ffn import expert_ffn
-from dllm_jax.kernels.layer import Fp8Matrix, fp8, reference
+from dllm_jax.kernels.layer import Fp8Matrix, LayerOps, fp8, reference
 from dllm_jax.kernels.layer.reference import apply_rope, as_row, gated
 from dllm_jax.models import dense, routing
-from dllm_jax.models.dense import Attend, leaf
+from dllm_jax.models.dense import PLAIN, Attend, leaf
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import gate_up_shape, rope_tables
 from dllm_jax.models.moe import MoEConfig
+from dllm_jax.models.sharding import first_of, total
 from dllm_jax.models.view import View
 
 ENCODER, DECODER = 0, 1
@@ -159,8 +160,9 @@ def trunk(
     *,
     mode: Int[Array, " B"] | Int[Array, "B T"] | None = None,
     live: Bool[Array, "B T"] | None = None,
+    ops: LayerOps = PLAIN,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
-    """Run the layers; see `dense.trunk`.
+    """Run the layers; see `dense.trunk`, of whose `ops` the axis alone counts.
 
     Args:
         x: Rows of `embed` in the encoder, of `condition` in the decoder.
@@ -182,10 +184,14 @@ def trunk(
     for i, layer in enumerate(params["layers"]):
         rows = norm(x, layer["attn_norm"])
         out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], functools.partial(attend, i))
-        x = x + norm(out, layer["post_attn_norm"])
+        x = x + norm(total(out, x, ops.axis), layer["post_attn_norm"])
         rows = norm(x, layer["mlp_norm"])
-        out = norm(_geglu(rows, layer["w_gate_up"], layer["w_down"]), layer["post_mlp_norm"])
-        out = out + norm(_experts(layer, cfg, x, positions, live), layer["post_experts_norm"])
+        plain = _geglu(rows, layer["w_gate_up"], layer["w_down"])
+        routed = _experts(layer, cfg, x, positions, live, ops.axis)
+        if ops.axis is not None:  # both in one sum, before their norms
+            both = jnp.stack([plain, routed])
+            plain, routed = total(both, both, ops.axis)
+        out = norm(plain, layer["post_mlp_norm"]) + norm(routed, layer["post_experts_norm"])
         x = x + norm(out, layer["post_ffn_norm"])
         # A choice between two is part of the norm's launch; an index would be a launch of its own.
         encoder, decoder = layer["mode_scale"].astype(x.dtype)
@@ -240,9 +246,9 @@ def _attention(
 ) -> Float[Array, "B T D"]:
     """The first half of a layer on normed rows."""
     fused = _matmul(x, layer["wqkv"] if "wqkv" in layer else layer["wqk"])
-    B, T, G, _, H = fused.shape
-    n = cfg.num_heads // G
-    q = rms_norm(fused[..., :n, :].reshape(B, T, cfg.num_heads, H), layer["q_norm"], cfg.norm_eps)
+    B, T, G, n, H = fused.shape  # of this device
+    n -= 2 if "wqkv" in layer else 1
+    q = rms_norm(fused[..., :n, :].reshape(B, T, G * n, H), layer["q_norm"], cfg.norm_eps)
     k = rms_norm(fused[..., n, :], layer["k_norm"], cfg.norm_eps)
     v = rms_norm(fused[..., -1, :], None, cfg.norm_eps)  # of `wqk`, what the key is made of
     out = attend(apply_rope(q, *tables), apply_rope(k, *tables), v)
@@ -257,8 +263,9 @@ def _experts(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     live: Bool[Array, "B T"] | None,
+    axis: str | None,
 ) -> Float[Array, "B T D"]:
-    """The routed half of the feed-forward part.
+    """The routed half of the feed-forward part, of a device's own experts.
 
     The router reads the residual stream with a norm of its own, in float32.
     """
@@ -268,6 +275,9 @@ def _experts(
     ids, weights = routing.route(cfg, told, layer["router"], None, positions, live)
     ids, weights = ids.reshape(-1, k), weights.reshape(-1, k)
     weights = weights * layer["expert_scale"].astype(jnp.float32).at[ids].get(mode="clip")
+    if axis is not None:  # an id outside of a device's own experts is none there
+        none = ids >= cfg.num_experts
+        ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), axis))
     rows = rms_norm(x, layer["pre_experts_norm"], cfg.norm_eps).reshape(-1, D)
     matrices = layer["experts_gate_up"], layer["experts_down"]
     return expert_ffn(rows, ids, weights, *matrices, activation="gelu").reshape(x.shape)

@@ -7,7 +7,7 @@ sums (`total`). Nothing here knows about pages or strategies.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +24,7 @@ AXES = {
     "embed": 0,  # [V D]
     "lm_head": 0,
     "wqkv": 1,  # [D G n+2 H]
+    "wqk": 1,  # [D G n+1 H]
     "bqkv": 0,
     "wo": 0,  # [N H D]
     "context_wkv": 2,  # [D L G 2 H]
@@ -94,12 +95,12 @@ class Split:
             cfg: Its config.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-        return jax.tree.unflatten(tree, [self.put(_name(p), leaf, cfg) for p, leaf in leaves])
+        return jax.tree.unflatten(tree, [self.put(path, leaf, cfg) for path, leaf in leaves])
 
-    def put(self, name: str, leaf: Any, cfg: Any) -> Array:
-        """A leaf of that name on the devices."""
-        whole = fitted_leaf(name, leaf, cfg, self.num_parts)
-        sharding = NamedSharding(self.mesh, self._spec(name))
+    def put(self, path: Any, leaf: Any, cfg: Any) -> Array:
+        """The leaf at a key path on the devices."""
+        whole = fitted_leaf(path, leaf, cfg, self.num_parts)
+        sharding = NamedSharding(self.mesh, self._spec(_name(path)))
         if not sharding.is_fully_addressable:
             whole = np.asarray(whole)
         if not isinstance(whole, np.ndarray):
@@ -112,6 +113,33 @@ class Split:
 
         made = jax.make_array_from_callback(whole.shape, sharding, part)
         return jax.block_until_ready(made)
+
+    def rows(self, path: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
+        """The rows [first, end) of each device's part of experts; None for all other leaves."""
+        if not _name(path).startswith("experts") or self.mesh.size != self.num_parts:
+            return None
+        each = -(-shape[0] // self.num_parts)
+        starts = range(0, each * self.num_parts, each)
+        return [(min(first, shape[0]), min(first + each, shape[0])) for first in starts]
+
+    def put_rows(self, path: Any, parts: Iterable[np.ndarray]) -> Array:
+        """A leaf on the devices from their `rows`, of which one part at a time is in memory."""
+        placed: list[Array] = []
+        each, sharding = 0, NamedSharding(self.mesh, self._spec(_name(path)))
+        devices = iter(self.mesh.devices.flat)  # `zip` would hold a part while the next is read
+        for part in parts:
+            device = next(devices)
+            each = max(each, len(part))
+            if device.process_index == jax.process_index():
+                # A CPU device would share the memory of a NumPy array.
+                own = np.array(part) if device.platform == "cpu" else part
+                behind = [(0, each - len(part)), *[(0, 0)] * (part.ndim - 1)]
+                own = np.pad(own, behind) if len(part) < each else own
+                placed.append(jax.block_until_ready(jax.device_put(own, device)))
+                del own
+            del part
+        shape = each * self.num_parts, *placed[0].shape[1:]
+        return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
     def everywhere(self, tree: Any) -> Any:
         """Arrays of the host, or whole ones of the devices, whole on every device."""
@@ -281,25 +309,28 @@ def num_local(count: int, split: Split | None) -> int:
 def fitted(params: Any, cfg: Any, num_parts: int) -> Any:
     """Parameters of the same function whose split axes are multiples of `num_parts`."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: fitted_leaf(_name(path), leaf, cfg, num_parts), params
+        lambda path, leaf: fitted_leaf(path, leaf, cfg, num_parts), params
     )
 
 
-def fitted_leaf(name: str, leaf: Any, cfg: Any, num_parts: int) -> Any:
-    """A leaf as `fitted` has it.
+def fitted_leaf(path: Any, leaf: Any, cfg: Any, num_parts: int) -> Any:
+    """The leaf at a key path as `fitted` has it.
 
     KV heads are repeated and their query heads dealt out among the copies; query heads, turns of
     gate and up, experts and ids are padded with zeros, which add nothing.
     """
+    name = _name(path)
     if name not in AXES:
         return leaf
-    copies = num_parts // math.gcd(cfg.num_kv_heads, num_parts)
-    if name in ("wqkv", "bqkv"):
-        return _dealt(leaf, copies)
+    layer = getattr(path[1], "idx", path[1]) if len(path) > 2 else 0
+    groups, _ = cfg.heads(layer)
+    copies = num_parts // math.gcd(groups, num_parts)
+    if name in ("wqkv", "wqk", "bqkv"):
+        return _dealt(leaf, copies, 1 if name == "wqk" else 2)
     if name == "wo":
         if copies == 1:
             return leaf
-        heads = _padded(leaf.reshape(cfg.num_kv_heads, -1, *leaf.shape[1:]), 1, copies)
+        heads = _padded(leaf.reshape(groups, -1, *leaf.shape[1:]), 1, copies)
         return heads.reshape(-1, *heads.shape[2:])
     turn = 1
     if name in ("w_down", "shared_down"):
@@ -307,16 +338,20 @@ def fitted_leaf(name: str, leaf: Any, cfg: Any, num_parts: int) -> Any:
     return _padded(leaf, AXES[name], num_parts * turn)
 
 
-def _dealt(leaf: Array, copies: int) -> Array:
-    """[... G n+2 H] with every KV head `copies` times and its n query heads dealt out."""
+def _dealt(leaf: Array, copies: int, behind: int) -> Array:
+    """[... G n+behind H] with every KV head `copies` times and its n query heads dealt out.
+
+    Args:
+        behind: Key and value behind the query heads, or the one that is both.
+    """
     if copies == 1:
         return leaf
     xp = _module(leaf)
-    queries = _padded(leaf[..., :-2, :], leaf.ndim - 2, copies)
+    queries = _padded(leaf[..., :-behind, :], leaf.ndim - 2, copies)
     *axes, num_groups, num_queries, size = queries.shape
     queries = queries.reshape(*axes, num_groups * copies, num_queries // copies, size)
-    both = xp.repeat(leaf[..., -2:, :], copies, axis=leaf.ndim - 3)
-    return xp.concatenate([queries, both], axis=-2)
+    others = xp.repeat(leaf[..., -behind:, :], copies, axis=leaf.ndim - 3)
+    return xp.concatenate([queries, others], axis=-2)
 
 
 def _padded(leaf: Array, axis: int, multiple: int) -> Array:
@@ -329,7 +364,7 @@ def _padded(leaf: Array, axis: int, multiple: int) -> Array:
 
 def _name(path: Any) -> str:
     """The name of the leaf at a key path."""
-    return getattr(path[-1], "key", "")
+    return getattr(path[-1], "key", path[-1])
 
 
 def _module(leaf: Any) -> Any:

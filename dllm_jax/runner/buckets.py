@@ -77,6 +77,7 @@ def make_layout(
         in_window=needs.prompt.in_window,
         token_a_step=needs.token_a_step,
         pins=needs.pins,
+        starts_filled=needs.starts_filled,
         compute_at_least=least,
         soft_commits=needs.soft_commits,
         starts_over=needs.starts_over,

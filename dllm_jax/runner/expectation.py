@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.kernels.token_readout import SHARE, LawReadout, law_readout, of_law
 from dllm_jax.models.head import Head
+from dllm_jax.models.sharding import first_of
 from dllm_jax.runner.readout import ROWS_DRAWN, in_chunks
 from dllm_jax.strategies.core.protocol import TokenStats
-from dllm_jax.strategies.core.sampling import drawn_law, settled
+from dllm_jax.strategies.core.sampling import Shard, drawn_law, settled
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
@@ -32,6 +33,7 @@ def read_expected(
     *,
     forbidden: Callable[[Any], Any],
     num_top: int = 0,
+    shard: Shard | None = None,
 ) -> TokenStats:
     """Statistics of each row under its sampling with `soft`, leading axis R.
 
@@ -44,25 +46,32 @@ def read_expected(
         keys: One a row, None where every row is greedy.
         forbidden: Ids to a mask of those never drawn.
         num_top: 0, or 1 for the most probable id.
+        shard: The head is a device's part, among several devices.
     """
     of_slot = len(hidden) // len(sampling.temperature)
     each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
 
     # From NumPy ids the mask is a constant of the program.
-    never = forbidden(np.arange(len(head.embedding), dtype=np.int32))
+    ids = np.arange(len(head.embedding), dtype=np.int32)
+    never = forbidden(ids if shard is None else first_of(len(ids), shard.axis) + ids)
 
     def plain(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
         heat = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-        read = law_readout(hidden, head.embedding, never, heat, scale=head.scale, cap=head.cap)
-        return _told(head, read, sampling.temperature > 0, keys, num_top)
+        if shard is None:
+            read = law_readout(hidden, head.embedding, never, heat, scale=head.scale, cap=head.cap)
+        else:
+            logits = jnp.where(never, -jnp.inf, head(hidden))
+            read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
+        return _told(head, read, sampling.temperature > 0, keys, num_top, shard)
 
     def narrowed(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
         logits = jnp.where(never, -jnp.inf, head(hidden))
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-        read = of_law(drawn_law(logits, **how), head.embedding.dtype)
-        return _told(head, read, sampling.temperature > 0, keys, num_top)
+        law, dtype = drawn_law(logits, **how, shard=shard), head.embedding.dtype
+        read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
+        return _told(head, read, sampling.temperature > 0, keys, num_top, shard)
 
     rows = (hidden, each, keys)
     # Top-k and the nucleus sort, in few rows at a time.
@@ -76,20 +85,36 @@ def read_expected(
     return jax.lax.cond(jnp.any(cut), some_cut, lambda: in_chunks(plain, rows, ROWS, ROWS))
 
 
+def _of_part(law: Float[Array, "R V"], dtype: Any, shard: Shard) -> LawReadout:
+    """As `of_law`, where weights and shares are those of a device's ids."""
+    first = first_of(law.shape[1], shard.axis)
+    # Ids are below 2^24, so float32 holds them.
+    own = jnp.max(law, axis=1), (first + jnp.argmax(law, axis=1)).astype(jnp.float32)
+    peaks, tokens = jnp.moveaxis(shard.of_all(jnp.stack(own, axis=1)), -1, 0)
+    highest = jnp.argmax(peaks, axis=0)[None]  # of equals the first one, whose ids are lower
+    peak, token = (jnp.take_along_axis(each, highest, axis=0)[0] for each in (peaks, tokens))
+    token = token.astype(jnp.int32)
+    read = of_law(law, dtype, (peak, token - first))
+    rest, spread = shard.total(read.rest), shard.total(read.spread)
+    return read._replace(token=token, rest=rest, spread=spread)
+
+
 def _told(
     head: Head,
     read: LawReadout,
     is_drawn: Array,
     keys: PRNGKeyArray | None,
     num_top: int,
+    shard: Shard | None,
 ) -> TokenStats:
     """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
     best, mass = read.token, 1.0 + read.rest
     soft = jnp.dot(read.weights, head.embedding, preferred_element_type=jnp.float32)
+    soft = soft if shard is None else shard.total(soft)
     token, own = best, jnp.ones_like(mass)
     if keys is not None:
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
-        drawn, drawn_weight = _drawn(read, uniform * mass)
+        drawn, drawn_weight = _drawn(read, uniform * mass, shard)
         token = jnp.where(is_drawn, drawn, best)
         own = jnp.where(is_drawn, drawn_weight, own)
     return settled(
@@ -106,15 +131,23 @@ def _told(
 
 
 def _drawn(
-    read: LawReadout, wanted: Float[Array, " R"]
+    read: LawReadout, wanted: Float[Array, " R"], shard: Shard | None
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """The id at which the running sum of weights passes what is wanted, and its weight."""
-    share, rest = _passed(read.shares, wanted)
+    (_, num_ids), (_, num_shares) = read.weights.shape, read.shares.shape
+    shares = read.shares
+    if shard is not None:
+        shares = jnp.moveaxis(shard.of_all(shares), 0, 1).reshape(len(shares), -1)
+    share, rest = _passed(shares, wanted)
+    device, share = share // num_shares, share % num_shares
     ids = share[:, None] * SHARE + jnp.arange(SHARE, dtype=jnp.int32)[None]
     weight = jnp.take_along_axis(read.weights, ids, axis=1, mode="fill", fill_value=0)
     weight = weight.astype(jnp.float32)
+    if shard is not None:
+        mine = device == jax.lax.axis_index(shard.axis)
+        weight = shard.total(jnp.where(mine[:, None], weight, 0.0))
     place, _ = _passed(weight, rest)
-    return share * SHARE + place, _at(weight, place)
+    return device * num_ids + share * SHARE + place, _at(weight, place)
 
 
 def _passed(

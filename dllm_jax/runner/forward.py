@@ -425,7 +425,7 @@ def _window_output(
         positions=state.buffer.positions,
         boundary=state.boundary,
         forward=forward,
-        seen=constraint.view(state) if forward.pool == TARGET else None,
+        seen=constraint.view(state),
     )
 
 
@@ -456,6 +456,8 @@ class WindowOutput(struct.PyTreeNode):
         guide: tuple[Any, float] | None = None,
         width: int | None = None,
         soft: bool = False,
+        fixed: Bool[Array, "B K S"] | None = None,
+        behind: Int[Array, "B K S"] | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
@@ -481,7 +483,8 @@ class WindowOutput(struct.PyTreeNode):
                     "penalty, guide, confidence and num_top above 1 out"
                 )
             head = self.forward.tied_head
-            stats = read_expected(head, rows, sampling, keys, forbidden=forbidden, num_top=num_top)
+            how = {"forbidden": forbidden, "num_top": num_top, "shard": self.forward.shard}
+            stats = read_expected(head, rows, sampling, keys, **how)
         else:
             stats = read_stats(
                 self.forward.unembed,
@@ -503,26 +506,43 @@ class WindowOutput(struct.PyTreeNode):
         stats = jax.tree.map(as_cells, stats)
         expected = stats.soft
         if self.seen is not None:
-            classes = read_classes(
-                self.forward.unembed,
-                rows,
-                self.seen,
-                sampling,
-                keys,
-                forbidden=forbidden,
-                penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
-                confidence=confidence,
-                guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
-                shard=self.forward.shard,
-            )
-            classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
+            seen = self.seen
+            if fixed is not None:
+                is_free = (seen.kind == constraint.KNOWN) & ~fixed.reshape(B, K * S)
+                seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
-            draw = None
-            if cell_keys is not None:
-                draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
-            planned = constraint.plan(self.seen, classes, wanted, draw)
-            token, score = planned.token.reshape(B, K, S), planned.confidence.reshape(B, K, S)
-            stats = _with_plan(stats, token, score, self.seen.bound[:, None, None])
+
+            def planned(keys: Array | None, cell_keys: Array | None) -> constraint.Plan:
+                classes = read_classes(
+                    self.forward.unembed,
+                    rows,
+                    seen,
+                    sampling,
+                    keys,
+                    forbidden=forbidden,
+                    penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
+                    confidence=confidence,
+                    guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
+                    shard=self.forward.shard,
+                )
+                classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
+                draw = None
+                if cell_keys is not None:
+                    tempered = sampling.temperature > 0
+                    draw = constraint.Draw(tempered, cell_keys.reshape(B, K * S))
+                if behind is None:
+                    return constraint.plan(seen, classes, wanted, draw)
+                before = behind.reshape(B, K * S)
+                return constraint.plan_each(seen, classes, wanted, before, draw)
+
+            plan, bound = planned(keys, cell_keys), seen.bound[:, None, None]
+            if fixed is not None and num_top:
+                likeliest = planned(None, None).token.reshape(B, K, S)
+                takes = bound & (likeliest >= 0) & (stats.token != NO_TOKEN)
+                top = jnp.where(takes, likeliest, stats.top_ids[..., 0])
+                stats = stats.replace(top_ids=stats.top_ids.at[..., 0].set(top))
+            token, score = plan.token.reshape(B, K, S), plan.confidence.reshape(B, K, S)
+            stats = _with_plan(stats, token, score, bound)
         return stats.replace(
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),

@@ -113,8 +113,7 @@ class _Request(struct.PyTreeNode):
 
 def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
     """Ids by cell of the window that the request brings behind its prompt, -1 elsewhere."""
-    needs = programs.strategy.needs
-    if not (needs.prompt.in_window or needs.pins):
+    if not programs.strategy.needs.takes_given:
         return None
     return ints[None, packing.request_fields(programs.window).span("given")]
 
@@ -123,6 +122,8 @@ def _request(
     programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
 ) -> _Request:
     given = _given(programs, ints)
+    if programs.strategy.needs.starts_filled:
+        given = None  # nothing is written over, and no stop id is given
     words = packing.request_fields(programs.window)
     numbers = packing.float_fields(len(knobs))
     seed = jax.lax.bitcast_convert_type(ints[words.at("seed")], jnp.uint32)

@@ -94,7 +94,7 @@ def read_stats(
         logits, sampling, keys, penalty = rows
 
         def restrict(logits: Array) -> Array:
-            ids = _ids(logits, shard)
+            ids = ids_of(logits, shard)
             logits = jnp.where(forbidden(ids), -jnp.inf, logits)
             if penalty is None:
                 return logits
@@ -166,7 +166,7 @@ def read_stats(
     return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
 
 
-def _ids(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
+def ids_of(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
     """The ids that logits are of."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return ids if shard is None else shard.first(logits) + ids
@@ -206,7 +206,7 @@ def read_classes(
         if away is not None:
             others = unembed(away)
             logits = others + (1.0 + scale) * (logits - others)
-        ids = _ids(logits, shard)
+        ids = ids_of(logits, shard)
         own = _own_ids(grammar, ids, shard)
         if penalty is not None:
             hit = ids[None] == penalty[0][:, None]
@@ -337,7 +337,7 @@ def read_soft(
     def one(rows: tuple[Array, Array]) -> Array:
         hidden, temperature = rows
         logits = unembed(hidden)
-        logits = jnp.where(forbidden(_ids(logits, shard)), -jnp.inf, logits)
+        logits = jnp.where(forbidden(ids_of(logits, shard)), -jnp.inf, logits)
         if shard is not None:
             law = logits / temperature[:, None]
             peak, mass = normaliser(law, shard)

@@ -129,6 +129,7 @@ def pass_work(
     context: float,
     reads: float = 1.0,
     kv_dtype: Any = None,
+    touched: float | None = None,
 ) -> tuple[float, float]:
     """Bytes and operations of a pass over `cells` positions of each row.
 
@@ -137,8 +138,9 @@ def pass_work(
 
     Args:
         kv_dtype: Of the cache; None: the embedding's.
+        touched: As in `weights`.
     """
-    read, used = weights(params, cfg, rows * cells)
+    read, used = weights(params, cfg, rows * cells, touched)
     cached = attention = 0.0
     for (heads, size), seen in layer_reads(cfg, context):
         cached += 2 * heads * size * seen * rows
@@ -155,11 +157,13 @@ def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, i
         yield cfg.heads(i), context if reach is None else min(context, reach)
 
 
-def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
+def weights(
+    params: Any, cfg: DenseConfig, cells: int, touched: float | None = None
+) -> tuple[float, float]:
     """Weights that a step of so many cells reads, and those that one cell is multiplied with.
 
-    Experts are counted as random routing hits them. Both are in weights of the type of the
-    embedding, taken for 16 bits where there are matrices in 8 bits.
+    Of the experts so many a layer are `touched`, or as many as random routing hits. Both are in
+    weights of the type of the embedding, taken for 16 bits where there are matrices in 8 bits.
     """
     read = used = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
@@ -176,7 +180,8 @@ def weights(params: Any, cfg: DenseConfig, cells: int) -> tuple[float, float]:
             continue
         if isinstance(cfg, MoEConfig) and name.startswith("experts"):
             share = cfg.experts_per_token / cfg.num_experts
-            read += leaf.size * (1 - (1 - share) ** cells)
+            hit = 1 - (1 - share) ** cells if touched is None else touched / cfg.num_experts
+            read += leaf.size * hit
             used += leaf.size * share
         else:
             read += leaf.size

@@ -29,6 +29,7 @@ from dllm_jax.trace.pieces import plain_text
 
 _PR_SET_PDEATHSIG = 1
 CPU_NICENESS = 5  # XLA's threads would starve the front
+SWITCH_S = 5e-4  # until the sender may run beside the loop
 _READ_BYTES = 1 << 20
 _COUNTS_PERIOD_S = 0.5
 
@@ -400,6 +401,8 @@ def main(fd: int, parent: int) -> int:
         messages = reader.feed(data)
     launch = messages[0]
     sender = Sender(sock)
+    # The loop's Python between two waits for the device would else hold a piece back for 5 ms.
+    sys.setswitchinterval(SWITCH_S)
     try:
         module, _, name = launch.factory.partition(":")
         factory: Factory = getattr(importlib.import_module(module), name)

@@ -1,24 +1,33 @@
 """What a text must be: constraints as users give them, compiled to automata over tokens."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .automaton import TokenAutomaton, closed
-from .regex import byte_automaton, literal
-from .schema import schema_pattern
+from .automaton import Spellings, TokenAutomaton, closed, spellings
+from .limits import Budget
+from .regex import byte_automaton
+from .schema import schema_tree
 from .tokens import token_bytes
+from .trees import Tree, either, parsed, text
 
 __all__ = [
+    "Budget",
     "Choice",
     "Constraint",
+    "Hole",
     "JsonSchema",
     "Regex",
+    "Spellings",
+    "Template",
     "TokenAutomaton",
     "compile",
     "from_fields",
+    "spellings",
+    "token_bytes",
 ]
 
 
@@ -26,9 +35,8 @@ __all__ = [
 class Constraint:
     """Base of what a text can be held to."""
 
-    @property
-    def pattern(self) -> str:
-        """A regular expression of the texts."""
+    def tree(self, budget: Budget) -> Tree:
+        """The texts as an expression."""
         raise NotImplementedError
 
 
@@ -38,10 +46,9 @@ class Regex(Constraint):
 
     regex: str
 
-    @property
-    def pattern(self) -> str:
-        """The expression itself."""
-        return self.regex
+    def tree(self, budget: Budget) -> Tree:
+        """See `Constraint`."""
+        return parsed(self.regex)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +62,80 @@ class Choice(Constraint):
             raise ValueError(f"choices={choices!r:.200} are no texts; give a list of at least one")
         object.__setattr__(self, "choices", tuple(choices))
 
-    @property
-    def pattern(self) -> str:
-        """The texts as an expression."""
-        return "|".join(map(literal, self.choices))
+    def tree(self, budget: Budget) -> Tree:
+        """See `Constraint`."""
+        budget.check(sum(map(len, self.choices)) // 8)  # many begin alike
+        return either([text(one) for one in self.choices])
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class JsonSchema(Constraint):
+    """JSON text of a schema.
+
+    Attributes:
+        schema: A schema as a mapping, as JSON text, or a class with `model_json_schema`, as
+            pydantic's have it.
+        whitespace: "flexible": any between the parts of the text, as models write it. "compact":
+            none.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+
+    schema: Any = dataclasses.field(compare=False)
+    whitespace: str
+    _said: str = dataclasses.field(repr=False)
+
+    def __init__(self, schema: Any, whitespace: str = "flexible"):
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if whitespace not in ("flexible", "compact"):
+            raise ValueError(f'{whitespace=} is not known; use "flexible" or "compact"')
+        try:
+            said = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+            schema = json.loads(said)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"JSON schema: {str(error)[:200]}; give JSON") from None
+        for name, value in (("schema", schema), ("whitespace", whitespace), ("_said", said)):
+            object.__setattr__(self, name, value)
+
+    def tree(self, budget: Budget) -> Tree:
+        """See `Constraint`."""
+        return schema_tree(self.schema, budget, compact=self.whitespace == "compact")
 
 
 @dataclasses.dataclass(frozen=True)
-class JsonSchema(Constraint):
-    """JSON text of a schema, with any white space between its parts."""
+class Hole:
+    """What is to be written between the parts of a text: `Hole(8)` or `Hole(Regex("[0-9]+"))`.
 
-    schema: Any = dataclasses.field(hash=False)
+    Attributes:
+        of: So many tokens; or a constraint, whose texts may have any length.
 
-    @property
-    def pattern(self) -> str:
-        """The instances as an expression."""
-        return schema_pattern(self.schema)
+    Raises:
+        ValueError: It is neither.
+    """
+
+    of: int | Constraint
+
+    def __post_init__(self):
+        is_count = isinstance(self.of, int) and not isinstance(self.of, bool) and self.of > 0
+        if not is_count and not isinstance(self.of, Constraint):
+            raise ValueError(
+                f"Hole({self.of!r:.60}) is no hole; give a number of tokens, or a Regex, a Choice "
+                "or a JsonSchema"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Template(Constraint):
+    """A text of parts: given ones as they stand, and constraints."""
+
+    parts: tuple[str | Constraint, ...]
+
+    def tree(self, budget: Budget) -> Tree:
+        """See `Constraint`."""
+        trees = [text(one) if isinstance(one, str) else one.tree(budget) for one in self.parts]
+        return [node for tree in trees for node in tree]
 
 
 def from_fields(fields: Mapping[str, Any]) -> Constraint:
@@ -80,16 +145,18 @@ def from_fields(fields: Mapping[str, Any]) -> Constraint:
 
 
 def compile(
-    constraint: Constraint, tokenizer: Any, stop_ids: Sequence[int], never: np.ndarray
+    constraint: Constraint, words: Spellings, stop_ids: Sequence[int], never: np.ndarray
 ) -> TokenAutomaton:
-    """The automaton of a constraint over a tokenizer's ids.
+    """The automaton of a constraint over the ids of a vocabulary.
 
     Args:
+        words: `spellings(token_bytes(tokenizer))`.
         stop_ids: Ids that end a text.
         never: Further ids that may not be written.
 
     Raises:
         ValueError: It cannot be compiled, or is too large.
     """
-    table, accepting = byte_automaton(constraint.pattern)
-    return closed(table, accepting, token_bytes(tokenizer), stop_ids, never)
+    budget = Budget()
+    table, accepting = byte_automaton(constraint.tree(budget), budget)
+    return closed(table, accepting, words, stop_ids, never, budget)

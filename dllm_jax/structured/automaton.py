@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .limits import Budget
+
 UNREACHABLE = 1 << 30
 
 
@@ -27,60 +29,125 @@ class TokenAutomaton:
     distance: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spellings:
+    """A vocabulary as a tree of bytes, level by level: a node is what some tokens begin with.
+
+    Attributes:
+        num_ids: Ids of the vocabulary.
+        levels: Of each depth, the parent of each node (by its place in the level before) and its
+            byte.
+        ids, depths, nodes: Ids that are text, and where each ends.
+    """
+
+    num_ids: int
+    levels: tuple[tuple[np.ndarray, np.ndarray], ...]
+    ids: np.ndarray
+    depths: np.ndarray
+    nodes: np.ndarray
+
+
+def spellings(spelt: Sequence[bytes | None]) -> Spellings:
+    """The tree of a vocabulary.
+
+    Args:
+        spelt: Bytes by id; None for ids that are no text.
+    """
+    order = sorted((i for i, one in enumerate(spelt) if one), key=lambda i: spelt[i] or b"")
+    texts = [spelt[i] or b"" for i in order]
+    sizes = np.array([len(one) for one in texts], np.int32)
+    nodes = np.zeros(len(texts), np.int32)
+    levels = []
+    rows = np.arange(len(texts))  # those that are at least so long
+    before = np.zeros(len(texts), np.int64)  # their nodes of the level before
+    for depth in range(int(sizes.max(initial=0))):
+        longer = sizes[rows] > depth
+        rows, before = rows[longer], before[longer]
+        letters = np.fromiter((texts[i][depth] for i in rows), np.uint8, len(rows))
+        is_new = np.ones(len(rows), bool)
+        is_new[1:] = (before[1:] != before[:-1]) | (letters[1:] != letters[:-1])
+        levels.append((before[is_new].astype(np.int32), letters[is_new]))
+        before = np.cumsum(is_new) - 1
+        nodes[rows] = before
+    return Spellings(len(spelt), tuple(levels), np.array(order, np.int32), sizes - 1, nodes)
+
+
 def closed(
     table: np.ndarray,
     accepting: np.ndarray,
-    spelt: Sequence[bytes | None],
+    words: Spellings,
     stop_ids: Sequence[int],
     never: np.ndarray,
+    budget: Budget,
 ) -> TokenAutomaton:
     """The automaton over tokens, with the end behind its stop ids.
 
     Raises:
-        ValueError: No text of it can be spelt.
+        ValueError: No text of it can be spelt, or it is too large.
     """
-    forbidden = {*map(int, never), *map(int, stop_ids)}
-    ids = [i for i, one in enumerate(spelt) if one is not None and i not in forbidden]
     S = len(table)
-    class_of = np.zeros(len(spelt), np.int32)
-    maps: list[np.ndarray] = [np.zeros(S, np.int64)]
-    known = {maps[0].tobytes(): 0}
-    by_length: dict[int, list[int]] = {}
-    for i in ids:
-        by_length.setdefault(len(spelt[i] or b""), []).append(i)
-    for length, group in by_length.items():
-        for first in range(0, len(group), 4096):
-            part = group[first : first + 4096]
-            letters = np.frombuffer(b"".join(spelt[i] or b"" for i in part), np.uint8)
-            letters = letters.reshape(len(part), length)
-            state = np.broadcast_to(np.arange(S), (len(part), S))
-            for place in range(length):
-                state = table[state, letters[:, place : place + 1]]
-            for i, row in zip(part, state, strict=True):
-                if row.any():
-                    key = row.tobytes()
-                    if key not in known:
-                        known[key] = len(maps)
-                        maps.append(row.copy())
-                    class_of[i] = known[key]
-    end, stop = S, len(maps)
+    letter_class, columns = _equal_columns(table)
+    maps = [np.zeros(S, np.int32), np.arange(S, dtype=np.int32)]  # what tokens do to the states
+    known = {one.tobytes(): number for number, one in enumerate(maps)}
+    steps: dict[int, int] = {}  # the map behind a map and a class of bytes
+    count = columns.shape[1]
+    of_level = [np.ones(1, np.int64)]
+    for parents, letters in words.levels:
+        pairs = of_level[-1][parents] * count + letter_class[letters]
+        pairs[of_level[-1][parents] == 0] = 0
+        each, places = np.unique(pairs, return_inverse=True)
+        onto = np.zeros(len(each), np.int64)
+        for place, pair in enumerate(each.tolist()):
+            if pair < count:  # behind what is dead
+                continue
+            if pair not in steps:
+                budget.check(len(maps))
+                row = columns[maps[pair // count], pair % count]
+                steps[pair] = known.setdefault(row.tobytes(), len(maps))
+                if steps[pair] == len(maps):
+                    maps.append(row)
+            onto[place] = steps[pair]
+        of_level.append(onto[places.reshape(-1)])
+    class_of = np.zeros(words.num_ids, np.int64)
+    for depth, level in enumerate(of_level[1:]):
+        here = words.depths == depth
+        class_of[words.ids[here]] = level[words.nodes[here]]
+    class_of[[i for i in (*map(int, never), *stop_ids) if 0 <= i < len(class_of)]] = 0
+    used, class_of = np.unique(np.append(0, class_of), return_inverse=True)
+    class_of = class_of.reshape(-1)[1:].astype(np.int32)
+    end, stop = S, len(used)
     delta = np.zeros((S + 1, stop + 1), np.int32)
-    delta[:S, :stop] = np.stack(maps, axis=1)
+    delta[:S, :stop] = np.stack([maps[number] for number in used], axis=1)
+    delta[:S, 0] = 0
     delta[:S, stop] = np.where(accepting, end, 0)
     delta[end] = end
     for i in stop_ids:
         if 0 <= i < len(class_of):
             class_of[i] = stop
-    distance = np.where([*accepting, True], 0, UNREACHABLE)
-    for _ in range(len(delta)):
-        nearest = np.where(delta[:, 1:] > 0, distance[delta[:, 1:]], UNREACHABLE).min(axis=1)
-        nearer = np.minimum(distance, nearest + 1)
-        if (nearer == distance).all():
-            break
-        distance = nearer
-    distance[0] = UNREACHABLE
+    distance = _distances(delta, np.append(accepting, True), budget)
     if distance[1] >= UNREACHABLE:
         raise ValueError("the model's tokens spell no text of the constraint; give another")
     # What cannot end is as good as dead.
     delta[distance[delta] >= UNREACHABLE] = 0
-    return TokenAutomaton(class_of, delta, 1, end, distance.astype(np.int32))
+    return TokenAutomaton(class_of, delta, 1, end, distance)
+
+
+def _equal_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes of bytes that no state tells apart, and the table over them."""
+    known: dict[bytes, int] = {}
+    classes = np.array([known.setdefault(one.tobytes(), len(known)) for one in table.T.copy()])
+    _, first = np.unique(classes, return_index=True)
+    return classes, np.ascontiguousarray(table[:, first])
+
+
+def _distances(delta: np.ndarray, accepting: np.ndarray, budget: Budget) -> np.ndarray:
+    """Fewest tokens from each state to one in which the text may end."""
+    distance = np.where(accepting, 0, UNREACHABLE).astype(np.int32)
+    distance[0] = UNREACHABLE
+    while True:
+        budget.check()
+        nearest = np.where(delta[:, 1:] > 0, distance[delta[:, 1:]], UNREACHABLE).min(axis=1)
+        nearer = np.minimum(distance, np.minimum(nearest + 1, UNREACHABLE))
+        if (nearer == distance).all():
+            return nearer
+        distance = nearer

@@ -1,59 +1,58 @@
-"""Regular expressions to automata over bytes of UTF-8."""
+"""Trees of expressions to automata over bytes of UTF-8."""
 
-import re
-import time
 from re import _constants as _c  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import numpy as np
 
-MOST_STATES, MOST_S = 20_000, 2.0
-_LAST = 0x10FFFF
+from .limits import Budget
+from .trees import MEMBERS, Tree, children, ranges_of, unsupported
+
+FAR = 1 << 30  # of a state from which no text ends
 _SURROGATES = (0xD800, 0xDFFF)
-_CATEGORIES = {
-    _c.CATEGORY_DIGIT: ((48, 57),),
-    _c.CATEGORY_WORD: ((48, 57), (65, 90), (95, 95), (97, 122)),
-    _c.CATEGORY_SPACE: ((9, 13), (32, 32)),
-}
-_NEGATED = {
-    _c.CATEGORY_NOT_DIGIT: _c.CATEGORY_DIGIT,
-    _c.CATEGORY_NOT_WORD: _c.CATEGORY_WORD,
-    _c.CATEGORY_NOT_SPACE: _c.CATEGORY_SPACE,
-}
-_Ranges = list[tuple[int, int]]
-
-
-def literal(text: str) -> str:
-    """An expression that matches one text."""
-    return re.escape(text)
 
 
 class _Nfa:
     """States with edges over byte ranges, and with edges over nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
         self.edges: list[list[tuple[int, int, int]]] = []
         self.empty: list[list[int]] = []
-        self._began = time.monotonic()
+        self._budget = budget
 
     def state(self) -> int:
-        self.check(len(self.edges))
+        self._budget.check(len(self.edges) // 8)  # they are many more than the automaton's
         self.edges.append([])
         self.empty.append([])
         return len(self.edges) - 1
 
-    def check(self, count: int) -> None:
-        if count >= MOST_STATES:
-            raise ValueError(
-                f"the constraint needs more than {MOST_STATES} states; shorten its repetitions"
-            )
-        if time.monotonic() - self._began > MOST_S:
-            raise ValueError(
-                f"the constraint takes more than {MOST_S:g} s to compile; make it simpler"
-            )
+    def add(self, start: int, tree: Tree) -> int:
+        for op, value in tree:
+            start = self._one(start, op, value)
+        return start
 
-    def chars(self, start: int, ranges: _Ranges) -> int:
+    def _one(self, start: int, op: Any, value: Any) -> int:
+        ranges = ranges_of(op, value)
+        if ranges is not None:
+            return self._chars(start, ranges)
+        if op is _c.SUBPATTERN:
+            return self.add(start, children(op, value)[0])
+        if op is _c.BRANCH:
+            end = self.state()
+            for tree in children(op, value):
+                first = self.state()
+                self.empty[start].append(first)
+                self.empty[self.add(first, tree)].append(end)
+            return end
+        if op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+            return self._repeat(start, *value)
+        if op == MEMBERS:
+            return self._members(start, *value)
+        if op is _c.AT:
+            raise unsupported("an anchor within (the whole text is matched anyway)")
+        raise unsupported(str(op).lower())
+
+    def _chars(self, start: int, ranges: list[tuple[int, int]]) -> int:
         end = self.state()
         for low, high in ranges:
             for sequence in _utf8(low, high):
@@ -64,39 +63,9 @@ class _Nfa:
                     here = onto
         return end
 
-    def add(self, start: int, tree: Any) -> int:
-        for op, value in tree:
-            start = self._one(start, op, value)
-        return start
-
-    def _one(self, start: int, op: Any, value: Any) -> int:
-        if op in (_c.LITERAL, _c.NOT_LITERAL):
-            ranges = [(value, value)]
-            return self.chars(start, _inverted(ranges) if op is _c.NOT_LITERAL else ranges)
-        if op is _c.ANY:
-            return self.chars(start, _inverted([(10, 10)]))
-        if op is _c.IN:
-            return self.chars(start, _of_class(value))
-        if op is _c.SUBPATTERN:
-            _, on, off, tree = value
-            if on or off:
-                raise _unsupported("a flag within")
-            return self.add(start, tree)
-        if op is _c.BRANCH:
-            end = self.state()
-            for tree in value[1]:
-                first = self.state()
-                self.empty[start].append(first)
-                self.empty[self.add(first, tree)].append(end)
-            return end
-        if op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
-            return self._repeat(start, *value)
-        if op is _c.AT:
-            raise _unsupported("an anchor (the whole text is matched anyway)")
-        raise _unsupported(str(op).lower())
-
-    def _repeat(self, start: int, least: int, most: Any, tree: Any) -> int:
+    def _repeat(self, start: int, least: int, most: Any, tree: Tree) -> int:
         for _ in range(least):
+            self._budget.check()  # a tree of nothing adds no state
             start = self.add(start, tree)
         if most is _c.MAXREPEAT:
             loop = self.state()
@@ -106,41 +75,29 @@ class _Nfa:
         end = self.state()
         self.empty[start].append(end)
         for _ in range(most - least):
+            self._budget.check()
             start = self.add(start, tree)
             self.empty[start].append(end)
         return end
 
-
-def _unsupported(what: str) -> ValueError:
-    return ValueError(f"regular expression: {what} is not supported; leave it out")
-
-
-def _inverted(ranges: _Ranges) -> _Ranges:
-    found, first = [], 0
-    for low, high in sorted(ranges):
-        if low > first:
-            found.append((first, low - 1))
-        first = max(first, high + 1)
-    if first <= _LAST:
-        found.append((first, _LAST))
-    return found
-
-
-def _of_class(items: Any) -> _Ranges:
-    ranges: _Ranges = []
-    negate = False
-    for op, value in items:
-        if op is _c.NEGATE:
-            negate = True
-        elif op is _c.LITERAL:
-            ranges.append((value, value))
-        elif op is _c.RANGE:
-            ranges.append(value)
-        elif value in _CATEGORIES:
-            ranges += _CATEGORIES[value]
-        else:
-            ranges += _inverted(list(_CATEGORIES[_NEGATED[value]]))
-    return _inverted(ranges) if negate else ranges
+    def _members(self, start: int, each: list[tuple[Tree, bool]], comma: Tree) -> int:
+        nothing: int | None = start  # where no member was written yet
+        some: int | None = None
+        for tree, is_required in each:
+            entry, behind = self.state(), self.state()
+            if nothing is not None:
+                self.empty[nothing].append(entry)
+            if some is not None:
+                self.empty[self.add(some, comma)].append(entry)
+                if not is_required:
+                    self.empty[some].append(behind)
+            self.empty[self.add(entry, tree)].append(behind)
+            nothing, some = None if is_required else nothing, behind
+        end = self.state()
+        for state in (nothing, some):
+            if state is not None:
+                self.empty[state].append(end)
+        return end
 
 
 def _utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
@@ -162,91 +119,124 @@ def _utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
     return [list(pairs)]
 
 
-def byte_automaton(pattern: str) -> tuple[np.ndarray, np.ndarray]:
-    """The least automaton of a pattern: next state by state and byte, and where it accepts.
+def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
+    """The least automaton of a tree: next state by state and byte, and where it accepts.
 
     State 0 is dead and state 1 the first.
 
     Raises:
-        ValueError: The pattern is none, uses what no automaton can, or is too large.
+        ValueError: It matches nothing, uses what no automaton can, or is too large.
     """
-    try:
-        tree = _parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"regular expression: {error}; correct it") from None
-    if tree.state.flags & ~re.UNICODE:
-        raise _unsupported("a flag")
-    nfa = _Nfa()
+    nfa = _Nfa(budget)
     start = nfa.state()
     end = nfa.add(start, tree)
-    cuts = {0, 256}
-    for edges in nfa.edges:
-        for low, high, _ in edges:
-            cuts |= {low, high + 1}
-    lows = sorted(cuts)[:-1]
+    lows = sorted(
+        {0, 256} | {cut for edges in nfa.edges for a, b, _ in edges for cut in (a, b + 1)}
+    )
+    number_of = {low: number for number, low in enumerate(lows)}
     by_class: list[dict[int, list[int]]] = []
     for edges in nfa.edges:
         own: dict[int, list[int]] = {}
         for low, high, onto in edges:
-            for number, lowest in enumerate(lows):
-                if low <= lowest <= high:
-                    own.setdefault(number, []).append(onto)
+            for number in range(number_of[low], number_of[high + 1]):
+                own.setdefault(number, []).append(onto)
         by_class.append(own)
+    closures: dict[int, frozenset[int]] = {}
 
-    def closure(states: Any) -> frozenset[int]:
-        seen, todo = set(states), list(states)
-        while todo:
-            for onto in nfa.empty[todo.pop()]:
-                if onto not in seen:
-                    seen.add(onto)
-                    todo.append(onto)
-        return frozenset(seen)
+    def closure(state: int) -> frozenset[int]:
+        """States with edges, and the end, that are reached over nothing."""
+        if state not in closures:
+            seen, todo = {state}, [state]
+            while todo:
+                for onto in nfa.empty[todo.pop()]:
+                    if onto not in seen:
+                        seen.add(onto)
+                        todo.append(onto)
+            closures[state] = frozenset(one for one in seen if by_class[one] or one == end)
+        return closures[state]
 
-    first = closure([start])
+    first = closure(start)
     numbers, todo, rows = {frozenset(): 0, first: 1}, [first], {0: {}}
     while todo:
         states = todo.pop()
-        nfa.check(len(numbers))
-        found: dict[int, set[int]] = {}
+        budget.check(len(numbers))
+        found: dict[int, list[int]] = {}
         for state in states:
             for number, targets in by_class[state].items():
-                found.setdefault(number, set()).update(targets)
-        row = {}
+                found.setdefault(number, []).extend(targets)
+        row, known = {}, {}
         for number, targets in found.items():
-            key = closure(targets)
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                todo.append(key)
-            row[number] = numbers[key]
+            named = tuple(targets)
+            if named not in known:
+                key = frozenset().union(*map(closure, targets))
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    todo.append(key)
+                known[named] = numbers[key]
+            row[number] = known[named]
         rows[numbers[states]] = row
-    table = np.zeros((len(numbers), len(lows)), np.int64)
+    table = np.zeros((len(numbers), len(lows) - 1), np.int32)
     for state, row in rows.items():
-        for number, onto in row.items():
-            table[state, number] = onto
+        table[state, list(row)] = list(row.values())
     accepting = np.zeros(len(numbers), bool)
-    for states, number in numbers.items():
-        accepting[number] = end in states
-    table, accepting = _least(table, accepting)
-    widths = np.diff([*lows, 256])
-    return np.repeat(table, widths, axis=1), accepting
+    accepting[[number for states, number in numbers.items() if end in states]] = True
+    table, accepting = _least(table, accepting, budget)
+    return np.repeat(table, np.diff(lows), axis=1), accepting
 
 
-def _least(table: np.ndarray, accepting: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _least(
+    table: np.ndarray, accepting: np.ndarray, budget: Budget
+) -> tuple[np.ndarray, np.ndarray]:
     """Equal states joined (Moore); 0 stays dead and 1 the first."""
-    block = accepting.astype(np.int64)
-    count = 0
+    # Equal states are equally far from an end, which tells most others apart at once.
+    block, count = np.where(accepting, 0, FAR).astype(np.int32), 0
     while True:
-        signature = np.concatenate([block[:, None], block[table]], axis=1)
-        _, block = np.unique(signature, axis=0, return_inverse=True)
-        block = block.reshape(-1)
-        if block.max() + 1 == count:
+        budget.check()
+        nearer = np.minimum(block, block[table].min(axis=1) + 1)
+        if (nearer == block).all():
             break
-        count = block.max() + 1
+        block = nearer
+    while True:
+        budget.check()
+        signature = np.concatenate([block[:, None], block[table]], axis=1)
+        known: dict[bytes, int] = {}
+        block = np.array(
+            [known.setdefault(row.tobytes(), len(known)) for row in signature], np.int32
+        )
+        if len(known) == count:
+            break
+        count = len(known)
     _, first = np.unique(block, return_index=True)
     if block[0] == block[1]:
         raise ValueError("the constraint matches no text; correct it")
     order = [block[0], block[1], *(b for b in range(count) if b not in (block[0], block[1]))]
-    number = np.empty(count, np.int64)
+    number = np.empty(count, np.int32)
     number[order] = np.arange(count)
     chosen = first[order]
     return number[block[table[chosen]]], accepting[chosen]
+
+
+def share_a_text(a: Any, b: Any, budget: Budget) -> bool:
+    """Whether two automata accept the same text."""
+    (left, ends_left), (right, ends_right) = a, b
+    seen, todo = {(1, 1)}, [(1, 1)]
+    while todo:
+        x, y = todo.pop()
+        budget.check(len(seen))
+        if ends_left[x] and ends_right[y]:
+            return True
+        both = np.unique(np.stack([left[x], right[y]]), axis=1)
+        for pair in both[:, (both > 0).all(axis=0)].T.tolist():
+            if tuple(pair) not in seen:
+                seen.add(tuple(pair))
+                todo.append(tuple(pair))
+    return False
+
+
+def accepts(automaton: Any, data: bytes) -> bool:
+    """Whether an automaton accepts bytes."""
+    table, accepting = automaton
+    state = 1
+    for byte in data:
+        state = table[state, byte]
+    return bool(accepting[state])

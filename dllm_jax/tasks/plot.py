@@ -80,14 +80,20 @@ def draw_race(facts: Mapping[str, Any], path: Path) -> None:
         best = facts["settings"][facts["winner"]]
         place = best["tokens_per_forward"]["value"], 100 * best["exact"]["value"]
         panel.plot(*place, marker="*", markersize=15, color="C1", linestyle="", label="winner")
-        panel.annotate(
-            facts["winner"].replace(",", "\n"),
-            place,
-            xytext=(8, -10),
-            textcoords="offset points",
-            fontsize=8,
-            verticalalignment="top",
-        )
+        slowest = facts["settings"][facts["reference"]]
+        start = slowest["tokens_per_forward"]["value"], reference
+        left, right = panel.get_xlim()
+        for text, (x, y) in ((facts["winner"], place), ("reference", start)):
+            is_left = x < (left + right) / 2  # the text stays within the frame
+            panel.annotate(
+                text.replace(",", "\n"),
+                (x, y),
+                xytext=(8 if is_left else -8, -8),
+                textcoords="offset points",
+                fontsize=8,
+                verticalalignment="top",
+                horizontalalignment="left" if is_left else "right",
+            )
         panel.set(
             title=f"{facts['model']}, {facts['set']}: up and right is better",
             xlabel="tokens per forward (95 % interval)",

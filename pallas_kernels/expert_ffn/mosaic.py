@@ -80,10 +80,20 @@ def unsupported_arguments(x: Array, w_down: Array) -> str | None:
 
 
 def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
-    """A tile for so many pairs, if they are spread evenly over the experts."""
-    rows = num_pairs / len(w_down)
-    groups = next((n for n in (1, 2, 3) if rows <= 0.75 * _ROWS * n), 4)
-    return Tiling(groups=groups)
+    """A tile for so many pairs, if they are spread evenly over the experts.
+
+    Within 3 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
+    """
+    E, F, D = w_down.shape
+    rows, wide = num_pairs / E, 128 if D % 256 else 256
+    gated = 128 if F < 128 else 256
+    if rows <= 24:  # most experts have fewer than a warpgroup takes
+        return Tiling(groups=1, gate_up=128 if F % 128 else gated, down=wide)
+    if rows <= 96:
+        return Tiling(groups=2, gate_up=128, down=wide)
+    if rows <= 160:  # most have two warpgroups' rows and some more
+        return Tiling(groups=3, gate_up=128, down=128)
+    return Tiling(groups=2, gate_up=gated, down=wide)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once
@@ -101,10 +111,8 @@ def expert_ffn(
     """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
     E, F, D = w_down.shape
     tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
-    if F % (tiling.gate_up // 2) or D % tiling.down:
-        raise ValueError(
-            f"{tiling.gate_up=} must be 2 times a divisor of {F=}, and {tiling.down=} one of {D=}"
-        )
+    if tiling.gate_up > 2 * F or tiling.down > D:
+        raise ValueError(f"{tiling=} is wider than its matrices, {F=} and {D=}")
     rows, place, tiles, first_tile = _sorted_rows(x, expert_ids, E, tiling.groups, interpret)
 
     def gated(gate: Array, up: Array) -> Array:
@@ -190,29 +198,40 @@ def _place(x, ids, count, first, first_tile, *refs, k, tile_rows):
     theirs = _loaded(ids.at[chunk], layout)
     index = plgpu.broadcasted_iota(jnp.int32, theirs.shape, 0, layout=layout)
     values = _loaded(x.at[row], _strided(x.shape[1], 8))
+    # What is read comes before what is written, so that nothing waits for memory in turn.
+    experts = [ids[chunk, start + j] for j in range(k)]
+    routed = [(expert >= 0) & (expert < count.shape[0]) for expert in experts]
+    mine = [jnp.where(is_one, one, 0) for one, is_one in zip(experts, routed, strict=True)]
+    begin = [first[one] * _ALIGNED for one in mine]
+    tile = [first_tile[one] for one in mine]
+    length = [count[one] for one in mine]
+    rank = [sum(counted[chunk, one] for counted in before) for one in mine]
+
+    # Sums of several pairs in one: a sum over threads takes as long as some 50 instructions.
+    bits = ids.shape[1].bit_length()
+    at_once = 31 // bits
+    for j in range(0, k, at_once):
+        packed = jnp.zeros_like(index)
+        for i, expert in enumerate(experts[j : j + at_once]):
+            ahead = (theirs == expert) & (index < start + j + i)
+            packed += jnp.where(ahead, 1 << (bits * i), 0)
+        total = jnp.sum(packed)
+        for i in range(min(at_once, k - j)):
+            rank[j + i] += (total >> (bits * i)) & ((1 << bits) - 1)
+
     for j in range(k):
-        expert = ids[chunk, start + j]
-        is_routed = (expert >= 0) & (expert < count.shape[0])
-        mine = jnp.where(is_routed, expert, 0)
-        ahead = jnp.where((theirs == expert) & (index < start + j), 1.0, 0.0)
-        rank = jnp.sum(ahead).astype(jnp.int32)
-        for counted in before:
-            rank = rank + counted[chunk, mine]
-        to = first[mine] * _ALIGNED + rank
-        place[row, j] = jnp.where(is_routed, to, NO_PLACE)
+        place[row, j] = jnp.where(routed[j], begin[j] + rank[j], NO_PLACE)
 
-        @pl.when(is_routed)
-        def _(to=to):
-            rows[to] = values
+        @pl.when(routed[j])
+        def _(j=j):
+            rows[begin[j] + rank[j]] = values
 
-        in_tile = jax.lax.rem(rank, number(tile_rows))
-
-        @pl.when(is_routed & (in_tile == 0))
-        def _(to=to, mine=mine, rank=rank):
-            tile = first_tile[mine] + jax.lax.div(rank, number(tile_rows))
-            tiles[tile, 0] = mine
-            tiles[tile, 1] = to
-            tiles[tile, 2] = jnp.minimum(count[mine] - rank, tile_rows)
+        @pl.when(routed[j] & (jax.lax.rem(rank[j], number(tile_rows)) == 0))
+        def _(j=j):
+            to = tile[j] + jax.lax.div(rank[j], number(tile_rows))
+            tiles[to, 0] = mine[j]
+            tiles[to, 1] = begin[j] + rank[j]
+            tiles[to, 2] = jnp.minimum(length[j] - rank[j], tile_rows)
 
 
 def _combine(results, place, weights, out):
@@ -257,7 +276,7 @@ def _product(
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=parts + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
     }
-    most = len(tiles) * (N // columns)
+    most = len(tiles) * -(-N // columns)
     return plgpu.kernel(
         functools.partial(_multiply, names=tuple(scratch), finish=finish),
         out_type=jax.ShapeDtypeStruct((P, N // parts), kind),
@@ -281,17 +300,20 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
     warpgroup = jax.lax.axis_index("warpgroup")
-    K, across = x.shape[1], out.shape[1] // width
+    (_, K), N = x.shape, out.shape[1]
+    across = -(-N // width)
     zero, steps = number(0), K // _DEPTH
     work = first_tile[first_tile.shape[0] - 1] * across
     count = jnp.maximum(jax.lax.div(work - block + (blocks - 1), number(blocks)), 0)
     after = functools.partial(next_buffer, stages=stages)
 
     def place(i):
-        """Expert, place of the first row, rows, and column of the i-th tile."""
+        """Expert, place of the first row, rows, and first column of the i-th tile."""
         item = block + jnp.minimum(i, count - 1) * blocks
         tile = jax.lax.div(item, number(across))
-        return (*(tiles[tile, j] for j in range(3)), item - tile * across)
+        # The last columns begin early instead of ending late.
+        column = jnp.minimum((item - tile * across) * width, N - width)
+        return (*(tiles[tile, j] for j in range(3)), pl.multiple_of(column, _DEPTH))
 
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
@@ -311,7 +333,7 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
             loaded, deep = scratch["loaded"].at[slot], piece(step, _DEPTH)
             down = piece(expert * steps + step, _DEPTH)
             for part in range(parts):
-                start = pl.multiple_of((part * across + column) * width, width)
+                start = pl.multiple_of(part * N + column, _DEPTH)
                 source = w.at[down, pl.ds(start, width)]
                 plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot, part], loaded)
             for least, size in zip([0, *sizes], sizes, strict=False):
@@ -372,7 +394,7 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
             def _(rows=rows, done=done):
                 source = staged.at[pl.ds(pl.multiple_of(done, _ALIGNED), rows)]
                 down = pl.multiple_of(first + warpgroup * _ROWS + done, _ALIGNED)
-                target = out.at[pl.ds(down, rows), piece(column, width)]
+                target = out.at[pl.ds(down, rows), pl.ds(pl.multiple_of(column, _DEPTH), width)]
                 plgpu.copy_smem_to_gmem(source, target)
 
     def compute_tile(i, slot):

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from .. import dispatch
 from ..dispatch import BackEnd
-from . import reference, triton
+from . import mosaic, reference, triton
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "triton", "mosaic"]
 
 
 def write_rows(
@@ -29,7 +29,8 @@ def write_rows(
             one shape are written together.
         page, offset: Where each row goes, the same in all arrays. Places are distinct and pages
             not negative: back ends differ there. A row whose page is P or more is dropped.
-        implementation: "xla" (any device), "triton" (NVIDIA GPU), or None for the faster one.
+        implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, jax 0.11), or
+            None for the fastest.
 
     Returns:
         The arrays of pages.
@@ -60,6 +61,7 @@ def _write_alike(
     # (benchmarks/results/layer_h200.json); 8 bits take the same launch.
     is_short = pages[0].dtype.itemsize <= 2
     back_ends = {
+        "mosaic": BackEnd(mosaic.write_rows, mosaic.unsupported(pages, page), False),
         "triton": BackEnd(triton.write_rows, triton.unsupported(pages, page), is_short),
         "xla": BackEnd(reference.write_rows),
     }

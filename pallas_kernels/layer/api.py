@@ -31,6 +31,9 @@ MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # Least share of the multiprocessors that hold a tile of `gated_matmul` with many rows, the mean of
 # its rounds: from 0.9 on it is 3 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
 MOSAIC_LEAST_SHARE = 0.88
+# Most rows of a product of 8 bits by Mosaic's form for many rows: right on an H200 at 1,024 rows
+# (benchmarks/results/fp8_many_check_h200.json), but not timed yet, so it runs by name alone.
+MOSAIC_MANY_FP8_ROWS = 0
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
 MOSAIC_ROWS = 1024
@@ -297,7 +300,7 @@ def _many_rows_split_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
     return BackEnd(
         functools.partial(mosaic_many.matmul, columns=width, dtype=dtype),
         reason,
-        share >= MOSAIC_LEAST_SHARE and math.prod(w.shape) >= MOSAIC_WEIGHTS[0],
+        _is_many_fp8(rows, share) and math.prod(w.shape) >= MOSAIC_WEIGHTS[0],
     )
 
 
@@ -320,8 +323,13 @@ def _many_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
     return BackEnd(
         functools.partial(mosaic_many.gated_matmul, columns=width, dtype=dtype),
         reason,
-        share >= MOSAIC_LEAST_SHARE and math.prod(w.shape) >= MOSAIC_GATED_WEIGHTS[0],
+        _is_many_fp8(rows, share) and math.prod(w.shape) >= MOSAIC_GATED_WEIGHTS[0],
     )
+
+
+def _is_many_fp8(rows: Fp8Rows, share: float) -> bool:
+    """Whether Mosaic's form for many rows is chosen, by the share of the chip that has a tile."""
+    return _num_rows(rows.values) <= MOSAIC_MANY_FP8_ROWS and share >= MOSAIC_LEAST_SHARE
 
 
 def _plain_gated(dtype: Any, rows: Fp8Rows, w: Fp8Matrix) -> Array:
@@ -369,7 +377,8 @@ def rotate_qkv(
             mosaic_rotate.rotate_qkv,
             mosaic.unsupported(jax.ShapeDtypeStruct(qkv.shape, dtype))
             or mosaic_rotate.unsupported_heads(qkv, cos),
-            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS,
+            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS
+            and mosaic_rotate.is_measured(qkv, cos),
         ),
         "triton": BackEnd(
             triton.rotate_qkv,

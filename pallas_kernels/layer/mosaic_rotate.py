@@ -1,9 +1,9 @@
 """Pallas Mosaic kernel for NVIDIA Hopper: norm and rotation of heads in a short launch.
 
 A program is a warpgroup with some heads of one row. A tile of it is the same head of eight groups,
-each by 16 lanes, so that a pair lies in one thread, the norm is a sum over the lanes of a head, and
-which of query, key or value a tile is, is known when the kernel is written. Roundings to 16 bits
-are those of the reference.
+or of four, each by 16 lanes or 32, so that a pair lies in one thread, the norm is a sum over the
+lanes of a head, and which of query, key or value a tile is, is known when the kernel is written.
+Roundings to 16 bits are those of the reference.
 """
 
 import functools
@@ -15,18 +15,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-_GROUPS, _LANES = 8, 16  # of a tile, and of a head in it
-_HALVES = (32, 64)  # of a head: two or four components to a lane
+_GROUPS = (8, 4)  # of a tile, in order of preference
+_LANES = 128  # of a tile
+_PIECES = (32, 64)  # rotated pairs: one to four components to a lane
 _HEADS = 2  # of each group, to a program
 
 
 def unsupported_heads(qkv: Array, cos: Array) -> str | None:
     """Why `rotate_qkv` cannot take such heads, or None."""
     G, _, H = qkv.shape[-3:]
-    if 2 * cos.shape[-1] != H or H // 2 not in _HALVES or G % _GROUPS:
-        heads = f"a multiple of {_GROUPS} KV heads, of 64 or 128 components, all of them rotated"
-        return f"needs {heads}, got {G} of {H}, {2 * cos.shape[-1]} of them rotated"
+    R2 = cos.shape[-1]
+    if R2 not in _PIECES or H % R2 or H > 4 * R2 or H < 2 * R2 or G % _GROUPS[-1]:
+        heads = f"a multiple of {_GROUPS[-1]} KV heads, 64 or 128 components of each rotated"
+        return f"needs {heads}, and of the rest no more, got {G} of {H}, {2 * R2} of them rotated"
     return None
+
+
+def is_measured(qkv: Array, cos: Array) -> bool:
+    """Whether such heads were timed on a GPU; the others were interpreted and lowered."""
+    return qkv.shape[-3] % _GROUPS[0] == 0 and 2 * cos.shape[-1] == qkv.shape[-1]
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))  # layers lower once
@@ -50,14 +57,15 @@ def rotate_qkv(
         *rows, R2 = cos.shape
         M = cos.size // R2
         kind = jnp.dtype(dtype or qkv.dtype)
+        groups = next(n for n in _GROUPS if G % n == 0)
         body = functools.partial(
-            _rotate_qkv, has_norms=bool(norms), has_bias=bias is not None, eps=eps
+            _rotate_qkv, groups=groups, has_norms=bool(norms), has_bias=bias is not None, eps=eps
         )
         shapes = ((M, G, both - 2, H), (M, G, H), (M, G, H))
         q, k, v = plgpu.kernel(
             body,
             out_type=[jax.ShapeDtypeStruct(shape, kind) for shape in shapes],
-            grid=(M, G // _GROUPS, -(-both // _HEADS)),
+            grid=(M, G // groups, -(-both // _HEADS)),
             grid_names=("row", "groups", "heads"),
             kernel_name="rotate_qkv",
             # Nothing reads what is written here, so threads need not wait for their warpgroup.
@@ -76,16 +84,16 @@ def rotate_qkv(
     return jax.custom_batching.sequential_vmap(run)(qkv, bias, norms, cos, sin)
 
 
-def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: float):
-    """Some heads of eight groups, for one row."""
+def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, eps: float):
+    """Some heads of some groups, for one row, in pieces as wide as there are rotated pairs."""
     *extra, q, k, v = refs
     num_parts, _, _, both, H = qkv.shape
-    half, dtype = H // 2, q.dtype
-    tile = (_GROUPS, half)
-    halves = [pl.ds(i * half, half) for i in range(2)]
+    width, dtype = cos.shape[-1], q.dtype
+    tile = (groups, width)
+    pieces_at = [pl.ds(start, width) for start in range(0, H, width)]
     row = jax.lax.axis_index("row")
-    groups = pl.ds(pl.multiple_of(jax.lax.axis_index("groups") * _GROUPS, _GROUPS), _GROUPS)
-    layout = _layout(half)
+    first = pl.multiple_of(jax.lax.axis_index("groups") * groups, groups)
+    mine_of, layout = pl.ds(first, groups), _layout(*tile)
 
     def load(ref, layout=layout):
         # jax 0.10 requires an index here.
@@ -101,15 +109,15 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
     def work(mine):
         """Heads of these places in their groups; all loads start before the first use."""
         given = [
-            [[load(qkv.at[i, row, groups, j, at]) for i in range(num_parts)] for at in halves]
+            [[load(qkv.at[i, row, mine_of, j, at]) for i in range(num_parts)] for at in pieces_at]
             for j in mine
         ]
         cosine, sine = (load_columns(table.at[row]) for table in (cos, sin))
         norms = extra[:2] if has_norms else []
-        scales = [[rounded(load_columns(scale.at[at])) for at in halves] for scale in norms]
+        scales = [[rounded(load_columns(scale.at[at])) for at in pieces_at] for scale in norms]
         own_bias = extra[2 * has_norms :]
         biases = [
-            [rounded(load(ref.at[groups, j, at])) for ref in own_bias for at in halves]
+            [rounded(load(ref.at[mine_of, j, at])) for ref in own_bias for at in pieces_at]
             for j in mine
         ]
         for j, parts, bias in zip(mine, given, biases, strict=True):
@@ -124,10 +132,10 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
                     for piece, scale in zip(pieces, scales[j == both - 2], strict=True)
                 ]
             if j < both - 1:
-                a, b = pieces
-                pieces = [a * cosine - b * sine, b * cosine + a * sine]
-            out = q.at[row, groups, j] if j < both - 2 else (k, v)[j - both + 2].at[row, groups]
-            for piece, at in zip(pieces, halves, strict=True):
+                a, b, *rest = pieces
+                pieces = [a * cosine - b * sine, b * cosine + a * sine, *rest]
+            out = q.at[row, mine_of, j] if j < both - 2 else (k, v)[j - both + 2].at[row, mine_of]
+            for piece, at in zip(pieces, pieces_at, strict=True):
                 out[:, at] = piece.astype(dtype)
 
     for i, start in enumerate(range(0, both, _HEADS)):
@@ -135,12 +143,16 @@ def _rotate_qkv(qkv, cos, sin, *refs, has_norms: bool, has_bias: bool, eps: floa
         pl.when(jax.lax.axis_index("heads") == i)(functools.partial(work, mine))
 
 
-def _layout(half: int) -> Any:
-    """Eight rows, two to a warp, one to 16 lanes, each of which has neighbours."""
+def _layout(groups: int, width: int) -> Any:
+    """Rows of a tile, as many to each warp, and the lanes of each, which have neighbours."""
     from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
+    lanes = _LANES // groups
+    if groups == 4:  # a row a warp
+        tiling = Tiling(((groups, width), (width // lanes,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     return plgpu.Layout.TILED(
-        Tiling(((_GROUPS, half), (_GROUPS // 4, half), (half // _LANES,))),
+        Tiling(((groups, width), (groups // 4, width), (width // lanes,))),
         warp_dims=(-5,),
         lane_dims=(-3, -2),
         vector_dim=-1,

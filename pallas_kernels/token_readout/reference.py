@@ -54,10 +54,16 @@ def read_law(
     return of_law(logits / temperature[:, None], head.dtype)
 
 
-def of_law(law: Array, dtype: Any) -> LawReadout:
-    """The readout of a law [R V] that is there, as logits."""
+def of_law(law: Array, dtype: Any, best: tuple[Array, Array] | None = None) -> LawReadout:
+    """The readout of a law [R V] that is there, as logits.
+
+    Args:
+        best: Peak and token of more ids than these, from the first of these on; None: of these.
+    """
     num_rows, num_ids = law.shape
-    peak, token = jnp.max(law, axis=1), jnp.argmax(law, axis=1).astype(jnp.int32)
+    if best is None:
+        best = jnp.max(law, axis=1), jnp.argmax(law, axis=1).astype(jnp.int32)
+    peak, token = best
     # By shares, all sums have one shape and one launch, which makes the rounded weights as well.
     wide = jnp.pad(law, ((0, 0), (0, -num_ids % SHARE)), constant_values=-jnp.inf)
     wide = wide.reshape(num_rows, -1, SHARE)

@@ -153,39 +153,47 @@ def _chain(
     def keeps(kind: Array, held: Array, free: Array) -> Array:
         return (kind == KNOWN) | ((kind == WRITTEN) & (held >= free))
 
-    def back(beta: Array, cell: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        kind, known, score = cell
+    count = len(grammar.distance)
+
+    def back(beta: Array, cell: tuple[Array, ...]) -> tuple[Array, Array]:
+        kind, known, score, noise = cell
         through = score[grammar.label] + beta[grammar.target]
-        free = jnp.max(through, axis=1)
+        best = jnp.argmax(through + noise[None], axis=1)[:, None]
+        onto = jnp.take_along_axis(grammar.target, best, axis=1)[:, 0].astype(jnp.int32)
+        free = likeliest = jnp.max(through, axis=1)
         if draw is not None:
             total = free + jnp.log(jnp.sum(jnp.exp(through - free[:, None]), axis=1))
             free = jnp.where(draw.tempered, total, free)
-        held = beta[jax.lax.dynamic_index_in_dim(grammar.delta, known, 1, keepdims=False)]
+        kept = jax.lax.dynamic_index_in_dim(grammar.delta, known, 1, keepdims=False)
+        kept = kept.astype(jnp.int32)
+        held = beta[kept]
         value = jnp.where(keeps(kind, held, free), held, free)
         value = jnp.maximum(jnp.where(kind == SKIP, beta, value), NEVER)
-        return value, beta
-
-    first, behind = jax.lax.scan(back, last, (kind, known, score), reverse=True)
-
-    def walk(at: Array, cell: tuple[Array, ...]) -> tuple[Array, Array]:
-        kind, known, score, beta, noise = cell
-        target = grammar.target[at].astype(jnp.int32)
-        through = score[grammar.label[at]] + beta[target]
-        kept = grammar.delta[at, known].astype(jnp.int32)
-        keep = keeps(kind, beta[kept], jnp.max(through))
-        onto = jnp.where(keep, kept, target[jnp.argmax(through + noise)])
-        onto = jnp.where(kind == SKIP, at, onto)
-        return onto, onto
+        onto = jnp.where(keeps(kind, held, likeliest), kept, onto)
+        return value, jnp.where(kind == SKIP, jnp.arange(count, dtype=jnp.int32), onto)
 
     noise = jnp.zeros((len(kind), grammar.target.shape[1]))
     if draw is not None:
         keys = jax.vmap(jax.random.fold_in, (0, None))(draw.keys, _PATH_STREAM)
         drawn = jax.vmap(lambda key: jax.random.gumbel(key, noise.shape[1:]))(keys)
         noise = jnp.where(draw.tempered, drawn, noise)
-    path = jax.lax.scan(walk, at, (kind, known, score, behind, noise))[1]
-    return jnp.concatenate([at[None], path]), first[at]
+    cells = kind, known, score, noise
+    first, onto = jax.lax.scan(back, last, cells, reverse=True, unroll=_UNROLL)
+    return jnp.concatenate([at[None], _followed(onto, at)]), first[at]
 
 
+def _followed(onto: Int[Array, "W G"], at: Array) -> Int[Array, " W"]:
+    """The states behind each cell, of maps from state to state.
+
+    Maps are composed in a few gathers; a second scan would be several launches for each cell.
+    """
+    maps = jax.lax.associative_scan(lambda a, b: jnp.take_along_axis(b, a, axis=-1), onto)
+    return maps[:, at]
+
+
+# Cells in one pass of the chain's loop: 128 cells of 256 states took 0.29 ms on an H200, by one
+# cell a pass 1.62 (benchmarks/results/grammar_h200.json).
+_UNROLL = 8
 _PATH_STREAM = 0x9A7  # of paths; tokens are drawn with the cell's key itself
 
 
@@ -228,28 +236,81 @@ def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | N
         draw: None: no slot draws.
     """
 
-    def one(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
-        grammar = view.grammar
-        mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
-        scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
-        chained = view.at, view.room, view.kind, view.known, scores, draw
-        path, value = _chain(grammar, *chained)
-        fits = _classes_along(grammar, path)
-        rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
-        top = jnp.max(rank, axis=1, keepdims=True)
-        token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
-        chosen = fits & (stats.token == token[:, None])
-        confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
-        anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
-        return Plan(path, value, jnp.where(anything, -1, token), confidence)
-
     def best() -> Plan:
-        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read)
+        return jax.vmap(lambda *slot: _planned(*slot, draw=None))(view, stats, read)
 
     if draw is None:
         return best()
     draws = jnp.any(draw.tempered & view.bound)
-    return jax.lax.cond(draws, lambda: jax.vmap(one)(view, stats, read, draw), best)
+    return jax.lax.cond(draws, lambda: jax.vmap(_planned)(view, stats, read, draw), best)
+
+
+def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
+    """The plan of one slot, all leaves without its axis."""
+    grammar = view.grammar
+    mass = jnp.maximum(jnp.nan_to_num(stats.mass, nan=FLOOR), FLOOR)
+    scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
+    chained = view.at, view.room, view.kind, view.known, scores, draw
+    path, value = _chain(grammar, *chained)
+    fits = _classes_along(grammar, path)
+    rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
+    top = jnp.max(rank, axis=1, keepdims=True)
+    token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
+    chosen = fits & (stats.token == token[:, None])
+    confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
+    anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
+    return Plan(path, value, jnp.where(anything, -1, token), confidence)
+
+
+def plan_each(
+    view: View,
+    stats: ClassStats,
+    read: Bool[Array, "B W"],
+    behind: Int[Array, "B W"],
+    draw: Draw | None = None,
+) -> Plan:
+    """The token of each cell behind given ones, as it is chosen one token at a time.
+
+    Args:
+        behind: Tokens of the window; what they are from the cell itself on counts for nothing.
+
+    Returns:
+        A plan whose path and value are those of single cells [B W 2] and [B W].
+    """
+
+    def one(view: Any, stats: Any, read: Any, behind: Any, draw: Any) -> Plan:
+        grammar, mine = view.grammar, view.kind != SKIP
+        ids = jnp.clip(behind, 0, grammar.class_of.shape[0] - 1)
+
+        def walk(at: Array, cell: tuple[Array, Array]) -> tuple[Array, Array]:
+            number, mine = cell
+            return jnp.where(mine, grammar.delta[at, number].astype(jnp.int32), at), at
+
+        _, at = jax.lax.scan(walk, view.at, (grammar.class_of[ids], mine))
+        left = jnp.cumsum(mine[::-1], dtype=jnp.int32)[::-1]  # from each cell on
+        later = left - mine.astype(jnp.int32)
+        cells = View(
+            grammar,
+            at,
+            view.bound,
+            jnp.where(mine, HOLE, SKIP)[:, None],
+            jnp.zeros_like(behind)[:, None],
+            view.room + later,
+        )
+        axes = View(None, 0, None, 0, 0, 0)  # type: ignore[arg-type]
+        own, asked = jax.tree.map(lambda leaf: leaf[:, None], (stats, read))
+        alone = None
+        if draw is not None:
+            every = jnp.broadcast_to(draw.tempered, read.shape)
+            alone = Draw(every, draw.keys[:, None])
+        in_axes = (axes, 0, 0, None if alone is None else 0)
+        plan = jax.vmap(_planned, in_axes=in_axes)
+        found = plan(cells, own, asked, alone)
+        return found.replace(token=found.token[:, 0], confidence=found.confidence[:, 0])
+
+    if draw is None:
+        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read, behind)
+    return jax.vmap(one)(view, stats, read, behind, draw)
 
 
 _NO_ID = jnp.iinfo(jnp.int32).max
@@ -264,6 +325,17 @@ def _classes_along(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, "W 
 def _is_tail(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, " W"]:
     """Cells behind a stop id."""
     return path[:-1] == grammar.end
+
+
+def walk(state: DecodeState) -> Int[Array, "B W1"]:
+    """The automaton's states along the filled cells at the window's left; nothing behind them."""
+    seen = view(state)
+    assert seen is not None
+    count = seen.grammar.delta.shape[1]
+    onto = jax.vmap(lambda delta, known: delta[:, known].T)(seen.grammar.delta, seen.known)
+    stays = (seen.kind == SKIP)[..., None]
+    onto = jnp.where(stays, jnp.arange(count, dtype=jnp.int32), onto.astype(jnp.int32))
+    return jnp.concatenate([seen.at[:, None], jax.vmap(_followed)(onto, seen.at)], axis=1)
 
 
 def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int[Array, "B W1"]]:

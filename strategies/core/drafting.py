@@ -79,7 +79,9 @@ def match(
     # Known while tracing, so that what is narrow is cut out and not gathered.
     cell = np.broadcast_to(np.arange(block.shape[2], dtype=np.int32), block.shape)
     keys = random.position_keys(state)
-    truth = out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width).token
+    truth = out.predict(
+        where=cell > 0, sampling=state.sampling, keys=keys, width=width, behind=block
+    ).token
     if width == 1:
         return truth, jnp.zeros_like(state.finish)
     is_wrong = ((block != truth) | (cell >= width))[:, 0, 1:]

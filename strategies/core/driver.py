@@ -188,7 +188,10 @@ def advance(
     taken = running & ~broken
     held, path = state.constraint, None
     if held is not None:
-        stepped, path = constraint.conform(state, stepped)
+        if strategy.needs.fills_holes:
+            path = constraint.walk(stepped)
+        else:
+            stepped, path = constraint.conform(state, stepped)
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
     counted = count(state, stepped, info)

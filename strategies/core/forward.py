@@ -102,8 +102,12 @@ class ForwardOutput(Protocol):
         guide: tuple["ForwardOutput", float] | None = None,
         width: int | None = None,
         soft: bool = False,
+        fixed: Bool[Array, "B K S"] | None = None,
+        behind: Int[Array, "B K S"] | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
+
+        The tokens of a slot with a grammar are together a text that fits it.
 
         Args:
             where: Cells wanted (default all).
@@ -120,6 +124,10 @@ class ForwardOutput(Protocol):
                 have no prediction.
             soft: Also return the expected embedding, for models whose head is their embedding. The
                 draw then uses other noise.
+            fixed: Filled cells that a text of a grammar keeps (default: all that are filled). Of
+                the others the likeliest text is also the first of `top_ids`.
+            behind: Tokens of the window, of which each cell's own follows those before it: it fits
+                a grammar as it does one token at a time, and not all together.
         """
         ...
 

@@ -75,6 +75,9 @@ class Needs:
         token_a_step: Each step settles a token at least, so steps can be bounded by tokens.
         conditions: Inputs are `Conditioned`: only a network that mixes them runs the strategy.
         pins: A request may bring cells of the first block behind a "whole_causal" prompt.
+        fills_holes: The strategy writes predicted tokens to holes, and nothing else. Then a request
+            may bring cells of its first window behind a "grid" or a "whole_full" prompt, which are
+            filled from the start, and what is written to the text of a grammar need not be checked.
 
     Raises:
         ValueError: `prompt` or `provisional_cache` is none of its names.
@@ -90,6 +93,7 @@ class Needs:
     token_a_step: bool = False
     conditions: bool = False
     pins: bool = False
+    fills_holes: bool = False
 
     def __post_init__(self):
         names = {"prompt": [*PromptMode], "provisional_cache": get_args(CacheReads)}
@@ -98,6 +102,17 @@ class Needs:
             if value not in allowed:
                 raise ValueError(f"{field}={value!r} is not one of {', '.join(allowed)}; use one")
         object.__setattr__(self, "prompt", PromptMode(self.prompt))
+
+    @property
+    def takes_given(self) -> bool:
+        """A request may bring cells behind its prompt."""
+        return self.prompt.in_window or self.pins or self.starts_filled
+
+    @property
+    def starts_filled(self) -> bool:
+        """A request may bring cells of its first window, which are filled from the start."""
+        fits = not self.prompt.in_window and not self.prompt.is_token_causal
+        return self.fills_holes and fits
 
     @property
     def starts_over(self) -> bool:

@@ -181,6 +181,11 @@ class Strategy(struct.PyTreeNode, abc.ABC):
         return type(self).absorb is not Strategy.absorb
 
     @property
+    def holds_constraints(self) -> bool:
+        """Whether texts can be held to grammars."""
+        return True
+
+    @property
     def made_of(self) -> Any:
         """The class or function that defines `step`."""
         return type(self)

@@ -261,7 +261,7 @@ def _mass(law: Float[Array, "R V"]) -> tuple[Float[Array, " R"], Float[Array, " 
     return peak, jnp.sum(jnp.exp(law - base[:, None]), axis=-1)
 
 
-def _kept(peaks: Float[Array, "devices R"]) -> tuple[Array, Array, Array]:
+def relative_to_peak(peaks: Float[Array, "devices R"]) -> tuple[Array, Array, Array]:
     """The peak of all devices; each one's below it, and the factor of its weights."""
     peak = jnp.max(peaks, axis=0)
     base = jnp.where(peak == _NEVER, 0.0, peak)
@@ -277,7 +277,7 @@ def _joined(parts: Float[Array, "devices R n"], num_top: int) -> TokenStats:
     def chosen(values: Float[Array, "devices R"]) -> Float[Array, " R"]:
         return jnp.take_along_axis(values, best, axis=0)[0]
 
-    peak, sunk, kept = _kept(peaks)
+    peak, sunk, kept = relative_to_peak(peaks)
     mass = jnp.sum(kept * masses, axis=0)
     spread = jnp.sum(kept * (spreads + sunk * masses), axis=0)
     tops = jnp.moveaxis(parts[..., 6:], 0, 1)
@@ -297,7 +297,7 @@ def normaliser(
 ) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
     """The largest logit of each row over all devices, and the sum of all weights below it."""
     peaks, masses = jnp.moveaxis(shard.of_all(jnp.stack(_mass(law), axis=1)), -1, 0)
-    peak, _, kept = _kept(peaks)
+    peak, _, kept = relative_to_peak(peaks)
     return peak, jnp.sum(kept * masses, axis=0)
 
 

@@ -173,6 +173,10 @@ class _Watch:
         self._must(settled <= W, "settled cells are cells of the window", settled)
         for buffer in (stepped.buffer, new.buffer):
             self._statuses(buffer)
+        if self.needs.fills_holes:
+            was, now = old.buffer, stepped.buffer
+            stays = ~was.filled | (now.filled & (now.tokens == was.tokens))
+            self._must(stays, "with Needs.fills_holes no filled cell is written to")
         self._faults(stepped, new)
         self._text(stepped.buffer, settled)
         self._committed(stepped, commit)

@@ -88,6 +88,12 @@ def draw(
         if strategy.needs.pins:
             brings = (rng.random((B, W)) < rng.choice([0.0, 0.3], (B, 1))) & (np.arange(W) < S)
             given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
+        elif strategy.needs.starts_filled:
+            rest = prompt_len % S if strategy.needs.prompt.is_grid else np.zeros(B, int)
+            brings = (rng.random((B, W)) < rng.choice([0.0, 0.0, 0.3], (B, 1))) & (
+                np.arange(W) >= rest[:, None]
+            )
+            given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
     # Mostly the same token at a position, now and then another one.
     token = rng.integers(0, VOCAB - 1, (B, 1, X)) + (rng.random((B, ROWS, X)) < 0.2)
     world = World(
@@ -109,7 +115,7 @@ def draw(
             _int32(stops),
             never,
             never,
-            None if given is None else given >= 0,
+            None if given is None or strategy.needs.starts_filled else given >= 0,
             strategy.needs.pins,
         ),
         given,

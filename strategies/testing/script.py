@@ -85,6 +85,7 @@ class _ScriptedOutput(struct.PyTreeNode):
         guide: Any = None,
         width: int | None = None,
         soft: bool = False,
+        **_: Any,
     ) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
         del sampling, keys, confidence, width

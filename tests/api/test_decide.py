@@ -96,6 +96,17 @@ def test_questions_are_answered_in_one_forward(tiny, monkeypatch, joint):
         assert one.confidence == pytest.approx(want.max(), abs=1e-5)
 
 
+def test_many_questions_at_once_equal_single_ones_bit_for_bit(tiny):
+    questions = [
+        Question.choice(f"Which is number {i}?", ["pens", "books", "days", "dollars"][: 2 + i % 3])
+        for i in range(64)
+    ]
+    together = decide(tiny, CONTEXT, questions)
+    alone = [decide(tiny, CONTEXT, [one])[0] for one in questions]
+    assert together == alone
+    assert len({one.probabilities for one in together}) > 60
+
+
 def test_each_text_ends_with_one_cell_for_its_letter(tiny):
     how = reading_of(tiny)
     for text in reads(tiny, how, CONTEXT, QUESTIONS):

@@ -286,7 +286,12 @@ def test_command_draws_the_suffix_behind_the_window(model, llm, command):
 @pytest.mark.parametrize(
     ("argv", "strategy", "status", "said"),
     [
-        (("x", "--suffix", "y"), (), 2, "MultiBD does not see what stands behind the text; give "),
+        (
+            ("x", "--suffix", "y"),
+            ("--strategy", "edit"),
+            2,
+            "Edit does not see what stands behind the text; give ",
+        ),
         (("x", "--suffix", "y"), ("--strategy", "ar"), 2, "give --strategy full_sequence"),
         (("--suffix", "y"), (), 2, "--suffix goes behind a prompt; give PROMPT, - or"),
         (("x", "--suffix", ""), (), 2, "--suffix is empty; give what stands behind the text"),
@@ -324,8 +329,8 @@ def test_example_fills_its_holes(capsys):
 
 
 def test_remedies_follow_model_and_strategy(model):
-    with pytest.raises(ValueError, match=r'MultiBD does not see .* use strategy="full_sequence"'):
-        make_llm(model, None).infill("a", "b")
+    with pytest.raises(ValueError, match=r'Edit does not see .* use strategy="full_sequence"'):
+        make_llm(model, "edit").infill("a", "b")
     request = dj.Request(prompt_token_ids=[5])
     for changed, said in (
         ({"tokenizer_source": None}, "has no hole; give token ids with 1 as holes, or a suffix"),

@@ -776,7 +776,7 @@ def test_wrong_argument_is_one_line(model, arguments, said):
         (lambda llm: llm.stream("x", events="all"), "events='all' is not known; use \"commit\""),
         (lambda llm: llm.stream(PROMPTS[0], {"n": 2}), "params has type dict; give SamplingParams"),
         (lambda llm: llm.stream([]), "the prompt is empty"),
-        (lambda llm: llm.infill("x", "y"), "MultiBD does not see what stands behind a hole; use"),
+        (lambda llm: llm.infill("x", "y"), "and the window has"),
     ],
 )
 def test_wrong_call_is_one_line_and_leaves_nothing(llm, call, said):

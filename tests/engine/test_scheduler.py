@@ -685,7 +685,7 @@ def test_a_suffix_may_hold_cells_to_be_written(host: ModuleType) -> None:
             [5],
             (7,),
             {"is_grid": True, "in_window": False},
-            'its window; use strategy="full_sequence"',
+            "takes no text behind a hole; use one that does, such as multi_bd or full_sequence",
         ),
         ([5], (100,), {}, "holds id 100, outside"),
         ([5], (-2,), {}, "holds id -2, outside"),

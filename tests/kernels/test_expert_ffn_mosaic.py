@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.expert_ffn import expert_ffn, mosaic
+from dllm_jax.kernels.expert_ffn import api, expert_ffn, mosaic
 from dllm_jax.kernels.expert_ffn.mosaic import Tiling
 from tests.kernels.test_layer_mosaic import SHARED_BYTES, interpreted, lowered, real
 from tests.oracles import expert_ffn as oracle
@@ -55,6 +55,13 @@ def ragged():
 
 
 RAGGED = ragged()
+
+
+@pytest.fixture(autouse=True)
+def no_race(capsys):
+    """`interpreted` asks for the races of the last launch only."""
+    yield
+    assert "RACE" not in capsys.readouterr().out
 
 
 def assert_right(arguments, tiling, activation="silu"):
@@ -105,9 +112,20 @@ def shapes(model, rows, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(("model", "rows"), [("DiffusionGemma", 256), ("LLaDA2-mini", 4)])
-def test_named_it_lowers_to_four_kernels_for_published_models(on_hopper, model, rows):
-    call = functools.partial(expert_ffn, implementation="mosaic", activation="gelu")
+def test_it_is_chosen_and_lowers_to_four_kernels_for_published_models(on_hopper, model, rows):
+    call = functools.partial(expert_ffn, activation="gelu")
     assert lowered(call, *shapes(model, rows)) == (4, 0)
+
+
+def test_it_is_chosen_where_it_was_measured_to_be_fastest(monkeypatch, on_hopper):
+    def chosen(rows, dtype=jnp.bfloat16):
+        x, ids, _, _, w_down = shapes("LLaDA2-mini", rows, dtype)
+        return api.choose(x, ids, w_down)
+
+    assert chosen(1) == chosen(32) == chosen(4096) == "mosaic"
+    assert chosen(4097) == chosen(32, jnp.float32) == "triton"
+    monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
+    assert chosen(32) == "triton"
 
 
 def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper):
@@ -145,7 +163,7 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
         "needs a model width that is a multiple of 128 and an inner one of 64, got D=2048 and F=96"
     )
     arguments = case(RAGGED, 5)
-    with pytest.raises(ValueError, match="gate_up=512 must be 2 times a divisor of F=128"):
+    with pytest.raises(ValueError, match=r"gate_up=512.* is wider than its matrices, F=128"):
         mosaic.expert_ffn(*arguments, tiling=Tiling(gate_up=512))
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU of the Hopper kind"):

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.kv_write import reference, triton, write_rows
+from dllm_jax.kernels.kv_write import mosaic, reference, triton, write_rows
 from tests.cross_lowering import H200, triton_grids
+from tests.kernels.test_layer_mosaic import interpreted, lowered
 from tests.oracles import layer as oracle
 
 RUN = {
@@ -50,6 +51,44 @@ def test_rows_go_where_they_belong(name, arrays, dtype, rows_dtype):
         assert np.array_equal(a, b)
         changed = (np.asarray(a) != before).mean()
         assert changed == 7 / 88 or (dtype == "float8_e4m3fn" and 0.9 < changed * 88 / 7 < 1)
+
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
+
+
+@needs_mosaic
+def test_the_mosaic_form_writes_the_same_without_a_race(monkeypatch):
+    """Four arrays of two programs each, in two launches."""
+    monkeypatch.setattr(mosaic, "_OPERANDS", 6)
+    monkeypatch.setattr(mosaic, "_LOADS", 6)
+    pages, rows = case(4, "bfloat16", "float32", size=128)
+
+    def run(*given, interpret):
+        write = functools.partial(mosaic.write_rows.__wrapped__, interpret=interpret)
+        return write(given[:4], given[4:8], *given[8:])
+
+    got = interpreted(run, *pages, *rows, PAGE, OFFSET)
+    for a, b in zip(got, oracle.write_rows(pages, rows, PAGE, OFFSET), strict=True):
+        assert np.array_equal(a, b)
+
+
+@needs_mosaic
+def test_in_a_loop_pages_are_their_own_results_of_one_mosaic_kernel(on_hopper):
+    shape, layers = jax.ShapeDtypeStruct, 4
+    pages = (shape((37, 4, 64, 128), jnp.bfloat16),) * (2 * layers)
+    rows = (shape((1, 32, 4, 128), jnp.bfloat16),) * (2 * layers)
+    slots = (shape((32,), jnp.int32),) * 2
+
+    def loop(pages, *more):
+        write = functools.partial(write_rows, implementation="mosaic")
+        return jax.lax.fori_loop(0, 3, lambda _, pages: write(pages, *more), pages)
+
+    assert lowered(loop, pages, rows, *slots) == (1, 0)
+    with jax.sharding.use_abstract_mesh(H200):
+        text = jax.jit(loop).trace(pages, rows, *slots).lower(lowering_platforms=("cuda",))
+    assert text.as_text().count("output_operand_alias<") == 2 * layers
 
 
 def test_many_arrays_take_more_than_one_launch(monkeypatch):
@@ -94,6 +133,10 @@ def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
     with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
         write_rows(*given, implementation="triton")
     assert "got 24" in str(why((jnp.ones((2, 1, 8, 24)),), PAGE))
+    if jax.__version_info__ >= (0, 11, 2):
+        why = mosaic.unsupported_arguments
+        assert "multiple of 128, got 16" in str(why(pages, PAGE))
+        assert why((jnp.ones((2, 1, 8, 256)),) * 2, PAGE) is None
 
 
 def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):

@@ -329,6 +329,28 @@ def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
     assert_right(call, *case(**FEATURES[feature]))
 
 
+EIGHT = {
+    "one": mosaic.Tiling(stages=2, staged=4),
+    "a cluster of four": mosaic.Tiling(splits=4, stages=2, staged=4),
+    "wide tiles in turns": mosaic.Tiling(
+        consumers=2, keys=128, stages=2, staged=3, ping_pong=True, splits=2
+    ),
+    "keys shared": mosaic.Tiling(consumers=2, splits=2, stages=2, staged=4, shares_keys=True),
+    "blocks that stay": mosaic.Tiling(consumers=2, stages=2, staged=4, ping_pong=True, resident=3),
+    "chosen": None,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "wide heads"])
+@pytest.mark.parametrize("tiling", EIGHT)
+def test_keys_of_8_bits_match_numpy_on_a_gpu(tiling, feature):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+    call = functools.partial(mosaic.attention, tiling=EIGHT[tiling])
+    assert_right(call, *case(**FEATURES[feature]), is_8_bit=True)
+
+
 MANY = {  # tiles of rows: 1,040 of one warpgroup, 260 of two
     1: {"T": 16, "S": 4, "heads": (208, 208, 128), "C": 5},
     2: {"T": 64, "S": 16, "heads": (104, 52, 128), "C": 5},

@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 import dllm_jax as dj
 from dllm_jax.api.strategy import bind_strategy, with_target
+from dllm_jax.convert import copying
+from dllm_jax.loading import checkpoints
 from dllm_jax.loading import load as loading
 from dllm_jax.loading.checkpoints import convert, load_params
 from dllm_jax.loading.load import place
@@ -105,6 +107,42 @@ def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_pat
     tree, _ = load_params(folder, "float32", keep=keep)
     assert tree["layers"][1]["wo"] == ("layers", 1, "wo")
     assert len(leaves) == len(jax.tree.leaves(wanted.params))
+
+
+@pytest.mark.parametrize("kind", ["published", "converted"])
+def test_experts_are_read_device_by_device(kind, tmp_path, monkeypatch):
+    """12 experts of 5 devices: no array of the host is larger than a part or a stored tensor."""
+    cfg, params = tiny("llada2")
+    folder = checkpoints.export_hf(params, cfg, tmp_path / "a", "float32", family="llada2")
+    if kind == "converted":
+        folder = convert(folder, tmp_path / "b", "float32")
+    split, held, found = over_devices(5), [], []
+    read = copying.copy_all
+
+    def copied(copies, progress=None):
+        copies = list(copies)
+        for copy in copies:
+            base = copy.target
+            while isinstance(base.base, np.ndarray):
+                base = base.base
+            left = [before() for before in held]
+            assert all(one is None or one is base for one in left), "an earlier one is there yet"
+            del left
+            if not held or held[-1]() is not base:
+                held.append(weakref.ref(base))
+                found.append(base.nbytes)
+        return read(copies, progress)
+
+    monkeypatch.setattr(copying, "copy_all", copied)
+    model = dj.load(folder, "float32", mesh=split)
+    monkeypatch.undo()
+    wanted = place(dj.load(folder, "float32"), split)
+    for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(wanted.params), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b)
+    sizes = {p[-1].key: x.nbytes for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    assert max(found) == max(size for name, size in sizes.items() if "experts" not in name)
+    assert sizes["experts_gate_up"] > max(found)
 
 
 def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):

@@ -263,7 +263,7 @@ def test_sizes_that_are_not_there_cost_less_than_the_next_larger_as_estimated():
 # --- an engine --------------------------------------------------------------------------------
 
 
-def answers(runner: ModelRunner) -> list[list[int]]:
+def answers(runner: ModelRunner, before_step=lambda: None) -> list[list[int]]:
     """Texts of five requests for three slots, of several lengths, one of them sampled."""
     engine = Engine(runner)
     lengths = (3, 9, 5, 21, 2)
@@ -273,6 +273,7 @@ def answers(runner: ModelRunner) -> list[list[int]]:
         engine.add(Request(prompt_token_ids=prompt, params=params))
     done = {}
     while engine.has_work:
+        before_step()
         done.update({o.request_id: o.outputs[0].token_ids for o in engine.step()})
     assert engine.stats().num_late_compiles == 0
     return [done[str(i)] for i in range(len(lengths))]
@@ -301,6 +302,17 @@ def test_the_largest_programs_serve_every_request_and_smaller_ones_replace_them(
     assert answers(made) == before
     assert {key for key in ran if key[0] == "decode"} == {("decode", 1, 8), ("decode", 3, 8)}
     assert made.num_compiled == 6
+    # Whenever a program comes, in the middle of texts: some steps by either.
+    one, sizes = {("decode", 1, 8)}, []
+
+    def comes_or_goes():
+        made._behind.missing ^= one
+        sizes.append(made.decode_sizes(1, 8))
+
+    made.reset()
+    assert answers(made, comes_or_goes) == before
+    assert set(sizes) == {(1, 8), (3, 8)}
+    made.close()
 
 
 def test_requests_run_while_a_program_is_being_compiled(monkeypatch):

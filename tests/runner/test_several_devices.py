@@ -28,12 +28,13 @@ from dllm_jax.models import dense
 from dllm_jax.models.sharding import over_devices
 from dllm_jax.runner import forward, warmup
 from dllm_jax.runner.runner import ModelRunner
-from dllm_jax.strategies import DFlash, MultiBD
+from dllm_jax.strategies import DFlash, DiffusionGemma, MultiBD
 from dllm_jax.strategies.core.sampling import Shard
 from tests.api.test_snapshot import break_device
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case, sweep
+from tests.oracles.canvas_files import SHAPES, write_canvas
 from tests.runner.test_no_copies import NUM_PAGES, QUICK, pool_sized
 
 PROMPTS: Any = np.random.default_rng(0).integers(0, 37, size=(6, 12))
@@ -99,6 +100,23 @@ def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
     how = {"max_tokens": 12, "temperature": DRAWN["temperature"], "key": DRAWN["key"]}
     wanted = dj.generate(model, PROMPTS, strategy, **how)
     found = dj.generate(place(model, over_devices(2)), PROMPTS, strategy, **how)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"), [("base", 2), pytest.param("groups", 4, marks=pytest.mark.slow)]
+)
+def test_canvases_over_layers_of_unlike_heads_are_those_of_one_device(shape, parts, tmp_path):
+    """Expected embeddings of all ids, sums before their norms, KV heads repeated in some layers.
+
+    Rows that are drawn, also with top-k and the nucleus, and greedy ones.
+    """
+    model = dj.load(write_canvas(tmp_path, shape, 5, 0.4), dtype="float32")
+    assert len({model.config.heads(i) for i in range(model.config.num_layers)}) > 1
+    strategy = DiffusionGemma(max_denoising_steps=6, block_size=SHAPES[shape][1], buffer_size=1)
+    how: dict[str, Any] = {**DRAWN, "max_tokens": 20}
+    wanted = dj.generate(model, PROMPTS, strategy, **how)
+    found = dj.generate(place(model, over_devices(parts)), PROMPTS, strategy, **how)
     assert_same(found, wanted)
 
 

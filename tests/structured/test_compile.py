@@ -3,13 +3,14 @@
 import json
 import random
 import re
+import time
 
 import numpy as np
 import pytest
 
+from dllm_jax.structured import Budget, Choice, JsonSchema, Regex, limits, spellings
 from dllm_jax.structured.automaton import closed
-from dllm_jax.structured.regex import byte_automaton
-from dllm_jax.structured.schema import schema_pattern
+from dllm_jax.structured.regex import accepts, byte_automaton
 
 PATTERNS = [
     "(ab)+",
@@ -30,27 +31,25 @@ def _texts(rng, pattern, count=300):
     return ["".join(rng.choices(letters, k=rng.randrange(6))) for _ in range(count)]
 
 
-def _accepts(table, accepting, data):
-    state = 1
-    for byte in data:
-        state = table[state, byte]
-    return bool(accepting[state])
+def _automaton(constraint):
+    budget = Budget()
+    return byte_automaton(constraint.tree(budget), budget)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_automaton_accepts_what_re_matches(pattern):
     rng = random.Random(0)
-    table, accepting = byte_automaton(pattern)
+    automaton = _automaton(Regex(pattern))
     for text in [*_texts(rng, pattern), "abab", "yes!", "0.5", "üé", "abb", "a 1"]:
         wanted = re.fullmatch(pattern, text, re.ASCII) is not None
-        assert _accepts(table, accepting, text.encode()) == wanted, text
+        assert accepts(automaton, text.encode()) == wanted, text
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:8])
 def test_every_spelling_in_tokens_is_walked_alike(pattern):
     """Also by tokens that end within a character, and that run through an accepting state."""
     rng = random.Random(1)
-    table, accepting = byte_automaton(pattern)
+    automaton = _automaton(Regex(pattern))
     texts = _texts(rng, pattern, 60)
     pieces = {bytes([byte]) for text in texts for byte in text.encode()} | {b"q"}
     for text in texts:
@@ -60,7 +59,7 @@ def test_every_spelling_in_tokens_is_walked_alike(pattern):
     pieces.discard(b"")
     spelt = [None, None, *sorted(pieces)]
     number = {piece: i for i, piece in enumerate(spelt)}
-    made = closed(table, accepting, spelt, stop_ids=[1], never=np.array([0]))
+    made = closed(*automaton, spellings(spelt), [1], np.array([0]), Budget())
     assert made.class_of[0] == 0
     for text in texts:
         data, state, place = text.encode(), made.start, 0
@@ -70,12 +69,24 @@ def test_every_spelling_in_tokens_is_walked_alike(pattern):
             size = size if data[place : place + size] in number else 1
             state = made.delta[state, made.class_of[number[data[place : place + size]]]]
             place += size
-        assert (made.distance[state] == 0) == _accepts(table, accepting, data), text
+        assert (made.distance[state] == 0) == accepts(automaton, data), text
         ended = made.delta[state, made.class_of[1]]
-        assert (ended == made.end) == _accepts(table, accepting, data)
+        assert (ended == made.end) == accepts(automaton, data)
 
 
-SCHEMA = {
+def test_a_choice_is_one_of_its_texts():
+    automaton = _automaton(Choice(["a.b", "é|c"]))
+    for text, fits in (("a.b", True), ("axb", False), ("é|c", True), ("c", False)):
+        assert accepts(automaton, text.encode()) == fits
+
+
+NAMED = {"type": "object", "properties": {"kind": {"const": "n"}}, "required": ["kind"]}
+COUNTED = {
+    "type": "object",
+    "properties": {"kind": {"const": "c"}, "of": {"type": "integer"}},
+    "required": ["kind", "of"],
+}
+PERSON = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 3},
@@ -85,46 +96,163 @@ SCHEMA = {
     "required": ["age"],
     "additionalProperties": False,
 }
+# A schema, instances that it takes, and values that it does not.
+TAKEN = [
+    (
+        PERSON,
+        [{"name": "Ann", "age": 3, "tags": ["a", None]}, {"age": -3, "tags": []}, {"age": 0}],
+        [{"name": "Anne", "age": 3}, {"name": "Ann"}, {"age": 3.5}, {"age": 3, "x": 1}, []],
+    ),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é€😀"], ["a", "abcd"]),
+    ({"pattern": "^[A-Z]{2}-\\d+$"}, ["AB-1"], ["AB-", "xAB-1"]),
+    ({"pattern": 'b"|^\\\\'}, ['ab"c', "\\x"], ["b", "x\\"]),
+    ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 2}, ["ab"], ["abc", ""]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-13-01"]),
+    ({"type": "string", "format": "date-time"}, ["2024-01-31T23:59:59Z"], ["2024-01-31"]),
+    ({"format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567"]),
+    ({"format": "email"}, ["a.b@c.org"], ["a.b"]),
+    ({"type": "integer", "minimum": -3, "exclusiveMaximum": 120}, [-3, 0, 119], [-4, 120, 1.5]),
+    ({"type": "number", "exclusiveMinimum": 0.5, "maximum": 2}, [0.51, 1, 2, 2.0], [0.5, 2.01, 3]),
+    ({"minimum": 0}, [0, 0.25, 7], [-1]),
+    ({"enum": ["a", 1, {"b": [2]}]}, ["a", 1, {"b": [2]}], ["b", 2]),
+    ({"type": "integer", "enum": ["a", 1, True, 2.5]}, [1], ["a", True, 2.5]),
+    ({"type": "string", "maxLength": 1, "enum": ["a", "bc"]}, ["a"], ["bc"]),
+    ({"type": ["null", "boolean"]}, [None, True], [0]),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, [3, None], ["3"]),
+    ({"oneOf": [NAMED, COUNTED]}, [{"kind": "n"}, {"kind": "c", "of": 1}], [{"kind": "c"}]),
+    ({"allOf": [{"type": "null"}], "title": "x"}, [None], [1]),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 2}, [[None] * 2, [None] * 4], [[]]),
+    (
+        {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "items": False},
+        [[], [None], [None, 1]],
+        [[1], [None, 1, 1]],
+    ),
+    (
+        {"prefixItems": [{"const": 0}], "items": {"const": 1}, "minItems": 2, "maxItems": 3},
+        [[0, 1], [0, 1, 1]],
+        [[0], [0, 0], [0, 1, 1, 1]],
+    ),
+    ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "b"}]),
+    (
+        {"patternProperties": {"^x-": {"type": "null"}}, "additionalProperties": False},
+        [{"x-a": None}],
+        [{"y": None}],
+    ),
+    ({"type": "object", "propertyNames": {"maxLength": 1}, "minProperties": 1}, [{"a": 0}], [{}]),
+    ({"type": "object", "required": ["b"]}, [{"b": [1]}], [{}]),
+    ({"type": "object"}, [{}, {"a": {"b": 1}}], [[]]),
+    ({"type": "object", "properties": {}, "additionalProperties": False}, [{}], [{"a": 1}]),
+    (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"const": 1}}},
+        [[], [1]],
+        [[2]],
+    ),
+    ({}, [1, "a", None, [True, {"a": 1e5}]], []),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "fits"),
-    [
-        ({"name": "Ann", "age": 3, "tags": ["a", None]}, True),
-        ({"age": -3, "tags": []}, True),
-        ({"age": 0}, True),
-        ({"name": "Anne", "age": 3}, False),
-        ({"name": "Ann"}, False),
-        ({"age": 3.5}, False),
-        ({"age": 3, "x": 1}, False),
-        ({"age": 3, "tags": ["a", "a", "a"]}, False),
-        ([], False),
-    ],
-)
-def test_a_schema_takes_its_instances(value, fits):
-    table, accepting = byte_automaton(schema_pattern(SCHEMA))
-    for text in (
-        json.dumps(value),
-        json.dumps(value, indent=2),
-        json.dumps(value, separators=",:"),
-    ):
-        assert _accepts(table, accepting, text.encode()) == fits
+@pytest.mark.parametrize(("schema", "fitting", "others"), TAKEN)
+def test_a_schema_takes_its_instances(schema, fitting, others):
+    automaton = _automaton(JsonSchema(schema))
+    compact = _automaton(JsonSchema(schema, whitespace="compact"))
+    for value, fits in (*((one, True) for one in fitting), *((one, False) for one in others)):
+        for layout in ({}, {"indent": 2}, {"separators": (",", ":")}):
+            text = json.dumps(value, ensure_ascii=False, **layout)
+            assert accepts(automaton, text.encode()) == fits, text
+        assert accepts(compact, text.encode()) == fits
+    assert not accepts(compact, b" 1")
 
 
 @pytest.mark.parametrize(
     ("schema", "path"),
     [
-        ({"type": "integer", "minimum": 1}, "$.minimum"),
-        ({"properties": {"a": {"pattern": "x"}}}, "$.properties.a.pattern"),
+        ({"type": "integer", "multipleOf": 3}, "$.multipleOf"),
+        ({"properties": {"a": {"contains": {}}}}, "$.properties.a.contains"),
         ({"items": {"oneOf": []}}, "$.items.oneOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "$.oneOf[1]"),
+        ({"allOf": [{}, {}]}, "$.allOf"),
         ({"$ref": "http://example.org"}, "$.$ref"),
         ({"$ref": "#"}, "$.$ref"),
-        ({"type": "number", "multipleOf": 2}, "$.multipleOf"),
+        ({"$ref": "#a", "$defs": {"a": {"$anchor": "a"}}}, "$.$ref"),
+        ({"$ref": "#/$defs/b", "$defs": {}}, "$.$ref"),
         ({"not": {}}, "$.not"),
-        ({"type": "object", "properties": {}, "required": ["a"]}, "$.required"),
+        ({"if": {}, "type": "null"}, "$.if"),
+        ({"properties": {}, "required": ["a"], "additionalProperties": False}, "$.required"),
         ({"type": "word"}, "$.type"),
+        ({"type": "string", "pattern": "^(ab)+$", "maxLength": 3}, "$.maxLength"),
+        ({"pattern": "(?=a)"}, "not supported"),
+        ({"pattern": "("}, "$.pattern"),
+        ({"format": "iri"}, "$.format"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "no number between"),
+        ({"type": "integer", "minimum": "3"}, "$.minimum"),
+        ({"type": "array", "uniqueItems": True}, "$.uniqueItems"),
+        ({"type": "array", "minItems": 2, "maxItems": 1}, "$.maxItems"),
+        ({"minProperties": 2}, "$.minProperties"),
+        ({"enum": []}, "$.enum"),
+        ({"type": "null", "const": 1}, "$.const"),
+        ({"items": False, "minItems": 1}, "$.minItems"),
+        ({"properties": {"a": False}, "required": ["a"]}, "$.required"),
+        ({"properties": {"a": 3}}, "$.properties.a"),
+        (False, "$"),
     ],
 )
 def test_what_a_schema_cannot_say_is_refused_by_its_path(schema, path):
-    with pytest.raises(ValueError, match=re.escape(path)):
-        schema_pattern(schema)
+    with pytest.raises(ValueError, match=re.escape(path)) as raised:
+        _automaton(JsonSchema(schema))
+    assert "\n" not in str(raised.value)
+
+
+def _nested(depth, of="items"):
+    schema = {}
+    for _ in range(depth):
+        schema = {of: schema}
+    return schema
+
+
+def _doubling(count):
+    """Each definition refers twice to the next one."""
+    refs = [{"$ref": f"#/$defs/{i + 1}"} for i in range(count)]
+    defs = {str(i): {"prefixItems": [ref, ref]} for i, ref in enumerate(refs)}
+    return {"$ref": "#/$defs/0", "$defs": defs | {str(count): {"type": "null"}}}
+
+
+HOSTILE = [
+    lambda: Regex("(.{0,400}a){40}"),
+    lambda: Regex("(a|b)*a(a|b){30}"),
+    lambda: Regex("(?:){4000000000}"),
+    lambda: Regex("((((a{99}){99}){99}){99}){99}"),
+    lambda: Regex("[ab]{0,100000000}"),
+    lambda: Regex("(" * 200_000),
+    lambda: Regex("(" * 5000 + ")" * 5000),
+    lambda: Regex("a|" * 300_000),
+    lambda: Regex("(.*a.*b.*c.*d.*e.*f.*g.*h.*i.*j){3}.{20}"),
+    lambda: Choice([f"{i:07d}" for i in range(300_000)]),
+    lambda: JsonSchema(_nested(40)),
+    lambda: JsonSchema('{"items":' * 120_000 + "{}" + "}" * 120_000),
+    lambda: JsonSchema(_doubling(30)),
+    lambda: JsonSchema({"enum": list(range(10**5, 4 * 10**5))}),
+    lambda: JsonSchema({"type": "string", "maxLength": 10**9}),
+    lambda: JsonSchema({"type": "array", "items": {}, "minItems": 10**9}),
+    lambda: JsonSchema({"type": "integer", "minimum": 10**300}),
+    lambda: JsonSchema({"pattern": "(x+x+)+y" * 3000}),
+    lambda: JsonSchema({"properties": {f"p{i}": {} for i in range(3000)}}),
+    lambda: JsonSchema({"oneOf": [{"pattern": f"{i}.*"} for i in range(200)]}),
+]
+
+
+def _timed(make):
+    constraint = make()
+    began = time.thread_time()
+    try:
+        _automaton(constraint)
+    finally:
+        assert time.thread_time() - began < 1.5
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_what_explodes_is_refused_in_one_line(number, monkeypatch):
+    monkeypatch.setattr(limits, "MOST_S", 0.2)
+    with pytest.raises((ValueError, RecursionError)) as raised:
+        _timed(HOSTILE[number])
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500

@@ -3,6 +3,8 @@
 The random model knows no automaton, so every strategy here writes tokens that do not fit.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,17 @@ class Vandal(Strategy):
         kept = state.buffer.filled & ~emptied
         state = state.replace(buffer=state.buffer.replace(filled=kept))
         return blocks.finish_step(state, filled, ready=ready)
+
+
+def _unruly(strategy):
+    """A strategy that does not say that it writes what was predicted; here it does not."""
+    kind = type(strategy)
+    names = [field.name for field in dataclasses.fields(kind) if field.name != "needs"]
+    needs = dataclasses.replace(strategy.needs, fills_holes=False)
+    unruly = type(kind.__name__, (kind,), {"needs": property(lambda self: needs)})
+    if "needs" in {field.name for field in dataclasses.fields(kind)}:
+        return strategy.replace(needs=needs)
+    return unruly(**{name: getattr(strategy, name) for name in names})
 
 
 STRATEGIES = {
@@ -130,7 +143,7 @@ def _texts(strategy, seed):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_text_is_one_of_its_automaton_and_whole(name):
-    toys, seen = _texts(STRATEGIES[name], 3)
+    toys, seen = _texts(_unruly(STRATEGIES[name]), 3)
     assert set(seen.finish) <= {STOP, LENGTH}
     for toy, output, length in zip(toys, seen.output, seen.output_len, strict=True):
         assert toy.may_end(toy.after(toy.start, output[:length]))

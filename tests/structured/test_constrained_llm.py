@@ -1,7 +1,9 @@
 """Constraints of `SamplingParams` on the built-in models: texts are valid, whole, and in time."""
 
+import json
 import re
 
+import jsonschema
 import pytest
 
 import dllm_jax as dj
@@ -36,10 +38,20 @@ def llm():
     return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=4)
 
 
+def _fits(text, constraint):
+    """Whether a text is one of a constraint, by others than the compiler."""
+    if isinstance(constraint, Regex):
+        return re.fullmatch(constraint.regex, text) is not None
+    if isinstance(constraint, Choice):
+        return text in constraint.choices
+    jsonschema.validate(json.loads(text), constraint.schema)
+    return True
+
+
 def _assert_held(output, constraint):
     (text,) = output.outputs
     assert output.error is None
-    assert re.fullmatch(constraint.pattern, text.text)
+    assert _fits(text.text, constraint)
     assert (text.finish_reason, text.constraint_met) == ("stop", True)
 
 
@@ -75,7 +87,7 @@ def test_texts_of_one_prompt_are_each_held(llm):
     (output,) = llm.chat(_chats(1), params)
     assert len({one.text for one in output.outputs}) > 1
     for one in output.outputs:
-        assert re.fullmatch(SENTENCE.pattern, one.text)
+        assert _fits(one.text, SENTENCE)
         assert one.constraint_met
 
 
@@ -153,11 +165,37 @@ def test_every_strategy_holds_to_constraints(name):
                 _assert_held(output, one)
 
 
-def test_drafts_are_refused_by_name():
+@pytest.fixture(scope="module")
+def drafting():
+    with dj.LLM(
+        "builtin:tiny-qwen3", draft="builtin:tiny-qwen3-dflash", warm_up=False, max_num_seqs=4
+    ) as llm:
+        yield llm
+
+
+def test_drafts_change_no_constrained_text(drafting):
+    """The texts are those of `ar`, greedy and drawn, with room to spare and without."""
+    with dj.LLM("builtin:tiny-qwen3", "ar", warm_up=False, max_num_seqs=4) as plain:
+        chats = _chats(len(EVERY))
+        for temperature, spare in ((0.0, 0), (0.0, 20), (1.0, 5)):
+            how = {"temperature": temperature, "seed": 2}
+            params = [_params(plain, one, spare, **how) for one in EVERY]
+            wanted, found = plain.chat(chats, params), drafting.chat(chats, params)
+            for a, b, one in zip(wanted, found, EVERY, strict=True):
+                _assert_held(b, one)
+                assert a.outputs[0].token_ids == b.outputs[0].token_ids
+
+
+def test_drafts_that_stay_by_chance_are_refused_by_name():
+    strategy = strategies.DFlash(acceptance="rejection")
     with (
         dj.LLM(
-            "builtin:tiny-qwen3", draft="builtin:tiny-qwen3-dflash", warm_up=False, max_num_seqs=1
+            "builtin:tiny-qwen3",
+            strategy,
+            draft="builtin:tiny-qwen3-dflash",
+            warm_up=False,
+            max_num_seqs=1,
         ) as llm,
-        pytest.raises(ValueError, match="DFlash is not held to constraints"),
+        pytest.raises(ValueError, match="DFlash with these fields is not held to constraints"),
     ):
         llm.chat(_chats(1), dj.SamplingParams(constraint=PHONE))

@@ -1,12 +1,11 @@
 """Proves that a race finds the fastest setting within the budget, for a part of the grid's cost.
 
-Curves are made up, so the best setting is known; stored outcomes of a real grid are raced too.
+Curves are made up, so the best setting is known.
 Bounds, the area under the curve and the command are compared with values by hand.
 """
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from dllm_jax.cli import main
 from dllm_jax.tasks.race import Played, _Table, aup, race
 
-TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("race_table_*.npz"))
 LOSSES = np.array([0, 0, 0, 0.001, 0.002, 0.004, 0.006, 0.04, 0.08, 0.15, 0.3, 0.5])
 SPEEDS = np.array([0.9, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 4.0, 4.6, 5.2, 6.0, 7.0])
 BEST = 6  # the fastest that loses less than 2 points
@@ -46,36 +44,16 @@ def run(table, margin, **how):
 
 
 def test_the_best_setting_wins_in_95_of_100_seeds_at_40_percent():
-    wins, shares = 0, []
+    """Both in the same race, in 95 of 100."""
+    good, shares = 0, []
     for seed in range(100):
         table = made_up(seed)
         found, _ = run(table, 0.02)
-        wins += found.winner == BEST
         shares.append(found.forwards / table[2].sum())
+        good += found.winner == BEST and shares[-1] <= 0.40
         assert found.is_shown
-    assert wins >= 95
-    assert np.mean(shares) <= 0.40
-
-
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_a_race_on_stored_outcomes(path):
-    """Problems are drawn anew; the best is what the whole table says, ties in speed included."""
-    stored = np.load(path)
-    table = [stored[name] for name in ("right", "tokens", "forwards")]
-    loss = table[0][0].mean() - table[0].mean(axis=1)
-    speed = table[1].sum(axis=1, dtype=int) / table[2].sum(axis=1, dtype=int)
-    margin = 0.02
-    inside = np.flatnonzero(loss <= margin)
-    best = speed[inside].max()
-    wins, shares = 0, []
-    for seed in range(100):
-        chosen = np.random.default_rng(seed).permutation(table[0].shape[1])
-        one = [leaf[:, chosen] for leaf in table]
-        found, _ = run(one, margin)
-        wins += loss[found.winner] <= margin and speed[found.winner] >= 0.98 * best
-        shares.append(found.forwards / table[2].sum(dtype=int))
-    assert wins >= 95
-    assert np.mean(shares) <= 0.40
+    assert good >= 95
+    assert np.mean(shares) <= 0.25
 
 
 def test_rounds_double_and_settings_leave():

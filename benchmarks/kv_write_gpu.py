@@ -1,0 +1,98 @@
+"""The write of new keys and values into pages: every form checked, then timed, on one GPU.
+
+    python benchmarks/kv_write_gpu.py --out benchmarks/results/kv_write_h200.json
+
+Per model all arrays of all layers are written at once, to places that move on from round to round,
+by a loop on the device that owns the pages: microseconds of one write, the median of the runs.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax.bench.numbers import environment
+from dllm_jax.kernels.kv_write import mosaic, reference, triton
+
+# Arrays, KV heads, their size.
+MODELS = {"SDAR-1.7B": (56, 8, 128), "LLaDA2-mini": (40, 4, 128), "DiffusionGemma": (50, 8, 256)}
+FORMS = {"xla": reference, "triton": triton, "mosaic": mosaic}
+PAGE = 64
+
+
+def draw(arrays, heads, size, rows):
+    """Pages and new rows, all different."""
+    num_pages = max(4, 2 * rows // PAGE)
+    keys = jax.random.split(jax.random.key(rows), 2 * arrays)
+    kind = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    pages = tuple(kind(key, (num_pages, heads, PAGE, size)) for key in keys[:arrays])
+    return pages, tuple(kind(key, (rows, heads, size)) for key in keys[arrays:])
+
+
+def is_right(write, pages, rows):
+    """Whether it writes what XLA writes, bit for bit, rows that go nowhere among them."""
+    place = np.arange(len(pages[0]) * PAGE)[::-1].copy()[: len(rows[0])]
+    page, offset = jnp.asarray(place // PAGE, jnp.int32), jnp.asarray(place % PAGE, jnp.int32)
+    page = page.at[::5].add(len(pages[0]))
+    got = write(tuple(map(jnp.copy, pages)), rows, page, offset)
+    want = reference.write_rows(pages, rows, page, offset)
+    return all(bool((a == b).all()) for a, b in zip(got, want, strict=True))
+
+
+def time_form(write, pages, rows, rounds, repeats):
+    """Microseconds of one write, median, least and most."""
+    place = jnp.arange(len(rows[0]), dtype=jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(pages, rows):
+        def one(i, pages):
+            return write(pages, rows, (place // PAGE + i) % len(pages[0]), place % PAGE)
+
+        return jax.lax.fori_loop(0, rounds, one, pages)
+
+    pages, samples = tuple(map(jnp.copy, pages)), []
+    for _ in range(repeats + 2):  # two to warm up
+        began = time.perf_counter()
+        pages = jax.block_until_ready(loop(pages, rows))
+        samples.append((time.perf_counter() - began) / rounds * 1e6)
+    samples = samples[2:]
+    return {"us": statistics.median(samples), "min_us": min(samples), "max_us": max(samples)}
+
+
+def main():
+    """Check, time, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[32, 128, 1024])
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    report = {"command": "benchmarks/kv_write_gpu.py", **environment(), "lines": []}
+    for model in args.models:
+        for count in args.rows:
+            pages, rows = draw(*MODELS[model], count)
+            for form in args.forms:
+                line = {"model": model, "rows": count, "form": form}
+                write = FORMS[form].write_rows
+                try:
+                    line["right"] = is_right(write, pages, rows)
+                    if line["right"]:
+                        line |= time_form(write, pages, rows, args.rounds, args.repeats)
+                except Exception as error:  # the others are still worth their time
+                    line["fault"] = f"{type(error).__name__}: {error}"[:500]
+                report["lines"].append(line)
+                print(line, flush=True)
+                if args.out:
+                    Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

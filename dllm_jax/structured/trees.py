@@ -1,0 +1,216 @@
+"""Expressions as trees: what patterns are parsed to, and what schemas are put together from.
+
+A tree is a list of nodes `(op, value)` in sequence, as the standard library's parser has them. One
+op is ours, `MEMBERS`: the members of an object in their order, with commas between those that are
+there.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from re import _constants as _c  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
+
+LAST = 0x10FFFF
+MOST_CHARS = 100_000  # of an expression; its parser takes a second for four times as many
+MEMBERS = "members"
+Tree = list[tuple[Any, Any]]
+Ranges = list[tuple[int, int]]
+
+_CATEGORIES = {
+    _c.CATEGORY_DIGIT: ((48, 57),),
+    _c.CATEGORY_WORD: ((48, 57), (65, 90), (95, 95), (97, 122)),
+    _c.CATEGORY_SPACE: ((9, 13), (32, 32)),
+}
+_NEGATED = {
+    _c.CATEGORY_NOT_DIGIT: _c.CATEGORY_DIGIT,
+    _c.CATEGORY_NOT_WORD: _c.CATEGORY_WORD,
+    _c.CATEGORY_NOT_SPACE: _c.CATEGORY_SPACE,
+}
+
+
+def parsed(pattern: str) -> Tree:
+    """The tree of a regular expression.
+
+    Raises:
+        ValueError: It is none, or sets flags.
+    """
+    if not isinstance(pattern, str):
+        raise ValueError(f"regular expression: {pattern!r:.60} is no text; give one")
+    if len(pattern) > MOST_CHARS:
+        raise ValueError(
+            f"regular expression: {len(pattern)} characters; at most {MOST_CHARS} are read"
+        )
+    try:
+        tree = _parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"regular expression: {error}; correct it") from None
+    if tree.state.flags & ~re.UNICODE:
+        raise unsupported("a flag")
+    return list(tree)
+
+
+def unsupported(what: str) -> ValueError:
+    """The error of an expression that no automaton can hold to."""
+    return ValueError(f"regular expression: {what} is not supported; leave it out")
+
+
+def text(said: str) -> Tree:
+    """A text as it stands."""
+    return [(_c.LITERAL, ord(char)) for char in said]
+
+
+def either(trees: Sequence[Tree]) -> Tree:
+    """One of several trees."""
+    return trees[0] if len(trees) == 1 else [(_c.BRANCH, (None, trees))]
+
+
+def repeated(tree: Tree, least: int = 0, most: int | None = None) -> Tree:
+    """A tree several times in sequence."""
+    return [(_c.MAX_REPEAT, (least, _c.MAXREPEAT if most is None else most, tree))]
+
+
+def members(each: Iterable[tuple[Tree, bool]], comma: Tree) -> Tree:
+    """Trees in their order, each with whether it must be there, and `comma` between them."""
+    return [(MEMBERS, (list(each), comma))]
+
+
+def ranges_of(op: Any, value: Any) -> Ranges | None:
+    """The characters of a node of one character; None for other nodes."""
+    if op is _c.LITERAL:
+        return [(value, value)]
+    if op is _c.NOT_LITERAL:
+        return inverted([(value, value)])
+    if op is _c.ANY:
+        return inverted([(10, 10)])
+    return _of_class(value) if op is _c.IN else None
+
+
+def inverted(ranges: Ranges) -> Ranges:
+    """All other characters."""
+    found, first = [], 0
+    for low, high in sorted(ranges):
+        if low > first:
+            found.append((first, low - 1))
+        first = max(first, high + 1)
+    return [*found, (first, LAST)] if first <= LAST else found
+
+
+def _of_class(items: Any) -> Ranges:
+    ranges: Ranges = []
+    negate = False
+    for op, value in items:
+        if op is _c.NEGATE:
+            negate = True
+        elif op is _c.LITERAL:
+            ranges.append((value, value))
+        elif op is _c.RANGE:
+            ranges.append(value)
+        elif value in _CATEGORIES:
+            ranges += _CATEGORIES[value]
+        else:
+            ranges += inverted(list(_CATEGORIES[_NEGATED[value]]))
+    return inverted(ranges) if negate else ranges
+
+
+def children(op: Any, value: Any) -> list[Tree]:
+    """The trees within a node."""
+    if op is _c.BRANCH:
+        return list(value[1])
+    if op is _c.SUBPATTERN:
+        if value[1] or value[2]:
+            raise unsupported("a flag within")
+        return [value[3]]
+    return [value[2]] if op in (_c.MAX_REPEAT, _c.MIN_REPEAT) else []
+
+
+def in_json(tree: Tree) -> Tree:
+    """The tree of a text as it is written within a JSON string.
+
+    Quotes, backslashes and control characters are escaped; others stand as they are.
+    """
+    found: Tree = []
+    for op, value in tree:
+        ranges = ranges_of(op, value)
+        if ranges is not None:
+            found += _escaped(ranges)
+        elif op is _c.BRANCH:
+            found += either([in_json(one) for one in children(op, value)])
+        elif op is _c.SUBPATTERN:
+            found += in_json(children(op, value)[0])
+        elif op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+            found.append((_c.MAX_REPEAT, (value[0], value[1], in_json(value[2]))))
+        else:
+            found.append((op, value))  # refused where the automaton is made
+    return found
+
+
+_SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, LAST)]
+
+
+def _escaped(ranges: Ranges) -> Tree:
+    plain = [
+        (_c.RANGE, (max(low, first), min(high, last)))
+        for low, high in ranges
+        for first, last in _PLAIN
+        if max(low, first) <= min(high, last)
+    ]
+    special = [
+        code for code in (*range(0x20), 34, 92) if any(low <= code <= high for low, high in ranges)
+    ]
+    trees = [[(_c.IN, plain)]] if plain else []
+    trees += [text("\\" + _SHORT.get(code, f"u{code:04x}")) for code in special]
+    return either(trees) if trees else [(_c.IN, [])]
+
+
+def searched(pattern: str) -> Tree:
+    """The tree of all texts in which a pattern is found, as JSON schemas mean it.
+
+    Anchors may stand at the pattern's ends, and at those of its alternatives.
+    """
+
+    def alternative(tree: Tree) -> Tree:
+        tree = list(tree)
+        anything = repeated([(_c.IN, [(_c.RANGE, (0, LAST))])])
+        before, behind = anything, anything
+        if tree and tree[0][0] is _c.AT and tree[0][1] in (_c.AT_BEGINNING, _c.AT_BEGINNING_STRING):
+            before, tree = [], tree[1:]
+        if tree and tree[-1][0] is _c.AT and tree[-1][1] in (_c.AT_END, _c.AT_END_STRING):
+            behind, tree = [], tree[:-1]
+        return [*before, *tree, *behind]
+
+    tree = parsed(pattern)
+    if len(tree) == 1 and tree[0][0] is _c.BRANCH:
+        return either([alternative(one) for one in tree[0][1][1]])
+    return alternative(tree)
+
+
+def repeats_one(tree: Tree) -> tuple[Tree, int, int | None] | None:
+    """The character, least and most of a tree that repeats one character; None for others."""
+    if len(tree) != 1 or tree[0][0] not in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+        return None
+    least, most, inner = tree[0][1]
+    inner = list(inner)
+    if len(inner) != 1 or ranges_of(*inner[0]) is None:
+        return None
+    return inner, least, None if most is _c.MAXREPEAT else int(most)
+
+
+def lengths(tree: Tree) -> tuple[int, int | None]:
+    """Fewest and most characters of a tree's texts."""
+    low, high = 0, 0
+    for op, value in tree:
+        if ranges_of(op, value) is not None:
+            few, many = 1, 1
+        elif op is _c.AT:
+            few, many = 0, 0
+        else:
+            inner = [lengths(one) for one in children(op, value)] or [(0, None)]
+            few = min(one[0] for one in inner)
+            many = None if any(one[1] is None for one in inner) else max(o[1] or 0 for o in inner)
+            if op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+                few *= value[0]
+                many = None if value[1] is _c.MAXREPEAT or many is None else many * value[1]
+        low, high = low + few, None if high is None or many is None else high + many
+    return low, high

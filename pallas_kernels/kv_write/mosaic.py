@@ -1,0 +1,99 @@
+"""A Pallas Mosaic kernel for NVIDIA Hopper: one launch writes the rows of all layers.
+
+The arrays of pages are mutable to the kernel, so nothing is copied. A program, one warpgroup, takes
+one row of a few arrays: all its loads first, then all its stores.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+_THREADS = 128
+_LOADS = 64  # of a program, of one head each: in flight at once
+_OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
+
+
+def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
+    """Why this back end cannot write to these pages here, or None."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability != "9.0":
+        return "needs an NVIDIA GPU of the Hopper kind"
+    return unsupported_arguments(pages, page)
+
+
+def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
+    """Why no device can write to these pages, or None."""
+    H = pages[0].shape[-1]
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs jax 0.11.2, got {jax.__version__}"
+    if not len(page):
+        return "needs at least one row"
+    if H % _THREADS:
+        return f"needs a head size that is a multiple of {_THREADS}, got {H}"
+    if any(mine.shape != pages[0].shape or mine.dtype != pages[0].dtype for mine in pages):
+        return "needs pages of one shape and type in every layer"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def write_rows(
+    pages: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    page: Array,
+    offset: Array,
+    *,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """See `api.write_rows`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
+    most = _OPERANDS // 2
+    written = ()
+    for first in range(0, len(pages), most):
+        mine, new = pages[first : first + most], rows[first : first + most]
+        written += _launch(mine, new, page, offset, interpret)
+    return written
+
+
+def _launch(
+    pages: tuple[Array, ...], rows: tuple[Array, ...], page: Array, offset: Array, interpret: Any
+) -> tuple[Array, ...]:
+    many = max(1, _LOADS // pages[0].shape[1])
+    flat = [new.reshape(-1, *new.shape[-2:]) for new in rows]
+    written = [jax.new_ref(mine) for mine in pages]
+    plgpu.kernel(
+        functools.partial(_write_rows, num_arrays=len(pages), many=many),
+        out_type=(),
+        grid=(len(page), -(-len(pages) // many)),
+        grid_names=("row", "arrays"),
+        kernel_name="kv_write",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # nothing is read back
+        interpret=interpret,
+    )(*written, *flat, page, offset)
+    return tuple(jax.freeze(mine) for mine in written)
+
+
+def _write_rows(*refs, num_arrays: int, many: int):
+    """Write one row of some of the arrays."""
+    written, rows = refs[:num_arrays], refs[num_arrays : 2 * num_arrays]
+    pages, offsets = refs[2 * num_arrays :]
+    P, G, _, H = written[0].shape
+    row = jax.lax.axis_index("row")
+    page, offset = pages[row], offsets[row]
+    layout = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
+
+    def load(ref):
+        # jax 0.10 requires an index here.
+        return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+    for first in range(0, num_arrays, many):
+        mine = range(first, min(first + many, num_arrays))
+
+        @pl.when((page < P) & (jax.lax.axis_index("arrays") == first // many))
+        def _(mine=mine):
+            new = [[load(rows[i].at[row, g]) for g in range(G)] for i in mine]
+            for i, heads in zip(mine, new, strict=True):
+                for g, values in enumerate(heads):
+                    written[i][page, g, offset] = values.astype(written[i].dtype)
