@@ -679,11 +679,10 @@ def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resid
     real = mosaic.plgpu.kernel
     told = lambda *a, **k: grids.append(math.prod(k["grid"])) or real(*a, **k)  # noqa: E731
     monkeypatch.setattr(mosaic.plgpu, "kernel", told)
-    q, k, v, *pools, table, _ = shapes(8, 128, MODELS["SDAR-1.7B"])
+    q, k, v, *pools, table, mask = shapes(8, 128, MODELS["SDAR-1.7B"])
     numbers = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     tiling = mosaic.Tiling(consumers=2, resident=resident)
-    settings = {"block_size": 32, "window": None, "scale": 0.1, "tiling": tiling}
-    settings["interpret"] = None
+    settings = {"rules": mask.rules, "scale": 0.1, "tiling": tiling, "interpret": None}
     run = functools.partial(mosaic._run.__wrapped__, **settings)
     jax.eval_shape(run, (q, k, v), pools, table, numbers, {})
     assert grids == [blocks]
