@@ -22,7 +22,9 @@ KINDS = ("gemm", "attention", "experts", "readout", "cache", "glue", "copies")
 SOURCES = (
     ("kernels/paged_attention/", "attention"),
     ("kernels/expert_ffn/", "experts"),
+    ("kernels/token_readout/", "readout"),
     ("dllm_jax/runner/readout.py", "readout"),
+    ("dllm_jax/runner/expectation.py", "readout"),
     ("kernels/kv_write/", "cache"),
     ("dllm_jax/runner/cache.py", "cache"),
 )

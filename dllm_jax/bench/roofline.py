@@ -63,7 +63,7 @@ def reductions_ms(model: Any, cells: int, device_kind: str) -> dict[str, Any] | 
 
 
 def step_parts(
-    model: Any, rows: int, blocks: int, block_size: int, context: float
+    model: Any, rows: int, blocks: int, block_size: int, context: float, expects: bool = False
 ) -> dict[str, tuple[float, float]] | None:
     """Bytes and operations of the parts of one step, which run one after another.
 
@@ -73,8 +73,12 @@ def step_parts(
 
     Of a model that devices share, a device's: all but the activations are split evenly.
 
+    Args:
+        expects: Every cell's expected embedding is read out too: one more product with the head.
+
     Returns:
-        dense, experts (if any), attention, head, activations; None for other kinds of networks.
+        dense, experts (if any), attention, head, expected (if any), activations; None for other
+        kinds of networks.
     """
     cfg = model.config
     if not isinstance(cfg, DenseConfig):
@@ -107,6 +111,7 @@ def step_parts(
         "experts": (experts_read, 2 * experts_used * cells),
         "attention": (moved, attended),
         "head": (head_read, 2 * head * cells),
+        "expected": (head * expects, 2 * head * cells * expects),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }
     each = {name: num_devices(model) if name != "activations" else 1 for name in parts}
@@ -115,6 +120,18 @@ def step_parts(
         for name, (moved, ops) in parts.items()
         if moved
     }
+
+
+def experts_read(model: Any, cells: int) -> float | None:
+    """Experts of a layer that so many cells reach, as random routing hits them; None: no experts.
+
+    What the parts of a step take for granted: fewer are less to read.
+    """
+    cfg = model.config
+    if not isinstance(cfg, MoEConfig):
+        return None
+    share = cfg.experts_per_token / cfg.num_experts
+    return cfg.num_experts * (1 - (1 - share) ** cells)
 
 
 def _experts(layer: Any) -> Any:

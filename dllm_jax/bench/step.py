@@ -3,7 +3,7 @@
 Data flow: shape -> an engine of just that size -> `LLM.generate` of so many forwards (prompts found
 in the prefix cache) -> the same compiled program in a bare loop -> floor -> a profile of that loop.
 The work is fixed: a step takes the one token it is surest of, so every forward has the whole
-window; the tokens are the readout's own.
+window; a canvas takes all steps of its schedule. The tokens are the readout's own.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dllm_jax.bench.rounds import Rounds, pass_ms
 from dllm_jax.bench.throughput import run
 from dllm_jax.bench.workload import Lengths, Work, random_work
 from dllm_jax.engine.layout import EngineConfig
-from dllm_jax.strategies import AR, DFlash, MultiBD
+from dllm_jax.strategies import AR, DFlash, DiffusionGemma, MultiBD
 
 NOTHING = 1.0  # no probability is above it
 PREFILL = 1024  # tokens of a pass that fills the prefix cache; no time counts it
@@ -32,6 +32,7 @@ USUAL_CONTEXT, USUAL_STEPS, MIN_STEPS = 512, 64, 8
 # A GPU lowers its clocks where a program draws much power: an H200 took 4 % longer for SDAR-8B.
 LONG_RUN_S = 2.0
 PAGE = 64
+CANVAS_STEPS = 16  # of a canvas; the release takes 12 to 16 of its 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,14 @@ class Shape:
 def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
     """What is measured: `MultiBD`, `AR` where nothing is masked, `DFlash` with a draft.
 
-    The first two take one token a step. The last one's rounds judge as many cells as a block of the
-    shape has, by default all that the draft was trained for; how many are right costs nothing.
+    A model of canvases takes `CANVAS_STEPS` a canvas, and with two blocks begins one in the pass
+    that stores the one before it. The first two take one token a step. The last one's rounds judge
+    as many cells as a block of the shape has, by default all that the draft was trained for; how
+    many are right costs nothing.
 
     Raises:
-        ValueError: The model decodes token by token, and the shape has a window; or by canvases.
+        ValueError: The model decodes token by token, and the shape has a window; or by canvases,
+            and it has more than two.
     """
     if draft is not None:
         if shape.blocks != 1:
@@ -85,9 +89,17 @@ def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
             buffer_size=shape.blocks,
         )
     if not model.config.shift:
-        raise ValueError(
-            f"{model.defaults.family} has neither masks nor next tokens, whose steps are measured "
-            "here; use bench latency"
+        if shape.blocks > 2:
+            raise ValueError(
+                f"shape {shape}: {model.defaults.family} denoises one canvas beside one that is "
+                f"stored; use {shape.slots}x1 or {shape.slots}x2"
+            )
+        return DiffusionGemma(
+            max_denoising_steps=float(CANVAS_STEPS),
+            confidence_threshold=0.0,
+            early_slots=shape.slots if shape.blocks > 1 else 0,
+            block_size=shape.block_size or model.defaults.block_size,
+            buffer_size=shape.blocks,
         )
     if shape.blocks != 1 or shape.block_size not in (None, 1):
         raise ValueError(
@@ -101,6 +113,9 @@ def text_len(strategy: Any, steps: int, draft: Any = None) -> int:
 
     The window must not reach past the text's end: dead cells would cost nothing.
     """
+    if isinstance(strategy, DiffusionGemma):
+        canvases = -(-(steps + measure.FEW_STEPS) // CANVAS_STEPS) + 1
+        return canvases * strategy.block_size
     # Behind a block that is nearly full the next one gets a token too: at most two a step.
     each = 2 if draft is None else strategy.block_size
     window = strategy.block_size * strategy.buffer_size
@@ -111,8 +126,14 @@ def context_len(model: Any, strategy: Any, context: int, steps: int, draft: Any 
     """Tokens of the prompt: `context` in whole blocks.
 
     Raises:
-        ValueError: With the text behind it, it is more than the model has positions for.
+        ValueError: With the text behind it, it is more than the model has positions for; or no
+            canvas would end.
     """
+    if isinstance(strategy, DiffusionGemma) and steps <= CANVAS_STEPS:
+        raise ValueError(
+            f"{steps=}: a canvas takes {CANVAS_STEPS} and then shows its text; use "
+            f"{CANVAS_STEPS + 1} or more"
+        )
     size = strategy.block_size
     context = max(size, context // size * size)
     longest = context + text_len(strategy, steps, draft)
@@ -277,8 +298,9 @@ def _generated(
     readout = {
         "distinct_tokens": len(set(tokens)),
         "head_in_program": has_head(program, ids_of_device(llm.model)),
-        "first_token_matches_dense": measure.first_token_is_the_models(llm),
     }
+    if not isinstance(llm.strategy, DiffusionGemma):  # whose first text is noise's
+        readout["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
     if readout["distinct_tokens"] < 2 or not all(readout.values()):
         raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
     settings = setting(llm)
@@ -326,14 +348,17 @@ def _bucket(llm: LLM) -> measure.Decode:
 def _floors(model: Any, slots: int, strategy: Any, found: dict[str, Any]) -> dict[str, Any]:
     """The floor two ways, ratios to it, and the work itself."""
     size, blocks, context = strategy.block_size, strategy.buffer_size, found["mean_context"]
+    expects = isinstance(strategy, DiffusionGemma)
+    blocks = 1 if expects else blocks  # the other one is in the window to be stored
     kind = device_kind()
     floor = roofline.floor_ms(model, slots, size * blocks, context, kind)
-    parts = roofline.step_parts(model, slots, blocks, size, context)
+    parts = roofline.step_parts(model, slots, blocks, size, context, expects)
     each = None if parts is None else roofline.parts_ms(parts, kind)
     in_turn = None if each is None else sum(each.values())
     step_ms, bare_ms = found["step_ms"], found["bare_step_ms"]
     return {
         "host_overhead": 1 - bare_ms / step_ms,
+        "experts_read": roofline.experts_read(model, slots * size * blocks),
         "floor_ms": floor,
         "step_over_floor": floor and step_ms / floor,
         "bare_over_floor": floor and bare_ms / floor,

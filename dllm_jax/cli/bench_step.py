@@ -224,6 +224,10 @@ def row_lines(row: dict[str, Any]) -> list[str]:
     if row["floor_parts_ms"]:
         parts = (f"{name} {ms:.3f}" for name, ms in row["floor_parts_ms"].items())
         lines.append(f"{'':>10} floor in turn: {', '.join(parts)} ms")
+    if row.get("experts_read") is not None:
+        lines.append(
+            f"{'':>10} experts of a layer read: {row['experts_read']:.1f}, as random routing has it"
+        )
     if told := row.get("reductions"):
         floor = "" if told["ms"] is None else f", at least {told['ms']:.3f} ms"
         lines.append(

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.expert_ffn import expert_ffn
-from dllm_jax.kernels.layer import LayerOps
-from dllm_jax.kernels.layer.reference import apply_rope, as_row, gated_matmul, matmul
+from dllm_jax.kernels.layer import Fp8Matrix, LayerOps, fp8, reference
+from dllm_jax.kernels.layer.reference import apply_rope, as_row, gated
 from dllm_jax.models import dense, routing
 from dllm_jax.models.dense import PLAIN, Attend, leaf
 from dllm_jax.models.head import Head, Unembed
@@ -193,7 +193,9 @@ def trunk(
             plain, routed = total(both, both, ops.axis)
         out = norm(plain, layer["post_mlp_norm"]) + norm(routed, layer["post_experts_norm"])
         x = x + norm(out, layer["post_ffn_norm"])
-        x = x * layer["mode_scale"].astype(x.dtype)[mode].reshape(len(x), -1, 1)
+        # A choice between two is part of the norm's launch; an index would be a launch of its own.
+        encoder, decoder = layer["mode_scale"].astype(x.dtype)
+        x = x * jnp.where(mode == DECODER, decoder, encoder).reshape(len(x), -1, 1)
         streams[i + 1] = x
     return norm(x, params["final_norm"]), tuple(streams[j] for j in hidden_layers)
 
@@ -243,14 +245,16 @@ def _attention(
     attend: Callable[..., Array],
 ) -> Float[Array, "B T D"]:
     """The first half of a layer on normed rows."""
-    fused = matmul(x, layer["wqkv"] if "wqkv" in layer else layer["wqk"])
+    fused = _matmul(x, layer["wqkv"] if "wqkv" in layer else layer["wqk"])
     B, T, G, n, H = fused.shape  # of this device
     n -= 2 if "wqkv" in layer else 1
     q = rms_norm(fused[..., :n, :].reshape(B, T, G * n, H), layer["q_norm"], cfg.norm_eps)
     k = rms_norm(fused[..., n, :], layer["k_norm"], cfg.norm_eps)
     v = rms_norm(fused[..., -1, :], None, cfg.norm_eps)  # of `wqk`, what the key is made of
     out = attend(apply_rope(q, *tables), apply_rope(k, *tables), v)
-    return matmul(out.reshape(B, T, -1), layer["wo"].reshape(-1, cfg.hidden_size))
+    wo = layer["wo"]
+    wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
+    return _matmul(out.reshape(B, T, -1), wo)
 
 
 def _experts(
@@ -279,6 +283,13 @@ def _experts(
     return expert_ffn(rows, ids, weights, *matrices, activation="gelu").reshape(x.shape)
 
 
-def _geglu(x: Float[Array, "... D"], w_gate_up: Array, w_down: Array) -> Float[Array, "... D"]:
+def _geglu(
+    x: Float[Array, "... D"], w_gate_up: Array | Fp8Matrix, w_down: Array | Fp8Matrix
+) -> Float[Array, "... D"]:
     """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh."""
-    return matmul(gated_matmul(x, w_gate_up, activation="gelu"), w_down)
+    return _matmul(gated(_matmul(x, w_gate_up), "gelu"), w_down)
+
+
+def _matmul(x: Float[Array, "... K"], w: Array | Fp8Matrix) -> Array:
+    """`x @ w` over the first axis of `w`, in the type of `x`."""
+    return fp8.matmul(x, w, x.dtype) if isinstance(w, Fp8Matrix) else reference.matmul(x, w)

@@ -11,18 +11,20 @@ import jax
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
 from dllm_jax.kernels.token_readout.head import Fp8Head, quantize_head
 from dllm_jax.models.dflash import DFlashConfig
-from dllm_jax.models.gemma import GemmaConfig
 
 Quantization = Literal["fp8", "none"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "none")
 # Matrices that are stored in 8 bits, and how many of their leading axes are contracted.
 _INPUTS = {
     "wqkv": 1,
+    "wqk": 1,
     "wo": 2,
     "w_gate_up": 1,
     "w_down": 1,
     "shared_gate_up": 1,
     "shared_down": 1,
+    "condition_gate_up": 1,
+    "condition_down": 1,
 }
 
 
@@ -32,8 +34,6 @@ STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})
 
 def unsupported(config: Any) -> str | None:
     """Why a network of this config has no form in 8 bits, or None."""
-    if isinstance(config, GemmaConfig):
-        return "DiffusionGemma has no form in 8 bits"
     if isinstance(config, DFlashConfig):
         return "a draft has no form in 8 bits; its target may have one"
     return None

@@ -1,8 +1,23 @@
 """The mask of paged attention: which keys each row of a window sees, in a form for kernels."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
+
+
+class Rules(NamedTuple):
+    """What is known of a mask while tracing; see `WindowMask`.
+
+    Attributes:
+        orders: Blocks of a sequence differ in order, a bit each.
+    """
+
+    block_size: int
+    window: int | None
+    by_block: bool
+    orders: bool
 
 
 class WindowMask(struct.PyTreeNode):
@@ -36,6 +51,11 @@ class WindowMask(struct.PyTreeNode):
     window: int | None = struct.field(pytree_node=False, default=None)
     by_block: bool = struct.field(pytree_node=False, default=False)
     context_is_before: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def rules(self) -> Rules:
+        """What is known while tracing."""
+        return Rules(self.block_size, self.window, self.by_block, self.causal.ndim > 1)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Which computed rows are live."""
@@ -121,9 +141,9 @@ def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Boo
 def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 8"]:
     """What a kernel reads of each sequence, the longest first; the same in every layer of a step.
 
-    Start, live range, context, the part of it that every row sees, token order, first cell, and
-    which sequence it is. Programs begin in the order of a grid, and where contexts differ, all
-    would wait for a long one that began last.
+    Start, live range, context, the part of it that every row sees, token order (where blocks differ
+    in it, a bit each), first cell, and which sequence it is. Programs begin in the order of a grid,
+    and where contexts differ, all would wait for a long one that began last.
     """
     # Up to the first page that is missing, the end of the context or the first position that is
     # seen fresh, whichever comes first, a cached key is seen by every live row.
@@ -133,6 +153,9 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
     first, end = mask.live[:, 0], mask.live[:, 1]
     unmasked = jnp.minimum(jnp.minimum(context_len, mapped), mask.start + first)
     causal = mask.causal.astype(jnp.int32)
+    if mask.rules.orders:
+        place = jnp.arange(causal.shape[1], dtype=jnp.int32)
+        causal = jnp.sum(causal << place[None], axis=1, dtype=jnp.int32)
     columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
     columns += [jnp.arange(len(first), dtype=jnp.int32)]
     told = jnp.stack(columns, axis=1)

@@ -25,14 +25,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from .mask import WindowMask, facts
+from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
 from .mosaic_tiles import ROWS, piece_of
 from .mosaic_tiling import Tiling, check_tiling, choose_tiling, holds_parts
 
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
-_MOST_BLOCKS = 32  # of a window whose visibility is a bit each
+_MOST_BLOCKS = 32  # of a window whose visibility or order is a bit each
 
 
 def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
@@ -59,8 +59,10 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a number of rows that is a multiple of {_LEAST}, got {T}"
     if Z & (Z - 1) or Z < _LEAST:
         return f"needs a page size that is a power of two from {_LEAST} up, got {Z}"
-    if mask.visible is not None and mask.visible.shape[-1] > _MOST_BLOCKS:
-        return f"needs a window of at most {_MOST_BLOCKS} blocks, got {mask.visible.shape[-1]}"
+    by_bits = [mask.visible] if mask.visible is not None else []
+    by_bits += [mask.causal] if mask.rules.orders else []
+    if any(bits.shape[-1] > _MOST_BLOCKS for bits in by_bits):
+        return f"needs a window of at most {_MOST_BLOCKS} blocks, got {by_bits[0].shape[-1]}"
     return None
 
 
@@ -85,14 +87,14 @@ def attention(
     with an operand in registers and none that adds to what is there: the weights go through shared
     memory and the product is added apart; all else is the code that runs on a GPU.
     """
+    mask, page_table = within_reach(mask, page_table, k_pages.shape[2])
     tiling = choose_tiling(q, k_pages, page_table) if tiling is None else tiling
     bits = None
     if mask.visible is not None:  # the blocks that each block of rows sees, a bit each
         place = jnp.arange(mask.visible.shape[-1], dtype=jnp.int32)
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = {"block_size": mask.block_size, "window": mask.window, "scale": scale}
-    settings["tiling"] = tiling
+    settings = {"rules": mask.rules, "scale": scale, "tiling": tiling}
     run = functools.partial(_run, **settings, interpret=interpret)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(
@@ -104,10 +106,8 @@ def attention(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("block_size", "window", "scale", "tiling", "interpret")
-)
-def _run(fresh, pools, page_table, numbers, more, *, block_size, window, scale, tiling, interpret):
+@functools.partial(jax.jit, static_argnames=("rules", "scale", "tiling", "interpret"))
+def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, interpret):
     """One launch, and a merge where the parts are not a cluster's. Layers lower once."""
     q, k, _ = fresh
     B, T, N, H = q.shape
@@ -172,8 +172,7 @@ def _run(fresh, pools, page_table, numbers, more, *, block_size, window, scale, 
         num_operands=len(operands),
         extras=tuple(more),
         names=tuple(scratch),
-        block_size=block_size,
-        window=window,
+        rules=rules,
         scale=scale,
         tiling=tiling,
         chunk=chunk,

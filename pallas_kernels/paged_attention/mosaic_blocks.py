@@ -16,7 +16,7 @@ from .mosaic_tiles import drain, load, whole, work_of
 _LOADS = (40, 96)  # registers of each thread that loads, and of one that widens keys as well
 
 
-def attend(*refs, num_operands, extras, names, block_size, window, scale, tiling, chunk, places):
+def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, places):
     """A block of threads: a tile of rows of a KV head, over its share of the keys.
 
     With `tiling.resident` several such tiles, one behind another.
@@ -30,7 +30,7 @@ def attend(*refs, num_operands, extras, names, block_size, window, scale, tiling
     bits = more.get("bits")
     results = refs[num_operands : len(refs) - len(names)]
     scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
-    settings = {"block_size": block_size, "window": window, "tiling": tiling, "chunk": chunk}
+    settings = {"rules": rules, "tiling": tiling, "chunk": chunk}
     work_at = functools.partial(
         work_of, q.shape, k_pages.shape, numbers, has_bits=bits is not None, **settings
     )

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_merge import merged
-from .mosaic_tiles import ROWS, page_of, slot_of, turns_of, whole
+from .mosaic_tiles import ROWS, in_order, page_of, slot_of, turns_of, whole, window_cell
 
 _HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
 _FLOOR = -1e28  # below every score, and far above a hidden one: exp2 of the distance is 0
@@ -33,8 +33,7 @@ def compute(
     *,
     turn,
     following,
-    block_size,
-    window,
+    rules,
     scale,
     tiling,
     chunk,
@@ -47,6 +46,7 @@ def compute(
         following: Then, whether there is another tile of rows, and its work.
     """
     keys, splits = tiling.keys, tiling.splits
+    block_size, window = rules.block_size, rules.window
     _, T, N, H = q.shape
     G, Z = pool[1:3]
     n = N // G
@@ -99,7 +99,8 @@ def compute(
     unit_of_row = jax.lax.div(row, whole(chunk)) + unit
     token = jax.lax.div(unit_of_row, whole(n)) * chunk + jax.lax.rem(row, whole(chunk))
     cell = cell_0 + token
-    anywhere = (1 - causal) * _FAR
+    anywhere = (1 - in_order(cell, causal, rules)) * _FAR
+    window_from = window_cell(cell, causal, rules)
     last_cached = start + cell + anywhere
     last_fresh = cell + anywhere
     row_bits = None
@@ -114,7 +115,7 @@ def compute(
     else:
         ends = (jax.lax.div(cell, whole(block_size)) + 1) * block_size - 1
         last_fresh = jnp.minimum(last_fresh, ends)
-    if window is not None:
+    if window is not None and not rules.by_block:  # else the order alone is a limit
         last_cached = jnp.minimum(last_cached, start + cell + (window - 1))
         last_fresh = jnp.minimum(last_fresh, cell + (window - 1))
 
@@ -134,7 +135,7 @@ def compute(
             page, _ = page_of(work, table, Z, hole)
             seen &= (j < hole) | (j >= jnp.where(page >= 0, hole, hole + rows_of_part))
         if window is not None:
-            seen &= j > across(start + cell - window, shape)
+            seen &= j > across(start + window_from - window, shape)
         return seen
 
     def sees_fresh(i, shape):
@@ -147,7 +148,7 @@ def compute(
             bit = jax.lax.shift_right_logical(across(row_bits, shape), theirs_in) & 1
             seen &= bit != 0
         if window is not None:
-            seen &= theirs > across(cell - window, shape)
+            seen &= theirs > across(window_from - window, shape)
         return seen
 
     def pass_turn():

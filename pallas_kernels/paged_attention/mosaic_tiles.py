@@ -59,9 +59,7 @@ class Work:
     fresh: tuple[Array, Array, Array]
 
 
-def work_of(
-    shape, pool, numbers, place, before=None, *, has_bits, block_size, window, tiling, chunk
-) -> Work:
+def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling, chunk) -> Work:
     """The work of one thread block; `shape` of the queries and `pool` of the keys.
 
     Args:
@@ -69,6 +67,7 @@ def work_of(
         before: As in `Work`.
     """
     keys, splits = tiling.keys, tiling.splits
+    block_size, window = rules.block_size, rules.window
     _, T, N, _ = shape
     G = pool[1]
     n = N // G
@@ -105,11 +104,14 @@ def work_of(
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), 0)
     skipped = whole(0)  # tiles of the context that end before any row's window
     if window is not None:
-        nearest = jnp.maximum(start + first_live - (window - 1), 0)
+        from_cell = window_cell(first_live, causal, rules)
+        nearest = jnp.maximum(start + from_cell - (window - 1), 0)
         skipped = jnp.minimum(jax.lax.div(nearest, whole(keys)), cached_tiles)
         cached_tiles -= skipped
     in_block = (jax.lax.div(last_live, whole(block_size)) + 1) * block_size
-    reach = jnp.minimum(jnp.where(causal != 0, last_live + 1, in_block), end)
+    reach = jnp.minimum(
+        jnp.where(in_order(last_live, causal, rules) != 0, last_live + 1, in_block), end
+    )
     reach = jnp.minimum(end if has_bits else reach, cell_0 + T) - cell_0
     fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), whole(keys))
     fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0), 0)
@@ -125,7 +127,9 @@ def work_of(
     # tile does not pay for the time to compile that loop.
     if window is None and not has_bits and keys < T:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
-        plain = jnp.minimum(jnp.where(causal != 0, first_live + 1, in_block), end)
+        plain = jnp.minimum(
+            jnp.where(in_order(first_live, causal, rules) != 0, first_live + 1, in_block), end
+        )
         plain = jnp.minimum(plain, cell_0 + T) - cell_0
         plain = jax.lax.div(plain, whole(keys)) - fresh_first
         plain = jnp.where(first <= cell_0 + fresh_first * keys, plain, 0)
@@ -160,6 +164,22 @@ def work_of(
         cached=(cached_low, middle, cached_high),
         fresh=(fresh_low, fresh_middle, fresh_high),
     )
+
+
+def in_order(cell, causal, rules):
+    """1 where a cell's row is in token order, else 0."""
+    if not rules.orders:
+        return causal
+    block = jax.lax.div(cell, whole(rules.block_size))
+    return jax.lax.shift_right_logical(jnp.broadcast_to(causal, block.shape), block) & 1
+
+
+def window_cell(cell, causal, rules):
+    """The cell from which a row counts its window: its own, or its block's first."""
+    if not rules.by_block:
+        return cell
+    behind = jax.lax.rem(cell, whole(rules.block_size))
+    return cell - (1 - in_order(cell, causal, rules)) * behind
 
 
 def page_of(work, table, page_size, j):

@@ -47,19 +47,23 @@ class Tiling:
     splits: int = 1
 
 
-def unsupported(q: Array, k_pages: Array) -> str | None:
+def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
     capability = getattr(jax.devices()[0], "compute_capability", "0.0")
     if k_pages.dtype.itemsize == 1 and float(capability) < 8.9:
         return "needs an NVIDIA GPU of the Ada kind or later for keys in 8 bits"
-    return unsupported_arguments(q, k_pages)
+    return unsupported_arguments(q, k_pages, mask)
 
 
-def unsupported_arguments(q: Array, k_pages: Array) -> str | None:
+def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
     """Why no device can take these arguments, or None."""
     H, Z = q.shape[-1], k_pages.shape[2]
+    if mask.rules.orders:
+        return "needs rows of one order"
+    if mask.by_block and mask.window is not None:
+        return "needs a window counted from each row"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {q.dtype}"
     if H & (H - 1) or not _LEAST_SIDE <= H <= 256:

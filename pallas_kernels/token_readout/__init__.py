@@ -1,5 +1,25 @@
 """From hidden rows to a token and its statistics as one operation: no logits in memory."""
 
-from .api import MOSAIC_ROWS, TRITON_ROWS, TokenReadout, choose, token_readout
+from .api import (
+    MOSAIC_ROWS,
+    SHARE,
+    TRITON_ROWS,
+    LawReadout,
+    TokenReadout,
+    choose,
+    law_readout,
+    token_readout,
+)
+from .reference import of_law
 
-__all__ = ["MOSAIC_ROWS", "TRITON_ROWS", "TokenReadout", "choose", "token_readout"]
+__all__ = [
+    "MOSAIC_ROWS",
+    "SHARE",
+    "TRITON_ROWS",
+    "LawReadout",
+    "TokenReadout",
+    "choose",
+    "law_readout",
+    "of_law",
+    "token_readout",
+]

@@ -2,7 +2,8 @@
 
 Every back end computes the same function: logits of hidden rows over a vocabulary, the likeliest
 token of each row, and statistics of the row's distribution. Rows that are sampled use XLA: a kernel
-that also drew tokens was slower on an H200 (benchmarks/LOG.md).
+that also drew tokens was slower on an H200 (benchmarks/LOG.md). `law_readout` also writes the law,
+for a reader who draws from it and multiplies it with the embedding.
 
 Letters: R rows, D model width, V ids.
 """
@@ -15,7 +16,8 @@ from .. import dispatch
 from ..dispatch import BackEnd
 from . import mosaic, reference, triton
 from .head import Fp8Head
-from .result import TokenReadout
+from .result import SHARE as SHARE
+from .result import LawReadout, TokenReadout
 
 Implementation = Literal["xla", "triton", "mosaic"]
 
@@ -76,6 +78,36 @@ def token_readout(
         penalty=penalty,
         num_top=num_top,
     )
+
+
+def law_readout(
+    hidden: Float[Array, "R D"],
+    head: Float[Array, "V D"],
+    forbidden: Bool[Array, " V"],
+    temperature: Float[Array, " R"],
+    *,
+    scale: float = 1.0,
+    cap: float | None = None,
+    implementation: Literal["xla", "mosaic"] | None = None,
+) -> LawReadout:
+    """The law `softmax(logits / temperature)` of each row, with logits as in `token_readout`.
+
+    Args:
+        temperature: Above 0.
+        implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, 16-bit, ids in
+            a multiple of `SHARE`), or None for the fastest that supports the arguments.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    _check(hidden, head, forbidden)
+    back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
+        # Not timed on a GPU yet.
+        "mosaic": BackEnd(mosaic.read_law, mosaic.unsupported_law(hidden, head), is_fast=False),
+        "xla": BackEnd(reference.read_law),
+    }
+    arguments = (hidden, head, forbidden, temperature)
+    return dispatch.run(implementation, back_ends, *arguments, scale=scale, cap=cap)
 
 
 def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .result import Part, TokenReadout, joined, told
+from .result import SHARE, LawReadout, Part, TokenReadout, joined, told
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
 _TILE_ROWS = _CONSUMERS * _ROWS
@@ -80,6 +80,13 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
     return None if not num_top else f"names no likeliest ids but the first, got {num_top=}"
 
 
+def unsupported_law(hidden: Array, head: Array) -> str | None:
+    """Why this back end cannot read laws of these arguments here, or None."""
+    if len(head) % SHARE:
+        return f"needs ids in a multiple of {SHARE}, got {len(head)}"
+    return unsupported(hidden, head, 0)
+
+
 def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
     """Of the tiles measured to be fastest, the one that leaves fewer blocks idle.
 
@@ -116,14 +123,49 @@ def read(
     # NumPy arrays stay constants of the program; a `jit` would make them arguments.
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
-    return jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty)
+    parts, _ = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty, None)
+    none = jnp.zeros((len(hidden), 0))
+    return told(joined(parts), none.astype(jnp.float32), none.astype(jnp.int32))
+
+
+def read_law(
+    hidden: Array,
+    head: Array,
+    forbidden: Array,
+    temperature: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> LawReadout:
+    """See `api.law_readout`; the tile's ids are a share."""
+    row_tiles = -(-len(hidden) // _TILE_ROWS)
+    if tiling is None:
+        tiling = Tiling(ids=SHARE, shared="rows" if row_tiles % 2 else "head")
+    run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
+    given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
+    heat = 1.0 / temperature.astype(jnp.float32)
+    parts, weights = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, None, heat)
+    whole, (R, V) = joined(parts), (len(hidden), len(head))
+    # Each tile's weights are relative to its own peak.
+    known = parts.peak > -jnp.inf
+    brought = jnp.where(known, jnp.exp(parts.peak - whole.peak[:, None]), 0.0)[:, : V // SHARE]
+    weights = weights.reshape(R, -1, SHARE).astype(jnp.float32) * brought[:, :, None]
+    return LawReadout(
+        token=whole.token,
+        rest=jnp.where(whole.mass > 0, whole.mass - 1, jnp.nan),
+        spread=whole.spread,
+        weights=weights.reshape(R, V).astype(head.dtype),
+        shares=parts.mass[:, : V // SHARE] * brought,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "cap", "tiling", "interpret"))
 def _run(
-    hidden, head, forbidden, has_forbidden, penalty, *, scale, cap, tiling, interpret
-) -> TokenReadout:
-    """One launch, and the merge of its parts."""
+    hidden, head, forbidden, has_forbidden, penalty, heat, *, scale, cap, tiling, interpret
+) -> tuple[Part, Array | None]:
+    """One launch: the parts of all tiles and, where there is `heat`, weights by tile."""
     (R, D), V, ids = hidden.shape, len(head), tiling.ids
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
     row_tiles = -(-R // _TILE_ROWS // of_rows) * of_rows
@@ -137,6 +179,8 @@ def _run(
     named = {"hidden": padded(hidden, 0), "head": head, "forbidden": forbidden}
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
+    if heat is not None:  # what logits are multiplied with
+        named["heat"] = padded(heat, 1.0)
     named["special"] = _special(has_forbidden, named.get("penalty_ids"), V, ids)
     shapes = {
         name: jax.ShapeDtypeStruct(
@@ -144,6 +188,8 @@ def _run(
         )
         for name in Part._fields
     }
+    if heat is not None:
+        shapes["weights"] = jax.ShapeDtypeStruct((row_tiles * _TILE_ROWS, V), hidden.dtype)
     swizzled = (
         plgpu.TilingTransform((8, _STEP)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(2 * _STEP),  # pyright: ignore[reportAbstractUsage]
@@ -187,8 +233,9 @@ def _run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*named.values())
-    whole = Part(*(leaf[:R] for leaf in joined(Part(**dict(zip(shapes, out, strict=True))))))
-    return told(whole, jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32))
+    found = {name: leaf[:R] for name, leaf in zip(shapes, out, strict=True)}
+    weights = found.pop("weights", None)
+    return Part(**found), weights
 
 
 def _has_forbidden(forbidden, tiling):
@@ -311,7 +358,7 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
 
         logit = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
         row = pl.multiple_of(rows * _ROWS, _ROWS)
-        part = _part(logit_of(logit), special, row, start, id_tile * ids, given)
+        part = _part(logit_of(logit), special, row, start, id_tile * ids, given, out.get("weights"))
         for name, values in part._asdict().items():
             out[name][pl.ds(row, _ROWS), id_tile] = values
 
@@ -321,8 +368,12 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
         jax.lax.fori_loop(0, mine, compute_tile, None)
 
 
-def _part(logit, special, row, start, first, given) -> Part:
-    """The readout of a warpgroup's tile, whose ids begin at `start` and count from `first` on."""
+def _part(logit, special, row, start, first, given, weights) -> Part:
+    """The readout of a warpgroup's tile, whose ids begin at `start` and count from `first` on.
+
+    Args:
+        weights: Where they go; None: nowhere.
+    """
     layout = plgpu.Layout.WGMMA
     by_row, by_id = layout.reduce(1), layout.reduce(0)
     shape, part_shape = logit.shape, (_ROWS, _CHUNK)
@@ -330,6 +381,9 @@ def _part(logit, special, row, start, first, given) -> Part:
 
     def down(values, shape):
         return jax.lax.broadcast_in_dim(values, shape, [0])
+
+    if "heat" in given:
+        logit *= down(_loaded(given["heat"].at[pl.ds(row, _ROWS)], by_row), shape)
 
     def restricted(logit):
         token = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
@@ -353,6 +407,9 @@ def _part(logit, special, row, start, first, given) -> Part:
         token = jnp.where(part == down(peak, part_shape), chunk * _CHUNK, token)
         below = (part - down(peak, part_shape)) * _LOG2_E
         weight = jnp.exp2(below)
+        if weights is not None:
+            place = pl.ds(pl.multiple_of(start + chunk * _CHUNK, _ID_MULTIPLE), _CHUNK)
+            weights[pl.ds(row, _ROWS), place] = weight.astype(weights.dtype)
         mass += weight
         spread += weight * below
     token += plgpu.broadcasted_iota(jnp.int32, part_shape, 1, layout=layout)

@@ -24,6 +24,28 @@ class TokenReadout(NamedTuple):
     top_probs: Float[Array, "R n"]
 
 
+class LawReadout(NamedTuple):
+    """What the law of each row says, and the law itself.
+
+    Attributes:
+        token: The likeliest id, the lowest of equals.
+        rest: Sum of `w = exp(logit - peak)` over all other ids, whose own is 1: a sure law's
+            entropy is smaller than the rounding of their sum. NaN where there is no number.
+        spread: Sum of `w * (logit - peak)` over the same ids.
+        weights: `w`, rounded to the head's type; 0 of forbidden ids.
+        shares: Sums of unrounded weights of `SHARE` neighbouring ids.
+    """
+
+    token: Int[Array, " R"]
+    rest: Float[Array, " R"]
+    spread: Float[Array, " R"]
+    weights: Float[Array, "R V"]
+    shares: Float[Array, "R N"]
+
+
+SHARE = 256  # ids
+
+
 class Part(NamedTuple):
     """The contribution of a part of the vocabulary, one value per row, or per row and tile.
 

@@ -17,7 +17,7 @@ from dllm_jax.bench import measure, roofline, step
 from dllm_jax.bench.plot import draw_roofline
 from dllm_jax.bench.step import Shape
 from dllm_jax.cli import bench_step, main
-from dllm_jax.models import dense, moe
+from dllm_jax.models import dense, gemma, moe
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.strategies import AR, MultiBD
@@ -33,7 +33,8 @@ def _no_compile_cache(monkeypatch):
 
 def published(name, split=None):
     cfg = parse_config(PUBLISHED[name])[1]
-    shapes = moe.param_shapes if isinstance(cfg, moe.MoEConfig) else dense.param_shapes
+    kind = gemma if isinstance(cfg, gemma.GemmaConfig) else moe
+    shapes = kind.param_shapes if isinstance(cfg, moe.MoEConfig) else dense.param_shapes
     params = shapes(cfg, jnp.bfloat16)
     return SimpleNamespace(config=cfg, params=params, shapes=params, split=split, source=name)
 
@@ -95,6 +96,16 @@ def test_the_floor_in_turn_is_the_one_of_the_bars(name, shape, context, floor):
     slots, blocks, size = shape
     # Parts that cannot overlap take no less than ones that can.
     assert sum(parts.values()) > roofline.floor_ms(model, slots, blocks * size, context, H200)
+
+
+@pytest.mark.parametrize(("slots", "floor"), [(1, 13.2), (4, 20.9), (16, 55.7)])
+def test_the_floor_of_a_canvas_is_the_one_of_its_bars(slots, floor):
+    """Issue 26's, at a context of 1.5 k: the expectation is one more product with the head."""
+    model = published("google/diffusiongemma-26B-A4B-it")
+    parts = roofline.parts_ms(roofline.step_parts(model, slots, 1, 256, 1536, True), H200)
+    assert sum(parts.values()) == pytest.approx(floor, rel=0.02)
+    assert parts["expected"] == parts["head"]
+    assert roofline.experts_read(model, 256) == pytest.approx(128, abs=1e-4)
 
 
 def test_the_floor_in_turn_counts_experts():

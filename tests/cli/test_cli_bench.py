@@ -132,8 +132,15 @@ def test_fixed_canvases_take_their_schedule(tmp_path, capsys):
     )
     assert facts["thresholds"]["confidence_threshold"] == 0
     assert facts["nfe"] == 2 * 3
-    assert main(["bench", "step", "--model", str(folder)]) == 2
-    assert "neither masks nor next tokens" in capsys.readouterr().err
+    step = ["bench", "step", "--model", str(folder), "--dtype", "float32", "--repeats", "1"]
+    assert main([*step, "--shapes", "1x3"]) == 2
+    assert "one canvas beside one that is stored; use 1x1 or 1x2" in capsys.readouterr().err
+    assert main([*step, "--steps", "16"]) == 2
+    assert "use 17 or more" in capsys.readouterr().err
+    assert main([*step, "--shapes", "2x2", "--context", "24", "--steps", "17", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["shape"], row["nfe"], row["visible_tokens"]) == ("2x2x12", 34, 24)
+    assert row["experts_read"] == pytest.approx(6, abs=0.01)
 
 
 @pytest.mark.parametrize(("asked", "config_len"), [(None, 128), (70, 70)])

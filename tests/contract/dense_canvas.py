@@ -110,13 +110,14 @@ def drawn(law: Law, heat: float, request: Request, step: int, position: int) -> 
     """The token that a kept cell shows next."""
     if not request.temperature:
         return law.draw()[0]
-    noise = np.asarray(_noise(*own_key(request, 0, step, position)))
-    return int(np.argmax(law.logits / heat + noise))
+    until = np.cumsum(np.asarray(law.probs(heat), np.float64))
+    wanted = float(_uniform(*own_key(request, 0, step, position)))
+    return int(np.argmax(until > wanted * until[-1]))
 
 
 @jax.jit
-def _noise(seed, data):
+def _uniform(seed, data):
     key = jax.random.key(seed)
-    for one in (*data, 0):  # the first 1,024 ids
+    for one in data:
         key = jax.random.fold_in(key, one)
-    return jax.random.gumbel(key, (1024,), jnp.float32)[:VOCAB]
+    return jax.random.uniform(key, (), jnp.float32)

@@ -32,11 +32,27 @@ TOLERANCE = 2e-2  # absolute, unit-normal data in bfloat16
 
 
 def case(
-    T, S, *, heads=(4, 2, 64), Z=64, C=3, by_blocks=False, window=None, seed=0, rows=5, left_out=0
+    T,
+    S,
+    *,
+    heads=(4, 2, 64),
+    Z=64,
+    C=3,
+    by_blocks=False,
+    window=None,
+    seed=0,
+    rows=5,
+    left_out=0,
+    canvas=False,
+    orders=False,
 ):
     """Random data for every kind of row: none cached, dead, stale, token order, a missing page.
 
     Of a window of `T + left_out` cells the T from the first live one on are computed.
+
+    Args:
+        canvas: The window counts from a block; nothing is cached from cell 0 on.
+        orders: Token order differs from block to block.
     """
     rng = np.random.default_rng(seed)
     N, G, H = heads
@@ -52,11 +68,15 @@ def case(
         cell=cell,
         start=start,
         live=live,
-        context_len=start + np.asarray([9, 3, 0, 0, 0], np.int32)[:rows],
+        context_len=start + (not canvas) * np.asarray([9, 3, 0, 0, 0], np.int32)[:rows],
         visible=None if by_blocks else (rng.random((rows, K, K)) < 0.5) | np.eye(K, dtype=bool),
-        causal=np.asarray([False, True, False, True, False])[:rows],
+        causal=rng.random((rows, K)) < 0.5
+        if orders
+        else np.asarray([False, True, False, True, False])[:rows],
         block_size=S,
         window=window,
+        by_block=canvas,
+        context_is_before=canvas,
     )
     draw = lambda *shape: np.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
     data = [draw(rows, T, N, H), *(draw(rows, T, G, H) for _ in range(2))]
@@ -179,6 +199,16 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
     ),
+    "a canvas": (
+        mosaic.Tiling(consumers=2, stages=2),
+        {"T": 32, "S": 16, "heads": (6, 2, 64), "C": 4, "canvas": True, "window": 70}
+        | {"by_blocks": True, "rows": 4},
+    ),
+    "a canvas behind one that is stored": (
+        mosaic.Tiling(splits=2, stages=2, is_cluster=False),
+        {"T": 64, "S": 32, "heads": (2, 1, 64), "C": 3, "canvas": True, "orders": True}
+        | {"by_blocks": True, "window": 40, "rows": 3},
+    ),
     "a window by blocks, large pages": (
         mosaic.Tiling(splits=3, stages=2, is_cluster=False),
         {"T": 32, "S": 8, "Z": 128, "C": 3, "window": 20, "by_blocks": True, "left_out": 16},
@@ -186,7 +216,7 @@ INTERPRETED = {
 }
 
 
-QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "8 bits")
+QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "8 bits", "a canvas")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +277,10 @@ FEATURES = {
     "small pages": {"T": 16, "S": 4, "heads": (8, 2, 128), "Z": 16, "C": 5},
     "large pages": {"T": 320, "S": 32, "heads": (4, 2, 64), "Z": 128, "C": 5, "by_blocks": True},
     "wide heads": {"T": 64, "S": 32, "heads": (4, 2, 256), "C": 5},
+    "canvas": {"T": 64, "S": 32, "heads": (4, 2, 128), "C": 5}
+    | {"by_blocks": True, "canvas": True, "orders": True, "window": 70},
+    "canvas of wide heads": {"T": 256, "S": 256, "heads": (4, 2, 256), "C": 5}
+    | {"by_blocks": True, "canvas": True, "window": 150},
 }
 TILINGS = {
     "two consumers": mosaic.Tiling(consumers=2, stages=2),
@@ -278,7 +312,7 @@ TILINGS = {
 def checked(tiling, feature):
     """The tiling of a name for the GPU test, as shared memory holds it."""
     chosen = TILINGS[tiling]
-    if feature == "wide heads" and chosen is not None:
+    if "wide heads" in feature and chosen is not None:
         # Rows of two warpgroups have 128 KB where they have two buffers.
         consumers = 1 if chosen.resident else chosen.consumers
         return dataclasses.replace(chosen, keys=64, stages=2, consumers=consumers)
@@ -645,11 +679,10 @@ def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resid
     real = mosaic.plgpu.kernel
     told = lambda *a, **k: grids.append(math.prod(k["grid"])) or real(*a, **k)  # noqa: E731
     monkeypatch.setattr(mosaic.plgpu, "kernel", told)
-    q, k, v, *pools, table, _ = shapes(8, 128, MODELS["SDAR-1.7B"])
+    q, k, v, *pools, table, mask = shapes(8, 128, MODELS["SDAR-1.7B"])
     numbers = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     tiling = mosaic.Tiling(consumers=2, resident=resident)
-    settings = {"block_size": 32, "window": None, "scale": 0.1, "tiling": tiling}
-    settings["interpret"] = None
+    settings = {"rules": mask.rules, "scale": 0.1, "tiling": tiling, "interpret": None}
     run = functools.partial(mosaic._run.__wrapped__, **settings)
     jax.eval_shape(run, (q, k, v), pools, table, numbers, {})
     assert grids == [blocks]

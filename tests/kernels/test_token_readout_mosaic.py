@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.token_readout import api, choose, mosaic, token_readout
+from dllm_jax.kernels.token_readout import SHARE, api, choose, law_readout, mosaic, token_readout
 from dllm_jax.kernels.token_readout.mosaic import Tiling
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
@@ -59,6 +59,37 @@ def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
     want = oracle.token_readout(*map(jnp.asarray, (x, head, forbidden)), **options)
     assert got.token.tolist() == want[1].tolist()
     check(got, want)
+
+
+@pytest.mark.parametrize("rows", [129, slow(200)])
+def test_laws_are_the_references(rows):
+    """Ties, forbidden shares, temperatures a row; products of small whole numbers are exact."""
+    rng = np.random.default_rng(rows)
+    ids, width = 3 * SHARE, 128
+    x, head = (rng.integers(-1, 2, (n, width)).astype(jnp.bfloat16) for n in (rows, ids))
+    forbidden = rng.random(ids) < 0.02
+    forbidden[SHARE : 2 * SHARE] = True  # a share of which nothing is left
+    heat = rng.uniform(0.4, 2, rows).astype(np.float32)
+    options = {"scale": 0.5, "cap": 30.0}
+    tiling = Tiling(ids=SHARE, stages=2, shared=None, blocks=1)
+    given = x, head, forbidden, heat
+    got = interpreted(mosaic.read_law, *given, **options, tiling=tiling)
+    want = law_readout(*map(jnp.asarray, given), **options, implementation="xla")
+    np.testing.assert_array_equal(got.token, want.token)
+    for name in ("rest", "spread", "shares"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=1e-6)
+    close = [np.asarray(one.weights, np.float32) for one in (got, want)]
+    np.testing.assert_allclose(*close, rtol=2**-7)
+    assert (close[0][:, forbidden] == 0).all()
+
+
+@pytest.mark.slow
+def test_laws_of_a_published_head_lower(on_hopper):
+    call = functools.partial(mosaic.read_law, scale=1.0, cap=30.0)
+    V, D = 262_144, 2816
+    for R in (256, 512):
+        given = real(R, D), real(V, D), real(V, dtype=bool), real(R, dtype=jnp.float32)
+        assert lowered(call, *given) == (1, 0)
 
 
 def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():

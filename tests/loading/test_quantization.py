@@ -19,10 +19,11 @@ from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized, quantized
 from dllm_jax.runner.timing import weights
-from dllm_jax.strategies import BlockDiffusion
+from dllm_jax.strategies import BlockDiffusion, DiffusionGemma
 from dllm_jax.tasks import evaluate
 from tests.oracles import fp8 as oracle
 from tests.oracles.canvas_files import write_canvas
+from tests.oracles.draft_files import write_draft
 
 MATRICES = {"wqkv", "wo", "w_gate_up", "w_down"}
 
@@ -183,15 +184,26 @@ def test_other_quantizations_are_refused(value, text):
             dj.load(source, quantization=value)
 
 
+def test_a_canvas_model_is_rounded_but_for_its_experts_and_scales(tmp_path):
+    model = dj.load(write_canvas(tmp_path / "canvas"), quantization="fp8")
+    rounded = {
+        path[-1].key
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_quantized)
+        if is_quantized(leaf)
+    }
+    assert rounded == MATRICES | {"wqk", "condition_gate_up", "condition_down"}
+    strategy = DiffusionGemma(block_size=12, max_denoising_steps=3.0)
+    out = dj.generate(model, [[5, 6, 7]], strategy, max_tokens=12, stop_token_ids=())
+    assert out.tokens.shape[1] >= 12
+
+
 def test_networks_without_a_form_in_8_bits_are_refused_before_weights_are_read(
     tmp_path, monkeypatch
 ):
-    folder = write_canvas(tmp_path / "canvas")
+    folder = write_draft(tmp_path / "draft")
     monkeypatch.setattr(loading.checkpoints, "load_params", None)
-    with pytest.raises(LoadError, match="DiffusionGemma has no form in 8 bits; leave it out"):
+    with pytest.raises(LoadError, match="a draft has no form in 8 bits"):
         dj.load(folder, quantization="fp8")
-    with pytest.raises(LoadError, match="DiffusionGemma has no form in 8 bits; leave it out"):
-        dj.load("random:google/diffusiongemma-26B-A4B-it", quantization="fp8")
 
 
 def test_a_model_that_is_loaded_takes_no_quantization(model):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import within_reach
-from dllm_jax.models import dense, gemma
+from dllm_jax.models import dense, gemma, quantization
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.runner.cache import new_pool, page_slots, write_rows
 from tests.golden import make_canvas_golden as made
@@ -122,6 +122,23 @@ def test_single_passes_are_the_oracles(golden, models, shape, gain):
         np.testing.assert_allclose(first, case["first"], **close)
         np.testing.assert_allclose(conditioned, case["conditioned"], **close)
         assert np.abs(case["first"] - case["conditioned"]).max() > 1
+
+
+def test_a_strong_net_keeps_to_the_oracle_over_three_canvases(golden, models):
+    """Each step is given the oracle's inputs; each canvas stands on those committed before it."""
+    model, size = models(made.FORCED, 1.0), SHAPES[made.FORCED][1]
+    case = {k: golden[f"forced/{k}"] for k in ("prompt", "canvas", "expected", "logits", "text")}
+    length, worst = len(case["prompt"]), 0.0
+    with jax.default_matmul_precision("highest"):
+        pool = empty_pool(model, length + made.FORCED_CANVASES * size)
+        _, pool = encode(model, pool, case["prompt"], 0)
+        for number, text in enumerate(case["text"]):
+            for step in range(number * made.FORCED_STEPS, (number + 1) * made.FORCED_STEPS):
+                got = decode(model, pool, case["canvas"][step], case["expected"][step], length)
+                worst = max(worst, float(np.abs(got - case["logits"][step]).max()))
+            _, pool = encode(model, pool, text, length)
+            length += size
+    assert worst <= TOLERANCE[1.0]
 
 
 def changed(model, **config):
@@ -272,22 +289,30 @@ def test_whole_logits_are_the_encoders(models):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_bfloat16_keeps_the_likeliest_tokens(golden, models):
-    """Of weights rounded to 16 bits, a damped net keeps its argmaxes and entropies."""
+@pytest.mark.parametrize(("form", "bound", "nats"), [("bfloat16", 0.15, 0.5), ("fp8", 0.45, 1.5)])
+def test_few_bits_keep_the_likeliest_tokens(golden, models, form, bound, nats):
+    """Of weights rounded to 16 or to 8 bits, a damped net keeps its argmaxes and entropies."""
     model, n = models("base", 0.4), 24
     case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
-    narrow = model.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))
-    _, pool = encode(narrow, new_pool(model.config, 6, PAGE, jnp.bfloat16), case["ids"], 0)
+    rounded = {
+        "bfloat16": lambda path, leaf: leaf.astype(jnp.bfloat16),
+        "fp8": quantization.quantized,
+    }[form]
+    narrow = model.replace(params=jax.tree_util.tree_map_with_path(rounded, model.params))
+    assert narrow.quantization == (None if form == "bfloat16" else form)
+    dtype = narrow.params["embed"].dtype
+    _, pool = encode(narrow, new_pool(model.config, 6, PAGE, dtype), case["ids"], 0)
     got = np.asarray(decode(narrow, pool, case["canvas"], case["expected"], n), np.float64)
-    same = (got.argmax(-1) == case["conditioned"].argmax(-1)).mean()
+    want = case["conditioned"]
+    assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.75
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound
 
     def entropy(logits):
         p = np.exp(logits - logits.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         return -(p * np.log(np.maximum(p, 1e-45))).sum(-1)
 
-    assert same >= 0.75
-    assert np.abs(entropy(got / 0.8) - entropy(case["conditioned"] / 0.8)).max() < 0.5
+    assert np.abs(entropy(got / 0.8) - entropy(want / 0.8)).max() < nats
 
 
 def visible(n, window, cells=4, causal=False):
@@ -355,7 +380,7 @@ def test_pages_within_reach_hold_all_that_a_canvas_sees(window):
     assert within_reach(mask.replace(context_is_before=False), table, PAGE)[1] is table
 
 
-def test_kernels_refuse_a_window_that_counts_from_a_block():
+def test_triton_refuses_a_window_that_counts_from_a_block():
     mask = WindowMask(
         cell=jnp.arange(16)[None],
         start=jnp.array([0]),
@@ -370,9 +395,10 @@ def test_kernels_refuse_a_window_that_counts_from_a_block():
     q = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
     pages = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
     arguments = (q, q[:, :, :1], q[:, :, :1], pages, pages, jnp.zeros((1, 1), jnp.int32), mask)
-    for name in ("triton", "mosaic"):
-        with pytest.raises(NotImplementedError, match="needs a window counted from each row"):
-            paged_attention(*arguments, implementation=name)
+    for refused in (mask, mask.replace(window=None, causal=jnp.array([[False]]))):
+        assert triton.unsupported_arguments(q, pages, refused)
+        with pytest.raises(NotImplementedError, match='implementation="triton"'):
+            paged_attention(*arguments[:-1], refused, implementation="triton")
 
 
 def test_factors_of_random_weights_are_ones(models):

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def attention(q, k, v, k_pages, v_pages, page_table, mask):
+def attention(q, k, v, k_pages, v_pages, page_table, mask, scale=None):
     """One query at a time: list what it sees, softmax, average. Rows that are not live are NaN.
 
     `mask` is a `WindowMask` of host arrays; see `dllm_jax.kernels.paged_attention.api`.
@@ -20,12 +20,23 @@ def attention(q, k, v, k_pages, v_pages, page_table, mask):
             if not first <= cell < end:
                 continue
             position = int(mask.start[b]) + cell
+            mine = cell // mask.block_size
+            causal = mask.causal[b] if np.ndim(mask.causal) == 1 else mask.causal[b][mine]
+            by_block = mask.by_block and not causal
+
+            def near(ahead, cell=cell, by_block=by_block):
+                if mask.window is None:
+                    return True
+                if by_block:  # counted from the block's first cell, and nothing ahead is far
+                    return ahead + cell % mask.block_size > -mask.window
+                return abs(ahead) < mask.window
+
             keys, values = [], []
             for j in range(int(mask.context_len[b])):
                 in_window = j - int(mask.start[b])
-                if first <= in_window < end or (mask.causal[b] and j > position):
+                if first <= in_window < end or (causal and j > position):
                     continue
-                if mask.window is not None and abs(position - j) >= mask.window:
+                if not near(j - position):
                     continue
                 page = page_table[b, j // Z]
                 if page < 0:
@@ -33,16 +44,15 @@ def attention(q, k, v, k_pages, v_pages, page_table, mask):
                 keys.append(k_pages[page, :, j % Z])
                 values.append(v_pages[page, :, j % Z])
             for other, row in fresh_at.items():
-                mine, theirs = cell // mask.block_size, other // mask.block_size
+                theirs = other // mask.block_size
                 seen = theirs <= mine if visible is None else visible[mine, theirs]
-                if mask.window is not None and abs(other - cell) >= mask.window:
-                    continue
-                if seen and not (mask.causal[b] and other > cell):
+                if seen and near(other - cell) and not (causal and other > cell):
                     keys.append(k[b, row])
                     values.append(v[b, row])
             for h in range(N):
                 group = h // (N // G)
-                score = np.asarray([key[group] @ q[b, i, h] for key in keys]) / np.sqrt(H)
+                score = np.asarray([key[group] @ q[b, i, h] for key in keys])
+                score = score * (H**-0.5 if scale is None else scale)
                 weight = np.exp(score - score.max())
                 out[b, i, h] = (weight / weight.sum()) @ np.asarray(values)[:, group]
     return out

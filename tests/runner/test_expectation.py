@@ -1,8 +1,9 @@
 """The readout with an expectation: one law for token, likeliest id, entropy and embedding.
 
-Proves that no tile size changes what is read, also where it does not divide the vocabulary; that a
-temperature a row, top-k and top-p act on all of it as NumPy says; and that sure laws have entropy
-0, rows that are no numbers have no token, and ids that are forbidden are never drawn or expected.
+Proves that a token is the one at which the law's running sum passes a uniform number, also where
+the shares that are summed first do not divide the vocabulary; that a temperature a row, top-k and
+top-p act on all of it as NumPy says; and that sure laws have entropy 0, rows that are no numbers
+have no token, and ids that are forbidden are never drawn or expected.
 """
 
 import functools
@@ -15,10 +16,10 @@ import pytest
 
 from dllm_jax.models.head import Head
 from dllm_jax.runner import expectation
-from dllm_jax.runner.expectation import NOISE, read_expected
+from dllm_jax.runner.expectation import SHARE, read_expected
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
-VOCAB, WIDTH, ROWS = 2 * NOISE + 300, 8, 6
+VOCAB, WIDTH, ROWS = 4 * SHARE + 300, 8, 6
 FORBIDDEN = (5, VOCAB - 1)
 
 
@@ -83,15 +84,30 @@ def assert_of(stats, head, law):
     assert (drawn > 0).all()
 
 
-def test_tiles_of_any_size_read_the_same(head):
-    whole = read(head, tile=4 * NOISE)
-    assert_of(whole, head, laws(head))
-    for tile in (NOISE, 2 * NOISE):
-        tiled = read(head, tile=tile)
-        np.testing.assert_array_equal(tiled.token, whole.token)
-        np.testing.assert_array_equal(tiled.top_ids, whole.top_ids)
-        for name in ("entropy", "confidence", "top_probs", "soft"):
-            np.testing.assert_allclose(getattr(tiled, name), getattr(whole, name), atol=1e-5)
+def test_a_token_is_where_the_running_sum_passes_a_uniform_number(head):
+    stats, law = read(head), laws(head)
+    assert_of(stats, head, law)
+    until = np.cumsum(law, axis=-1)
+    wanted = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(KEYS))
+    np.testing.assert_array_equal(stats.token, np.argmax(until > wanted[:, None], axis=-1))
+
+
+def test_draws_have_the_frequencies_of_the_law():
+    """Trap T18: over a vocabulary of shares that are full, partly forbidden and cut short."""
+    rows, vocab = 4096, 2 * SHARE + 5
+    table = (
+        jnp.zeros((vocab, 1))
+        .at[jnp.array([3, SHARE + 1, vocab - 1]), 0]
+        .set(jnp.log(jnp.array([1.0, 2.0, 5.0])) + 30.0)
+    )
+    how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (rows,)), sampling(1.0))
+    keys = jax.random.split(jax.random.key(7), rows)
+    hidden = jnp.ones((rows, 1))
+    one = Head(table, embed_scale=1.0)
+    stats = read_expected(one, hidden, how, keys, forbidden=lambda ids: ids == 3)
+    ids, counts = np.unique(np.asarray(stats.token), return_counts=True)
+    np.testing.assert_array_equal(ids, [SHARE + 1, vocab - 1])
+    assert abs(counts[0] / rows - 2 / 7) < 4 * (2 / 7 * 5 / 7 / rows) ** 0.5
 
 
 def test_each_row_has_its_own_temperature_and_zero_draws_nothing(head):
@@ -148,22 +164,21 @@ def test_a_row_that_is_no_number_has_no_token_and_leaves_its_neighbours(head, to
     np.testing.assert_array_equal(stats.soft[others], want.soft[others])
 
 
-def test_rows_of_all_slots_read_each_tile_of_the_head_together(head, monkeypatch):
-    """Trap T32: a chunk of rows is a read of the head."""
-    seen = set()
+def test_enough_rows_share_a_read_of_the_head(head, monkeypatch):
+    """Trap T32: a chunk of rows is a read of the head, which hides behind 512 rows of products."""
+    seen, read_law = set(), expectation.law_readout
 
-    class Recorded(Head):
-        def __call__(self, hidden):
-            seen.add((len(hidden), len(self.weights)))
-            return super().__call__(hidden)
+    def recorded(hidden, *rest, **how):
+        seen.add(len(hidden))
+        return read_law(hidden, *rest, **how)
 
-    monkeypatch.setattr(expectation, "Head", Recorded)
-    rows = expectation.ROWS
-    how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (8,)), sampling())
+    monkeypatch.setattr(expectation, "law_readout", recorded)
+    rows = 3 * expectation.ROWS
+    how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (6,)), sampling())
     keys = jax.random.split(jax.random.key(0), rows)
     jax.eval_shape(
-        lambda hidden: read_expected(head, hidden, how, keys, forbidden=forbidden, tile=2 * NOISE),
+        lambda hidden: read_expected(head, hidden, how, keys, forbidden=forbidden),
         jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32),
     )
-    assert rows >= 8 * 256
-    assert seen == {(rows, 2 * NOISE), (rows, VOCAB - 2 * NOISE)}
+    assert seen == {expectation.ROWS}
+    assert expectation.ROWS >= 512
