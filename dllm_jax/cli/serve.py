@@ -123,7 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of this process; 0 serves, the others serve it (default: %(default)s)",
     )
     hosts.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="a free port of the host of rank 0"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="a free port of the host of rank 0 (default: none, one host)",
     )
 
 

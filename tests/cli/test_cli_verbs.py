@@ -200,9 +200,8 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
             self.closed = True
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
-    args = Namespace(
-        model=str(random_folder), dtype="auto", revision=None, lora=None, quantization=None
-    )
+    options = dict.fromkeys(("revision", "lora", "quantization", "kv_cache_dtype"))
+    args = Namespace(model=str(random_folder), dtype="auto", quantize_head=False, **options)
     sources.load_model(args)
     assert bars == []
     monkeypatch.setattr(sources, "BAR_FROM", 1000)
