@@ -230,8 +230,7 @@ def _nearest(times: Mapping[tuple[int, int], float], size: int, columns: int) ->
 def filled(cost: MeasuredCost, layout: EngineLayout, model: Model, platform: str) -> MeasuredCost:
     """A cost with every size of a layout.
 
-    A size that was not timed costs less than the next larger by as much as the estimate says; on an
-    H200 that is within a third (benchmarks/results/start_h200.json).
+    A size that was not timed costs less than the next larger by as much as the estimate says.
     """
     speed = CPU if platform == "cpu" else ACCELERATOR
 
