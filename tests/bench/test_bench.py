@@ -306,7 +306,9 @@ def test_the_floor_is_that_of_the_shapes():
 
     cfg = parse_config(PUBLISHED["JetLM/SDAR-1.7B-Chat"])[1]
     params = param_shapes(cfg, jnp.bfloat16)
-    model = SimpleNamespace(config=cfg, params=params, shapes=params, split=None)
+    model = SimpleNamespace(
+        config=cfg, params=params, shapes=params, split=None, kv_dtype=jnp.dtype("bfloat16")
+    )
     alone = roofline.floor_ms(model, 1, 32, 0, "NVIDIA H200")
     assert alone == pytest.approx(0.80, abs=0.01)  # weights once, at 4.3 TB/s
     # 28 layers x 8 heads x 128 x 2 (K and V) x 2 bytes a token of context.
@@ -324,7 +326,9 @@ def test_the_floor_counts_the_experts_that_are_hit():
 
     cfg = parse_config(PUBLISHED["inclusionAI/LLaDA2.0-mini"])[1]
     params = moe.param_shapes(cfg, jnp.bfloat16)
-    model = SimpleNamespace(config=cfg, params=params, shapes=params, split=None)
+    model = SimpleNamespace(
+        config=cfg, params=params, shapes=params, split=None, kv_dtype=jnp.dtype("bfloat16")
+    )
     # 0.29 ms of weights that every step reads, 7.12 of experts, of which 32 cells that choose 8 of
     # 256 hit 64 %, and 4096 all.
     assert roofline.floor_ms(model, 1, 32, 0, "NVIDIA H200") == pytest.approx(4.83, rel=0.02)

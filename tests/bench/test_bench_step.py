@@ -36,7 +36,14 @@ def published(name, split=None):
     kind = gemma if isinstance(cfg, gemma.GemmaConfig) else moe
     shapes = kind.param_shapes if isinstance(cfg, moe.MoEConfig) else dense.param_shapes
     params = shapes(cfg, jnp.bfloat16)
-    return SimpleNamespace(config=cfg, params=params, shapes=params, split=split, source=name)
+    return SimpleNamespace(
+        config=cfg,
+        params=params,
+        shapes=params,
+        split=split,
+        source=name,
+        kv_dtype=jnp.dtype("bfloat16"),
+    )
 
 
 def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, capsys):
@@ -302,7 +309,7 @@ def test_a_large_model_is_measured_as_ever():
 def test_steps_that_are_not_the_models_do_not_count(random_folder, monkeypatch):
     monkeypatch.setattr(measure, "first_token_is_the_models", lambda llm: False)
     llm = SimpleNamespace(engine=None)
-    llm.model = SimpleNamespace(config=SimpleNamespace(vocab_size=97))
+    llm.model = SimpleNamespace(config=SimpleNamespace(vocab_size=97), split=None)
     program = "%dot.1 = f32[8,97]{1,0} dot(%a, %b)"
     outputs = [SimpleNamespace(metrics=SimpleNamespace(nfe=8, prefill_nfe=0), error=None)]
     outputs[0].outputs = [SimpleNamespace(token_ids=[1, 2])]

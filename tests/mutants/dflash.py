@@ -10,7 +10,7 @@ chi-squared; "network": the distribution of texts.
 
 from tests.mutation import broken
 
-_DRAWN = "out.predict(where=cell > 0, sampling=state.sampling, keys=keys, width=width)"
+_DRAWN = "where=cell > 0, sampling=state.sampling, keys=keys, width=width, behind=block"
 _ROOM = "jnp.minimum(buffer.limit - buffer.start - 1, ends)"
 
 MUTANTS = [
@@ -27,8 +27,8 @@ MUTANTS = [
             "kept = cell < count[:, None, None] - 1",
         ),
         begins_greedily=(
-            "chunk.forward.predict(state.boundary, sampling=state.sampling, keys=keys)",
-            "chunk.forward.predict(state.boundary)",
+            "state.boundary, sampling=state.sampling, keys=keys, first_of=opened",
+            "state.boundary, first_of=opened",
         ),
         settles_the_drafts_only=("settled_len=count + 1", "settled_len=count"),
     ),
@@ -72,7 +72,7 @@ MUTANTS = [
         goes_past_the_limit=(_ROOM, "ends"),
         goes_on_behind_a_run=(_ROOM, "buffer.limit - buffer.start - 1"),
         draws_by_forward=("keys = random.position_keys(state)", "keys = random.step_keys(state)"),
-        judges_greedily=(_DRAWN, "out.predict(where=cell > 0, width=width)"),
+        judges_greedily=(_DRAWN, "where=cell > 0, width=width, behind=block"),
         writes_the_drafts=("return truth, right.astype(", "return block, right.astype("),
         run_is_one_longer=(">= state.limits.max_run", "> state.limits.max_run"),
         counts_past_a_run=("jnp.where(ends <= last, ", "jnp.where(ends < 0, "),
