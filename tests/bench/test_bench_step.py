@@ -308,7 +308,7 @@ def test_a_large_model_is_measured_as_ever():
 
 def test_steps_that_are_not_the_models_do_not_count(random_folder, monkeypatch):
     monkeypatch.setattr(measure, "first_token_is_the_models", lambda llm: False)
-    llm = SimpleNamespace(engine=None)
+    llm = SimpleNamespace(engine=None, strategy=None)
     llm.model = SimpleNamespace(config=SimpleNamespace(vocab_size=97), split=None)
     program = "%dot.1 = f32[8,97]{1,0} dot(%a, %b)"
     outputs = [SimpleNamespace(metrics=SimpleNamespace(nfe=8, prefill_nfe=0), error=None)]
