@@ -87,7 +87,8 @@ class Constraints:
         self._check()
         if not isinstance(constraint, structured.Constraint):
             raise Refused(
-                f"constraint={checks.told(constraint)} has type {type(constraint).__name__}; give "
+                f"constraint={checks.short_repr(constraint)} has type "
+                f"{type(constraint).__name__}; give "
                 "a Regex, a Choice or a JsonSchema of dllm_jax",
                 "constraint",
             )
