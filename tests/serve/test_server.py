@@ -141,7 +141,7 @@ def test_clients_that_leave_free_slots_and_pages(server):
         assert within(90, lambda: server.metric("dllm_num_requests_running") == 4)  # it may compile
         for one in held:
             one.close()
-        assert within(5, lambda: server.metric("dllm_num_requests_running") == 0)
+        assert within(20, lambda: server.metric("dllm_num_requests_running") == 0)
         assert server.metric("dllm_kv_cache_usage_ratio") == 0
 
 
