@@ -76,12 +76,12 @@ class Server:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             data = answer.read()
-            told = dict(answer.getheaders())
+            reported = dict(answer.getheaders())
         finally:
             connection.close()
         with contextlib.suppress(ValueError):
             data = json.loads(data)
-        return answer.status, data, {name.lower(): value for name, value in told.items()}
+        return answer.status, data, {name.lower(): value for name, value in reported.items()}
 
     def get(self, path, headers=None):
         return self.request("GET", path, headers=headers)

@@ -78,17 +78,17 @@ def test_texts_are_those_of_generate(server, llm, name):
         whole = pool.submit(server.post, TEXT, body)
         fast = pool.submit(server.events, TEXT, body)
         slow = pool.submit(server.events, TEXT, body, delay=0.02).result()
-    (status, told, _), streamed = whole.result(), fast.result()
+    (status, reported, _), streamed = whole.result(), fast.result()
     assert status == 200
     wanted = [one for output in llm.generate(PROMPTS, params) for one in output.outputs]
     if name == "any bytes":
         assert not all(one.text.isascii() for one in wanted)
     for i, one in enumerate(wanted):
-        choice = told["choices"][i]
+        choice = reported["choices"][i]
         assert choice["text"] == text_of(streamed, i) == text_of(slow, i) == one.text
         reason = "stop" if one.finish_reason == "stop" else "length"
         assert (choice["finish_reason"], choice["stop_reason"]) == (reason, one.stop_reason)
-    assert told["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in wanted)
+    assert reported["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in wanted)
 
 
 def test_chat_is_the_template_and_a_completion(server):
@@ -133,9 +133,9 @@ def test_frames_never_hold_settled_text(server):
 
 
 def test_suffix_is_refused_where_nothing_is_filled_in(server):
-    status, told, _ = server.complete("a", suffix="b")
-    assert (status, told["error"]["param"]) == (400, "suffix")
-    assert "full_sequence" in told["error"]["message"]
+    status, reported, _ = server.complete("a", suffix="b")
+    assert (status, reported["error"]["param"]) == (400, "suffix")
+    assert "full_sequence" in reported["error"]["message"]
 
 
 def test_clients_that_leave_free_slots_and_pages(server):
@@ -145,7 +145,7 @@ def test_clients_that_leave_free_slots_and_pages(server):
         assert within(90, lambda: server.metric("dllm_num_requests_running") == 4)  # it may compile
         for one in held:
             one.close()
-        assert within(5, lambda: server.metric("dllm_num_requests_running") == 0)
+        assert within(20, lambda: server.metric("dllm_num_requests_running") == 0)
         assert server.metric("dllm_kv_cache_usage_ratio") == 0
 
 
@@ -176,10 +176,10 @@ def test_infilling(tmp_path):
     try:
         server.wait_ready()
         assert server.get("/v1/models")[1]["data"][0]["dllm"]["infill"] is True
-        status, told, _ = server.complete("17 + 25", suffix=" 42", max_tokens=4)
+        status, reported, _ = server.complete("17 + 25", suffix=" 42", max_tokens=4)
         assert status == 200
-        assert told["usage"]["completion_tokens"] <= 4
-        status, told, _ = server.complete("a", suffix="b" * 400, max_tokens=60)
+        assert reported["usage"]["completion_tokens"] <= 4
+        status, reported, _ = server.complete("a", suffix="b" * 400, max_tokens=60)
         assert status == 400
     finally:
         assert server.stop() == 0
