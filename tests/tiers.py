@@ -149,6 +149,10 @@ SLOW = {
     "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|vmap"
     r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-8"
     r"|soft_parallel|dmax|d2f_whole",
+    "structured/test_constrained_engine.py": r"automata\[8",
+    "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["
+    r"(block_diffusion|dmax|full_sequence\]|full_sequence_guided)",
+    "structured/test_holes.py": r"they_need\[ar",
 }
 
 # What depends on the version of JAX: the only tests that CI runs under its older Python too.

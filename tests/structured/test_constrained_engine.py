@@ -89,7 +89,7 @@ def test_neighbours_without_an_automaton_end_as_the_truth(name):
     assert outputs[-1].outputs[0].constraint_met
 
 
-@pytest.mark.parametrize(("parts", "wide"), [(2, grammars.WIDE), (8, 3)])
+@pytest.mark.parametrize(("parts", "wide"), [(2, 3), (8, grammars.WIDE)])
 def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monkeypatch):
     """Of 40 ids a device has 5 or 20: classes of few ids and of many lie across devices."""
     monkeypatch.setattr(grammars, "WIDE", wide)
