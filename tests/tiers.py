@@ -120,7 +120,7 @@ LONG: dict[str, str | None] = {
     "training/test_training_tokenizer.py": None,
     "strategies/test_dflash.py": "random_requests|lengths0",
     "strategies/test_diffusion_gemma.py": "does_not_depend",
-    "structured/test_constrained_engine.py": "after_preemption|devices_that_share",
+    "structured/test_constrained_engine.py": "after_preemption|devices_that_share|keeps_its_text",
     "strategies/test_by_class.py": "adopted",
     "strategies/test_contract.py": "drafter_sees|while_another"
     "|first_cells.(3|8)|moving_every|change_after",

@@ -215,7 +215,9 @@ class _Table:
         """The logarithm of the speed less another's, and half of its 95 % interval."""
         n = int(min(self.seen[one], self.seen[other]))
         apart = float(np.log(self.speed(one)) - np.log(self.speed(other)))
-        return apart, _Z * float(np.std(self._influence(one, n) - self._influence(other, n))) / n**0.5
+        return apart, _Z * float(
+            np.std(self._influence(one, n) - self._influence(other, n))
+        ) / n**0.5
 
     def speed_interval(self, one: int) -> tuple[float, float]:
         """By the delta method, on the scale of the logarithm."""

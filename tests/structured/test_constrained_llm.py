@@ -8,7 +8,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import strategies
-from dllm_jax.structured import Choice, JsonSchema, Regex
+from dllm_jax.structured import After, Choice, JsonSchema, Regex
 from dllm_jax.tasks.problems import problem
 
 PHONE = Regex(r"\d{3}-\d{4}")
@@ -106,6 +106,17 @@ def test_a_text_that_is_cut_says_so(llm, cut):
     assert output.outputs[0].constraint_met is False
 
 
+def test_a_constraint_behind_a_marker_leaves_what_is_before_it_free(llm):
+    free = llm.chat(_chats(1), dj.SamplingParams(max_tokens=60))[0].outputs[0]
+    (marker,) = llm.tokenizer(".")["input_ids"]
+    assert marker in free.token_ids
+    params = _params(llm, After(".", PHONE), 50)
+    held = llm.chat(_chats(1), params)[0].outputs[0]
+    first = held.token_ids.index(marker)
+    assert re.fullmatch(PHONE.regex, llm.tokenizer.decode(held.token_ids[first + 1 :]))
+    assert (held.finish_reason, held.constraint_met) == ("stop", True)
+
+
 def test_a_text_without_a_constraint_says_nothing(llm):
     (output,) = llm.chat(_chats(1), dj.SamplingParams(max_tokens=8))
     assert output.outputs[0].constraint_met is None
@@ -119,6 +130,7 @@ def test_a_text_without_a_constraint_says_nothing(llm):
         ({"constraint": PHONE, "temperature": 1.0, "top_p": 0.9}, "top_p=0.9"),
         ({"constraint": PHONE, "temperature": 1.0, "top_k": 5}, "top_k=5"),
         ({"constraint": "yes|no"}, "Regex"),
+        ({"constraint": After("</think>", PHONE)}, "is not one token"),
         ({"constraint": Regex("(")}, "regular expression"),
         ({"constraint": Regex("a(?=b)")}, "regular expression"),
         ({"constraint": Choice(["a" * 200_000])}, "20000 states"),
@@ -136,7 +148,7 @@ def test_another_constraint_compiles_nothing(llm):
     texts = llm.chat(_chats(1), _params(llm, PHONE, 3))
     _assert_held(texts[0], PHONE)
     late = set(llm.engine.runner.compiled)
-    for length in range(3, 23):
+    for length in range(3, 11):
         one = Regex(rf"\d{{{length}}}x?")
         _assert_held(llm.chat(_chats(1), _params(llm, one, 2))[0], one)
     assert set(llm.engine.runner.compiled) == late
