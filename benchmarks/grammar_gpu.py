@@ -416,7 +416,7 @@ def main():
     rows = []
 
     def say(part, shape, name, ms, measured):
-        rows.append({"part": part, "shape": shape, "form": name, "ms": ms, "told": measured})
+        rows.append({"part": part, "shape": shape, "form": name, "ms": ms, "measured": measured})
         shown = "      -" if ms is None else f"{ms:9.4f}"
         print(f"{part:12s} {shape:16s} {name:28s} {shown}  {measured}", flush=True)
         if args.out:
