@@ -12,6 +12,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# The tests' compiled programs: a server reads those of the `LLM` beside it, and the reverse.
+PROGRAMS = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -27,7 +32,7 @@ class Server:
                 stderr=out,
                 stdout=out,
                 cwd=root,
-                env={**os.environ, "PYTHONPATH": paths, **(env or {})},
+                env={**os.environ, **PROGRAMS, "PYTHONPATH": paths, **(env or {})},
             )
         self.port = int(self._first_line()["url"].rsplit(":", 1)[1])
 
