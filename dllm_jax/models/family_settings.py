@@ -8,12 +8,7 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from dllm_jax.convert.config.fields import Fields
-from dllm_jax.models.family_table import (
-    BLOCK_ROUTED,
-    INSERTS_AND_DELETES,
-    Decoding,
-    Family,
-)
+from dllm_jax.models.family_table import BLOCK_ROUTED, Decoding, Family
 
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Decoding)}
 _NOT_OURS = ("family", "remasking", "block_length", "attention", "alternatives")
@@ -37,8 +32,8 @@ def settings_of(
     routing_block = network.get("routing_block") or 1
     if network.get("expert_capacity"):
         settings |= BLOCK_ROUTED
-        if has_edits:
-            settings["strategy"] = INSERTS_AND_DELETES
+        if not has_edits:
+            settings["strategy"] = "edit"
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
     if "canvas_length" in network:

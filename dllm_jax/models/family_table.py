@@ -395,10 +395,9 @@ DRAFTS = (
     ),
 )
 
-# LLaDA2.2: settings of a config with routing blocks; its strategy if that names both edits.
-INSERTS_AND_DELETES = "edit_indel"
+# LLaDA2.2: settings of a config with routing blocks; "edit" where it lacks the ids of the edits.
 BLOCK_ROUTED: Mapping[str, Any] = {
-    "strategy": "edit",
+    "strategy": "edit_indel",
     "accept_threshold": 0.5,
     "edit_threshold": 0.0,
     "alternatives": (),

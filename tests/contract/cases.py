@@ -280,9 +280,7 @@ def _edit_indel() -> Case:
     strategy = EditIndel(**fields, add_block_threshold=0.25, block_size=4, buffer_size=3)
     rule = dense_indel.indel_rule(Rules(**fields))
     model = models.plain()
-    model = model.replace(
-        defaults=dataclasses.replace(model.defaults, forbidden_token_ids=EDITS)
-    )
+    model = model.replace(defaults=dataclasses.replace(model.defaults, forbidden_token_ids=EDITS))
     return _blocks(strategy, model, _EDITED, rule, add=0.25, settles_ready=True)
 
 
@@ -365,8 +363,9 @@ def sweep(some: Iterable[str], names: Iterable[str] = NAMES) -> list[Any]:
     return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-# Of the two that draft, the toy where there is time: what it proves of the engine `dflash` does.
-SWIFT = sweep([name for name in NAMES if name != "speculate"])
+# Where there is time, as others prove it of the engine: of the two that draft the toy, of the two
+# that edit the one that also moves text.
+SWIFT = sweep([name for name in NAMES if name not in ("speculate", "edit_indel")])
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {
     "d2f_grid_full_shifted": lambda: _d2f(models.plain(4, shift=True), accept=0.15),

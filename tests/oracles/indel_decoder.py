@@ -1,7 +1,7 @@
 """Edits that delete and insert as lists: the rule of docs/llada2_2_edits.md over one block.
 
-The oracle of `EditIndel`, written apart from `strategies/` and without vectors: what a forward makes
-of a block is `rewritten`, of scripts here, of a network in `tests.contract.dense_indel`.
+The oracle of `EditIndel`, written apart from `strategies/` and without vectors. `rewritten` is what
+a forward makes of a block: of scripts here, of a network in `tests.contract.dense_indel`.
 """
 
 import dataclasses
