@@ -87,7 +87,8 @@ class Constraints:
         self._check()
         if not isinstance(constraint, structured.Constraint):
             raise Refused(
-                f"constraint={checks.told(constraint)} has type {type(constraint).__name__}; give "
+                f"constraint={checks.short_repr(constraint)} has type "
+                f"{type(constraint).__name__}; give "
                 "a Regex, a Choice or a JsonSchema of dllm_jax",
                 "constraint",
             )
@@ -98,7 +99,9 @@ class Constraints:
                 return self._kept[key]
         began = time.perf_counter()
         try:
-            automaton = structured.compile(constraint, self._words, stops, self._never())
+            automaton = structured.compile(
+                constraint, self._words, stops, self._never(), grammars.BUCKETS[-1].states
+            )
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
         except ValueError as error:
             raise Refused(str(error), "constraint") from error

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from dllm_jax.engine.checks import told
+from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
@@ -236,7 +236,7 @@ def check_number(
         number = math.nan
     if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
         kind = "a whole number" if whole else "a number"
-        given = told(value.item() if isinstance(value, np.generic) else value)
+        given = short_repr(value.item() if isinstance(value, np.generic) else value)
         raise ValueError(f"{name}={given} must be {kind} in [{low}, {high}]; choose a value there")
 
 
@@ -256,7 +256,7 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
         return Bound(strategy, {})
     name = type(strategy).__name__
     source = draft.source if isinstance(draft, Model) else draft and os.fspath(draft)
-    given = f"draft={told(source)}"
+    given = f"draft={short_repr(source)}"
     if not names:
         other = ", or use the strategy 'dflash'" if target.config.shift else ""
         raise ValueError(

@@ -207,8 +207,8 @@ def test_every_entrance_takes_the_familys_own(dream, started, monkeypatch, sizes
 def test_the_command_line_warns_in_one_line(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     entry._warn_in_one_line()
-    told = warnings.formatwarning("a\n b", UserWarning, "file.py", 3)
-    assert told == "note: a b\n"
+    reported = warnings.formatwarning("a\n b", UserWarning, "file.py", 3)
+    assert reported == "note: a b\n"
     assert "file.py:3" in warnings.formatwarning("a", RuntimeWarning, "file.py", 3)
 
 
@@ -227,8 +227,8 @@ def test_a_d2f_adapter_changes_how_the_base_is_decoded():
 
 def inspected(folder, capsys):
     assert entry.main(["inspect", str(folder)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    return [line.removeprefix("note: ") for line in told if line.startswith("note: ")]
+    reported = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("note: ") for line in reported if line.startswith("note: ")]
 
 
 @pytest.mark.parametrize("family", ["llada", "llada2", "sdar"])

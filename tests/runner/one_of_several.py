@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax
 
 
-def told(outputs):
+def reported(outputs):
     return [[o.outputs[0].token_ids, o.outputs[0].finish_reason, o.metrics.nfe] for o in outputs]
 
 
@@ -33,7 +33,7 @@ def main(rank, port):
     llm = dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False, progress=False)
     prompts, params = requests()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    print(json.dumps({"texts": told(outputs)}), flush=True)
+    print(json.dumps({"texts": reported(outputs)}), flush=True)
 
     stream = llm.stream(prompts[0], params[0])
     pieces = [token for event in stream for token in event.token_ids]

@@ -269,7 +269,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_invariants(surest)
     with pytest.raises(ValueError, match=r"Speculate needs the models \('draft',\)"):
         check_invariants(toys_models.Speculate())
-    for wrong, told in (
+    for wrong, reported in (
         (
             {"knobs": {"threshold": [1.0]}},
             "no knob 'threshold'; it has accept_threshold, add_block",
@@ -279,5 +279,5 @@ def test_what_cannot_be_checked_is_refused() -> None:
         ({"num_slots": 1}, "num_slots=1 must be at least 2"),
         ({"seed": -1}, "seed=-1 at least 0"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             check_invariants("multi_bd", **wrong)
