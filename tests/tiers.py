@@ -53,7 +53,7 @@ LONG: dict[str, str | None] = {
     "models/test_draft_traps.py": None,
     "models/test_family_decode.py": None,
     "models/test_kv_cache.py": "same_request|take_a_byte|scale_allows",
-    "models/test_family_defaults.py": "token_by_token",
+    "models/test_family_defaults.py": "token_by_token|no_tokens_behind",
     "models/test_family_logits.py": "bfloat16|reference",
     "models/test_family_routing.py": None,
     "models/test_sharding.py": "dream-8|llada2-4|drafter|leaf_by_leaf|same_logits",

@@ -134,7 +134,8 @@ class Constraints:
         if not getattr(strategy, "holds_constraints", True):
             raise _unsupported(
                 f"{strategy.name} with these fields is not held to constraints; drafts that stay "
-                'by chance are not: use acceptance="match", or another strategy'
+                'by chance are not, nor text that moves: use acceptance="match", or another '
+                "strategy"
             )
         if spans(self._model.split):
             raise _unsupported(
