@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 
 import dllm_jax as dj
 from dllm_jax.api import generate as api
-from dllm_jax.api import snapshot as snapshots
 from dllm_jax.cli import main
 from dllm_jax.loading.load import place
 from dllm_jax.models import dense
@@ -30,7 +29,6 @@ from dllm_jax.runner import forward, warmup
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, DiffusionGemma, MultiBD
 from dllm_jax.strategies.core.sampling import Shard
-from tests.api.test_snapshot import break_device
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case, sweep
@@ -72,7 +70,12 @@ def with_bias():
 
 
 MULTI_BD = MultiBD(block_size=4, buffer_size=4)
-KINDS = {"plain": models.plain, "experts": models.experts, "with_bias": with_bias}
+KINDS = {
+    "plain": models.plain,
+    "experts": models.experts,
+    "with_bias": with_bias,
+    "in_8_bits": lambda: models.in_8_bits(with_bias()),
+}
 
 
 @functools.cache
@@ -82,7 +85,10 @@ def alone(kind):
 
 @pytest.mark.parametrize(
     ("kind", "parts"),
-    [("plain", 2), ("plain", 8), ("experts", 4), ("experts", 8), ("with_bias", 8)],
+    [
+        *(("plain", 2), ("plain", 8), ("experts", 4), ("experts", 8)),
+        *(("with_bias", 8), ("in_8_bits", 8)),
+    ],
 )
 def test_generate_gives_the_texts_of_one_device(kind, parts):
     model = place(KINDS[kind](), over_devices(parts))
@@ -263,33 +269,6 @@ def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts):
     assert many.memory.page_bytes == one.memory.page_bytes * copies // parts
     assert many.memory.weights_bytes < one.memory.weights_bytes
     assert many.memory.slot_bytes == one.memory.slot_bytes
-
-
-def test_a_snapshot_of_several_devices_is_replayed_on_one(tmp_path, monkeypatch):
-    """A slot's words hold no weights and no pool: they are the same on every device."""
-    prompt = PROMPTS[0].tolist()
-    params = dj.SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
-    many, one = (
-        dj.LLM(models.plain(), MULTI_BD, config=CONFIG, tensor_parallel_size=n, warm_up=False)
-        for n in (8, 1)
-    )
-    many.engine._save_snapshot = snapshots.snapshot_saver(
-        many.model, many.strategy, CONFIG, tmp_path
-    )
-    break_device(many, 3, monkeypatch)
-    many.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    monkeypatch.undo()
-    (folder,) = tmp_path.iterdir()
-    snapshot = snapshots.load_snapshot(folder)
-    assert snapshot.model["tensor_parallel_size"] == 8
-    assert snapshot.texts[0].slot is not None
-    assert 0 < len(snapshot.texts[0].tokens) < 24
-    engine, request_id = snapshots.resume(snapshot, 0, models.plain())
-    outputs = []
-    while engine.has_work:
-        outputs += [output for output in engine.step() if output.request_id == request_id]
-    (wanted,) = one.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    assert outputs[-1].outputs[0].token_ids == wanted.outputs[0].token_ids
 
 
 def test_a_command_line_takes_tp(random_folder, capsys):
