@@ -56,7 +56,7 @@ LONG: dict[str, str | None] = {
     "models/test_family_defaults.py": "token_by_token",
     "models/test_family_logits.py": "bfloat16|reference",
     "models/test_family_routing.py": None,
-    "models/test_sharding.py": "dream-8|llada2-4|drafter|leaf_by_leaf|same_logits",
+    "models/test_sharding.py": "dream-8|llada2-4|drafter|leaf_by_leaf|same_logits|rounded|last_bit",
     "benchmarks/test_compile_h200.py": None,
     "benchmarks/test_dflash_gpu.py": None,
     "benchmarks/test_fp8_gpu.py": "every_part",
@@ -79,8 +79,7 @@ LONG: dict[str, str | None] = {
     "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
     "runner/test_several_devices.py": "-4|-8|canvases|strategy|builtin|users_mesh|vmap|trajectory"
-    "|engine|command|snapshot|pool.8|plain"
-    "|planned_reductions",
+    "|engine|command|plain|planned_reductions|letter",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
     "serve/test_decisions.py": None,
@@ -146,8 +145,9 @@ SLOW = {
     "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[random",
     "benchmarks/test_fp8_gpu.py": "every_part",
     "loading/test_quantization.py": "built_in",
+    "models/test_sharding.py": r"(part_by_part|last_bit_alone)[^\[]*\[2",
     "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|vmap"
-    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-8"
+    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-(2|8)"
     r"|soft_parallel|dmax|d2f_whole",
 }
 

@@ -117,8 +117,10 @@ class Split:
         return jax.block_until_ready(made)
 
     def rows(self, path: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
-        """The rows [first, end) of each device's part of experts; None for all other leaves."""
-        if not _named(path)[0].startswith("experts") or self.mesh.size != self.num_parts:
+        """The rows [first, end) of each device's part of experts or ids; None for other leaves."""
+        name = _named(path)[0]
+        has_rows = name.startswith("experts") or name in ("embed", "lm_head")
+        if not has_rows or self.mesh.size != self.num_parts:
             return None
         each = -(-shape[0] // self.num_parts)
         starts = range(0, each * self.num_parts, each)

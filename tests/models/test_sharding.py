@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from jax.sharding import Mesh, PartitionSpec
 
 import dllm_jax as dj
@@ -115,11 +116,31 @@ def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_pat
     assert len(leaves) == len(jax.tree.leaves(wanted.params))
 
 
-@pytest.mark.parametrize("kind", ["published", "converted"])
-def test_experts_are_read_device_by_device(kind, tmp_path, monkeypatch):
-    """12 experts of 5 devices: no array of the host is larger than a part or a stored tensor."""
+def pack(folder):
+    """Rewrite a folder with all experts of a layer in two tensors, as transformers 5 has them."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    experts = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)\.weight")
+    found = {}
+    for name in list(tensors):
+        if match := experts.fullmatch(name):
+            layer, number, kind = match.groups()
+            found.setdefault(layer, {})[int(number), kind] = tensors.pop(name)
+    for layer, own in found.items():
+        every = range(len(own) // 3)
+        gates_and_ups = [np.concatenate([own[e, "gate_proj"], own[e, "up_proj"]]) for e in every]
+        tensors[f"{layer}gate_up_proj"] = np.stack(gates_and_ups)
+        tensors[f"{layer}down_proj"] = np.stack([own[e, "down_proj"] for e in every])
+    safetensors.numpy.save_file(tensors, file)
+
+
+@pytest.mark.parametrize("kind", ["published", "packed", "converted"])
+def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
+    """12 experts of 5 devices: no array of the host is larger than a part or another leaf."""
     cfg, params = tiny("llada2")
     folder = checkpoints.export_hf(params, cfg, tmp_path / "a", "float32", family="llada2")
+    if kind == "packed":
+        pack(folder)
     if kind == "converted":
         folder = convert(folder, tmp_path / "b", "float32")
     split, held, found = over_devices(5), [], []
@@ -147,7 +168,8 @@ def test_experts_are_read_device_by_device(kind, tmp_path, monkeypatch):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
     sizes = {p[-1].key: x.nbytes for p, x in jax.tree_util.tree_leaves_with_path(params)}
-    assert max(found) == max(size for name, size in sizes.items() if "experts" not in name)
+    in_rows = ("embed", "lm_head", "experts_gate_up", "experts_down")
+    assert max(found) == max(size for name, size in sizes.items() if name not in in_rows)
     assert sizes["experts_gate_up"] > max(found)
 
 

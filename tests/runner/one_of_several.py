@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-COUNT = "--xla_force_host_platform_device_count=2"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COUNT}"
+os.environ["XLA_FLAGS"] = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=2")
+)
 
 import jax
 

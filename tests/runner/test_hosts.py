@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dllm_jax.runner.grammars import ready
 from dllm_jax.strategies import MultiBD
 from tests.contract import models
 from tests.project.test_layering import ROOT
+from tests.serve.driving import TEXT, Server, text_of
 from tests.structured.toys import random_toy
 
 CONFIG = dj.EngineConfig(
@@ -143,6 +145,42 @@ def _assert_replayed(folder: Path, wanted: list[int]) -> None:
     while engine.has_work:
         outputs += [output for output in engine.step() if output.request_id == request_id]
     assert outputs[-1].outputs[0].token_ids == wanted
+
+
+@pytest.mark.slow
+def test_the_command_serves_over_two_processes(random_folder, tmp_path):
+    """Texts, streams, structured output and decisions are those of one; then one is killed."""
+    sizes = ("--max-num-seqs", "2", "--no-warm-up", "--nnodes", "2", "--log-format", "json")
+    command = ["-m", "dllm_jax.cli", "serve", str(random_folder), *sizes, "--port", "0"]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--node-rank"]
+    env = ENV | {"XLA_FLAGS": ENV["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"}
+    choice = {"structured_outputs": {"choice": ["dollars", "7 apples"]}, "max_tokens": 12}
+    question = dj.Question.choice("Which team?", ["billing", "tech"])
+    asked = {"type": "choice", "instructions": "Which team?"}
+    asked["choices"] = [{"value": "billing"}, {"value": "tech"}]
+    with subprocess.Popen([sys.executable, *command, "1"], cwd=ROOT, env=env) as follower:
+        try:
+            server = Server([*command, "0"], tmp_path / "log", env).wait_ready(400)
+            _, plain, _ = server.complete("2 plus 3", max_tokens=16, temperature=0)
+            events = server.events(TEXT, {"prompt": "2 plus 3", "max_tokens": 16, "temperature": 0})
+            _, chosen, _ = server.complete("2 plus 3", **choice)
+            _, told, _ = server.post("/v1/decisions", {"input": "Help.", "questions": [asked]})
+            follower.kill()
+            began = time.monotonic()
+            status, error, _ = server.complete("2 plus 3", max_tokens=16)
+            assert (status, time.monotonic() - began < 30) == (500, True)
+            assert "process 1 of 2 is gone" in str(error)
+        finally:
+            follower.kill()
+            server.stop()
+    with dj.LLM(random_folder, max_num_seqs=2, warm_up=False) as llm:
+        how = dj.SamplingParams(max_tokens=16, temperature=0.0)
+        (wanted,) = llm.generate("2 plus 3", how, use_tqdm=False)
+        (answer,) = llm.decide("Help.", [question])
+    assert plain["choices"][0]["text"] == wanted.outputs[0].text == text_of(events)
+    assert chosen["choices"][0]["text"] in choice["structured_outputs"]["choice"]
+    found = [one["probability"] for one in told["answers"][0]["probabilities"]]
+    np.testing.assert_allclose(found, answer.probabilities, rtol=1e-4)
 
 
 # --- messages, without other processes ---------------------------------------------------------
