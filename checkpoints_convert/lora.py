@@ -112,7 +112,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
         )
     read = functools.lru_cache(maxsize=8)(functools.partial(_read, folder / ADAPTER))
     factors: dict[str, Factors] = {}
-    until = time.monotonic() + MOST_SECONDS
+    until = time.thread_time() + MOST_SECONDS
     for module, (down, up) in pairs.items():
         base = shapes.get(f"{module}.weight")
         try:
@@ -219,7 +219,7 @@ def _of_module(config: Mapping[str, Any], key: str, module: str, usual: Any, unt
     """A module's own value: of the first pattern that its name ends with, as in PEFT."""
     for pattern, value in json_object(config.get(key)).items():
         try:
-            left = until - time.monotonic()
+            left = until - time.thread_time()
             if left <= 0 or len(pattern) > _LONGEST_PATTERN:
                 raise TimeoutError
             if regex.fullmatch(rf"(.*\.)?({pattern})", module, timeout=left):

@@ -86,7 +86,8 @@ class Constraints:
         self._check()
         if not isinstance(constraint, structured.Constraint):
             raise Refused(
-                f"constraint={checks.told(constraint)} has type {type(constraint).__name__}; give "
+                f"constraint={checks.short_repr(constraint)} has type "
+                f"{type(constraint).__name__}; give "
                 "a Regex, a Choice or a JsonSchema of dllm_jax",
                 "constraint",
             )
@@ -97,7 +98,9 @@ class Constraints:
                 return self._kept[key]
         began = time.perf_counter()
         try:
-            automaton = structured.compile(constraint, self._words, stops, self._never())
+            automaton = structured.compile(
+                constraint, self._words, stops, self._never(), grammars.BUCKETS[-1].states
+            )
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
         except ValueError as error:
             raise Refused(str(error), "constraint") from error
@@ -130,7 +133,8 @@ class Constraints:
         if not getattr(strategy, "holds_constraints", True):
             raise _unsupported(
                 f"{strategy.name} with these fields is not held to constraints; drafts that stay "
-                'by chance are not: use acceptance="match", or another strategy'
+                'by chance are not, nor text that moves: use acceptance="match", or another '
+                "strategy"
             )
         if self._model.tokenizer is None:
             raise _unsupported(

@@ -60,7 +60,8 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(
-                f"memory_utilization={checks.told(self.memory_utilization)} must be in (0, 1]; "
+                f"memory_utilization={checks.short_repr(self.memory_utilization)} must be in (0, "
+                "1]; "
                 "0.9 leaves a tenth for others"
             )
 

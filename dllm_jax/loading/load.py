@@ -37,7 +37,7 @@ from dllm_jax.models.quantization import (
     with_quantized_head,
 )
 from dllm_jax.models.sharding import Split, as_split
-from dllm_jax.strategies.core.checks import told
+from dllm_jax.strategies.core.checks import short_repr
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _DRAW = 1 << 26  # elements of a random leaf drawn at a time
@@ -85,17 +85,19 @@ def load(
     source = os.fspath(src)
     _check_kv_cache(kv_cache_dtype)
     if dtype not in _DTYPES:
-        raise LoadError(f"dtype={told(dtype)} is not supported; use one of {', '.join(_DTYPES)}")
+        raise LoadError(
+            f"dtype={short_repr(dtype)} is not supported; use one of {', '.join(_DTYPES)}"
+        )
     if quantization not in (None, *QUANTIZATIONS):
         raise LoadError(
-            f"quantization={told(quantization)} is not supported; use one of "
+            f"quantization={short_repr(quantization)} is not supported; use one of "
             f"{', '.join(QUANTIZATIONS)}"
         )
     if source.startswith("random:"):
         for name, value in (("revision", revision), ("lora", lora)):
             if value is not None:
                 raise LoadError(
-                    f"{name}={told(value)}: the weights of {source!r} are drawn; leave it out"
+                    f"{name}={short_repr(value)}: the weights of {source!r} are drawn; leave it out"
                 )
         model = _random(source, dtype, quantization, split)
         return _in_8_bits(model, kv_cache_dtype, quantize_head)
@@ -133,7 +135,8 @@ def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
         return model
     if reason := kv_cache.unsupported(model.config):
         raise LoadError(
-            f"kv_cache_dtype={told(kv_cache_dtype)} of {model.source!r}: {reason}; leave it out"
+            f"kv_cache_dtype={short_repr(kv_cache_dtype)} of {model.source!r}: {reason}; leave it "
+            "out"
         )
     return model.replace(kv_scales=kv_cache.kv_scales(model.params, model.split))
 
@@ -141,7 +144,7 @@ def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
 def _check_kv_cache(kv_cache_dtype: Any) -> None:
     if kv_cache_dtype not in (None, *kv_cache.KV_CACHE_DTYPES):
         raise LoadError(
-            f"kv_cache_dtype={told(kv_cache_dtype)} is not supported; use one of "
+            f"kv_cache_dtype={short_repr(kv_cache_dtype)} is not supported; use one of "
             f"{', '.join(kv_cache.KV_CACHE_DTYPES)}"
         )
 

@@ -173,17 +173,18 @@ class Model(struct.PyTreeNode):
 
         return partitioned(self.split, logits, self.params, ids, mask)
 
-    def forbidden(self, ids: Any) -> Any:
+    def forbidden(self, ids: Any, allow: tuple[int, ...] = ()) -> Any:
         """Ids never written: the mask, edits that are no text, rows that hold no token.
 
-        [V] to [V], of NumPy or of JAX as `ids` are.
+        [V] to [V], of NumPy or of JAX as `ids` are. Edits in `allow` are not among them.
         """
         defaults = self.defaults
         never = (ids == self.config.mask_token_id) | (
             ids >= (defaults.vocab_limit or self.config.vocab_size)
         )
         for token in defaults.forbidden_token_ids:
-            never |= ids == token
+            if token not in allow:
+                never |= ids == token
         return never
 
     @overload

@@ -273,8 +273,8 @@ def _experts(
     """
     D, k = cfg.hidden_size, cfg.experts_per_token
     scale = layer["router_scale"].astype(jnp.float32) * D**-0.5
-    told = rms_norm(x.astype(jnp.float32), scale, cfg.norm_eps)
-    ids, weights = routing.route(cfg, told, layer["router"], None, positions, live)
+    router_input = rms_norm(x.astype(jnp.float32), scale, cfg.norm_eps)
+    ids, weights = routing.route(cfg, router_input, layer["router"], None, positions, live)
     ids, weights = ids.reshape(-1, k), weights.reshape(-1, k)
     weights = weights * layer["expert_scale"].astype(jnp.float32).at[ids].get(mode="clip")
     if axis is not None:  # an id outside of a device's own experts is none there

@@ -330,14 +330,15 @@ class ModelRunner:
     def _tell_call(self, what: str, call: Call) -> None:
         if self.leader is None:
             return
-        told = {name: value for name, value in call.static.items() if name not in _OWN_STATIC}
+        options = {name: value for name, value in call.static.items() if name not in _OWN_STATIC}
         costs = () if not self._weighs else (call.programs.strategy.costs,)
-        head = {"what": what, "key": [*map(str, call.key)], "static": told, "own": [*call.static]}
+        head = {"what": what, "key": [*map(str, call.key)], "bound": call.bound}
+        head |= {"static": options, "own": [*call.static]}
         head["program"] = next(n for n in _REPLAYED if getattr(programs, n) is call.program)
-        self._tell(head | {"bound": call.bound}, (*call.args, *costs))
+        self._tell(head, (*call.args, *costs))
 
     def replay(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> Future:
-        """Do what process 0 told, see `hosts.follow`."""
+        """Do what process 0 sent, see `hosts.follow`."""
         match head["what"]:
             case "reset":
                 return self._submit(self._reset)
@@ -739,7 +740,7 @@ class ModelRunner:
         progress: warmup.Progress | None = None,
         calibrate: bool = False,
         behind: bool = False,
-        told: warmup.Progress | None = None,
+        behind_progress: warmup.Progress | None = None,
     ) -> None:
         """Compile every bucket, make the state if there is none, run each once on empty slots.
 
@@ -751,7 +752,7 @@ class ModelRunner:
             calibrate: Time them too, for `cost`; no request may be in a slot.
             behind: Begin with the largest of each kind, which serve any request; the others are
                 compiled by threads, and replace them one by one.
-            told: As `progress`, of those that are compiled behind; called by the threads.
+            behind_progress: As `progress`, of what is compiled behind; threads call it.
 
         Raises:
             DeviceFailure: A program does not compile, or run.
@@ -772,7 +773,7 @@ class ModelRunner:
             self.reset()
         warmup.run_each(self, work)
         if rest:
-            self._behind = Behind(self, rest, told)
+            self._behind = Behind(self, rest, behind_progress)
         if self._weighs:
             self.choice_costs = timing.time_choices(self)
         if calibrate:

@@ -145,7 +145,11 @@ def from_fields(fields: Mapping[str, Any]) -> Constraint:
 
 
 def compile(
-    constraint: Constraint, words: Spellings, stop_ids: Sequence[int], never: np.ndarray
+    constraint: Constraint,
+    words: Spellings,
+    stop_ids: Sequence[int],
+    never: np.ndarray,
+    most_states: int,
 ) -> TokenAutomaton:
     """The automaton of a constraint over the ids of a vocabulary.
 
@@ -153,10 +157,16 @@ def compile(
         words: `spellings(token_bytes(tokenizer))`.
         stop_ids: Ids that end a text.
         never: Further ids that may not be written.
+        most_states: What the device holds; with more, nothing is done over the vocabulary.
 
     Raises:
         ValueError: It cannot be compiled, or is too large.
     """
     budget = Budget()
     table, accepting = byte_automaton(constraint.tree(budget), budget)
+    if len(table) >= most_states:  # the state behind a stop id is one more
+        raise ValueError(
+            f"the constraint's automaton has {len(table) + 1} states, and at most {most_states} "
+            "fit the device; make it simpler, or shorten its repetitions"
+        )
     return closed(table, accepting, words, stop_ids, never, budget)

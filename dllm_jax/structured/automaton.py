@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .limits import Budget
-
-UNREACHABLE = 1 << 30
+from .limits import UNREACHABLE, Budget, distances
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +122,7 @@ def closed(
     for i in stop_ids:
         if 0 <= i < len(class_of):
             class_of[i] = stop
-    distance = _distances(delta, np.append(accepting, True), budget)
+    distance = distances(delta, np.append(accepting, True), budget)
     if distance[1] >= UNREACHABLE:
         raise ValueError("the model's tokens spell no text of the constraint; give another")
     # What cannot end is as good as dead.
@@ -138,16 +136,3 @@ def _equal_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     classes = np.array([known.setdefault(one.tobytes(), len(known)) for one in table.T.copy()])
     _, first = np.unique(classes, return_index=True)
     return classes, np.ascontiguousarray(table[:, first])
-
-
-def _distances(delta: np.ndarray, accepting: np.ndarray, budget: Budget) -> np.ndarray:
-    """Fewest tokens from each state to one in which the text may end."""
-    distance = np.where(accepting, 0, UNREACHABLE).astype(np.int32)
-    distance[0] = UNREACHABLE
-    while True:
-        budget.check()
-        nearest = np.where(delta[:, 1:] > 0, distance[delta[:, 1:]], UNREACHABLE).min(axis=1)
-        nearer = np.minimum(distance, np.minimum(nearest + 1, UNREACHABLE))
-        if (nearer == distance).all():
-            return nearer
-        distance = nearer

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from .limits import Budget
+from .limits import Budget, distances
 from .trees import MEMBERS, Tree, children, ranges_of, unsupported
 
-FAR = 1 << 30  # of a state from which no text ends
 _SURROGATES = (0xD800, 0xDFFF)
 
 
@@ -189,13 +188,7 @@ def _least(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Equal states joined (Moore); 0 stays dead and 1 the first."""
     # Equal states are equally far from an end, which tells most others apart at once.
-    block, count = np.where(accepting, 0, FAR).astype(np.int32), 0
-    while True:
-        budget.check()
-        nearer = np.minimum(block, block[table].min(axis=1) + 1)
-        if (nearer == block).all():
-            break
-        block = nearer
+    block, count = distances(table, accepting, budget), 0
     while True:
         budget.check()
         signature = np.concatenate([block[:, None], block[table]], axis=1)

@@ -89,7 +89,7 @@ class Recorder:
     """A `core.protocol.Forward` that keeps the answers it gives. It lives for one step.
 
     Attributes:
-        answers: What the strategy was told of the window's cells, in order.
+        answers: What the strategy read of the window's cells, in order.
     """
 
     def __init__(self, forward: Forward):

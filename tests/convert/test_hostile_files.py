@@ -161,7 +161,7 @@ def test_a_pattern_with_catastrophic_backtracking_ends():
     config = json.loads('{"rank_pattern": {"(a|aa)+$": 4}}')
     module = "a" * 60 + "b"
     with pytest.raises(TimeoutError, match="name the modules"):
-        _of_module(config, "rank_pattern", module, 8, time.monotonic() + 0.1)
+        _of_module(config, "rank_pattern", module, 8, time.thread_time() + 0.1)
 
 
 def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
@@ -169,6 +169,6 @@ def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
         assert main(["generate", "--prompt-file", name]) == 1
-        told = capsys.readouterr().err
-        assert f"prompt file {name!r} is a pipe or a device" in told
-        assert "give a regular file, or pipe the text in and give -" in told
+        reported = capsys.readouterr().err
+        assert f"prompt file {name!r} is a pipe or a device" in reported
+        assert "give a regular file, or pipe the text in and give -" in reported

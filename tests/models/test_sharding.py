@@ -95,16 +95,16 @@ def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_pat
         if kind == "published"
         else convert(random_folder, tmp_path / "folder", "float32")
     )
-    split, told, leaves = over_devices(4), [], []
-    found = dj.load(folder, "float32", mesh=split, progress=lambda *sizes: told.append(sizes))
+    split, reported, leaves = over_devices(4), [], []
+    found = dj.load(folder, "float32", mesh=split, progress=lambda *sizes: reported.append(sizes))
     wanted = place(dj.load(folder, "float32"), split)
     assert found.split == wanted.split == split
     for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(dj.load(folder, "float32").params))
-    assert told[-1] == (size, size)  # every byte once
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert reported[-1] == (size, size)  # every byte once
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
 
     def keep(path, leaf):
         assert all(before() is None for before in leaves), "an earlier leaf is still in memory"

@@ -8,8 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from dllm_jax.structured import Budget, JsonSchema
-from dllm_jax.structured.automaton import UNREACHABLE, _distances
 from dllm_jax.structured.formats import FORMATS
+from dllm_jax.structured.limits import UNREACHABLE, distances
 from dllm_jax.structured.regex import byte_automaton
 
 # Those that `jsonschema` checks without further packages.
@@ -120,8 +120,7 @@ def _assert_valid(count, seed):
         schema = {"$defs": DEFS} | random_schema(draw)
         budget = Budget()
         table, accepting = byte_automaton(JsonSchema(schema).tree(budget), budget)
-        padded = np.concatenate([np.zeros_like(table[:, :1]), table], axis=1)
-        distance = _distances(padded, accepting, budget)
+        distance = distances(table, accepting, budget)
         judge = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
         for _ in range(4):
             text = _drawn(draw, table, accepting, distance)
