@@ -20,7 +20,6 @@ from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.runner.hosts import spans
 
 MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
 
@@ -136,10 +135,6 @@ class Constraints:
                 f"{strategy.name} with these fields is not held to constraints; drafts that stay "
                 'by chance are not, nor text that moves: use acceptance="match", or another '
                 "strategy"
-            )
-        if spans(self._model.split):
-            raise _unsupported(
-                "the other processes that share the model know no constraints; use one process"
             )
         if self._model.tokenizer is None:
             raise _unsupported(
