@@ -269,12 +269,12 @@ def kernels(report, forms, run, steps, shown):
     for event in profile.traced(run).events:
         spent[event.name] += event.duration_ns
         count[event.name] += 1
-    told = [
+    measured = [
         {"name": name[:90], "ms": ns / 1e6, "calls": count[name]}
         for name, ns in sorted(spent.items(), key=lambda pair: -pair[1])[:shown]
     ]
     total = sum(spent.values()) / 1e6
-    report.add(part="profile", forms=forms, steps=steps, total_ms=total, kernels=told)
+    report.add(part="profile", forms=forms, steps=steps, total_ms=total, kernels=measured)
 
 
 def last_line():

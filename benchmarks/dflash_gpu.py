@@ -319,8 +319,8 @@ def launches(text):
 def branch_launches(text):
     """The same, all kinds together, of each branch of the conditional with the longest one."""
     named, found = computations(text), []
-    for told in re.findall(r"branch_computations=\{([^}]*)\}", text):
-        branches = [named.get(name.strip().lstrip("%"), []) for name in told.split(",")]
+    for measured in re.findall(r"branch_computations=\{([^}]*)\}", text):
+        branches = [named.get(name.strip().lstrip("%"), []) for name in measured.split(",")]
         found.append([sum(_operations(named, branch).values()) for branch in branches])
     return max(found, key=max, default=[])
 
@@ -408,12 +408,12 @@ class Report:
     """The one file, written after every change."""
 
     def __init__(self, path, **facts):
-        self.path, self.told = path, {**facts, "rows": []}
+        self.path, self.content = path, {**facts, "rows": []}
 
     def row(self, **row):
         """Add a row, or replace the one of the same work."""
         of = ("section", "model", "name", "slots", "temperature", "through")
-        rows = self.told["rows"]
+        rows = self.content["rows"]
         same = [i for i, old in enumerate(rows) if all(old.get(k) == row.get(k) for k in of)]
         if same:
             rows[same[0]] = row
@@ -424,15 +424,15 @@ class Report:
     def late(self, what):
         """Something that was not measured, and why."""
         print(what, flush=True)
-        self.put(late=[*self.told.get("late", []), what])
+        self.put(late=[*self.content.get("late", []), what])
 
     def put(self, **facts):
-        self.told |= facts
+        self.content |= facts
         self.save()
 
     def save(self):
         if self.path:
-            text = json.dumps(self.told, indent=1) + "\n"
+            text = json.dumps(self.content, indent=1) + "\n"
             Path(self.path).write_text(text, encoding="utf-8")
 
 
@@ -505,8 +505,8 @@ def compile_groups(groups, args, report, began, until):
             ready[group][name] = job.result(timeout=max(0.0, limit - time.perf_counter()))
             print(f"{group[0]}, {group[1]} slots, {name}: {ready[group][name].compile_s:.1f} s")
         except Exception as error:  # the other loops still count
-            told = f"{group[0]}, {group[1]} slots, {name}: {type(error).__name__}: {error}"
-            report.late(told[:500])
+            measured = f"{group[0]}, {group[1]} slots, {name}: {type(error).__name__}: {error}"
+            report.late(measured[:500])
     pool.shutdown(cancel_futures=True)
     return ready
 
@@ -563,7 +563,7 @@ def time_group(loops, source, slots, draft, args, report, until):
             "first": [line for one in found for line in one["first"]],
         }
     derived["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    report.put(derived=[*report.told.get("derived", []), {**of, **derived}])
+    report.put(derived=[*report.content.get("derived", []), {**of, **derived}])
     print(lines_of(of, report, derived), flush=True)
 
 
@@ -574,22 +574,22 @@ def derive(samples, floors):
         pairs = zip(samples[a], samples[b], strict=True)
         return statistics.median(x / y for x, y in pairs)
 
-    told = {}
+    measured = {}
     if {"ar step", "bare step"} <= samples.keys():
-        told |= {"ar_over_bare": ratio("ar step", "bare step"), "ar_bar": AR_BAR}
+        measured |= {"ar_over_bare": ratio("ar step", "bare step"), "ar_bar": AR_BAR}
     for name in ("round of width 1", "round, adaptive"):
         if {name, "ar step"} <= samples.keys():
-            told[f"ar_over_{name}".replace(", ", " ")] = ratio("ar step", name)
+            measured[f"ar_over_{name}".replace(", ", " ")] = ratio("ar step", name)
     if "draft pass" in samples and floors:
         draft = statistics.median(samples["draft pass"])
-        told |= {"draft_over_floor": draft / floors["draft pass"], "draft_bar": DRAFT_BAR}
+        measured |= {"draft_over_floor": draft / floors["draft pass"], "draft_bar": DRAFT_BAR}
     if {"ar step", "round"} <= samples.keys():
         cost = ratio("round", "ar step")
-        told |= {"round_over_ar": cost, "round_bar": ROUND_BAR}
-        told["speedup_at"] = {str(tau): tau / cost for tau in TAUS}
+        measured |= {"round_over_ar": cost, "round_bar": ROUND_BAR}
+        measured["speedup_at"] = {str(tau): tau / cost for tau in TAUS}
         if floors:
-            told["round_over_ar_floor"] = floors["round"] / floors["ar step"]
-    return told
+            measured["round_over_ar_floor"] = floors["round"] / floors["ar step"]
+    return measured
 
 
 def same_tokens(loops, steps):
@@ -610,7 +610,7 @@ def _as_bench(loop):
 def lines_of(of, report, derived):
     """One batch for people."""
     lines = [f"{of['model']}, {of['slots']} slots, context {of['context']}"]
-    for row in report.told["rows"]:
+    for row in report.content["rows"]:
         if {k: row.get(k) for k in of} == of and "step_ms" in row:
             floor, over = row["floor_ms"], row["over_floor"]
             beside = f", floor {floor:.3f}: x{over:.2f}" if floor else ""
@@ -666,7 +666,7 @@ def main(argv=None):
         dflash_pair.make_small(args)
     began = time.perf_counter()
     report = Report(args.out, command="benchmarks/dflash_gpu.py", **environment())
-    report.put(commit=args.commit or report.told["commit"], context=args.context)
+    report.put(commit=args.commit or report.content["commit"], context=args.context)
     until = began + args.within
     loops = dflash_pair.Loops(args, report, until) if "bars" in sections else None
     if sections & {"ar", "bars", "qwen3_8b"}:
@@ -676,8 +676,8 @@ def main(argv=None):
     if "pair" in sections:
         dflash_pair.measure(args, report)
     report.put(wall_s=time.perf_counter() - began)
-    print(f"{report.told['wall_s']:.0f} s")
-    return 1 if report.told.get("late") else 0
+    print(f"{report.content['wall_s']:.0f} s")
+    return 1 if report.content.get("late") else 0
 
 
 def _ints(text):

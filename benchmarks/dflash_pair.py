@@ -248,7 +248,7 @@ def entropy(model, work, texts):
 
 def acceptance(decoders, pair, work, batch, report):
     """Lengths, entropy and texts unlike those of `ar` of every setting and temperature."""
-    (target, own), model = pair, report.told["pair"]["target"]
+    (target, own), model = pair, report.content["pair"]["target"]
     for temperature in (0.0, 1.0):
         of = {"section": "pair", "model": model, "temperature": temperature}
         plain = run_all(decoders["ar"], work, batch, temperature)
@@ -256,15 +256,15 @@ def acceptance(decoders, pair, work, batch, report):
             rounds, texts = [], plain
             if name != "ar":
                 rounds, texts, stopped = watch(decoder, work, batch, temperature)
-            told = {"problems": len(texts), "rows_unlike_ar": _unlike(plain, texts)}
-            told["solved"] = solved(target, work, texts)
+            measured = {"problems": len(texts), "rows_unlike_ar": _unlike(plain, texts)}
+            measured["solved"] = solved(target, work, texts)
             if name == "ar":
-                told["entropy_nats"] = float(entropy(target, work, texts))
+                measured["entropy_nats"] = float(entropy(target, work, texts))
             else:
-                told |= accepted(rounds, texts, stopped, own.config.block_size)
-                told |= by_half(rounds, work)
-            report.row(**of, name=name, through="rounds", **told)
-            print(accepted_line(name, temperature, told), flush=True)
+                measured |= accepted(rounds, texts, stopped, own.config.block_size)
+                measured |= by_half(rounds, work)
+            report.row(**of, name=name, through="rounds", **measured)
+            print(accepted_line(name, temperature, measured), flush=True)
 
 
 def run_all(decoder, work, batch, temperature):
@@ -295,17 +295,18 @@ def by_half(rounds, work):
     return {"mean_accepted_length_by_half": means}
 
 
-def accepted_line(name, temperature, told):
-    parts = [f"pair T={temperature:g} {name}: solved {told['solved']}"]
-    if "entropy_nats" in told:
-        parts.append(f"entropy {told['entropy_nats']:.2g} nats a token")
+def accepted_line(name, temperature, measured):
+    parts = [f"pair T={temperature:g} {name}: solved {measured['solved']}"]
+    if "entropy_nats" in measured:
+        parts.append(f"entropy {measured['entropy_nats']:.2g} nats a token")
     else:
         parts.append(
-            f"accepted length {told['mean_accepted_length']:.2f} (bonus counted), by half "
-            f"{told['mean_accepted_length_by_half']}, emitted {told['emitted_per_round']:.2f} a "
-            f"round, by position {[round(x, 2) for x in told['accepted_per_position']]}"
+            f"accepted length {measured['mean_accepted_length']:.2f} (bonus counted), by half "
+            f"{measured['mean_accepted_length_by_half']}, emitted "
+            f"{measured['emitted_per_round']:.2f} a "
+            f"round, by position {[round(x, 2) for x in measured['accepted_per_position']]}"
         )
-        parts.append(f"unlike ar: {told['rows_unlike_ar']} of {told['problems']}")
+        parts.append(f"unlike ar: {measured['rows_unlike_ar']} of {measured['problems']}")
     return ", ".join(parts)
 
 
@@ -506,8 +507,8 @@ def gathered(started, kind, report, until):
         except Exception as error:  # the others still count
             report.late(f"pair, {kind}, {name}: {type(error).__name__}: {error}"[:500])
     pool.shutdown(wait=False, cancel_futures=True)
-    told = {"kind": kind, "programs": len(running), "seconds": time.perf_counter() - began}
-    report.put(ready=[*report.told.get("ready", []), told])
+    measured = {"kind": kind, "programs": len(running), "seconds": time.perf_counter() - began}
+    report.put(ready=[*report.content.get("ready", []), measured])
     return done
 
 
@@ -519,7 +520,7 @@ def _timed(job):
 def time_all(runners, once, through, batch, work, args, report, until):
     """Race so many requests at both temperatures."""
     for temperature in (0.0, 1.0):
-        of = {"section": "pair", "model": report.told["pair"]["target"], "through": through}
+        of = {"section": "pair", "model": report.content["pair"]["target"], "through": through}
         of |= {"slots": batch, "temperature": temperature}
         if time.perf_counter() > until or not {"ar"} < runners.keys():
             report.late(f"pair, {through}, {batch} slots, T={temperature:g}: not timed")
@@ -557,15 +558,15 @@ def compare_exact(args, work, batch, report, until):
     done = together(jobs, "float32", args, report, until)
     if not {"ar"} < done.keys():
         return report.late("pair, float32: not compared")
-    told = {}
+    measured = {}
     for temperature in (0.0, 1.0):
         with jax.default_matmul_precision("highest"):
             said = {name: run_all(exact[name], work, batch, temperature) for name in done}
-        told[f"T={temperature:g}"] = {
+        measured[f"T={temperature:g}"] = {
             name: _unlike(said["ar"], texts) for name, texts in said.items() if name != "ar"
         }
-    report.put(pair=report.told["pair"] | {"rows_unlike_ar_float32": told})
-    print(f"pair, texts unlike those of ar in float32, of {args.problems}: {told}", flush=True)
+    report.put(pair=report.content["pair"] | {"rows_unlike_ar_float32": measured})
+    print(f"pair, texts unlike those of ar in float32, of {args.problems}: {measured}", flush=True)
 
 
 def _unlike(texts, others):
@@ -579,12 +580,12 @@ def _warm_exact(decoder, work, batch):
 
 def verdict(report):
     """The bars."""
-    rows = [row for row in report.told["rows"] if row.get("section") == "pair"]
+    rows = [row for row in report.content["rows"] if row.get("section") == "pair"]
     drafts = [row for row in rows if row["name"] != "ar"]
     greedy = [r for r in drafts if r["temperature"] == 0 and r["through"] == "rounds"]
     alone = [r for r in drafts if r.get("slots") == 1 and r["temperature"] == 0]
     least = [r for r in drafts if "speedup" in r and r["name"] == "dflash, adaptive"]
-    told = {
+    measured = {
         "accepted_length": max((r["mean_accepted_length"] for r in greedy), default=None),
         "accepted_length_bar": BAR_LENGTH,
         "speedup_at_1": {f"{r['through']}, {r['name']}": r["speedup"] for r in alone},
@@ -592,8 +593,8 @@ def verdict(report):
         "least_speedup_of_adaptive": min((r["speedup"] for r in least), default=None),
         "least_speedup_bar": BAR_SLOWEST,
     }
-    report.put(pair=report.told["pair"] | told)
-    print(f"pair: {told}", flush=True)
+    report.put(pair=report.content["pair"] | measured)
+    print(f"pair: {measured}", flush=True)
 
 
 def _ints(text):

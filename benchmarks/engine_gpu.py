@@ -64,8 +64,8 @@ def overhead(model, args, say):
             walls.append(ran)
         walls.sort(key=lambda one: one.walls_s[0])
         ran = walls[len(walls) // 2]
-        told = numbers(llm, ran)
-        told |= {
+        measured = numbers(llm, ran)
+        measured |= {
             "slots": batch,
             "context": context,
             "output": output,
@@ -73,12 +73,12 @@ def overhead(model, args, say):
             "bar": MOST_OVERHEAD,
             "readout": readout(llm, ran, say),
         }
-        rows.append(told)
+        rows.append(measured)
         say(
-            f"overhead   {batch:>3} slots: step {told['step_ms']:.3f} ms, bare "
-            f"{told['bare_step_ms']:.3f} ms, host_overhead {told['host_overhead']:.2%} "
-            f"(bar {MOST_OVERHEAD:.0%}), {told['tok_s']:.0f} tok/s, prefill passes "
-            f"{told['prefill_nfe']}"
+            f"overhead   {batch:>3} slots: step {measured['step_ms']:.3f} ms, bare "
+            f"{measured['bare_step_ms']:.3f} ms, host_overhead {measured['host_overhead']:.2%} "
+            f"(bar {MOST_OVERHEAD:.0%}), {measured['tok_s']:.0f} tok/s, prefill passes "
+            f"{measured['prefill_nfe']}"
         )
     how = (
         "1 - decode steps x bare step ms / wall of LLM.generate, all of it: the prompts are in "
@@ -133,7 +133,7 @@ def ragged(model, args, say):
         useful_s = decode_tokens * step_ms[columns] / (slots * TOKENS_PER_STEP) / 1e3
         return (useful_s + prefill_tokens * min(pass_ms.values()) / size / 1e3) / wall_s
 
-    told = {
+    measured = {
         "how": "(decode tokens x full-slot ms per token + prefill tokens / prefill rate) / wall; "
         "full-slot ms per token: bare ms of the step of all slots at the widest page bucket that "
         f"ran, every row from {context} tokens of context on (the load's mean), over slots x "
@@ -160,19 +160,20 @@ def ragged(model, args, say):
     }
     say(
         f"ragged     {count} requests, {decode_tokens} + {prefill_tokens} tokens in {wall_s:.2f} "
-        f"s: efficiency {told['efficiency']:.3f} (bar {LEAST_EFFICIENCY}), at the smallest page "
-        f"bucket {told['efficiency_at_smallest']:.3f}; full-slot step ms by columns {step_ms}; "
-        f"prefill {told['prefill_tok_s']:.0f} tok/s"
+        f"s: efficiency {measured['efficiency']:.3f} (bar {LEAST_EFFICIENCY}), at the smallest "
+        "page "
+        f"bucket {measured['efficiency_at_smallest']:.3f}; full-slot step ms by columns {step_ms}; "
+        f"prefill {measured['prefill_tok_s']:.0f} tok/s"
     )
     if not args.quick:
-        told["numbers"] = numbers(llm, ran)
-        for one in told["numbers"]["decode_programs"]:
+        measured["numbers"] = numbers(llm, ran)
+        for one in measured["numbers"]["decode_programs"]:
             say(f"           decode {one}")
-        for one in told["numbers"]["prefill_programs"]:
+        for one in measured["numbers"]["prefill_programs"]:
             say(f"           prefill {one}")
-        say(f"           host_overhead {told['numbers']['host_overhead']:.2%}")
-    told["readout"] = readout(llm, ran, say)
-    return told
+        say(f"           host_overhead {measured['numbers']['host_overhead']:.2%}")
+    measured["readout"] = readout(llm, ran, say)
+    return measured
 
 
 def long_prompt(model, args, say):
@@ -227,7 +228,7 @@ def long_prompt(model, args, say):
     check_outputs(list(ended.values()))
     ms_before, ms_after = percentiles(before), percentiles(after)
     metrics = ended[late_id].metrics
-    told = {
+    measured = {
         "how": "wall between two fetches over the steps read in between, one sample a step; "
         "before: the running requests alone; after: from the arrival of the long prompt to its "
         "end, its prefill and its decoding",
@@ -251,12 +252,12 @@ def long_prompt(model, args, say):
     }
     say(
         f"long       {long_len} tokens among {running}: p99 step {ms_before['p99']:.2f} -> "
-        f"{ms_after['p99']:.2f} ms, x{told['rise_p99']:.2f} (bar {MOST_RISE}); p50 "
-        f"{ms_before['p50']:.2f} -> {ms_after['p50']:.2f}; max {told['max_ms_before']:.2f} -> "
-        f"{told['max_ms_after']:.2f}; {len(after)} steps, {survived} of {running} still ran at "
+        f"{ms_after['p99']:.2f} ms, x{measured['rise_p99']:.2f} (bar {MOST_RISE}); p50 "
+        f"{ms_before['p50']:.2f} -> {ms_after['p50']:.2f}; max {measured['max_ms_before']:.2f} -> "
+        f"{measured['max_ms_after']:.2f}; {len(after)} steps, {survived} of {running} still ran at "
         f"its end; its first block after {metrics.ttfb_s:.2f} s"
     )
-    return told
+    return measured
 
 
 def memory(model, args, say):
@@ -280,7 +281,7 @@ def memory(model, args, say):
     )
     check_outputs(run(llm, [work]).outputs)
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
-    told = {
+    measured = {
         "how": "memory_stats()['peak_bytes_in_use'] of the process after a load; meaningful where "
         "this section runs first",
         "bar": 0.1,
@@ -292,9 +293,9 @@ def memory(model, args, say):
     }
     say(
         f"memory     predicted {predicted}, measured {peak / 2**30:.1f} GiB: off by "
-        f"{told['off_by']:.1%} (bar 10%)"
+        f"{measured['off_by']:.1%} (bar 10%)"
     )
-    return told
+    return measured
 
 
 SECTIONS = {"memory": memory, "overhead": overhead, "ragged": ragged, "long": long_prompt}

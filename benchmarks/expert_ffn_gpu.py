@@ -209,7 +209,7 @@ def floor_us(rows, shape, ids, itemsize):
 def check_form(program, x, ids, weights, layers, activation, tolerance):
     """What is known of its results; `right` if it may be timed.
 
-    Poison is where nobody may look: in rows of no expert.
+    NaN is in rows of no expert, which must not be read.
     """
     experts, layer = len(layers[0][1]), layers[0]
 
@@ -219,7 +219,7 @@ def check_form(program, x, ids, weights, layers, activation, tolerance):
         return out, error_of(out, wanted, jnp.sqrt(jnp.mean(jnp.square(wanted))))
 
     out, error = run(x, ids)
-    # A dead pair and a row of dead ones: what no expert touches is written by nobody.
+    # A dead pair and a row of dead ones: what no expert touches is never written.
     dead = ids.at[:, 0, 0].set(-1).at[:, -1].set(experts)
     _, error_dead = run(x.at[-1].set(jnp.nan), dead)
     others = jnp.arange(len(x)) >= ALONE
@@ -280,18 +280,18 @@ def measure_shape(model, shape, rows, dtype, layers, args):
 
 def show(line):
     """One printed line."""
-    told = (
+    measured = (
         f"{line['model']:>14} {line['dtype']:>8} T {line['rows']:>5}, {line['touched']:5.1f} "
         f"experts ({line['routing']}) {line['form']:<22}"
     )
     if "failed" in line:
-        return f"{told} FAILED {line['failed'][:90]}"
+        return f"{measured} FAILED {line['failed'][:90]}"
     if not line.get("right", True):
-        return f"{told} WRONG by {line['error']:.1e}, with dead pairs {line['error_dead']:.1e}"
+        return f"{measured} WRONG by {line['error']:.1e}, with dead pairs {line['error_dead']:.1e}"
     if "error" not in line:
-        return f"{told} {line['us']:9.1f} us"
+        return f"{measured} {line['us']:9.1f} us"
     return (
-        f"{told} {line['us']:9.1f} us, net {line['net_us']:9.1f} [{line['min_us']:.1f} "
+        f"{measured} {line['us']:9.1f} us, net {line['net_us']:9.1f} [{line['min_us']:.1f} "
         f"{line['max_us']:.1f}], {line['gb_s']:7.0f} GB/s, floor {line['floor_us']:.1f} us "
         f"(x {line['net_us'] / line['floor_us']:.2f}), error {line['error']:.0e}, "
         f"{'same' if line['same_alone'] else 'OTHER'} alone, compile {line['compile_s']:.1f} s"

@@ -52,7 +52,7 @@ def measure_model(name, shapes, context, repeats, script):
     load_s = time.perf_counter() - began
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     device = jax.devices()[0]
-    told = {
+    measured = {
         "model": name,
         "device": device.device_kind,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
@@ -75,9 +75,9 @@ def measure_model(name, shapes, context, repeats, script):
         work = (slots, BLOCK * blocks, context, device.device_kind, touched)
         row["floor_ms"] = floor_ms(model, *work)
         row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
-        told["rows"].append(row)
-    told["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    return told
+        measured["rows"].append(row)
+    measured["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return measured
 
 
 def count_touched(model, slots, blocks, script):
@@ -183,34 +183,35 @@ def main():
         work.append(("folder", ["--one-folder", args.folder]))
     failed = 0
     for name, words in work:
-        told = in_own_process(*words)
-        failed += told is None
+        measured = in_own_process(*words)
+        failed += measured is None
         if name == "folder":
-            report["folder"] = told
-            print(f"folder {told}", flush=True)
+            report["folder"] = measured
+            print(f"folder {measured}", flush=True)
         else:
-            report["models"].append(told or {"model": name, "failed": True})
-            print(line(name, told), flush=True)
+            report["models"].append(measured or {"model": name, "failed": True})
+            print(line(name, measured), flush=True)
         if args.out:
             Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if failed else 0
 
 
-def line(name, told):
+def line(name, measured):
     """One model's figures for people."""
-    if told is None:
+    if measured is None:
         return f"{name}: failed"
     steps = ", ".join(
         f"{row['slots']}x{row['blocks']} {row['step_ms']:.2f} ms"
         + (f" (x{row['over_floor']:.2f} of its floor)" if row["over_floor"] else "")
         + (f" with {row['experts_touched']:.1f} experts" if "routing" in row else "")
-        for row in told["rows"]
+        for row in measured["rows"]
     )
-    peak = f"{told['peak_bytes'] / 2**30:.1f} GiB" if told["peak_bytes"] else "not counted"
+    peak = f"{measured['peak_bytes'] / 2**30:.1f} GiB" if measured["peak_bytes"] else "not counted"
     return (
-        f"{name}: {told['parameters'] / 1e9:.2f} G, load {told['load_s']:.1f} s, peak {peak}, "
-        f"prefill {1e3 * told['prefill_s']:.1f} ms, {steps}, "
-        f"readout {'right' if told['readout_matches_dense'] else 'WRONG'}"
+        f"{name}: {measured['parameters'] / 1e9:.2f} G, load {measured['load_s']:.1f} s, peak "
+        f"{peak}, "
+        f"prefill {1e3 * measured['prefill_s']:.1f} ms, {steps}, "
+        f"readout {'right' if measured['readout_matches_dense'] else 'WRONG'}"
     )
 
 

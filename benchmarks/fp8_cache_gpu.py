@@ -153,11 +153,11 @@ def programs_of(cell, right):
         else:
             programs["glue"] = (loop_of(lambda q, *_: q, len(tables)), arguments)
             forms["glue"] = (kind, "")
-        told = set()
+        measured = set()
         for name, tiling in tilings.items():
-            if tiling in told:
+            if tiling in measured:
                 continue
-            told.add(tiling)
+            measured.add(tiling)
             key = f"{kind} {name}"
             call = functools.partial(attention, tiling)
             programs[key], forms[key] = (loop_of(call, len(tables)), arguments), (kind, str(tiling))
@@ -246,8 +246,8 @@ def main():
     for row in run.report["rows"]:
         if row["part"] == "time":
             ratio = row.get("bfloat16_over_fp8")
-            told = f" x{ratio:.2f}" if ratio else ""
-            print(*row["cell"], f"{row['form']:<22} {row['net_us']:8.1f} us{told}", flush=True)
+            measured = f" x{ratio:.2f}" if ratio else ""
+            print(*row["cell"], f"{row['form']:<22} {row['net_us']:8.1f} us{measured}", flush=True)
     return 1 if run.report["failures"] else 0
 
 

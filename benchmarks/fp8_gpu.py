@@ -241,9 +241,9 @@ def check(run, widths, counts, form):
         if len(pair) == 2:
             values = float(np.mean(pair[0].values.view(np.uint8) == pair[1].values.view(np.uint8)))
             scales = apart(pair[0].scales, pair[1].scales.astype(np.float64))
-            told = {"same_values": values, "scales_apart": scales}
+            measured = {"same_values": values, "scales_apart": scales}
             is_right = values > 0.98 and scales < 1e-2
-            run.keep(part="check", model=model, what=name, **told, is_right=is_right)
+            run.keep(part="check", model=model, what=name, **measured, is_right=is_right)
 
 
 def checked(run, arguments):
@@ -623,8 +623,8 @@ def _step_times(run, models, shapes, forms, kind, context, steps, found):
             trace, ran = measure.decode_trace(llm.engine, *_bucket(llm), begin, 4, text)
             facts = {"model": source, "shape": shape, "form": how, "steps": ran}
             busy = sum(event.duration_ns for event in trace.events) / 1e6 / ran
-            told = {"busy_ms": busy, "launches_a_step": len(trace.events) / ran}
-            run.keep(part="profiles", **facts, **told, **a_layer(trace))
+            measured = {"busy_ms": busy, "launches_a_step": len(trace.events) / ran}
+            run.keep(part="profiles", **facts, **measured, **a_layer(trace))
 
         run.attempt(f"step {source} {shape} {how}", time_one)
         profiles.append((f"profile {source} {shape} {how}", look))

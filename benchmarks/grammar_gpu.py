@@ -417,10 +417,10 @@ def main():
     args = parser.parse_args()
     rows = []
 
-    def say(part, shape, name, ms, told):
-        rows.append({"part": part, "shape": shape, "form": name, "ms": ms, "told": told})
+    def say(part, shape, name, ms, measured):
+        rows.append({"part": part, "shape": shape, "form": name, "ms": ms, "measured": measured})
         shown = "      -" if ms is None else f"{ms:9.4f}"
-        print(f"{part:12s} {shape:16s} {name:28s} {shown}  {told}", flush=True)
+        print(f"{part:12s} {shape:16s} {name:28s} {shown}  {measured}", flush=True)
         if args.out:
             facts = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__}
             Path(args.out).write_text(json.dumps(facts | {"rows": rows}, indent=1))

@@ -512,7 +512,7 @@ def main():
     def submit(job):
         pending[pool.submit(job.compile)] = job
 
-    def told(what):
+    def measured(what):
         print(f"{what}, {time.perf_counter() - began:.0f} s", flush=True)
 
     def add_steps(name, source, forms):
@@ -520,7 +520,7 @@ def main():
         for job, step in step_jobs(name, model, shapes[name], forms, args):
             steps.append((job, step))
             submit(job)
-        told(f"{len(steps)} steps lowered")
+        measured(f"{len(steps)} steps lowered")
 
     for name, source in names.items():
         add_steps(name, source, args.forms)
@@ -531,12 +531,12 @@ def main():
     drawn = {name: draw_layers(jax.random.key(3), widths[name], args.layers) for name, _ in rows_of}
     for name, rows in rows_of:
         if time.perf_counter() - began > args.within:
-            told(f"left out: chains of {name} at {rows} rows")
+            measured(f"left out: chains of {name} at {rows} rows")
             continue
         for job in chain_jobs(name, widths[name], rows, drawn[name], args):
             chains.append(job)
             submit(job)
-    told(f"{len(chains)} chains lowered")
+    measured(f"{len(chains)} chains lowered")
     for future, name in checks.items():
         try:
             found = future.result()
@@ -557,7 +557,7 @@ def main():
         if "fault" in job.row:
             print(job.row, flush=True)
     save()
-    told("compiled")
+    measured("compiled")
 
     for job in chains:
         if job.program is None:
@@ -572,7 +572,7 @@ def main():
         if job.row["form"] not in ends:
             continue
         if time.perf_counter() - began > args.within + 35:
-            told("left out: profiles")
+            measured("left out: profiles")
             break
         job.row["profile"] = one = kernels(step)
         print(
@@ -585,7 +585,7 @@ def main():
         save()
     report["wall_s"] = time.perf_counter() - began
     save()
-    told("done" if worst <= LOOSEST else f"done; a kernel is WRONG by {worst} spacings")
+    measured("done" if worst <= LOOSEST else f"done; a kernel is WRONG by {worst} spacings")
     return int(worst > LOOSEST)
 
 

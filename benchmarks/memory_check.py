@@ -33,12 +33,12 @@ def main():
     parser.add_argument("--num-pages", type=int)
     parser.add_argument("--starts", type=int, default=1)
     args = parser.parse_args()
-    told = measure(args)
-    print(json.dumps(told), flush=True)
+    measured = measure(args)
+    print(json.dumps(measured), flush=True)
     if args.starts > 1:
         again = [*sys.argv, "--starts", str(args.starts - 1)]
         subprocess.run([sys.executable, *again], check=True)
-    return 0 if told["ratio"] is None or abs(told["ratio"] - 1) <= BAR else 1
+    return 0 if measured["ratio"] is None or abs(measured["ratio"] - 1) <= BAR else 1
 
 
 def measure(args):
@@ -82,7 +82,7 @@ def measure(args):
 
 
 def counted():
-    """The most that was in use so far; None where nobody counts."""
+    """The most that was in use so far; None where the device does not count."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

@@ -269,11 +269,11 @@ def forms(drawn, part, only):
         if part == "tune" and not is_tiny:
             for name in TUNED[drawn.cell].split(", "):
                 tilings[f"mosaic {name}"] = tiling_of(name, H)
-    told = set()
+    measured = set()
     for name, tiling in tilings.items():
-        if tiling in told or (is_tiny and name not in ("triton", "mosaic")):
+        if tiling in measured or (is_tiny and name not in ("triton", "mosaic")):
             continue
-        told.add(tiling)
+        measured.add(tiling)
         module = mosaic if isinstance(tiling, mosaic.Tiling) else triton
         interpret = is_tiny and (plgpu.InterpretGPUParams() if module is mosaic else True)
         found[name] = (_facts, _kernel(module, tiling, interpret or None), str(tiling))

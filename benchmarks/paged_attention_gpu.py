@@ -56,15 +56,15 @@ def keep(line):
 def alone(path):
     """Hold the device among the children, and say that one waits for it."""
     with open(path, "a") as file:
-        told = 0.0
+        measured = 0.0
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() - told > 2:
+                if time.monotonic() - measured > 2:
                     keep({"began": WAITS})
-                    told = time.monotonic()
+                    measured = time.monotonic()
                 time.sleep(0.01)
         yield  # closing the file, or the end of the process, gives it back
 
@@ -145,17 +145,17 @@ def timed(args, skip, part):
         with ThreadPoolExecutor(-(-14 // args.workers)) as threads:
             for cell in chosen[at : at + GROUP]:
                 drawn = cells.draw(cell, args.tiny)
-                told = {}
+                measured = {}
                 for form, (prepare, call, what) in cells.forms(drawn, part, only).items():
                     name = f"{part} {'-'.join(map(str, cell))} {form}"
                     if name not in skip or form == "glue":
                         loop = cells.loop_of(prepare, call, len(drawn.tables))
                         program = threads.submit(cells.compiled, drawn, loop, 1)
-                        told[form] = (name, what, program)
-                work.append((drawn, told, threads.submit(cells.compiled, drawn, cells.truth)))
-        for drawn, told, truth in work:
+                        measured[form] = (name, what, program)
+                work.append((drawn, measured, threads.submit(cells.compiled, drawn, cells.truth)))
+        for drawn, measured, truth in work:
             programs = {
-                form: (name, what, one.result()) for form, (name, what, one) in told.items()
+                form: (name, what, one.result()) for form, (name, what, one) in measured.items()
             }
             true_program = truth.result()[0]
             with alone(args.lock):
@@ -164,14 +164,14 @@ def timed(args, skip, part):
                 time_cell(args, part, drawn, programs, operands, wanted)
 
 
-def time_cell(args, part, drawn, told, operands, wanted):
+def time_cell(args, part, drawn, measured, operands, wanted):
     """Lines of the compiled forms of a cell."""
     import jax
     import paged_attention_cells as cells
 
     memory_us, compute_us, kv_bytes = cells.floors_us(drawn)
     glue_us = 0.0
-    for form, (name, what, (program, failure)) in told.items():
+    for form, (name, what, (program, failure)) in measured.items():
         line = {"name": name, "part": part, "form": form, "tiling": what}
         line |= dict(zip(CELL, drawn.cell, strict=True))
         line |= {"memory_us": memory_us, "compute_us": compute_us, "kv_bytes": kv_bytes}
@@ -202,19 +202,19 @@ def time_cell(args, part, drawn, told, operands, wanted):
 
 def show(line):
     """One printed line."""
-    told = f"{line['name']:<58}"
+    measured = f"{line['name']:<58}"
     if "failed" in line:
-        return f"{told} FAILED {line['failed'][:160]}"
+        return f"{measured} FAILED {line['failed'][:160]}"
     if not line.get("right", True):
-        return f"{told} WRONG by {line['error']:.1e}"
+        return f"{measured} WRONG by {line['error']:.1e}"
     if "us" not in line:
-        return f"{told} error {line['error']:.0e}"
+        return f"{measured} error {line['error']:.0e}"
     if line["form"] == "glue":
-        return f"{told} {line['us']:8.1f} us"
+        return f"{measured} {line['us']:8.1f} us"
     floor = max(line["memory_us"], line["compute_us"])
     tb_s = line["kv_bytes"] / max(line["net_us"], 1e-3) / 1e6
     return (
-        f"{told} net {line['net_us']:8.1f} us [{line['min_us']:.1f} {line['max_us']:.1f}] "
+        f"{measured} net {line['net_us']:8.1f} us [{line['min_us']:.1f} {line['max_us']:.1f}] "
         f"{tb_s:5.2f} TB/s floor {floor:.1f} (x {line['net_us'] / floor:.2f}) "
         f"{'meets' if line['passes'] else 'misses'} the bar"
     )

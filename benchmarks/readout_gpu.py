@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.kernels.token_readout import mosaic, reference, triton
-from dllm_jax.kernels.token_readout.result import Part, joined, told
+from dllm_jax.kernels.token_readout.result import Part, joined, measured
 from dllm_jax.strategies.core.sampling import token_stats
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
@@ -133,7 +133,7 @@ def one_pass(hidden, head):
     one, zero = jnp.ones_like(logits), jnp.zeros_like(logits)
     never = logits == -jnp.inf
     whole = joined(Part(ids, logits, jnp.where(never, 0.0, one), zero))
-    return told(whole, zero[:, :0], ids[:, :0])[:3]
+    return measured(whole, zero[:, :0], ids[:, :0])[:3]
 
 
 def in_kernel(hidden, head, *, of, tiling, interpret):
@@ -315,15 +315,15 @@ def odd_case(read, sizes, interpret):
 
 def show(line):
     """One printed line."""
-    told = f"{line['model']:>9} {line['rows']:>4} {line['form']:<26}"
+    measured = f"{line['model']:>9} {line['rows']:>4} {line['form']:<26}"
     if "failed" in line:
-        return f"{told} FAILED {line['failed'][:120]}"
+        return f"{measured} FAILED {line['failed'][:120]}"
     if not line.get("right", True):
-        return f"{told} WRONG by {line['off']}"
+        return f"{measured} WRONG by {line['off']}"
     if line["form"] == "glue":
-        return f"{told} {line['us']:8.1f} us"
+        return f"{measured} {line['us']:8.1f} us"
     return (
-        f"{told} net {line['net_us']:8.1f} us [{line['min_us']:.1f} {line['max_us']:.1f}] "
+        f"{measured} net {line['net_us']:8.1f} us [{line['min_us']:.1f} {line['max_us']:.1f}] "
         f"floor {line['floor_us']:.0f} (x {line['net_us'] / line['floor_us']:.2f}) "
         f"{'logits, ' if line['holds_logits'] else ''}"
         f"scratch {(line['scratch_bytes'] or 0) / 1e6:.1f} MB, compiled {line['compile_s']:.1f} s"

@@ -154,8 +154,8 @@ def run_section(run, name, words, limit_s):
                     if result != seen or status != "running":
                         seen = result
                         wall_s = time.monotonic() - began
-                        told = {"status": status, "wall_s": wall_s, "limit_s": limit_s}
-                        run.keep(name, command=shown, **told, result=seen)
+                        measured = {"status": status, "wall_s": wall_s, "limit_s": limit_s}
+                        run.keep(name, command=shown, **measured, result=seen)
             finally:
                 end_group(process)
     run.say(f"[{name}] {status} after {time.monotonic() - began:.0f} s")

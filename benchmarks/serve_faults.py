@@ -73,7 +73,7 @@ async def leaving(_: Server, client: Client) -> dict[str, Any]:
     """Milliseconds from a client's leaving until slot and pages are free, and between pieces."""
     answer = await client.post(TEXT, body(True))
     times = [at for at, _ in answer.events]
-    told: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "between_pieces_ms": _spread([b - a for a, b in itertools.pairwise(times)])
     }
     for name, stream in (("streamed", True), ("whole", False)):
@@ -92,8 +92,8 @@ async def leaving(_: Server, client: Client) -> dict[str, Any]:
             ) and time.perf_counter() < left + 20:
                 await asyncio.sleep(0)
             freed.append(time.perf_counter() - left)
-        told[f"{name}_free_after_ms"] = _spread(freed)
-    return told
+        measured[f"{name}_free_after_ms"] = _spread(freed)
+    return measured
 
 
 async def engine_killed(server: Server, client: Client, restarts: bool) -> dict[str, Any]:
@@ -103,25 +103,27 @@ async def engine_killed(server: Server, client: Client, restarts: bool) -> dict[
         await asyncio.sleep(0.02)
     os.kill(server.child(), signal.SIGKILL)
     killed = time.perf_counter()
-    told: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     while (await client.get("/health"))[0] != 503:
         await asyncio.sleep(0.002)
-    told["health_503_after_ms"] = 1e3 * (time.perf_counter() - killed)
+    measured["health_503_after_ms"] = 1e3 * (time.perf_counter() - killed)
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    told["all_told_after_ms"] = 1e3 * max(
+    measured["all_told_after_ms"] = 1e3 * max(
         one.ended_s - killed for one in answers if isinstance(one, Exchange)
     )
-    told["streams_with_an_error_event"] = sum(map(_is_told_of_an_error, answers))
-    told["answers_503"] = sum(isinstance(one, Exchange) and one.status == 503 for one in answers)
+    measured["streams_with_an_error_event"] = sum(map(_is_told_of_an_error, answers))
+    measured["answers_503"] = sum(
+        isinstance(one, Exchange) and one.status == 503 for one in answers
+    )
     if restarts:
         while (await client.get("/health"))[0] != 200:
             await asyncio.sleep(0.05)
-        told["ready_again_after_s"] = time.perf_counter() - killed
-        told["next_answer"] = (await client.post(TEXT, body(False, 16))).status
+        measured["ready_again_after_s"] = time.perf_counter() - killed
+        measured["next_answer"] = (await client.post(TEXT, body(False, 16))).status
     else:
-        told["exit"] = await asyncio.to_thread(server.process.wait, 20)
-        told["exit_after_s"] = time.perf_counter() - killed
-    return told
+        measured["exit"] = await asyncio.to_thread(server.process.wait, 20)
+        measured["exit_after_s"] = time.perf_counter() - killed
+    return measured
 
 
 def front_killed(server: Server) -> dict[str, Any]:
@@ -192,28 +194,28 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=32, help="at SIGTERM")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     args = parser.parse_args()
-    told: dict[str, Any] = {"command": "benchmarks/serve_faults.py", **environment()}
-    told["load_average"] = os.getloadavg()
+    measured: dict[str, Any] = {"command": "benchmarks/serve_faults.py", **environment()}
+    measured["load_average"] = os.getloadavg()
     with served("--restart-engine", "1") as server:
-        told["a_client_leaves"] = run(server, leaving)
+        measured["a_client_leaves"] = run(server, leaving)
         restarted = run(server, engine_killed, True)
         final = run(server, engine_killed, False)
-    told |= {"engine_killed_and_replaced": restarted, "engine_killed": final}
+    measured |= {"engine_killed_and_replaced": restarted, "engine_killed": final}
     with served("--no-warm-up") as server:
-        told["front_killed"] = front_killed(server)
+        measured["front_killed"] = front_killed(server)
     with served() as server:
-        told["sigterm_under_load"] = run(server, terminated, args.clients)
-    print(json.dumps(told, indent=1))
+        measured["sigterm_under_load"] = run(server, terminated, args.clients)
+    print(json.dumps(measured, indent=1))
     if args.output:
-        args.output.write_text(json.dumps(told, indent=1) + "\n")
+        args.output.write_text(json.dumps(measured, indent=1) + "\n")
     slow = [one["health_503_after_ms"] for one in (restarted, final)]
     slow += [one["all_told_after_ms"] for one in (restarted, final)]
-    slow.append(told["front_killed"]["engine_gone_after_ms"])
+    slow.append(measured["front_killed"]["engine_gone_after_ms"])
     is_told = all(
         one["streams_with_an_error_event"] == 8 and one["answers_503"] == 4
         for one in (restarted, final)
     )
-    ends = told["sigterm_under_load"]
+    ends = measured["sigterm_under_load"]
     holds = max(slow) < 1e3 * BAR_S and is_told and not ends["lost"] and ends["exit"] == 0
     return 0 if holds and final["exit"] == 1 and restarted["next_answer"] == 200 else 1
 

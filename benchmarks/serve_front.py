@@ -83,9 +83,9 @@ def main() -> None:
     from dllm_jax.bench.numbers import commit
     from tests.serve.driving import scripted
 
-    told: dict[str, object] = {"command": "benchmarks/serve_front.py", "clients": args.clients}
-    told |= {"commit": commit(), "python": platform.python_version(), "cores": os.cpu_count()}
-    told["microseconds"] = found = {}
+    measured: dict[str, object] = {"command": "benchmarks/serve_front.py", "clients": args.clients}
+    measured |= {"commit": commit(), "python": platform.python_version(), "cores": os.cpu_count()}
+    measured["microseconds"] = found = {}
     fields = {"limits": {"max_waiting": 4096}, "log_format": "json"}
     with tempfile.TemporaryDirectory() as folder, scripted(Path(folder), **fields) as server:
         pid, port = server.process.pid, server.port
@@ -96,9 +96,9 @@ def main() -> None:
             ]
             found[name] = runs
             print(f"{name:28} {min(runs):7.1f} us (of {', '.join(f'{one:.0f}' for one in runs)})")
-    told["load_average"] = os.getloadavg()
+    measured["load_average"] = os.getloadavg()
     if args.output:
-        args.output.write_text(json.dumps(told, indent=1) + "\n")
+        args.output.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

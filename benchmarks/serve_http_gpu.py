@@ -147,7 +147,7 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
         "whole_ms": [1e3 * one for one in whole[2:]],
         "late": gaps(late),
     }
-    told = {
+    measured = {
         "environment": environment(),
         "start_s": start_s,
         "page_buckets": llm.engine.layout.page_buckets,
@@ -155,7 +155,7 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
         "prompts": prompts,
         "digests": digests,
     }
-    (folder / "engine.json").write_text(json.dumps(told, default=str))
+    (folder / "engine.json").write_text(json.dumps(measured, default=str))
     return served(llm)
 
 
@@ -236,12 +236,14 @@ def gaps(runs: list[Arrivals]) -> dict[str, Any]:
                     before.append(1e3 * (next_one - one))
                 elif next_one <= ended:
                     after.append(1e3 * (next_one - one))
-    told = {"before": _spread(before), "after": _spread(after)}
-    told["late_s"] = [ended - came for _, came, ended in runs]
+    measured = {"before": _spread(before), "after": _spread(after)}
+    measured["late_s"] = [ended - came for _, came, ended in runs]
     if before and after:
-        told["rise"] = {name: told["after"][name] / told["before"][name] for name in ("p50", "p99")}
-        told["mean_ms_after"] = statistics.fmean(after)
-    return told
+        measured["rise"] = {
+            name: measured["after"][name] / measured["before"][name] for name in ("p50", "p99")
+        }
+        measured["mean_ms_after"] = statistics.fmean(after)
+    return measured
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -266,18 +268,18 @@ def text_of(answer: Any) -> str:
         raise ValueError(answer.body.decode()[:300])
     if not answer.events:
         return json.loads(answer.body)["choices"][0]["text"]
-    told = [json.loads(data) for _, data in answer.events]
-    return "".join(choice["text"] for one in told for choice in one["choices"])
+    measured = [json.loads(data) for _, data in answer.events]
+    return "".join(choice["text"] for one in measured for choice in one["choices"])
 
 
 async def over_http(
-    port: int, told: dict[str, Any], size: dict[str, int], found: dict[str, Any]
+    port: int, measured: dict[str, Any], size: dict[str, int], found: dict[str, Any]
 ) -> None:
     """The same work through the server; `found` is filled part by part."""
     from dllm_jax.bench.client import Client
 
     client = Client(f"http://127.0.0.1:{port}")
-    prompts, path = told["prompts"], "/v1/completions"
+    prompts, path = measured["prompts"], "/v1/completions"
     await client.post(path, body(*prompts["mixed"][0], True))
     for kind, (name, stream) in itertools.product(KINDS, (("whole", False), ("stream", True))):
         walls, texts = [], []
@@ -287,8 +289,8 @@ async def over_http(
             answers = await asyncio.gather(*(client.post(path, one) for one in bodies))
             walls.append(time.perf_counter() - before)
             texts = [text_of(answer) for answer in answers]
-        same = [_digest(text) for text in texts] == told["digests"][kind]
-        tok_s = told["figures"][kind]["tokens"] / statistics.median(walls)
+        same = [_digest(text) for text in texts] == measured["digests"][kind]
+        tok_s = measured["figures"][kind]["tokens"] / statistics.median(walls)
         found[f"{kind}_{name}"] = {"walls_s": walls, "tok_s": tok_s, "same_texts": same}
     first, whole = [], []
     for one in prompts["single"]:
@@ -343,9 +345,9 @@ async def _among_http(port: int, prompts: Any, size: dict[str, int]) -> Arrivals
     return arrivals, came, ended
 
 
-def compared(told: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
+def compared(measured: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
     """Both sides, and the bars."""
-    own = told["figures"]
+    own = measured["figures"]
     names = [f"{kind}_{name}" for kind in KINDS for name in ("whole", "stream")]
     share = {name: http[name]["tok_s"] / own[name.split("_")[0]]["tok_s"] for name in names}
     delay = statistics.median(http["first_block_ms"]) - statistics.median(own["first_block_ms"])
@@ -396,16 +398,16 @@ def main() -> int:
         server = Server(command, Path(folder) / "log")
         try:
             server.wait_ready(args.within - 15)
-            told = json.loads((Path(folder) / "engine.json").read_text())
-            report |= told["environment"] | {"start_s": told["start_s"]}
+            measured = json.loads((Path(folder) / "engine.json").read_text())
+            report |= measured["environment"] | {"start_s": measured["start_s"]}
             report["commit"] = args.commit or report["commit"]
-            report["page_buckets"] = told["page_buckets"]
-            report["in_process"] = told["figures"]
+            report["page_buckets"] = measured["page_buckets"]
+            report["in_process"] = measured["figures"]
             _write(args.out, report)
             left = args.within - 5 - (time.perf_counter() - began)
             http = report["http"] = {}
-            asyncio.run(asyncio.wait_for(over_http(server.port, told, size, http), left))
-            report["compared"] = compared(told, http)
+            asyncio.run(asyncio.wait_for(over_http(server.port, measured, size, http), left))
+            report["compared"] = compared(measured, http)
         except Exception as error:
             report["failed"] = f"{type(error).__name__}: {error}"[-3000:]
             report["log"] = server.log.read_text()[-3000:]

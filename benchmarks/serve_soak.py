@@ -171,9 +171,9 @@ def main() -> int:
     from dllm_jax.bench.numbers import environment
     from tests.serve.driving import Server, within
 
-    told: dict[str, Any] = {"command": "benchmarks/serve_soak.py", **environment()}
-    told |= vars(args) | {"output": None}
-    told["offline_tokens_per_s"] = offline(512)
+    measured: dict[str, Any] = {"command": "benchmarks/serve_soak.py", **environment()}
+    measured |= vars(args) | {"output": None}
+    measured["offline_tokens_per_s"] = offline(512)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(["-m", "dllm_jax.cli", "serve", *FLAGS], Path(folder) / "log")
         try:
@@ -182,31 +182,35 @@ def main() -> int:
             load = Load(server.port, time.monotonic() + seconds, args.leaving)
             began = server.metric("dllm_generation_tokens_total")
             memory = asyncio.run(run(server, load, args.clients, seconds))
-            told["tokens_per_s"] = (server.metric("dllm_generation_tokens_total") - began) / seconds
+            measured["tokens_per_s"] = (
+                server.metric("dllm_generation_tokens_total") - began
+            ) / seconds
             idle = within(60, lambda: server.metric("dllm_num_requests_running") == 0)
             held = server.metric("dllm_kv_cache_usage_ratio")
         finally:
             status = server.stop()
-    told |= {"answers": len(load.whole_s), "left": load.left, "stuck": load.stuck}
-    told |= {"errors": load.errors, "idle_at_end": idle, "pages_held": held, "exit": status}
-    told["health_ms"] = health = _ms(load.health_s)
-    told["answer_ms"] = load.answers_ms(0, float("inf"))
+    measured |= {"answers": len(load.whole_s), "left": load.left, "stuck": load.stuck}
+    measured |= {"errors": load.errors, "idle_at_end": idle, "pages_held": held, "exit": status}
+    measured["health_ms"] = health = _ms(load.health_s)
+    measured["answer_ms"] = load.answers_ms(0, float("inf"))
     sixths = [load.until - seconds / 6 * left for left in range(4, -1, -1)]
     every = [load.answers_ms(*pair) for pair in itertools.pairwise(sixths)]
-    told["answer_ms_before_and_beside_the_silent_client"] = [every[:2], every[2:]]
-    told["share_of_generate"] = share = told["tokens_per_s"] / told["offline_tokens_per_s"]
-    told["load_average"] = os.getloadavg()
+    measured["answer_ms_before_and_beside_the_silent_client"] = [every[:2], every[2:]]
+    measured["share_of_generate"] = share = (
+        measured["tokens_per_s"] / measured["offline_tokens_per_s"]
+    )
+    measured["load_average"] = os.getloadavg()
     growth = [max(column) / column[0] - 1 for column in zip(*memory, strict=True)]
-    told["rss_mb"] = [round(one) for one in memory[-1]]
-    told["rss_growth"] = [round(one, 4) for one in growth]
+    measured["rss_mb"] = [round(one) for one in memory[-1]]
+    measured["rss_growth"] = [round(one, 4) for one in growth]
     missed = [f"health {name}" for name, bar in HEALTH_MS.items() if health[name] >= bar]
     missed += ["growth"] * (max(growth) >= MOST_GROWTH) + ["share"] * (share < LEAST_SHARE)
-    missed += [name for name in ("stuck", "errors", "pages_held", "exit") if told[name]]
-    told["missed"] = missed + ["idle at the end"] * (not idle)
-    print(json.dumps(told, indent=1))
+    missed += [name for name in ("stuck", "errors", "pages_held", "exit") if measured[name]]
+    measured["missed"] = missed + ["idle at the end"] * (not idle)
+    print(json.dumps(measured, indent=1))
     if args.output:
-        args.output.write_text(json.dumps(told, indent=1) + "\n")
-    return 1 if told["missed"] else 0
+        args.output.write_text(json.dumps(measured, indent=1) + "\n")
+    return 1 if measured["missed"] else 0
 
 
 def _ms(seconds: list[float]) -> dict[str, float]:

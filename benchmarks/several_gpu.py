@@ -508,12 +508,12 @@ def table(report):
     for name, section in report["sections"].items():
         print(f"{name}: {section['status']}")
         for row in (section.get("result") or {}).get("rows", []):
-            told = {
+            measured = {
                 key: round(value, 4) if isinstance(value, float) else value
                 for key, value in row.items()
                 if key not in ("bare_samples", "loaded_s", "weights_bytes", "page_bytes", "memory")
             }
-            print(f"    {json.dumps(told)}")
+            print(f"    {json.dumps(measured)}")
 
 
 def main() -> int:

@@ -85,7 +85,7 @@ class Clock:
     def _happened(self, event, **_):
         self.num_from_folder += event == FROM_FOLDER
 
-    def told(self):
+    def result(self):
         """All of it, the programs that took longest first."""
         import jax.monitoring
 
@@ -130,7 +130,7 @@ def first_token(name, began=None):
     if output.error is not None or output.metrics.nfe != 1:
         raise ValueError(f"no first forward: {output}")
     settled = len(output.outputs[0].token_ids)
-    return {"came": clock.last, "settled": settled, "has_bytecode": bytecode, **clock.told()}
+    return {"came": clock.last, "settled": settled, "has_bytecode": bytecode, **clock.result()}
 
 
 def ready(name, slots, wait_s):
@@ -144,14 +144,19 @@ def ready(name, slots, wait_s):
     import dllm_jax as dj
     from dllm_jax.loading.jax_settings import enable_async_dispatch, enable_compile_cache
 
+    def say(what):  # as it comes, so that a run that is cut short leaves figures
+        print(f"{time.time() - BEGAN:6.1f} s {what}", file=sys.stderr, flush=True)
+
     make_llm = dj.LLM
     enable_compile_cache()
     enable_async_dispatch()
     model = jax.block_until_ready(dj.load(name))
+    say("model loaded")
     began = time.perf_counter()
     window = {"block_size": BLOCK, "buffer_size": BLOCKS}
     llm = make_llm(model, max_num_seqs=slots, progress=False, **window)
-    told = {"ready_s": time.perf_counter() - began, "slots": slots, "device": device_name()}
+    result = {"ready_s": time.perf_counter() - began, "slots": slots, "device": device_name()}
+    say(f"ready after {result['ready_s']:.1f} s")
     steps, engine = [], llm.engine
     take = engine._take_step
 
@@ -170,31 +175,33 @@ def ready(name, slots, wait_s):
             raise ValueError(f"not the work: {output}")
         return time.perf_counter() - at
 
-    told["first_answer_s"] = call()
+    result["first_answer_s"] = call()
+    say(f"first answer after {result['first_answer_s']:.2f} s more")
     calls, counts, last = [], [], began
-    while time.perf_counter() - began < told["ready_s"] + wait_s:
+    while time.perf_counter() - began < result["ready_s"] + wait_s:
         stats = engine.stats()
         if not counts or stats.num_compiled > counts[-1][1]:
             last = time.perf_counter()
             counts.append((round(last - began, 2), stats.num_compiled, stats.num_programs))
+            say(f"{stats.num_compiled} of {stats.num_programs} programs")
         if stats.num_compiled == stats.num_programs:
             break
         calls.append(call())
-    told["programs"] = counts
-    told["all_s"] = last - began - told["ready_s"]
-    told["behind"] = {"calls": len(calls), "longest_call_s": max(calls, default=0.0)}
-    told["behind"]["longest_step_s"] = max(steps[1:])
-    told["late_compiles"] = engine.stats().num_late_compiles
+    result["programs"] = counts
+    result["all_s"] = last - began - result["ready_s"]
+    result["behind"] = {"calls": len(calls), "longest_call_s": max(calls, default=0.0)}
+    result["behind"]["longest_step_s"] = max(steps[1:])
+    result["late_compiles"] = engine.stats().num_late_compiles
     steps.clear()
     after = [call() for _ in range(9)]
-    told["after"] = {"longest_call_s": max(after), "longest_step_s": max(steps)}
+    result["after"] = {"longest_call_s": max(after), "longest_step_s": max(steps)}
     if engine.runner._behind is not None:  # whatever did not come in time is not waited for
         engine.runner._behind.close()
         engine.runner._behind.join()
     columns = engine.layout.page_buckets[0]
     if engine.runner.decode_sizes(1, columns) == (1, columns):
-        told |= costs_and_overhead(llm, call)
-    return told
+        result |= costs_and_overhead(llm, call)
+    return result
 
 
 def costs_and_overhead(llm, call):
@@ -206,19 +213,19 @@ def costs_and_overhead(llm, call):
     runner = llm.engine.runner
     call_ms = 1e3 * statistics.median(call() for _ in range(15))
     step_ms = 1e3 * statistics.median(bare_step_s(runner) for _ in range(5))
-    told = {"call_ms": call_ms, "bare_step_ms": step_ms}
-    told["overhead"] = 1 - FORWARDS * step_ms / call_ms
+    result = {"call_ms": call_ms, "bare_step_ms": step_ms}
+    result["overhead"] = 1 - FORWARDS * step_ms / call_ms
     worked_out = runner.cost
     measured = timing.calibrate(runner, budget_s=3.0)
     if worked_out is not None:
         pairs = [("decode", worked_out.decode, measured.decode)]
         pairs += [(kind, worked_out.prefill[kind], of) for kind, of in measured.prefill.items()]
-        told["costs_ms"] = [
+        result["costs_ms"] = [
             [kind, *sizes, 1e3 * worked[sizes], 1e3 * seconds]
             for kind, worked, of in pairs
             for sizes, seconds in sorted(of.items())
         ]
-    return told
+    return result
 
 
 def bare_step_s(runner):
@@ -256,10 +263,10 @@ def device_name():
     return jax.devices()[0].device_kind
 
 
-def ready_table(told):
+def ready_table(result):
     """The starts of `ready` beside their bars."""
     lines = []
-    for name, one in told.items():
+    for name, one in result.items():
         if "ready_s" not in one:
             lines.append(f"{name:5s} {one}")
             continue
@@ -355,9 +362,9 @@ def in_own_process(words, cache):
     return json.loads(done.stdout.splitlines()[-1]), began
 
 
-def table(told):
+def table(result):
     """Seconds of the stages, one column a start, and of the programs that took longest."""
-    starts = {name: told[name] for name in ("cold", "warm") if name in told}
+    starts = {name: result[name] for name in ("cold", "warm") if name in result}
     lines = [f"{'seconds':28s}" + "".join(f"{name:>8s}" for name in starts)]
 
     def line(name, values):
@@ -366,7 +373,7 @@ def table(told):
     for stage in next(iter(starts.values()))["stages"]:
         shown = "  of it programs" if stage == "engine_programs_s" else stage.removesuffix("_s")
         line(shown, (one["stages"][stage] for one in starts.values()))
-    line("first token", (told[f"{name}_s"] for name in starts))
+    line("first token", (result[f"{name}_s"] for name in starts))
     for key in EVENTS.values():
         line(
             f"all threads: {key.removesuffix('_s')}",
@@ -405,8 +412,8 @@ def main():
     if args.prompt % args.pass_tokens:
         parser.error(f"--prompt {args.prompt} must be whole passes of {args.pass_tokens} tokens")
     if args.one == "first_token":
-        told = first_token(args.model or FIRST_MODEL, args.began)
-        print(json.dumps({"commit": args.commit} | told))
+        result = first_token(args.model or FIRST_MODEL, args.began)
+        print(json.dumps({"commit": args.commit} | result))
         return
     if args.one == "ready":
         print(json.dumps(ready(args.model or FIRST_MODEL, args.slots, args.wait)), flush=True)
@@ -423,9 +430,9 @@ def main():
     with tempfile.TemporaryDirectory() as cache:
         first = report["first_token"] = {"model": args.model or FIRST_MODEL}
         for name in ("cold", "warm"):
-            told, began = in_own_process(["--one", "first_token", *same], cache)
-            seconds = told.pop("came") - began
-            first |= {f"{name}_s": seconds, "settled": told.pop("settled"), name: told}
+            result, began = in_own_process(["--one", "first_token", *same], cache)
+            seconds = result.pop("came") - began
+            first |= {f"{name}_s": seconds, "settled": result.pop("settled"), name: result}
             bar = BARS[f"{name}_s"]
             print(f"first token, {name}: {seconds:.1f} s (bar {bar:.0f})", flush=True)
             save(args.out, report)

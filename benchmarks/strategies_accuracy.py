@@ -134,7 +134,7 @@ def measure(model, section, problems, prompts, args):
 def figures(raw):
     """The report's sections, from the folder of what was measured."""
     base = _outcomes(raw, BASE[0], BASE[1])
-    told = {}
+    measured = {}
     for path in sorted(raw.glob("*.json")):
         name = path.stem
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -143,8 +143,8 @@ def figures(raw):
             mine = _outcomes(raw, name, setting)
             halves = {half: _figures(base[half], mine[half]) for half in HALVES}
             rows.append({"knobs": setting, "halves": halves})
-        told[name] = facts | {"settings": rows}
-    return told
+        measured[name] = facts | {"settings": rows}
+    return measured
 
 
 def _outcomes(raw, name, setting):
@@ -273,14 +273,14 @@ def table(report):
             knobs = ", ".join(
                 f"{k.removesuffix('_threshold')} {v}" for k, v in row["knobs"].items()
             )
-            told = [
+            measured = [
                 f"{100 * one['exact']['value']:6.2f} % ({one['exact_points']['value']:+6.2f} "
                 f"[{one['exact_points']['ci95'][0]:+.2f}, {one['exact_points']['ci95'][1]:+.2f}]) "
                 f"{one['tokens_per_forward']['value']:6.2f} "
                 f"{one['tokens_per_forward_without_commits']['value']:6.2f}"
                 for one in row["halves"].values()
             ]
-            lines.append(f"  {knobs:<34} {'  |  '.join(told)}")
+            lines.append(f"  {knobs:<34} {'  |  '.join(measured)}")
     return "\n".join(lines)
 
 

@@ -173,12 +173,13 @@ def table(report, rows=ROWS):
         found = report["sections"].get(section, {"settings": []})["settings"]
         for row in [row for row in found if knobs.items() <= row["knobs"].items()][:1]:
             cells = [words]
-            for told in (row["halves"][half] for half in HALVES):
+            for measured in (row["halves"][half] for half in HALVES):
                 speed, bare = (
-                    told[f"tokens_per_forward{more}"]["value"] for more in ("", "_without_commits")
+                    measured[f"tokens_per_forward{more}"]["value"]
+                    for more in ("", "_without_commits")
                 )
-                exact = {k: np.multiply(100, v) for k, v in told["exact"].items()}
-                cells += [_span(exact, ".1f"), _span(told["exact_points"], "+.2f")]
+                exact = {k: np.multiply(100, v) for k, v in measured["exact"].items()}
+                cells += [_span(exact, ".1f"), _span(measured["exact_points"], "+.2f")]
                 cells.append(f"{speed:.1f} ({bare:.1f})")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -158,11 +158,11 @@ def copy_tree(
         nonlocal done
         copies, before = [*copies_of(path, array, first)], done
 
-        def told(now: int, _: int) -> None:
+        def report(now: int, _: int) -> None:
             if progress is not None:
                 progress(before + now, total)
 
-        wrong = copy_all(copies, told)
+        wrong = copy_all(copies, report)
         done += sum(copy.num_bytes for copy in copies)
         return wrong
 

@@ -117,10 +117,10 @@ class CreditDecoding(Strategy):
         token = jnp.where(greedy, jnp.take_along_axis(stats.top_ids, best, -1)[..., 0], stats.token)
         share = jnp.where(greedy, jnp.max(boosted, axis=-1), stats.confidence * gain(drawn)[..., 0])
         # A readout that is not finite stays what it is: the engine ends the request.
-        told = (stats.confidence > -jnp.inf) & (stats.token != NO_TOKEN)
+        has_answer = (stats.confidence > -jnp.inf) & (stats.token != NO_TOKEN)
         return stats.replace(
-            token=jnp.where(told, token, stats.token),
-            confidence=jnp.where(told, share / total, stats.confidence),
+            token=jnp.where(has_answer, token, stats.token),
+            confidence=jnp.where(has_answer, share / total, stats.confidence),
         )
 
 

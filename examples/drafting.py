@@ -25,8 +25,8 @@ def main(target: dj.Model, draft: dj.Model, max_tokens: int = 96):
 
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     print(f"{drafted.metrics.nfe} forwards where ar takes {plain.metrics.nfe}")
-    if told := drafted.metrics.draft:
-        print(f"{told.mean_accepted_length:.1f} tokens a round, the model's own one counted")
+    if stats := drafted.metrics.draft:
+        print(f"{stats.mean_accepted_length:.1f} tokens a round, the model's own one counted")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import { generateText, streamText } from "ai";
 
 const [url, name] = process.argv.slice(2);
 const version = JSON.parse(fs.readFileSync("node_modules/ai/package.json")).version;
-const told = { version };
+const result = { version };
 const ask = { prompt: "How many days has a week?", maxOutputTokens: 48, temperature: 0, maxRetries: 0 };
 for (const [kind, extra] of [["plain", {}], ["denoise", { stream_mode: "denoise" }]]) {
   const provider = createOpenAICompatible({
@@ -18,8 +18,8 @@ for (const [kind, extra] of [["plain", {}], ["denoise", { stream_mode: "denoise"
   const stream = streamText({ model: provider(name), ...ask, onError: ({ error }) => errors.push(String(error)) });
   let text = "";
   for await (const piece of stream.textStream) text += piece;
-  told[kind + "_stream_equals_answer"] = text === whole.text && text !== "";
-  told[kind + "_usage"] = (await stream.usage).outputTokens === whole.usage.outputTokens;
-  told[kind + "_no_error"] = errors.length === 0;
+  result[kind + "_stream_equals_answer"] = text === whole.text && text !== "";
+  result[kind + "_usage"] = (await stream.usage).outputTokens === whole.usage.outputTokens;
+  result[kind + "_no_error"] = errors.length === 0;
 }
-console.log(JSON.stringify(told));
+console.log(JSON.stringify(result));

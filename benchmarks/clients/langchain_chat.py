@@ -7,7 +7,7 @@ import sys
 from langchain_openai import ChatOpenAI
 from langchain_openai.decisions import Choice, OpenAIDecisions, Predicate, Score
 
-told = {"version": importlib.metadata.version("langchain-openai")}
+measured = {"version": importlib.metadata.version("langchain-openai")}
 for name, extra in (("plain", {}), ("denoise", {"extra_body": {"stream_mode": "denoise"}})):
     model = ChatOpenAI(
         model=sys.argv[2],
@@ -21,8 +21,8 @@ for name, extra in (("plain", {}), ("denoise", {"extra_body": {"stream_mode": "d
         chunk.content for chunk in model.stream("How many days has a week?", **extra)
     )
     answer = model.invoke("How many days has a week?")
-    told[f"{name}_stream_equals_answer"] = streamed == answer.content != ""
-    told[f"{name}_usage"] = answer.usage_metadata["output_tokens"] > 0
+    measured[f"{name}_stream_equals_answer"] = streamed == answer.content != ""
+    measured[f"{name}_usage"] = answer.usage_metadata["output_tokens"] > 0
 decisions = OpenAIDecisions(
     model=sys.argv[2], base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0
 )
@@ -36,9 +36,9 @@ answers = decisions.invoke(
         },
     }
 )
-told["decisions_are_read"] = (
+measured["decisions_are_read"] = (
     0 < answers.predicates["dup"].probability < 1
     and answers.choices["team"].choice in ("billing", "tech")
     and 0 < answers.scores["urgency"].score < 1
 )
-print(json.dumps(told))
+print(json.dumps(measured))

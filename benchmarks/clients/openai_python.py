@@ -12,7 +12,7 @@ URL = sys.argv[1] + "/v1"
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
 MODEL = client.models.list().data[0].id
 MESSAGES = [{"role": "user", "content": "How many days has a week?"}]
-told = {"version": openai.__version__, "model": MODEL}
+measured = {"version": openai.__version__, "model": MODEL}
 
 
 def ask(**fields):
@@ -47,27 +47,27 @@ raw = client.chat.completions.with_raw_response.create(
 )
 ChatCompletion.model_validate_json(raw.content, strict=True)
 text, usage, _ = streamed()
-told["stream_equals_answer"] = text == whole.choices[0].message.content
-told["usage_equals_answer"] = usage.completion_tokens == whole.usage.completion_tokens > 0
+measured["stream_equals_answer"] = text == whole.choices[0].message.content
+measured["usage_equals_answer"] = usage.completion_tokens == whole.usage.completion_tokens > 0
 denoised, _, frames = streamed(extra_body={"stream_mode": "denoise"})
-told["denoise_text_equals"] = denoised == text
-told["has_frames"] = frames > 0
+measured["denoise_text_equals"] = denoised == text
+measured["has_frames"] = frames > 0
 with client.chat.completions.stream(model=MODEL, messages=MESSAGES, max_tokens=48) as stream:
-    told["helper_done"] = any(event.type == "content.done" for event in stream)
+    measured["helper_done"] = any(event.type == "content.done" for event in stream)
 several = client.completions.create(model=MODEL, prompt=["hi", "ho"], max_tokens=8, n=2)
-told["batch_choices_in_order"] = [one.index for one in several.choices] == [0, 1, 2, 3]
+measured["batch_choices_in_order"] = [one.index for one in several.choices] == [0, 1, 2, 3]
 try:
     ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=8)
-    told["ids_are_counted"] = ids.usage.prompt_tokens == 3
+    measured["ids_are_counted"] = ids.usage.prompt_tokens == 3
 except openai.BadRequestError:  # smg takes texts alone
-    told["ids_are_counted"] = False
+    measured["ids_are_counted"] = False
 tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-told["tools_refused_by_name"] = refused(tools=tools) == "tools"
-told["logprobs_refused_by_name"] = refused(logprobs=True) == "logprobs"
+measured["tools_refused_by_name"] = refused(tools=tools) == "tools"
+measured["logprobs_refused_by_name"] = refused(logprobs=True) == "logprobs"
 try:
     client.chat.completions.create(model="nope", messages=MESSAGES)
 except openai.NotFoundError as error:
-    told["unknown_model_is_404"] = error.code == "model_not_found"
+    measured["unknown_model_is_404"] = error.code == "model_not_found"
 decided = client.decisions.create(
     model=MODEL,
     input=[{"type": "message", "role": "user", "content": "I was charged twice. Help at once!"}],
@@ -88,7 +88,7 @@ decided = client.decisions.create(
 )
 Decision.model_validate_json(decided.model_dump_json(), strict=True)
 dup, team, urgency = decided.answers
-told["decisions_are_read"] = (
+measured["decisions_are_read"] = (
     0 < dup.probability < 1
     and team.choice in ("billing", True)
     and abs(sum(one.probability for one in team.probabilities) - 1) < 1e-6
@@ -110,5 +110,5 @@ async def many():
         return await asyncio.gather(*[one() for _ in range(6)])
 
 
-told["six_at_once"] = set(asyncio.run(many())) <= {"stop", "length"}
-print(json.dumps(told))
+measured["six_at_once"] = set(asyncio.run(many())) <= {"stop", "length"}
+print(json.dumps(measured))

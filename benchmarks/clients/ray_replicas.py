@@ -33,8 +33,8 @@ FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--log-format", "none"
 
 def body(most=64, **fields):
     """A streamed request."""
-    told = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "stream": True}
-    return told | {"max_tokens": most, "temperature": 0, **fields}
+    measured = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    return measured | {"max_tokens": most, "temperature": 0, **fields}
 
 
 def replica_ids():
@@ -81,8 +81,8 @@ async def under_load(seconds, kill_after):
         while True:  # until there are two again
             await asyncio.sleep(0.5)
             live = await asyncio.to_thread(replica_ids)
-            told = serve.status().applications["dllm"].deployments["Replica"]
-            running = told.replica_states.get("RUNNING", 0)
+            measured = serve.status().applications["dllm"].deployments["Replica"]
+            running = measured.replica_states.get("RUNNING", 0)
             if len(live) >= 2 and name not in live and running >= 2:
                 killed["back_after_s"] = time.monotonic() - killed["at"]
                 return
@@ -165,17 +165,17 @@ def main():
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )
-    told = {"ray": ray.__version__, "python": sys.version.split()[0], "model": MODEL}
-    told["ray_init_s"] = time.monotonic() - began
+    measured = {"ray": ray.__version__, "python": sys.version.split()[0], "model": MODEL}
+    measured["ray_init_s"] = time.monotonic() - began
     try:
         ray_serve.deploy([MODEL, *FLAGS], 2, running=6, waiting=4, port=PORT, cpus=0.5)
-        told["start_s"] = time.monotonic() - began
-        told["replicas"] = len(replica_ids())
-        told["a_session_stays_on_its_replica"] = asyncio.run(sticky())
-        told["a_client_that_leaves_is_aborted"] = all(
+        measured["start_s"] = time.monotonic() - began
+        measured["replicas"] = len(replica_ids())
+        measured["a_session_stays_on_its_replica"] = asyncio.run(sticky())
+        measured["a_client_that_leaves_is_aborted"] = all(
             asyncio.run(leaves(stream)) for stream in (True, False)
         )
-        told["statuses_of_32_at_once"] = asyncio.run(flood(32))
+        measured["statuses_of_32_at_once"] = asyncio.run(flood(32))
         seen, killed = asyncio.run(under_load(args.seconds, args.seconds / 4))
     finally:
         serve.shutdown()
@@ -188,7 +188,7 @@ def main():
     # A request that had ended before the kill, or began after the router knew, was not on it.
     there = [one for one in bad if one[1] <= killed["at"] + 5 and one[2] >= killed["at"]]
     sessions = {one[0] for one in there}
-    told |= {
+    measured |= {
         "killed": killed["name"],
         "back_after_s": killed.get("back_after_s"),
         "whole": len(whole),
@@ -200,12 +200,14 @@ def main():
         "errors": dict(collections.Counter(f"{one[3]} {one[6] or 'cut'}"[:160] for one in bad)),
         "short_texts_seen_as_whole": sum(one[4] != max(texts, key=len) for one in whole),
     }
-    args.out.write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps(told, indent=1))
-    good = told["not_whole_elsewhere"] == told["short_texts_seen_as_whole"] == 0
-    good &= 0 < len(sessions) < CLIENTS and len(texts) == 1 and told["back_after_s"] is not None
-    good &= told["a_session_stays_on_its_replica"] and told["a_client_that_leaves_is_aborted"]
-    return 0 if good and told["statuses_of_32_at_once"].get("429") else 1
+    args.out.write_text(json.dumps(measured, indent=1) + "\n")
+    print(json.dumps(measured, indent=1))
+    good = measured["not_whole_elsewhere"] == measured["short_texts_seen_as_whole"] == 0
+    good &= 0 < len(sessions) < CLIENTS and len(texts) == 1 and measured["back_after_s"] is not None
+    good &= (
+        measured["a_session_stays_on_its_replica"] and measured["a_client_that_leaves_is_aborted"]
+    )
+    return 0 if good and measured["statuses_of_32_at_once"].get("429") else 1
 
 
 if __name__ == "__main__":

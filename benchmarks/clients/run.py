@@ -121,11 +121,11 @@ class Bench:
 
     def checked(self, output):
         """The last line, an object of checks."""
-        told = json.loads(output.strip().splitlines()[-1])
-        wrong = [name for name, value in told.items() if value is False]
+        measured = json.loads(output.strip().splitlines()[-1])
+        wrong = [name for name, value in measured.items() if value is False]
         if wrong:
-            raise Failed(f"{wrong} of {told}")
-        return told
+            raise Failed(f"{wrong} of {measured}")
+        return measured
 
     def openai_python(self):
         return self.checked(
@@ -165,7 +165,7 @@ class Bench:
         return {"version": None, **self.ours()}
 
     def vllm(self):
-        told = {"version": "0.33.0, benchmarks/ unmodified"}
+        measured = {"version": "0.33.0, benchmarks/ unmodified"}
         if not (self.envs / "vllm" / "vllm" / "benchmarks").is_dir():
             raise FileNotFoundError("vllm/vllm/benchmarks")
         for backend, endpoint in (("openai-chat", CHAT), ("openai", TEXT)):
@@ -196,7 +196,7 @@ class Bench:
                 name: ours[name]
                 for name in ("visible_tokens", "nfe", "tokens_per_forward", "tok_s", "ttfb_s")
             } | {"vllm_diffusion": ours["server"]["vllm_diffusion"]}
-            told[backend] = row
+            measured[backend] = row
             if found["failed"] or found["completed"] != 8:
                 raise Failed(f"{backend}: {row}")
             if found["total_output_tokens"] != ours["visible_tokens"]:
@@ -205,7 +205,7 @@ class Bench:
             for mine in (tokens / nfe, ours["tokens_per_forward"]):
                 if abs(theirs / mine - 1) > SAME:
                     raise Failed(f"{backend}: {theirs} tokens a step, ours {mine}")
-        return told
+        return measured
 
     def lm_eval(self):
         """The harness four ways; its tokenizer comes from the server or is left out.
@@ -225,7 +225,7 @@ class Bench:
             "    aggregation: mean\n    higher_is_better: true\n    regexes_to_ignore: "
             '["^[\\\\s\\\\S]*The answer is ", "\\\\.$"]\n'
         )
-        told = {"version": self.version("main", "lm-eval")}
+        measured = {"version": self.version("main", "lm-eval")}
         ways = {
             "completions_auto": ("local-completions", TEXT, "", False),
             "completions_remote": ("local-completions", TEXT, ",tokenizer_backend=remote", False),
@@ -245,11 +245,11 @@ class Bench:
             command += ["--output_path", str(out)] + ["--apply_chat_template"] * template
             self.run(command)
             (found,) = out.rglob("results_*.json")
-            told[name] = json.loads(found.read_text())["results"]["word_problems"]
-            told[name].pop("alias", None)
-        if told.get("chat", {}).get("exact_match,none", 1) < 0.5:
-            raise Failed(f"the answers do not reach the harness: {told}")
-        return told
+            measured[name] = json.loads(found.read_text())["results"]["word_problems"]
+            measured[name].pop("alias", None)
+        if measured.get("chat", {}).get("exact_match,none", 1) < 0.5:
+            raise Failed(f"the answers do not reach the harness: {measured}")
+        return measured
 
     def evalscope(self):
         out = self.work / "evalscope"
@@ -258,15 +258,15 @@ class Bench:
         command += ["--dataset-path", str(self.lines), "--number", "6", "--parallel", "2"]
         command += ["--max-tokens", "160", "--temperature", "0", "--outputs-dir", str(out)]
         self.run(command)
-        told = {"version": self.version("evalscope", "evalscope")}
+        measured = {"version": self.version("evalscope", "evalscope")}
         found = next(iter(out.rglob("benchmark_summary.json")), None)
         if found is None:
             raise Failed(f"no summary among {[str(p.name) for p in out.rglob('*.json')]}")
-        told["summary"] = json.loads(found.read_text())
-        failed = [v for k, v in told["summary"].items() if "ailed" in k and "equest" in k]
+        measured["summary"] = json.loads(found.read_text())
+        failed = [v for k, v in measured["summary"].items() if "ailed" in k and "equest" in k]
         if any(failed):
-            raise Failed(str(told))
-        return told
+            raise Failed(str(measured))
+        return measured
 
     def aiperf(self):
         out = self.work / "aiperf"
@@ -276,10 +276,10 @@ class Bench:
         command += ["--isl", "40", "--osl", "32", "--artifact-dir", str(out), "--ui", "none"]
         self.run(command)
         found = next(out.rglob("profile_export_aiperf.json"))
-        told = json.loads(found.read_text())
+        measured = json.loads(found.read_text())
         keep = ("request_count", "error_request_count", "output_sequence_length")
         keep += ("time_to_first_token", "inter_token_latency", "output_token_throughput")
-        row = {name: told[name] for name in keep if told.get(name) is not None}
+        row = {name: measured[name] for name in keep if measured.get(name) is not None}
         if row["request_count"]["avg"] != 6 or row.get("error_request_count"):
             raise Failed(str(row))
         return {"version": self.version("aiperf", "aiperf"), **row}
@@ -297,11 +297,11 @@ class Bench:
             command += [f"http://127.0.0.1:{server.port}/openapi.json"]
             self.run(command)
         found = json.loads(report.read_text())
-        told = {"version": found["schemathesis_version"], "checks": CHECKS}
-        told |= {"operations": found["operations"]["tested"], **found["test_cases"]}
-        if told["generated"] < 2000 or told["with_failures"] or told["errored"]:
-            raise Failed(f"{told} {found['failures']}")
-        return told
+        measured = {"version": found["schemathesis_version"], "checks": CHECKS}
+        measured |= {"operations": found["operations"]["tested"], **found["test_cases"]}
+        if measured["generated"] < 2000 or measured["with_failures"] or measured["errored"]:
+            raise Failed(f"{measured} {found['failures']}")
+        return measured
 
     def _router(self, name, command, more=()):
         """A router in front: the load, denoise frames, thresholds, and a client that leaves."""
@@ -311,17 +311,19 @@ class Bench:
         log = self.work / f"{name}.log"
         with process(command, f"{front}/v1/models", log):
             found = self.ours(front, "--backend", "openai-chat")
-            told = {"version": self.version("routers", name)}
-            told |= {n: found[n] for n in ("requests", "failed", "visible_tokens", "nfe", "ttfb_s")}
+            measured = {"version": self.version("routers", name)}
+            measured |= {
+                n: found[n] for n in ("requests", "failed", "visible_tokens", "nfe", "ttfb_s")
+            }
             command = [self.binary("main"), str(HERE / "openai_python.py"), front]
-            told["openai_python"] = json.loads(self.run(command).strip().splitlines()[-1])
-            told["abort_reaches_the_server"] = self._leaves(port, True)
-            told["abort_of_a_whole_answer_reaches_it"] = self._leaves(port, False)
-        wrong = [n for n, v in told["openai_python"].items() if v is False]
-        told["refused_by_the_router"] = wrong
-        if False in told.values() or set(wrong) - {"ids_are_counted"}:
-            raise Failed(str(told))
-        return told
+            measured["openai_python"] = json.loads(self.run(command).strip().splitlines()[-1])
+            measured["abort_reaches_the_server"] = self._leaves(port, True)
+            measured["abort_of_a_whole_answer_reaches_it"] = self._leaves(port, False)
+        wrong = [n for n, v in measured["openai_python"].items() if v is False]
+        measured["refused_by_the_router"] = wrong
+        if False in measured.values() or set(wrong) - {"ids_are_counted"}:
+            raise Failed(str(measured))
+        return measured
 
     def _leaves(self, port, stream):
         """Whether the server ends a request whose client left the router."""
@@ -364,11 +366,11 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default=",".join(CLIENTS))
     args = parser.parse_args()
-    told = json.loads(args.out.read_text()) if args.out.exists() else {}
+    measured = json.loads(args.out.read_text()) if args.out.exists() else {}
     here = {"model": MODEL, **environment()}
-    told = here | told  # rows of other runs stay: each says its commit
+    measured = here | measured  # rows of other runs stay: each says its commit
     for name in ("clients", "failed", "not_installed"):
-        told.setdefault(name, {})
+        measured.setdefault(name, {})
     port = free_port()
     with tempfile.TemporaryDirectory() as work:
         command = [sys.executable, "-m", "dllm_jax.cli", "serve", MODEL, "--port", str(port)]
@@ -376,23 +378,25 @@ def main():
         with process(command, f"{base}/health", f"{work}/server.log"):
             for name in args.only.split(","):
                 for each in ("clients", "failed", "not_installed"):
-                    told[each].pop(name, None)
+                    measured[each].pop(name, None)
                 (folder := Path(work) / name).mkdir()
                 began = time.monotonic()
                 try:
                     row = getattr(Bench(base, args.envs.resolve(), folder), name)()
                     row |= {"wall_s": round(time.monotonic() - began, 1), "commit": here["commit"]}
-                    told["clients"][name] = row
+                    measured["clients"][name] = row
                 except FileNotFoundError as error:
-                    told["not_installed"][name] = str(error)
+                    measured["not_installed"][name] = str(error)
                 except (Failed, subprocess.TimeoutExpired) as error:
-                    told["failed"][name] = str(error)[-1500:]
-                is_well = name in told["clients"]
+                    measured["failed"][name] = str(error)[-1500:]
+                is_well = name in measured["clients"]
                 print(
-                    name, "passed" if is_well else told["failed"].get(name, "missing"), flush=True
+                    name,
+                    "passed" if is_well else measured["failed"].get(name, "missing"),
+                    flush=True,
                 )
-                args.out.write_text(json.dumps(told, indent=1) + "\n")
-    return 1 if told["failed"] else 0
+                args.out.write_text(json.dumps(measured, indent=1) + "\n")
+    return 1 if measured["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.runner.hosts import spans
 
 MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
 
@@ -87,7 +86,8 @@ class Constraints:
         self._check()
         if not isinstance(constraint, structured.Constraint | structured.After):
             raise Refused(
-                f"constraint={checks.told(constraint)} has type {type(constraint).__name__}; give "
+                f"constraint={checks.short_repr(constraint)} has type "
+                f"{type(constraint).__name__}; give "
                 "a Regex, a Choice or a JsonSchema of dllm_jax, or one of them within After",
                 "constraint",
             )
@@ -123,7 +123,7 @@ class Constraints:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or ids[0] in stops or ids[0] in never or ids[0] == tokenizer.unk_token_id:
             raise ValueError(
-                f"marker {checks.told(text)} of After is not one token that the model may write "
+                f"marker {checks.short_repr(text)} of After is not one token that the model may write "
                 f"(ids {ids[:8]}); give another"
             )
         behind = structured.compile(
@@ -147,11 +147,8 @@ class Constraints:
         if not getattr(strategy, "holds_constraints", True):
             raise _unsupported(
                 f"{strategy.name} with these fields is not held to constraints; drafts that stay "
-                'by chance are not: use acceptance="match", or another strategy'
-            )
-        if spans(self._model.split):
-            raise _unsupported(
-                "the other processes that share the model know no constraints; use one process"
+                'by chance are not, nor text that moves: use acceptance="match", or another '
+                "strategy"
             )
         if self._model.tokenizer is None:
             raise _unsupported(

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
-from dllm_jax.engine.checks import token_ids, told
+from dllm_jax.engine.checks import short_repr, token_ids
 from dllm_jax.loading.load import load, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
@@ -303,7 +303,7 @@ def _bucket(length: int) -> int:
 def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
     key = jax.random.key(0) if key is None else key
     if not hasattr(key, "dtype"):
-        raise ValueError(f"key={told(key)} is no random key; give jax.random.key(seed)")
+        raise ValueError(f"key={short_repr(key)} is no random key; give jax.random.key(seed)")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:

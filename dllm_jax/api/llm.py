@@ -133,7 +133,7 @@ class LLM:
         split = _split(tensor_parallel_size)
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
         if warm_up not in (True, False, "all"):
-            raise ValueError(f'warm_up={checks.told(warm_up)} must be True, False or "all"')
+            raise ValueError(f'warm_up={checks.short_repr(warm_up)} must be True, False or "all"')
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
@@ -153,7 +153,7 @@ class LLM:
             warm_up=warm_up,
             calibrate=calibrate,
             progress=_progress(progress) if warm_up else None,
-            told=progress if callable(progress) else None,
+            behind_progress=progress if callable(progress) else None,
         )
         self._constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(
@@ -276,7 +276,7 @@ class LLM:
         """
         if events not in ("commit", "denoise"):
             raise ValueError(
-                f'events={checks.told(events)} is not known; use "commit" or "denoise"'
+                f'events={checks.short_repr(events)} is not known; use "commit" or "denoise"'
             )
         denoise = events == "denoise"
         self._advise([prompt])
@@ -366,7 +366,8 @@ class LLM:
         from dllm_jax.api.decide import decide
 
         self.engine.check_process()
-        return decide(self.model, context, questions, joint=joint)
+        run = self.engine.runner.read_labels
+        return decide(self.model, context, questions, joint=joint, run=run)
 
     def constraint_report(self, constraint: Any) -> ConstraintReport:
         """What a constraint of `SamplingParams` costs; it is compiled and kept.
@@ -434,7 +435,8 @@ class LLM:
         for one in parts:
             if not isinstance(one, str | Hole):
                 raise ValueError(
-                    f"a part is {checks.told(one)}; give texts and Holes, and messages before them"
+                    f"a part is {checks.short_repr(one)}; give texts and Holes, and messages "
+                    "before them"
                 )
         head = next(i for i, one in enumerate(parts) if isinstance(one, Hole))
         before = self.apply_template(messages) if messages else ""
@@ -625,7 +627,7 @@ def _model(model: Any, split: Split | None, kv_cache_dtype: KVCacheDType, **how:
     for name, value in how.items():
         if value not in ("auto", None, False):
             raise ValueError(
-                f"{name}={checks.told(value)} is for a model that is loaded here; "
+                f"{name}={checks.short_repr(value)} is for a model that is loaded here; "
                 "give it to dj.load"
             )
     if model.split is not None and model.split.batch:
@@ -661,12 +663,12 @@ def _parts(prompt: Any) -> tuple[Any, str | None]:
         return prompt, prompt if isinstance(prompt, str) else None
     for name in prompt.keys() - {"prompt", "prompt_token_ids"}:
         raise ValueError(
-            f"a prompt has no field {checks.told(name)}; give prompt or prompt_token_ids"
+            f"a prompt has no field {checks.short_repr(name)}; give prompt or prompt_token_ids"
         )
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
         raise ValueError(
-            f"the prompt is {checks.told(dict(prompt))}; give it prompt or prompt_token_ids"
+            f"the prompt is {checks.short_repr(dict(prompt))}; give it prompt or prompt_token_ids"
         )
     return text if ids is None else ids, text
 

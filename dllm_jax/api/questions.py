@@ -199,8 +199,10 @@ def _prompt(model: chat.TextModel, text: str) -> tuple[str, bool]:
     template = chat.template_of(model)
     if template is None:
         return f"{text}\nAnswer:", True
-    told: dict[str, Any] = {"enable_thinking": False} if "enable_thinking" in template.text else {}
-    return chat.render(model, [{"role": "user", "content": text}], **told), False
+    template_fields: dict[str, Any] = (
+        {"enable_thinking": False} if "enable_thinking" in template.text else {}
+    )
+    return chat.render(model, [{"role": "user", "content": text}], **template_fields), False
 
 
 def _letters(model: chat.TextModel, said: str, count: int) -> list[int]:

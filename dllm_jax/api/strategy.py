@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from dllm_jax.engine.checks import told
+from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
@@ -29,7 +29,9 @@ from dllm_jax.strategies.core.resolve import load_strategy, strategy_names
 
 # Strategies with an accept threshold of their own scale. `edit` and `dmax` may revise what they
 # accepted, so theirs is low; `full_sequence` follows a schedule, so its threshold is 1.
-_OWN_THRESHOLD = ("edit", "dmax", "full_sequence")
+_OWN_THRESHOLD = ("edit", "edit_indel", "dmax", "full_sequence")
+# Fields that the family sets where they are None.
+_SIZES, _EDIT_IDS = ("block_size", "buffer_size"), ("delete_token_id", "split_token_id")
 _TOKEN_BY_TOKEN, _DRAFTED = "ar", "dflash"
 
 Source = Model | str | os.PathLike[str]
@@ -117,16 +119,15 @@ def usual_strategy(model: Described, draft: Any = None) -> str:
 
 
 def resolve_strategy(model: Model, strategy: Any, draft: Any = None) -> Any:
-    """A strategy value with every size set; None is `usual_strategy`."""
+    """A strategy value with every size and edit id set; None is `usual_strategy`."""
     refuse_draft(model)
     if strategy is None:
         strategy = family_strategy(model, usual_strategy(model, draft))
     elif isinstance(strategy, str) and ":" not in strategy:
         strategy = family_strategy(model, strategy)
     strategy = load_strategy(strategy)
-    defaults = model.defaults
-    sizes = {"block_size": defaults.block_size, "buffer_size": defaults.buffer_size}
-    missing = {name: size for name, size in sizes.items() if getattr(strategy, name) is None}
+    usual = {name: getattr(model.defaults, name) for name in (*_SIZES, *_EDIT_IDS)}
+    missing = {name: value for name, value in usual.items() if getattr(strategy, name, 0) is None}
     return strategy.replace(**missing) if missing else strategy
 
 
@@ -194,6 +195,11 @@ def check_fit(model: Model, strategy: Any) -> None:
             f"{name} feeds back what was expected of each cell, which {model.defaults.family} has "
             f"no weights for: {instead}"
         )
+    if None in (getattr(strategy, field, 0) for field in _EDIT_IDS):
+        raise ValueError(
+            f"{name} deletes and inserts by two ids, delete_token_id and split_token_id, and "
+            f"{model.defaults.family} has none: {instead}"
+        )
     denoises = strategy.needs.prompt.is_grid or strategy.needs.prompt.in_window
     if denoises and cfg.mask_token_id < 0:
         raise ValueError(
@@ -230,7 +236,7 @@ def check_number(
         number = math.nan
     if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
         kind = "a whole number" if whole else "a number"
-        given = told(value.item() if isinstance(value, np.generic) else value)
+        given = short_repr(value.item() if isinstance(value, np.generic) else value)
         raise ValueError(f"{name}={given} must be {kind} in [{low}, {high}]; choose a value there")
 
 
@@ -250,7 +256,7 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
         return Bound(strategy, {})
     name = type(strategy).__name__
     source = draft.source if isinstance(draft, Model) else draft and os.fspath(draft)
-    given = f"draft={told(source)}"
+    given = f"draft={short_repr(source)}"
     if not names:
         other = ", or use the strategy 'dflash'" if target.config.shift else ""
         raise ValueError(

@@ -115,8 +115,8 @@ def body_of(load: Load, work: Work, chunk_usage: bool) -> dict[str, Any]:
     if load.endpoint.endswith("/chat/completions"):
         content = {"messages": [{"role": "user", "content": work.prompt}]}
     options = {"include_usage": True} | ({"continuous_usage_stats": True} if chunk_usage else {})
-    told = {"max_tokens": work.max_tokens, "stream": True, "stream_options": options}
-    return {"model": load.model, **content, **told, **load.fields}
+    settings = {"max_tokens": work.max_tokens, "stream": True, "stream_options": options}
+    return {"model": load.model, **content, **settings, **load.fields}
 
 
 async def measure(client: Client, work: Sequence[Work], load: Load) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def read(answer: Exchange, due_s: float, began: float) -> Seen:
 
 
 def _read_events(answer: Exchange, seen: Seen, began: float) -> str | None:
-    told, usage = 0, None
+    so_far, usage = 0, None
     for at, data in answer.events:
         chunk = json.loads(data)
         if chunk.get("error"):
@@ -268,8 +268,8 @@ def _read_events(answer: Exchange, seen: Seen, began: float) -> str | None:
         choice = chunk["choices"][0]
         text = choice["delta"].get("content") if "delta" in choice else choice["text"]
         seen.finish_reason = choice.get("finish_reason") or seen.finish_reason
-        new = running["completion_tokens"] - told if running else None
-        told += new or 0
+        new = running["completion_tokens"] - so_far if running else None
+        so_far += new or 0
         if text or new:
             seen.text += text or ""
             seen.arrivals.append((at - began, new))
@@ -279,8 +279,8 @@ def _read_events(answer: Exchange, seen: Seen, began: float) -> str | None:
         return "no usage in the stream"
     seen.prompt_tokens, seen.visible_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     seen.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    if told > seen.visible_tokens:
-        return f"chunks with {told} tokens, usage of {seen.visible_tokens}"
+    if so_far > seen.visible_tokens:
+        return f"chunks with {so_far} tokens, usage of {seen.visible_tokens}"
     if seen.visible_tokens and not seen.arrivals:
         return f"usage of {seen.visible_tokens} tokens, and nothing was received"
     return None
@@ -301,8 +301,8 @@ def figures(work: Sequence[Work], seen: Sequence[Seen], load: Load) -> dict[str,
     prompts = sum(one.prompt_tokens for one in whole)
     sizes = [new for one in whole for _, new in one.arrivals if new is not None]
     chunks = sum(len(one.arrivals) for one in whole)
-    told = [one for one in whole if "nfe" in one.metrics]
-    nfe = sum(one.metrics["nfe"] for one in told)
+    with_metrics = [one for one in whole if "nfe" in one.metrics]
+    nfe = sum(one.metrics["nfe"] for one in with_metrics)
 
     def spread(values: Sequence[float | None]) -> dict[str, float] | None:
         return percentiles(values, load.percentiles)
@@ -328,12 +328,12 @@ def figures(work: Sequence[Work], seen: Sequence[Seen], load: Load) -> dict[str,
         "e2e_s": spread([one.e2e_s for one in whole]),
         "client_queue_s": spread([one.sent_s - one.due_s for one in whole]),
         "finish_reasons": dict(Counter(str(one.finish_reason) for one in whole)),
-        "nfe": nfe if told else None,
-        "tokens_per_forward": sum(o.visible_tokens for o in told) / nfe if nfe else None,
-        "prefill_nfe": _total(told, "prefill_nfe"),
-        "preemptions": _total(told, "num_preemptions"),
-        "server_queue_s": spread(_milliseconds(told, "queue_time_ms")),
-        "server_ttfb_s": spread(_milliseconds(told, "time_to_first_token_ms")),
+        "nfe": nfe if with_metrics else None,
+        "tokens_per_forward": sum(o.visible_tokens for o in with_metrics) / nfe if nfe else None,
+        "prefill_nfe": _total(with_metrics, "prefill_nfe"),
+        "preemptions": _total(with_metrics, "num_preemptions"),
+        "server_queue_s": spread(_milliseconds(with_metrics, "queue_time_ms")),
+        "server_ttfb_s": spread(_milliseconds(with_metrics, "time_to_first_token_ms")),
     }
     if load.objectives:
         good = sum(is_good(one, load.objectives) for one in whole)
@@ -365,8 +365,8 @@ def server_figures(
     def more(name: str) -> float | None:
         return after[name] - before.get(name, 0.0) if name in after else None
 
-    told = {ours: more(name) for ours, name in COUNTERS.items()}
-    counted = {name: int(value) for name, value in told.items() if value is not None}
+    increases = {ours: more(name) for ours, name in COUNTERS.items()}
+    counted = {name: int(value) for name, value in increases.items() if value is not None}
     visible = counted.get("visible_tokens")
     if visible is not None and visible < found["visible_tokens"]:
         raise ValueError(
@@ -452,12 +452,12 @@ def percentiles(values: Sequence[float | None], which: Sequence[float]) -> dict[
     return {"mean": math.fsum(there) / len(there), **shown}
 
 
-def _total(told: Sequence[Seen], name: str) -> int | None:
-    return sum(one.metrics.get(name) or 0 for one in told) if told else None
+def _total(rows: Sequence[Seen], name: str) -> int | None:
+    return sum(one.metrics.get(name) or 0 for one in rows) if rows else None
 
 
-def _milliseconds(told: Sequence[Seen], name: str) -> list[float | None]:
-    values = [one.metrics.get(name) for one in told]
+def _milliseconds(rows: Sequence[Seen], name: str) -> list[float | None]:
+    values = [one.metrics.get(name) for one in rows]
     return [None if value is None else value / 1e3 for value in values]
 
 

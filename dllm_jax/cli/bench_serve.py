@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_percentiles,
         default=(50, 90, 99),
         metavar="P,...",
-        help="which are told beside the mean (default: 50,90,99)",
+        help="which are printed beside the mean (default: 50,90,99)",
     )
     group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
     group.add_argument(
@@ -407,8 +407,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             shown = ", ".join(f"{p} {_seconds(value)}" for p, value in facts[key].items())
             report.append(f"{name:<16} {shown}")
     if facts["tokens_per_chunk"]:
-        told = facts["tokens_per_chunk"].items()
-        report.append(f"{'tokens a chunk':<16} {', '.join(f'{p} {v:.1f}' for p, v in told)}")
+        parts = facts["tokens_per_chunk"].items()
+        report.append(f"{'tokens a chunk':<16} {', '.join(f'{p} {v:.1f}' for p, v in parts)}")
     return report
 
 

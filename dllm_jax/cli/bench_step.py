@@ -228,11 +228,12 @@ def row_lines(row: dict[str, Any]) -> list[str]:
         lines.append(
             f"{'':>10} experts of a layer read: {row['experts_read']:.1f}, as random routing has it"
         )
-    if told := row.get("reductions"):
-        floor = "" if told["ms"] is None else f", at least {told['ms']:.3f} ms"
+    if reductions := row.get("reductions"):
+        floor = "" if reductions["ms"] is None else f", at least {reductions['ms']:.3f} ms"
         lines.append(
-            f"{'':>10} {row['num_devices']} devices add {told['sums']} times "
-            f"{told['bytes']:,} bytes{floor}; {told['in_program']} reductions in the program"
+            f"{'':>10} {row['num_devices']} devices add {reductions['sums']} times "
+            f"{reductions['bytes']:,} bytes{floor}; {reductions['in_program']} reductions in the "
+            "program"
         )
     profile = row.get("profile")
     if profile is None:

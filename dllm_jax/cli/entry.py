@@ -223,8 +223,8 @@ def _fail(message: str, status: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     sys.stdout.flush()
-    told = shown(message, sys.stderr.isatty())
-    print(f"error: {fitted(told)}", file=sys.stderr, flush=True)
+    shown_message = shown(message, sys.stderr.isatty())
+    print(f"error: {fitted(shown_message)}", file=sys.stderr, flush=True)
     return status
 
 

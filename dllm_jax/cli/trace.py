@@ -100,12 +100,12 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     if args.json:
         print(made[0].to_json(), flush=True)
         return 0
-    told = _write(args, out, made, model.tokenizer)
+    written = _write(args, out, made, model.tokenizer)
     for one in made:
         name = f", {one.strategy}" if len(made) > 1 else ""
         rate = len(one.tokens) / max(one.nfe, 1)
         print(
-            f"{told}{name}: {count(len(one.tokens), 'token')}, {count(one.nfe, 'forward')}, "
+            f"{written}{name}: {count(len(one.tokens), 'token')}, {count(one.nfe, 'forward')}, "
             f"{rate:.2f} tokens per forward, {one.finish_reason}"
         )
     if errors := [one.error for one in made if one.error]:

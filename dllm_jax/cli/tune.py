@@ -167,8 +167,10 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
                     check_knob(strategy, name, one)
             except ValueError as error:
                 raise UsageError(f"--grid: {error}") from None
-            told = ",".join([label, *(f"{name}={one:g}" for name, one in setting.items())])
-            found[told] = strategy, bound, spec, fields, setting
+            name_of_setting = ",".join(
+                [label, *(f"{name}={one:g}" for name, one in setting.items())]
+            )
+            found[name_of_setting] = strategy, bound, spec, fields, setting
     if missing := [name for name, _ in args.grid if name not in taken]:
         raise UsageError(
             f"--grid {missing[0]}: none of {', '.join(label for label, *_ in choices)} has that "

@@ -255,7 +255,7 @@ def _check(
             known = ", ".join(sorted(layout.knobs)) or "none"
             raise Refused(
                 f"strategy_overrides: the strategy has no threshold "
-                f"{checks.told(name)}; it has {known}",
+                f"{checks.short_repr(name)}; it has {known}",
                 f"strategy_overrides.{name}",
             )
         low, high = layout.knobs[name]
@@ -278,11 +278,13 @@ def _check(
         raise Refused("stop strings need a tokenizer; use stop_token_ids", "stop")
     if params.stop and any(token != HOLE for token in suffix[: _inner_len(suffix)]):
         raise Refused(
-            f"stop={checks.told(params.stop)} may also be found in what is given between holes; "
+            f"stop={checks.short_repr(params.stop)} may also be found in what is given between "
+            "holes; "
             "use stop_token_ids, which end the text only where they are written",
             "stop",
         )
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise Refused(
-            f"deadline_s={checks.told(request.deadline_s)} must be above 0 seconds", "deadline_s"
+            f"deadline_s={checks.short_repr(request.deadline_s)} must be above 0 seconds",
+            "deadline_s",
         )

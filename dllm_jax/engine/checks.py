@@ -20,7 +20,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 20
 
 
-def told(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value as an error names it: its `repr` cut short, or its type where that fails."""
     try:
         text = _SHORT.repr(value).replace("\n", " ")
@@ -50,7 +50,8 @@ def whole_number(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
             number = operator.index(value)
     if not low <= number <= high:
         raise ValueError(
-            f"{name}={told(value)} must be a whole number in [{low}, {high}]; choose a value there"
+            f"{name}={short_repr(value)} must be a whole number in [{low}, {high}]; choose a "
+            "value there"
         )
     return number
 
@@ -63,7 +64,7 @@ def real_number(name: str, value: Any, low: float = -math.inf, high: float = mat
             number = float(value)
     if not low <= number <= high:
         raise ValueError(
-            f"{name}={told(value)} must be a number in [{low}, {high}]; choose one there"
+            f"{name}={short_repr(value)} must be a number in [{low}, {high}]; choose one there"
         )
     return number
 
@@ -77,7 +78,7 @@ def raise_exit(error: BaseException) -> None:
 def boolean(name: str, value: Any) -> bool:
     """True or False, Python's or NumPy's."""
     if type(value).__name__ not in ("bool", "bool_"):
-        raise ValueError(f"{name}={told(value)} must be True or False; choose one")
+        raise ValueError(f"{name}={short_repr(value)} must be True or False; choose one")
     return bool(value)
 
 
@@ -86,7 +87,7 @@ def token_ids(name: str, ids: Any, most: int | None = None) -> list[int]:
     try:
         plain = list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
     except TypeError:
-        text = told(ids)
+        text = short_repr(ids)
         text = text if len(text) <= 60 else f"of type {type(ids).__name__}"
         raise ValueError(f"{name} is {text}; give one list of whole numbers, token ids") from None
     if most is not None:
@@ -100,12 +101,14 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Iterable):
         raise ValueError(
-            f"stop={told(stop)} must be a string or several; give those that end the text"
+            f"stop={short_repr(stop)} must be a string or several; give those that end the text"
         )
     stops = tuple(stops)
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"stop holds {told(text)}; give strings of at least one character")
+            raise ValueError(
+                f"stop holds {short_repr(text)}; give strings of at least one character"
+            )
     return stops
 
 
@@ -113,11 +116,11 @@ def overrides(values: Any) -> dict[str, float]:
     """Thresholds by name."""
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"strategy_overrides={told(values)} must be a mapping; "
+            f"strategy_overrides={short_repr(values)} must be a mapping; "
             'give thresholds by name, as {"accept_threshold": 0.8}'
         )
     return {
-        name: real_number(f"strategy_overrides[{told(name)}]", value)
+        name: real_number(f"strategy_overrides[{short_repr(name)}]", value)
         for name, value in values.items()
     }
 

@@ -127,7 +127,7 @@ class Engine:
         request_id = self.id_of(request)
         if request_id in self._requests:
             raise ValueError(
-                f"request_id={checks.told(request_id)} is already in the engine; give "
+                f"request_id={checks.short_repr(request_id)} is already in the engine; give "
                 f"another, or none"
             )
         active = accept(

@@ -35,7 +35,7 @@ class EngineConfig:
         memory_utilization: Share of the device's memory to use when `num_pages` is None.
         enable_prefix_caching: Reuse pages of equal prefixes.
         max_num_batched_tokens: Most prefill tokens between two decode steps; None: as many as
-            keep the step below twice its time, for each waiting prompt where nobody watches.
+            keep the step below twice its time, for each waiting prompt where no text is streamed.
         max_steps_per_chunk: Most decode steps of one dispatch.
         slot_buckets, page_buckets, prefill_buckets: Sizes to compile; None: chosen.
     """
@@ -60,7 +60,8 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(
-                f"memory_utilization={checks.told(self.memory_utilization)} must be in (0, 1]; "
+                f"memory_utilization={checks.short_repr(self.memory_utilization)} must be in (0, "
+                "1]; "
                 "0.9 leaves a tenth for others"
             )
 

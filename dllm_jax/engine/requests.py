@@ -128,7 +128,7 @@ class Request:
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise ValueError(
-                    f"{name}={checks.told(value)} must be a string; leave it out or give one"
+                    f"{name}={checks.short_repr(value)} must be a string; leave it out or give one"
                 )
         plain: dict[str, Any] = {
             "prompt_token_ids": checks.token_ids("prompt_token_ids", self.prompt_token_ids),

@@ -171,12 +171,12 @@ def render(
         _check_plain(turns, template)
     _check_read(template_kwargs, template)
     goes_on = bool(template_kwargs.get("continue_final_message"))
-    told = {"add_generation_prompt": not goes_on, **template_kwargs}
+    fields = {"add_generation_prompt": not goes_on, **template_kwargs}
     from dllm_jax.loading import templates  # Jinja takes long to import
 
     try:
         return templates.fill(
-            template.text, turns, **{**model.tokenizer.special_tokens_map, **told}
+            template.text, turns, **{**model.tokenizer.special_tokens_map, **fields}
         )
     except Exception as error:  # a template may raise anything
         raise ValueError(
@@ -226,9 +226,9 @@ def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None
             )
 
 
-def _check_read(told: Mapping[str, Any], template: Template) -> None:
+def _check_read(fields: Mapping[str, Any], template: Template) -> None:
     """Refuse keywords that the template does not read."""
-    for name, value in told.items():
+    for name, value in fields.items():
         if name in _RENDERING:
             continue
         if name == "chat_template_kwargs":

@@ -1,7 +1,7 @@
 """Programs that are compiled while the runner serves by larger ones (docs/adr/0019).
 
 Data flow: programs, the most wanted first -> threads, each lowers one program at a time in turn and
-compiles it -> the runner dispatches to it from then on. A failure is told, and larger programs go
+compiles it -> the runner dispatches to it from then on. A failure is reported; larger programs go
 on in its place.
 """
 

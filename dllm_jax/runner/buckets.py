@@ -161,12 +161,13 @@ def _check(config: EngineConfig, max_len: int, columns: int) -> None:
         wrong = [size for size in sizes if not isinstance(size, int) or size < 1]
         if wrong or not sizes:
             raise ValueError(
-                f"{name}={checks.told(sizes)} must be whole numbers >= 1; leave it out for some"
+                f"{name}={checks.short_repr(sizes)} must be whole numbers >= 1; leave it out for "
+                "some"
             )
         if limit is not None and max(sizes) > limit:
             what = "max_num_seqs" if name == "slot_buckets" else "the pages of a whole text"
             raise ValueError(
-                f"{name}={checks.told(sizes)} holds {max(sizes)}, more than {what}, "
+                f"{name}={checks.short_repr(sizes)} holds {max(sizes)}, more than {what}, "
                 f"{limit}; leave it out"
             )
 

@@ -233,7 +233,7 @@ def _leave() -> None:
 
 
 def _coordinator() -> str:
-    """The host of process 0, as all processes were told."""
+    """The host of process 0, as all processes received it."""
     from jax._src import distributed  # nothing public says it
 
     return str(distributed.global_state.coordinator_address).rpartition(":")[0]
@@ -244,8 +244,8 @@ def _told_port(port: int, token: bytes) -> tuple[int, bytes]:
     from jax.experimental import multihost_utils
 
     words = np.append(np.frombuffer(token, np.int32), np.int32(port))
-    told = np.asarray(multihost_utils.broadcast_one_to_all(words))
-    return int(told[-1]), told[:-1].astype(np.int32).tobytes()
+    received = np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return int(received[-1]), received[:-1].astype(np.int32).tobytes()
 
 
 def _accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:

@@ -36,7 +36,7 @@ def start(
     warm_up: WarmUp = True,
     calibrate: bool | None = None,
     progress: warmup.Progress | None = None,
-    told: warmup.Progress | None = None,
+    behind_progress: warmup.Progress | None = None,
 ) -> ModelRunner:
     """A runner with its state, as large as memory allows.
 
@@ -48,7 +48,7 @@ def start(
         warm_up: True: compile the largest programs now, the others behind the requests. "all", and
             True on several processes: everything now. False: each size when it is first met.
         calibrate: Time the programs as well; None: on an accelerator.
-        progress, told: As `ModelRunner.warm_up` takes them.
+        progress, behind_progress: As `ModelRunner.warm_up` takes them.
 
     Raises:
         ValueError: The configuration does not fit the model or the memory.
@@ -72,7 +72,7 @@ def start(
         if calibrate is None:
             calibrate = not buckets.is_on_cpu(model)
         behind = warm_up != "all" and device.leader is None  # all processes compile alike
-        device.warm_up(progress, calibrate, behind=behind, told=told)
+        device.warm_up(progress, calibrate, behind=behind, behind_progress=behind_progress)
     except DeviceFailure as failure:
         if memory.is_out_of_memory(str(failure)):
             raise ValueError(str(failure)) from failure

@@ -28,8 +28,8 @@ def fingerprint(version: str, facts: Facts) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _digest(*told: str) -> str:
-    return f"dllm-{hashlib.sha256(repr(told).encode()).hexdigest()[:10]}"
+def _digest(*parts: str) -> str:
+    return f"dllm-{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
 
 
 class Form:
@@ -68,9 +68,9 @@ class Form:
             choice["stop_reason"] = stop
         return self._chunk | {"choices": [choice]}
 
-    def frame(self, choice: int, seq: int, told: dict[str, Any]) -> dict[str, Any]:
+    def frame(self, choice: int, seq: int, changes: dict[str, Any]) -> dict[str, Any]:
         """A denoise frame."""
-        return self._chunk | {"choices": [], "diffusion": {"index": choice, "seq": seq, **told}}
+        return self._chunk | {"choices": [], "diffusion": {"index": choice, "seq": seq, **changes}}
 
     def last(self, num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
         """The usage chunk."""

@@ -23,14 +23,14 @@ from dllm_jax.serve.service import Service
 
 async def health(service: Service, call: Call) -> Any:
     """`/health`: the state, and how many programs are there while some are missing."""
-    engine, told = service.engine, {"status": service.engine.state}
+    engine, body = service.engine, {"status": service.engine.state}
     if engine.progress is not None:
         done, of = engine.progress
         if engine.state == "starting" or (engine.state == "ready" and done < of):
-            told |= {"done": done, "of": of}
+            body |= {"done": done, "of": of}
     if engine.failure is not None:
-        told["reason"] = engine.failure
-    return Json(told, status_code=200 if engine.state == "ready" else 503)
+        body["reason"] = engine.failure
+    return Json(body, status_code=200 if engine.state == "ready" else 503)
 
 
 async def live(service: Service, call: Call) -> Any:
@@ -46,8 +46,8 @@ async def metrics(service: Service, call: Call) -> Any:
         registry.describe(engine.facts)
     for name in ("failures", "restarts"):
         counter = f"dllm_engine_{name}_total"
-        told = getattr(engine, f"num_{name}")
-        registry.count(counter, told - registry.counted(counter))
+        total = getattr(engine, f"num_{name}")
+        registry.count(counter, total - registry.counted(counter))
     return Response(registry.text(engine.state), media_type=CONTENT_TYPE)
 
 
@@ -71,9 +71,9 @@ async def index(service: Service, call: Call) -> Any:
     config = service.config
     if page.is_browser(call.headers.get("accept", "")):
         return page.asset("page.html", bool(config.api_keys))
-    told = {"name": "dllm_jax", "version": config.version, "model": config.model}
-    told |= {"status": service.engine.state, "routes": [f"{m} {path}" for path, m, _ in ROUTES]}
-    return Json(told, headers={"vary": "accept"})
+    about = {"name": "dllm_jax", "version": config.version, "model": config.model}
+    about |= {"status": service.engine.state, "routes": [f"{m} {path}" for path, m, _ in ROUTES]}
+    return Json(about, headers={"vary": "accept"})
 
 
 async def page_file(service: Service, call: Call) -> Any:

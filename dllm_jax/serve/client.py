@@ -1,7 +1,7 @@
 """The front's end of the pipe: starts the engine process, hands requests over, fills mailboxes.
 
 A `Mailbox` has one pending delta a text, which grows until it is taken: a slow reader holds its own
-text and nothing else. Nothing here knows HTTP.
+text and nothing else.
 """
 
 import asyncio
@@ -269,7 +269,7 @@ class EngineClient:
 
     async def _serve(self, sock: socket.socket) -> None:
         """Read until the engine ends, then say so or start another."""
-        told: pipe.Failed | None = None
+        failed: pipe.Failed | None = None
         try:
             stream, self._writer = await asyncio.open_connection(sock=sock)
             self._writer.write(pipe.frame(self._launch))
@@ -277,17 +277,17 @@ class EngineClient:
             while data := await stream.read(_READ_BYTES):
                 for message in reader.feed(data):
                     if isinstance(message, pipe.Failed):
-                        told = message
+                        failed = message
                     else:
                         await self._take(message)
         except OSError:
             pass  # a reset connection is an end
         except Exception as error:  # a tokenizer that cannot be read, a broken frame
-            told = pipe.Failed(f"{type(error).__name__}: {error}")
+            failed = pipe.Failed(f"{type(error).__name__}: {error}")
         finally:
             if self._writer is not None:
                 self._writer.close()
-        await self._end(told)
+        await self._end(failed)
 
     async def _take(self, message: Any) -> None:
         if isinstance(message, pipe.Moved):
@@ -315,7 +315,7 @@ class EngineClient:
                 self.text = await asyncio.to_thread(TextSide, message.facts)
             self.facts, self._is_ready = message.facts, True
 
-    async def _end(self, told: pipe.Failed | None) -> None:
+    async def _end(self, failed: pipe.Failed | None) -> None:
         """The engine is gone."""
         process = self._process
         assert process is not None
@@ -330,11 +330,11 @@ class EngineClient:
             await asyncio.sleep(0.01)
         else:
             process.kill()
-        reason = f"the engine process {_how(status)}" if told is None else told.message
+        reason = f"the engine process {_how(status)}" if failed is None else failed.message
         restarts = was_ready and self._restarts_left > 0 and not self.is_draining
         if not restarts:
             self.failure = reason
-            self.is_usage = told is not None and told.usage
+            self.is_usage = failed is not None and failed.usage
         self.fail_all(reason)
         if restarts:
             self._restarts_left -= 1

@@ -31,11 +31,11 @@ async def decide(service: Service, call: Call) -> Any:
                 code="context_length_exceeded",
             )
     service.admission.check(service.engine.num_open, facts.num_slots, 1, False)
-    told = await service.engine.ask(texts)
-    rows = [row for read in told.log_probabilities for row in read]
+    read_out = await service.engine.ask(texts)
+    rows = [row for read in read_out.log_probabilities for row in read]
     answers = [answer(*pair) for pair in zip(questions, rows, strict=True)]
     service.metrics.count("dllm_decisions_total", len(questions))
-    service.metrics.count("dllm_decision_forwards_total", told.nfe)
+    service.metrics.count("dllm_decision_forwards_total", read_out.nfe)
     call.record.prompt_tokens = sum(one.prompt_len for one in texts)
     usage = _usage(call.record.prompt_tokens, len(questions))
     return Json(

@@ -78,9 +78,11 @@ async def chat(service: Service, call: Call) -> Any:
     )
 
 
-def chat_ids(text: TextSide, turns: list[wire.Turn], told: dict[str, Any] | None) -> list[int]:
+def chat_ids(
+    text: TextSide, turns: list[wire.Turn], template_fields: dict[str, Any] | None
+) -> list[int]:
     """Token ids of a conversation."""
-    return text.ids(text.render(turns, told), False, "messages")
+    return text.ids(text.render(turns, template_fields), False, "messages")
 
 
 async def _generate(

@@ -205,8 +205,8 @@ class Metrics:
         yield "dllm_state", "gauge", states
         if self._facts is not None:
             facts = self._facts
-            told = {"jax": facts.jax, "strategy": facts.strategy, "dtype": facts.dtype}
-            about = (("version", self._version), *told.items())
+            fields = {"jax": facts.jax, "strategy": facts.strategy, "dtype": facts.dtype}
+            about = (("version", self._version), *fields.items())
             yield "dllm_build_info", "gauge", [((*label, *about), 1.0)]
         for name, field in _LIVE.items():
             yield name, "counter", [(label, float(self._totals[field]))]

@@ -64,8 +64,8 @@ async def tokenize(service: Service, call: Call) -> Any:
     else:
         turns = body.messages or []
         size = sum(len(wire.text_of(turn.content)) for turn in turns)
-        told = body.chat_template_kwargs
-        ids = await text.run(size, chat_ids, text, turns, told)
+        template_fields = body.chat_template_kwargs
+        ids = await text.run(size, chat_ids, text, turns, template_fields)
     names = None
     if body.return_token_strs:
         names = await text.run(len(ids), text.token_strings, ids)
@@ -93,11 +93,11 @@ async def tokenizer_info(service: Service, call: Call) -> Any:
             status=404,
         )
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    told = {name: getattr(text.tokenizer, name, None) for name in names}
+    special_tokens = {name: getattr(text.tokenizer, name, None) for name in names}
     return Json(
         {
             "tokenizer_class": type(text.tokenizer).__name__,
-            **told,
+            **special_tokens,
             "chat_template": text.chat_template,
         }
     )

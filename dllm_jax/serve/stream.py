@@ -160,10 +160,10 @@ class EventStream:
         held, self._held = self._held, {}
         for choice, frame in held.items():
             window = self._windows.setdefault(choice, Window())
-            told = window.change(frame)
-            if told["set"] or told["clear"] or window.seq == 1:
+            delta = window.change(frame)
+            if delta["set"] or delta["clear"] or window.seq == 1:
                 self._metrics.count("dllm_denoise_frames_total", fate="sent")
-                yield self._form.frame(choice, window.seq, told)
+                yield self._form.frame(choice, window.seq, delta)
 
     def _ending(self) -> bytes:
         """The usage chunk or the error, and the end."""
@@ -213,7 +213,7 @@ def internal_error(request_id: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def listening(receive: Receive, box: Mailbox) -> AsyncIterator[None]:
-    """Inside, the mailbox is told when the client leaves."""
+    """Inside, the mailbox learns when the client leaves."""
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -94,7 +94,7 @@ class TextSide:
                     param=f"{param}[{i}]",
                 )
 
-    def render(self, turns: list[Turn], told: dict[str, Any] | None) -> str:
+    def render(self, turns: list[Turn], template_fields: dict[str, Any] | None) -> str:
         """A conversation as the text the model reads.
 
         Raises:
@@ -102,7 +102,7 @@ class TextSide:
         """
         from dllm_jax.loading.chat import render
 
-        for name in told or ():
+        for name in template_fields or ():
             if name in ("chat_template", "tools", "documents", "continue_final_message"):
                 param = f"chat_template_kwargs.{name}"
                 raise Refusal(
@@ -122,7 +122,7 @@ class TextSide:
             message = {"role": role, "content": text_of(turn.content)}
             conversation.append(message | ({} if turn.name is None else {"name": turn.name}))
         try:
-            return render(self, conversation, **(told or {}))
+            return render(self, conversation, **(template_fields or {}))
         except (ValueError, TypeError) as error:
             param = "chat_template_kwargs" if "does not read" in str(error) else "messages"
             raise Refusal(str(error), param=param, code="invalid_conversation") from None

@@ -45,7 +45,7 @@ def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = 
 
 
 def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
-    """What the page is told, as JSON holds it; probabilities are in thousandths."""
+    """What the page receives, as JSON holds it; probabilities are in thousandths."""
     played = replay(trajectory)
     return {
         "model": trajectory.model,

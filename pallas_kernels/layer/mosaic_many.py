@@ -226,12 +226,12 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated):
     after = functools.partial(next_buffer, stages=stages)
 
     def ask_for_scales(half, row, column):
-        told = scratch["scaled"].at[half]
+        arrived = scratch["scaled"].at[half]
         source = scratch["of_columns"].at[piece(column, columns)]
-        plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half], told)
+        plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half], arrived)
         for group in range(_CONSUMERS):
             source = scratch["of_rows"].at[piece(row * _CONSUMERS + group, _ROWS)]
-            plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half, group], told)
+            plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half, group], arrived)
 
     def load_tile(i, slot):
         row, column = place(i)

@@ -158,11 +158,11 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
         causal = jnp.sum(causal << place[None], axis=1, dtype=jnp.int32)
     columns = [mask.start, first, end, context_len, unmasked, causal, mask.cell[:, 0]]
     columns += [jnp.arange(len(first), dtype=jnp.int32)]
-    told = jnp.stack(columns, axis=1)
+    spans = jnp.stack(columns, axis=1)
     if len(first) == 1:
-        return told
+        return spans
     order = _longest_first(jnp.where(first < end, context_len, -1))
-    return told.at[order].get(mode="promise_in_bounds")
+    return spans.at[order].get(mode="promise_in_bounds")
 
 
 def _longest_first(length: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -287,7 +287,9 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
         slot = wait_for_ring(i)
         for part in range(pieces):
             place = staged_slot(i, part)
-            for ring, told, target, landing in zip(rings, arrivals, targets, landings, strict=True):
+            for ring, barrier, target, landing in zip(
+                rings, arrivals, targets, landings, strict=True
+            ):
                 plgpu.barrier_wait(scratch[landing].at[place])
                 values = _loaded(scratch[target].at[place])
                 # By way of float32: before CUDA 13.2 the GPU has no other to bfloat16.
@@ -296,7 +298,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
                 buffer[...] = wide
                 plgpu.commit_smem()
                 if part == pieces - 1:
-                    plgpu.barrier_arrive(told.at[slot])
+                    plgpu.barrier_arrive(barrier.at[slot])
             later = i * pieces + part + staged
             pl.when(later < last)(functools.partial(ask, later))
 

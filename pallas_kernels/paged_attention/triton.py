@@ -305,8 +305,10 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
         return
     out, log_mass = results
     pltriton.store(out.at[(_all(split, rows, H), *where)], mean, mask=_across(exists, H))
-    told = jnp.where(some, peak + jnp.log2(jnp.where(some, mass, 1.0)), _NEVER)
-    pltriton.store(log_mass.at[_all(split, rows), _all(b, rows), token, head], told, mask=exists)
+    log_mass_tile = jnp.where(some, peak + jnp.log2(jnp.where(some, mass, 1.0)), _NEVER)
+    pltriton.store(
+        log_mass.at[_all(split, rows), _all(b, rows), token, head], log_mass_tile, mask=exists
+    )
 
 
 def _ceil_div(a: Array, b: int) -> Array:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .result import SHARE, LawReadout, Part, TokenReadout, joined, told
+from .result import SHARE, LawReadout, Part, TokenReadout, finish, joined
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
 _TILE_ROWS = _CONSUMERS * _ROWS
@@ -125,7 +125,7 @@ def read(
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     parts, _ = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty, None)
     none = jnp.zeros((len(hidden), 0))
-    return told(joined(parts), none.astype(jnp.float32), none.astype(jnp.int32))
+    return finish(joined(parts), none.astype(jnp.float32), none.astype(jnp.int32))
 
 
 def read_law(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .head import Fp8Head, products
-from .result import SHARE, LawReadout, Part, TokenReadout, told
+from .result import SHARE, LawReadout, Part, TokenReadout, finish
 
 
 def read(
@@ -36,7 +36,7 @@ def read(
         spread=jnp.sum(jnp.where(weight > 0, weight * down, 0.0), axis=1),
     )
     top_logits, top_ids = jax.lax.top_k(logits, num_top)
-    return told(whole, top_logits, top_ids.astype(jnp.int32))
+    return finish(whole, top_logits, top_ids.astype(jnp.int32))
 
 
 def read_law(

@@ -97,7 +97,9 @@ def joined(parts: Part) -> Part:
     return Part(*jax.lax.reduce(tuple(parts), tuple(none), combine, (axis,)))
 
 
-def told(whole: Part, top_logits: Float[Array, "R n"], top_ids: Int[Array, "R n"]) -> TokenReadout:
+def finish(
+    whole: Part, top_logits: Float[Array, "R n"], top_ids: Int[Array, "R n"]
+) -> TokenReadout:
     """Probabilities and entropy of the whole vocabulary."""
     peak, mass = whole.peak, whole.mass
     return TokenReadout(

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from .head import Fp8Head
-from .result import Part, TokenReadout, joined, told
+from .result import Part, TokenReadout, finish, joined
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 MAX_TOP = 4
@@ -158,7 +158,7 @@ def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
         top_ids = jnp.minimum(top_ids, V - 1)  # of a row that holds no numbers
     else:
         top_logits, top_ids = jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32)
-    return told(joined(Part(**parts)), top_logits, top_ids)
+    return finish(joined(Part(**parts)), top_logits, top_ids)
 
 
 def _logit(product: Array, *, scale: float, cap: float | None) -> Array:

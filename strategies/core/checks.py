@@ -11,7 +11,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 20
 
 
-def told(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value as an error names it: its `repr` cut short, or its type where that fails."""
     try:
         text = _SHORT.repr(value).replace("\n", " ")
@@ -29,7 +29,7 @@ def check_one_of(name: str, value: Any, names: Sequence[Any]) -> None:
     """Raise ValueError unless `value` is one of `names`."""
     if value not in names:
         raise ValueError(
-            f"{name}={told(value)} is not one of {', '.join(map(str, names))}; choose one"
+            f"{name}={short_repr(value)} is not one of {', '.join(map(str, names))}; choose one"
         )
 
 
@@ -37,7 +37,7 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> N
     """Raise ValueError unless `value` is a whole number in [least, most]."""
     if not (is_whole(value) and value >= least and (most is None or value <= most)):
         rule = f"of at least {least}" if most is None else f"in [{least}, {most}]"
-        raise ValueError(f"{name}={told(value)} must be a whole number {rule}; choose one")
+        raise ValueError(f"{name}={short_repr(value)} must be a whole number {rule}; choose one")
 
 
 def check_number(name: str, value: Any, off: str) -> None:
@@ -47,4 +47,4 @@ def check_number(name: str, value: Any, off: str) -> None:
         off: What 0 means, for the message.
     """
     if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
-        raise ValueError(f"{name}={told(value)} must be a number of at least 0; 0 is {off}")
+        raise ValueError(f"{name}={short_repr(value)} must be a number of at least 0; 0 is {off}")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .checks import check_one_of, is_whole, told
+from .checks import check_one_of, is_whole, short_repr
 
 
 def check_widths(strategy: Any, num_blocks: int) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def check_widths(strategy: Any, num_blocks: int) -> tuple[int, ...]:
     for name in ("draft_block_size", "width"):
         value = getattr(strategy, name)
         if value is not None and not is_whole(value):
-            raise ValueError(f"{name}={told(value)} must be a whole number; give one")
+            raise ValueError(f"{name}={short_repr(value)} must be a whole number; give one")
     if strategy.widths is not None:
         if strategy.width is not None:
             raise ValueError(
@@ -33,7 +33,7 @@ def check_widths(strategy: Any, num_blocks: int) -> tuple[int, ...]:
             )
         if not isinstance(strategy.widths, tuple) or not all(map(is_whole, strategy.widths)):
             raise ValueError(
-                f"widths={told(strategy.widths)} must be several whole numbers; give a tuple"
+                f"widths={short_repr(strategy.widths)} must be several whole numbers; give a tuple"
             )
     size, widths = strategy.block_size - 1, strategy.choices
     if num_blocks != 1:
@@ -110,7 +110,7 @@ def check_costs(given: Any, widths: tuple[int, ...]) -> Any:
     )
     if several is not costs or not are_costs or math.isinf(min(costs)):
         raise ValueError(
-            f"costs={told(costs)} must be numbers above 0, one for each of the widths "
+            f"costs={short_repr(costs)} must be numbers above 0, one for each of the widths "
             f"{widths}, not "
             f"all infinite; give {len(widths)}"
         )

@@ -1,4 +1,4 @@
-"""Errors raised by a user's code, told in one line that names where."""
+"""Errors raised by a user's code, as one line that names where."""
 
 import os
 import sysconfig

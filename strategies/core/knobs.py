@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from .checks import told
+from .checks import short_repr
 
 
 @jax.tree_util.register_pytree_node_class
@@ -151,16 +151,16 @@ def check_knob(strategy: Any, name: str, value: Any) -> None:
             raise ValueError(f"{name} is an array of {kind}; give numbers in [{low}, {high}]")
         return
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ValueError(f"{name}={told(value)} is no number; choose one in [{low}, {high}]")
+        raise ValueError(f"{name}={short_repr(value)} is no number; choose one in [{low}, {high}]")
     number = math.nan
     with contextlib.suppress(OverflowError):
         number = float(value)
     if not low <= number <= high:
         raise ValueError(
-            f"{name}={told(value)} is outside [{low}, {high}]; choose a value inside it"
+            f"{name}={short_repr(value)} is outside [{low}, {high}]; choose a value inside it"
         )
     if name in whole_knobs(strategy) and number % 1:
-        raise ValueError(f"{name}={told(value)} is not a whole number; round it")
+        raise ValueError(f"{name}={short_repr(value)} is not a whole number; round it")
 
 
 def check_knobs(strategy: Any) -> None:

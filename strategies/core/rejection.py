@@ -80,9 +80,9 @@ def reject(
     """
     draft = jnp.where(jnp.isfinite(draft), draft, 0.0)
     ids = jnp.maximum(tokens, 0)[:, :, None]
-    told = jnp.take_along_axis(draft, ids, axis=2)[:, :, 0]
+    draft_chance = jnp.take_along_axis(draft, ids, axis=2)[:, :, 0]
     wanted = jnp.take_along_axis(target[:, :-1], ids, axis=2)[:, :, 0]
-    stays = (chances * told < wanted) & (told > 0)
+    stays = (chances * draft_chance < wanted) & (draft_chance > 0)
     is_last = jnp.pad(~stays, ((0, 0), (0, 1)), constant_values=True)
     right = jnp.argmax(is_last, axis=1).astype(jnp.int32)
     at = right[:, None, None]

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from flax import struct
 
-from .checks import told
+from .checks import short_repr
 from .errors import described
 from .knobs import check_knob, knob_ranges
 from .needs import Needs
@@ -107,14 +107,14 @@ def _adopt(found: Any, spec: Any) -> Strategy:
     if not hasattr(found, "step"):
         if not callable(found):
             raise ValueError(
-                f"strategy={told(spec)} has no step(forward, state) and is not a function; "
+                f"strategy={short_repr(spec)} has no step(forward, state) and is not a function; "
                 f"use one of {', '.join(strategy_names())} or a value with a step"
             )
         return FunctionStrategy(cast(StepFunction, found))
     kind = type(found)
     if not dataclasses.is_dataclass(found):
         raise ValueError(
-            f"strategy={told(spec)} has type {kind.__name__}, which is not a dataclass; "
+            f"strategy={short_repr(spec)} has type {kind.__name__}, which is not a dataclass; "
             f"write class {kind.__name__}(dllm_jax.strategies.Strategy)"
         )
     return _with_defaults(kind)(
@@ -133,7 +133,8 @@ def _find(spec: str) -> Any:
     if ":" not in spec:
         if spec not in strategy_names():
             raise ValueError(
-                f"strategy={told(spec)} is unknown; use one of {', '.join(strategy_names())}, "
+                f"strategy={short_repr(spec)} is unknown; use one of "
+                f"{', '.join(strategy_names())}, "
                 "'package.module:Name' or 'path/to/file.py:name'"
             )
         module = importlib.import_module(f"{_PACKAGE}.{spec}")
@@ -143,7 +144,9 @@ def _find(spec: str) -> Any:
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), 1)
         hint = f"did you mean {close[0]!r}?" if close else "check the name"
-        raise ValueError(f"strategy={told(spec)}: {location} has no {told(name)}; {hint}")
+        raise ValueError(
+            f"strategy={short_repr(spec)}: {location} has no {short_repr(name)}; {hint}"
+        )
     return getattr(module, name)
 
 
@@ -155,17 +158,19 @@ def _import(location: str, spec: str) -> Any:
             raise
         remedy = _foreign(error) or "check the path and PYTHONPATH"
         raise ValueError(
-            f"strategy={told(spec)}: cannot import {location} ({error}); {remedy}"
+            f"strategy={short_repr(spec)}: cannot import {location} ({error}); {remedy}"
         ) from error
 
 
 def _load_file(location: str) -> Any:
     path = Path(location)
     if not path.is_file():
-        raise ValueError(f"strategy file {told(location)} does not exist; check the path")
+        raise ValueError(f"strategy file {short_repr(location)} does not exist; check the path")
     found = importlib.util.spec_from_file_location(f"strategy_file_{path.stem}", path)
     if found is None or found.loader is None:
-        raise ValueError(f"strategy file {told(location)} is no Python source; check the path")
+        raise ValueError(
+            f"strategy file {short_repr(location)} is no Python source; check the path"
+        )
     module = importlib.util.module_from_spec(found)
     # Dataclasses look their module up by name while the file runs.
     sys.modules[module.__name__] = module
@@ -174,7 +179,7 @@ def _load_file(location: str) -> Any:
     except Exception as error:
         del sys.modules[module.__name__]
         raise ValueError(
-            f"strategy file {told(location)} cannot be run "
+            f"strategy file {short_repr(location)} cannot be run "
             f"({described(error)}); {_foreign(error) or 'mend the file'}"
         ) from error
     return module
@@ -199,7 +204,7 @@ def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
     for name, value in overrides.items():
         if name not in names:
             raise ValueError(
-                f"{name}={told(value)}: {type(strategy).__name__} has no such field to set; "
+                f"{name}={short_repr(value)}: {type(strategy).__name__} has no such field to set; "
                 f"its fields are {', '.join(names)}"
             )
         if name in ranges:

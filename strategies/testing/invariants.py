@@ -186,7 +186,7 @@ class _Watch:
         self.state = new
 
     def visible(self) -> dict[str, Any]:
-        """What a request can be told by, holes shown as -1."""
+        """What tells one request from another, holes shown as -1."""
         buffer = self.state.buffer
         column = np.arange(self.state.output.shape[1])[None]
         return {
@@ -199,12 +199,12 @@ class _Watch:
         }
 
     def _must(self, holds: Any, rule: str, value: Any = None) -> None:
-        """`holds` [B, ...] for all running slots, or the rule is broken; `value` is told."""
+        """`holds` [B, ...] for all running slots, or the rule is broken; `value` is printed."""
         wrong = self.running & ~holds.all(axis=tuple(range(1, holds.ndim)))
         if wrong.any():
             slot = int(np.argmax(wrong))
-            told = "" if value is None else f": {np.asarray(value[slot]).tolist()}"
-            raise _Broken(f"step {self.count}, slot {slot}: {rule}{told}")
+            found = "" if value is None else f": {np.asarray(value[slot]).tolist()}"
+            raise _Broken(f"step {self.count}, slot {slot}: {rule}{found}")
 
     def _positions(self, buffer: Any) -> np.ndarray:
         return buffer.start[:, None] + np.arange(buffer.tokens[0].size)[None]
@@ -248,10 +248,10 @@ class _Watch:
         self._must(same, "settled tokens never change", tokens)
         end = buffer.start + settled
         self._must(end >= self.end, "the settled end never moves back", end)
-        told = position < end[:, None]
+        is_settled = position < end[:, None]
         past = position >= buffer.limit[:, None]
-        self._must(filled | ~told | past, "what is settled is filled", settled)
-        self._note(buffer, told & filled & self.running[:, None])
+        self._must(filled | ~is_settled | past, "what is settled is filled", settled)
+        self._note(buffer, is_settled & filled & self.running[:, None])
         self.end = np.where(self.running, end, self.end)
 
     def _committed(self, stepped: DecodeState, commit: np.ndarray) -> None:

@@ -163,11 +163,11 @@ class Output(struct.PyTreeNode):
         wrong = (self.fault < 0)[:, None, None]
         token = jnp.where(wrong, self.fault[:, None, None], stats.token)
         sure = jnp.where(wrong, 1.0, stats.confidence)
-        told = self._told() if where is None else where & self._told()
+        answered = self._told() if where is None else where & self._told()
         return stats.replace(
-            token=jnp.where(told, token, 0),
-            confidence=jnp.where(told, sure, -jnp.inf),
-            entropy=jnp.where(told, stats.entropy, jnp.inf),
+            token=jnp.where(answered, token, 0),
+            confidence=jnp.where(answered, sure, -jnp.inf),
+            entropy=jnp.where(answered, stats.entropy, jnp.inf),
             soft=self.hidden if soft else None,
         )
 

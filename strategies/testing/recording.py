@@ -19,7 +19,7 @@ from ..core import driver
 from ..core.protocol import Forward, SlotSpec, TokenStats
 from ..core.state import ERROR, RUNNING, BlockBuffer, DecodeState
 
-NOT_READ = -1  # predicted token of a cell that nobody asked for
+NOT_READ = -1  # predicted token of a cell that was not asked for
 
 
 class StepRecord(struct.PyTreeNode):
@@ -89,7 +89,7 @@ class Recorder:
     """A `core.protocol.Forward` that keeps the answers it gives. It lives for one step.
 
     Attributes:
-        answers: What the strategy was told of the window's cells, in order.
+        answers: What the strategy read of the window's cells, in order.
     """
 
     def __init__(self, forward: Forward):

@@ -140,9 +140,9 @@ COSTS = "must be numbers above 0, one for each of the widths (1, 8, 16), not all
     ],
 )
 def test_what_no_draft_can_have_is_refused_before_anything_is_compiled(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as told:
+    with pytest.raises(ValueError, match=re.escape(message)) as reported:
         bound(**fields)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(reported.value)
 
 
 def test_lists_are_as_good_as_tuples():
@@ -192,9 +192,9 @@ def test_an_engine_gives_the_tokens_of_ar(folder, target):
         return [[one.token_ids for one in output.outputs] for output in outputs]
 
     # A random one; left to itself the strategy gives it up before the engine has seen enough.
-    with pytest.warns(UserWarning, match="hardly ever right") as told:
+    with pytest.warns(UserWarning, match="hardly ever right") as reported:
         drafted = texts(DFlash(width=2), draft=str(folder / "full"))
-    assert [one.filename for one in told] == [__file__]
+    assert [one.filename for one in reported] == [__file__]
     assert drafted == texts(DFlash(), draft=str(folder / "full")) == texts(AR())
 
 

@@ -42,13 +42,18 @@ def is_short(text):
     return len(text) < 900 and "\n" not in text
 
 
-@pytest.mark.parametrize("told", [checks.told, field_checks.told])
-def test_a_value_is_told_in_a_few_words(told):
+@pytest.mark.parametrize("reported", [checks.short_repr, field_checks.short_repr])
+def test_a_value_is_told_in_a_few_words(reported):
     """Item 17."""
-    assert (told(3), told("a"), told([1, "b"]), told(None)) == ("3", "'a'", "[1, 'b']", "None")
-    assert told(Dumb()).startswith("<Dumb instance at ")
-    assert told(10**5000) == "of type int"
-    assert all(len(told(value)) < 500 and "\n" not in told(value) for value in HOSTILE)
+    assert (reported(3), reported("a"), reported([1, "b"]), reported(None)) == (
+        "3",
+        "'a'",
+        "[1, 'b']",
+        "None",
+    )
+    assert reported(Dumb()).startswith("<Dumb instance at ")
+    assert reported(10**5000) == "of type int"
+    assert all(len(reported(value)) < 500 and "\n" not in reported(value) for value in HOSTILE)
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=IDS)
@@ -56,11 +61,11 @@ def test_a_value_is_told_in_a_few_words(told):
 def test_every_field_refuses_a_hostile_value_in_one_line(kind, value):
     """Item 17: or takes it, as a text may be a prompt."""
     needed = {"prompt_token_ids": [1]} if kind is Request else {}
-    told = [
+    reported = [
         refusal(lambda name=field.name: kind(**{**needed, name: value}))
         for field in dataclasses.fields(kind)
     ]
-    refused = [text for text in told if text is not None]
+    refused = [text for text in reported if text is not None]
     assert len(refused) >= 5
     assert [text for text in refused if not is_short(text)] == []
 

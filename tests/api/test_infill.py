@@ -248,8 +248,8 @@ def command(random_folder, monkeypatch, capsys):
 
     def run(*argv, strategy=("--strategy", TOY)):
         status = main(["generate", *argv, "--model", str(random_folder), *strategy])
-        told = capsys.readouterr()
-        return status, told.out.splitlines(), told.err
+        reported = capsys.readouterr()
+        return status, reported.out.splitlines(), reported.err
 
     return run
 

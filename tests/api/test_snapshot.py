@@ -204,7 +204,7 @@ def damage(path, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (lambda layout, folder: layout.update(version=99), "has version 99, this program reads 4"),
         (lambda layout, folder: layout.pop("texts"), "is damaged (KeyError: 'texts')"),
@@ -253,13 +253,13 @@ def damage(path, tmp_path, change):
         ),
     ],
 )
-def test_damaged_snapshot_is_one_line(killed, tmp_path, capsys, change, told):
+def test_damaged_snapshot_is_one_line(killed, tmp_path, capsys, change, reported):
     folder = damage(killed[0], tmp_path, change)
     assert main(["replay", str(folder)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert told in err
+    assert reported in err
 
 
 def test_path_and_sample_that_are_not_there(killed, tmp_path, capsys):

@@ -69,9 +69,9 @@ def test_forked_child_is_refused_by_name(llm, alone, random_folder):
                 os.write(writing, f"{error}\n".encode())
         os._exit(0)
     os.waitpid(child, 0)
-    told = os.read(reading, 4096).decode().splitlines()
-    assert len(told) == 2
-    assert all("forked from one that has an engine" in line for line in told)
+    reported = os.read(reading, 4096).decode().splitlines()
+    assert len(reported) == 2
+    assert all("forked from one that has an engine" in line for line in reported)
 
 
 def test_spawned_child_answers_as_its_parent(llm, alone, random_folder):

@@ -134,16 +134,16 @@ def test_what_an_engine_ran_is_counted_as_its_books_say(llm, work):
     assert len(ran.walls_s) == 2
     assert not isinstance(llm.engine.runner, measure.Recording)
 
-    told = numbers.numbers(llm, ran)
-    decode_s = sum(ran.walls_s) - told["prefill_s"]
-    bare_s = sum(p["steps"] * p["bare_ms"] for p in told["decode_programs"]) / 1e3
-    assert told["host_overhead"] == pytest.approx(1 - bare_s / decode_s)
-    assert told["step_ms"] == pytest.approx(decode_s / ran.counts["num_steps"] * 1e3)
-    assert told["visible_tokens"] == sum(w.params.max_tokens for w in work)
-    assert told["nfe"] == sum(-(-w.params.max_tokens // 3) for w in work)
-    assert told["decode_tok_s"] == pytest.approx(told["visible_tokens"] / decode_s)
-    assert {p["pages"] for p in told["prefill_programs"]} == {7}
-    assert told["late_compiles"] == 0
+    reported = numbers.numbers(llm, ran)
+    decode_s = sum(ran.walls_s) - reported["prefill_s"]
+    bare_s = sum(p["steps"] * p["bare_ms"] for p in reported["decode_programs"]) / 1e3
+    assert reported["host_overhead"] == pytest.approx(1 - bare_s / decode_s)
+    assert reported["step_ms"] == pytest.approx(decode_s / ran.counts["num_steps"] * 1e3)
+    assert reported["visible_tokens"] == sum(w.params.max_tokens for w in work)
+    assert reported["nfe"] == sum(-(-w.params.max_tokens // 3) for w in work)
+    assert reported["decode_tok_s"] == pytest.approx(reported["visible_tokens"] / decode_s)
+    assert {p["pages"] for p in reported["prefill_programs"]} == {7}
+    assert reported["late_compiles"] == 0
     llm.engine.scheduler.pool.check([])
 
 
@@ -278,20 +278,20 @@ def test_numbers_are_those_worked_out_by_hand(llm, monkeypatch):
         counts=dict.fromkeys(throughput.COUNTED, 0) | {"num_steps": 400},
         firsts={"0": 3, "1": 8},
     )
-    told = numbers.numbers(llm, ran)
-    assert told["wall_s"] == 4.0
-    assert told["visible_tokens"] == 31
-    assert told["tokens_per_forward"] == pytest.approx(31 / 8)
-    assert told["tok_s"] == pytest.approx(31 / 4)
-    assert told["tpot_s"] == pytest.approx({"p50": 0.1, "p90": 0.1, "p99": 0.1})
-    assert told["e2e_s"]["p50"] == pytest.approx(1.75)
-    assert told["accuracy"] == 0.5
-    assert told["prefill_s"] == pytest.approx(1.0)
+    reported = numbers.numbers(llm, ran)
+    assert reported["wall_s"] == 4.0
+    assert reported["visible_tokens"] == 31
+    assert reported["tokens_per_forward"] == pytest.approx(31 / 8)
+    assert reported["tok_s"] == pytest.approx(31 / 4)
+    assert reported["tpot_s"] == pytest.approx({"p50": 0.1, "p90": 0.1, "p99": 0.1})
+    assert reported["e2e_s"]["p50"] == pytest.approx(1.75)
+    assert reported["accuracy"] == 0.5
+    assert reported["prefill_s"] == pytest.approx(1.0)
     # 100 x 2 ms + 500 x 5 ms = 2.7 s of the 3 s that are not prefill.
-    assert told["host_overhead"] == pytest.approx(0.1)
-    assert told["step_ms"] == pytest.approx(3.0 / 400 * 1e3)
-    assert told["bare_step_ms"] == pytest.approx(2.7 / 400 * 1e3)
-    assert told["batch_s"]["p50"] == pytest.approx(2.0)
+    assert reported["host_overhead"] == pytest.approx(0.1)
+    assert reported["step_ms"] == pytest.approx(3.0 / 400 * 1e3)
+    assert reported["bare_step_ms"] == pytest.approx(2.7 / 400 * 1e3)
+    assert reported["batch_s"]["p50"] == pytest.approx(2.0)
 
 
 def test_percentiles_leave_out_what_is_not_there():
@@ -374,11 +374,11 @@ def test_arrivals_come_at_the_rate_asked_for(llm):
 
 def test_word_problems_are_asked_as_chat(llm):
     work = workload.problem_work(llm.model, 4, 60, seed=0)
-    told = llm.model.tokenizer.decode(work[1].prompt)
+    reported = llm.model.tokenizer.decode(work[1].prompt)
     assert work[1].problem == problem("hard", 0, 0, heldout=True)
-    assert work[1].problem.question in told
-    assert told.startswith("<|user|>")
-    assert told.endswith("<|assistant|>")
+    assert work[1].problem.question in reported
+    assert reported.startswith("<|user|>")
+    assert reported.endswith("<|assistant|>")
     bare = llm.model.replace(tokenizer_source=None)
     with pytest.raises(ValueError, match="no tokenizer to read text with"):
         workload.encode(bare, "text")

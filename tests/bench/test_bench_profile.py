@@ -133,24 +133,24 @@ def test_kernels_are_joined_to_the_program_and_added_up():
     ran("add_rms_norm_mosaic_gpu_kernel", layers, 2, "_attend.5")
     ran("MemcpyD2H", 1, 5)
     ran("fusion_of_another_program", 1, 1)
-    told = profile.shares(Trace(events, True), kinds, steps, layers, top=3)
-    us = {name: round(kind["ms"] * 1e3) for name, kind in told["kinds"].items()}
+    reported = profile.shares(Trace(events, True), kinds, steps, layers, top=3)
+    us = {name: round(kind["ms"] * 1e3) for name, kind in reported["kinds"].items()}
     wanted = {"gemm": 32 * 28, "attention": 20 * 28, "readout": 290, "cache": 28}
     assert us == {**wanted, "glue": 4 * 28 + 1, "copies": 5}
-    assert told["kinds"]["gemm"]["launches"] == 3 * layers
-    assert told["launches"] == 9 * layers + 5
-    assert told["busy_ms"] * 1e3 == pytest.approx(sum(us.values()))
-    assert sum(kind["share"] for kind in told["kinds"].values()) == pytest.approx(1)
-    assert told["span_ms"] == pytest.approx((len(events) - 1 + 1) / 1e3 / steps, rel=0.01)
-    names = [(kernel["name"][:5], kernel["kind"]) for kernel in told["kernels"]]
+    assert reported["kinds"]["gemm"]["launches"] == 3 * layers
+    assert reported["launches"] == 9 * layers + 5
+    assert reported["busy_ms"] * 1e3 == pytest.approx(sum(us.values()))
+    assert sum(kind["share"] for kind in reported["kinds"].values()) == pytest.approx(1)
+    assert reported["span_ms"] == pytest.approx((len(events) - 1 + 1) / 1e3 / steps, rel=0.01)
+    names = [(kernel["name"][:5], kernel["kind"]) for kernel in reported["kernels"]]
     assert names == [("nvjet", "gemm"), ("gemm_", "gemm"), ("_atte", "attention")]
 
 
 def test_a_pallas_kernel_is_found_without_the_number_of_its_call():
     def kinds_of(*calls):
         events = [Event("_down_kernel", "command_buffer.1", 0.0, 5.0)]
-        told = profile.shares(Trace(events, True), dict(calls), 1, 1)
-        return list(told["kinds"])
+        reported = profile.shares(Trace(events, True), dict(calls), 1, 1)
+        return list(reported["kinds"])
 
     assert kinds_of(("_down_kernel.7", "experts"), ("_down_kernel.9", "experts")) == ["experts"]
     # Where calls of one name are of two kinds, nothing tells which one ran.

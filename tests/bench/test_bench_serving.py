@@ -113,24 +113,24 @@ class Server:
         *sizes, wrong = (
             script.split() if not script.split()[-1].isdigit() else [*script.split(), ""]
         )
-        told = 0
+        reported = 0
         if path == CHAT:
             send({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         send(b": keep-alive")
         for size in map(int, sizes):
             await asyncio.sleep(GAP_S)
-            told += size
+            reported += size
             text = "ab " * size
             choice = {"delta": {"content": text}} if path == CHAT else {"text": text}
-            usage = {"prompt_tokens": 5, "completion_tokens": told}
+            usage = {"prompt_tokens": 5, "completion_tokens": reported}
             send({"choices": [choice]} | ({"usage": usage} if chunk_usage else {}))
-        self.counted += told
+        self.counted += reported
         if wrong == "close":
             return False
         if wrong == "error":
             send({"error": {"message": "it failed"}})
         send({"choices": [{"delta": {}, "text": "", "finish_reason": "length"}]})
-        claimed = {"less": told - 1, "more": told + 99}.get(wrong, told)
+        claimed = {"less": reported - 1, "more": reported + 99}.get(wrong, reported)
         usage = {"prompt_tokens": 5, "completion_tokens": claimed, "prompt_tokens_details": None}
         if wrong != "uncounted":
             send({"choices": [], "usage": usage, "metrics": METRICS})
@@ -170,10 +170,10 @@ def test_figures_are_those_of_the_script(endpoint, ending):
     # 10 tokens behind the first chunk in two gaps, 6 in one.
     assert found["tpot_s"]["mean"] == pytest.approx((2 / 10 + 1 / 6) / 2 * GAP_S, rel=0.9)
     assert found["finish_reasons"] == {"length": 2}
-    told = found["server"]
-    assert (told["visible_tokens"], told["is_alone"]) == (26, True)
-    assert told["vllm_diffusion"]["committed_per_step"] == pytest.approx(26 / (26 / 4 * 0.5))
-    assert told["vllm_diffusion"]["steps_per_canvas"] == pytest.approx(0.5)
+    reported = found["server"]
+    assert (reported["visible_tokens"], reported["is_alone"]) == (26, True)
+    assert reported["vllm_diffusion"]["committed_per_step"] == pytest.approx(26 / (26 / 4 * 0.5))
+    assert reported["vllm_diffusion"]["steps_per_canvas"] == pytest.approx(0.5)
     assert server.bodies[-1]["stream_options"]["include_usage"] is True
 
 
@@ -200,10 +200,10 @@ def test_an_answer_that_is_not_whole_is_no_throughput(script):
 
 def test_answers_that_claim_more_than_the_server_counted_do_not_count():
     counted = {"dllm_generation_tokens_total": 7.0}
-    told = {"visible_tokens": 8, "wall_s": 1.0}
+    reported = {"visible_tokens": 8, "wall_s": 1.0}
     with pytest.raises(ValueError, match="answers claim 8 tokens, /metrics counted 7"):
-        serving.server_figures(told, {}, counted)
-    assert serving.server_figures(told, {}, {"dllm_generation_tokens_total": 9.0}) == {
+        serving.server_figures(reported, {}, counted)
+    assert serving.server_figures(reported, {}, {"dllm_generation_tokens_total": 9.0}) == {
         "visible_tokens": 9,
         "is_alone": False,
     }
@@ -342,11 +342,11 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_meant_is_refused_in_one_line(words, capsys):
     assert main(["bench", "serve", *words.split()]) in (1, 2)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("error: ")
-    assert told.err.count("\n") == 1
-    assert REFUSED[words] in told.err
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.startswith("error: ")
+    assert reported.err.count("\n") == 1
+    assert REFUSED[words] in reported.err
 
 
 def test_the_client_has_no_jax():
@@ -375,7 +375,7 @@ def test_the_real_server_is_measured_and_its_counts_agree(real_server, tmp_path,
     base = ["bench", "serve", "--port", str(real_server.port), "--num-prompts", "6"]
     work = ["--dataset-name", "problems", "--request-rate", "20", "--goodput", "e2el:60000"]
     assert main([*base, *work, "--out", str(path)]) == 0
-    told, facts = capsys.readouterr().out, json.loads(path.read_text())
+    reported, facts = capsys.readouterr().out, json.loads(path.read_text())
     assert (facts["requests"], facts["failed"], facts["untold_tokens"]) == (6, 0, 0)
     assert facts["accuracy"] >= 5 / 6
     assert facts["server"]["is_alone"] is True
@@ -383,7 +383,7 @@ def test_the_real_server_is_measured_and_its_counts_agree(real_server, tmp_path,
     block = facts["server"]["vllm_diffusion"]
     assert block["committed_per_step"] == pytest.approx(facts["tokens_per_forward"], rel=0.01)
     assert facts["good_requests"] == 6
-    assert f"{facts['visible_tokens']} visible tokens" in told
+    assert f"{facts['visible_tokens']} visible tokens" in reported
     assert main([*base, "--input-len", "20", "--output-len", "9", "--ignore-eos", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["prompt_tokens"], facts["visible_tokens"]) == (6 * 20, 6 * 9)

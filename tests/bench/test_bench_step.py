@@ -51,7 +51,7 @@ def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, c
     argv = ["--model", str(random_folder), "--shapes", "2x1", "--context", "67", "--steps", "8"]
     argv += ["--repeats", "1", "--profile", "--plot", str(png), "--output", str(out)]
     assert main(["bench", "step", *argv]) == 0
-    layout, told = json.loads(out.read_text()), capsys.readouterr().out
+    layout, reported = json.loads(out.read_text()), capsys.readouterr().out
     (row,) = layout["rows"]
     assert (layout["command"], layout["mode"]) == ("bench step", "fixed")
     assert {"device", "jax", "dllm_jax", "commit", "config", "dtype"} <= set(layout)
@@ -75,13 +75,13 @@ def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, c
     # Two layers: qkv, out, gate and up, down, however XLA cuts them, and never fewer.
     assert kinds["gemm"]["launches"] >= 8
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert f"{row['bare_step_ms']:.3f} [" in told
-    assert f"{row['step_ms']:.3f} [" in told
+    assert f"{row['bare_step_ms']:.3f} [" in reported
+    assert f"{row['step_ms']:.3f} [" in reported
     low, high = row["long_run_step_ms_range"]
     assert 0 < low <= row["long_run_step_ms"] <= high
-    assert f"in the long run: bare {row['long_run_step_ms']:.3f} [" in told
-    assert "no floor known for this device" in told
-    assert "XLA's operations on the CPU" in told
+    assert f"in the long run: bare {row['long_run_step_ms']:.3f} [" in reported
+    assert "no floor known for this device" in reported
+    assert "XLA's operations on the CPU" in reported
 
 
 BARS = [  # issue 6: the floors its bars were drawn after
@@ -133,18 +133,18 @@ def test_devices_that_share_a_model_share_its_floor_and_tell_each_other_sums():
     assert parts["activations"] == whole["activations"]  # not split
     floors = [roofline.floor_ms(model, 1, 128, 512, H200) for model in (alone, several)]
     assert floors[1] == pytest.approx(floors[0] / 4)
-    told = roofline.reductions_ms(several, 128, H200)
+    reported = roofline.reductions_ms(several, 128, H200)
     # 73 sums of 128 rows of 4,096 in bfloat16, of which 3/2 cross at 450 GB/s.
-    assert told == {"sums": 73, "bytes": 1 << 20, "ms": pytest.approx(73 * 1.5 * 2**20 / 450e6)}
+    assert reported == {"sums": 73, "bytes": 1 << 20, "ms": pytest.approx(73 * 1.5 * 2**20 / 450e6)}
     assert roofline.reductions_ms(alone, 128, H200) is None
 
 
 def test_a_step_of_several_devices_says_its_reductions(random_folder, capsys):
     argv = ["--model", str(random_folder), "--shapes", "1x1", "--context", "16", "--steps", "8"]
     assert main(["bench", "step", *argv, "--repeats", "1", "--tp", "2"]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     layers = dj.load(random_folder).config.num_layers
-    found = re.search(r"2 devices add (\d+) times [\d,]+ bytes; (\d+) reductions", told)
+    found = re.search(r"2 devices add (\d+) times [\d,]+ bytes; (\d+) reductions", reported)
     # Of the readout one, and one more between the two thresholds of rows that are drawn, whose
     # searches are loops of one each.
     assert found is not None
@@ -163,10 +163,10 @@ def test_the_row_of_a_known_device_says_how_far_the_floor_is(monkeypatch):
     row |= {"shape": "1x1x32", "context": 512, "bare_step_ms_range": [1.5, 1.7]}
     row |= {"step_ms_range": [1.9, 2.1]}
     row |= {"long_run_step_ms": 1.7, "long_run_step_ms_range": [1.6, 1.8]}
-    told = "\n".join(bench_step.row_lines(row))
-    assert "1.600 [1.50 1.70]" in told
-    assert "0.814    0.834  x1.92, x2.40" in told
-    assert "dense 0.656" in told
+    reported = "\n".join(bench_step.row_lines(row))
+    assert "1.600 [1.50 1.70]" in reported
+    assert "0.814    0.834  x1.92, x2.40" in reported
+    assert "dense 0.656" in reported
 
 
 def test_the_long_run_counts_behind_its_seconds(monkeypatch):
@@ -245,10 +245,10 @@ REFUSED = {
 def test_what_cannot_be_meant_is_refused_in_one_line(words, random_folder, capsys):
     argv = ["bench", "step", "--model", str(random_folder), *words.split()]
     assert main(argv) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert REFUSED[words] in told.err
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.count("\n") == 1
+    assert REFUSED[words] in reported.err
 
 
 def measured(monkeypatch, *argv):
@@ -290,7 +290,7 @@ def test_defaults_of_a_round_fit_the_built_in_pair(monkeypatch, tmp_path, capsys
     assert measured(monkeypatch, *argv) == [("1x1", context, steps)]
     assert (context, steps) == (68, 20)
     capsys.readouterr()
-    for more, told in (
+    for more, reported in (
         (["--plot", str(tmp_path / "roof.png")], "--plot: the work of a round of drafts is not kn"),
         (["--shapes", "1x1x99"], "width=99 must be in [1, 16]"),
         (["--steps", "64"], "need 1207 positions, the model has 512; lower --context, --steps or"),
@@ -298,7 +298,7 @@ def test_defaults_of_a_round_fit_the_built_in_pair(monkeypatch, tmp_path, capsys
         assert main(["bench", "step", *argv, *more]) == 2
         said = capsys.readouterr()
         assert (said.out, said.err.count("\n")) == ("", 1)
-        assert told in said.err
+        assert reported in said.err
 
 
 def test_a_large_model_is_measured_as_ever():

@@ -65,31 +65,35 @@ def test_one_look_at_drafts_falls_into_the_steps_that_are_timed(full):
 
 
 def test_the_drafts_cache_takes_20_kib_a_token(full):
-    told = dflash_gpu.draft_cache(full[1])
-    assert told == {"bytes_a_token": 20 * 1024, "computed": 20 * 1024}
+    reported = dflash_gpu.draft_cache(full[1])
+    assert reported == {"bytes_a_token": 20 * 1024, "computed": 20 * 1024}
 
 
 def test_ratios_are_medians_of_one_turns():
     samples = {"ar step": [4.0, 2.0, 4.0], "round": [5.0, 4.0, 4.8], "bare step": [4.0, 1.6, 3.2]}
     samples |= {"draft pass": [0.8, 0.8, 1.0]}
-    told = dflash_gpu.derive(samples, {"draft pass": 0.8, "round": 4.5, "ar step": 3.6})
-    assert told["round_over_ar"] == 1.25
-    assert told["ar_over_bare"] == 1.25
-    assert told["draft_over_floor"] == 1.0
-    assert told["round_over_ar_floor"] == 1.25
-    assert {tau: told["speedup_at"][tau] for tau in ("2", "5", "8")} == {"2": 1.6, "5": 4, "8": 6.4}
+    reported = dflash_gpu.derive(samples, {"draft pass": 0.8, "round": 4.5, "ar step": 3.6})
+    assert reported["round_over_ar"] == 1.25
+    assert reported["ar_over_bare"] == 1.25
+    assert reported["draft_over_floor"] == 1.0
+    assert reported["round_over_ar_floor"] == 1.25
+    assert {tau: reported["speedup_at"][tau] for tau in ("2", "5", "8")} == {
+        "2": 1.6,
+        "5": 4,
+        "8": 6.4,
+    }
     assert "round_over_ar" not in dflash_gpu.derive({"ar step": [1.0], "bare step": [1.0]}, {})
 
 
 def test_accepted_lengths_count_the_bonus_and_no_token_behind_the_end():
     # A first token each was there before any round. The first text ends in its second round, with
     # a stop id behind one token; what that round accepted past it is in no text.
-    told = dflash_pair.accepted([[4, 3], [1, 1]], [[1] * 6, [1] * 3], [True, False], 4)
-    assert told["rounds"] == 4
-    assert told["mean_accepted_length"] == (4 + 3 + 1 + 1) / 4
-    assert told["emitted_per_round"] == ((6 + 1 - 1) + (3 - 1)) / 4
-    assert told["accepted_per_position"] == [0.5, 0.5, 0.25]
-    assert told["rounds_of_length"] == [2, 0, 1, 1]
+    reported = dflash_pair.accepted([[4, 3], [1, 1]], [[1] * 6, [1] * 3], [True, False], 4)
+    assert reported["rounds"] == 4
+    assert reported["mean_accepted_length"] == (4 + 3 + 1 + 1) / 4
+    assert reported["emitted_per_round"] == ((6 + 1 - 1) + (3 - 1)) / 4
+    assert reported["accepted_per_position"] == [0.5, 0.5, 0.25]
+    assert reported["rounds_of_length"] == [2, 0, 1, 1]
 
 
 def test_what_tells_of_one_request_is_compiled_and_timed_first():
@@ -110,8 +114,8 @@ def test_what_is_not_compiled_in_time_is_named_and_the_rest_returned(capsys):
     gate.set()
     assert done == {"a": 3}
     late = ["b: RuntimeError: no memory", "c: TimeoutError: "]
-    assert report.told["late"] == [f"pair, loop, {one}" for one in late]
-    assert report.told["ready"][0]["programs"] == 3
+    assert report.content["late"] == [f"pair, loop, {one}" for one in late]
+    assert report.content["ready"][0]["programs"] == 3
     assert "pair, loop, a: ready" in capsys.readouterr().out
 
 
@@ -161,9 +165,9 @@ def test_a_row_takes_the_place_of_the_same_works_row_and_is_compared(tmp_path):
     report.row(section="steps", model="m", name="round", slots=1, step_ms=2.0)
     report.row(section="steps", model="m", name="round", slots=1, step_ms=1.0)
     report.row(section="steps", model="m", name="round", slots=8, step_ms=3.0)
-    told = json.loads(path.read_text())
-    assert [row["step_ms"] for row in told["rows"]] == [1.0, 3.0]
-    assert sorted(compare.figures(told).values()) == [1.0, 3.0]
+    reported = json.loads(path.read_text())
+    assert [row["step_ms"] for row in reported["rows"]] == [1.0, 3.0]
+    assert sorted(compare.figures(reported).values()) == [1.0, 3.0]
 
 
 def test_what_the_bars_need_is_one_request_and_its_context_fits(full):
@@ -191,7 +195,7 @@ def test_a_batch_of_which_nothing_was_compiled_is_named(full, monkeypatch):
     report, waited = dflash_gpu.Report(None), []
     late = time.perf_counter() + 60
     dflash_gpu.steps({"bars"}, args, report, late, lambda: waited.append(1))
-    assert report.told["late"] == [", 1 slots: not timed"]
+    assert report.content["late"] == [", 1 slots: not timed"]
     assert waited == [1]
 
 
@@ -233,18 +237,18 @@ def test_the_script_runs_whole_and_small(tmp_path):
     out = tmp_path / "dflash.json"
     words = ["--smoke", "--target", dflash_pair.SMOKE, "--threads", "2", "--out", str(out)]
     assert dflash_gpu.main([*words, "--within", "900", "--pair-within", "900"]) == 0
-    told = json.loads(out.read_text())
-    steps = {row["name"] for row in told["rows"] if row.get("section") in ("ar", "steps")}
+    reported = json.loads(out.read_text())
+    steps = {row["name"] for row in reported["rows"] if row.get("section") in ("ar", "steps")}
     assert steps == {
         *("ar step", "bare step", "bare step of 2 rows", "round", "draft pass", "verify pass"),
         *("round of width 1", "round, adaptive"),
     }
-    rounds = [row for row in told["rows"] if row.get("through") == "rounds"]
+    rounds = [row for row in reported["rows"] if row.get("through") == "rounds"]
     assert {row["temperature"] for row in rounds} == {0.0, 1.0}
-    unlike = told["pair"]["rows_unlike_ar_float32"]
+    unlike = reported["pair"]["rows_unlike_ar_float32"]
     assert unlike.keys() == {"T=0", "T=1"}
     assert all(set(found.values()) == {0} and len(found) == 2 for found in unlike.values())
-    assert jax.tree.leaves([row["samples_s"] for row in told["rows"] if "samples_s" in row])
+    assert jax.tree.leaves([row["samples_s"] for row in reported["rows"] if "samples_s" in row])
 
 
 @pytest.mark.slow

@@ -144,10 +144,10 @@ def test_a_tenth_slower_than_the_stored_figure_fails_with_a_table(tmp_path, now,
     sections = {"one": section(writes(result))}
     old = stored(tmp_path, ROW)
     assert run(tmp_path, sections, "--compare", old)[0] == status
-    told = capsys.readouterr().out
-    assert ("SLOWER" in told) == bool(status)
-    assert f"{2.0:>10.3f} {now:>10.3f} {now / 2:>6.2f}" in told
-    assert "9x9" not in told.split("stored")[1]  # nobody stored it
+    reported = capsys.readouterr().out
+    assert ("SLOWER" in reported) == bool(status)
+    assert f"{2.0:>10.3f} {now:>10.3f} {now / 2:>6.2f}" in reported
+    assert "9x9" not in reported.split("stored")[1]  # nobody stored it
 
 
 def test_figures_are_told_apart_by_what_they_were_measured_of():

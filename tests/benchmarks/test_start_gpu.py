@@ -30,24 +30,24 @@ def test_a_start_is_measured_as_users_have_it(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     began = time.time() - 1.0
-    told = start_gpu.first_token("builtin:tiny-sdar", began)
-    stages = dict(told["stages"])
+    reported = start_gpu.first_token("builtin:tiny-sdar", began)
+    stages = dict(reported["stages"])
     assert 0 < stages.pop("engine_programs_s") < stages["engine_s"]
-    assert sum(stages.values()) == pytest.approx(told["came"] - began)
+    assert sum(stages.values()) == pytest.approx(reported["came"] - began)
     assert min(stages.values()) >= 0
     assert stages["interpreter_s"] > 1.0
-    rows = {row.pop("program"): row for row in told["programs"]}
+    rows = {row.pop("program"): row for row in reported["programs"]}
     engine = {"_decode", "prefill", "admit", "restore", "begin", "new_state"}
     assert {name: row["count"] for name, row in rows.items()} == dict.fromkeys(engine, 1)
-    assert told["num_programs"] == sum(row["count"] for row in rows.values())
-    assert 0 <= told["num_from_folder"] <= told["num_programs"]
+    assert reported["num_programs"] == sum(row["count"] for row in rows.values())
+    assert 0 <= reported["num_from_folder"] <= reported["num_programs"]
     assert min(rows["_decode"].values()) > 0
     # The table, of the same start twice.
-    first = dict.fromkeys(("cold", "warm"), told) | {"cold_s": 12.0, "warm_s": 3.0}
-    for row, name in zip(told["programs"], rows, strict=True):
+    first = dict.fromkeys(("cold", "warm"), reported) | {"cold_s": 12.0, "warm_s": 3.0}
+    for row, name in zip(reported["programs"], rows, strict=True):
         row["program"] = name
     shown = start_gpu.table(first)
-    told["has_bytecode"] = {"jax": True, "dllm_jax": False}
+    reported["has_bytecode"] = {"jax": True, "dllm_jax": False}
     assert "warm: dllm_jax had no bytecode" in start_gpu.table(first)
     assert "first token                    12.00    3.00" in shown
     assert "warm: 6 programs" in shown

@@ -39,7 +39,7 @@ def test_throughput_of_fixed_work_is_what_was_asked_for(random_folder, capsys, t
     model = ["--model", str(random_folder), *SMALL]
     argv = ["throughput", *model, *FIXED, "--num-prompts", "5", "--output", str(path)]
     assert main(["bench", *argv]) == 0
-    told, facts = capsys.readouterr().out, json.loads(path.read_text())
+    reported, facts = capsys.readouterr().out, json.loads(path.read_text())
     assert (facts["mode"], facts["strategy"], facts["tokens_per_step"]) == ("fixed", "FixedWork", 3)
     assert (facts["requests"], facts["batch"]) == (5, 5)
     assert (facts["prompt_tokens"], facts["visible_tokens"]) == (5 * 20, 5 * 31)
@@ -50,10 +50,10 @@ def test_throughput_of_fixed_work_is_what_was_asked_for(random_folder, capsys, t
     assert (facts["block_size"], facts["buffer_size"], facts["num_slots"]) == (8, 2, 2)
     assert facts["readout"]["first_token_matches_dense"]
     assert facts["config"]["num_layers"] == 2
-    assert "155 visible tokens" in told
-    assert f"{facts['nfe']} forwards, 2.82 tokens per forward" in told
-    assert f"host overhead {facts['host_overhead']:.1%}" in told
-    assert "no floor known for this device" in told
+    assert "155 visible tokens" in reported
+    assert f"{facts['nfe']} forwards, 2.82 tokens per forward" in reported
+    assert f"host overhead {facts['host_overhead']:.1%}" in reported
+    assert "no floor known for this device" in reported
 
 
 def test_latency_runs_the_batch_again_and_again(random_folder, capsys):
@@ -104,18 +104,18 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_meant_is_refused_in_one_line(words, capsys):
     assert main(["bench", *words.split()]) in (1, 2)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("error: ")
-    assert told.err.count("\n") == 1
-    assert REFUSED[words] in told.err
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.startswith("error: ")
+    assert reported.err.count("\n") == 1
+    assert REFUSED[words] in reported.err
 
 
 def test_fixed_work_is_refused_where_nothing_is_masked(tmp_path, capsys):
     folder = write_tiny("qwen3", tmp_path / "model")
     assert main(["bench", "latency", "--model", str(folder)]) == 2
-    told = "error: fixed work fills masks, and qwen3 has no mask token; give --mode adaptive\n"
-    assert capsys.readouterr().err == told
+    reported = "error: fixed work fills masks, and qwen3 has no mask token; give --mode adaptive\n"
+    assert capsys.readouterr().err == reported
 
 
 def test_fixed_canvases_take_their_schedule(tmp_path, capsys):
@@ -180,8 +180,8 @@ def test_lines_name_the_floor_and_the_share_that_is_right():
         **{"step_ms": 3.0, "bare_step_ms": 2.5, "floor_ms": 1.5, "step_over_floor": 2.0},
         "host_overhead": 0.0123,
     }
-    told = "\n".join(bench.lines(facts))
-    assert "87.5% right" in told
-    assert "floor 1.500 ms, x2.00; host overhead 1.2%" in told
-    assert re.search(r"first block +p50 500\.00 ms, p90 1\.000 s, p99 2\.000 s", told)
-    assert "per token" not in told
+    reported = "\n".join(bench.lines(facts))
+    assert "87.5% right" in reported
+    assert "floor 1.500 ms, x2.00; host overhead 1.2%" in reported
+    assert re.search(r"first block +p50 500\.00 ms, p90 1\.000 s, p99 2\.000 s", reported)
+    assert "per token" not in reported

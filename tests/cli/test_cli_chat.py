@@ -84,9 +84,9 @@ def test_turn_that_is_too_long_is_dropped(argv, answer, capsys, monkeypatch):
     captured = capsys.readouterr()
     first = answer(FIRST)
     assert captured.out == f"{first}\n{answer(FIRST, first, SECOND)}\n"
-    (told,) = [line for line in captured.err.splitlines() if "dropped" in line]
-    assert told.startswith("note: the prompt has ")
-    assert "the engine takes 192" in told
+    (reported,) = [line for line in captured.err.splitlines() if "dropped" in line]
+    assert reported.startswith("note: the prompt has ")
+    assert "the engine takes 192" in reported
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -196,7 +196,7 @@ def test_end_of_input_at_the_prompt(argv, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"),
+    ("gone", "reported"),
     [
         (
             ("chat_template.jinja",),
@@ -209,7 +209,7 @@ def test_end_of_input_at_the_prompt(argv, capsys, monkeypatch):
         ),
     ],
 )
-def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gone, told):
+def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gone, reported):
     bare = tmp_path / "bare"
     shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns(*gone))
     config = bare / "tokenizer_config.json"
@@ -219,4 +219,4 @@ def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gon
         config.write_text(json.dumps(layout))
     assert main(["chat", "--model", str(bare)]) == 1
     err = capsys.readouterr().err
-    assert err == f"error: model '{bare}' {told}\n"
+    assert err == f"error: model '{bare}' {reported}\n"

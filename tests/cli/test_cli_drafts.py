@@ -102,19 +102,21 @@ def test_what_cannot_be_meant_is_refused_in_one_line(verb, folder, tmp_path, cap
     (tmp_path / "FILE").write_text("w1\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main([*verb.split(), *words(folder, "--draft", "/no/such")]) in (1, 2)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("error: ")
-    assert told.err.count("\n") == 1
-    assert REFUSED[verb] in told.err
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.startswith("error: ")
+    assert reported.err.count("\n") == 1
+    assert REFUSED[verb] in reported.err
 
 
 @pytest.mark.parametrize("verb", ["generate w1", "eval --problems 1", "trace w1"])
 def test_dflash_asks_for_its_draft(verb, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*verb.split(), *words(folder), "--strategy", "dflash"]) == 1
-    told = "error: draft=None: DFlash drafts with a model of its own; give one (draft=, --draft)\n"
-    assert capsys.readouterr().err == told
+    reported = (
+        "error: draft=None: DFlash drafts with a model of its own; give one (draft=, --draft)\n"
+    )
+    assert capsys.readouterr().err == reported
 
 
 # Every verb decodes with it.
@@ -184,9 +186,9 @@ def test_bench_measures_its_rounds(folder, capsys, tmp_path):
     assert facts["requests"] == 2
     assert 2 < facts["nfe"] <= facts["visible_tokens"]
     assert check_drafts(facts["draft"]) <= facts["nfe"], "a random draft is switched off"
-    told = "\n".join(bench.lines(facts))
-    assert f"drafts       {facts['draft']['rounds']} rounds, mean accepted length " in told
-    assert "(the target's own token counted), accepted by place" in told
+    reported = "\n".join(bench.lines(facts))
+    assert f"drafts       {facts['draft']['rounds']} rounds, mean accepted length " in reported
+    assert "(the target's own token counted), accepted by place" in reported
     assert facts["draft_model"] == str(folder / "draft")
     assert facts["draft_ms"] + facts["verify_ms"] == pytest.approx(facts["bare_step_ms"])
     assert facts["bare_step_ms"] + facts["host_ms"] == pytest.approx(facts["step_ms"])
@@ -195,7 +197,7 @@ def test_bench_measures_its_rounds(folder, capsys, tmp_path):
     assert len(program["width_ms"]) == len(program["widths"]) > 2
     assert sum(program["shares"]) == pytest.approx(1)
     assert min(program["width_ms"]) > 0 < program["draft_pass_ms"]
-    assert f"round        draft {facts['draft_ms']:.3f} ms, verify " in told
+    assert f"round        draft {facts['draft_ms']:.3f} ms, verify " in reported
 
 
 def test_the_last_line_says_how_long_accepted_drafts_were():
@@ -229,11 +231,11 @@ def test_rounds_by_their_width_and_what_they_take():
     assert rounds.bare_ms == pytest.approx(0.3 + 0.6 + 1.2)
     assert rounds.draft_ms == pytest.approx(0.35)
     other = Rounds(4, (1, 4, 8), (0.0, 0.0, 1.0), (2.0, 2.0, 4.0), 1.0)
-    told = round_figures({(2, 1): rounds, (4, 1): other}, {(2, 1): 30, (4, 1): 10}, 5.0)
-    assert told["draft_ms"] == pytest.approx((30 * 0.35 + 10 * 1.0) / 40)
-    assert told["verify_ms"] == pytest.approx((30 * 2.1 + 10 * 4.0) / 40 - told["draft_ms"])
-    assert told["host_ms"] == pytest.approx(5.0 - told["draft_ms"] - told["verify_ms"])
-    assert [one["steps"] for one in told["round_programs"]] == [30, 10]
+    reported = round_figures({(2, 1): rounds, (4, 1): other}, {(2, 1): 30, (4, 1): 10}, 5.0)
+    assert reported["draft_ms"] == pytest.approx((30 * 0.35 + 10 * 1.0) / 40)
+    assert reported["verify_ms"] == pytest.approx((30 * 2.1 + 10 * 4.0) / 40 - reported["draft_ms"])
+    assert reported["host_ms"] == pytest.approx(5.0 - reported["draft_ms"] - reported["verify_ms"])
+    assert [one["steps"] for one in reported["round_programs"]] == [30, 10]
     assert round_figures({(2, 1): rounds}, {(2, 1): 3}, None)["host_ms"] is None
 
 
@@ -292,9 +294,9 @@ def test_replay_goes_on_with_the_draft(folder, capsys, monkeypatch, tmp_path):
     (broken,) = llm.generate([prompt], params, use_tqdm=False)
     monkeypatch.undo()
     monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
-    told, ids = broken.outputs[0].token_ids, whole.outputs[0].token_ids
-    assert 0 < len(told) < len(ids)
-    assert told == ids[: len(told)]
+    reported, ids = broken.outputs[0].token_ids, whole.outputs[0].token_ids
+    assert 0 < len(reported) < len(ids)
+    assert reported == ids[: len(reported)]
     (path,) = tmp_path.iterdir()
     assert snapshot.load_snapshot(path).draft is not None
     last = json.loads(text_of(capsys, "replay", str(path), "--json").splitlines()[-1])

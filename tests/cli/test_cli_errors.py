@@ -76,7 +76,7 @@ def test_unknown_flag_is_named(fails):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (
             ["--max-tokens", "0"],
@@ -118,8 +118,8 @@ def test_unknown_flag_is_named(fails):
         (["--attention-implementation", "flash"], "invalid choice: 'flash'"),
     ],
 )
-def test_bad_flag_value_names_flag_value_and_rule(fails, argv, told):
-    assert told in fails(2, "generate", PROMPT, *argv)
+def test_bad_flag_value_names_flag_value_and_rule(fails, argv, reported):
+    assert reported in fails(2, "generate", PROMPT, *argv)
 
 
 def test_unknown_strategy_lists_the_known_ones(fails, random_folder):
@@ -137,7 +137,7 @@ def test_strategy_file_and_name_must_exist(fails, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["--set", "speed=3"], "speed=3: MultiBD has no such field; its fields are accept_"),
         (["--set", "accept_threshold=high"], "accept_threshold='high' is not a number"),
@@ -149,12 +149,12 @@ def test_strategy_file_and_name_must_exist(fails, tmp_path):
         (["--block-size", "8", "--set", "block_size=4"], "block_size is already 8"),
     ],
 )
-def test_bad_strategy_field_is_named(fails, random_folder, argv, told):
-    assert told in fails(2, "generate", PROMPT, "--model", str(random_folder), *argv)
+def test_bad_strategy_field_is_named(fails, random_folder, argv, reported):
+    assert reported in fails(2, "generate", PROMPT, "--model", str(random_folder), *argv)
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "reported"),
     [
         ("remasking=none", "remasking=none is not one of sequential, static, dynamic, entropy, "),
         ("remasking=zzz", "remasking='zzz' is not one of sequential, static"),
@@ -162,15 +162,15 @@ def test_bad_strategy_field_is_named(fails, random_folder, argv, told):
         ("denoising_steps=99999999999", "denoising_steps=99999999999 is not a whole number in [-2"),
     ],
 )
-def test_bad_field_of_block_diffusion_is_named(fails, pair, told):
-    assert told in fails(2, "generate", "--strategy", "block_diffusion", "--set", pair)
+def test_bad_field_of_block_diffusion_is_named(fails, pair, reported):
+    assert reported in fails(2, "generate", "--strategy", "block_diffusion", "--set", pair)
 
 
 NUMBERS = "is not a list of whole numbers (e.g. 1,8) or none; give one"
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "reported"),
     [
         ("widths=wide", f"widths='wide' {NUMBERS}"),
         ("widths=1,8.5", f"widths='1,8.5' {NUMBERS}"),
@@ -182,8 +182,8 @@ NUMBERS = "is not a list of whole numbers (e.g. 1,8) or none; give one"
         ("width=1,8", "width='1,8' is not a whole number or none; give one"),
     ],
 )
-def test_bad_list_field_of_dflash_is_named(fails, pair, told):
-    assert told in fails(2, "generate", PROMPT, "--strategy", "dflash", "--set", pair)
+def test_bad_list_field_of_dflash_is_named(fails, pair, reported):
+    assert reported in fails(2, "generate", PROMPT, "--strategy", "dflash", "--set", pair)
 
 
 @pytest.mark.parametrize(
@@ -260,34 +260,34 @@ def test_exit_with_words_is_one_line(fails, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["x", "--half", "plain"], "--half is about problems drawn by --seed"),
         (["x", "--watch-delay", "1"], "--watch-delay goes with --watch"),
     ],
 )
-def test_flag_without_its_purpose_is_refused(fails, argv, told):
-    assert told in fails(2, "generate", *argv)
+def test_flag_without_its_purpose_is_refused(fails, argv, reported):
+    assert reported in fails(2, "generate", *argv)
 
 
 def test_stdin_that_is_not_read_is_noted(tmp_path):
     code = "from dllm_jax.cli.prompts import stdin_waits; print(stdin_waits())"
 
-    def told(**stdin):
+    def reported(**stdin):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, check=True, **stdin
         )
         return done.stdout.decode().strip()
 
-    assert told(input=b"Ann has 3 pens.") == "True"
-    assert told(input=b"") == told(stdin=subprocess.DEVNULL) == "False"
+    assert reported(input=b"Ann has 3 pens.") == "True"
+    assert reported(input=b"") == reported(stdin=subprocess.DEVNULL) == "False"
     read, write = os.pipe()  # open and silent: must not be waited for
-    assert told(stdin=read, timeout=60) == "False"
+    assert reported(stdin=read, timeout=60) == "False"
     os.close(read)
     os.close(write)
     (tmp_path / "p").write_text("x")
     with (tmp_path / "p").open() as file:
-        assert told(stdin=file) == "True"
+        assert reported(stdin=file) == "True"
 
 
 @pytest.mark.parametrize("prompt", ["", "   "])
@@ -379,8 +379,10 @@ def test_prompt_longer_than_the_model(fails, random_folder):
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_printed(fails):
-    told = "block_size=9999 must be a whole number in [1, 512]; choose a value there"
-    assert fails(1, "generate", "--block-size", "9999") == told  # draws a problem, and shows none
+    reported = "block_size=9999 must be a whole number in [1, 512]; choose a value there"
+    assert (
+        fails(1, "generate", "--block-size", "9999") == reported
+    )  # draws a problem, and shows none
     message = fails(1, "generate", PROMPT, "--max-model-len", "9999")
     assert message == "max_model_len=9999 is more than the model's 512 positions; lower it"
     message = fails(1, "generate", "--max-model-len", "32")
@@ -399,9 +401,9 @@ def test_device_that_fails_is_one_line(random_folder, monkeypatch, capsys, tmp_p
         patch.setattr(ModelRunner, "fetch", full)
         argv = ["generate", PROMPT, "--model", str(random_folder), "--max-tokens", "4"]
         assert main(argv) == 1
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     (path,) = (tmp_path / "dllm-jax" / "snapshots").iterdir()
-    assert told == (
+    assert reported == (
         "error: the device failed twice (RESOURCE_EXHAUSTED: Out of memory); saved: "
         f"`dllm-jax replay {path}` runs it again\n"
     )
@@ -434,18 +436,20 @@ def test_eval_refuses_a_field_that_no_strategy_has(fails):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("nowhere/x.json", "there is no folder '"),
         ("", "it is a folder"),
         ("sub/missing/x.json", "there is no folder '"),
     ],
 )
-def test_eval_checks_where_it_will_write_before_it_works(fails, tmp_path, monkeypatch, name, told):
+def test_eval_checks_where_it_will_write_before_it_works(
+    fails, tmp_path, monkeypatch, name, reported
+):
     monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda args: pytest.fail("worked first"))
     message = fails(2, "eval", "--output", str(tmp_path / name))
     assert "cannot be written: " in message
-    assert told in message
+    assert reported in message
 
 
 def test_inspect_of_a_bad_folder_reports_and_fails(capsys, tmp_path):

@@ -51,8 +51,10 @@ def test_text_and_figures_are_those_of_the_library(model, random_folder, capsys)
     assert found is not None
     assert [int(found[1]), int(found[2])] == [out.length[0], out.nfe[0]]
     assert float(found[3]) == pytest.approx(int(out.length[0]) / int(out.nfe[0]), abs=0.005)
-    told = r"tok/s with prefill, first block after [\d.]+ s \(compiling, not counted: [\d.]+ s\)"
-    assert re.search(told, figures)
+    reported = (
+        r"tok/s with prefill, first block after [\d.]+ s \(compiling, not counted: [\d.]+ s\)"
+    )
+    assert re.search(reported, figures)
 
 
 def test_json_of_a_prompt_file_is_a_line_a_prompt(model, random_folder, capsys, tmp_path):

@@ -41,9 +41,9 @@ def test_inspect_of_a_builtin_model(capsys):
 def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
     target = tmp_path / "converted"
     assert main(["convert", str(random_folder), str(target), "--dtype", "float32"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"{target}: ")
-    assert " MB in " in told
+    reported = capsys.readouterr().out
+    assert reported.startswith(f"{target}: ")
+    assert " MB in " in reported
     first, again = dj.load(random_folder), dj.load(target)
     assert jax.tree.all(jax.tree.map(np.array_equal, first.params, again.params))
     assert main(["convert", str(random_folder), str(target), "--dtype", "bfloat16", "--force"]) == 0

@@ -51,7 +51,7 @@ def test_a_signal_in_an_import_is_not_a_failure_of_the_module(tmp_path, monkeypa
 
 
 def test_a_signal_in_a_collection_is_not_dropped():
-    def told(phase, info):
+    def reported(phase, info):
         if phase == "start" and not seen:
             seen.append(phase)
             signal.raise_signal(signal.SIGINT)
@@ -59,11 +59,11 @@ def test_a_signal_in_a_collection_is_not_dropped():
 
     seen = []
     with Interrupt(forced=()) as stop:
-        gc.callbacks.append(told)
+        gc.callbacks.append(reported)
         try:
             gc.collect()
         finally:
-            gc.callbacks.remove(told)
+            gc.callbacks.remove(reported)
         assert seen == ["start", "went on"]
         with pytest.raises(Interrupted):
             stop.check()

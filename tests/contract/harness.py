@@ -248,9 +248,9 @@ def decode_paged(
         if count == move_at:
             state, slots = rotate(state), [(b + 1) % SLOTS for b in slots]
         new, info = step(bare, model, aux, state)
-        before, after, told = jax.device_get((_plain(state), _plain(new), info))
+        before, after, reported = jax.device_get((_plain(state), _plain(new), info))
         for watcher, b in zip(checks, slots, strict=True):
-            watcher.see(*(jax.tree.map(lambda x, b=b: x[b], t) for t in (before, after, told)))
+            watcher.see(*(jax.tree.map(lambda x, b=b: x[b], t) for t in (before, after, reported)))
         check_pools(state, new)
         state = new
     else:

@@ -441,17 +441,17 @@ def test_threads_change_no_bit(tmp_path, monkeypatch):
 def test_ctrl_c_ends_reading_at_once(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("dllm_jax.convert.copying._PIECE_BYTES", 500)
     folder = GOLDEN / "sdar" if kind == "hf" else convert(GOLDEN / "sdar", tmp_path / "converted")
-    reads, preadv, told = [], os.preadv, []
+    reads, preadv, reported = [], os.preadv, []
     monkeypatch.setattr(os, "preadv", lambda *a: reads.append(0) or preadv(*a))
 
     def press(done, total):
-        told.append(done)
-        if len(told) == 3:
+        reported.append(done)
+        if len(reported) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         load_params(folder, progress=press)
-    assert len(told) == 3
+    assert len(reported) == 3
     assert len(reads) < 100  # of more than 250 pieces
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 

@@ -169,6 +169,6 @@ def test_a_prompt_file_is_a_regular_file(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
         assert main(["generate", "--prompt-file", name]) == 1
-        told = capsys.readouterr().err
-        assert f"prompt file {name!r} is a pipe or a device" in told
-        assert "give a regular file, or pipe the text in and give -" in told
+        reported = capsys.readouterr().err
+        assert f"prompt file {name!r} is a pipe or a device" in reported
+        assert "give a regular file, or pipe the text in and give -" in reported

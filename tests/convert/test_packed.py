@@ -79,7 +79,7 @@ def without(end):
 
 
 @pytest.mark.parametrize(
-    ("case", "change", "told"),
+    ("case", "change", "reported"),
     [
         (
             "fp8 channel",
@@ -100,10 +100,10 @@ def without(end):
         ("nvfp4", shaped("weight_scale", kind="U8"), "m.weight_scale has type U8"),
     ],
 )
-def test_headers_that_lie_are_a_line_each(tmp_path, case, change, told):
+def test_headers_that_lie_are_a_line_each(tmp_path, case, change, reported):
     whole, packed, problems = opened(tmp_path, case, change)
     assert len(problems) == 1
-    assert told in problems[0]
+    assert reported in problems[0]
     assert "\n" not in problems[0]
     assert not packed
     assert list(whole) == ["m.weight"]
@@ -127,7 +127,7 @@ def put(value):
 
 
 @pytest.mark.parametrize(
-    ("case", "change", "told"),
+    ("case", "change", "reported"),
     [
         ("fp8 channel f32", values("weight_scale", "f4", put(np.nan)), "holds NaN or Inf"),
         ("fp8 channel f32", values("weight_scale", "f4", put(0)), "m.weight_scale holds a zero"),
@@ -139,18 +139,18 @@ def put(value):
         ("awq", values("scales", "f2", put(np.inf)), "m.scales holds NaN or Inf"),
     ],
 )
-def test_values_that_lie_are_a_line_each(tmp_path, case, change, told):
+def test_values_that_lie_are_a_line_each(tmp_path, case, change, reported):
     _, packed, problems = opened(tmp_path, case, change)
     assert problems == []
     (problem,) = packed["m.weight"].problems()
-    assert told in problem
+    assert reported in problem
 
 
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "reported"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
@@ -183,10 +183,10 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
         ),
     ],
 )
-def test_other_formats_are_refused_by_name(tmp_path, said, told):
+def test_other_formats_are_refused_by_name(tmp_path, said, reported):
     with pytest.raises(ValueError, match="the weights are quantised") as error:
         read_scheme(tmp_path, {"quantization_config": said})
-    assert told in str(error.value)
+    assert reported in str(error.value)
     assert "which is not supported; " in str(error.value)
 
 

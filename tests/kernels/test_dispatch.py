@@ -43,5 +43,5 @@ def test_a_named_back_end_that_cannot_is_refused_with_its_reason():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         dispatch.choose("cudnn", table())
-    told = 'implementation=\'cudnn\' is not one of "reference", "slow", "fast"'
-    assert str(refused.value) == told
+    reported = 'implementation=\'cudnn\' is not one of "reference", "slow", "fast"'
+    assert str(refused.value) == reported

@@ -677,8 +677,8 @@ def test_two_warpgroups_in_turns_want_two_tiles_in_flight():
 def test_as_few_blocks_stay_as_have_the_turns_of_all_that_may(monkeypatch, resident, blocks):
     grids = []
     real = mosaic.plgpu.kernel
-    told = lambda *a, **k: grids.append(math.prod(k["grid"])) or real(*a, **k)  # noqa: E731
-    monkeypatch.setattr(mosaic.plgpu, "kernel", told)
+    reported = lambda *a, **k: grids.append(math.prod(k["grid"])) or real(*a, **k)  # noqa: E731
+    monkeypatch.setattr(mosaic.plgpu, "kernel", reported)
     q, k, v, *pools, table, mask = shapes(8, 128, MODELS["SDAR-1.7B"])
     numbers = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     tiling = mosaic.Tiling(consumers=2, resident=resident)

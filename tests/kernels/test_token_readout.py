@@ -276,12 +276,12 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
     want = list(all_cases(R))
     request.getfixturevalue("on_a_gpu")
     monkeypatch.setattr(readout, "MOSAIC_ROWS", rows_at_once)
-    for got, told in zip(all_cases(1), want, strict=True):  # all rows are one slot's
-        assert (told.token[5], got.token[5], got.confidence[5]) == (NO_TOKEN, NO_TOKEN, 1.0)
-        assert got.token.tolist() == told.token.tolist()
-        assert np.delete(got.top_ids, 5, 0).tolist() == np.delete(told.top_ids, 5, 0).tolist()
+    for got, reported in zip(all_cases(1), want, strict=True):  # all rows are one slot's
+        assert (reported.token[5], got.token[5], got.confidence[5]) == (NO_TOKEN, NO_TOKEN, 1.0)
+        assert got.token.tolist() == reported.token.tolist()
+        assert np.delete(got.top_ids, 5, 0).tolist() == np.delete(reported.top_ids, 5, 0).tolist()
         for name in ("confidence", "entropy"):
-            np.testing.assert_allclose(getattr(got, name), getattr(told, name), atol=2e-6)
+            np.testing.assert_allclose(getattr(got, name), getattr(reported, name), atol=2e-6)
     assert "pallas_call" in str(jax.make_jaxpr(read)(hidden, greedy(R)))
     # Neighbours that are drawn change nothing of a row, bit for bit.
     mixed = Sampling(*(jnp.where(jnp.arange(R) % 2, b, a) for a, b in zip(*HOW, strict=True)))
@@ -393,5 +393,5 @@ def test_drawn_rows_of_many_slots_take_less_than_a_gigabyte():
     lowered = jax.jit(read_drawn).lower(
         shape((R, D), jnp.bfloat16), shape((V, D), jnp.bfloat16), *of_slot, keys
     )
-    told = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert 4 * 512 * V < told < 1e9  # the logits of a chunk and what drawing them takes
+    reported = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert 4 * 512 * V < reported < 1e9  # the logits of a chunk and what drawing them takes

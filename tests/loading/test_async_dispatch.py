@@ -77,8 +77,8 @@ def test_versions_that_were_not_tried_are_left_alone(monkeypatch, version, expec
 
 def test_a_verb_sets_it_before_it_looks_for_devices():
     run = [sys.executable, "-c", VERBS.replace("VARIABLE", ASYNC_DISPATCH)]
-    told = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert told.splitlines() == [f"False {EXPECTED}"] * 6
+    reported = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert reported.splitlines() == [f"False {EXPECTED}"] * 6
 
 
 @pytest.mark.gpu
@@ -89,6 +89,6 @@ def test_a_loop_on_a_gpu_keeps_its_caller_only_where_that_was_chosen(chosen):
     if chosen is not None:
         environment[ASYNC_DISPATCH] = chosen
     run = [sys.executable, "-c", LOOP]
-    told = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-    called_s, done_s = map(float, told.stdout.split())
-    assert (called_s < done_s / 4) == (chosen is None), told.stdout
+    reported = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    called_s, done_s = map(float, reported.stdout.split())
+    assert (called_s < done_s / 4) == (chosen is None), reported.stdout

@@ -391,8 +391,8 @@ def test_the_flags_reach_the_loader(model, capsys, monkeypatch):
     flags = ["--model", "org/name", "--revision", "v1", "--lora", "org/lora", "--dtype", "float32"]
     for verb in (["generate", "x"], ["chat"], ["eval"], ["bench", "latency"]):
         assert main([*verb, *flags]) == 1
-        told = "error: given ('org/name', 'float32', 'v1', 'org/lora') ("
-        assert capsys.readouterr().err.startswith(told)  # then the line of this file
+        reported = "error: given ('org/name', 'float32', 'v1', 'org/lora') ("
+        assert capsys.readouterr().err.startswith(reported)  # then the line of this file
 
 
 def test_inspect_reads_headers_and_leaves_the_weights(hub, capsys, tmp_path):

@@ -36,11 +36,13 @@ RICH = """{%- set ns = namespace(n=0, said=[]) -%}
 
 
 @pytest.mark.parametrize("talk", [ASK, TALK])
-@pytest.mark.parametrize("told", [{}, {"tools": TOOLS, "x": "z"}, {"add_generation_prompt": True}])
+@pytest.mark.parametrize(
+    "reported", [{}, {"tools": TOOLS, "x": "z"}, {"add_generation_prompt": True}]
+)
 @pytest.mark.parametrize("name", ["rich", *sorted(p.stem for p in chat._FOLDER.glob("*.jinja"))])
-def test_a_template_renders_as_transformers_renders_it(name, talk, told):
+def test_a_template_renders_as_transformers_renders_it(name, talk, reported):
     text = RICH if name == "rich" else (chat._FOLDER / f"{name}.jinja").read_text("utf-8")
-    given = {"x": "w", "bos_token": "<s>", "eos_token": "</s>", **told}
+    given = {"x": "w", "bos_token": "<s>", "eos_token": "</s>", **reported}
     talk_ = [{k: v for k, v in turn.items() if v is not None} for turn in talk]
     (wanted,), _ = render_jinja_template([talk_], chat_template=text, **given)
     assert templates.fill(text, talk, **given) == wanted

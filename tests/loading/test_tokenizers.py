@@ -286,9 +286,9 @@ def test_tokens_in_any_files_have_their_ids(tmp_path, layout, is_whole):
     decoder = {str(i): flags(text, flag["decoder"]) for text, i, _, flag in files["decoder"]}
     put(folder, "tokenizer_config.json", {"added_tokens_decoder": decoder})
     put(folder, "added_tokens.json", {text: i for text, i, _, _ in files["list"]})
-    told = [name for name in ("whole", "decoder") if is_whole or name != "whole"]
-    known = {text: i for text, i, where, _ in layout if where & {*told, "list"}}
-    special = sorted(i for _, i, at, flag in layout if any(flag[name] for name in at & {*told}))
+    reported = [name for name in ("whole", "decoder") if is_whole or name != "whole"]
+    known = {text: i for text, i, where, _ in layout if where & {*reported, "list"}}
+    special = sorted(i for _, i, at, flag in layout if any(flag[name] for name in at & {*reported}))
     tokenizer, facts = read_tokenizer(folder), read_facts(folder)
     check_ids(tokenizer, known)
     assert facts.num_tokens == max([FIRST - 1, *known.values()]) + 1
@@ -310,14 +310,14 @@ def test_a_vocabulary_begins_texts_where_its_settings_say_so(tmp_path, adds):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "reported"),
     [
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("merges.txt", None, "vocab.json has no merges.txt beside it"),
         ("added_tokens.json", {"<x>": "seven"}, "the id of token '<x>' is \"seven\", not a whole"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(tmp_path, file, content, told):
+def test_files_that_cannot_be_read_are_named(tmp_path, file, content, reported):
     folder = split(tmp_path, CHATML)
     (folder / file).unlink()
     if content is not None:
@@ -326,7 +326,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, file, content, told):
         ValueError, match=r"tokenizer cannot be read .* download its files"
     ) as caught:
         read_tokenizer(folder)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 MASKS = [(family.name, text) for family in FAMILIES for text in family.mask_tokens]
@@ -544,19 +544,19 @@ GEMMA_TALKS = {
 }
 
 
-@pytest.mark.parametrize("told", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("reported", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 @pytest.mark.parametrize("talk", GEMMA_TALKS)
-def test_a_canvas_model_thinks_where_its_folders_template_is_told_to(model, talk, told):
+def test_a_canvas_model_thinks_where_its_folders_template_is_told_to(model, talk, reported):
     """Trap T24: thinking off adds nothing, on is a line at the head of a system turn."""
     one = model("diffusion_gemma", GEMMA_SPECIAL, chat_template=GEMMA, bos_token="<bos>")
     conversation, system, turns = GEMMA_TALKS[talk]
-    head = "<|think|>\n" * bool(told.get("enable_thinking")) + system
+    head = "<|think|>\n" * bool(reported.get("enable_thinking")) + system
     head = f"<|turn>system\n{head}<turn|>\n" if head else ""
-    text = chat.render(one, conversation, **told)
+    text = chat.render(one, conversation, **reported)
     assert text == f"<bos>{head}{turns}<|turn>model\n"
     assert encode(one.tokenizer, text, False).count(ids_of(GEMMA_SPECIAL)["<bos>"]) == 1
     assert chat.note(one) is None
-    kept = chat.render(one, conversation, preserve_thinking=True, **told)
+    kept = chat.render(one, conversation, preserve_thinking=True, **reported)
     assert ("Hm." in kept) == (talk == "two turns")
 
 
@@ -579,7 +579,7 @@ def test_an_answer_that_is_begun_goes_on(model):
 
 
 @pytest.mark.parametrize(
-    ("family", "told", "error"),
+    ("family", "reported", "error"),
     [
         (
             "llada",
@@ -592,9 +592,9 @@ def test_an_answer_that_is_begun_goes_on(model):
         ("sdar", {"chat_template_kwargs": {}}, "is not taken as one; give its entries as keywords"),
     ],
 )
-def test_what_a_template_does_not_read_is_refused(model, family, told, error):
+def test_what_a_template_does_not_read_is_refused(model, family, reported, error):
     with pytest.raises(ValueError, match=error):
-        chat.render(model(family), ASK, **told)
+        chat.render(model(family), ASK, **reported)
 
 
 # --- chat: the folder's own template --------------------------------------------------------------
@@ -653,7 +653,7 @@ def test_a_given_template_takes_the_place_of_any(model):
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "reported"),
     [
         (
             "{{ raise_exception('Only  user\nroles!') }}",
@@ -663,17 +663,17 @@ def test_a_given_template_takes_the_place_of_any(model):
         ("{% for %}", "take this conversation: Expected an expression"),
     ],
 )
-def test_a_template_that_refuses_is_one_line(model, template, told):
+def test_a_template_that_refuses_is_one_line(model, template, reported):
     with pytest.raises(
         ValueError, match=r"^the chat template of model 'org/sdar-8B-Chat'"
     ) as caught:
         chat.render(model("sdar", chat_template=template), ASK)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "reported"),
     [
         (
             {"role": "tool", "content": "4"},
@@ -688,8 +688,8 @@ def test_a_template_that_refuses_is_one_line(model, template, told):
     ],
 )
 @pytest.mark.parametrize("family", ["llada", "sdar", "llada2"])
-def test_our_templates_take_text_of_three_roles(model, family, message, told):
-    with pytest.raises(ValueError, match=told):
+def test_our_templates_take_text_of_three_roles(model, family, message, reported):
+    with pytest.raises(ValueError, match=reported):
         chat.render(model(family), [*ASK, message])
 
 

@@ -277,7 +277,7 @@ def test_what_befalls_a_request_costs_a_trained_draft_nothing():
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 256, "page_size": 16}
     sizes |= {"slot_buckets": (2,), "prefill_buckets": (32,)}
 
-    def told(llm):
+    def reported(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [(one.outputs[0].token_ids, one.metrics.draft) for one in outputs], outputs
 
@@ -287,12 +287,12 @@ def test_what_befalls_a_request_costs_a_trained_draft_nothing():
         return dj.LLM(target, strategy, draft=draft, config=config, warm_up=False)
 
     llm = make()
-    once, _ = told(llm)
+    once, _ = reported(llm)
     assert all(drafted and drafted.mean_accepted_length >= 5 for _, drafted in once)
-    again, outputs = told(llm)
+    again, outputs = reported(llm)
     assert again == once
     assert min(one.metrics.cached_tokens for one in outputs) > 0
     assert max(map(len, prompts)) > 32, "no prompt came in pieces"
     short = make(num_pages=17, enable_prefix_caching=False)
-    assert told(short)[0] == once
+    assert reported(short)[0] == once
     assert short.engine.stats().num_preemptions > 0

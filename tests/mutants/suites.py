@@ -21,6 +21,7 @@ from tests.mutants import (
     diffusion_gemma,
     dmax,
     edit,
+    edit_indel,
     engine,
     fast_dllm_v2,
     full_sequence,
@@ -78,6 +79,9 @@ SUITES = {
     "openings": Suite(strategies, rules.OPENING, "tests.mutants.strategy_checks.check_opening"),
     "dmax": Suite(strategies, dmax.MUTANTS, "tests.mutants.strategy_checks.check_dmax"),
     "edit": Suite(strategies, edit.MUTANTS, "tests.mutants.strategy_checks.check_edit"),
+    "edit_indel": Suite(
+        strategies, edit_indel.MUTANTS, "tests.mutants.strategy_checks.check_edit_indel"
+    ),
     "d2f": Suite(strategies, d2f.MUTANTS, "tests.mutants.strategy_checks.check_d2f"),
     "full_sequence": Suite(
         strategies,

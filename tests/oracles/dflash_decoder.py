@@ -41,12 +41,12 @@ def dflash_rounds(
     """
     result, anchor = Rounds(), prompt_len
     while result.finish_reason is None:
-        told = list(drafts(anchor, text[anchor]))
+        reported = list(drafts(anchor, text[anchor]))
         right = 0
         while (
-            right < len(told)
+            right < len(reported)
             and anchor + 1 + right < len(text)
-            and told[right] == text[anchor + 1 + right]
+            and reported[right] == text[anchor + 1 + right]
         ):
             right += 1
         left = len(text) - anchor - 1
@@ -56,9 +56,9 @@ def dflash_rounds(
         # A run is seen where it ends: before, all that the limit leaves is judged.
         room = left if count == left else prompt_len + max_tokens - anchor - 1
         wanted = next((i for i, token in enumerate(ahead) if token in stops), room)
-        if told and wanted:
+        if reported and wanted:
             result.sizes[min(right + 1, wanted)] += 1
-        for place in range(1, min(len(told), wanted) + 1):
+        for place in range(1, min(len(reported), wanted) + 1):
             result.proposed[place] += 1
             result.accepted[place] += place <= right
         anchor += count

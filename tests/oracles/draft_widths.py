@@ -47,8 +47,8 @@ def scores(rows: Sequence[Row], widths: Sequence[int], costs: Sequence[float]) -
 
 def choice(rows: Sequence[Row], widths: Sequence[int], costs: Sequence[float]) -> int:
     """The index of the width."""
-    told = scores(rows, widths, costs)
-    best = told.index(max(told))
+    reported = scores(rows, widths, costs)
+    best = reported.index(max(reported))
     can_pay = any(w / c > 1 / costs[0] for w, c in zip(widths[1:], costs[1:], strict=True))
     if best == 0 and widths[0] == 1 and can_pay:
         spared = max(row.idle for row in rows)

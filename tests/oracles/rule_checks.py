@@ -105,23 +105,25 @@ def check_sampling(package: ModuleType, rng: np.random.Generator) -> None:
     confidence = rng.choice(GRID, (B, K, S))
     entropy = rng.choice(np.array([0.0, 0.25, 0.5, 1.0, 1.5], np.float32), (B, K, S))
     among = rng.random((B, K, S)) < 0.7
-    told = stats(package, confidence, entropy)
+    reported = stats(package, confidence, entropy)
     value, threshold = knob(package, rng)
     rows = list(np.ndindex(B, K))
 
-    same(sampling.above(told, threshold), by_cell(lambda b, k, s: confidence[b, k, s] > value[b]))
+    same(
+        sampling.above(reported, threshold), by_cell(lambda b, k, s: confidence[b, k, s] > value[b])
+    )
 
-    rank = np.asarray(sampling.rank(told.confidence, jnp.asarray(among)))
+    rank = np.asarray(sampling.rank(reported.confidence, jnp.asarray(among)))
     for b, k in rows:
         order = ordered(confidence[b, k], among[b, k])
         assert [int(rank[b, k, i]) for i in order] == list(range(len(order)))
         assert all(rank[b, k, i] >= len(order) for i in range(S) if i not in order)
 
     count = rng.integers(0, S + 1, (B, K))
-    best = sampling.top_n(told.confidence, jnp.asarray(count), jnp.asarray(among))
+    best = sampling.top_n(reported.confidence, jnp.asarray(count), jnp.asarray(among))
     same(best, taken(ordered(confidence[b, k], among[b, k])[: count[b, k]] for b, k in rows))
 
-    forced = sampling.forced_top1(told, state, threshold)
+    forced = sampling.forced_top1(reported, state, threshold)
     filled, status = np.asarray(state.buffer.filled), np.asarray(state.buffer.status)
     prompt = np.asarray(state.buffer.prompt_len - state.buffer.start)
     holes = by_cell(lambda b, k, s: status[b, k] == 1 and not filled[b, k, s])
@@ -139,7 +141,7 @@ def check_sampling(package: ModuleType, rng: np.random.Generator) -> None:
         return cells[: max(length, 1)]
 
     same(
-        sampling.leftmost_sure(told, threshold, jnp.asarray(among)),
+        sampling.leftmost_sure(reported, threshold, jnp.asarray(among)),
         taken(run(*row) for row in rows),
     )
 
@@ -149,7 +151,7 @@ def check_sampling(package: ModuleType, rng: np.random.Generator) -> None:
         return [cell for cell, before in zip(order, spent, strict=True) if before <= value[b]]
 
     same(
-        sampling.entropy_bounded(told, threshold, jnp.asarray(among)),
+        sampling.entropy_bounded(reported, threshold, jnp.asarray(among)),
         taken(bounded(*row) for row in rows),
     )
 
@@ -160,7 +162,7 @@ def check_sampling(package: ModuleType, rng: np.random.Generator) -> None:
         return order[:most]
 
     same(
-        sampling.factor_bounded(told, threshold, jnp.asarray(among)),
+        sampling.factor_bounded(reported, threshold, jnp.asarray(among)),
         taken(by_factor(*row) for row in rows),
     )
 
@@ -171,9 +173,11 @@ def check_sampling(package: ModuleType, rng: np.random.Generator) -> None:
 
     top = -np.sort(-rng.choice(GRID, (B, K, S, 3)), axis=-1)
     unasked = rng.random((B, K, S)) < 0.3
-    told = stats(package, np.where(unasked, -np.inf, top[..., 0]).astype(np.float32), entropy, top)
+    reported = stats(
+        package, np.where(unasked, -np.inf, top[..., 0]).astype(np.float32), entropy, top
+    )
     gap = np.where(unasked, -np.inf, top[..., 0] - top[..., 1])
-    same(sampling.margin(told), gap)
+    same(sampling.margin(reported), gap)
 
 
 # ---- blocks.py ----

@@ -31,8 +31,8 @@ def instructions(name):
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
 def test_images_start_the_server_with_flags_that_exist(name):
-    told = instructions(name)
-    args = parse([*told["ENTRYPOINT"], *told["CMD"]][1:])
+    reported = instructions(name)
+    args = parse([*reported["ENTRYPOINT"], *reported["CMD"]][1:])
     assert (args.verb, args.host, args.port) == ("serve", "0.0.0.0", 8000)
     text = (DEPLOY / name).read_text()
     assert "USER 10001" in text

@@ -153,8 +153,8 @@ def test_the_commands_of_the_drafting_page_give_its_figures(capsys, monkeypatch)
     text = page.read_text(encoding="utf-8")
     generate, evaluate = commands(blocks(page, "bash")[0][1])
     assert main(generate[1:]) == 0
-    told = blocks(page, "text")[0][1].split(", ...")[0]
-    assert told in capsys.readouterr().out
+    reported = blocks(page, "text")[0][1].split(", ...")[0]
+    assert reported in capsys.readouterr().out
     assert main([*evaluate[1:], "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     said = re.search(r"mean accepted length ([\d.]+) and ([\d.]+) of 16", text)

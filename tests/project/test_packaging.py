@@ -170,8 +170,8 @@ assert strategies.MultiBD.__module__ == "dllm_jax.strategies.multi_bd"
 
 def test_top_level_names_are_the_modules_of_dllm_jax(installed, tmp_path):
     run_installed(installed, tmp_path, "-c", SAME_MODULES)
-    told = run_installed(installed, tmp_path, "-m", "checkpoints_convert", "--help")
-    assert "usage: python -m checkpoints_convert" in told
+    reported = run_installed(installed, tmp_path, "-m", "checkpoints_convert", "--help")
+    assert "usage: python -m checkpoints_convert" in reported
 
 
 SHADOWED = """

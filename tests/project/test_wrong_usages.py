@@ -71,12 +71,14 @@ def wrong(argv, capsys):
     return None
 
 
-def told(argv):
+def reported(argv):
     return " ".join(word[:40] for word in argv)
 
 
 def all_wrong(usages, capsys):
-    found = {told(argv): reason for argv in usages if (reason := wrong(argv, capsys)) is not None}
+    found = {
+        reported(argv): reason for argv in usages if (reason := wrong(argv, capsys)) is not None
+    }
     assert found == {}
     return len(usages)
 
@@ -176,7 +178,7 @@ PATHS = (
 )
 
 
-@pytest.mark.parametrize("words", PATHS, ids=lambda words: told(words))
+@pytest.mark.parametrize("words", PATHS, ids=lambda words: reported(words))
 def test_every_path_refuses_what_is_no_such_file(words, once, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

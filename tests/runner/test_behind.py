@@ -162,8 +162,8 @@ def run(compiler: Compiler, work: list[warmup.Work], progress=None) -> Behind:
 
 def test_programs_come_one_by_one_in_order_and_are_told(monkeypatch):
     monkeypatch.setattr(warmup, "num_cores", lambda: 4)
-    compiler, told = Compiler(), []
-    made = run(compiler, programs("a", "b", "c", "d"), lambda *one: told.append(one))
+    compiler, reported = Compiler(), []
+    made = run(compiler, programs("a", "b", "c", "d"), lambda *one: reported.append(one))
     time.sleep(0.1)
     assert made.missing == {"a", "b", "c", "d"}, "not there before it is compiled"
     assert compiler.began == ["a", "b"], "half of the cores are left alone"
@@ -172,8 +172,8 @@ def test_programs_come_one_by_one_in_order_and_are_told(monkeypatch):
     assert made.missing == set()
     assert compiler.began == ["a", "b", "c", "d"]
     assert compiler.most_lowering == 1
-    assert {name for name, _, _ in told[1:]} == {"a", "b", "c", "d"}
-    assert [(done, of) for _, done, of in told] == [(i, 4) for i in range(5)]
+    assert {name for name, _, _ in reported[1:]} == {"a", "b", "c", "d"}
+    assert [(done, of) for _, done, of in reported] == [(i, 4) for i in range(5)]
 
 
 def test_a_program_that_fails_is_told_and_the_others_come():

@@ -71,12 +71,12 @@ def test_the_plan_has_the_bytes_of_the_arrays_that_are_there(num_pages):
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(device.state))
     pools = sum(leaf.nbytes for leaf in jax.tree.leaves(device.state.pools))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(models.plain().params))
-    told = device.memory
-    assert told.pool_bytes == pools
-    assert told.slot_bytes + told.pool_bytes == held
-    assert told.weights_bytes == weights
-    assert told.peak_bytes == weights + held, "on the CPU nothing else is counted"
-    assert told.num_pages == device.layout.num_pages == (num_pages or 2 * 3 * 4)
+    reported = device.memory
+    assert reported.pool_bytes == pools
+    assert reported.slot_bytes + reported.pool_bytes == held
+    assert reported.weights_bytes == weights
+    assert reported.peak_bytes == weights + held, "on the CPU nothing else is counted"
+    assert reported.num_pages == device.layout.num_pages == (num_pages or 2 * 3 * 4)
 
 
 def test_pages_within_a_number_of_bytes_are_the_most_that_fit():
@@ -178,13 +178,13 @@ def test_a_share_without_room_for_one_text_says_what_would_be_enough():
     short = plan(limit_bytes=12 * GIB, utilization=0.75, needed_tokens=32768, slot_bytes=2 * GIB)
     with pytest.raises(ValueError, match="one text takes 32768") as caught:
         memory.fill(short, 10, 1)
-    told = numbers(str(caught.value))
-    assert set(told) == {"max_model_len", "max_num_seqs", "memory_utilization"}
-    shorter = dataclasses.replace(short, needed_tokens=int(told["max_model_len"]))
+    reported = numbers(str(caught.value))
+    assert set(reported) == {"max_model_len", "max_num_seqs", "memory_utilization"}
+    shorter = dataclasses.replace(short, needed_tokens=int(reported["max_model_len"]))
     assert memory.fill(shorter, 10, 1).num_pages
-    wider = dataclasses.replace(short, utilization=told["memory_utilization"])
+    wider = dataclasses.replace(short, utilization=reported["memory_utilization"])
     assert memory.fill(wider, 10, 1).num_pages
-    slots = int(told["max_num_seqs"])
+    slots = int(reported["max_num_seqs"])
     fewer = dataclasses.replace(
         short,
         num_slots=slots,
@@ -204,9 +204,9 @@ def test_more_pages_than_memory_are_refused_with_a_number_that_fits():
     much = plan(num_pages=20000)
     with pytest.raises(ValueError, match=r"num_pages=20000 needs .* of 100.0 GiB") as caught:
         much.check()
-    told = numbers(str(caught.value))
-    assert set(told) == {"num_pages"}, "no number of slots helps"
-    dataclasses.replace(much, num_pages=int(told["num_pages"])).check()
+    reported = numbers(str(caught.value))
+    assert set(reported) == {"num_pages"}, "no number of slots helps"
+    dataclasses.replace(much, num_pages=int(reported["num_pages"])).check()
     many = plan(slot_bytes=60 * GIB, num_pages=9000)
     with pytest.raises(ValueError, match="max_num_seqs from 32 to ") as caught:
         many.check()
@@ -225,8 +225,8 @@ def test_an_engine_refuses_pages_that_the_machine_does_not_have():
 
 
 def test_info_tells_what_memory_there_is():
-    (told,) = set(info.collect()["devices"].values())
-    free = re.search(r"([\d.]+) GiB of the host's memory free", told)
+    (reported,) = set(info.collect()["devices"].values())
+    free = re.search(r"([\d.]+) GiB of the host's memory free", reported)
     assert float(free[1]) == pytest.approx(memory.host_bytes_available() / GIB, rel=0.5)
 
 
@@ -267,13 +267,13 @@ def test_a_message_of_xla_becomes_one_line_with_what_to_lower(text, asked):
     assert memory.is_out_of_memory(text)
     assert memory._requested_bytes(text) == asked
     full = plan(num_pages=memory.fill(plan(), 10, 1).num_pages)
-    told = memory.explain(text, full)
-    assert "\n" not in told
-    assert told.startswith("the device ran out of memory")
+    reported = memory.explain(text, full)
+    assert "\n" not in reported
+    assert reported.startswith("the device ran out of memory")
     if asked > full.limit_bytes:
-        assert "smaller model" in told
+        assert "smaller model" in reported
         return
-    lowered = numbers(told)
+    lowered = numbers(reported)
     assert lowered["memory_utilization"] < full.utilization
     fewer = dataclasses.replace(full, num_pages=int(lowered["num_pages"]))
     assert fewer.peak_bytes <= full.peak_bytes - max(asked, 0.05 * full.limit_bytes)

@@ -56,7 +56,7 @@ def built_in(kind: str) -> tuple[Model, Model]:
 def pairs() -> dict[str, Any]:
     """Costs of rounds of `WIDTHS` by slots, for each pair that was measured."""
     large = published("Qwen/Qwen3-8B"), published("z-lab/Qwen3-8B-DFlash-b16")
-    told: dict[str, tuple[Any, int, str]] = {
+    reported: dict[str, tuple[Any, int, str]] = {
         "8b": (large, 1024, "gpu"),
         "small": (built_in("bfloat16"), 352, "gpu"),
         "small on a cpu": (built_in("float32"), 352, "cpu"),
@@ -71,7 +71,7 @@ def pairs() -> dict[str, Any]:
             strategy, target, {"draft": joined}, slots, context, platform
         )
 
-    return {name: costs_of(*one) for name, one in told.items()}
+    return {name: costs_of(*one) for name, one in reported.items()}
 
 
 def measured(name: str, slots: int) -> float:

@@ -102,14 +102,14 @@ def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     made = device(max_model_len=52, slot_buckets=(3,))  # sizes no other test has
     work = warmup.every_program(made.layout, made.num_words)
     compiled.clear()
-    told = []
-    made.compile_ahead(work, lambda *progress: told.append(progress))
+    reported = []
+    made.compile_ahead(work, lambda *progress: reported.append(progress))
     assert made.state is None, "memory is taken once everything is compiled"
     assert len(compiled) == len(work) == len({one.name for one in work})
-    assert [(done, total) for _, done, total in told] == [
+    assert [(done, total) for _, done, total in reported] == [
         (i + 1, len(work)) for i in range(len(work))
     ]
-    assert {name for name, _, _ in told} == {one.name for one in work}
+    assert {name for name, _, _ in reported} == {one.name for one in work}
     made.reset()
     compiled.clear()
     made.warm_up()
@@ -244,9 +244,9 @@ def test_the_memory_of_programs_is_that_of_the_hungriest():
     work = warmup.every_program(made.layout, made.num_words)
     needs = {}
     for one in work:
-        told = made.lower(one.call(made)).compile().memory_analysis()
-        fresh = told.output_size_in_bytes - told.alias_size_in_bytes
-        needs[one.name] = told.temp_size_in_bytes + fresh
+        reported = made.lower(one.call(made)).compile().memory_analysis()
+        fresh = reported.output_size_in_bytes - reported.alias_size_in_bytes
+        needs[one.name] = reported.temp_size_in_bytes + fresh
     assert made.compile_ahead(work) == max(needs.values()) > 0
     largest = {one.name for one in warmup.largest_programs(made.layout)}
     assert max(needs, key=needs.__getitem__) in largest, "which sizes the pool of an accelerator"
@@ -290,11 +290,11 @@ def test_the_progress_line_counts_each_list_of_work(monkeypatch):
     for total in (2, 3):
         for done in range(1, total + 1):
             show(f"work {done}", done, total)
-    told = stderr.getvalue()
-    assert "compiling" in told
-    assert "0/2" in told
-    assert "0/3" in told
-    assert told.endswith("\r"), "nothing of it is left on the screen"
+    reported = stderr.getvalue()
+    assert "compiling" in reported
+    assert "0/2" in reported
+    assert "0/3" in reported
+    assert reported.endswith("\r"), "nothing of it is left on the screen"
 
 
 def test_an_accelerator_that_is_out_of_memory_says_what_to_lower(monkeypatch):
@@ -447,8 +447,8 @@ def test_each_cost_is_found_free_of_what_a_dispatch_costs(prompt):
             assert found.decode_s(rows, columns) == pytest.approx(step_s(rows, columns))
         for kind in warmup.pass_kinds(made.layout):
             for size in made.layout.prefill_buckets:
-                told = found.prefill_s(size, columns, kind)
-                assert told == pytest.approx(pass_s(size, columns, kind))
+                reported = found.prefill_s(size, columns, kind)
+                assert reported == pytest.approx(pass_s(size, columns, kind))
     assert made.is_new, "the made-up requests are gone"
 
 

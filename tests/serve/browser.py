@@ -57,8 +57,8 @@ class Browser:
         self.files.mkdir(parents=True)
         targets = self.send("Target.getTargets")["targetInfos"]
         (tab,) = [one["targetId"] for one in targets if one["type"] == "page"]
-        told = self.send("Target.attachToTarget", targetId=tab, flatten=True)
-        self._session = told["sessionId"]
+        reported = self.send("Target.attachToTarget", targetId=tab, flatten=True)
+        self._session = reported["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
             self.send(f"{domain}.enable")
         self.send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(self.files))
@@ -70,10 +70,10 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        for told in self._messages(60):
-            if told.get("id") == number:
-                assert "error" not in told, (method, told["error"])
-                return told["result"]
+        for reported in self._messages(60):
+            if reported.get("id") == number:
+                assert "error" not in reported, (method, reported["error"])
+                return reported["result"]
         raise TimeoutError(method)
 
     def _messages(self, seconds):
@@ -81,16 +81,16 @@ class Browser:
         while (left := until - time.monotonic()) > 0:
             while b"\0" in self._held:
                 data, self._held = self._held.split(b"\0", 1)
-                told = json.loads(data)
-                self._note(told)
-                yield told
+                reported = json.loads(data)
+                self._note(reported)
+                yield reported
             if select.select([self._in], [], [], left)[0]:
                 data = os.read(self._in, 1 << 16)
                 assert data, "the browser ended"
                 self._held += data
 
-    def _note(self, told):
-        method, params = told.get("method"), told.get("params", {})
+    def _note(self, reported):
+        method, params = reported.get("method"), reported.get("params", {})
         if method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
@@ -135,11 +135,11 @@ class Browser:
 
     def run(self, script):
         """The value of an expression, awaited."""
-        told = self.send(
+        reported = self.send(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in told, (script, told["exceptionDetails"])
-        return told["result"].get("value")
+        assert "exceptionDetails" not in reported, (script, reported["exceptionDetails"])
+        return reported["result"].get("value")
 
     def wait(self, condition, seconds=20):
         """Until an expression is true."""
@@ -158,9 +158,9 @@ class Browser:
         """Press keys, one after the other."""
         for name in names:
             code, text = KEYS.get(name, (ord(name[0].upper()), name))
-            told = {"key": name, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-            self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **told)
-            self.send("Input.dispatchKeyEvent", type="keyUp", **told)
+            reported = {"key": name, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+            self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **reported)
+            self.send("Input.dispatchKeyEvent", type="keyUp", **reported)
 
     def picture(self, path):
         """A PNG of what is seen."""

@@ -12,6 +12,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# The tests' compiled programs: a server reads those of the `LLM` beside it, and the reverse.
+PROGRAMS = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -27,7 +32,7 @@ class Server:
                 stderr=out,
                 stdout=out,
                 cwd=root,
-                env={**os.environ, "PYTHONPATH": paths, **(env or {})},
+                env={**os.environ, **PROGRAMS, "PYTHONPATH": paths, **(env or {})},
             )
         self.port = int(self._first_line()["url"].rsplit(":", 1)[1])
 
@@ -71,12 +76,12 @@ class Server:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             data = answer.read()
-            told = dict(answer.getheaders())
+            reported = dict(answer.getheaders())
         finally:
             connection.close()
         with contextlib.suppress(ValueError):
             data = json.loads(data)
-        return answer.status, data, {name.lower(): value for name, value in told.items()}
+        return answer.status, data, {name.lower(): value for name, value in reported.items()}
 
     def get(self, path, headers=None):
         return self.request("GET", path, headers=headers)

@@ -103,10 +103,18 @@ class Script:
         return RequestOutput(request.request_id, None, ids, others, done, metrics, error)
 
     def stats(self):
-        told = dict.fromkeys(Counts.__struct_fields__, 0)
-        told |= {"num_running": len(self._live), "num_pages": 8, "num_pages_held": len(self._live)}
-        told |= {"prompt_tokens": self.prompts, "generated_tokens": self.tokens, "nfe": self.nfe}
-        return SimpleNamespace(**told, num_steps=self.num_steps)
+        reported = dict.fromkeys(Counts.__struct_fields__, 0)
+        reported |= {
+            "num_running": len(self._live),
+            "num_pages": 8,
+            "num_pages_held": len(self._live),
+        }
+        reported |= {
+            "prompt_tokens": self.prompts,
+            "generated_tokens": self.tokens,
+            "nfe": self.nfe,
+        }
+        return SimpleNamespace(**reported, num_steps=self.num_steps)
 
 
 def make(settings, progress):
@@ -153,12 +161,16 @@ def main():
     from dllm_jax.serve.server import bind, run
     from dllm_jax.serve.service import Config
 
-    told = json.loads(sys.argv[1])
-    launch = Launch("tests.serve.scripted:make", told.pop("settings", {}))
-    limits = Limits(**told.pop("limits", {}))
-    told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+    reported = json.loads(sys.argv[1])
+    launch = Launch("tests.serve.scripted:make", reported.pop("settings", {}))
+    limits = Limits(**reported.pop("limits", {}))
+    reported = {name: tuple(v) if isinstance(v, list) else v for name, v in reported.items()}
     config = Config(
-        model="scripted", launch=launch, version="0", limits=limits, **{"log_format": "json"} | told
+        model="scripted",
+        launch=launch,
+        version="0",
+        limits=limits,
+        **{"log_format": "json"} | reported,
     )
     return run(config, bind("127.0.0.1", 0))
 

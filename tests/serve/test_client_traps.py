@@ -48,8 +48,8 @@ def check_one_request_id(server):
 
 def check_hostile_json(server):
     for body in (b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000):
-        status, told, _ = server.post(TEXT, body)
-        assert (status, told["error"]["code"]) == (400, "invalid_json")
+        status, reported, _ = server.post(TEXT, body)
+        assert (status, reported["error"]["code"]) == (400, "invalid_json")
 
 
 def check_causal(server):

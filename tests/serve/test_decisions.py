@@ -38,10 +38,10 @@ def server(tmp_path_factory):
 @pytest.mark.parametrize("joint", [None, False, True])
 def test_answers_have_openais_form(server, joint):
     before = server.metric("dllm_decision_forwards_total")
-    status, told, _ = server.post(PATH, {**BODY, "joint": joint})
+    status, reported, _ = server.post(PATH, {**BODY, "joint": joint})
     assert status == 200
     first = 1 / (1 + math.exp(-1))
-    dup, team, urgency = told["answers"]
+    dup, team, urgency = reported["answers"]
     assert dup == {"type": "predicate", "name": "dup", "probability": pytest.approx(first)}
     assert (team["type"], team["name"], team["choice"]) == ("choice", None, "billing")
     assert [one["value"] for one in team["probabilities"]] == ["billing", "tech"]
@@ -49,7 +49,7 @@ def test_answers_have_openais_form(server, joint):
     assert urgency["score"] == pytest.approx(1 - first)
     assert [one["value"] for one in urgency["probabilities"]] == [0, 1]
     assert [one["label"] for one in urgency["probabilities"]] == ["low", "high"]
-    usage = told["usage"]
+    usage = reported["usage"]
     assert usage["output_tokens"] == 3
     assert usage["total_tokens"] == usage["input_tokens"] + 3
     assert server.metric("dllm_decision_forwards_total") == before + 1
@@ -86,9 +86,9 @@ CHOICE = {"type": "choice", "instructions": "x"}
     ],
 )
 def test_what_is_not_asked_well_is_named(server, change, param):
-    status, told, _ = server.post(PATH, {**BODY, **change})
+    status, reported, _ = server.post(PATH, {**BODY, **change})
     assert status in (400, 404)
-    error = told["error"]
+    error = reported["error"]
     if param is not None:
         assert error["param"].replace("[0]", "[*]") == param.replace("[0]", "[*]")
     assert server.post(PATH, BODY)[0] == 200
@@ -108,8 +108,8 @@ def test_the_built_in_model_decides_as_in_process(tmp_path):
         server.wait_ready()
         for joint in (False, True):
             wanted = decide(model, BODY["input"], asked, joint=joint)
-            told = server.post(PATH, {**BODY, "questions": QUESTIONS[:2], "joint": joint})[1]
-            dup, team = told["answers"]
+            reported = server.post(PATH, {**BODY, "questions": QUESTIONS[:2], "joint": joint})[1]
+            dup, team = reported["answers"]
             assert dup["probability"] == pytest.approx(wanted[0].value, abs=1e-5)
             found = [one["probability"] for one in team["probabilities"]]
             assert found == pytest.approx(wanted[1].probabilities, abs=1e-5)

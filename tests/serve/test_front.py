@@ -75,10 +75,13 @@ def test_frames_say_what_changed():
         **{"nfe": 1, "at": 4, "size": 3},
         **{"set": [[5, "a"], [6, "b"]], "clear": []},
     }
-    told = window.change(Frame(4, 2, ["c", "a", None]))
-    assert (told["set"], told["clear"]) == ([[4, "c"]], [6])
-    told = window.change(Frame(6, 3, [None, "d"]))
-    assert (told["set"], told["clear"]) == ([[7, "d"]], [])  # cells that settled are not cleared
+    reported = window.change(Frame(4, 2, ["c", "a", None]))
+    assert (reported["set"], reported["clear"]) == ([[4, "c"]], [6])
+    reported = window.change(Frame(6, 3, [None, "d"]))
+    assert (reported["set"], reported["clear"]) == (
+        [[7, "d"]],
+        [],
+    )  # cells that settled are not cleared
     assert window.seq == 3
 
 
@@ -93,9 +96,9 @@ def test_answers_have_openais_reasons():
     ):
         (choice,) = form.whole([Delta(1, 0, "x", 2, finish=ours)], [USAGE])["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop)
-    told = form.whole([Delta(1, 0, "x", 2, finish="stop")], [USAGE])["metrics"]
-    assert (told["tokens_per_forward"], told["queue_time_ms"]) == (4.0, 10.0)
-    assert told["generation_time_ms"] == 40.0
+    reported = form.whole([Delta(1, 0, "x", 2, finish="stop")], [USAGE])["metrics"]
+    assert (reported["tokens_per_forward"], reported["queue_time_ms"]) == (4.0, 10.0)
+    assert reported["generation_time_ms"] == 40.0
 
 
 def lines(metrics, name):
@@ -163,9 +166,13 @@ def test_a_guard_without_keys_wants_loopback():
 def test_admission_counts_texts_that_wait():
     admission = Admission(Limits(max_waiting=2, max_texts=4, max_denoise_streams=0))
     admission.check(num_open=3, num_slots=2, num_texts=4, denoise=False)
-    for told, status in (((4, 2, 1, False), 429), ((0, 2, 5, False), 400), ((0, 2, 1, True), 429)):
+    for reported, status in (
+        ((4, 2, 1, False), 429),
+        ((0, 2, 5, False), 400),
+        ((0, 2, 1, True), 429),
+    ):
         with pytest.raises(Refusal) as raised:
-            admission.check(*told)
+            admission.check(*reported)
         assert raised.value.status == status
     for _ in range(100):
         admission.ended(60.0)

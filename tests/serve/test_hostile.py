@@ -71,10 +71,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies_are_refused(server, name):
     path, body, headers, wanted = HOSTILE[name]
-    status, told, _ = server.request("POST", path, body, headers)
+    status, reported, _ = server.request("POST", path, body, headers)
     assert status == wanted
-    assert {"message", "type", "param", "code"} == told["error"].keys()
-    assert len(json.dumps(told)) <= 1024
+    assert {"message", "type", "param", "code"} == reported["error"].keys()
+    assert len(json.dumps(reported)) <= 1024
     assert server.get("/live")[0] == 200
 
 
@@ -84,8 +84,8 @@ def test_headers_are_not_injected(server):
         sock.sendall(sent.encode())
         head = sock.recv(65536).split(b"\r\n\r\n")[0].lower()
     assert b"\r\nb: c" not in head
-    told = server.get("/version", {"x-request-id": "a%0d%0ab: c"})[2]
-    assert uuid.UUID(told["x-request-id"])
+    reported = server.get("/version", {"x-request-id": "a%0d%0ab: c"})[2]
+    assert uuid.UUID(reported["x-request-id"])
 
 
 def values():
@@ -150,12 +150,12 @@ def test_bodies_of_the_schema_have_documented_answers(server, path):
         # Long texts of the script would only take time.
         if isinstance(body.get("max_tokens"), int | None) and path in (CHAT, TEXT):
             body = {**body, "max_tokens": 8, "max_completion_tokens": None}
-        status, told, _ = server.post(path, body)
+        status, reported, _ = server.post(path, body)
         seen[status] = seen.get(status, 0) + 1
         assert str(status) in route["responses"], (status, body)
-        assert status < 500, (body, told)
+        assert status < 500, (body, reported)
         if status != 200:
-            assert len(json.dumps(told)) <= 1024
+            assert len(json.dumps(reported)) <= 1024
 
     run()
     assert seen.get(200, 0) > 5

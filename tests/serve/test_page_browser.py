@@ -162,9 +162,12 @@ def test_errors_are_told_in_words(tab, server):
     visit(tab, server)
     fault = "[...document.querySelectorAll('.fault')].at(-1)"
     shown = f"!live && {fault} && {fault}.checkVisibility()"
-    for seed, told in ((script.REFUSED, "take another seed"), (script.FAILS, "the server failed")):
+    for seed, reported in (
+        (script.REFUSED, "take another seed"),
+        (script.FAILS, "the server failed"),
+    ):
         ask(tab, seed=seed, until=shown)
-        assert told in tab.run(f"{fault}.textContent")
+        assert reported in tab.run(f"{fault}.textContent")
         assert tab.run(f"{fault}.getAttribute('role')") == "alert"
         setting(tab, "prompt", "")
     assert tab.run("turns.length") == 2  # of the refused one nothing is kept

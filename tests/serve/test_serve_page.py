@@ -31,8 +31,8 @@ def get(path, accept="text/html,*/*;q=0.8", **settings):
     scope |= {"query_string": b"", "headers": headers, "root_path": "", "http_version": "1.1"}
     asyncio.run(application(service)(scope, receive, send))
     start, *bodies = sent
-    told = {name.decode(): value.decode() for name, value in start["headers"]}
-    return start["status"], told, b"".join(part.get("body", b"") for part in bodies)
+    reported = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], reported, b"".join(part.get("body", b"") for part in bodies)
 
 
 def test_browsers_get_the_page_and_clients_the_routes():

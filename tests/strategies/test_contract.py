@@ -224,10 +224,10 @@ def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
             forward(state, live=cells(12), width=width),
         )
         how = {"where": cells(12), "sampling": state.sampling, "keys": position_keys(state)}
-        told = [wide.predict(**how, num_top=2, width=w) for w in (None, 2)]
+        reported = [wide.predict(**how, num_top=2, width=w) for w in (None, 2)]
         return [
             (o.hidden, o.predict().confidence, o.store(state, cells(12))) for o in (wide, narrow)
-        ], told
+        ], reported
 
     ((wide, wide_sure, wide_state), (narrow, sure, narrow_state)), (every, two) = run(state)
     asked = np.asarray(every.confidence > -np.inf).reshape(SLOTS, -1)

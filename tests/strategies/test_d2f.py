@@ -181,8 +181,8 @@ def test_the_option_decides_how_the_prompt_is_taken_in():
     assert load_strategy("d2f").needs.prompt == "grid_full"
     aligned = load_strategy("d2f", align_blocks_to_prompt=True)
     assert aligned.needs.prompt == "whole_full"
-    told = (D2F().add_block_threshold, D2F().semi_complete_threshold, D2F().accept_threshold)
-    assert (*told, D2F().block_size, D2F().buffer_size) == (0.1, 0.9, 0.95, 32, 4)
+    reported = (D2F().add_block_threshold, D2F().semi_complete_threshold, D2F().accept_threshold)
+    assert (*reported, D2F().block_size, D2F().buffer_size) == (0.1, 0.9, 0.95, 32, 4)
     with pytest.raises(ValueError, match="D2F has no such field to set; its fields are accept_"):
         load_strategy("d2f", needs="grid_causal")
 

@@ -179,8 +179,8 @@ def told_of(strategy: DFlash, truth: Rounds) -> DraftMetrics:
     size = strategy.draft_block_size or 0
     counts = (truth.sizes[n] for n in range(1, size + 1))
     places = range(1, size)
-    told = (tuple(counter[p] for p in places) for counter in (truth.proposed, truth.accepted))
-    return DraftMetrics(tuple(counts), *told)
+    reported = (tuple(counter[p] for p in places) for counter in (truth.proposed, truth.accepted))
+    return DraftMetrics(tuple(counts), *reported)
 
 
 def compare(
@@ -312,8 +312,8 @@ def check_guesses(strategy: Any) -> int:
         for count, guesses in zip(one.counts[:6], one.guesses, strict=False):
             taps = np.concatenate(dense.causal_rows(net, text[:anchor]).taps, axis=-1)
             rows = dense.draft_rows(draft_net, taps, text[anchor], ROUND - 1).logits
-            told = [draft_net.law(row).draw()[0] for row in rows[1:]]
-            assert guesses[1:ROUND].tolist() == told
+            reported = [draft_net.law(row).draw()[0] for row in rows[1:]]
+            assert guesses[1:ROUND].tolist() == reported
             anchor, seen = anchor + count, seen + 1
     return seen
 

@@ -110,10 +110,10 @@ def test_an_engine_measures_as_it_starts_and_writes_what_ar_writes():
         rounds.append(drafting.engine.stats().draft_rounds - before)
     assert rounds[0] == 0 < rounds[1]
     assert drafting.engine.stats().num_late_compiles == 0
-    told = made(DFlash(4, LAYERS, costs=(1.0, 9.0, 9.0)), draft=models.drafter(target))
-    assert told.engine.runner.choice_costs == {}
-    assert texts(told) == wanted
-    assert told.engine.stats().draft_rounds == 0
+    reported = made(DFlash(4, LAYERS, costs=(1.0, 9.0, 9.0)), draft=models.drafter(target))
+    assert reported.engine.runner.choice_costs == {}
+    assert texts(reported) == wanted
+    assert reported.engine.stats().draft_rounds == 0
     # What the first texts have shown of drafts that are never right, the next ones know.
     dear = made(DFlash(4, LAYERS, costs=(1.0, 1.6, 2.2)), draft=models.drafter(target))
     seen = []

@@ -37,12 +37,12 @@ def draft(output: RequestOutput) -> DraftMetrics:
 def test_counts_do_not_depend_on_neighbours_or_preemption():
     alone = [run(make_engine(NAME), [wish(r)])[0] for r in REQUESTS]
     for one in alone:
-        told = draft(one)
-        assert told.rounds == one.metrics.nfe
+        reported = draft(one)
+        assert reported.rounds == one.metrics.nfe
         emitted = len(one.outputs[0].token_ids) - 1  # the first is the prompt's
-        assert sum(n * count for n, count in enumerate(told.counts, 1)) == emitted
-        assert told.mean_accepted_length == emitted / told.rounds
-        assert sum(told.accepted) > 0
+        assert sum(n * count for n, count in enumerate(reported.counts, 1)) == emitted
+        assert reported.mean_accepted_length == emitted / reported.rounds
+        assert sum(reported.accepted) > 0
     engine = make_engine(NAME)
     with steps_a_chunk(1):
         moved = run(engine, [wish(r) for r in [*REQUESTS, *REQUESTS]], toy.preempting())
@@ -78,10 +78,10 @@ def test_strategies_that_do_not_draft_have_no_counts():
 
 
 def test_figures_of_counts():
-    told = DraftMetrics((3, 0, 1), (4, 2), (1, 1)) + DraftMetrics((1, 0, 0), (1, 0), (0, 0))
-    assert told == DraftMetrics((4, 0, 1), (5, 2), (1, 1))
-    assert (told.rounds, told.mean_accepted_length) == (5, 7 / 5)
-    assert told.accepted_per_position == (1 / 5, 1 / 2)
+    reported = DraftMetrics((3, 0, 1), (4, 2), (1, 1)) + DraftMetrics((1, 0, 0), (1, 0), (0, 0))
+    assert reported == DraftMetrics((4, 0, 1), (5, 2), (1, 1))
+    assert (reported.rounds, reported.mean_accepted_length) == (5, 7 / 5)
+    assert reported.accepted_per_position == (1 / 5, 1 / 2)
     empty = DraftMetrics((0, 0), (0,), (0,))
     assert math.isnan(empty.mean_accepted_length)
     assert math.isnan(empty.accepted_per_position[0])
@@ -89,16 +89,16 @@ def test_figures_of_counts():
 
 def rounds(num, accepted, proposed=None):
     """Counts of rounds of two drafts of which the first was accepted so often."""
-    told = num if proposed is None else proposed
-    return DraftMetrics((num - accepted, accepted, 0), (told, told), (accepted, 0))
+    reported = num if proposed is None else proposed
+    return DraftMetrics((num - accepted, accepted, 0), (reported, reported), (accepted, 0))
 
 
 def test_a_draft_that_is_rarely_right_is_warned_of():
-    told = draft_warning(rounds(WARN_ROUNDS, 1))
-    assert told is not None
-    assert "1.02 tokens a round over 64 rounds" in told
-    assert "language); the temperature is high. " in told
-    assert "dtype" not in told, "a draft of another is refused where it is loaded"
+    reported = draft_warning(rounds(WARN_ROUNDS, 1))
+    assert reported is not None
+    assert "1.02 tokens a round over 64 rounds" in reported
+    assert "language); the temperature is high. " in reported
+    assert "dtype" not in reported, "a draft of another is refused where it is loaded"
     assert draft_warning(rounds(WARN_ROUNDS - 1, 0)) is None
     assert draft_warning(rounds(100, 15)) is None
     assert draft_warning(rounds(100, 14)) is not None
@@ -112,9 +112,11 @@ def test_the_warning_comes_once():
     engine = SharedEngine(toy.make_device("ar", allocate=False))
     engine.advance()
     engine.drafted = rounds(WARN_ROUNDS, 0)
-    with pytest.warns(UserWarning, match=r"hardly ever right: 1\.00 .*\(chat template") as told:
+    with pytest.warns(UserWarning, match=r"hardly ever right: 1\.00 .*\(chat template") as reported:
         engine.step()
-    assert [one.filename for one in told] == [__file__], "the caller's line, none of the package"
+    assert [one.filename for one in reported] == [__file__], (
+        "the caller's line, none of the package"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.advance()

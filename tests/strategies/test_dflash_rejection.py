@@ -71,11 +71,11 @@ def chi_squared(counts: np.ndarray, law: np.ndarray) -> float:
     """In standard deviations above its mean; cells that expect few are taken together."""
     expected = counts.sum() * law
     few = expected < 8
-    told = np.append(counts[~few], counts[few].sum())
+    reported = np.append(counts[~few], counts[few].sum())
     wanted = np.append(expected[~few], expected[few].sum())
-    told, wanted = told[wanted > 0], wanted[wanted > 0]
-    freedom = len(told) - 1
-    return float((np.sum((told - wanted) ** 2 / wanted) - freedom) / np.sqrt(2 * freedom))
+    reported, wanted = reported[wanted > 0], wanted[wanted > 0]
+    freedom = len(reported) - 1
+    return float((np.sum((reported - wanted) ** 2 / wanted) - freedom) / np.sqrt(2 * freedom))
 
 
 FAR = 5.0  # one in a million, of such sums
@@ -180,8 +180,8 @@ def dense_law(target: Any, prompt: list[int], **how: Any) -> np.ndarray:
     net, law = dense.Net(target), np.zeros((5,) * 4)
     for text in itertools.product(range(5), repeat=3):
         rows = dense.causal_rows(net, [*prompt, *text]).logits[len(prompt) - 1 :]
-        told = [cut(row / 1.2, **how) for row in rows]
-        law[text] = np.prod([told[i][text[i]] for i in range(3)]) * told[3]
+        reported = [cut(row / 1.2, **how) for row in rows]
+        law[text] = np.prod([reported[i][text[i]] for i in range(3)]) * reported[3]
     return law.sum(axis=0)
 
 

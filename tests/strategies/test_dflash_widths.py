@@ -149,8 +149,8 @@ def test_choosing_the_width_changes_no_token(costs: Any) -> None:
         texts = run(AR(), wishes)
         table = hints_of(rng, ROUND, wishes, [one.output for one in texts])
         got = run(strategy, wishes, drafters.hinted(TARGET, table), seed=number)
-        told = [(one.output, one.finish_reason) for one in got]
-        assert told == [(one.output, one.finish_reason) for one in texts], f"{number=}"
+        reported = [(one.output, one.finish_reason) for one in got]
+        assert reported == [(one.output, one.finish_reason) for one in texts], f"{number=}"
 
 
 # --- what is chosen -------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ def check_choice(of: Any = drafting) -> None:
             )
             for _ in range(3)
         ]
-        told = sorted(draft_widths.scores(rows, widths, costs.tolist()))
-        if told[-1] - told[-2] < 1e-4 * told[-1]:
+        reported = sorted(draft_widths.scores(rows, widths, costs.tolist()))
+        if reported[-1] - reported[-2] < 1e-4 * reported[-1]:
             continue
         wanted = draft_widths.choice(rows, widths, costs.tolist())
         assert chosen(rows, costs, widths, of) == wanted, (rows, costs, widths)

@@ -231,8 +231,8 @@ def test_an_engine_answers_as_transformers_alone_together_and_preempted(
             (list(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.metrics.nfe)
             for o in outputs
         ]
-        told = [(rows[i][0], one) for i, one in zip(batch, got, strict=True)]
-        assert told == [(rows[i][0], want[i]) for i in batch]
+        reported = [(rows[i][0], one) for i, one in zip(batch, got, strict=True)]
+        assert reported == [(rows[i][0], want[i]) for i in batch]
         preempted += sum(o.metrics.num_preemptions for o in outputs)
         cached += sum(o.metrics.cached_tokens for o in outputs)
     assert preempted or len(rows) < 4

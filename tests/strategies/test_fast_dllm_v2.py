@@ -130,7 +130,7 @@ def recording(package: ModuleType = strategies) -> Iterator[list[Pass]]:
     testing, passes = package.testing.script, []
     call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
 
-    def told(narrow: bool, live: Any, position: Any, context: Any) -> None:
+    def reported(narrow: bool, live: Any, position: Any, context: Any) -> None:
         cells = position.reshape(-1)[live.reshape(-1)]
         mode = "REFINE" if narrow else "WHOLE"
         passes.append(Pass(mode, int(cells[0]), int(cells[-1]) + 1, int(context[0]), 0))
@@ -141,7 +141,7 @@ def recording(package: ModuleType = strategies) -> Iterator[list[Pass]]:
 
     def recorded(self: Any, state: Any, **options: Any) -> Any:
         width, context = options.get("width"), options.get("context_len", state.buffer.start)
-        see = functools.partial(told, width is not None)
+        see = functools.partial(reported, width is not None)
         jax.debug.callback(see, options["live"], state.buffer.positions, context, ordered=True)
         return call(self, state, **options)
 

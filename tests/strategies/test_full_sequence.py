@@ -174,7 +174,7 @@ def recording(package: ModuleType = strategies) -> Iterator[tuple[list[Pass], li
     passes, widths = [], []
     call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
 
-    def told(width: int, live: Any, position: Any, context: Any) -> None:
+    def reported(width: int, live: Any, position: Any, context: Any) -> None:
         cells = position.reshape(-1)[live.reshape(-1)]
         seen = np.setdiff1d(np.arange(int(context[0])), cells)
         passes.append(Pass(int(cells[0]), int(cells[-1]) + 1, len(seen), 0))
@@ -186,7 +186,7 @@ def recording(package: ModuleType = strategies) -> Iterator[tuple[list[Pass], li
 
     def recorded(self: Any, state: Any, **options: Any) -> Any:
         width, context = options.get("width"), options.get("context_len", state.buffer.start)
-        see = functools.partial(told, S * K if width is None else width)
+        see = functools.partial(reported, S * K if width is None else width)
         jax.debug.callback(see, options["live"], state.buffer.positions, context, ordered=True)
         return call(self, state, **options)
 

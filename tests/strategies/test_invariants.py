@@ -50,6 +50,18 @@ CASES: dict[str, tuple[Any, int]] = {
         strategies.Edit(max_post_edit_steps=0, penalty_lambda=1.0, block_size=4, buffer_size=2),
         6,
     ),
+    "edit_indel": (
+        strategies.EditIndel(
+            max_post_edit_steps=3,
+            denoising_steps=4,
+            max_block_steps=7,
+            delete_token_id=3,
+            split_token_id=5,
+            block_size=4,
+            buffer_size=3,
+        ),
+        8,
+    ),
     "dmax": (strategies.DMax(block_size=4, buffer_size=3), 5),
     "dmax_top": (
         strategies.DMax(merge="iter_smooth_topk", token_merge_top_k=2, block_size=4),
@@ -257,7 +269,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_invariants(surest)
     with pytest.raises(ValueError, match=r"Speculate needs the models \('draft',\)"):
         check_invariants(toys_models.Speculate())
-    for wrong, told in (
+    for wrong, reported in (
         (
             {"knobs": {"threshold": [1.0]}},
             "no knob 'threshold'; it has accept_threshold, add_block",
@@ -267,5 +279,5 @@ def test_what_cannot_be_checked_is_refused() -> None:
         ({"num_slots": 1}, "num_slots=1 must be at least 2"),
         ({"seed": -1}, "seed=-1 at least 0"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             check_invariants("multi_bd", **wrong)

@@ -229,7 +229,7 @@ def test_json_holds_all_of_it(trajectory):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "JSONDecodeError"),
         ("[]", "TypeError|AttributeError"),
@@ -238,8 +238,8 @@ def test_json_holds_all_of_it(trajectory):
         ('{"version": 1, "nfe": 0, "steps": [], "what": 1}', "TypeError"),
     ],
 )
-def test_a_file_that_is_no_trajectory_is_refused(text, told):
-    with pytest.raises(TrajectoryError, match=told):
+def test_a_file_that_is_no_trajectory_is_refused(text, reported):
+    with pytest.raises(TrajectoryError, match=reported):
         dj.Trajectory.from_json(text)
 
 

@@ -113,8 +113,8 @@ def test_every_loop_reports_a_stuck_strategy():
     out = dj.generate(model, [[5, 6, 7]], strategy, max_tokens=8)
     assert (int(out.finish[0]), int(out.nfe[0])) == (STUCK, PATIENCE)
     assert FINISH_REASONS[STUCK] == "error"
-    told = dj.record(model, [5, 6, 7], strategy, max_tokens=8)
+    reported = dj.record(model, [5, 6, 7], strategy, max_tokens=8)
     with dj.LLM(model, strategy=strategy, max_num_seqs=1, max_model_len=64) as llm:
         (output,) = llm.generate([[5, 6, 7]], dj.SamplingParams(max_tokens=8))
-    assert told.finish_reason == output.outputs[0].finish_reason == "error"
-    assert told.error == output.error == driver.stuck_text(strategy, 0)
+    assert reported.finish_reason == output.outputs[0].finish_reason == "error"
+    assert reported.error == output.error == driver.stuck_text(strategy, 0)

@@ -106,15 +106,15 @@ def test_dmax_never_draws_or_mixes_what_is_no_token(fields: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["edit", "dmax"])
+@pytest.mark.parametrize("name", ["edit", "edit_indel", "dmax"])
 def test_emitted_text_is_never_taken_back(name: str) -> None:
     """Trap 9: a listener hears more of a text, never another one, though the window changes it."""
-    told: dict[int, list[list[int]]] = {}
+    reported: dict[int, list[list[int]]] = {}
     windows: dict[int, list[dict[int, int]]] = {}
 
     def between(engine: Any) -> None:
         for sample in engine.scheduler.live:
-            told.setdefault(sample.rank[1], []).append(list(sample.tokens))
+            reported.setdefault(sample.rank[1], []).append(list(sample.tokens))
             if sample.saved is not None:
                 got, row = sample.saved
                 buffer = engine.runner.unpack(got.saved(row))["buffer"]
@@ -128,7 +128,7 @@ def test_emitted_text_is_never_taken_back(name: str) -> None:
     with toy.steps_a_chunk(1):
         outputs = toy.run(toy.make_engine(name), [toy.wish(r) for r in requests], between)
     assert toy.ends(outputs) == [toy.wanted(name, r) for r in requests]
-    for texts, output in zip(told.values(), outputs, strict=True):
+    for texts, output in zip(reported.values(), outputs, strict=True):
         final = output.outputs[0].token_ids
         assert len(texts) > 3
         assert all(final[: len(text)] == text for text in texts)

@@ -202,8 +202,8 @@ def test_command_prints_the_table_and_writes_the_object(
     assert list(results) == ["block_diffusion", "multi_bd,buffer_size=3"]
     assert results["block_diffusion"]["problems"] == COUNT
     assert results["block_diffusion"]["mean_forwards"] == outcome.forwards.mean()
-    told = facts["strategies"]["multi_bd,buffer_size=3"]
-    assert (told["name"], told["fields"]["buffer_size"]) == ("multi_bd", 3)
+    reported = facts["strategies"]["multi_bd,buffer_size=3"]
+    assert (reported["name"], reported["fields"]["buffer_size"]) == ("multi_bd", 3)
     texts = [
         row["outputs"]["block_diffusion"]["text"] for row in facts["halves"]["plain"]["problems"]
     ]

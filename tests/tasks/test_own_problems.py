@@ -37,7 +37,7 @@ def test_problems_of_a_file_are_read_or_the_line_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["--data", "/no/such"], "--data '/no/such' is not a file"),
         (["--scorer", "exact"], "--scorer judges the answers of --data"),
@@ -47,6 +47,6 @@ def test_problems_of_a_file_are_read_or_the_line_is_named(tmp_path):
         (["--plot", "x.txt"], "must end in .svg, .png or .pdf"),
     ],
 )
-def test_wrong_flags_of_own_problems_are_named(argv, told, capsys):
+def test_wrong_flags_of_own_problems_are_named(argv, reported, capsys):
     assert main(["eval", *argv]) == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err

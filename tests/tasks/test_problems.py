@@ -43,13 +43,13 @@ def test_every_equation_is_true_and_the_last_result_is_the_answer(half: str) -> 
 
 
 def test_a_chain_computes_what_its_question_asks() -> None:
-    told = {
+    reported = {
         r"(\d+) (?:are added|come in)\.": "+",
         r"(\d+) (?:are taken away|are lost)\.": "-",
         r"(?:grows to|There are) (\d+) times": "*",
         r"(?:One of|Only one part of) (\d+)": "/",
     }
-    pattern = re.compile("|".join(told))
+    pattern = re.compile("|".join(reported))
     chains = [
         p for p in (problems.problem("hard", 6, i) for i in range(400)) if p.family == "chain"
     ]
@@ -58,7 +58,7 @@ def test_a_chain_computes_what_its_question_asks() -> None:
         total = int(re.search(r"(?:holds|has) (\d+) ", problem.question)[1])
         for found in pattern.finditer(problem.question):
             which = next(i for i, group in enumerate(found.groups()) if group)
-            total = value(total, list(told.values())[which], int(found.groups()[which]))
+            total = value(total, list(reported.values())[which], int(found.groups()[which]))
         assert str(total) == problem.answer, problem
 
 

@@ -135,9 +135,9 @@ def test_command_writes_what_every_verb_reads(random_folder, capsys, monkeypatch
     argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", "2"]
     argv += ["--max-tokens", "8", "--batch-size", "2", "--no-one-token", "--json"]
     assert main([*argv, "--strategy-config", str(tuned)]) == 0
-    (told,) = json.loads(capsys.readouterr().out)["strategies"].values()
-    assert told["name"] == written["strategy"]
-    assert written["fields"].items() <= told["fields"].items()
+    (reported,) = json.loads(capsys.readouterr().out)["strategies"].values()
+    assert reported["name"] == written["strategy"]
+    assert written["fields"].items() <= reported["fields"].items()
 
 
 @pytest.mark.parametrize(

@@ -203,27 +203,27 @@ def test_command_puts_two_strategies_side_by_side(trace, tmp_path):
     out = tmp_path / "two.html"
     specs = ("multi_bd,accept_threshold=0.02", "block_diffusion,accept_threshold=0.5")
     flags = [part for spec in specs for part in ("--strategy", spec)]
-    status, told, _ = trace(*flags, "--max-tokens", "16", "--out", out)
+    status, reported, _ = trace(*flags, "--max-tokens", "16", "--out", out)
     assert status == 0
     data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text("utf-8"))[1])
     assert [one["strategy"] for one in data] == list(specs)
     assert [one["settings"]["accept_threshold"] for one in data] == [0.02, 0.5]
     assert data[0]["prompt"] == data[1]["prompt"]
-    for spec, one, line in zip(specs, data, told.splitlines(), strict=True):
+    for spec, one, line in zip(specs, data, reported.splitlines(), strict=True):
         assert line.startswith(f"{out}, {spec}: {one['numTokens']} tokens, ")
         assert f" {one['frames'][-1]['nfe']} forwards, " in line
 
 
 def test_command_takes_fields_behind_one_strategy(trace):
     spec = "multi_bd,accept_threshold=0.25"
-    status, told, _ = trace("--strategy", spec, "--max-tokens", "8", "--json")
+    status, reported, _ = trace("--strategy", spec, "--max-tokens", "8", "--json")
     assert status == 0
-    assert json.loads(told)["strategy"] == "MultiBD"
-    assert json.loads(told)["settings"]["accept_threshold"] == 0.25
+    assert json.loads(reported)["strategy"] == "MultiBD"
+    assert json.loads(reported)["settings"]["accept_threshold"] == 0.25
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["--json"], "several strategies stand on one page; use --out FILE.html"),
         (["--out", "a.png"], "several strategies stand on one page"),
@@ -232,11 +232,11 @@ def test_command_takes_fields_behind_one_strategy(trace):
         (["--set", "nonsense=1"], "none of edit, multi_bd takes nonsense"),
     ],
 )
-def test_several_strategies_are_refused_in_one_line(trace, argv, told, tmp_path, monkeypatch):
+def test_several_strategies_are_refused_in_one_line(trace, argv, reported, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = trace("--strategy", "edit", "--strategy", "multi_bd", *argv)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert reported in err
 
 
 # --- the page in a browser ------------------------------------------------------------------------
@@ -403,6 +403,8 @@ def test_two_strategies_share_the_slider(browse):
 @pytest.mark.slow
 @pytest.mark.parametrize("trajectories", [[FAST], [FAST, SLOW]], ids=["one", "two"])
 def test_page_fits_360_pixels(browse, trajectories):
-    (told,) = browse(page_of(*trajectories), 'press("n", document.body); await note();', width=360)
-    assert told["width"] == 360
-    assert not told["wide"]
+    (reported,) = browse(
+        page_of(*trajectories), 'press("n", document.body); await note();', width=360
+    )
+    assert reported["width"] == 360
+    assert not reported["wide"]

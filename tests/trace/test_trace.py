@@ -251,12 +251,12 @@ def test_page_is_one_file_whatever_the_tokens_are(nasty):
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page.split('id="data"')[0])
     assert not re.search(r"https?:|import\(|fetch|XMLHttp|innerHTML|eval\(", parsed.scripts[-1])
     data, script = "".join(parsed.scripts[:-1]), parsed.scripts[-1]
-    told = json.loads(json.dumps(page_facts(nasty, Tokenizer(NASTY))))
-    assert json.loads(data) == told
+    reported = json.loads(json.dumps(page_facts(nasty, Tokenizer(NASTY))))
+    assert json.loads(data) == reported
     assert script.rstrip().endswith("start();")
-    assert told["pieces"]["0"] == [NASTY[0], 0]
-    assert told["pieces"]["9"] == ["⟨E2 82⟩", 0]
-    assert told["text"] == "".join(NASTY) + "\ufffd"
+    assert reported["pieces"]["0"] == [NASTY[0], 0]
+    assert reported["pieces"]["9"] == ["⟨E2 82⟩", 0]
+    assert reported["text"] == "".join(NASTY) + "\ufffd"
 
 
 def test_script_finds_what_it_asks_the_page_for():
@@ -381,12 +381,12 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "all" / pictures[1]).read_bytes()
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "all" / pictures[-1]).read_bytes()
     status, _, err = trace("--step", "999", "--out", tmp_path / "one.png")
-    told = f"error: --step 999: the text took {steps} steps; give one in [0, {steps}]\n"
-    assert (status, err) == (2, told)
+    reported = f"error: --step 999: the text took {steps} steps; give one in [0, {steps}]\n"
+    assert (status, err) == (2, reported)
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["--out", "no/such/a.html"], "there is no folder 'no/such'"),
         (["--out", "a.gif"], "'a.gif' is no FILE.html, FILE.json, FILE.png and no folder"),
@@ -400,14 +400,14 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
         (["--half", "hard"], "--half is about problems drawn by --seed"),
     ],
 )
-def test_mistakes_are_one_line_before_the_work(trace, argv, told, tmp_path, monkeypatch):
+def test_mistakes_are_one_line_before_the_work(trace, argv, reported, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     status, out, err = trace(*argv)
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert told in err
+    assert reported in err
 
 
 def test_interrupted_or_failed_it_leaves_the_old_file(trace, tmp_path, monkeypatch):
