@@ -123,8 +123,8 @@ class Constraints:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or ids[0] in stops or ids[0] in never or ids[0] == tokenizer.unk_token_id:
             raise ValueError(
-                f"marker {checks.short_repr(text)} of After is not one token that the model may write "
-                f"(ids {ids[:8]}); give another"
+                f"marker {checks.short_repr(text)} of After is not one token that the model may "
+                f"write (ids {ids[:8]}); give another"
             )
         behind = structured.compile(
             constraint.constraint, self._words, stops, never, most_states - 1
