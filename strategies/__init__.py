@@ -41,6 +41,7 @@ from .dflash import DFlash
 from .diffusion_gemma import DiffusionGemma
 from .dmax import DMax
 from .edit import Edit
+from .edit_indel import EditIndel
 from .fast_dllm_v2 import FastDLLMV2
 from .full_sequence import FullSequence
 from .multi_bd import MultiBD
@@ -57,6 +58,7 @@ __all__ = [
     "DecodeState",
     "DiffusionGemma",
     "Edit",
+    "EditIndel",
     "FastDLLMV2",
     "Forward",
     "ForwardOutput",

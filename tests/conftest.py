@@ -88,6 +88,12 @@ def _long(path: str) -> str | None:
     return "" if path.startswith("kernels/") and _kernels_changed() else tiers.LONG.get(path, "")
 
 
+def _slow(path: str) -> str:
+    """The entry of tests/tiers.py, or what no name holds."""
+    changed = path.startswith("kernels/") and _kernels_changed()
+    return "(?!)" if changed else tiers.SLOW.get(path, "(?!)")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of which `-m` selects no test."""
     marks = config.getoption("-m") or ""
@@ -107,12 +113,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.callspec.params.get("name") if of_gate else None
         names = _long(path)
         is_long = names is None or bool(names and re.search(names, item.name))
-        if path in tiers.SLOW and re.search(tiers.SLOW[path], item.name):
+        if re.search(_slow(path), item.name):
             item.add_marker(pytest.mark.slow)
-        if is_long or (case is not None and case not in tiers.GATE):
+        is_long = is_long or (case is not None and case not in tiers.GATE)
+        if is_long:
             item.add_marker(pytest.mark.long)
         one_version = item.get_closest_marker("one_version") is not None
         if case is not None and case not in tiers.VERSION_CASES:
+            one_version = True
+        if is_long and not path.startswith(tiers.VERSIONS_LONG):
             one_version = True
         if _depends_on_version(path) and not one_version:
             item.add_marker(pytest.mark.versions)

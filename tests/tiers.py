@@ -48,15 +48,15 @@ LONG: dict[str, str | None] = {
     "loading/test_hub.py": "ctrl_c",
     "loading/test_likelihood.py": "a_family|covers|tokenised|over_all_orders",
     "loading/test_quantization.py": "same_request|built_in|experts_and|logits_are_near",
-    "models/test_canvas_model.py": "single_passes|bfloat16|commit|notices|whole_logits",
+    "models/test_canvas_model.py": "single_passes|few_bits|strong_net|commit|notices|whole_logits",
     "models/test_draft_model.py": None,
     "models/test_draft_traps.py": None,
     "models/test_family_decode.py": None,
     "models/test_kv_cache.py": "same_request|take_a_byte|scale_allows",
-    "models/test_family_defaults.py": "token_by_token",
+    "models/test_family_defaults.py": "token_by_token|no_tokens_behind",
     "models/test_family_logits.py": "bfloat16|reference",
     "models/test_family_routing.py": None,
-    "models/test_sharding.py": "dream-8|llada2-4|drafter|leaf_by_leaf|same_logits",
+    "models/test_sharding.py": "dream-8|llada2-4|drafter|leaf_by_leaf|same_logits|rounded|last_bit",
     "benchmarks/test_compile_h200.py": None,
     "benchmarks/test_dflash_gpu.py": None,
     "benchmarks/test_fp8_gpu.py": "every_part",
@@ -79,8 +79,7 @@ LONG: dict[str, str | None] = {
     "runner/test_hosts.py": "two_processes",
     "runner/test_many_rows.py": None,
     "runner/test_several_devices.py": "-4|-8|canvases|strategy|builtin|users_mesh|vmap|trajectory"
-    "|engine|command|snapshot|pool.8|plain"
-    "|planned_reductions",
+    "|engine|command|plain|planned_reductions|letter",
     "runner/test_no_copies.py": "bfloat16|widths|equals_the_dense_run|several_shapes",
     "runner/test_warm_up.py": None,
     "serve/test_decisions.py": None,
@@ -120,7 +119,7 @@ LONG: dict[str, str | None] = {
     "training/test_training_tokenizer.py": None,
     "strategies/test_dflash.py": "random_requests|lengths0",
     "strategies/test_diffusion_gemma.py": "does_not_depend",
-    "structured/test_constrained_engine.py": "after_preemption|devices_that_share",
+    "structured/test_constrained_engine.py": "after_preemption|devices_that_share|keeps_its_text",
     "strategies/test_by_class.py": "adopted",
     "strategies/test_contract.py": "drafter_sees|while_another"
     "|first_cells.(3|8)|moving_every|change_after",
@@ -139,19 +138,56 @@ LONG: dict[str, str | None] = {
     "strategies/test_full_sequence.py": "on_pages",
 }
 
-# What neither runs, as a test of less work says the same, and `make test-all` does.
+# What neither runs, as a test of less work says the same or few changes touch it, and `make
+# test-all` does. Those of kernels/ count as long where pallas_kernels/ changed.
 SLOW = {
-    "api/test_decide.py": r"of_the_logits\[(?!sdar\]|llada\]|qwen3\]|llada2_2)",
+    "api/test_decide.py": r"of_the_logits\[(?!sdar\]|llada\])",
     "api/test_dflash_drafts.py": "target_in_8_bits",
-    "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[random",
+    "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[(random|ar)",
+    "bench/test_bench_serving.py": "real_server",
+    "bench/test_bench_step.py": "several_devices",
     "benchmarks/test_fp8_gpu.py": "every_part",
-    "loading/test_quantization.py": "built_in",
+    "benchmarks/test_routing_script.py": "counted",
+    "cli/test_cli_bench.py": "fixed_canvases",
+    "convert/test_convert_memory.py": "peak_is",
+    "engine/test_engine_edges.py": r"as_the_truth\[(?!diffusion_gemma\]|dflash|block_cache|canvas)",
+    "kernels/test_expert_ffn_mosaic.py": "every_row|no_expert",
+    "kernels/test_fp8.py": "in_8_bits_are_exact|rows2",
+    "kernels/test_layer_ops.py": "trunk|rounds_the_sum",
+    "kernels/test_paged_attention.py": "published|window",
+    "kernels/test_paged_attention_mosaic.py": r"race\[a (?!cluster)",
+    "kernels/test_token_readout.py": "decoding_reads|no_logits",
+    "kernels/test_token_readout_mosaic.py": "tiles_in_turn|published",
+    "loading/test_likelihood.py": r"without_a_cache\[(?!sdar|dream.d2f)|says\[(12|32)",
+    "loading/test_quantization.py": "built_in|canvas_model",
+    "models/test_canvas_model.py": r"single_passes.*\[(?!pattern)",
+    "models/test_family_decode.py": "llada2_2",
+    "models/test_family_logits.py": "bfloat16",
+    "models/test_sharding.py": r"llada2-4|dream-8|(part_by_part|last_bit_alone)[^\[]*\[2",
+    "project/test_packaging.py": "source_distribution",
+    "runner/test_engine_device.py": r"chunkings.*speculate|order.*\[(block_diff|full_seq)"
+    r"|every_fetch.*\[d2f_grid|fill_a_bucket_up.*\[d2f",
+    "runner/test_no_copies.py": r"bfloat16\[speculate"
+    r"|dense_run\[(?!diffusion_gemma\]|dflash|canvas|block_c)",
     "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|vmap"
-    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-8"
+    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-(2|8)"
     r"|soft_parallel|dmax|d2f_whole",
+    "strategies/test_canvas_engine.py": "infill",
+    "strategies/test_contract.py": r"dense_run\[(?!multi_bd_shifted|d2f_whole_full\]|ar\])"
+    r"|first_cells\[(8|3)|moving.*\[(?!multi_bd_sh|d2f_whole_full\]|dflash|canvas)",
+    "strategies/test_dflash_widths.py": "stretches_of_one_width",
+    "strategies/test_diffusion_gemma_golden.py": r"transformers\[(?!pattern free|ragged)"
+    r"|preempted\[(?!numb)",
+    "strategies/test_stuck.py": "every_loop",
+    "structured/test_conform.py": r"\[(block_diffusion|dmax|fast_dllm)",
+    "structured/test_constrained_engine.py": r"automata\[8",
+    "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["
+    r"(block_diffusion|dmax|full_sequence\]|full_sequence_guided)",
+    "structured/test_holes.py": r"they_need\[ar",
 }
 
-# What depends on the version of JAX: the only tests that CI runs under its older Python too.
+# What depends on the version of JAX: the only tests that CI runs under its older Python too, the
+# long ones of VERSIONS_LONG alone.
 VERSIONS = (
     "api/test_generate.py",
     "convert/test_convert.py",
@@ -168,6 +204,13 @@ VERSIONS = (
     "runner/test_several_devices.py",
     "strategies/test_by_class.py",
     "strategies/test_contract.py",
+    "strategies/test_shards.py",
+    "training/test_training_loop.py",
+)
+VERSIONS_LONG = (
+    "runner/test_many_rows.py",
+    "runner/test_no_copies.py",
+    "runner/test_several_devices.py",
     "strategies/test_shards.py",
     "training/test_training_loop.py",
 )

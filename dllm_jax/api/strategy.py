@@ -29,7 +29,9 @@ from dllm_jax.strategies.core.resolve import load_strategy, strategy_names
 
 # Strategies with an accept threshold of their own scale. `edit` and `dmax` may revise what they
 # accepted, so theirs is low; `full_sequence` follows a schedule, so its threshold is 1.
-_OWN_THRESHOLD = ("edit", "dmax", "full_sequence")
+_OWN_THRESHOLD = ("edit", "edit_indel", "dmax", "full_sequence")
+# Fields that the family sets where they are None.
+_SIZES, _EDIT_IDS = ("block_size", "buffer_size"), ("delete_token_id", "split_token_id")
 _TOKEN_BY_TOKEN, _DRAFTED = "ar", "dflash"
 
 Source = Model | str | os.PathLike[str]
@@ -117,16 +119,15 @@ def usual_strategy(model: Described, draft: Any = None) -> str:
 
 
 def resolve_strategy(model: Model, strategy: Any, draft: Any = None) -> Any:
-    """A strategy value with every size set; None is `usual_strategy`."""
+    """A strategy value with every size and edit id set; None is `usual_strategy`."""
     refuse_draft(model)
     if strategy is None:
         strategy = family_strategy(model, usual_strategy(model, draft))
     elif isinstance(strategy, str) and ":" not in strategy:
         strategy = family_strategy(model, strategy)
     strategy = load_strategy(strategy)
-    defaults = model.defaults
-    sizes = {"block_size": defaults.block_size, "buffer_size": defaults.buffer_size}
-    missing = {name: size for name, size in sizes.items() if getattr(strategy, name) is None}
+    usual = {name: getattr(model.defaults, name) for name in (*_SIZES, *_EDIT_IDS)}
+    missing = {name: value for name, value in usual.items() if getattr(strategy, name, 0) is None}
     return strategy.replace(**missing) if missing else strategy
 
 
@@ -193,6 +194,11 @@ def check_fit(model: Model, strategy: Any) -> None:
         raise ValueError(
             f"{name} feeds back what was expected of each cell, which {model.defaults.family} has "
             f"no weights for: {instead}"
+        )
+    if None in (getattr(strategy, field, 0) for field in _EDIT_IDS):
+        raise ValueError(
+            f"{name} deletes and inserts by two ids, delete_token_id and split_token_id, and "
+            f"{model.defaults.family} has none: {instead}"
         )
     denoises = strategy.needs.prompt.is_grid or strategy.needs.prompt.in_window
     if denoises and cfg.mask_token_id < 0:

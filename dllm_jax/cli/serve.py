@@ -319,6 +319,7 @@ def served(llm: Any) -> "Served":
     from dllm_jax.api.decide import log_probabilities
     from dllm_jax.api.llm import infill_request
     from dllm_jax.api.questions import Read
+    from dllm_jax.engine.layout import DeviceFailure
     from dllm_jax.engine.requests import Request
     from dllm_jax.serve.child import Served, facts_of
 
@@ -330,8 +331,8 @@ def served(llm: Any) -> "Served":
 
     def read(texts: list[Read]) -> tuple[list[list[list[float]]], int]:
         try:
-            return log_probabilities(llm.model, texts), 1
-        except JaxRuntimeError as error:
+            return log_probabilities(llm.model, texts, llm.engine.runner.read_labels), 1
+        except (JaxRuntimeError, DeviceFailure) as error:
             raise ValueError(
                 f"the device could not read them ({one_line(error)[:120]}); ask fewer questions"
             ) from error

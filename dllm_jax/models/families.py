@@ -72,7 +72,7 @@ def parse_config(
     generation, facts = generation_config or {}, tokenizer or TokenizerFacts()
     network = _PARSERS[family.dialect](fields, family.layers)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
-    settings = settings_of(fields, family, network, name)
+    settings = settings_of(fields, family, network, name, "delete_token_id" in tokens)
     if family.dialect == "diffusion_gemma":
         settings["numbers"] = numbers(generation, problems)
     cfg = None
@@ -207,14 +207,14 @@ def _tokens(
         }
         said = {i for value in pads for i in ids(value)}
         mask = mask_id(sources, rows, {*stops, *said}, problems, notes)
-    forbidden, unread = (
-        {i for key in keys for i in ids(config.get(key)) if 0 <= i < rows}
-        for keys in (family.forbidden, family.unread)
-    )
+    unread = {i for key in family.unread for i in ids(config.get(key)) if 0 <= i < rows}
+    edits = {key: i for key in family.edits for i in ids(config.get(key)) if 0 <= i < rows}
+    forbidden = {*edits.values()}
     return {
         "mask_token_id": mask,
         "stop_token_ids": stops,
         "forbidden_token_ids": tuple(sorted(forbidden)),
+        **(edits if len(forbidden) == 2 else {}),
         "unread_token_ids": tuple(sorted(unread)),
         "pad_token_id": first_id(rows, (*pads, family.pad_token_id, *stops)),
         "vocab_limit": limit,

@@ -19,18 +19,21 @@ _OURS: dict[str, Any] = {
 
 
 def settings_of(
-    fields: Fields, family: Family, network: dict[str, Any], name: str
+    fields: Fields, family: Family, network: dict[str, Any], name: str, has_edits: bool
 ) -> dict[str, Any]:
     """The fields of `Decoding` for a checkpoint.
 
     Args:
         network: Fields of the network's config class.
         name: Name of the folder or repository.
+        has_edits: The config has ids that delete and insert.
     """
     settings: dict[str, Any] = {key: getattr(family, key) for key in _FIELDS}
     routing_block = network.get("routing_block") or 1
     if network.get("expert_capacity"):
         settings |= BLOCK_ROUTED
+        if not has_edits:
+            settings["strategy"] = "edit"
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
     if "canvas_length" in network:

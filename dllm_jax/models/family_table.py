@@ -58,7 +58,9 @@ class FamilyDefaults(Decoding):
 
     Attributes:
         stop_token_ids: Ids that end a text, ascending.
-        forbidden_token_ids: Ids that only the family's own strategy may draw.
+        forbidden_token_ids: Ids that are edits and no text.
+        delete_token_id, split_token_id: Which of them is which, for `edit_indel`; None without
+            both.
         vocab_limit: Rows of the vocabulary at or past this id belong to no token.
         numbers: Fields of the family's own strategy that its files set, by name.
         unread_token_ids: Ids that stand for images or sounds; a prompt with one is refused.
@@ -66,6 +68,8 @@ class FamilyDefaults(Decoding):
 
     stop_token_ids: tuple[int, ...] = ()
     forbidden_token_ids: tuple[int, ...] = ()
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
     pad_token_id: int = 0
     vocab_limit: int
     numbers: tuple[tuple[str, float], ...] = ()
@@ -108,7 +112,8 @@ class Family(Decoding):
         shift: Row i of the output predicts position i + 1.
         mask_token_id: None for a model without a mask token.
         mask_tokens: Texts of the mask in the vocabulary.
-        forbidden: Entries of the config with ids that only the family's own strategy may draw.
+        edits: Entries of the config with ids that are edits and no text, named as the fields of
+            `FamilyDefaults`.
         unread: Entries with ids that stand for images or sounds, which no prompt may hold.
         trained_len: Longest texts of training, where the config states more.
         hints: Settings implied by the name.
@@ -124,7 +129,7 @@ class Family(Decoding):
     mask_tokens: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...]
     pad_token_id: int | None = None
-    forbidden: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     trained_len: int | None = None
     hints: tuple[Hint, ...] = ()
@@ -302,7 +307,7 @@ FAMILIES = (
         mask_tokens=("<|mask|>",),
         stop_token_ids=(156892, 156900),  # <|endoftext|>, <|role_end|>
         pad_token_id=156892,
-        forbidden=("delete_token_id", "split_token_id"),
+        edits=("delete_token_id", "split_token_id"),
         hints=(
             Hint(pattern=r"-CAP\b", settings={"accept_threshold": 0.9}),
             Hint(pattern=r"LLaDA2\.1", strategy="edit"),
@@ -390,9 +395,9 @@ DRAFTS = (
     ),
 )
 
-# LLaDA2.2: settings of a config with routing blocks.
+# LLaDA2.2: settings of a config with routing blocks; "edit" where it lacks the ids of the edits.
 BLOCK_ROUTED: Mapping[str, Any] = {
-    "strategy": "edit",
+    "strategy": "edit_indel",
     "accept_threshold": 0.5,
     "edit_threshold": 0.0,
     "alternatives": (),

@@ -277,9 +277,9 @@ class ModelForward:
         rows = jnp.moveaxis(self.shard.of_all(rows), 0, 1).reshape(len(rows), -1)
         return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 
-    def forbidden(self, ids: Any) -> Any:
+    def forbidden(self, ids: Any, allow: tuple[int, ...] = ()) -> Any:
         """Ids never predicted; see `Model.forbidden`."""
-        return self.model.forbidden(ids)
+        return self.model.forbidden(ids, allow)
 
     def _embed_inputs(
         self, state: DecodeState, inputs: Any, first: Int[Array, " B"] | int, size: int
@@ -458,6 +458,7 @@ class WindowOutput(struct.PyTreeNode):
         soft: bool = False,
         fixed: Bool[Array, "B K S"] | None = None,
         behind: Int[Array, "B K S"] | None = None,
+        allow: tuple[int, ...] = (),
     ) -> TokenStats:
         """Statistics aligned with the cells; see the protocol."""
         B, K, S = self.live.shape
@@ -475,7 +476,7 @@ class WindowOutput(struct.PyTreeNode):
         rows = read(self._aligned())
         sampling = greedy(B) if sampling is None else sampling
         cell_keys, keys = keys, None if keys is None else read(keys)
-        forbidden = self.forward.forbidden
+        forbidden = functools.partial(self.forward.forbidden, allow=allow)
         if soft:
             if penalty is not None or guide is not None or confidence != "drawn" or num_top > 1:
                 raise ValueError(

@@ -260,7 +260,7 @@ class Loop:
 
     def _deltas(self, output: RequestOutput) -> list[Delta]:
         live = self._live.get(output.request_id)
-        if live is None:  # aborted: nobody waits for it
+        if live is None:  # aborted: no client waits
             return []
         deltas = []
         for event in live.news.of(output):

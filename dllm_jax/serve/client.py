@@ -1,7 +1,7 @@
 """The front's end of the pipe: starts the engine process, hands requests over, fills mailboxes.
 
 A `Mailbox` has one pending delta a text, which grows until it is taken: a slow reader holds its own
-text and nothing else. Nothing here knows HTTP.
+text and nothing else.
 """
 
 import asyncio

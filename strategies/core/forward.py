@@ -104,6 +104,7 @@ class ForwardOutput(Protocol):
         soft: bool = False,
         fixed: Bool[Array, "B K S"] | None = None,
         behind: Int[Array, "B K S"] | None = None,
+        allow: tuple[int, ...] = (),
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -128,6 +129,7 @@ class ForwardOutput(Protocol):
                 the others the likeliest text is also the first of `top_ids`.
             behind: Tokens of the window, of which each cell's own follows those before it: it fits
                 a grammar as it does one token at a time, and not all together.
+            allow: Ids that may be predicted though they are no text, such as LLaDA2.2's DELETE.
         """
         ...
 

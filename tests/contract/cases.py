@@ -20,6 +20,7 @@ from dllm_jax.strategies import (
     DiffusionGemma,
     DMax,
     Edit,
+    EditIndel,
     FastDLLMV2,
     FullSequence,
     MultiBD,
@@ -31,6 +32,7 @@ from tests.contract import (
     dense_dmax,
     dense_edit,
     dense_full_sequence,
+    dense_indel,
     dense_sub_blocks,
     dense_toys,
     drafters,
@@ -39,6 +41,7 @@ from tests.contract import (
     toys_models,
 )
 from tests.contract.harness import SLOTS, Decoded, Request, decode_paged
+from tests.oracles.indel_decoder import Rules
 
 _ids = np.random.default_rng(4).integers(0, models.MASK, 64).tolist()
 
@@ -248,6 +251,7 @@ def _diffusion_gemma(buffer_size: int) -> Case:
     )
 
 
+EDITS = (26, 33)  # DELETE and SPLIT of `edit_indel`: ids that the toy model often says
 # One that fills and edits almost anything, one that is never at rest, one that edits late.
 _EDITED = (
     _own(REQUESTS[0], accept_threshold=0.2, edit_threshold=0.1),
@@ -260,6 +264,24 @@ def _edit() -> Case:
     strategy = Edit(0.35, 0.3, 0.25, max_post_edit_steps=2, block_size=4, buffer_size=3)
     rule = dense_edit.edit_rule(0.35, 0.3, 2)
     return _blocks(strategy, models.plain(), _EDITED, rule, add=0.25, settles_ready=True)
+
+
+def _edit_indel() -> Case:
+    """Two ids that the toy model often says delete and insert here."""
+    fields = {
+        "accept_threshold": 0.3,
+        "edit_threshold": 0.15,
+        "max_post_edit_steps": 4,
+        "denoising_steps": 3,
+        "max_block_steps": 12,
+        "delete_token_id": EDITS[0],
+        "split_token_id": EDITS[1],
+    }
+    strategy = EditIndel(**fields, add_block_threshold=0.25, block_size=4, buffer_size=3)
+    rule = dense_indel.indel_rule(Rules(**fields))
+    model = models.plain()
+    model = model.replace(defaults=dataclasses.replace(model.defaults, forbidden_token_ids=EDITS))
+    return _blocks(strategy, model, _EDITED, rule, add=0.25, settles_ready=True)
 
 
 def _dmax() -> Case:
@@ -331,6 +353,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dflash": _dflash,
     "diffusion_gemma": lambda: _diffusion_gemma(2),
     "diffusion_gemma_alone": lambda: _diffusion_gemma(1),
+    "edit_indel": _edit_indel,
 }
 NAMES = tuple(CASES)
 
@@ -340,8 +363,9 @@ def sweep(some: Iterable[str], names: Iterable[str] = NAMES) -> list[Any]:
     return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-# Of the two that draft, the toy where there is time: what it proves of the engine `dflash` does.
-SWIFT = sweep([name for name in NAMES if name != "speculate"])
+# Where there is time, as others prove it of the engine: of the two that draft the toy, of the two
+# that edit the one that also moves text.
+SWIFT = sweep([name for name in NAMES if name not in ("speculate", "edit_indel")])
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {
     "d2f_grid_full_shifted": lambda: _d2f(models.plain(4, shift=True), accept=0.15),

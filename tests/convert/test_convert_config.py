@@ -90,6 +90,8 @@ def test_fields_arrive():
         "alternatives": (),
         "stop_token_ids": (150,),
         "forbidden_token_ids": (),
+        "delete_token_id": None,
+        "split_token_id": None,
         "pad_token_id": 150,
         "vocab_limit": 160,
         "numbers": (),

@@ -445,8 +445,15 @@ def test_what_llada2_may_not_have_is_refused(changes, words):
 def test_a_block_of_llada2_2_is_a_block_of_routing():
     parsed = parse("llada2_2")
     assert (parsed.config.expert_capacity, parsed.config.routing_block) == (5, 4)
-    assert (parsed.defaults.strategy, parsed.defaults.block_size) == ("edit", 32)
+    assert (parsed.defaults.strategy, parsed.defaults.block_size) == ("edit_indel", 32)
     assert parsed.defaults.forbidden_token_ids == (48, 49)
+    assert (parsed.defaults.delete_token_id, parsed.defaults.split_token_id) == (48, 49)
+    swapped = parse("llada2_2", delete_token_id=49, split_token_id=48).defaults
+    assert (swapped.delete_token_id, swapped.split_token_id) == (49, 48)
+    for other in (..., 48, 10**6):  # without two ids, what is left of it is not drawn
+        lacking = parse("llada2_2", split_token_id=other).defaults
+        assert (lacking.strategy, lacking.delete_token_id) == ("edit", None)
+        assert lacking.forbidden_token_ids == (48,)
     assert parse("llada2_2", block_size=...).config.routing_block == 32
     assert parse("llada2_2", block_size=12).defaults.block_size == 36  # whole blocks, 32 or more
     # Without a capacity it is what it is elsewhere.

@@ -33,6 +33,7 @@ from dllm_jax.strategies import (
     D2F,
     BlockDiffusion,
     Edit,
+    EditIndel,
     FastDLLMV2,
     FullSequence,
     MultiBD,
@@ -118,7 +119,9 @@ def test_a_strategy_nobody_promised_is_an_error():
 def test_thresholds_of_a_strategy_that_revises_are_for_that_alone():
     model = tiny("llada2_2")
     own = api_strategy.resolve_strategy(model, None)
-    assert own == Edit(accept_threshold=0.5, edit_threshold=0.0, block_size=32, buffer_size=1)
+    assert own == EditIndel(0.5, 0.0, delete_token_id=48, split_token_id=49)
+    assert own == api_strategy.resolve_strategy(model, EditIndel())
+    assert api_strategy.resolve_strategy(model, "edit") == Edit()
     stranger = api_strategy.resolve_strategy(model, "multi_bd")
     assert stranger.accept_threshold == MultiBD().accept_threshold
     plain = tiny("llada2")
@@ -248,7 +251,7 @@ def test_info_has_a_line_for_every_family():
     assert lines["llada2"].startswith("multi_bd, block 32, buffer 1, accept 0.95, temperature 0, ")
     assert ", or edit or dmax, " in lines["llada2"]
     assert lines["llada2, 2.2"].startswith(
-        "edit, block 32, buffer 1, accept 0.5, edit 0, temperature 0, "
+        "edit_indel, block 32, buffer 1, accept 0.5, edit 0, temperature 0, "
     )
 
 
@@ -320,7 +323,7 @@ def test_blocks_of_denoising_hold_whole_blocks_of_routing(routed):
 @pytest.mark.parametrize("prompt", ["whole_causal", "whole_full", "in_window"])
 def test_prompts_that_split_blocks_of_routing_are_refused(routed, prompt):
     split = as_strategy(lambda _, state: state, block_size=4, buffer_size=1, needs=Needs(prompt))
-    with pytest.raises(ValueError, match=f"takes the prompt in as '{prompt}'.* 4 tokens.*'edit'"):
+    with pytest.raises(ValueError, match=f"takes the prompt in as '{prompt}'.* 4 tokens.*'edit_in"):
         check_fit(routed, split)
 
 
@@ -332,3 +335,21 @@ def test_logits_want_whole_blocks_of_routing(routed):
 def test_ids_that_are_edits_are_never_drawn(routed):
     never = ModelForward(routed).forbidden(jnp.arange(52))
     assert np.flatnonzero(never).tolist() == [47, 48, 49, 50, 51]
+    never = ModelForward(routed).forbidden(jnp.arange(52), allow=(47, 48, 49, 50))
+    assert np.flatnonzero(never).tolist() == [47, 50, 51], "no mask, and no row without a token"
+
+
+def test_edits_that_move_text_want_their_ids():
+    with pytest.raises(
+        ValueError, match=r"EditIndel deletes and inserts by two ids.*sdar has none"
+    ):
+        check_fit(tiny("sdar"), EditIndel())
+
+
+def test_edits_that_move_text_hold_no_grammar_and_no_tokens_behind_a_hole(tmp_path):
+    llm = dj.LLM(str(write_tiny("llada2_2", tmp_path)), warm_up=False, max_num_seqs=1)
+    wanted = dj.SamplingParams(constraint=dj.Regex("[0-9]+"))
+    with pytest.raises(ValueError, match="EditIndel with these fields is not held to constraints"):
+        llm.generate([[5, 6]], wanted, use_tqdm=False)
+    with pytest.raises(ValueError, match="EditIndel does not see what stands behind a hole"):
+        llm.infill([5, 6], [7, 8])

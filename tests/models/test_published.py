@@ -128,7 +128,7 @@ DEFAULTS = {
     "inclusionAI/LLaDA2.0-mini": "multi_bd 32 0.95 0.0 156895 156892,156900 156892 edit,dmax",
     "inclusionAI/LLaDA2.0-mini-CAP": "multi_bd 32 0.9 0.0 156895 156892,156900 156892 edit,dmax",
     "inclusionAI/LLaDA2.1-flash": "multi_bd 32 0.95 0.0 156895 156892,156900 156892 edit,dmax",
-    "inclusionAI/LLaDA2.2-flash": "edit 32 0.5 0.0 156895 156892,156900 156892",
+    "inclusionAI/LLaDA2.2-flash": "edit_indel 32 0.5 0.0 156895 156892,156900 156892",
     "Zigeng/DMax-16B": "multi_bd 32 0.95 0.0 156895 156892,156900 156892 edit,dmax",
     "Qwen/Qwen3-8B": "ar 1 0.95 0.0 -1 151643,151645 151643",
     "Qwen/Qwen3-30B-A3B": "ar 1 0.95 0.0 -1 151643,151645 151643",

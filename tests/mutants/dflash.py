@@ -147,8 +147,8 @@ MUTANTS = [
     *broken(
         "enumerated",
         "rejection.py",
-        keeps_by_the_target_alone=("chances * told < wanted", "chances < wanted"),
-        keeps_what_is_likely=("chances * told < wanted", "told < wanted"),
+        keeps_by_the_target_alone=("chances * draft_chance < wanted", "chances < wanted"),
+        keeps_what_is_likely=("chances * draft_chance < wanted", "draft_chance < wanted"),
         draws_at_the_first_place=("at = right[:, None, None]", "at = 0 * right[:, None, None]"),
         takes_from_the_last_too=("constant_values=True)", "constant_values=False)"),
     ),

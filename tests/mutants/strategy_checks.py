@@ -17,7 +17,7 @@ from tests.oracles.list_decoder import (
     multi_bd_rule,
 )
 from tests.oracles.rule_checks import CHECKS
-from tests.strategies import test_d2f, test_edit
+from tests.strategies import test_d2f, test_edit, test_edit_indel
 from tests.strategies.test_dmax import draw_dmax, draw_rules
 from tests.strategies.test_strategy_fuzz import Case, check_agreement, draw_case
 
@@ -57,6 +57,11 @@ def check_dmax(package: ModuleType, mode: str) -> None:
 def check_edit(package: ModuleType, _: str) -> None:
     with compiled_quickly():
         assert all(test_edit.corpus(package, number) for number in range(EDIT_SCRIPTS))
+
+
+def check_edit_indel(package: ModuleType, _: str) -> None:
+    with compiled_quickly():
+        assert all(test_edit_indel.corpus(package, number) for number in range(EDIT_SCRIPTS))
 
 
 def check_d2f(package: ModuleType, _: str) -> None:

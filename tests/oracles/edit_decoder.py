@@ -2,13 +2,15 @@
 
 The oracle of `Edit`, written apart from `strategies/`. A request is one growing Python list of
 blocks from position 0, a hole is `None`, and nothing is ever shifted. `list_decoder` explains
-scripts and drawn traces, and shares its records and law.
+scripts and drawn traces, and shares its records and law. `rewrite_decode` is the loop of any rule
+that rewrites blocks; `indel_decoder` has another.
 
 Thresholds are compared in float32, as the scripted probabilities are.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ class EditBlock:
     status: int
     total_steps: int = 0
     post_edit_steps: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def progress(self) -> np.float32:
         written = sum(cell is not None for cell in self.cells)
@@ -33,13 +36,24 @@ class EditBlock:
 
 @dataclass
 class Edited(Result):
-    """How a request went; the counts say what a test has really seen."""
+    """How a request went; the counts say what a test has really seen.
+
+    Of `notes`: "spent" are blocks that left because their edits were used up, something still to
+    change.
+    """
 
     edits: int = 0
-    forced: int = 0
-    timed_out: int = 0
-    spent: int = 0  # blocks that left because their edits were used up, something still to change
     unsaid: int = 0  # stops that an edit wrote over
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+# What one forward makes of a block: its cells, whether it may leave, and what happened. Of the
+# script it is given (token, probability) of each cell; then come the cells that are the prompt's
+# and those before the limit.
+Rewrite = Callable[
+    [EditBlock, Sequence[tuple[int, np.float32]], int, int],
+    tuple[list[int | None], bool, Sequence[str]],
+]
 
 
 def edit_decode(
@@ -49,23 +63,47 @@ def edit_decode(
     *,
     accept_threshold: float,
     edit_threshold: float,
-    add_block_threshold: float,
     max_post_edit_steps: int,
+    mask_id: int,
+    vocab_size: int,
+    **how: Any,
+) -> Edited:
+    """Decodes one request greedily from a script."""
+    accept, edit = np.float32(accept_threshold), np.float32(edit_threshold)
+
+    def rewrite(
+        block: EditBlock, said: Sequence[tuple[int, np.float32]], given: int, inside: int
+    ) -> tuple[list[int | None], bool, Sequence[str]]:
+        laws = [law_of(token, sure, mask_id, vocab_size) for token, sure in said]
+        writes, may_leave, note = _plan(
+            block, laws, given, inside, accept, edit, max_post_edit_steps
+        )
+        block.total_steps += 1
+        return [writes.get(i, cell) for i, cell in enumerate(block.cells)], may_leave, [note]
+
+    return rewrite_decode(rewrite, prompt, token, prob, mask_id=mask_id, **how)
+
+
+def rewrite_decode(
+    rewrite: Rewrite,
+    prompt: Sequence[int],
+    token: Any,
+    prob: Any,
+    *,
+    add_block_threshold: float,
     block_size: int,
     buffer_size: int,
     max_tokens: int,
     mask_id: int,
-    vocab_size: int,
     eos_ids: Sequence[int] = (),
     max_model_len: int | None = None,
     max_nfe: int | None = None,
 ) -> Edited:
-    """Decodes one request greedily from a script."""
+    """Decodes one request greedily from a script, block by block as `rewrite` says."""
     size, prompt_len = block_size, len(prompt)
     limit = prompt_len + max_tokens
     if max_model_len is not None:
         limit = min(limit, max_model_len)
-    accept, edit = np.float32(accept_threshold), np.float32(edit_threshold)
     result = Edited()
 
     blocks: list[EditBlock] = []
@@ -88,29 +126,20 @@ def edit_decode(
 
         # Every decision is taken on what the forward saw.
         stored = [block for block in live if block.status == TO_CACHE]
-        plans = []
-        for block in live:
-            if block.status == ACTIVE:
-                laws = [
-                    law_of(int(said[p]), sure[p], mask_id, vocab_size)
-                    for p in range(block.start, block.start + size)
-                ]
-                plans.append(
-                    _plan(block, laws, prompt_len, limit, accept, edit, max_post_edit_steps)
-                )
         new = 0
         ready: list[int] = []
-        for block, writes, may_leave, notes in plans:
-            for offset, written in writes.items():
-                old = block.cells[offset]
-                new += old is None
-                result.edits += old is not None
-                result.unsaid += old is not None and old in eos_ids
-                block.cells[offset] = written
-            block.total_steps += 1
-            result.forced += notes == "forced"
-            result.timed_out += notes == "timed out"
-            result.spent += notes == "spent"
+        for block in live:
+            if block.status != ACTIVE:
+                continue
+            heard = [(int(said[p]), sure[p]) for p in range(block.start, block.start + size)]
+            given, inside = (min(max(p - block.start, 0), size) for p in (prompt_len, limit))
+            cells, may_leave, notes = rewrite(block, heard, given, inside)
+            for old, written in zip(block.cells, cells, strict=True):
+                new += old is None and written is not None
+                result.edits += old not in (None, written)
+                result.unsaid += old in eos_ids and old != written
+            block.cells = cells
+            result.notes.update(notes)
             if may_leave:
                 ready.append(block.start)
 
@@ -146,20 +175,20 @@ def edit_decode(
 def _plan(
     block: EditBlock,
     laws: list[Law],
-    prompt_len: int,
-    limit: int,
+    given: int,
+    inside: int,
     accept: np.float32,
     edit: np.float32,
     max_post_edit_steps: int,
-) -> tuple[EditBlock, dict[int, int], bool, str]:
+) -> tuple[dict[int, int], bool, str]:
     """What one forward writes in a block, whether the block may leave, and why.
 
     Both sets, the budgets, and what is written when they are spent. Cells at or past the
     limit are denoised like all others, and nobody waits for them.
     """
-    offsets = [i for i in range(len(block.cells)) if block.start + i >= prompt_len]
+    offsets = range(given, len(block.cells))
     holes = [i for i in offsets if block.cells[i] is None]
-    waited_for = [i for i in holes if block.start + i < limit]
+    waited_for = [i for i in holes if i < inside]
     if not waited_for:
         block.post_edit_steps += 1
 
@@ -174,13 +203,13 @@ def _plan(
         if i not in holes and laws[i].token != block.cells[i] and laws[i].confidence > edit
     ]
     if block.total_steps >= len(block.cells) + max_post_edit_steps:
-        return block, {i: laws[i].token for i in holes + edits}, True, "timed out"
+        return {i: laws[i].token for i in holes + edits}, True, "timed out"
     if not waited_for:
-        if not any(block.start + i < limit for i in edits):
-            return block, {}, True, "still"
+        if not any(i < inside for i in edits):
+            return {}, True, "still"
         if block.post_edit_steps > max_post_edit_steps:
-            return block, {}, True, "spent"
-    return block, {i: laws[i].token for i in fills + edits}, False, note
+            return {}, True, "spent"
+    return {i: laws[i].token for i in fills + edits}, False, note
 
 
 def _draw(blocks: list[EditBlock], buffer_size: int, size: int, mask_id: int, new: int) -> Step:

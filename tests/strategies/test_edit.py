@@ -8,6 +8,7 @@ the mask id and padded rows are never drawn.
 """
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
@@ -338,7 +339,8 @@ def test_edit_agrees_with_the_list_decoder(block_size: int, buffer_size: int, bu
     # The draw is worth something: every ending, edits, force, and both budgets spent.
     assert {trace.finish_reason for trace in traces} >= {"stop", "length"}
     assert sum(t.edits for t in truths) > 100
-    assert all(sum(getattr(t, n) for t in truths) > 2 for n in ("forced", "timed_out", "unsaid"))
+    seen = sum((t.notes for t in truths), Counter())
+    assert min(seen["forced"], seen["timed out"], sum(t.unsaid for t in truths)) > 2
 
 
 @pytest.mark.slow
@@ -346,7 +348,7 @@ def test_edit_agrees_with_the_list_decoder(block_size: int, buffer_size: int, bu
 @pytest.mark.parametrize(("block_size", "buffer_size"), [(2, 1), (2, 3), (4, 1), (4, 2), (4, 4)])
 def test_edit_agrees_over_a_long_sweep(block_size: int, buffer_size: int, budget: int) -> None:
     _, truths = compare(block_size, buffer_size, budget, first=1000, count=200)
-    assert sum(t.spent for t in truths) > 2
+    assert sum(t.notes["spent"] for t in truths) > 2
     assert max(len(t.steps) for t in truths) < FUZZ_POSITIONS
 
 

@@ -50,6 +50,18 @@ CASES: dict[str, tuple[Any, int]] = {
         strategies.Edit(max_post_edit_steps=0, penalty_lambda=1.0, block_size=4, buffer_size=2),
         6,
     ),
+    "edit_indel": (
+        strategies.EditIndel(
+            max_post_edit_steps=3,
+            denoising_steps=4,
+            max_block_steps=7,
+            delete_token_id=3,
+            split_token_id=5,
+            block_size=4,
+            buffer_size=3,
+        ),
+        8,
+    ),
     "dmax": (strategies.DMax(block_size=4, buffer_size=3), 5),
     "dmax_top": (
         strategies.DMax(merge="iter_smooth_topk", token_merge_top_k=2, block_size=4),

@@ -106,7 +106,7 @@ def test_dmax_never_draws_or_mixes_what_is_no_token(fields: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["edit", "dmax"])
+@pytest.mark.parametrize("name", ["edit", "edit_indel", "dmax"])
 def test_emitted_text_is_never_taken_back(name: str) -> None:
     """Trap 9: a listener hears more of a text, never another one, though the window changes it."""
     reported: dict[int, list[list[int]]] = {}
