@@ -68,34 +68,46 @@ try:
     client.chat.completions.create(model="nope", messages=MESSAGES)
 except openai.NotFoundError as error:
     measured["unknown_model_is_404"] = error.code == "model_not_found"
-decided = client.decisions.create(
-    model=MODEL,
-    input=[{"type": "message", "role": "user", "content": "I was charged twice. Help at once!"}],
-    questions=[
-        {"type": "predicate", "name": "dup", "instructions": "Was there a double charge?"},
-        {
-            "type": "choice",
-            "instructions": [{"type": "input_text", "text": "Which team?"}],
-            "choices": [{"value": "billing"}, {"value": True, "description": "outages"}],
-        },
-        {
-            "type": "score",
-            "name": "urgency",
-            "instructions": "How urgent?",
-            "levels": [{"label": "low"}, {"label": "high", "description": "today"}],
-        },
-    ],
-)
-Decision.model_validate_json(decided.model_dump_json(), strict=True)
-dup, team, urgency = decided.answers
-measured["decisions_are_read"] = (
-    0 < dup.probability < 1
-    and team.choice in ("billing", True)
-    and abs(sum(one.probability for one in team.probabilities) - 1) < 1e-6
-    and [one.label for one in urgency.probabilities] == ["low", "high"]
-    and 0 < urgency.score < 1
-    and decided.usage.output_tokens == 3
-)
+
+
+def decides():
+    """Whether answers of /v1/decisions are read as they are meant."""
+    decided = client.decisions.create(
+        model=MODEL,
+        input=[
+            {"type": "message", "role": "user", "content": "I was charged twice. Help at once!"}
+        ],
+        questions=[
+            {"type": "predicate", "name": "dup", "instructions": "Was there a double charge?"},
+            {
+                "type": "choice",
+                "instructions": [{"type": "input_text", "text": "Which team?"}],
+                "choices": [{"value": "billing"}, {"value": True, "description": "outages"}],
+            },
+            {
+                "type": "score",
+                "name": "urgency",
+                "instructions": "How urgent?",
+                "levels": [{"label": "low"}, {"label": "high", "description": "today"}],
+            },
+        ],
+    )
+    Decision.model_validate_json(decided.model_dump_json(), strict=True)
+    dup, team, urgency = decided.answers
+    return (
+        0 < dup.probability < 1
+        and team.choice in ("billing", True)
+        and abs(sum(one.probability for one in team.probabilities) - 1) < 1e-6
+        and [one.label for one in urgency.probabilities] == ["low", "high"]
+        and 0 < urgency.score < 1
+        and decided.usage.output_tokens == 3
+    )
+
+
+try:
+    measured["decisions_are_read"] = decides()
+except openai.BadRequestError:  # a router that reads them in a form of its own
+    measured["decisions_are_read"] = False
 
 
 async def many():
