@@ -179,6 +179,7 @@ SLOW = {
     "strategies/test_diffusion_gemma_golden.py": r"transformers\[(?!pattern free|ragged)"
     r"|preempted\[(?!numb)",
     "strategies/test_stuck.py": "every_loop",
+    "training/test_training_canvas.py": "model_learns|interrupted|exported|causal_model|gradient",
     "structured/test_conform.py": r"\[(block_diffusion|dmax|fast_dllm)",
     "structured/test_constrained_engine.py": r"automata\[8",
     "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["
