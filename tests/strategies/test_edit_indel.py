@@ -6,14 +6,22 @@ cells, several blocks and budgets of every kind. The gate (`tests.contract.cases
 on a model and of the engine. What edits do not go with is refused by name.
 """
 
+import itertools
+import operator
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import dllm_jax as dj
 from dllm_jax import strategies
+from dllm_jax.api import snapshot
+from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.strategies.testing.script import Trace, run_script
+from dllm_jax.trace import replay, trajectory
+from tests.contract import cases
 from tests.oracles.edit_decoder import Edited
 from tests.oracles.indel_decoder import Rules, indel_decode
 from tests.strategies.test_edit import draw_edit_case
@@ -266,6 +274,68 @@ def corpus(package: Any, number: int) -> bool:
     except AssertionError:
         return False
     return True
+
+
+# ---- On a model: what shows the window, and what stores it ----
+
+
+@pytest.mark.slow
+def test_events_recordings_and_snapshots_show_text_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gate's case; batches, slots, preemption and prefix hits are the gate's own tests."""
+    gate, request = cases.case("edit_indel"), cases.case("edit_indel").requests[0]
+    truth, prompt = cases.truth("edit_indel")[0], list(request.prompt)
+    room = request.limit - len(prompt)
+    strategy = gate.strategy.replace(**dict(request.knobs))
+    params = dj.SamplingParams(max_tokens=room, seed=request.seed)
+
+    def make() -> dj.LLM:
+        llm = dj.LLM(gate.model, strategy, warm_up=False, max_num_seqs=1, max_model_len=64)
+        saver = snapshot.snapshot_saver(gate.model, strategy, llm.config, tmp_path)
+        llm.engine._save_snapshot = saver
+        return llm
+
+    llm = make()
+    events = list(llm.stream(prompt, params, events="denoise"))
+    assert [event.metrics.nfe for event in events] == list(range(1, truth.nfe + 1))
+    told = list(itertools.accumulate((event.token_ids for event in events), operator.add))
+    assert told[-1] == truth.tokens
+    assert all(truth.tokens[: len(ids)] == ids for ids in told)
+
+    # The windows of the events are those of a recording, whose frames put back what came out.
+    recorded = dj.record(gate.model, prompt, strategy, max_tokens=room)
+    assert recorded.tokens == truth.tokens
+    assert trajectory.Trajectory.from_json(recorded.to_json()).tokens == truth.tokens
+    steps = recorded.steps
+    gone = [(s.before.tokens >= 0) & (s.after.tokens < 0) for s in steps]
+    assert any(cells.any() for cells in gone), "no filled cell became a hole"
+    first, *frames = replay.replay(recorded).frames
+    shown = {position: token for position, token, _ in first.put}
+    for step, frame in zip(steps, frames, strict=True):
+        shown |= {position: token for position, token, _ in frame.put}
+        for cell, token in enumerate(step.after.tokens.ravel().tolist()):
+            assert shown.get(step.before.start + cell, replay.HOLE) == token
+
+    # A device that fails in the middle, where texts, marks and budgets are at work.
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    llm = make()
+    fetch, left = llm.engine.runner.fetch, [truth.nfe // 2]
+
+    def failing(chunk: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise DeviceFailure("RESOURCE_EXHAUSTED: Out of memory")
+        return fetch(chunk)
+
+    monkeypatch.setattr(llm.engine.runner, "fetch", failing)
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].finish_reason == "error"
+    (path,) = tmp_path.iterdir()
+    saved = snapshot.load_snapshot(path)
+    assert snapshot.saved_strategy(saved) == strategy
+    engine, _ = snapshot.resume(saved, 0, gate.model)
+    outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
+    assert outputs[-1].outputs[0].token_ids == truth.tokens
 
 
 # ---- What is refused ----
