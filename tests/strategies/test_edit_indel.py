@@ -183,6 +183,17 @@ def test_a_text_that_was_written_before_is_not_written_again() -> None:
     ]
 
 
+def test_what_stands_instead_is_not_written_again_either() -> None:
+    """Two escapes: the first gives a text that was there too, and leaves its cell as it was."""
+    forwards = [
+        says(0, 11, 10, 10),
+        says(20, 11, 10, 10),
+        says(0, 12, 10, 10),
+        says((20, 0.6), (11, 0.7), 10, 10),
+    ]
+    assert windows(follow(forwards))[2:4] == ["A[0 12 10 10]", "A[0 0 10 10]"]
+
+
 def test_what_the_prompt_brought_is_no_edit() -> None:
     trace = follow([everywhere((9, 0.99))] * 4, (1, 2, 3, 4, SPLIT, DELETE))
     assert windows(trace)[:2] == [f"A[{SPLIT} {DELETE} 9 9]", f"T[{SPLIT} {DELETE} 9 9]"]
@@ -254,9 +265,11 @@ def corpus(package: Any, number: int) -> bool:
     """Whether a package agrees with the list decoder on one script of the mutants' corpus."""
     rng = np.random.default_rng((34, number))
     # One program, then the other.
-    ids, budget, schedule, cap = ((2, 1), 2, 3, 7) if number < 90 else ((5, 2), 0, 9, 5)
+    ids, budget, schedule, cap = ((2, 1), 4, 3, 9) if number < 90 else ((5, 2), 0, 9, 5)
     size, depth = 4, 3
     case = draw_indel_case(rng, size)
+    if number % 5 < 2:  # of two ids, so that texts come again
+        case.token[:] = np.where(case.token > 2, 4, 3)
     edges = np.array([0.25, 0.5, 0.75, 0.9], np.float32)
     if number % 4 < 2:
         case.prob[:] = rng.choice(edges, size=case.prob.shape)
