@@ -55,15 +55,18 @@ def read_weights(
             if _is_row(place):
                 if not first <= index[0] < first + len(leaf):
                     continue
-                index = (index[0] - first, *index[1:])
-            part = dataclasses.replace(place.part, index=index)
-            found.append(_copy(report, dataclasses.replace(place, part=part), leaf))
+                part = dataclasses.replace(place.part, index=(index[0] - first, *index[1:]))
+                place = dataclasses.replace(place, part=part)
+            elif first:  # `_has_rows`
+                place = dataclasses.replace(place, start=place.start + first)
+            found.append(_copy(report, place, leaf))
         return found
 
     def cut_of(path: KeyPath, shape: Shape) -> list[tuple[int, int]] | None:
         """Only what is stored row by row is read in rows."""
         rows = places.get(path, [])
-        return cut(path, shape) if cut and all(map(_is_row, rows)) else None
+        is_cut = all(_is_row(place) or _has_rows(place) for place in rows)
+        return cut(path, shape) if cut and is_cut else None
 
     tree, problems = copy_tree(report.shapes_in(target), copies_of, progress, keep, cut_of)
     problems += _tied_head(report)
@@ -75,6 +78,16 @@ def read_weights(
 def _is_row(place: Placement) -> bool:
     """Whether it fills one row of its leaf's first axis: an expert's tensor."""
     return bool(place.part.index) and isinstance(place.part.index[0], int)
+
+
+def _has_rows(place: Placement) -> bool:
+    """Whether it fills all rows of its leaf's first axis, which lie one after another."""
+    part = place.part
+    return (
+        part.axes[0] == 0
+        and part.groups[:1] in ((), (1,))
+        and part.index[:1] in ((), (slice(None),))
+    )
 
 
 def _copy(report: Report, place: Placement, leaf: Array) -> Copy:

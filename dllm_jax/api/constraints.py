@@ -20,7 +20,6 @@ from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.runner.hosts import spans
 
 MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
 
@@ -68,6 +67,9 @@ class Constraints:
         if not params.ignore_eos:
             stops += tuple(self._model.defaults.stop_token_ids)
         grammar, _ = self._compiled(params.constraint, tuple(sorted(set(stops))))
+        if params.constraint_confidence == "plan":
+            given = grammar.arrays | {"by_mass": np.asarray(True)}
+            grammar = dataclasses.replace(grammar, arrays=given)
         return dataclasses.replace(request, grammar=grammar)
 
     def report(self, constraint: Any) -> ConstraintReport:
@@ -85,11 +87,11 @@ class Constraints:
 
     def _compiled(self, constraint: Any, stops: tuple[int, ...]) -> tuple[grammars.Ready, float]:
         self._check()
-        if not isinstance(constraint, structured.Constraint):
+        if not isinstance(constraint, structured.Constraint | structured.After):
             raise Refused(
                 f"constraint={checks.short_repr(constraint)} has type "
                 f"{type(constraint).__name__}; give "
-                "a Regex, a Choice or a JsonSchema of dllm_jax",
+                "a Regex, a Choice or a JsonSchema of dllm_jax, or one of them within After",
                 "constraint",
             )
         key = constraint, stops
@@ -99,9 +101,7 @@ class Constraints:
                 return self._kept[key]
         began = time.perf_counter()
         try:
-            automaton = structured.compile(
-                constraint, self._words, stops, self._never(), grammars.BUCKETS[-1].states
-            )
+            automaton = self._automaton(constraint, stops)
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
         except ValueError as error:
             raise Refused(str(error), "constraint") from error
@@ -117,6 +117,22 @@ class Constraints:
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    def _automaton(self, constraint: Any, stops: tuple[int, ...]) -> structured.TokenAutomaton:
+        never, most_states = self._never(), grammars.BUCKETS[-1].states
+        if not isinstance(constraint, structured.After):
+            return structured.compile(constraint, self._words, stops, never, most_states)
+        tokenizer, text = self._model.tokenizer, constraint.marker
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or ids[0] in stops or ids[0] in never or ids[0] == tokenizer.unk_token_id:
+            raise ValueError(
+                f"marker {checks.short_repr(text)} of After is not one token that the model may "
+                f"write (ids {ids[:8]}); give another"
+            )
+        behind = structured.compile(
+            constraint.constraint, self._words, stops, never, most_states - 1
+        )
+        return structured.behind_marker(behind, ids[0], stops, never)
 
     @functools.cached_property
     def _words(self) -> structured.Spellings:
@@ -136,10 +152,6 @@ class Constraints:
                 f"{strategy.name} with these fields is not held to constraints; drafts that stay "
                 'by chance are not, nor text that moves: use acceptance="match", or another '
                 "strategy"
-            )
-        if spans(self._model.split):
-            raise _unsupported(
-                "the other processes that share the model know no constraints; use one process"
             )
         if self._model.tokenizer is None:
             raise _unsupported(

@@ -1,16 +1,14 @@
 """Typed questions answered by one forward of the network, without a cache.
 
 Sizes are fixed: texts are padded to `LENGTHS` and their number to `COUNTS`, so a program is
-compiled for each pair at most. Logits are made of the rows that are read alone.
+compiled for each pair at most.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from dllm_jax.api.questions import (
     LETTERS,
@@ -23,13 +21,11 @@ from dllm_jax.api.questions import (
     reads,
 )
 from dllm_jax.loading.model import Model
-from dllm_jax.models import reference
-from dllm_jax.models.sharding import partitioned
 from dllm_jax.runner.hosts import spans
+from dllm_jax.runner.labels import TOKENS_A_PASS, forward
 
 LENGTHS = (128, 512, 1024, 2048, 4096)  # tokens of a text
 COUNTS = (1, 4, 16, 64)  # texts of a forward
-TOKENS_A_PASS = 512  # rows of a product; more would hardly be faster on a GPU
 MOST_TOKENS = 16384  # of a forward, padding included: scores are [texts, heads, length, length]
 
 
@@ -47,19 +43,25 @@ def reading_of(model: Model) -> Reading:
 
 
 def decide(
-    model: Model, context: str, questions: Sequence[Question], *, joint: bool = False
+    model: Model,
+    context: str,
+    questions: Sequence[Question],
+    *,
+    joint: bool = False,
+    run: Callable[..., Any] | None = None,
 ) -> list[Answer]:
     """Probabilities of the options of questions about a text, in one forward.
 
     Args:
         joint: All questions on one canvas, where each answer sees that the others are asked; else
             each by itself, in one batch.
+        run: As of `log_probabilities`.
 
     Raises:
         ValueError: The model cannot answer them, or they are too long.
     """
     every = reads(model, reading_of(model), context, questions, joint)
-    found = [row for read in log_probabilities(model, every) for row in read]
+    found = [row for read in log_probabilities(model, every, run) for row in read]
     return [answer(question, row) for question, row in zip(questions, found, strict=True)]
 
 
@@ -83,17 +85,23 @@ def padded_size(texts: Sequence[Read]) -> tuple[int, int]:
     return count, length
 
 
-def log_probabilities(model: Model, texts: Sequence[Read]) -> list[list[list[float]]]:
+def log_probabilities(
+    model: Model, texts: Sequence[Read], run: Callable[..., Any] | None = None
+) -> list[list[list[float]]]:
     """Of each text and row, the log-probability of each label over the vocabulary.
+
+    Args:
+        run: `forward` of the model; None: here. Where several processes share the model, an
+            engine's `ModelRunner.read_labels`, which reaches them all.
 
     Raises:
         ValueError: The family has no single forward of a text and its cells, the model is shared by
             several processes, there are too many tokens, or the result is not finite.
     """
-    if spans(model.split):
+    if run is None and spans(model.split):
         raise ValueError(
-            "questions are read outside of the engine, which alone reaches other processes that "
-            "share the model; ask a server of one process"
+            "several processes share the model, and only an engine reaches them all; ask "
+            "LLM.decide, or a server"
         )
     if model.arch.condition is not None:
         raise ValueError(
@@ -114,71 +122,9 @@ def log_probabilities(model: Model, texts: Sequence[Read]) -> list[list[list[flo
             rows[:, at] = number, row
             labels[at, : len(letters)] = letters
             at += 1
-    found = np.asarray(forward(model, ids, sizes, rows, labels))
+    run = functools.partial(forward, model) if run is None else run
+    found = np.asarray(run(ids, sizes, rows, labels))
     if not np.isfinite(found[:at]).all():
         raise ValueError("the model produced values that are not finite; check its weights")
     lines = iter(found.tolist())
     return [[next(lines)[: len(letters)] for letters in text.labels] for text in texts]
-
-
-@jax.jit
-def forward(
-    model: Model,
-    ids: Int[Array, "B T"],
-    sizes: Int[Array, "2 B"],
-    rows: Int[Array, "2 R"],
-    labels: Int[Array, "R L"],
-) -> Float[Array, "R L"]:
-    """Log-probabilities of labels at rows of right-padded texts.
-
-    Args:
-        sizes: Tokens of each text, and of its prompt.
-        rows: Text and position of each row.
-    """
-
-    def body(params: Any, *args: Array) -> Array:
-        return _forward(model.replace(params=params), *args)
-
-    return partitioned(model.split, body, model.params, ids, sizes, rows, labels)
-
-
-def _forward(model: Model, ids: Array, sizes: Array, rows: Array, labels: Array) -> Array:
-    """See `forward`."""
-    params, cfg, arch = model.params, model.config, model.arch
-
-    def run(texts: tuple[Array, Array]) -> Array:
-        ids, sizes = texts
-        at = jnp.arange(ids.shape[1])[None]
-        is_text = at < sizes[:, 0, None]
-        visible = _visibility(model, sizes[:, 1], ids.shape[1]) & is_text[:, None]
-        hidden, _ = arch.trunk(
-            params,
-            cfg,
-            arch.embed(params, cfg, ids),
-            jnp.broadcast_to(at, ids.shape),
-            lambda _, q, k, v: reference.attention(q, k, v, visible),
-        )
-        return hidden
-
-    # Products of as many rows whatever the number of texts: a text's bits are its own.
-    count, length = ids.shape
-    group = min(count, max(1, TOKENS_A_PASS // length))
-    hidden = jax.lax.map(
-        run, (ids.reshape(-1, group, length), sizes.T.reshape(-1, group, len(sizes)))
-    )
-    hidden = hidden.reshape(count, length, hidden.shape[-1])
-    logits = arch.unembed(params, cfg, hidden[rows[0], rows[1]])
-    chosen = jnp.take_along_axis(logits, labels, axis=1)
-    return chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-
-
-def _visibility(model: Model, prompt_len: Int[Array, " B"], length: int) -> Array:
-    """What each row sees, [B or 1, T, T]."""
-    defaults = model.defaults
-    if defaults.attention != "d2f":
-        return reference.visibility(defaults.attention, length, defaults.block_size)[None]
-    # A prompt sees itself alone; blocks behind it see it and each other causally.
-    blocks = reference.visibility("block_causal", length, defaults.block_size)
-    is_prompt = jnp.arange(length)[None] < prompt_len[:, None]
-    behind = is_prompt[:, None] | blocks[None]
-    return jnp.where(is_prompt[:, :, None], is_prompt[:, None], behind)

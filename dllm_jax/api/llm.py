@@ -366,7 +366,8 @@ class LLM:
         from dllm_jax.api.decide import decide
 
         self.engine.check_process()
-        return decide(self.model, context, questions, joint=joint)
+        run = self.engine.runner.read_labels
+        return decide(self.model, context, questions, joint=joint, run=run)
 
     def constraint_report(self, constraint: Any) -> ConstraintReport:
         """What a constraint of `SamplingParams` costs; it is compiled and kept.

@@ -31,7 +31,7 @@ from dllm_jax.engine.requests import DraftMetrics, Request, SamplingParams
 from dllm_jax.engine.scheduler import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
-from dllm_jax.models.sharding import AXES
+from dllm_jax.models.sharding import split_axis
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.needs import Needs
@@ -167,7 +167,7 @@ def _weights(model: Model) -> str | None:
     digest = hashlib.sha256()
     try:
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-            if leaf.size <= _HASHED and getattr(path[-1], "key", "") not in AXES:
+            if leaf.size <= _HASHED and split_axis(path) is None:
                 digest.update(np.asarray(leaf).tobytes())
     except jax.errors.JaxRuntimeError:
         return None

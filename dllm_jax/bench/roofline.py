@@ -46,7 +46,8 @@ def reductions_ms(model: Any, cells: int, device_kind: str) -> dict[str, Any] | 
     """What devices that share a model must tell each other in one step of so many cells.
 
     A layer has two sums of rows and the embedding one. Each device sends and takes
-    2 (N - 1) / N of a sum's bytes at least; the readout's few numbers are left out.
+    2 (N - 1) / N of a sum's bytes at least; the few numbers of the readout, and of rows that are
+    rounded to 8 bits, are left out.
 
     Returns:
         Sums, bytes of one, and the milliseconds of all (None for an unknown device); None for one

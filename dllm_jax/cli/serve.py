@@ -214,12 +214,13 @@ def config_of(args: argparse.Namespace) -> "Config":
     try:
         import httptools  # noqa: F401
         import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
 
         from dllm_jax.serve.limits import Limits
         from dllm_jax.serve.pipe import Launch
         from dllm_jax.serve.service import Config
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
+        if error.name not in ("starlette", "uvicorn", "httptools", "uvloop", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     _name_model(args)
@@ -318,6 +319,7 @@ def served(llm: Any) -> "Served":
     from dllm_jax.api.decide import log_probabilities
     from dllm_jax.api.llm import infill_request
     from dllm_jax.api.questions import Read
+    from dllm_jax.engine.layout import DeviceFailure
     from dllm_jax.engine.requests import Request
     from dllm_jax.serve.child import Served, facts_of
 
@@ -329,8 +331,8 @@ def served(llm: Any) -> "Served":
 
     def read(texts: list[Read]) -> tuple[list[list[list[float]]], int]:
         try:
-            return log_probabilities(llm.model, texts), 1
-        except JaxRuntimeError as error:
+            return log_probabilities(llm.model, texts, llm.engine.runner.read_labels), 1
+        except (JaxRuntimeError, DeviceFailure) as error:
             raise ValueError(
                 f"the device could not read them ({one_line(error)[:120]}); ask fewer questions"
             ) from error

@@ -32,7 +32,6 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import (
     QUANTIZATIONS,
     Quantization,
-    is_quantized,
     quantized,
     unsupported,
     with_quantized_head,
@@ -83,15 +82,8 @@ def load(
     """
     enable_async_dispatch()
     split = None if mesh is None else as_split(mesh)
-    if split is not None and quantization == "fp8":
-        raise LoadError(
-            f"quantization={short_repr(quantization)}: several devices cannot share weights in 8 "
-            "bits, "
-            "because a row is rounded as a whole; leave it out, or use one device "
-            "(tensor_parallel_size=1)"
-        )
     source = os.fspath(src)
-    _check_kv_cache(kv_cache_dtype, split)
+    _check_kv_cache(kv_cache_dtype)
     if dtype not in _DTYPES:
         raise LoadError(
             f"dtype={short_repr(dtype)} is not supported; use one of {', '.join(_DTYPES)}"
@@ -120,12 +112,11 @@ def _in_8_bits(model: Model, kv_cache_dtype: KVCacheDType, quantize_head: bool) 
     model = with_kv_cache(model, kv_cache_dtype)
     if not quantize_head:
         return model
-    one_device = "several devices have no head in 8 bits; use one (tensor_parallel_size=1)"
-    reason = one_device if model.split is not None else unsupported(model.config)
+    reason = unsupported(model.config)
     if reason or not isinstance(model.arch.unembed, Unembed):
         reason = reason or "its head is a function of its own"
         raise LoadError(f"quantize_head=True of {model.source!r}: {reason}; leave it out")
-    return model.replace(params=with_quantized_head(model.params))
+    return model.replace(params=with_quantized_head(model.params, model.split))
 
 
 def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
@@ -139,7 +130,7 @@ def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
     Raises:
         LoadError: It is not supported, for this model or at all.
     """
-    _check_kv_cache(kv_cache_dtype, model.split)
+    _check_kv_cache(kv_cache_dtype)
     if kv_cache_dtype in ("auto", None) or model.kv_scales is not None:
         return model
     if reason := kv_cache.unsupported(model.config):
@@ -147,20 +138,14 @@ def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
             f"kv_cache_dtype={short_repr(kv_cache_dtype)} of {model.source!r}: {reason}; leave it "
             "out"
         )
-    return model.replace(kv_scales=kv_cache.kv_scales(model.params))
+    return model.replace(kv_scales=kv_cache.kv_scales(model.params, model.split))
 
 
-def _check_kv_cache(kv_cache_dtype: Any, split: Split | None) -> None:
+def _check_kv_cache(kv_cache_dtype: Any) -> None:
     if kv_cache_dtype not in (None, *kv_cache.KV_CACHE_DTYPES):
         raise LoadError(
             f"kv_cache_dtype={short_repr(kv_cache_dtype)} is not supported; use one of "
             f"{', '.join(kv_cache.KV_CACHE_DTYPES)}"
-        )
-    if kv_cache_dtype not in (None, "auto") and split is not None:
-        raise LoadError(
-            f"kv_cache_dtype={short_repr(kv_cache_dtype)}: several devices have no cache in 8 "
-            "bits; "
-            "leave it out, or use one device (tensor_parallel_size=1)"
         )
 
 
@@ -176,12 +161,6 @@ def _from_folder(
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     report = checkpoints.inspect(folder, lora=adapter)
     is_small, further = _chosen(source, report, quantization)
-    if split is not None and report.scheme is not None and quantization != "none":
-        raise LoadError(
-            f"{source!r} has matrices of {report.scheme.bits} bits, which several devices cannot "
-            'share; use quantization="none" (--quantization none), or one device '
-            "(tensor_parallel_size=1)"
-        )
     config, defaults = report.require_ok()
     tokenizer = None
     if tokenizer_files.has_tokenizer(folder):
@@ -197,7 +176,7 @@ def _from_folder(
     keep = cut = None
     if split is not None:
         _require_shareable(model)
-        keep, cut = partial(_kept, split, config), split.rows
+        keep, cut = partial(_kept, split, config, is_small), split.rows
     params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, keep=keep, cut=cut)
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
@@ -216,10 +195,13 @@ def _from_folder(
     return model.replace(params=jax.tree.unflatten(tree, placed))
 
 
-def _kept(split: Split, config: Any, path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    if isinstance(leaf, np.ndarray):
-        return split.put(path, leaf, config)
-    return split.put_rows(path, leaf)
+def _kept(
+    split: Split, config: Any, is_small: Callable[[Any], bool], path: tuple[Any, ...], leaf: Any
+) -> Any:
+    if not isinstance(leaf, np.ndarray):
+        return split.put_rows(path, leaf)
+    leaf = split.put(path, leaf, config)
+    return jax.block_until_ready(quantized(path, leaf, split)) if is_small(path) else leaf
 
 
 def place(model: Model, split: Split) -> Model:
@@ -239,26 +221,17 @@ def place(model: Model, split: Split) -> Model:
             "with one mesh"
         )
     _require_shareable(model)
-    return model.replace(params=split.place(model.params, model.config), split=split)
+    params = split.place(model.params, model.config)
+    placed = model.replace(params=params, split=split, kv_scales=None)
+    return with_kv_cache(placed, model.kv_cache_dtype)
 
 
 def _require_shareable(model: Model) -> None:
     """Refuse a network that several devices cannot share."""
-    one_device = "use one device (tensor_parallel_size=1)"
-    if model.kv_scales is not None:
-        raise ValueError(
-            f"keys and values of {model.source!r} are cached in 8 bits, for which several devices "
-            f'have no form; {one_device}, or load it with kv_cache_dtype="auto"'
-        )
-    if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
-        raise ValueError(
-            f"the weights of {model.source!r} are in 8 bits, which several devices cannot share: "
-            f'a row is rounded as a whole; {one_device} or quantization="none"'
-        )
     if not model.arch.takes_ops or not isinstance(model.arch.unembed, Unembed):
         raise ValueError(
             f"a {model.defaults.family} model cannot be split over devices: its layers do not add "
-            f"up parts of a sum; {one_device}"
+            "up parts of a sum; use one device (tensor_parallel_size=1)"
         )
 
 
@@ -280,7 +253,7 @@ def _chosen(
     small -= {place.path for place in report.placements if place.name not in report.packed}
 
     def is_small(path: Any) -> bool:
-        return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path) in small
+        return tuple(getattr(key, "key", getattr(key, "idx", key)) for key in path) in small
 
     four = f'{stored} are held in 8, as fp8; quantization="none" (--quantization none) has 16'
     return is_small, [four] if scheme.bits == 4 else []
@@ -316,9 +289,8 @@ def _random(
 
     def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
         drawn = _random_leaf(index, path, leaf)
-        if split is not None:
-            return split.put(path, drawn, parsed.config)
-        return quantized(path, drawn) if quantization == "fp8" else drawn
+        placed = drawn if split is None else split.put(path, drawn, parsed.config)
+        return quantized(path, placed, split) if quantization == "fp8" else placed
 
     params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])
     return model.replace(params=params, split=split)

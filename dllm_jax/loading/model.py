@@ -20,7 +20,7 @@ from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
-from dllm_jax.models.quantization import is_quantized
+from dllm_jax.models.quantization import is_quantized, shapes_like
 from dllm_jax.models.sharding import Split, partitioned
 
 
@@ -124,7 +124,7 @@ class Model(struct.PyTreeNode):
         joined["context_wkv"] = cfg.hidden_size, cfg.num_layers, cfg.num_kv_heads, 2, cfg.head_dim
         shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in joined.items()}
         shapes |= self.arch.param_shapes(cfg, dtype)
-        return {name: shapes[name] for name in self.params}
+        return shapes_like(self.params, {name: shapes[name] for name in self.params})
 
     @property
     def routing_block(self) -> int:

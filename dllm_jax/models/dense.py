@@ -288,9 +288,9 @@ def _attention(
     out = out.reshape(*cos.shape[:-1], -1)
     wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
     if cfg.o_bias:
-        out = split_matmul(out, wo, implementation="xla")
+        out = split_matmul(out, wo, axis=ops.axis, implementation="xla")
         return out + as_row(once(layer["bo"], ops.axis), out)
-    return split_matmul(out, wo, implementation=ops.split_matmul)
+    return split_matmul(out, wo, axis=ops.axis, implementation=ops.split_matmul)
 
 
 def head(params: Any, cfg: DenseConfig) -> Head:

@@ -183,10 +183,11 @@ def trunk(
     streams = {0: x}
     for i, layer in enumerate(params["layers"]):
         rows = norm(x, layer["attn_norm"])
-        out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], functools.partial(attend, i))
+        attended = functools.partial(attend, i)
+        out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], attended, ops.axis)
         x = x + norm(total(out, x, ops.axis), layer["post_attn_norm"])
         rows = norm(x, layer["mlp_norm"])
-        plain = _geglu(rows, layer["w_gate_up"], layer["w_down"])
+        plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], ops.axis)
         routed = _experts(layer, cfg, x, positions, live, ops.axis)
         if ops.axis is not None:  # both in one sum, before their norms
             both = jnp.stack([plain, routed])
@@ -243,6 +244,7 @@ def _attention(
     x: Float[Array, "B T D"],
     tables: tuple[Array, Array],
     attend: Callable[..., Array],
+    axis: str | None,
 ) -> Float[Array, "B T D"]:
     """The first half of a layer on normed rows."""
     fused = _matmul(x, layer["wqkv"] if "wqkv" in layer else layer["wqk"])
@@ -254,7 +256,7 @@ def _attention(
     out = attend(apply_rope(q, *tables), apply_rope(k, *tables), v)
     wo = layer["wo"]
     wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
-    return _matmul(out.reshape(B, T, -1), wo)
+    return _matmul(out.reshape(B, T, -1), wo, axis)
 
 
 def _experts(
@@ -284,12 +286,21 @@ def _experts(
 
 
 def _geglu(
-    x: Float[Array, "... D"], w_gate_up: Array | Fp8Matrix, w_down: Array | Fp8Matrix
+    x: Float[Array, "... D"],
+    w_gate_up: Array | Fp8Matrix,
+    w_down: Array | Fp8Matrix,
+    axis: str | None = None,
 ) -> Float[Array, "... D"]:
-    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh."""
-    return _matmul(gated(_matmul(x, w_gate_up), "gelu"), w_down)
+    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
+    return _matmul(gated(_matmul(x, w_gate_up), "gelu"), w_down, axis)
 
 
-def _matmul(x: Float[Array, "... K"], w: Array | Fp8Matrix) -> Array:
-    """`x @ w` over the first axis of `w`, in the type of `x`."""
-    return fp8.matmul(x, w, x.dtype) if isinstance(w, Fp8Matrix) else reference.matmul(x, w)
+def _matmul(x: Float[Array, "... K"], w: Array | Fp8Matrix, axis: str | None = None) -> Array:
+    """`x @ w` over the first axis of `w`, in the type of `x`.
+
+    Args:
+        axis: The axis of a mesh whose devices each have a part of K.
+    """
+    if isinstance(w, Fp8Matrix):
+        return fp8.matmul(x, w, x.dtype, axis)
+    return reference.matmul(x, w)

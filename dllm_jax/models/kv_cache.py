@@ -6,6 +6,7 @@ root times the column's length. Such a bound is wide, some 2^6 for values; 8-bit
 three bits of mantissa over 2^15, so it costs nothing, and no prompt has to be run to find one.
 """
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.gemma import GemmaConfig
+from dllm_jax.models.sharding import Split
 
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "fp8_e4m3")
@@ -31,12 +33,23 @@ def unsupported(config: Any) -> str | None:
     return None
 
 
-def kv_scales(params: Any) -> tuple[Float[Array, "2 G"], ...]:
-    """Of each layer, what the keys and what the values of each head are divided by."""
-    return tuple(_scales(layer) for layer in params["layers"])
+def kv_scales(params: Any, split: Split | None = None) -> tuple[Float[Array, "2 G"], ...]:
+    """Of each layer, what the keys and what the values of each head are divided by.
+
+    Args:
+        split: The devices that share the weights, each of which has the scales of its heads.
+    """
+    return tuple(_layer_scales(layer, split) for layer in params["layers"])
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="split")
+def _layer_scales(layer: Any, split: Split | None) -> Float[Array, "2 G"]:
+    if split is None:
+        return _scales(layer)
+    where = split.specs({"kv_scales": 0})["kv_scales"]
+    return split.run(_scales, (layer,), (split.specs(layer),), where)
+
+
 def _scales(layer: Any) -> Float[Array, "2 G"]:
     norm = layer["attn_norm"].astype(jnp.float32)
     w = layer["wqkv"]

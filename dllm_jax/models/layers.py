@@ -151,4 +151,4 @@ def swiglu(
         inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation="xla")
         return split_matmul(inner, w_down, implementation="xla")
     inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation=ops.gated_matmul)
-    return split_matmul(inner, w_down, implementation=ops.split_matmul)
+    return split_matmul(inner, w_down, axis=ops.axis, implementation=ops.split_matmul)

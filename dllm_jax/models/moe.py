@@ -131,7 +131,8 @@ def trunk(
             layer["experts_down"],
         ).reshape(rows.shape)
         if cfg.shared_size:
-            out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"])
+            plain = dataclasses.replace(PLAIN, axis=ops.axis)
+            out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"], plain)
         return out
 
     return dense.trunk(params, cfg, x, positions, attend, hidden_layers, ffn=ffn, ops=ops)

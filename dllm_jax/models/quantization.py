@@ -4,13 +4,17 @@ The embedding, the head, norms, biases and routers keep their type: the head is 
 decides every token, the others are small.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jaxtyping import Array
 
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
 from dllm_jax.kernels.token_readout.head import Fp8Head, quantize_head
 from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.sharding import Split, split_axis
 
 Quantization = Literal["fp8", "none"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "none")
@@ -39,14 +43,28 @@ def unsupported(config: Any) -> str | None:
     return None
 
 
-def quantized(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array | Fp8Matrix:
+def quantized(
+    path: tuple[Any, ...], leaf: jax.Array, split: Split | None = None
+) -> jax.Array | Fp8Matrix:
     """A leaf of a parameter tree as a model in 8 bits holds it.
 
     Args:
         path: Its key path.
+        split: The devices that share the leaf, each of which rounds its part.
     """
-    inputs = _INPUTS.get(path[-1].key)
-    return leaf if inputs is None else _quantize(leaf, inputs)
+    name = getattr(path[-1], "key", path[-1])
+    return _quantize(leaf, name, split) if name in _INPUTS else leaf
+
+
+def shapes_like(params: Any, shapes: Any) -> Any:
+    """Shapes of weights, in 8 bits where those of `params` are."""
+
+    def shape(path: Any, leaf: Any, shape: Any) -> Any:
+        if isinstance(leaf, Fp8Head):
+            return jax.eval_shape(quantize_head, shape)
+        return jax.eval_shape(lambda w: quantized(path, w), shape) if is_quantized(leaf) else shape
+
+    return jax.tree_util.tree_map_with_path(shape, params, shapes, is_leaf=is_quantized)
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -54,10 +72,32 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Fp8Matrix | Fp8Head)
 
 
-def with_quantized_head(params: dict[str, Any]) -> dict[str, Any]:
+def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> dict[str, Any]:
     """Parameters with the head in 8 bits, of a tied one beside the embedding."""
     head = params.get("lm_head", params["embed"])
-    return params | {"lm_head": head if is_quantized(head) else quantize_head(head)}
+    return params | {"lm_head": head if is_quantized(head) else _quantize_head(head, split)}
 
 
-_quantize = jax.jit(quantize_matrix, static_argnames="num_inputs")
+@functools.partial(jax.jit, static_argnames=("name", "split"))
+def _quantize(w: Array, name: str, split: Split | None) -> Fp8Matrix:
+    inputs = _INPUTS[name]
+    if split is None:
+        return quantize_matrix(w, inputs)
+    # Where its inputs are split, an output's largest number is that of all devices.
+    axis = split.axis if split_axis((name,)) == 0 else None
+    result = jax.eval_shape(functools.partial(quantize_matrix, num_inputs=inputs), w)
+    body = functools.partial(quantize_matrix, num_inputs=inputs, axis=axis)
+    return _in_parts(body, w, name, split, result)
+
+
+@functools.partial(jax.jit, static_argnames="split")
+def _quantize_head(head: Array, split: Split | None) -> Fp8Head:
+    if split is None:
+        return quantize_head(head)
+    return _in_parts(quantize_head, head, "lm_head", split, jax.eval_shape(quantize_head, head))
+
+
+def _in_parts(body: Callable[..., Any], w: Array, name: str, split: Split, result: Any) -> Any:
+    """`body(w)` on each device, of its part; `result` has the form of the whole."""
+    own, rounded = split.specs({name: w}), split.specs({name: result})
+    return split.run(body, (w,), (own[name],), rounded[name])

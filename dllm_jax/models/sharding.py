@@ -2,7 +2,7 @@
 
 Data flow: parameters -> `fitted` (axes that do not divide are repeated or padded) -> `place`. A
 program then runs whole on every device (`Split.run`), over that device's parts, and adds partial
-sums (`total`). Nothing here knows about pages or strategies.
+sums (`total`).
 """
 
 import dataclasses
@@ -34,7 +34,9 @@ AXES = {
     "shared_down": 0,
     "experts_gate_up": 0,  # [E D 2 F]
     "experts_down": 0,
+    "kv_scales": 1,  # of a `Model`, [2 G]
 }
+_PARTS = ("values", "scales")  # of a matrix, or a head, in 8 bits
 
 _T = TypeVar("_T")
 
@@ -77,10 +79,10 @@ class Split:
 
     def specs(self, tree: Any) -> Any:
         """A tree of parameters, or a `Model`, with the `PartitionSpec` of each leaf."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(_name(path)), tree)
+        return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(path), tree)
 
-    def _spec(self, name: str) -> PartitionSpec:
-        axis = AXES.get(name)
+    def _spec(self, path: Any) -> PartitionSpec:
+        axis = split_axis(path)
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis)
 
     def sharding(self, *axes: str | None) -> NamedSharding:
@@ -100,7 +102,7 @@ class Split:
     def put(self, path: Any, leaf: Any, cfg: Any) -> Array:
         """The leaf at a key path on the devices."""
         whole = fitted_leaf(path, leaf, cfg, self.num_parts)
-        sharding = NamedSharding(self.mesh, self._spec(_name(path)))
+        sharding = NamedSharding(self.mesh, self._spec(path))
         if not sharding.is_fully_addressable:
             whole = np.asarray(whole)
         if not isinstance(whole, np.ndarray):
@@ -115,8 +117,10 @@ class Split:
         return jax.block_until_ready(made)
 
     def rows(self, path: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
-        """The rows [first, end) of each device's part of experts; None for all other leaves."""
-        if not _name(path).startswith("experts") or self.mesh.size != self.num_parts:
+        """The rows [first, end) of each device's part of experts or ids; None for other leaves."""
+        name = _named(path)[0]
+        has_rows = name.startswith("experts") or name in ("embed", "lm_head")
+        if not has_rows or self.mesh.size != self.num_parts:
             return None
         each = -(-shape[0] // self.num_parts)
         starts = range(0, each * self.num_parts, each)
@@ -125,7 +129,7 @@ class Split:
     def put_rows(self, path: Any, parts: Iterable[np.ndarray]) -> Array:
         """A leaf on the devices from their `rows`, of which one part at a time is in memory."""
         placed: list[Array] = []
-        each, sharding = 0, NamedSharding(self.mesh, self._spec(_name(path)))
+        each, sharding = 0, NamedSharding(self.mesh, self._spec(path))
         devices = iter(self.mesh.devices.flat)  # `zip` would hold a part while the next is read
         for part in parts:
             device = next(devices)
@@ -149,7 +153,7 @@ class Split:
 
         # To devices of other processes `device_put` compares all copies first.
         def put(leaf: Any) -> Array:
-            if isinstance(leaf, jax.Array):
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 return leaf
             leaf = np.asarray(leaf)
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
@@ -177,7 +181,7 @@ class Split:
             jax.tree_util.keystr(path)
             for path, leaf in leaves
             if not leaf.sharding.is_equivalent_to(
-                NamedSharding(self.mesh, self._spec(_name(path))), leaf.ndim
+                NamedSharding(self.mesh, self._spec(path)), leaf.ndim
             )
         ]
 
@@ -316,22 +320,34 @@ def fitted(params: Any, cfg: Any, num_parts: int) -> Any:
 def fitted_leaf(path: Any, leaf: Any, cfg: Any, num_parts: int) -> Any:
     """The leaf at a key path as `fitted` has it.
 
-    KV heads are repeated and their query heads dealt out among the copies; query heads, turns of
-    gate and up, experts and ids are padded with zeros, which add nothing.
+    KV heads are repeated and their query heads dealt out among the copies, the last one several
+    times if need be, of which one counts: the largest number of a row, which 8 bits go by, stays.
+    Turns of gate and up, experts and ids are padded with zeros, which add nothing.
     """
-    name = _name(path)
-    if name not in AXES:
+    if split_axis(path) is None:
         return leaf
+    name, part = _named(path)
     layer = getattr(path[1], "idx", path[1]) if len(path) > 2 else 0
-    groups, _ = cfg.heads(layer)
+    heads = cfg.heads(layer)
+    if part is None or name == "lm_head":
+        return _fitted(name, leaf, cfg, heads, num_parts)
+    if part == "scales":
+        return _fitted(name, leaf[None], cfg, heads, num_parts)[0]
+    xp = _module(leaf)
+    return xp.moveaxis(_fitted(name, xp.moveaxis(leaf, -1, 0), cfg, heads, num_parts), 0, -1)
+
+
+def _fitted(name: str, leaf: Array, cfg: Any, heads: tuple[int, int], num_parts: int) -> Array:
+    """A leaf whose axes are those of 16 bits; of `wo`, N and H may be one."""
+    groups, size = heads
     copies = num_parts // math.gcd(groups, num_parts)
     if name in ("wqkv", "wqk", "bqkv"):
         return _dealt(leaf, copies, 1 if name == "wqk" else 2)
     if name == "wo":
         if copies == 1:
             return leaf
-        heads = _padded(leaf.reshape(groups, -1, *leaf.shape[1:]), 1, copies)
-        return heads.reshape(-1, *heads.shape[2:])
+        queries = _padded(leaf.reshape(groups, -1, size, leaf.shape[-1]), 1, copies)
+        return queries.reshape(-1, *leaf.shape[1:])
     turn = 1
     if name in ("w_down", "shared_down"):
         turn = gate_up_shape(cfg.hidden_size, leaf.shape[0])[-1]
@@ -347,24 +363,42 @@ def _dealt(leaf: Array, copies: int, behind: int) -> Array:
     if copies == 1:
         return leaf
     xp = _module(leaf)
-    queries = _padded(leaf[..., :-behind, :], leaf.ndim - 2, copies)
+    queries = _padded(leaf[..., :-behind, :], leaf.ndim - 2, copies, mode="edge")
     *axes, num_groups, num_queries, size = queries.shape
     queries = queries.reshape(*axes, num_groups * copies, num_queries // copies, size)
     others = xp.repeat(leaf[..., -behind:, :], copies, axis=leaf.ndim - 3)
     return xp.concatenate([queries, others], axis=-2)
 
 
-def _padded(leaf: Array, axis: int, multiple: int) -> Array:
-    """Zeros behind an axis, up to a multiple."""
+def _padded(leaf: Array, axis: int, multiple: int, mode: str = "constant") -> Array:
+    """Zeros, or the last entry again ("edge"), behind an axis, up to a multiple."""
     missing = -leaf.shape[axis] % multiple
     if not missing:
         return leaf
-    return _module(leaf).pad(leaf, [(0, missing if i == axis else 0) for i in range(leaf.ndim)])
+    widths = [(0, missing if i == axis else 0) for i in range(leaf.ndim)]
+    return _module(leaf).pad(leaf, widths, mode=mode)
 
 
-def _name(path: Any) -> str:
-    """The name of the leaf at a key path."""
-    return getattr(path[-1], "key", path[-1])
+def split_axis(path: Any) -> int | None:
+    """The axis of the leaf at a key path that is split; None: it is whole on every device."""
+    name, part = _named(path)
+    axis = AXES.get(name)
+    if part is None or axis is None or name == "lm_head":
+        return axis
+    if axis:  # outputs, which come first in 8 bits
+        return axis - 1
+    return 1 if part == "values" else None  # inputs, which come last
+
+
+def _named(path: Any) -> tuple[str, str | None]:
+    """The name of the leaf at a key path, and which part it is of one in 8 bits."""
+    *before, last = path
+    name = getattr(last, "name", None)
+    if before and name in _PARTS:
+        return _named(before)[0], name
+    if before and hasattr(last, "idx"):  # one of a tuple
+        return _named(before)
+    return name or getattr(last, "key", last), None
 
 
 def _module(leaf: Any) -> Any:

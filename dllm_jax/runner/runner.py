@@ -27,7 +27,7 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, 
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
-from dllm_jax.runner import grammars, hosts, memory, packing, programs, timing, warmup
+from dllm_jax.runner import grammars, hosts, labels, memory, packing, programs, timing, warmup
 from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
@@ -36,7 +36,8 @@ from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
-_REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page", "decode", "decode_many")
+_REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page")
+_REPLAYED += ("decode", "decode_many", "decode_bound")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -231,7 +232,7 @@ class ModelRunner:
         self.state = None
 
     def _reset(self) -> None:
-        self._tell("reset")
+        self._tell({"what": "reset"})
         self.state = self._lost = self._grammars = None  # the old pools go before new ones come
         self.state = programs.make_state(self._programs, **self._state_sizes())
 
@@ -287,7 +288,7 @@ class ModelRunner:
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program; `_call` finds it: jit keeps one cache for both."""
         state, call = self._here(call)
-        self._tell("compile", call)
+        self._tell_call("compile", call)
         began = time.perf_counter()
         try:
             call.lower(self._with_grammars(state, call)).compile()
@@ -300,7 +301,7 @@ class ModelRunner:
 
     def _call(self, call: Call) -> Any:
         state, call = self._here(call)
-        self._tell("call", call)
+        self._tell_call("call", call)
         state = self._with_grammars(state, call)
         self.state = None
         try:
@@ -321,23 +322,33 @@ class ModelRunner:
 
     # --- several processes --------------------------------------------------------------------
 
-    def _tell(self, what: str, call: Call | None = None) -> None:
-        """Let the other processes do what this one is about to do."""
+    def _tell(self, head: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
+        """Let the other processes do what this one is about to do; see `replay`."""
+        if self.leader is not None:
+            self.leader.send(head, tuple(arrays))
+
+    def _tell_call(self, what: str, call: Call) -> None:
         if self.leader is None:
-            return
-        if call is None:
-            self.leader.send({"what": what})
             return
         options = {name: value for name, value in call.static.items() if name not in _OWN_STATIC}
         costs = () if not self._weighs else (call.programs.strategy.costs,)
-        head = {"what": what, "key": call.key, "static": options, "own": [*call.static]}
+        head = {"what": what, "key": [*map(str, call.key)], "bound": call.bound}
+        head |= {"static": options, "own": [*call.static]}
         head["program"] = next(n for n in _REPLAYED if getattr(programs, n) is call.program)
-        self.leader.send(head, (*call.args, *costs))
+        self._tell(head, (*call.args, *costs))
 
     def replay(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> Future:
         """Do what process 0 sent, see `hosts.follow`."""
-        if head["what"] == "reset":
-            return self._submit(self._reset)
+        match head["what"]:
+            case "reset":
+                return self._submit(self._reset)
+            case "labels":
+                return self._submit(self._read_labels, *arrays)
+            case "grammar":
+                sizes = grammars.Sizes(*head["sizes"])
+                return self._submit(self._put_grammar, head["slot"], sizes, arrays, head["at"])
+            case "move":
+                return self._submit(self._put_state, head["slot"], head["at"])
         made = self._weightless if head["program"] in _WEIGHTLESS else self._programs
         if self._weighs:
             *arrays, costs = arrays
@@ -345,7 +356,7 @@ class ModelRunner:
         own = {"knobs": self._knobs, "slot_layout": self._slot_layout}
         static = {name: head["static"].get(name, own.get(name)) for name in head["own"]}
         program = getattr(programs, head["program"])
-        call = Call(tuple(head["key"]), program, made, tuple(arrays), static)
+        call = Call(tuple(head["key"]), program, made, tuple(arrays), static, head["bound"])
         if head["what"] == "call":
             return self._submit(self._call, call)
         return self._submit(self._compile, call, ())
@@ -362,27 +373,48 @@ class ModelRunner:
 
     def _bind(self, slot: int, grammar: grammars.Ready) -> None:
         """Give a slot a grammar, in a bucket that holds all of them."""
-        fitting = grammars.bucket_of(grammar, self._bucket)
-        num_ids = self._programs.spec.vocab_size
-        row = grammars.padded(grammar, fitting)
-        self._bucket = fitting
+        self._bucket = grammars.bucket_of(grammar, self._bucket)
+        row = jax.tree.leaves(grammars.padded(grammar, self._bucket))
+        self._submit(self._put_grammar, slot, self._bucket, row, grammar.start)
 
-        def put() -> None:
-            now = self._grammars
-            if now is None:
-                now = grammars.empty(self.layout.num_slots, fitting, num_ids)
-            now = grammars.grown(now, fitting)
-            if (split := self._programs.model.split) is not None:
-                now = split.everywhere(now)
-            self._grammars = programs.bind(now, np.int32(slot), row, np.int32(grammar.start))
+    def _put_grammar(
+        self, slot: int, sizes: grammars.Sizes, row: Sequence[np.ndarray], at: int
+    ) -> None:
+        self._tell(
+            {"what": "grammar", "slot": slot, "sizes": dataclasses.astuple(sizes), "at": at}, row
+        )
+        now = self._grammars
+        if now is None:
+            now = grammars.empty(self.layout.num_slots, sizes, self._programs.spec.vocab_size)
+        now = grammars.grown(now, sizes)
+        if (split := self._programs.model.split) is not None:
+            now = split.everywhere(now)
+        own = jax.tree.unflatten(jax.tree.structure(now.grammar), row)
+        self._grammars = programs.bind(now, np.int32(slot), own, np.int32(at))
 
-        self._submit(put)
+    def _put_state(self, slot: int, at: int) -> None:
+        self._tell({"what": "move", "slot": slot, "at": at})
+        self._grammars = programs.move(self._grammars, np.int32(slot), np.int32(at))
 
-    def _move(self, slot: int, at: int) -> None:
-        def put() -> None:
-            self._grammars = programs.move(self._grammars, np.int32(slot), np.int32(at))
+    # --- texts without a slot -----------------------------------------------------------------
 
-        self._submit(put)
+    def read_labels(self, *arrays: np.ndarray) -> np.ndarray:
+        """`labels.forward` of the model, in any thread.
+
+        Raises:
+            DeviceFailure: A process that shares the model is gone, or the device failed.
+            RuntimeError: The runner is closed.
+        """
+        if self.leader is None:
+            return np.asarray(labels.forward(self._programs.model, *arrays))
+        if not self._worker.is_alive():
+            raise RuntimeError("the engine is closed; make another LLM")
+        found = self._result(self._submit(self._read_labels, *arrays))
+        return self._read(lambda: np.asarray(found))
+
+    def _read_labels(self, *arrays: np.ndarray) -> jax.Array:
+        self._tell({"what": "labels"}, arrays)
+        return labels.forward(self._programs.model, *arrays)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -438,7 +470,7 @@ class ModelRunner:
         size = self._slot_layout.size
         self.run(self.restore_call(slot, placement, saved[:size], tokens), [slot])
         if placement.grammar is not None:
-            self._move(slot, int(saved[size]))
+            self._submit(self._put_state, slot, int(saved[size]))
 
     def restore_call(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]

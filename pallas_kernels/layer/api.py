@@ -147,12 +147,15 @@ def split_matmul(
     w: Float[Array, "K N"] | Fp8Matrix,
     *,
     dtype: jax.typing.DTypeLike | None = None,
+    axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M N"] | Float[Array, "X *M N"]:
     """`x @ w` for `add_rms_norm`: rows in `dtype`, or float32 parts that add up to them.
 
     Args:
         x, dtype: As in `qkv_matmul`.
+        axis: The axis of a mesh whose devices each have a part of K and want their share of the
+            sum. With an `Fp8Matrix` the parts of a row then have one scale, which crosses devices.
         implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
             (Hopper, 16-bit, jax 0.11; at most 128 rows, and a multiple of 128 with an
             `Fp8Matrix`), or None for the fastest, addition included.
@@ -161,7 +164,7 @@ def split_matmul(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     if isinstance(w, Fp8Matrix):
-        rows, kind = _in_8_bits(x, dtype)
+        rows, kind = _in_8_bits(x, dtype, axis)
         is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
             "mosaic": (_many_rows_split_fp8 if is_many else _split_fp8)(rows, w, kind),
@@ -245,13 +248,16 @@ def _few_rows(x: Array, w: Array) -> BackEnd:
 _NO_FP8 = "has no form for 8 bits"
 
 
-def _in_8_bits(x: Array | Fp8Rows, dtype: jax.typing.DTypeLike | None) -> tuple[Fp8Rows, Any]:
+def _in_8_bits(
+    x: Array | Fp8Rows, dtype: jax.typing.DTypeLike | None, axis: str | None = None
+) -> tuple[Fp8Rows, Any]:
     """The rows in 8 bits, and the type of what is computed from them."""
     if isinstance(x, Fp8Rows):
         if dtype is None:
             raise ValueError("rows in 8 bits do not say the type of the result; give dtype")
         return x, jnp.dtype(dtype)
-    return quantize_rows(x), jnp.dtype(dtype or x.dtype)
+    rows = quantize_rows(x) if axis is None else fp8.quantize_rows(x, axis)
+    return rows, jnp.dtype(dtype or x.dtype)
 
 
 def quantize_rows(

@@ -60,13 +60,20 @@ class Fp8Rows:
     scales: Float[Array, "*M"]  # float32
 
 
-def quantize(x: Float[Array, "... K"]) -> tuple[Float[Array, "... K"], Float[Array, "..."]]:
+def quantize(
+    x: Float[Array, "... K"], axis: str | None = None
+) -> tuple[Float[Array, "... K"], Float[Array, "..."]]:
     """Values in e4m3 and float32 scales of the last axis; zeros have a scale of one.
 
     The largest number of a row becomes 448, so that nothing overflows.
+
+    Args:
+        axis: The axis of a mesh whose devices each have a part of every row, all of which have the
+            row's scale; None: rows are whole.
     """
     x = x.astype(jnp.float32)
-    factors, scales = factors_of(jnp.max(jnp.abs(x), axis=-1))
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    factors, scales = factors_of(largest if axis is None else jax.lax.pmax(largest, axis))
     return (x * factors[..., None]).astype(DTYPE), scales
 
 
@@ -79,24 +86,30 @@ def factors_of(largest: Array) -> tuple[Array, Array]:
     return LARGEST / largest, largest * (1 / LARGEST)
 
 
-def quantize_rows(x: Float[Array, "*M K"]) -> Fp8Rows:
-    """Rows in 8 bits, each with the scale of its largest number."""
-    return Fp8Rows(*quantize(x))
+def quantize_rows(x: Float[Array, "*M K"], axis: str | None = None) -> Fp8Rows:
+    """Rows in 8 bits, each with the scale of its largest number; `axis` as of `quantize`."""
+    return Fp8Rows(*quantize(x, axis))
 
 
-def quantize_matrix(w: Float[Array, "..."], num_inputs: int = 1) -> Fp8Matrix:
+def quantize_matrix(
+    w: Float[Array, "..."], num_inputs: int = 1, axis: str | None = None
+) -> Fp8Matrix:
     """A matrix [*K *N] in 8 bits.
 
     Args:
         num_inputs: Leading axes that are contracted; they become one.
+        axis: The axis of a mesh whose devices each have a part of the inputs; None: all.
     """
     depth = math.prod(w.shape[:num_inputs])
-    return Fp8Matrix(*quantize(jnp.moveaxis(w.reshape(depth, *w.shape[num_inputs:]), 0, -1)))
+    outputs_first = jnp.moveaxis(w.reshape(depth, *w.shape[num_inputs:]), 0, -1)
+    return Fp8Matrix(*quantize(outputs_first, axis))
 
 
-def matmul(x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any) -> Float[Array, "..."]:
-    """`x @ w` in `dtype`, rows in 8 bits, sums in float32."""
-    rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x), w.flat
+def matmul(
+    x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any, axis: str | None = None
+) -> Float[Array, "..."]:
+    """`x @ w` in `dtype`, rows in 8 bits, sums in float32; `axis` as of `quantize`."""
+    rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
     sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
         rows.values.reshape(-1, w.shape[0]),
         flat.values,

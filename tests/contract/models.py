@@ -2,7 +2,7 @@
 
 Four networks: the plain dense one (shifted or not), one with routed experts, one with two modes (a
 gain on the input rows that differs by mode, so that a wrong mode shows), and a drafter that caches
-keys and values of features it is given. Nothing here knows about pages or strategies.
+keys and values of features it is given.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.kernels.layer.reference import apply_rope, matmul, rms_norm
+from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models import dense
 from dllm_jax.models.architecture import DENSE, Architecture, arch_of
@@ -20,6 +21,7 @@ from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.models.moe import MoEConfig
+from dllm_jax.models.quantization import quantized, with_quantized_head
 
 VOCAB, MASK, PADDED = 40, 38, 39  # id 39 is a row of the vocabulary that belongs to no token
 DEFAULTS = FamilyDefaults(family="toy", strategy="multi_bd", block_size=4, vocab_limit=PADDED)
@@ -82,6 +84,15 @@ def experts(seed: int = 6, dtype=jnp.float32) -> Model:
     )
     params = weights(cfg, seed, dtype)
     return Model(params=params, config=cfg, arch=arch_of(cfg), defaults=DEFAULTS)
+
+
+def in_8_bits(model: Model) -> Model:
+    """A model whose matrices, head and cache are in 8 bits."""
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: quantized(path, leaf, model.split), model.params
+    )
+    params = with_quantized_head(params, model.split)
+    return with_kv_cache(model.replace(params=params), "fp8")
 
 
 def causal(dtype=jnp.float32) -> Model:

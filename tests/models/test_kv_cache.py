@@ -12,9 +12,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.kernels.kv_write import fp8
-from dllm_jax.loading.load import place, with_kv_cache
+from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.models import kv_cache
-from dllm_jax.models.sharding import Split
 from dllm_jax.strategies import BlockDiffusion
 from tests.oracles.fp8 import rounded
 
@@ -134,11 +133,6 @@ def test_what_has_no_form_in_8_bits_is_refused_by_name(model):
     canvas = model.replace(config=kv_cache.GemmaConfig.__new__(kv_cache.GemmaConfig))
     with pytest.raises(ValueError, match="DiffusionGemma's cache has no form in 8 bits; leave it"):
         with_kv_cache(canvas.replace(kv_scales=None), "fp8")
-    split = Split(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tp",)))
-    with pytest.raises(ValueError, match="several devices have no cache in 8 bits; leave it out"):
-        dj.load(SMALL, kv_cache_dtype="fp8", mesh=split)
-    with pytest.raises(ValueError, match="are cached in 8 bits, for which several devices"):
-        place(model, split)
 
 
 def test_the_head_is_rounded_where_it_is_asked_for():

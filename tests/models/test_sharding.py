@@ -6,6 +6,9 @@ every call.
 """
 
 import ast
+import dataclasses
+import functools
+import re
 import weakref
 from pathlib import Path
 
@@ -13,20 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+import safetensors.numpy
+from jax.sharding import Mesh, PartitionSpec
 
 import dllm_jax as dj
 from dllm_jax.api.strategy import bind_strategy, with_target
 from dllm_jax.convert import copying
+from dllm_jax.kernels.layer import fp8
 from dllm_jax.loading import checkpoints
 from dllm_jax.loading import load as loading
 from dllm_jax.loading.checkpoints import convert, load_params
 from dllm_jax.loading.load import place
-from dllm_jax.models import reference
+from dllm_jax.models import dense, reference
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
+from dllm_jax.models.quantization import is_quantized
 from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
+from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.timing import estimate_choices
 from tests.contract import models as toys
 from tests.oracles.tiny_configs import CONFIGS
@@ -109,11 +116,31 @@ def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_pat
     assert len(leaves) == len(jax.tree.leaves(wanted.params))
 
 
-@pytest.mark.parametrize("kind", ["published", "converted"])
-def test_experts_are_read_device_by_device(kind, tmp_path, monkeypatch):
-    """12 experts of 5 devices: no array of the host is larger than a part or a stored tensor."""
+def pack(folder):
+    """Rewrite a folder with all experts of a layer in two tensors, as transformers 5 has them."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    experts = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)\.weight")
+    found = {}
+    for name in list(tensors):
+        if match := experts.fullmatch(name):
+            layer, number, kind = match.groups()
+            found.setdefault(layer, {})[int(number), kind] = tensors.pop(name)
+    for layer, own in found.items():
+        every = range(len(own) // 3)
+        gates_and_ups = [np.concatenate([own[e, "gate_proj"], own[e, "up_proj"]]) for e in every]
+        tensors[f"{layer}gate_up_proj"] = np.stack(gates_and_ups)
+        tensors[f"{layer}down_proj"] = np.stack([own[e, "down_proj"] for e in every])
+    safetensors.numpy.save_file(tensors, file)
+
+
+@pytest.mark.parametrize("kind", ["published", "packed", "converted"])
+def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
+    """12 experts of 5 devices: no array of the host is larger than a part or another leaf."""
     cfg, params = tiny("llada2")
     folder = checkpoints.export_hf(params, cfg, tmp_path / "a", "float32", family="llada2")
+    if kind == "packed":
+        pack(folder)
     if kind == "converted":
         folder = convert(folder, tmp_path / "b", "float32")
     split, held, found = over_devices(5), [], []
@@ -141,14 +168,15 @@ def test_experts_are_read_device_by_device(kind, tmp_path, monkeypatch):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
     sizes = {p[-1].key: x.nbytes for p, x in jax.tree_util.tree_leaves_with_path(params)}
-    assert max(found) == max(size for name, size in sizes.items() if "experts" not in name)
+    in_rows = ("embed", "lm_head", "experts_gate_up", "experts_down")
+    assert max(found) == max(size for name, size in sizes.items() if name not in in_rows)
     assert sizes["experts_gate_up"] > max(found)
 
 
 def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):
     monkeypatch.setitem(PUBLISHED, "tiny", CONFIGS["llada2"] | {"mask_token_id": 47})
     split, leaves, draw = over_devices(4), [], loading._random_leaf
-    wanted = place(dj.load("random:tiny"), split)
+    wanted = place(dj.load("random:tiny", quantization="fp8"), split)
 
     def drawn(*args):
         assert all(before() is None for before in leaves), "an earlier leaf is still in memory"
@@ -159,26 +187,116 @@ def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):
     monkeypatch.setattr(loading, "_random_leaf", drawn)
     # A leaf that is whole on every device may keep the array that was drawn.
     monkeypatch.setattr(dj.Split, "put", lambda *args, put=dj.Split.put: put(*args) + 0)
-    found = dj.load("random:tiny", mesh=split)
+    found = dj.load("random:tiny", mesh=split, quantization="fp8")
     assert split.misplaced(found.params) == []
-    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
+    assert_same_parts(found.params, wanted.params)
+    assert len(leaves) == len(jax.tree.leaves(wanted.params, is_leaf=is_quantized))
+
+
+# --- 8 bits ---------------------------------------------------------------------------------------
+
+
+def assert_same_parts(found, wanted):
+    """Equal leaves in equal places; the scale of an output of zeros may be any."""
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(found, is_leaf=is_quantized),
+        jax.tree.leaves(wanted, is_leaf=is_quantized),
+        strict=True,
+    )
+    for (path, a), b in pairs:
+        name = jax.tree_util.keystr(path)
+        if is_quantized(a):
+            assert a.scales.sharding == b.scales.sharding, name
+            is_some = np.any(np.asarray(a.values).astype(np.float32) != 0, axis=-1)
+            scales = (np.where(is_some, one.scales, 1) for one in (a, b))
+            np.testing.assert_array_equal(*scales, name)
+            a, b = a.values, b.values
+        assert a.sharding == b.sharding, name
+        np.testing.assert_array_equal(a, b, name)
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_weights_are_rounded_part_by_part_as_whole_ones_are(parts):
+    """Matrices of split outputs and of split inputs, the head, the scales of the cache."""
+    split, model = over_devices(parts), toys.experts()
+    whole = toys.in_8_bits(model)
+    found = toys.in_8_bits(place(model, split))
+    assert split.misplaced(found.params) == []
+    assert_same_parts(found, place(whole, split))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(found))
+    assert held < (0.75 if parts == 2 else 0.5) * sum(x.nbytes for x in jax.tree.leaves(whole))
+    # What costs are estimated from is that of one device.
+    assert jax.tree.map(lambda leaf: leaf.shape, found.shapes) == jax.tree.map(
+        lambda leaf: leaf.shape, whole.params
+    )
+
+
+def test_a_row_has_one_scale_on_all_devices():
+    split, x = over_devices(4), jax.random.normal(jax.random.key(0), (5, 64))
+    parts, whole = PartitionSpec(None, "tp"), PartitionSpec()
+    body = functools.partial(fp8.quantize, axis="tp")
+    found = jax.jit(lambda x: split.run(body, (x,), (parts,), (parts, whole)))(x)
+    for a, b in zip(found, fp8.quantize(x), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert len(leaves) == len(jax.tree.leaves(wanted.params))
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_rows_in_8_bits_differ_by_a_last_bit_alone(parts):
+    """A sum in another order; where it falls between two numbers of 8 bits, a row shows it."""
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 38, (32, 24)))
+
+    def rows(model, ids):
+        forward = ModelForward(model)
+        positions = jnp.broadcast_to(jnp.arange(24), ids.shape)
+        visible = jnp.ones((1, 24, 24), bool)
+        out, _ = model.arch.trunk(
+            model.params,
+            model.config,
+            forward.embed(ids),
+            positions,
+            lambda _, q, k, v: reference.attention(q, k, v, visible),
+            ops=dataclasses.replace(dense.PLAIN, axis=forward.axis),
+        )
+        return out
+
+    one = toys.in_8_bits(toys.experts())
+    many, whole = place(one, over_devices(parts)), PartitionSpec()
+    wanted = jax.jit(rows)(one, ids)
+    given = many.split.specs(many), whole
+    found = jax.jit(lambda *args: many.split.run(rows, args, given, whole))(many, ids)
+    differ = jnp.max(jnp.abs(found - wanted), axis=-1) / jnp.max(jnp.abs(wanted))
+    assert float(jnp.median(differ)) < 1e-6
+    assert float(jnp.mean(differ > 1e-4)) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["published", "converted", "in 8 bits"])
+def test_a_folder_is_rounded_as_it_is_read_onto_devices(kind, random_folder, tmp_path):
+    folder, how = random_folder, {"quantization": "fp8"}
+    if kind == "converted":
+        folder = convert(random_folder, tmp_path / "folder", "float32")
+    if kind == "in 8 bits":
+        folder, how = convert(random_folder, tmp_path / "folder", quantize="fp8"), {}
+    split = over_devices(2)
+    how = {"dtype": "float32", "quantize_head": True, "kv_cache_dtype": "fp8", **how}
+    found, wanted = dj.load(folder, mesh=split, **how), dj.load(folder, **how)
+    assert (found.quantization, found.has_quantized_head) == ("fp8", True)
+    assert_same_parts(found, place(wanted, split))
 
 
 def test_reductions_stand_in_few_functions():
-    """The engine adds over devices in two functions; whoever needs a sum calls one of them."""
+    """Two functions add over devices, one takes the largest; others call them."""
     found = set()
     for folder in ("dllm_jax", "strategies", "pallas_kernels", "checkpoints_convert"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text("utf-8")
             assert "all_gather" not in text, path
-            tree = ast.parse(text if "psum" in text else "")
+            tree = ast.parse(text if "psum" in text or "pmax" in text else "")
             for node in ast.walk(tree):
                 is_function = isinstance(node, ast.FunctionDef)
-                if is_function and "jax.lax.psum" in ast.unparse(node):
+                if is_function and re.search(r"jax\.lax\.p(sum|max)", ast.unparse(node)):
                     found.add((path.name, node.name))
-    assert found == {("sharding.py", "total"), ("sampling.py", "total")}
+    sums = {("sharding.py", "total"), ("sampling.py", "total")}
+    assert found == {*sums, ("fp8.py", "quantize")}
 
 
 def test_padded_weights_cost_what_whole_ones_do():
@@ -217,11 +335,6 @@ def test_a_mesh_of_two_axes_must_say_which_splits_the_weights():
 def test_networks_that_do_not_add_up_parts_are_refused():
     with pytest.raises(ValueError, match="a toy model cannot be split over devices"):
         place(toys.two_modes(), over_devices(2))
-
-
-def test_weights_in_8_bits_are_refused():
-    with pytest.raises(ValueError, match="several devices cannot share weights in 8 bits"):
-        dj.load("builtin:tiny-sdar", quantization="fp8", mesh=over_devices(2))
 
 
 def test_a_split_model_is_not_split_again():

@@ -1,39 +1,47 @@
 """One of two processes of two CPU devices each that share a toy model; see `test_hosts.py`.
 
-    python -m tests.runner.one_of_several RANK PORT
+    python -m tests.runner.one_of_several RANK PORT FOLDER
 
-Rank 0 prints a JSON line a part, and waits for a line before the last one.
+Rank 0 prints a JSON line a part, and waits for a line before the last one. Snapshots go to FOLDER.
 """
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=2")
+)
 
 import jax
 
 
-def reported(outputs):
-    return [[o.outputs[0].token_ids, o.outputs[0].finish_reason, o.metrics.nfe] for o in outputs]
-
-
-def main(rank, port):
+def main(rank, port, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
+    import pytest
+
     import dllm_jax as dj
+    from dllm_jax.api import snapshot as snapshots
     from dllm_jax.loading.load import place
     from dllm_jax.models.sharding import over_devices
+    from tests.api.test_snapshot import break_device
     from tests.contract import models
-    from tests.runner.test_hosts import CONFIG, STRATEGY, requests
+    from tests.runner.test_hosts import CONFIG, STRATEGY, labels, requests, texts
 
     model = place(models.plain(), over_devices(4))
     llm = dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False, progress=False)
+    print(json.dumps({"texts": texts(llm), "labels": labels(llm)}), flush=True)
+
     prompts, params = requests()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    print(json.dumps({"texts": reported(outputs)}), flush=True)
+    saver = snapshots.snapshot_saver(model, llm.strategy, CONFIG, Path(folder))
+    llm.engine._save_snapshot = saver
+    with pytest.MonkeyPatch.context() as patch:
+        break_device(llm, 3, patch)
+        llm.generate([prompts[1]], params[1], use_tqdm=False)
 
     stream = llm.stream(prompts[0], params[0])
     pieces = [token for event in stream for token in event.token_ids]
@@ -51,4 +59,4 @@ def main(rank, port):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,17 +1,21 @@
 """Proves that several processes share a model: process 0 decides, the others replay its calls.
 
-Two processes of two CPU devices each give the texts of one device, also after preemptions; a
-stream that is left early ends there; a process that is killed is a named error, no hang. Messages
-are whole, and whoever lacks the token is turned away.
+Two processes of two CPU devices each give the texts of one device, also after preemptions and
+under automata, and answer questions; a snapshot is replayed on one device; a stream that is left
+early ends there; a process that is killed is a named error, no hang. Messages are whole, and
+whoever lacks the token is turned away.
 """
 
 import json
+import os
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,32 +23,70 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.api import snapshot as snapshots
+from dllm_jax.api.decide import log_probabilities
+from dllm_jax.api.questions import Read
 from dllm_jax.engine.layout import DeviceFailure
+from dllm_jax.engine.requests import Request
 from dllm_jax.runner import hosts
+from dllm_jax.runner.grammars import ready
 from dllm_jax.strategies import MultiBD
 from tests.contract import models
 from tests.project.test_layering import ROOT
+from tests.serve.driving import TEXT, Server, text_of
+from tests.structured.toys import random_toy
 
 CONFIG = dj.EngineConfig(
     max_num_seqs=4,
     max_model_len=64,
     page_size=8,
-    num_pages=12,  # less than four texts take
+    num_pages=8,  # less than four texts take
     slot_buckets=(4,),
     page_buckets=(8,),
     prefill_buckets=(16,),
 )
 STRATEGY = MultiBD(block_size=4, buffer_size=2)
+# Of the processes: programs are kept as those of the tests are.
+ENV = os.environ | {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def requests():
     """Greedy and drawn ones, more than there are slots."""
-    prompts = np.random.default_rng(0).integers(0, 37, size=(6, 12)).tolist()
+    prompts = np.random.default_rng(0).integers(0, 37, size=(5, 12)).tolist()
     some: Any = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5})
     params = [
-        dj.SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **some[i % 3]) for i in range(6)
+        dj.SamplingParams(max_tokens=12, ignore_eos=True, seed=i, **some[i % 3]) for i in range(5)
     ]
     return prompts, params
+
+
+def texts(llm):
+    """Ids, reasons and forwards of `requests`, and of two texts that keep to automata."""
+    every = [Request(prompt_token_ids=p, params=q) for p, q in zip(*requests(), strict=True)]
+    never = (models.MASK, models.PADDED)
+    for seed, temperature in ((0, 0.0), (1, 1.0)):
+        toy = random_toy(np.random.default_rng(seed), models.VOCAB, 5, never, states=6, classes=5)
+        room = int(toy.distance[toy.start]) + 4
+        params = dj.SamplingParams(
+            max_tokens=room, stop_token_ids=(5,), temperature=temperature, seed=seed
+        )
+        grammar = ready(toy, models.VOCAB)
+        every.append(Request(prompt_token_ids=[1, 2, seed], params=params, grammar=grammar))
+    with llm.engine.inbox() as inbox:
+        ids = [inbox.add(request) for request in every]
+        outputs = {output.request_id: output for output in inbox}
+    last = [outputs[one] for one in ids]
+    assert [one.outputs[0].constraint_met for one in last[-2:]] == [True, True]
+    return [[o.outputs[0].token_ids, o.outputs[0].finish_reason, o.metrics.nfe] for o in last]
+
+
+def labels(llm):
+    """Log-probabilities of labels in two texts."""
+    reads = [Read([*range(n), models.MASK], n, [n], [[3, 4, 5]]) for n in (5, 11)]
+    return log_probabilities(llm.model, reads, llm.engine.runner.read_labels)
 
 
 def free_port():
@@ -52,34 +94,33 @@ def free_port():
         return server.getsockname()[1]
 
 
-def test_two_processes_give_the_texts_of_one_device_and_a_dead_one_is_named():
+def test_two_processes_give_the_texts_of_one_device_and_a_dead_one_is_named(tmp_path):
     command = [sys.executable, "-m", "tests.runner.one_of_several"]
     port = str(free_port())
-    how: Any = {"text": True, "cwd": ROOT, "stdout": subprocess.PIPE}
+    how: Any = {"text": True, "cwd": ROOT, "stdout": subprocess.PIPE, "env": ENV}
     with (
-        subprocess.Popen([*command, "0", port], stdin=subprocess.PIPE, **how) as leader,
-        subprocess.Popen([*command, "1", port], **how) as follower,
+        subprocess.Popen([*command, "0", port, tmp_path], stdin=subprocess.PIPE, **how) as leader,
+        subprocess.Popen([*command, "1", port, tmp_path], **how) as follower,
     ):
-        ends = threading.Timer(240, lambda: (leader.kill(), follower.kill()))
+        ends = threading.Timer(500, lambda: (leader.kill(), follower.kill()))
         ends.start()
         try:
-            _compared(leader, follower)
+            _compared(leader, follower, tmp_path)
         finally:
             leader.kill()
             follower.kill()
             ends.cancel()
 
 
-def _compared(leader: Any, follower: Any) -> None:
+def _compared(leader: Any, follower: Any, folder: Path) -> None:
     lines = (json.loads(line) for line in leader.stdout if line.startswith("{"))
-    found = next(lines)["texts"]
-    prompts, params = requests()
     with dj.LLM(models.plain(), STRATEGY, config=CONFIG, warm_up=False, progress=False) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    wanted = [[o.outputs[0].token_ids, o.outputs[0].finish_reason] for o in outputs]
-    assert [text[:2] for text in found] == wanted
-    assert [text[2] for text in found] == [output.metrics.nfe for output in outputs]
+        wanted, probabilities = texts(llm), labels(llm)
+    found = next(lines)
+    assert found["texts"] == wanted
+    np.testing.assert_allclose(found["labels"], probabilities, rtol=1e-5, atol=1e-5)
     second = next(lines)
+    _assert_replayed(folder, wanted[1][0])
     assert second["stream"] == wanted[0][0]
     assert second["preemptions"] > 0
     follower.kill()
@@ -89,6 +130,57 @@ def _compared(leader: Any, follower: Any) -> None:
     assert last["seconds"] < 30
     assert all("process 1 of 2 is gone" in error for error in last["errors"])
     assert leader.wait(30) == 1
+
+
+def _assert_replayed(folder: Path, wanted: list[int]) -> None:
+    """A slot's words hold no weights and no pool: they are the same on every device."""
+    (path,) = folder.iterdir()
+    snapshot = snapshots.load_snapshot(path)
+    assert snapshot.model["tensor_parallel_size"] == 4
+    (text,) = snapshot.texts
+    assert text.slot is not None
+    assert 0 < len(text.tokens) < len(wanted)
+    engine, request_id = snapshots.resume(snapshot, 0, models.plain())
+    outputs = []
+    while engine.has_work:
+        outputs += [output for output in engine.step() if output.request_id == request_id]
+    assert outputs[-1].outputs[0].token_ids == wanted
+
+
+@pytest.mark.slow
+def test_the_command_serves_over_two_processes(random_folder, tmp_path):
+    """Texts, streams, structured output and decisions are those of one; then one is killed."""
+    sizes = ("--max-num-seqs", "2", "--no-warm-up", "--nnodes", "2", "--log-format", "json")
+    command = ["-m", "dllm_jax.cli", "serve", str(random_folder), *sizes, "--port", "0"]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--node-rank"]
+    env = ENV | {"XLA_FLAGS": ENV["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"}
+    choice = {"structured_outputs": {"choice": ["dollars", "7 apples"]}, "max_tokens": 12}
+    question = dj.Question.choice("Which team?", ["billing", "tech"])
+    asked = {"type": "choice", "instructions": "Which team?"}
+    asked["choices"] = [{"value": "billing"}, {"value": "tech"}]
+    with subprocess.Popen([sys.executable, *command, "1"], cwd=ROOT, env=env) as follower:
+        try:
+            server = Server([*command, "0"], tmp_path / "log", env).wait_ready(400)
+            _, plain, _ = server.complete("2 plus 3", max_tokens=16, temperature=0)
+            events = server.events(TEXT, {"prompt": "2 plus 3", "max_tokens": 16, "temperature": 0})
+            _, chosen, _ = server.complete("2 plus 3", **choice)
+            _, told, _ = server.post("/v1/decisions", {"input": "Help.", "questions": [asked]})
+            follower.kill()
+            began = time.monotonic()
+            status, error, _ = server.complete("2 plus 3", max_tokens=16)
+            assert (status, time.monotonic() - began < 30) == (500, True)
+            assert "process 1 of 2 is gone" in str(error)
+        finally:
+            follower.kill()
+            server.stop()
+    with dj.LLM(random_folder, max_num_seqs=2, warm_up=False) as llm:
+        how = dj.SamplingParams(max_tokens=16, temperature=0.0)
+        (wanted,) = llm.generate("2 plus 3", how, use_tqdm=False)
+        (answer,) = llm.decide("Help.", [question])
+    assert plain["choices"][0]["text"] == wanted.outputs[0].text == text_of(events)
+    assert chosen["choices"][0]["text"] in choice["structured_outputs"]["choice"]
+    found = [one["probability"] for one in told["answers"][0]["probabilities"]]
+    np.testing.assert_allclose(found, answer.probabilities, rtol=1e-4)
 
 
 # --- messages, without other processes ---------------------------------------------------------
