@@ -209,7 +209,7 @@ def floor_us(rows, shape, ids, itemsize):
 def check_form(program, x, ids, weights, layers, activation, tolerance):
     """What is known of its results; `right` if it may be timed.
 
-    Poison is where nobody may look: in rows of no expert.
+    NaN is in rows of no expert, which must not be read.
     """
     experts, layer = len(layers[0][1]), layers[0]
 
@@ -219,7 +219,7 @@ def check_form(program, x, ids, weights, layers, activation, tolerance):
         return out, error_of(out, wanted, jnp.sqrt(jnp.mean(jnp.square(wanted))))
 
     out, error = run(x, ids)
-    # A dead pair and a row of dead ones: what no expert touches is written by nobody.
+    # A dead pair and a row of dead ones: what no expert touches is never written.
     dead = ids.at[:, 0, 0].set(-1).at[:, -1].set(experts)
     _, error_dead = run(x.at[-1].set(jnp.nan), dead)
     others = jnp.arange(len(x)) >= ALONE

@@ -368,7 +368,9 @@ def steps(args, say):
     say("compile", "vocabulary", f"{ids} ids", (time.perf_counter() - began) * 1e3, "")
     began = time.perf_counter()
     never = np.array([model.config.mask_token_id])
-    automaton = structured.compile(structured.JsonSchema(TOOL), words, stops, never)
+    automaton = structured.compile(
+        structured.JsonSchema(TOOL), words, stops, never, grammars.BUCKETS[-1].states
+    )
     grammar = grammars.ready(automaton, ids)
     say(
         "compile", "tool schema", str(len(automaton.delta)), (time.perf_counter() - began) * 1e3, ""

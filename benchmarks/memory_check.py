@@ -82,7 +82,7 @@ def measure(args):
 
 
 def counted():
-    """The most that was in use so far; None where nobody counts."""
+    """The most that was in use so far; None where the device does not count."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

@@ -51,7 +51,7 @@ def scripted(script, reached=None):
 
     Args:
         reached: A list to which each layer of each pass appends how many experts its rows reach,
-            while it runs; None: nobody counts, as nobody may where time is taken.
+            while it runs; None: no counting, which would disturb a measurement of time.
     """
     route, rng = routing.route, np.random.default_rng(0)
 

@@ -144,14 +144,19 @@ def ready(name, slots, wait_s):
     import dllm_jax as dj
     from dllm_jax.loading.jax_settings import enable_async_dispatch, enable_compile_cache
 
+    def say(what):  # as it comes, so that a run that is cut short leaves figures
+        print(f"{time.time() - BEGAN:6.1f} s {what}", file=sys.stderr, flush=True)
+
     make_llm = dj.LLM
     enable_compile_cache()
     enable_async_dispatch()
     model = jax.block_until_ready(dj.load(name))
+    say("model loaded")
     began = time.perf_counter()
     window = {"block_size": BLOCK, "buffer_size": BLOCKS}
     llm = make_llm(model, max_num_seqs=slots, progress=False, **window)
     result = {"ready_s": time.perf_counter() - began, "slots": slots, "device": device_name()}
+    say(f"ready after {result['ready_s']:.1f} s")
     steps, engine = [], llm.engine
     take = engine._take_step
 
@@ -171,12 +176,14 @@ def ready(name, slots, wait_s):
         return time.perf_counter() - at
 
     result["first_answer_s"] = call()
+    say(f"first answer after {result['first_answer_s']:.2f} s more")
     calls, counts, last = [], [], began
     while time.perf_counter() - began < result["ready_s"] + wait_s:
         stats = engine.stats()
         if not counts or stats.num_compiled > counts[-1][1]:
             last = time.perf_counter()
             counts.append((round(last - began, 2), stats.num_compiled, stats.num_programs))
+            say(f"{stats.num_compiled} of {stats.num_programs} programs")
         if stats.num_compiled == stats.num_programs:
             break
         calls.append(call())

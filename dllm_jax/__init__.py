@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from dllm_jax.loading.load import load
     from dllm_jax.loading.model import Model
     from dllm_jax.models.sharding import Split
-    from dllm_jax.structured import Choice, Hole, JsonSchema, Regex
+    from dllm_jax.structured import After, Choice, Hole, JsonSchema, Regex
     from dllm_jax.trace.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "After",
     "Choice",
     "CompletionOutput",
     "Engine",
@@ -62,6 +63,7 @@ __all__ = [
 # public name -> the module that holds it
 _HOMES = {
     "LLM": "api.llm",
+    "After": "structured",
     "Choice": "structured",
     "CompletionOutput": "engine.requests",
     "Engine": "engine.engine",

@@ -84,11 +84,11 @@ class Constraints:
 
     def _compiled(self, constraint: Any, stops: tuple[int, ...]) -> tuple[grammars.Ready, float]:
         self._check()
-        if not isinstance(constraint, structured.Constraint):
+        if not isinstance(constraint, structured.Constraint | structured.After):
             raise Refused(
                 f"constraint={checks.short_repr(constraint)} has type "
                 f"{type(constraint).__name__}; give "
-                "a Regex, a Choice or a JsonSchema of dllm_jax",
+                "a Regex, a Choice or a JsonSchema of dllm_jax, or one of them within After",
                 "constraint",
             )
         key = constraint, stops
@@ -98,9 +98,7 @@ class Constraints:
                 return self._kept[key]
         began = time.perf_counter()
         try:
-            automaton = structured.compile(
-                constraint, self._words, stops, self._never(), grammars.BUCKETS[-1].states
-            )
+            automaton = self._automaton(constraint, stops)
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
         except ValueError as error:
             raise Refused(str(error), "constraint") from error
@@ -116,6 +114,22 @@ class Constraints:
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    def _automaton(self, constraint: Any, stops: tuple[int, ...]) -> structured.TokenAutomaton:
+        never, most_states = self._never(), grammars.BUCKETS[-1].states
+        if not isinstance(constraint, structured.After):
+            return structured.compile(constraint, self._words, stops, never, most_states)
+        tokenizer, text = self._model.tokenizer, constraint.marker
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or ids[0] in stops or ids[0] in never or ids[0] == tokenizer.unk_token_id:
+            raise ValueError(
+                f"marker {checks.short_repr(text)} of After is not one token that the model may "
+                f"write (ids {ids[:8]}); give another"
+            )
+        behind = structured.compile(
+            constraint.constraint, self._words, stops, never, most_states - 1
+        )
+        return structured.behind_marker(behind, ids[0], stops, never)
 
     @functools.cached_property
     def _words(self) -> structured.Spellings:

@@ -214,12 +214,13 @@ def config_of(args: argparse.Namespace) -> "Config":
     try:
         import httptools  # noqa: F401
         import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
 
         from dllm_jax.serve.limits import Limits
         from dllm_jax.serve.pipe import Launch
         from dllm_jax.serve.service import Config
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "httptools", "msgspec"):
+        if error.name not in ("starlette", "uvicorn", "httptools", "uvloop", "msgspec"):
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     _name_model(args)

@@ -45,7 +45,7 @@ class SamplingParams:
         n: Texts for the prompt; they share its cached pages.
         strategy_overrides: Thresholds of the strategy for this request alone.
         constraint: What the text must be: a `Regex`, `Choice` or `JsonSchema` of
-            `dllm_jax.structured` (docs/structured_output.md); None: anything.
+            `dllm_jax.structured`, or `After` (docs/structured_output.md); None: anything.
 
     Raises:
         ValueError: A value outside its range.

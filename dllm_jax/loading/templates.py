@@ -1,7 +1,7 @@
 """Jinja for chat templates, which come with a model and may be hostile: time and sizes are bounded.
 
 Templates see what transformers' `apply_chat_template` shows them: the same globals, filters, tags
-and form of the messages. Nothing here knows about models.
+and form of the messages.
 
 A loop is stopped by the clock. One operation of C code cannot be, so operations whose result could
 be large (`"a" * 10**9`, `10**10**8`, `"%1000000000d"`, a list of lists of itself) are checked

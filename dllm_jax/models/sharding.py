@@ -2,7 +2,7 @@
 
 Data flow: parameters -> `fitted` (axes that do not divide are repeated or padded) -> `place`. A
 program then runs whole on every device (`Split.run`), over that device's parts, and adds partial
-sums (`total`). Nothing here knows about pages or strategies.
+sums (`total`).
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.serve.logs import random_id
-from dllm_jax.serve.pipe import Delta, Facts, Frame, Usage
+from dllm_jax.serve.pipe import Delta, Facts, Frame, Usage, total
 
 # How the engine ends a text -> `finish_reason` and `stop_reason`, where it has none of its own.
 _ENDS = {
@@ -98,33 +98,30 @@ class Form:
 
     def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
         """Token counts; a prompt counts once, however many texts it has."""
-        total: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": self._num_prompt_tokens + num_tokens,
         }
         if usages:
-            cached = sum(usage.cached_tokens for usage in usages)
-            total["prompt_tokens_details"] = {"cached_tokens": cached}
-        return total
+            counts["prompt_tokens_details"] = {"cached_tokens": total(usages).cached_tokens}
+        return counts
 
 
 def metrics(num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
     """What a request took: times of its slowest prompt, forwards of all."""
-    nfe = sum(usage.nfe for usage in usages)
-    queue_s = max(usage.queue_s or 0.0 for usage in usages)
-    first_s = max(usage.ttfb_s or 0.0 for usage in usages)
-    work_s = max(usage.e2e_s for usage in usages) - queue_s
-    written = sum(usage.written for usage in usages)
+    usage = total(usages)
+    queue_s = usage.queue_s or 0.0
+    work_s = usage.e2e_s - queue_s
     return {
         "queue_time_ms": round(1e3 * queue_s, 3),
-        "time_to_first_token_ms": round(1e3 * first_s, 3),
+        "time_to_first_token_ms": round(1e3 * (usage.ttfb_s or 0.0), 3),
         "generation_time_ms": round(1e3 * work_s, 3),
         "tokens_per_second": round(num_tokens / work_s, 1) if work_s > 0 else None,
-        "nfe": nfe,
-        "prefill_nfe": sum(usage.prefill_nfe for usage in usages),
-        "tokens_per_forward": round(written / max(nfe, 1), 3),
-        "num_preemptions": sum(usage.num_preemptions for usage in usages),
+        "nfe": usage.nfe,
+        "prefill_nfe": usage.prefill_nfe,
+        "tokens_per_forward": round(usage.written / max(usage.nfe, 1), 3),
+        "num_preemptions": usage.num_preemptions,
     }
 
 

@@ -84,7 +84,6 @@ async def page_file(service: Service, call: Call) -> Any:
     return page.asset(name, bool(service.config.api_keys))
 
 
-# The most frequent first: the router tries one after another.
 ROUTES = (
     ("/v1/completions", "POST", generating.completions),
     ("/v1/chat/completions", "POST", generating.chat),
@@ -104,17 +103,32 @@ ROUTES = (
 )
 
 
+class _Routes:
+    """Paths without a variable by one look; `Router` has the others, HEAD, 404 and 405."""
+
+    def __init__(self, service: Service):
+        limits = service.config.limits
+        endpoints = {
+            (method, path): Endpoint(path, functools.partial(handler, service), limits)
+            for path, method, handler in ROUTES
+        }
+        table = [Route(path, one, methods=[method]) for (method, path), one in endpoints.items()]
+        self._endpoints = endpoints
+        self._router = Router(table, redirect_slashes=False)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer."""
+        endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await self._router(scope, receive, send)
+        else:
+            scope["endpoint"] = endpoint
+            await endpoint(scope, receive, send)
+
+
 def application(service: Service) -> Any:
     """The whole ASGI application."""
-    table = [
-        Route(
-            path,
-            Endpoint(path, functools.partial(handler, service), service.config.limits),
-            methods=[method],
-        )
-        for path, method, handler in ROUTES
-    ]
-    gate = Gate(Router(table, redirect_slashes=False), service)
+    gate = Gate(_Routes(service), service)
     origins = service.config.allowed_origins
     if not origins:
         return gate

@@ -1,6 +1,6 @@
-"""The engine process: a loop over one engine, and a thread that sends what it brings.
+"""The engine process: a loop over one engine that sends what it brings.
 
-Data flow: socket -> `Add`, `Abort` -> engine -> outputs -> deltas -> `Sender`, which merges what it
+Data flow: socket -> `Add`, `Abort` -> engine -> outputs -> deltas -> `Outbox`, which merges what it
 could not send yet -> socket. The loop alone touches the engine. It waits at the socket when nothing
 runs, and the process ends when the other end of the socket is closed.
 """
@@ -29,7 +29,7 @@ from dllm_jax.trace.pieces import plain_text
 
 _PR_SET_PDEATHSIG = 1
 CPU_NICENESS = 5  # XLA's threads would starve the front
-SWITCH_S = 5e-4  # until the sender may run beside the loop
+SWITCH_S = 5e-4  # until the loop may run beside a thread that compiles
 _READ_BYTES = 1 << 20
 _COUNTS_PERIOD_S = 0.5
 
@@ -58,28 +58,41 @@ class UnusableSettings(ValueError):
     """The command line asks for what does not exist."""
 
 
-class Sender:
-    """Sends from a thread of its own; a slow reader delays nothing, its deltas are merged."""
+class Outbox:
+    """What is to be sent: written at once as far as the socket takes it.
+
+    What does not fit waits for `push`, and deltas that wait are merged: a slow reader delays
+    nothing. There is no thread: the loop would hold the interpreter while it waits for its turn.
+    """
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
+        self._rest = memoryview(b"")
         self._messages: deque[Message] = deque()
         self._deltas: dict[tuple[int, int], Delta] = {}
         self._counts: Counts | None = None
         self._steps: list[tuple[int, float]] = []
-        self._wake = threading.Condition()
-        self._is_busy = self._is_broken = False
-        threading.Thread(target=self._run, name="sender", daemon=True).start()
+        self._lock = threading.Lock()  # threads that compile send their progress
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something waits until the other end has read."""
+        return bool(self._rest)
 
     def send(self, message: Message) -> None:
-        """Queue a message, before deltas that were put later."""
-        with self._wake:
+        """Send a message, before deltas that are put later."""
+        with self._lock:
             self._messages.append(message)
-            self._wake.notify()
+            self._push()
+
+    def queue(self, message: Message) -> None:
+        """Send a message with the next ones."""
+        with self._lock:
+            self._messages.append(message)
 
     def put(self, deltas: list[Delta], counts: Counts) -> None:
-        """Queue deltas; each is merged with what waits for the same text."""
-        with self._wake:
+        """Send deltas; each is merged with what waits for the same text."""
+        with self._lock:
             for delta in deltas:
                 key = delta.id, delta.choice
                 waiting = self._deltas.get(key)
@@ -89,40 +102,36 @@ class Sender:
                     waiting.merge(delta)
             self._steps += counts.steps
             self._counts = counts
-            self._wake.notify()
+            self._push()
 
     def drop(self, request_id: int) -> None:
         """Forget the deltas of a request."""
-        with self._wake:
+        with self._lock:
             for key in [key for key in self._deltas if key[0] == request_id]:
                 del self._deltas[key]
 
+    def push(self) -> None:
+        """Send what waits, as far as there is room."""
+        with self._lock:
+            self._push()
+
     def flush(self, seconds: float) -> None:
         """Wait until everything is sent."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._is_broken or not self._has_news(), seconds)
+        until = time.monotonic() + seconds
+        while self.is_full and (left := until - time.monotonic()) > 0:
+            select.select([], [self._sock], [], left)
+            self.push()
 
-    def _has_news(self) -> bool:
-        waiting = self._messages or self._deltas or self._counts
-        return bool(waiting or self._is_busy)
-
-    def _run(self) -> None:
+    def _push(self) -> None:
         try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(
-                        lambda: self._messages or self._deltas or self._counts is not None
-                    )
-                    data = b"".join(map(pipe.frame, self._take()))
-                    self._is_busy = True
-                self._sock.sendall(data)
-                with self._wake:
-                    self._is_busy = False
-                    self._wake.notify_all()
-        except OSError:  # the front is gone: the loop sees it too
-            with self._wake:
-                self._is_broken = True
-                self._wake.notify_all()
+            while self._rest or self._messages or self._counts is not None:
+                if not self._rest:
+                    self._rest = memoryview(b"".join(map(pipe.frame, self._take())))
+                self._rest = self._rest[self._sock.send(self._rest, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the front is gone: the loop sees it where it reads
+            self._rest = self._rest[:0]
 
     def _take(self) -> list[Message]:
         messages = list(self._messages)
@@ -150,9 +159,9 @@ class Loop:
         sock: The front's socket.
     """
 
-    def __init__(self, served: Served, sock: socket.socket, sender: Sender):
+    def __init__(self, served: Served, sock: socket.socket, outbox: Outbox):
         self._served, self._engine = served, served.engine
-        self._sock, self._sender = sock, sender
+        self._sock, self._outbox = sock, outbox
         self._reader = pipe.Reader(pipe.ToEngine)
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
@@ -173,6 +182,7 @@ class Loop:
                     self._read(message)
                 elif isinstance(message, pipe.Abort):
                     self._abort(message.id)
+            self._outbox.push()
             if not self._engine.has_work:
                 continue
             started = time.perf_counter()
@@ -183,7 +193,7 @@ class Loop:
             steps = [(ran, now - started)] if ran else []
             is_idle = not self._engine.has_work
             if deltas or steps or is_idle or now - sent_s > _COUNTS_PERIOD_S:
-                self._sender.put(deltas, _counts(stats, steps))
+                self._outbox.put(deltas, _counts(stats, steps))
                 sent_s = now
 
     def _receive(self) -> list[Any] | None:
@@ -191,7 +201,12 @@ class Loop:
         messages: list[Any] = []
         while True:
             wait = 0.0 if self._engine.has_work or messages else None
-            if not select.select([self._sock], [], [], wait)[0]:
+            waiting = [self._sock] if self._outbox.is_full else []
+            readable, writable, _ = select.select([self._sock], waiting, [], wait)
+            if writable:
+                self._outbox.push()
+                continue
+            if not readable:
                 return messages
             data = self._sock.recv(_READ_BYTES)
             if not data:
@@ -223,29 +238,29 @@ class Loop:
                 del self._live[name]
                 self._engine.abort(name)
             param, code = getattr(error, "param", None), getattr(error, "code", "invalid_value")
-            self._sender.send(pipe.Refused(add.id, str(error), param, code))
+            self._outbox.queue(pipe.Refused(add.id, str(error), param, code))
             return
         self._prompts[add.id] = names
-        self._sender.send(pipe.Accepted(add.id))
+        self._outbox.queue(pipe.Accepted(add.id))
 
     def _read(self, ask: pipe.Ask) -> None:
         """Answer between two steps."""
         try:
             found, nfe = self._served.read([Read(*fields) for fields in ask.reads])
         except ValueError as error:
-            self._sender.send(pipe.Refused(ask.id, str(error), "questions", "invalid_value"))
+            self._outbox.queue(pipe.Refused(ask.id, str(error), "questions", "invalid_value"))
         else:
-            self._sender.send(pipe.Told(ask.id, found, nfe))
+            self._outbox.queue(pipe.Told(ask.id, found, nfe))
 
     def _abort(self, request_id: int) -> None:
         for name in self._prompts.pop(request_id, ()):
             if self._live.pop(name, None) is not None:
                 self._engine.abort(name)
-        self._sender.drop(request_id)
+        self._outbox.drop(request_id)
 
     def _deltas(self, output: RequestOutput) -> list[Delta]:
         live = self._live.get(output.request_id)
-        if live is None:  # aborted: nobody waits for it
+        if live is None:  # aborted: no client waits
             return []
         deltas = []
         for event in live.news.of(output):
@@ -400,15 +415,15 @@ def main(fd: int, parent: int) -> int:
             return 0
         messages = reader.feed(data)
     launch = messages[0]
-    sender = Sender(sock)
-    # The loop's Python between two waits for the device would else hold a piece back for 5 ms.
+    outbox = Outbox(sock)
+    # A program that is traced behind the loop would else hold a step back for 5 ms.
     sys.setswitchinterval(SWITCH_S)
     try:
         module, _, name = launch.factory.partition(":")
         factory: Factory = getattr(importlib.import_module(module), name)
-        served = factory(launch.settings, lambda done, of: sender.send(pipe.Progress(done, of)))
-        loop = Loop(served, sock, sender)
-        sender.send(pipe.Ready(served.facts))
+        served = factory(launch.settings, lambda done, of: outbox.send(pipe.Progress(done, of)))
+        loop = Loop(served, sock, outbox)
+        outbox.send(pipe.Ready(served.facts))
         loop.run()
     except BaseException as error:
         if not isinstance(error, ValueError):  # a refused setting is one line
@@ -416,8 +431,8 @@ def main(fd: int, parent: int) -> int:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = "; ".join(lines[:3]) or "no message"
         message = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
-        sender.send(pipe.Failed(message, isinstance(error, UnusableSettings)))
-        sender.flush(1.0)
+        outbox.send(pipe.Failed(message, isinstance(error, UnusableSettings)))
+        outbox.flush(1.0)
         return 1
     return 0
 

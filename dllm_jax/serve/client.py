@@ -1,7 +1,7 @@
 """The front's end of the pipe: starts the engine process, hands requests over, fills mailboxes.
 
 A `Mailbox` has one pending delta a text, which grows until it is taken: a slow reader holds its own
-text and nothing else. Nothing here knows HTTP.
+text and nothing else.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.text import TextSide
 
 State = Literal["starting", "ready", "draining", "failed"]
-_READ_BYTES = 1 << 18
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dllm_jax.serve.child import main; "
@@ -57,7 +56,8 @@ class Mailbox:
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.merged_frames = 0
         self._pending: dict[int, Delta] = {}
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -77,7 +77,7 @@ class Mailbox:
         else:
             self.merged_frames += waiting.frame is not None and delta.frame is not None
             waiting.merge(delta)
-        self._news.set()
+        self.wake()
 
     def fail(self, reason: str) -> None:
         """The engine is gone, or the server ends."""
@@ -85,28 +85,62 @@ class Mailbox:
         if not self.accepted.done():
             self.accepted.set_exception(EngineGone(reason))
             self.accepted.exception()  # retrieved: its reader may have left
-        self._news.set()
+        self.wake()
 
     def leave(self) -> None:
         """Its reader left."""
         self.is_closed = True
-        self._news.set()
+        self.wake()
 
-    async def wait(self, seconds: float | None = None) -> bool:
-        """Wait for something new; False where nothing came in time."""
-        if not self._news.is_set():
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._news.wait()
-            except TimeoutError:
-                return False
-        return True
+    def wake(self) -> None:
+        """Let its reader look."""
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, seconds: float | None = None) -> None:
+        """Wait for something new, or so long."""
+        if self._has_news:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        if seconds is None:
+            await self._waiter
+        else:
+            await asyncio.wait([self._waiter], timeout=seconds)
 
     def take(self) -> list[Delta]:
         """What is pending, in the order of the choices."""
-        self._news.clear()
+        self._has_news = False
         pending, self._pending = self._pending, {}
-        return sorted(pending.values(), key=lambda delta: delta.choice)
+        return [pending[choice] for choice in sorted(pending)]
+
+
+class _End(asyncio.Protocol):
+    """The front's end of the socket: messages are taken as they arrive.
+
+    Attributes:
+        turns: `Ready` and `Failed`, which have a task to read them, and None at the end.
+    """
+
+    def __init__(self, take: Callable[[Any], None]):
+        self._take, self._reader = take, pipe.Reader(pipe.FromEngine)
+        self.turns: asyncio.Queue[pipe.Ready | pipe.Failed | None] = asyncio.Queue()
+
+    def data_received(self, data: bytes) -> None:
+        """Messages, or parts of them."""
+        try:
+            for message in self._reader.feed(data):
+                if isinstance(message, pipe.Ready | pipe.Failed):
+                    self.turns.put_nowait(message)
+                else:
+                    self._take(message)
+        except Exception as error:  # a broken frame
+            self.turns.put_nowait(pipe.Failed(f"{type(error).__name__}: {error}"))
+            self.turns.put_nowait(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The engine is gone."""
+        self.turns.put_nowait(None)
 
 
 class EngineClient:
@@ -132,10 +166,11 @@ class EngineClient:
         self._launch, self._on_counts = launch, on_counts
         self._restarts_left = max_restarts
         self._boxes: dict[int, Mailbox] = {}
+        self._num_texts = 0  # of the boxes, not ended
         self._asked: dict[int, asyncio.Future[pipe.Told]] = {}
         self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_ready = False
         self.is_draining = False
@@ -160,7 +195,7 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Texts that have not ended."""
-        return sum(box.num_open for box in self._boxes.values()) + len(self._asked)
+        return self._num_texts + len(self._asked)
 
     @property
     def has_open(self) -> bool:
@@ -204,10 +239,11 @@ class EngineClient:
         add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority)
         self._send(add)
         self._boxes[box.id] = box
+        self._num_texts += box.num_open
         try:
             await box.accepted
         except Refusal:
-            del self._boxes[box.id]
+            self._forget(box)
             raise
         except BaseException:
             self.release(box)
@@ -233,9 +269,16 @@ class EngineClient:
 
     def release(self, box: Mailbox) -> None:
         """Forget a request; what of it runs is aborted."""
-        if self._boxes.pop(box.id, None) is not None and not box.is_over:
+        if self._forget(box) and not box.is_over:
             with contextlib.suppress(EngineGone):
                 self._send(pipe.Abort(box.id))
+
+    def _forget(self, box: Mailbox) -> bool:
+        """Whether it was known."""
+        if self._boxes.pop(box.id, None) is None:
+            return False
+        self._num_texts -= box.num_open
+        return True
 
     def fail_all(self, reason: str) -> None:
         """Tell every reader that its request ends here."""
@@ -260,39 +303,40 @@ class EngineClient:
     # --- the pipe ---------------------------------------------------------------------------------
 
     def _send(self, message: pipe.Message) -> None:
-        if self._writer is None or self._writer.is_closing():
+        if self._transport is None or self._transport.is_closing():
             raise EngineGone(self.failure or "the engine is not ready")
         try:
-            self._writer.write(pipe.frame(message))
+            self._transport.write(pipe.frame(message))
         except ValueError as error:
             raise Refusal(str(error), code="request_too_large", status=413) from None
 
     async def _serve(self, sock: socket.socket) -> None:
         """Read until the engine ends, then say so or start another."""
         failed: pipe.Failed | None = None
+        end = _End(self._take)
         try:
-            stream, self._writer = await asyncio.open_connection(sock=sock)
-            self._writer.write(pipe.frame(self._launch))
-            reader = pipe.Reader(pipe.FromEngine)
-            while data := await stream.read(_READ_BYTES):
-                for message in reader.feed(data):
-                    if isinstance(message, pipe.Failed):
-                        failed = message
-                    else:
-                        await self._take(message)
-        except OSError:
-            pass  # a reset connection is an end
-        except Exception as error:  # a tokenizer that cannot be read, a broken frame
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_connection(lambda: end, sock=sock)
+            self._transport.write(pipe.frame(self._launch))
+            while (message := await end.turns.get()) is not None:
+                if isinstance(message, pipe.Failed):
+                    failed = message
+                    continue
+                if self.text is None:
+                    self.text = await asyncio.to_thread(TextSide, message.facts)
+                self.facts, self._is_ready = message.facts, True
+        except Exception as error:  # a tokenizer that cannot be read
             failed = pipe.Failed(f"{type(error).__name__}: {error}")
         finally:
-            if self._writer is not None:
-                self._writer.close()
+            if self._transport is not None:
+                self._transport.close()
         await self._end(failed)
 
-    async def _take(self, message: Any) -> None:
+    def _take(self, message: Any) -> None:
         if isinstance(message, pipe.Moved):
             for delta in message.deltas:
                 if (box := self._boxes.get(delta.id)) is not None:
+                    self._num_texts -= delta.finish is not None
                     box.put(delta)
             self.counts = message.counts
             self._on_counts(message.counts)
@@ -310,10 +354,6 @@ class EngineClient:
                 asked.set_result(message)
         elif isinstance(message, pipe.Progress):
             self.progress = message.done, message.of
-        elif isinstance(message, pipe.Ready):
-            if self.text is None:
-                self.text = await asyncio.to_thread(TextSide, message.facts)
-            self.facts, self._is_ready = message.facts, True
 
     async def _end(self, failed: pipe.Failed | None) -> None:
         """The engine is gone."""

@@ -53,7 +53,8 @@ class Call:
 
     async def body(self) -> bytes:
         """The request's body."""
-        return await read_body(self.receive, self.headers, self.limits.max_body_bytes)
+        is_there, most = self.scope["dllm.body_is_there"], self.limits.max_body_bytes
+        return await read_body(self.receive, self.headers, most, is_there)
 
 
 class Endpoint:

@@ -12,7 +12,7 @@ from dllm_jax.serve import logs
 from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone
 from dllm_jax.serve.exchange import Endpoint, Json, Record
-from dllm_jax.serve.pipe import Delta
+from dllm_jax.serve.pipe import Delta, total
 from dllm_jax.serve.refusals import Refusal, error_object
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import ClientGone, RequestFailed, internal_error
@@ -52,14 +52,14 @@ class Gate:
         except (ClientGone, ConnectionError, asyncio.CancelledError) as gone:
             record.is_gone = True
             self._service.metrics.count("dllm_disconnects_total")
-            _cut(send)
+            _cut(scope)
             if isinstance(gone, asyncio.CancelledError):
                 raise
         except Exception as error:
             answer = self._answer(error, record)
             if record.is_started:
                 self._service.log.error(error, record.id)
-                _cut(send)
+                _cut(scope)
             else:
                 await answer(scope, receive, sending)
         finally:
@@ -107,9 +107,8 @@ class Gate:
         service.metrics.count("dllm_http_requests_total", route=route, status=status)
         if route in ("/health", "/live", "/metrics"):  # probes come every second
             return
-        usages, client = record.usages, scope.get("client")
-        nfe = sum(usage.nfe for usage in usages)
-        written = sum(usage.written for usage in usages)
+        client = scope.get("client")
+        usage = total(record.usages) if record.usages else None
         service.log.line(
             "request",
             request_id=record.id,
@@ -118,11 +117,11 @@ class Gate:
             status=int(status),
             prompt_tokens=record.prompt_tokens,
             completion_tokens=sum(t.num_tokens for t in record.texts) if record.texts else None,
-            cached_tokens=sum(usage.cached_tokens for usage in usages) if usages else None,
-            nfe=nfe if usages else None,
-            tokens_per_forward=round(written / max(nfe, 1), 2) if usages else None,
-            queue_ms=_ms(max((usage.queue_s or 0.0 for usage in usages), default=None)),
-            ttfb_ms=_ms(max((usage.ttfb_s or 0.0 for usage in usages), default=None)),
+            cached_tokens=usage and usage.cached_tokens,
+            nfe=usage and usage.nfe,
+            tokens_per_forward=usage and round(usage.written / max(usage.nfe, 1), 2),
+            queue_ms=usage and _ms(usage.queue_s or 0.0),
+            ttfb_ms=usage and _ms(usage.ttfb_s or 0.0),
             e2e_ms=_ms(time.monotonic() - record.started_s),
             finish=",".join(str(text.finish) for text in record.texts) or None,
             stop_reason=_stop_reasons(record.texts),
@@ -142,12 +141,9 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 2)
 
 
-def _cut(send: Any) -> None:
+def _cut(scope: Any) -> None:
     """Close the connection of an answer that does not end as it should.
 
     uvicorn closes only once its buffer is empty, which a client that reads nothing never allows.
     """
-    cycle = getattr(send, "__self__", None)
-    transport = getattr(cycle, "transport", None)
-    if transport is not None:
-        transport.abort()
+    scope["dllm.connection"].transport.abort()

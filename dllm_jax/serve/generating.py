@@ -133,7 +133,7 @@ async def _generate(
         )
         return _Tracked(service, stream, box, call.record, denoise)
     try:
-        texts = await whole(box, call.receive)
+        texts = await whole(box, call.scope["dllm.connection"])
         call.record.texts, call.record.usages = texts, box.usages
     finally:
         _ended(service, box, call.record)

@@ -4,6 +4,7 @@ Nothing here waits: a request over a limit is answered at once.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -106,9 +107,12 @@ def _too_large(most: int) -> Refusal:
 
 
 async def read_body(
-    receive: Callable[[], Awaitable[Any]], headers: dict[str, str], most: int
+    receive: Callable[[], Awaitable[Any]], headers: dict[str, str], most: int, is_there: bool
 ) -> bytes:
     """The body of a request, which must be `application/json`: a form of another site is not.
+
+    Args:
+        is_there: All of it has arrived.
 
     Raises:
         Refusal: It is of another type, too large, or does not arrive in time.
@@ -126,7 +130,7 @@ async def read_body(
         raise _too_large(most)
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with contextlib.nullcontext() if is_there else asyncio.timeout(BODY_SECONDS):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":

@@ -1,5 +1,6 @@
 """One line for each finished request: JSON, or the same fields as text. No prompt, no answer."""
 
+import asyncio
 import functools
 import random
 import re
@@ -11,6 +12,7 @@ from typing import Any, TextIO
 import msgspec
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TOGETHER_S = 0.02
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -45,9 +47,13 @@ class Log:
 
     def __init__(self, form: str = "text", to: TextIO | None = None):
         self._form, self._to = form, to
+        self._lines: list[str] = []
 
     def line(self, event: str, level: str = "info", **fields: Any) -> None:
-        """Write a line; fields that are None are left out."""
+        """Write a line; fields that are None are left out.
+
+        Those about requests wait a moment, to be written with others.
+        """
         if self._form == "none" and level == "info":
             return
         seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
@@ -59,8 +65,17 @@ class Log:
         else:
             pairs = " ".join(f"{key}={value}" for key, value in said.items())
             text = f"{now[11:23]} {event} {pairs}"
-        to = self._to or sys.stderr
-        to.write(f"{text}\n")
+        self._lines.append(f"{text}\n")
+        if event != "request":
+            self.flush()
+        elif len(self._lines) == 1:
+            asyncio.get_running_loop().call_later(_TOGETHER_S, self.flush)
+
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        to, lines = self._to or sys.stderr, self._lines
+        self._lines = []
+        to.write("".join(lines))
         to.flush()
 
     def error(self, error: BaseException, request_id: str) -> None:

@@ -4,6 +4,7 @@ Nothing here is pickled, and nothing here knows HTTP or the engine.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -150,6 +151,17 @@ class Usage(msgspec.Struct, array_like=True):
     queue_s: float | None
     ttfb_s: float | None
     e2e_s: float
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """Of all prompts of a request: sums of counts, the longest times."""
+    if len(usages) == 1:
+        return usages[0]
+    names = Usage.__struct_fields__
+    columns = [[getattr(usage, name) or 0 for usage in usages] for name in names]
+    return Usage(
+        *(max(c) if n.endswith("_s") else sum(c) for n, c in zip(names, columns, strict=True))
+    )
 
 
 class Frame(msgspec.Struct, array_like=True):

@@ -1,6 +1,7 @@
 """HTTP/1.1 on a connection: uvicorn's httptools protocol with our limits and our errors."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -23,8 +24,37 @@ def limited(max_connections: int) -> type[HttpToolsProtocol]:
     return Limited
 
 
+class _Together:
+    """A transport that sends the head of an answer of known length with its body: one call less."""
+
+    def __init__(self, transport: Any):
+        self._transport, self._head = transport, b""
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep a head until its body comes."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class _Protocol(HttpToolsProtocol):
-    """Bounds the head of a request, and answers malformed HTTP with an error object."""
+    """Bounds the head of a request, and answers malformed HTTP with an error object.
+
+    A request's scope holds it as "dllm.connection", and whether all of its body has arrived.
+
+    Attributes:
+        on_lost: Called when the client leaves.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.on_lost: set[Callable[[], None]] = set()
 
     _head_bytes = 0
     _in_head = True
@@ -39,9 +69,17 @@ class _Protocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self.send_400_response("")
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client left, or we closed."""
+        super().connection_lost(exc)
+        for call in list(self.on_lost):
+            call()
+
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
+        self.scope: Any
+        self.scope |= {"dllm.connection": self, "dllm.body_is_there": False}
         self._head_bytes, self._in_head = 0, True
 
     def on_url(self, url: bytes) -> None:
@@ -60,6 +98,15 @@ class _Protocol(HttpToolsProtocol):
         """The head has ended."""
         self._in_head = False
         super().on_headers_complete()
+        if self.scope["method"] != "HEAD":  # whose answer has no body
+            self.cycle.transport = cast(Any, _Together(self.transport))
+
+    def on_message_complete(self) -> None:
+        """The body has ended; a large one has paused the reading, which tells of a client's end."""
+        super().on_message_complete()
+        self.scope["dllm.body_is_there"] = True
+        if not self.pipeline:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Say what was wrong, and close."""

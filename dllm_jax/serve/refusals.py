@@ -1,6 +1,6 @@
 """Errors as every route answers them: one object, one line, at most 1 KB.
 
-Nothing here knows about requests; `wire` and `limits` raise `Refusal`, `app` sends it.
+`wire` and `limits` raise `Refusal`, `app` sends it.
 """
 
 import re

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Generator
 
 import uvicorn
+import uvloop
 
 from dllm_jax.serve.app import application
 from dllm_jax.serve.client import EngineClient
@@ -55,7 +56,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def run(config: Config, sock: socket.socket) -> int:
     """Serve on a bound socket; the exit status."""
-    return asyncio.run(_run(config, sock))
+    return uvloop.run(_run(config, sock))
 
 
 async def _run(config: Config, sock: socket.socket) -> int:
@@ -87,6 +88,7 @@ async def _run(config: Config, sock: socket.socket) -> int:
         server.should_exit = True
         await serving
         await engine.close()
+        service.log.flush()
     return status
 
 

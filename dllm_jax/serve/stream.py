@@ -9,7 +9,7 @@ aborts its request.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any
 
 import msgspec
@@ -31,7 +31,6 @@ _HEADERS = [
 ]
 _ENCODER = msgspec.json.Encoder()
 
-Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
 
@@ -75,50 +74,79 @@ class EventStream:
         self._usage, self._running_usage = usage, running_usage
         self._roles: set[int] = set()
         self._ended: set[int] = set()
+        self._edges: dict[int, list[bytes]] = {}  # of a piece, around its text
         self._windows: dict[int, Window] = {}
         self._held: dict[int, Frame] = {}
         self._frame_at = 0.0
         self._told_at: dict[int, float] = {}
+        self._sent_s = time.monotonic()
+        self._is_sending = self._is_silent = False
         self.finishes: list[Delta] = []
         self.error: str | None = None
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """Send until the texts have ended.
 
         Raises:
             ClientGone: It left.
         """
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        box = self._box
-        async with listening(receive, box):
+        box, connection = self._box, scope["dllm.connection"]
+        with listening(connection, box), self._watched(connection.transport):
             is_over = False
             while not is_over:
-                arrived = await box.wait(self._patience())
+                await box.wait(self._patience())
                 if box.is_closed:
                     raise ClientGone
-                if not arrived and not self._held:
-                    await self._send(send, _KEEP_ALIVE, True)
-                    continue
-                data = b"".join(map(event, self._chunks(box.take())))
+                data = b"".join(self._events(box.take()))
                 is_over = self.error is not None or box.failure is not None or box.is_over
                 if is_over:
                     data += self._ending()
+                elif self._is_silent:
+                    data = data or _KEEP_ALIVE
                 if data:
-                    await self._send(send, data, not is_over)
+                    self._sent_s, self._is_sending, self._is_silent = time.monotonic(), True, False
+                    await send(
+                        {"type": "http.response.body", "body": data, "more_body": not is_over}
+                    )
+                    self._is_sending = False
+            if box.is_closed:
+                raise ClientGone
 
-    def _patience(self) -> float:
+    def _patience(self) -> float | None:
+        """Seconds until a frame is due."""
         if not self._held:
-            return limits.KEEP_ALIVE_SECONDS
+            return None
         return max(0.0, self._frame_at + FRAME_SECONDS - time.monotonic())
 
-    async def _send(self, send: Send, data: bytes, more: bool) -> None:
-        try:
-            async with asyncio.timeout(limits.CLIENT_SECONDS):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise ClientGone from None
+    @contextlib.contextmanager
+    def _watched(self, transport: asyncio.Transport) -> Generator[None, None, None]:
+        """Inside, a comment ends a silence, and a client that takes nothing is dropped.
 
-    def _chunks(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
+        One timer a stream, which is late by no more than it was early: a timeout around each send
+        and each wait would cost as much as an event.
+        """
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            nonlocal timer
+            most = limits.CLIENT_SECONDS if self._is_sending else limits.KEEP_ALIVE_SECONDS
+            left = self._sent_s + most - time.monotonic()
+            if left <= 0 and self._is_sending:
+                transport.abort()
+                return
+            if left <= 0:
+                self._is_silent, left = True, most
+                self._box.wake()
+            timer = loop.call_later(left, look)
+
+        timer = loop.call_later(limits.KEEP_ALIVE_SECONDS, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _events(self, deltas: list[Delta]) -> Iterator[bytes]:
         now = time.monotonic()
         for delta in deltas:
             if delta.finish == "error":
@@ -132,8 +160,11 @@ class EventStream:
                     self._told_at[delta.choice] = now
                 if self._form.is_chat and delta.choice not in self._roles:
                     self._roles.add(delta.choice)
-                    yield self._form.role(delta.choice)
-                yield self._piece(delta)
+                    yield event(self._form.role(delta.choice))
+                if delta.finish is None and not self._running_usage:
+                    yield self._text(delta)
+                else:
+                    yield event(self._piece(delta))
             if delta.finish is not None:
                 self.finishes.append(delta)
                 self._ended.add(delta.choice)
@@ -146,6 +177,14 @@ class EventStream:
             self._frame_at = now
             yield from self._frames()
 
+    def _text(self, delta: Delta) -> bytes:
+        """A piece of which only the text is new."""
+        edges = self._edges.get(delta.choice)
+        if edges is None:
+            piece = event(self._form.piece(Delta(delta.id, delta.choice, "", 0)))
+            edges = self._edges[delta.choice] = piece.rsplit(b'""', 1)
+        return edges[0] + _ENCODER.encode(delta.text) + edges[1]
+
     def _piece(self, delta: Delta) -> dict[str, Any]:
         chunk = self._form.piece(delta)
         box = self._box
@@ -156,14 +195,14 @@ class EventStream:
             chunk["metrics"] = last["metrics"]
         return chunk
 
-    def _frames(self) -> Iterator[dict[str, Any]]:
+    def _frames(self) -> Iterator[bytes]:
         held, self._held = self._held, {}
         for choice, frame in held.items():
             window = self._windows.setdefault(choice, Window())
             delta = window.change(frame)
             if delta["set"] or delta["clear"] or window.seq == 1:
                 self._metrics.count("dllm_denoise_frames_total", fate="sent")
-                yield self._form.frame(choice, window.seq, delta)
+                yield event(self._form.frame(choice, window.seq, delta))
 
     def _ending(self) -> bytes:
         """The usage chunk or the error, and the end."""
@@ -179,7 +218,7 @@ class EventStream:
         return DONE
 
 
-async def whole(box: Mailbox, receive: Receive) -> list[Delta]:
+async def whole(box: Mailbox, connection: Any) -> list[Delta]:
     """The texts of a request, in the order of its choices, once all have ended.
 
     Raises:
@@ -188,7 +227,7 @@ async def whole(box: Mailbox, receive: Receive) -> list[Delta]:
         EngineGone: The engine ended first.
     """
     texts: dict[int, Delta] = {}
-    async with listening(receive, box):
+    with listening(connection, box):
         while not (box.is_over and len(texts) == box.num_choices):
             await box.wait()
             if box.is_closed:
@@ -211,17 +250,13 @@ def internal_error(request_id: str) -> dict[str, Any]:
     return error_object(message, 500, None, "internal_error")
 
 
-@contextlib.asynccontextmanager
-async def listening(receive: Receive, box: Mailbox) -> AsyncIterator[None]:
+@contextlib.contextmanager
+def listening(connection: Any, box: Mailbox) -> Generator[None, None, None]:
     """Inside, the mailbox learns when the client leaves."""
-
-    async def listen() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    connection.on_lost.add(box.leave)
+    if connection.transport.is_closing():
         box.leave()
-
-    task = asyncio.create_task(listen())
     try:
         yield
     finally:
-        task.cancel()
+        connection.on_lost.discard(box.leave)

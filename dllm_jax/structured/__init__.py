@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .automaton import Spellings, TokenAutomaton, closed, spellings
+from .automaton import Spellings, TokenAutomaton, behind_marker, closed, spellings
 from .limits import Budget
 from .regex import byte_automaton
 from .schema import schema_tree
@@ -15,6 +15,7 @@ from .tokens import token_bytes
 from .trees import Tree, either, parsed, text
 
 __all__ = [
+    "After",
     "Budget",
     "Choice",
     "Constraint",
@@ -24,6 +25,7 @@ __all__ = [
     "Spellings",
     "Template",
     "TokenAutomaton",
+    "behind_marker",
     "compile",
     "from_fields",
     "spellings",
@@ -102,6 +104,30 @@ class JsonSchema(Constraint):
     def tree(self, budget: Budget) -> Tree:
         """See `Constraint`."""
         return schema_tree(self.schema, budget, compact=self.whitespace == "compact")
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+    """Any text up to a marker, behind which a constraint holds: `After("</think>", JsonSchema(s))`.
+
+    Attributes:
+        marker: The text of one token of the model. A stop id may not come before it.
+
+    Raises:
+        ValueError: The marker is no text, or what follows is no constraint.
+    """
+
+    marker: str
+    constraint: Constraint
+
+    def __post_init__(self):
+        if not isinstance(self.marker, str) or not self.marker:
+            raise ValueError(f"After({self.marker!r:.60}, ...): the marker is no text; give one")
+        if not isinstance(self.constraint, Constraint):
+            raise ValueError(
+                f"After(..., {self.constraint!r:.60}) is of no constraint; give a Regex, a Choice "
+                "or a JsonSchema"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,6 +130,31 @@ def closed(
     return TokenAutomaton(class_of, delta, 1, end, distance)
 
 
+def behind_marker(
+    automaton: TokenAutomaton, marker: int, stop_ids: Sequence[int], never: np.ndarray
+) -> TokenAutomaton:
+    """The automaton of any tokens but stop ids, then the marker, then a text of `automaton`.
+
+    Args:
+        marker: An id; only its first place counts.
+        stop_ids, never: As of `closed`.
+    """
+    class_of, (states, classes) = automaton.class_of.copy(), automaton.delta.shape
+    free, other, mark = states, classes, classes + 1
+    is_free = np.ones(len(class_of), bool)
+    is_free[[i for i in (*map(int, never), *stop_ids) if 0 <= i < len(class_of)]] = False
+    delta = np.zeros((states + 1, classes + 2), np.int32)
+    delta[:states, :classes] = automaton.delta
+    delta[:states, mark] = automaton.delta[:, class_of[marker]]
+    delta[automaton.end] = automaton.end
+    class_of[is_free & (class_of == 0)] = other
+    class_of[marker] = mark
+    delta[free, np.unique(class_of[is_free])] = free
+    delta[free, mark] = automaton.start
+    distance = np.append(automaton.distance, automaton.distance[automaton.start] + 1)
+    return TokenAutomaton(class_of, delta, free, automaton.end, distance.astype(np.int32))
+
+
 def _equal_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Classes of bytes that no state tells apart, and the table over them."""
     known: dict[bytes, int] = {}

@@ -1,8 +1,9 @@
 """A race of settings on the same problems, to the fastest one within an accuracy budget.
 
-All settings answer the first problems; those left answer as many again, and so on. A setting
-leaves when it is shown to be too inaccurate, or slower than one that is shown to be accurate
-enough. Accuracy is compared with the reference's problem by problem, speed setting by setting.
+All settings answer the first problems; those left answer half as many again, and so on. A setting
+leaves when it is shown to be too inaccurate, or slower than one that was shown to be accurate
+enough. The race ends when no setting that is left can be much faster than the fastest accurate one.
+Accuracy is compared with the reference's problem by problem, speed setting by setting.
 
 Data flow: `play` (which settings, which problems) -> outcomes -> bounds -> who is left. Nothing
 here knows about models.
@@ -18,6 +19,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 FIRST = 64  # problems of the first round
+GROWTH = 1.5  # of the problems seen, by a round
+TIE = 0.05  # share of speed that is not worth further rounds
+
+# Looks share their problems, and there are up to ten: to show that a setting is accurate takes more
+# than to show that it is not, or is slower. Levels were chosen on benchmarks/results/race_table_*
+# and on made-up curves (docs/tune.md); what wins is checked on other problems.
+_Z = NormalDist().inv_cdf(0.975)
+_Z_ACCURATE = NormalDist().inv_cdf(0.995)
 
 
 class Played(NamedTuple):
@@ -56,7 +65,8 @@ class Race:
     """The end of a race.
 
     Attributes:
-        winner: The fastest setting that is shown to be within the budget; else the reference.
+        winner: The fastest setting that was shown to be within the budget; else the reference.
+            Others that are left may be faster by a share of `TIE`.
         is_shown: Whether one was.
         entries: One a setting.
         forwards, grid_forwards: Spent; and, estimated, of all settings on all problems.
@@ -90,18 +100,16 @@ def race(
         margin: Share of problems that the winner may answer wrongly beyond the reference.
         reference: The setting whose accuracy is the measure. It answers every problem and may win.
         budget: Forwards at most; the round that would exceed it is not begun.
-        first: Problems of the first round; each later round doubles them.
+        first: Problems of the first round; each later one adds `GROWTH - 1` of what was seen.
     """
     rounds = [first]
     while rounds[-1] < problems:
-        rounds.append(2 * rounds[-1])
+        rounds.append(round(GROWTH * rounds[-1]))
     rounds = [min(size, problems) for size in rounds]
-    # Each look is taken at this level: the looks share their problems, and what wins is checked on
-    # others. Stricter levels cost half as many forwards again (tests/tasks/test_race.py).
-    z = NormalDist().inv_cdf(0.975)
     table = _Table(settings, problems)
     running = list(range(settings))
     left: dict[int, str] = {}
+    accurate: set[int] = set()  # as some look has shown
     done, looked = 0, []
     for size in rounds:
         expected = sum(table.mean_forwards(one) for one in running) * (size - done)
@@ -110,36 +118,33 @@ def race(
         table.add(running, range(done, size), play(running, range(done, size)))
         done = size
         looked.append(size)
-        bounds = {one: table.difference(one, reference, z) for one in running}
-        accurate = [one for one in running if bounds[one][1] >= -margin]
+        accurate |= {one for one in running if table.difference(one, reference)[1] >= -margin}
         for one in running:
             if one == reference:
                 continue
-            if bounds[one][2] < -margin:
+            if table.difference(one, reference, _Z)[2] < -margin:
                 left[one] = "inaccurate"
-            elif any(table.is_slower(one, other, z) for other in accurate if other != one):
+            elif any(table.is_slower(one, other) for other in accurate if other != one):
                 left[one] = "slower"
         running = [one for one in running if one not in left]
-        faster = [one for one in running if one not in accurate]
-        if all(table.speed(one) <= max(map(table.speed, accurate)) for one in faster) and (
-            len([one for one in accurate if one in running and one != reference]) <= 1
-        ):
-            break  # nothing is left to find out
+        accurate &= set(running)
+        best = max(accurate, key=table.speed)
+        if all(table.most_lead(one, best) <= TIE for one in running):
+            break  # nothing is left that is worth finding out
     entries = [
         Entry(
             problems=int(table.seen[one]),
             accuracy=table.accuracy(one),
             speed=table.speed(one),
-            difference=table.difference(one, reference, z),
-            speed_ci95=table.speed_interval(one, z),
+            difference=table.difference(one, reference, _Z),
+            speed_ci95=table.speed_interval(one),
             left=left.get(one),
         )
         for one in range(settings)
     ]
-    shown = [one for one in running if table.difference(one, reference, z)[1] >= -margin]
-    winner = max(shown or [reference], key=table.speed)
+    winner = max(accurate, key=table.speed, default=reference)
     grid = sum(table.mean_forwards(one) for one in range(settings)) * problems
-    return Race(winner, bool(shown), entries, table.spent, round(grid), done, looked)
+    return Race(winner, bool(accurate), entries, table.spent, round(grid), done, looked)
 
 
 class _Table:
@@ -174,7 +179,9 @@ class _Table:
         """Tokens per forward."""
         return float(self.tokens[one].sum() / max(self.forwards[one].sum(), 1))
 
-    def difference(self, one: int, reference: int, z: float) -> tuple[float, float, float]:
+    def difference(
+        self, one: int, reference: int, z: float = _Z_ACCURATE
+    ) -> tuple[float, float, float]:
         """Accuracy less the reference's, and an interval that is honest without a difference.
 
         Where both settings answer all problems alike, a bootstrap would state no error. A half is
@@ -193,19 +200,29 @@ class _Table:
         spread = ((more + less + 1) - (more - less) ** 2 / (n + 2)) ** 0.5 / (n + 2)
         return value, centre - z * spread, centre + z * spread
 
-    def is_slower(self, one: int, other: int, z: float) -> bool:
+    def is_slower(self, one: int, other: int) -> bool:
         """Whether `one` is shown to have fewer tokens per forward than `other`, or just as many."""
-        n = int(min(self.seen[one], self.seen[other]))
-        mine, theirs = self._influence(one, n), self._influence(other, n)
-        apart = np.log(self.speed(other)) - np.log(self.speed(one))
-        spread = float(np.std(theirs - mine)) / n**0.5
-        is_same = spread == 0 and apart == 0 and other < one  # they end in the same texts
-        return is_same or bool(apart > z * spread)
+        apart, half = self._lead(other, one)
+        is_same = half == 0 and apart == 0 and other < one  # they end in the same texts
+        return is_same or apart > half
 
-    def speed_interval(self, one: int, z: float) -> tuple[float, float]:
+    def most_lead(self, one: int, other: int) -> float:
+        """The share by which `one` may be faster than `other`, at most."""
+        apart, half = self._lead(one, other)
+        return float(np.expm1(apart + half))
+
+    def _lead(self, one: int, other: int) -> tuple[float, float]:
+        """The logarithm of the speed less another's, and half of its 95 % interval."""
+        n = int(min(self.seen[one], self.seen[other]))
+        apart = float(np.log(self.speed(one)) - np.log(self.speed(other)))
+        return apart, _Z * float(
+            np.std(self._influence(one, n) - self._influence(other, n))
+        ) / n**0.5
+
+    def speed_interval(self, one: int) -> tuple[float, float]:
         """By the delta method, on the scale of the logarithm."""
         n = int(self.seen[one])
-        half = z * float(np.std(self._influence(one, n))) / n**0.5
+        half = _Z * float(np.std(self._influence(one, n))) / n**0.5
         return self.speed(one) * float(np.exp(-half)), self.speed(one) * float(np.exp(half))
 
     def _influence(self, one: int, n: int) -> Float[np.ndarray, " n"]:

@@ -381,7 +381,7 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
         return finish(*(own[...] for own in sums)).astype(out.dtype)
 
     def store(values, first, length, column):
-        """Whole groups of 8 rows, of which the last may have some that nobody reads."""
+        """Whole groups of 8 rows, of which the last may hold rows that are never read."""
         staged = scratch["out"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
         staged[...] = values

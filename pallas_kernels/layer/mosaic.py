@@ -319,7 +319,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
             arrived, rows = scratch["scaled"].at[0], pl.ds(0, M)
             source = scratch["of_columns"].at[across(columns)]
             plgpu.copy_gmem_to_smem(source, scratch["column_scales"], arrived)
-            target = scratch["row_scales"].at[rows]  # nobody reads the rows past the last one
+            target = scratch["row_scales"].at[rows]  # rows past the last one are not read
             plgpu.copy_gmem_to_smem(scratch["of_rows"].at[rows], target, arrived)
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])

@@ -66,7 +66,7 @@ def draw(
 
     Args:
         strategy: With its knobs still in place; each request gets values of its own.
-        midway: Draw three of four in the middle of their text, at a window nobody need have
+        midway: Draw three of four in the middle of their text, at a window that need not occur
             reached; else all are fresh.
         knobs: Values to draw for some of the knobs.
     """
@@ -126,7 +126,7 @@ def draw(
     state = jax.device_get(state.replace(keys=None)).replace(keys=state.keys)
     if midway and not strategy.needs.prompt.is_token_causal:  # such windows are their strategy's
         state = _midway(rng, state, in_window, strategy.needs.provisional_cache == "across_steps")
-    # A slot in eight holds nobody, whatever is left in it.
+    # A slot in eight is free, whatever is left in it.
     gone = rng.random(B) < 0.125
     return state.replace(finish=_int32(np.where(gone, EMPTY, state.finish)))
 

@@ -19,7 +19,7 @@ from ..core import driver
 from ..core.protocol import Forward, SlotSpec, TokenStats
 from ..core.state import ERROR, RUNNING, BlockBuffer, DecodeState
 
-NOT_READ = -1  # predicted token of a cell that nobody asked for
+NOT_READ = -1  # predicted token of a cell that was not asked for
 
 
 class StepRecord(struct.PyTreeNode):

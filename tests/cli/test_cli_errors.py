@@ -525,7 +525,7 @@ def test_help_and_bad_flags_import_no_jax():
     assert "--accept-threshold" in done.stdout
 
 
-@pytest.mark.parametrize("missing", ["httptools", "uvicorn"])
+@pytest.mark.parametrize("missing", ["httptools", "uvicorn", "uvloop"])
 def test_a_server_without_its_packages_says_how_to_install_them(fails, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     assert fails(2, "serve") == (

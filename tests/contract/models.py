@@ -2,7 +2,7 @@
 
 Four networks: the plain dense one (shifted or not), one with routed experts, one with two modes (a
 gain on the input rows that differs by mode, so that a wrong mode shows), and a drafter that caches
-keys and values of features it is given. Nothing here knows about pages or strategies.
+keys and values of features it is given.
 """
 
 import dataclasses

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 
 import dllm_jax.engine
+import dllm_jax.structured
 from dllm_jax import strategies
 from dllm_jax.strategies import dflash as dflash_module
 from dllm_jax.strategies import diffusion_gemma as diffusion_gemma_module
-from dllm_jax.strategies.core import canvas, drafting, random, rejection
+from dllm_jax.strategies.core import canvas, drafting, driver, random, rejection
+from dllm_jax.strategies.core import constraint as constraint_module
+from dllm_jax.structured import automaton
 from tests.mutants import (
+    constraint,
     d2f,
     decoding,
     dflash,
@@ -40,7 +44,30 @@ def load_canvas(mutant: Mutant, folder: Path) -> Any:
     return strategy
 
 
+def load_constraint(mutant: Mutant, folder: Path) -> tuple[Any, Any]:
+    """`constraint` and `driver`, mutated; the rest of the package is unbroken."""
+    return copy_module(constraint_module, mutant), copy_module(driver, mutant)
+
+
+def load_automaton(mutant: Mutant, folder: Path) -> Any:
+    """`automaton`, mutated."""
+    return copy_module(automaton, mutant)
+
+
 SUITES = {
+    "constraint": Suite(
+        strategies,
+        constraint.MUTANTS,
+        "tests.mutants.constraint_checks.check_constraint",
+        load=load_constraint,
+    ),
+    "automata": Suite(
+        dllm_jax.structured,
+        constraint.AUTOMATA,
+        "tests.mutants.constraint_checks.check_automata",
+        errors=(AssertionError, KeyError),
+        load=load_automaton,
+    ),
     "engine": Suite(
         dllm_jax.engine,
         engine.MUTANTS,

@@ -24,7 +24,7 @@ def _cases(mutants: dict[str, list[Mutant]]) -> list:
             SUITES[suite],
             mutant,
             id=f"{suite}-{mutant.name if mutant.changes else mutant.killer}",
-            marks=[] if suite == "engine" else pytest.mark.slow,
+            marks=[] if suite in ("engine", "automata") else pytest.mark.slow,
         )
         for suite in mutants
         for mutant in mutants[suite]

@@ -26,8 +26,8 @@ DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED = 101, 102, 103, 104, 105, 106
 class Script:
     """`word0 word1 ...`, four words a step, all requests at once."""
 
-    def __init__(self, max_model_len):
-        self._most = max_model_len
+    def __init__(self, max_model_len, step_s):
+        self._most, self._step_s = max_model_len, step_s
         self._live = {}
         self._ended = []
         self.num_steps = self.tokens = self.nfe = self.prompts = 0
@@ -51,7 +51,7 @@ class Script:
         return bool(self._live or self._ended)
 
     def step(self):
-        time.sleep(STEP_S)
+        time.sleep(self._step_s)
         outputs, self._ended = self._ended, []
         self.num_steps += 1
         for live in list(self._live.values()):
@@ -93,7 +93,7 @@ class Script:
             cached_tokens=0,
             num_preemptions=0,
             tokens_per_forward=float(A_STEP),
-            ttfb_s=STEP_S,
+            ttfb_s=self._step_s,
             e2e_s=now - live.added,
             queue_s=0.0,
         )
@@ -144,6 +144,8 @@ def make(settings, progress):
         causal=settings.get("causal", False),
     )
 
+    script = Script(facts.max_model_len, settings.get("step_s", STEP_S))
+
     def request(ids, suffix, fields):
         return Request(prompt_token_ids=ids, **fields)
 
@@ -152,7 +154,7 @@ def make(settings, progress):
             raise ValueError("the script reads 600 tokens; ask less")
         return [[[-1.0 - i for i in range(len(row))] for row in text.labels] for text in texts], 1
 
-    return Served(Script(facts.max_model_len), facts, read_tokenizer(FOLDER), request, read)
+    return Served(script, facts, read_tokenizer(FOLDER), request, read)
 
 
 def main():

@@ -1,21 +1,27 @@
 """Proves the parts of the front one by one: pipe, mailboxes, frames, metrics, keys, admission."""
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from dllm_jax.serve import pipe
+from dllm_jax.serve import limits, pipe
 from dllm_jax.serve.answers import Form, Window
 from dllm_jax.serve.auth import Guard
+from dllm_jax.serve.child import Outbox
 from dllm_jax.serve.client import EngineGone, Mailbox
 from dllm_jax.serve.limits import Admission, Limits
 from dllm_jax.serve.metrics import BUCKETS, HELP, Metrics
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Usage
+from dllm_jax.serve.protocol import _Together
 from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.stream import ClientGone, EventStream
 
 _NAME = re.compile(r"dllm_[a-z0-9_]+(?=[{])")
 FACTS = Facts("m", "sdar", "multi_bd", 4, 8, {}, 64, 10, -1, 2, "float32", "0")
@@ -45,11 +51,12 @@ def test_deltas_that_wait_together_are_one():
         box.put(Delta(1, 0, "a", 1, frame=Frame(1, 1, ["x"])))
         box.put(Delta(1, 1, "z", 1, finish="stop", stop_reason="q"))
         box.put(Delta(1, 0, "b", 2, frame=Frame(2, 2, [None])))
-        assert await box.wait(0)
+        await asyncio.wait_for(box.wait(), 1)
         first, second = box.take()
         assert (first.text, first.num_tokens, first.frame) == ("ab", 2, Frame(2, 2, [None]))
         assert (second.text, second.stop_reason, box.merged_frames) == ("z", "q", 1)
-        assert not await box.wait(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.wait(), 0.01)
         box.put(Delta(1, 0, "", 2, finish="length", usage=USAGE))
         assert box.is_over
         assert [delta.finish for delta in box.take()] == ["length"]
@@ -62,11 +69,102 @@ def test_a_mailbox_tells_of_the_engines_end():
     async def run():
         box = Mailbox(1, 1, 1)
         box.fail("gone")
-        assert await box.wait(0)
+        await asyncio.wait_for(box.wait(), 1)
         with pytest.raises(EngineGone, match="gone"):
             await box.accepted
 
     asyncio.run(run())
+
+
+class Connection:
+    """A connection whose client takes what it is sent until it is `stuck`; its own transport."""
+
+    def __init__(self):
+        self.on_lost, self.sent, self.stuck = set(), b"", None
+
+    def is_closing(self):
+        return False
+
+    def abort(self):
+        self.stuck.set()
+        for call in list(self.on_lost):
+            call()
+
+    @property
+    def transport(self):
+        return self
+
+    async def send(self, message):
+        self.sent += message.get("body", b"")
+        if self.stuck is not None:
+            await self.stuck.wait()
+
+
+def test_a_silence_has_comments_and_a_client_that_takes_nothing_is_dropped(monkeypatch):
+    monkeypatch.setattr(limits, "KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(limits, "CLIENT_SECONDS", 0.05)
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    async def run():
+        box, one = Mailbox(1, 1, 1), Connection()
+        stream = EventStream(box, Form(False, "m", "f", 3), Metrics("m", "0"), "id")
+        task = asyncio.create_task(stream({"dllm.connection": one}, None, one.send))
+        await until(lambda: one.sent == b": keep-alive\n\n" * 2)
+        box.put(Delta(1, 0, 'a"b', 1))
+        await until(lambda: b"data: " in one.sent)
+        _, _, data = one.sent.split(b"\n\n")[:3]
+        piece = json.loads(data.removeprefix(b"data: "))["choices"]
+        wanted = {"index": 0, "text": 'a"b', "logprobs": None, "finish_reason": None}
+        assert piece == [wanted]
+        one.stuck = asyncio.Event()
+        box.put(Delta(1, 0, "c", 2))
+        with pytest.raises(ClientGone):
+            await task
+        assert one.stuck.is_set()
+        assert not one.on_lost
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_what_the_front_does_not_read_is_merged_and_delays_nothing():
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    outbox, num_put = Outbox(ours), 0
+    outbox.queue(pipe.Accepted(1))
+    while not outbox.is_full or num_put < 2000:
+        outbox.put([Delta(1, 0, "word ", num_put + 1)], Counts(steps=[(1, 0.5)]))
+        num_put += 1
+    reader, found = pipe.Reader(pipe.FromEngine), []
+    while outbox.is_full:
+        found += reader.feed(theirs.recv(1 << 20))
+        outbox.push()
+    theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found += reader.feed(theirs.recv(1 << 20))
+    accepted, *moved = found
+    assert isinstance(accepted, pipe.Accepted)
+    deltas = [delta for one in moved for delta in one.deltas]
+    assert len(deltas) < num_put
+    assert "".join(delta.text for delta in deltas) == "word " * num_put
+    assert sum(len(one.counts.steps) for one in moved) == num_put
+    theirs.close()
+    outbox.put([Delta(1, 0, "x", 1)], Counts())  # nobody is there: the loop sees it where it reads
+    assert not outbox.is_full
+    ours.close()
+
+
+def test_an_answer_of_known_length_is_one_write():
+    written = []
+    transport = _Together(SimpleNamespace(write=written.append))
+    stream = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    head, body = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", b"HTTP/1.1 "
+    for data in (stream, b"3\r\nabc\r\n", head, body, head, b""):
+        transport.write(data)
+    assert written == [stream, b"3\r\nabc\r\n", head + body, head]
 
 
 def test_frames_say_what_changed():

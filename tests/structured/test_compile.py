@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dllm_jax.structured import Budget, Choice, JsonSchema, Regex, limits, spellings
-from dllm_jax.structured.automaton import closed
+from dllm_jax.structured import automaton as automata
+from dllm_jax.structured.automaton import behind_marker, closed
 from dllm_jax.structured.regex import accepts, byte_automaton
 
 PATTERNS = [
@@ -45,9 +46,11 @@ def test_an_automaton_accepts_what_re_matches(pattern):
         assert accepts(automaton, text.encode()) == wanted, text
 
 
-@pytest.mark.parametrize("pattern", PATTERNS[:8])
-def test_every_spelling_in_tokens_is_walked_alike(pattern):
-    """Also by tokens that end within a character, and that run through an accepting state."""
+def check_spellings(module, pattern):
+    """What a module `automaton` walks by tokens is what the automaton over bytes walks.
+
+    Also by tokens that end within a character, and that run through an accepting state.
+    """
     rng = random.Random(1)
     automaton = _automaton(Regex(pattern))
     texts = _texts(rng, pattern, 60)
@@ -57,10 +60,12 @@ def test_every_spelling_in_tokens_is_walked_alike(pattern):
         first = rng.randrange(len(data) + 1)
         pieces.add(data[first : first + rng.randrange(1, 5)])
     pieces.discard(b"")
-    spelt = [None, None, *sorted(pieces)]
+    spelt = [b"a", None, *sorted(pieces)]  # the first one may not be written
     number = {piece: i for i, piece in enumerate(spelt)}
-    made = closed(*automaton, spellings(spelt), [1], np.array([0]), Budget())
+    made = module.closed(*automaton, module.spellings(spelt), [1], np.array([0]), Budget())
     assert made.class_of[0] == 0
+    assert (made.distance[made.delta[made.delta > 0]] < limits.UNREACHABLE).all()
+    assert (made.delta[made.end] == made.end).all()
     for text in texts:
         data, state, place = text.encode(), made.start, 0
         while place < len(data):
@@ -72,6 +77,55 @@ def test_every_spelling_in_tokens_is_walked_alike(pattern):
         assert (made.distance[state] == 0) == accepts(automaton, data), text
         ended = made.delta[state, made.class_of[1]]
         assert (ended == made.end) == accepts(automaton, data)
+
+
+def check_dead_ways(module):
+    """No token leads to where the vocabulary cannot spell the rest."""
+    words = module.spellings([None, None, b"a", b"b", b"c"])
+    made = module.closed(*_automaton(Regex("a(b|cd)")), words, [1], np.array([0]), Budget())
+    behind = made.delta[made.start, made.class_of[2]]
+    assert made.delta[behind, made.class_of[3]] != 0
+    assert made.delta[behind, made.class_of[4]] == 0
+    assert made.distance[made.start] == 2
+
+
+def test_no_token_leads_to_where_the_rest_cannot_be_spelt():
+    check_dead_ways(automata)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[:8])
+def test_every_spelling_in_tokens_is_walked_alike(pattern):
+    check_spellings(automata, pattern)
+
+
+def test_a_constraint_behind_a_marker_begins_with_its_first_place():
+    """Ids: 0 never, 1 stop, 2 special, 3 the marker, then text; `distance` is by trying all."""
+    spelt = [None, None, None, None, b"a", b"b", b"ab", b"q"]
+    inner = closed(*_automaton(Regex("(ab)+")), spellings(spelt), [1], np.array([0]), Budget())
+    made = behind_marker(inner, 3, [1], np.array([0]))
+    taken = {
+        (3, 6): True,
+        (2, 7, 5, 3, 4, 5): True,
+        (4, 3, 6, 6): True,
+        (6,): False,  # no marker yet
+        (3, 3, 6): False,
+        (3, 7): False,
+        (0, 3, 6): False,
+        (3, 6, 2): False,
+    }
+    for ids, is_taken in taken.items():
+        state = made.start
+        for i in ids:
+            state = made.delta[state, made.class_of[i]]
+        assert (made.distance[state] == 0) == is_taken, ids
+        assert (made.delta[state, made.class_of[1]] == made.end) == is_taken, ids
+    assert made.distance[made.start] == 2
+    assert made.delta[made.start, made.class_of[1]] == 0  # no end before the marker
+    text_marker = behind_marker(inner, 4, [1], np.array([0]))
+    state = text_marker.start
+    for i in (7, 4, 4, 5):  # a marker, then the text that it is part of
+        state = text_marker.delta[state, text_marker.class_of[i]]
+    assert text_marker.distance[state] == 0
 
 
 def test_a_choice_is_one_of_its_texts():

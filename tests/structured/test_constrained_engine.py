@@ -4,6 +4,7 @@ A request's text is its own: alone, in a batch, after preemption at each fetch, 
 other automata and with none. Those end as they do without a neighbour that has one.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,6 +13,8 @@ from dllm_jax.loading.load import place
 from dllm_jax.models.sharding import over_devices
 from dllm_jax.runner import grammars
 from dllm_jax.runner.grammars import ready
+from dllm_jax.runner.programs import Call
+from dllm_jax.strategies.core import constraint
 from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import (
     ends,
@@ -91,7 +94,7 @@ def test_neighbours_without_an_automaton_end_as_the_truth(name):
     assert outputs[-1].outputs[0].constraint_met
 
 
-@pytest.mark.parametrize(("parts", "wide"), [(2, grammars.WIDE), (8, 3)])
+@pytest.mark.parametrize(("parts", "wide"), [(2, 3), (8, grammars.WIDE)])
 def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monkeypatch):
     """Of 40 ids a device has 5 or 20: classes of few ids and of many lie across devices."""
     monkeypatch.setattr(grammars, "WIDE", wide)
@@ -103,10 +106,38 @@ def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monke
     assert ends(outputs) == ends(together)
 
 
-def test_another_automaton_compiles_nothing():
+def test_fifty_automata_at_once_compile_nothing():
     engine = make_engine("multi_bd")
-    run(engine, [_bound("multi_bd", TOYS[0], 1)])
+    run(engine, [_bound("multi_bd", TOYS[0], 1, i) for i in range(3)])
     known = set(engine.runner.compiled)
-    for toy in (_toy(seed) for seed in range(10, 30)):
-        run(engine, [_bound("multi_bd", toy, 1)])
+    toys = [_toy(seed) for seed in range(10, 60)]
+    outputs = run(engine, [_bound("multi_bd", toy, 1, i) for i, toy in enumerate(toys)])
+    for output, toy in zip(outputs, toys, strict=True):
+        assert output.outputs[0].constraint_met
+        assert toy.may_end(toy.after(toy.start, output.outputs[0].token_ids))
     assert set(engine.runner.compiled) == known
+
+
+def test_a_program_without_an_automaton_keeps_its_text(monkeypatch):
+    """Byte for byte: behind requests that had one, and where nothing of automata can be traced."""
+
+    texts, lower = {}, Call.lower
+
+    def noted(call, state):
+        lowered = lower(call, state)
+        texts.setdefault(call.key, []).append(lowered.as_text())
+        return lowered
+
+    monkeypatch.setattr(Call, "lower", noted)
+    free = list(map(wish, case("multi_bd").requests))
+    engine = make_engine("multi_bd", make_device("multi_bd"))
+    run(engine, [_bound("multi_bd", TOYS[0], 1)])
+    run(engine, free)
+    jax.clear_caches()  # what was traced already would not be traced again
+    for name in ("plan", "plan_each", "walk", "conform"):
+        monkeypatch.setattr(constraint, name, None)
+    run(make_engine("multi_bd", make_device("multi_bd")), free)
+    decodes = [said for key, said in texts.items() if key[0] == "decode" and len(said) == 2]
+    assert decodes
+    for behind, without in decodes:
+        assert behind == without

@@ -115,18 +115,25 @@ def _drawn(draw, table, accepting, distance):
 
 
 def _assert_valid(count, seed):
-    draw, num_texts = random.Random(seed), 0
+    draw, num_texts, num_refused = random.Random(seed), 0, 0
     for _ in range(count):
         schema = {"$defs": DEFS} | random_schema(draw)
         budget = Budget()
-        table, accepting = byte_automaton(JsonSchema(schema).tree(budget), budget)
+        try:
+            table, accepting = byte_automaton(JsonSchema(schema).tree(budget), budget)
+        except ValueError as error:
+            if "20000 states" not in str(error) and "to compile" not in str(error):
+                raise
+            num_refused += 1
+            continue
         distance = distances(table, accepting, budget)
         judge = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
         for _ in range(4):
             text = _drawn(draw, table, accepting, distance)
             judge.validate(json.loads(text))
             num_texts += 1
-    assert num_texts == 4 * count
+    assert num_refused <= count // 50
+    assert num_texts == 4 * (count - num_refused)
 
 
 def test_texts_of_random_schemas_are_instances():

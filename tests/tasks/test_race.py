@@ -59,9 +59,9 @@ def test_the_best_setting_wins_in_95_of_100_seeds_at_40_percent():
     assert np.mean(shares) <= 0.25
 
 
-def test_rounds_double_and_settings_leave():
+def test_rounds_grow_and_settings_leave():
     found, seen = run(made_up(0), 0.02)
-    assert [run for _, run in seen[:3]] == [range(64), range(64, 128), range(128, 256)]
+    assert [run for _, run in seen[:3]] == [range(64), range(64, 96), range(96, 144)]
     for (before, _), (after, _) in itertools.pairwise(seen):
         assert set(after) <= set(before)
         assert 0 in after
@@ -179,15 +179,28 @@ def test_what_cannot_be_raced_is_refused(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_race_ends_where_those_left_are_as_fast_within_the_tie():
+    """Setting 2 is 3 % faster and may be accurate or not: that is not worth the other problems."""
+    draw = np.random.default_rng(0)
+    right = np.ones((3, 2048), bool)
+    right[2] = draw.random(2048) >= 0.02
+    tokens = np.full((3, 2048), 100)
+    forwards = np.array([[100], [40], [39]]) + draw.integers(0, 2, 2048)
+    found, _ = run((right, tokens, forwards), 0.02)
+    assert (found.winner, found.entries[2].left) == (1, None)
+    assert found.problems < 700
+
+
 @pytest.mark.parametrize("margin", [0.02, 0.05])
-def test_a_winner_on_outcomes_of_the_built_in_model_is_within_the_budget(margin):
+def test_a_winner_on_outcomes_of_the_built_in_model_is_within_budget_and_5_percent(margin):
     """Problems are drawn anew; the table is what `benchmarks/race_table.py` stored on an H200."""
     stored = np.load(ROOT / "benchmarks" / "results" / "race_table_hard.npz")
     table = [stored[name] for name in ("right", "tokens", "forwards")]
     loss = table[0][0].mean() - table[0].mean(axis=1)
-    inside = 0
+    speed = table[1].sum(axis=1) / table[2].sum(axis=1)
+    good = (loss <= margin) & (speed >= 0.95 * speed[loss <= margin].max())
+    wins = 0
     for seed in range(20):
         chosen = np.random.default_rng(seed).permutation(table[0].shape[1])
-        found, _ = run([leaf[:, chosen] for leaf in table], margin)
-        inside += loss[found.winner] <= margin
-    assert inside >= 19
+        wins += good[run([leaf[:, chosen] for leaf in table], margin)[0].winner]
+    assert wins >= 19
