@@ -148,8 +148,12 @@ def _assert_replayed(folder: Path, wanted: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_serves_over_two_processes(random_folder, tmp_path):
-    """Texts, streams, structured output and decisions are those of one; then one is killed."""
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_the_command_serves_over_two_processes(end, random_folder, tmp_path):
+    """Texts, streams, structured output and decisions are those of one.
+
+    A signal ends both; if the second one is killed, the log names it.
+    """
     sizes = ("--max-num-seqs", "2", "--no-warm-up", "--nnodes", "2", "--log-format", "json")
     command = ["-m", "dllm_jax.cli", "serve", str(random_folder), *sizes, "--port", "0"]
     command += ["--coordinator", f"127.0.0.1:{free_port()}", "--node-rank"]
@@ -166,12 +170,17 @@ def test_the_command_serves_over_two_processes(random_folder, tmp_path):
             events = server.events(TEXT, {"prompt": prompt, **greedy})
             _, chosen, _ = server.request("POST", TEXT, {"prompt": prompt, **choice}, timeout=300)
             _, decided, _ = server.post("/v1/decisions", {"input": "Help.", "questions": [asked]})
-            follower.kill()
-            began = time.monotonic()
-            status, error, _ = server.complete(prompt, **greedy)
-            assert (status, time.monotonic() - began < 30) == (500, True)
-            assert error["error"]["code"] == "internal_error"
-            assert "process 1 of 2 is gone" in server.log.read_text()
+            if end == "stopped":
+                assert server.stop() == 0
+                assert follower.wait(30) == 0
+            else:
+                follower.kill()
+                began = time.monotonic()
+                status, error, _ = server.complete(prompt, **greedy)
+                assert (status, time.monotonic() - began < 30) == (500, True)
+                assert error["error"]["code"] == "internal_error"
+                server.stop()  # the line follows the answer
+                assert "process 1 of 2 is gone" in server.log.read_text()
         finally:
             follower.kill()
             server.stop()
