@@ -126,6 +126,7 @@ LONG: dict[str, str | None] = {
     "runner/test_timing.py": "times_nothing",
     "runner/test_expectation.py": "tiles_of_any_size",
     "strategies/test_edit.py": "never_drawn|penalty_is_on|end_with_their_budget",
+    "strategies/test_edit_indel.py": "list_decoder|so_many|without_a_budget|wants_its_share",
     "strategies/test_fast_dllm_v2.py": "each_forward_runs|list_decoder.4-2|list_decoder.8-4",
     "strategies/test_dmax.py": "other_forms|buffer_that_never|agree_with.*diffulex|each_slot",
     "loading/test_load.py": "only_norms_are_ones",
