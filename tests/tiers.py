@@ -172,7 +172,7 @@ SLOW = {
     r"|dense_run\[(?!diffusion_gemma\]|dflash|canvas|block_c)",
     "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|vmap"
     r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-(2|8)"
-    r"|soft_parallel|dmax|d2f_whole",
+    r"|soft_parallel|dmax|d2f_whole|letter.*experts",
     "strategies/test_canvas_engine.py": "infill",
     "strategies/test_contract.py": r"dense_run\[(?!multi_bd_shifted|d2f_whole_full\]|ar\])"
     r"|first_cells\[(8|3)|moving.*\[(?!multi_bd_sh|d2f_whole_full\]|dflash|canvas)",
