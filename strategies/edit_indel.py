@@ -133,7 +133,7 @@ class EditIndel(Strategy):
 
         movable = editable & ~final[:, :, None]
         after, original = indel.consume(text, before, original, movable, self.edit_ids)
-        still = ~jnp.any((holes | (after != before)) & counts, axis=2)
+        still = ~jnp.any((after != before) & counts, axis=2)
         leaves = {"original": original, "post_edit_steps": post, "final": final, "written": written}
         full = after != indel.HOLE
         tokens = jnp.where(full, after, buffer.tokens)

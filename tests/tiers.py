@@ -126,6 +126,7 @@ LONG: dict[str, str | None] = {
     "runner/test_timing.py": "times_nothing",
     "runner/test_expectation.py": "tiles_of_any_size",
     "strategies/test_edit.py": "never_drawn|penalty_is_on|end_with_their_budget",
+    "strategies/test_edit_indel.py": "list_decoder|so_many|without_a_budget|wants_its_share",
     "strategies/test_fast_dllm_v2.py": "each_forward_runs|list_decoder.4-2|list_decoder.8-4",
     "strategies/test_dmax.py": "other_forms|buffer_that_never|agree_with.*diffulex|each_slot",
     "loading/test_load.py": "only_norms_are_ones",
@@ -171,7 +172,7 @@ SLOW = {
     r"|dense_run\[(?!diffusion_gemma\]|dflash|canvas|block_c)",
     "runner/test_several_devices.py": r"users_mesh\[(auto|explicit-None)|vmap"
     r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-(2|8)"
-    r"|soft_parallel|dmax|d2f_whole",
+    r"|soft_parallel|dmax|d2f_whole|letter.*experts",
     "strategies/test_canvas_engine.py": "infill",
     "strategies/test_contract.py": r"dense_run\[(?!multi_bd_shifted|d2f_whole_full\]|ar\])"
     r"|first_cells\[(8|3)|moving.*\[(?!multi_bd_sh|d2f_whole_full\]|dflash|canvas)",
@@ -179,6 +180,7 @@ SLOW = {
     "strategies/test_diffusion_gemma_golden.py": r"transformers\[(?!pattern free|ragged)"
     r"|preempted\[(?!numb)",
     "strategies/test_stuck.py": "every_loop",
+    "training/test_training_canvas.py": "model_learns|interrupted|exported|causal_model|gradient",
     "structured/test_conform.py": r"\[(block_diffusion|dmax|fast_dllm)",
     "structured/test_constrained_engine.py": r"automata\[8",
     "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["

@@ -67,6 +67,9 @@ class Constraints:
         if not params.ignore_eos:
             stops += tuple(self._model.defaults.stop_token_ids)
         grammar, _ = self._compiled(params.constraint, tuple(sorted(set(stops))))
+        if params.constraint_confidence == "plan":
+            given = grammar.arrays | {"by_mass": np.asarray(True)}
+            grammar = dataclasses.replace(grammar, arrays=given)
         return dataclasses.replace(request, grammar=grammar)
 
     def report(self, constraint: Any) -> ConstraintReport:

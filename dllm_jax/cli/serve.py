@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dllm_jax.serve.service import Config
 
 KEY_VARIABLE = "DLLM_API_KEY"
+_HOSTS_GRACE_S = 10.0  # to let the other hosts end too
 _LOG_FORMATS = ("text", "json", "none")
 _EXTRA = "in the clone, pip install -e '.[server]'"
 
@@ -239,7 +240,11 @@ def config_of(args: argparse.Namespace) -> "Config":
     )
     return Config(
         model=args.served_model_name or args.model,
-        launch=Launch("dllm_jax.cli.serve:make_engine", _settings(args)),
+        launch=Launch(
+            "dllm_jax.cli.serve:make_engine",
+            _settings(args),
+            grace_s=_HOSTS_GRACE_S if args.nnodes > 1 else 0.0,
+        ),
         version=__version__,
         host=args.host,
         port=args.port,

@@ -46,6 +46,8 @@ class SamplingParams:
         strategy_overrides: Thresholds of the strategy for this request alone.
         constraint: What the text must be: a `Regex`, `Choice` or `JsonSchema` of
             `dllm_jax.structured`, or `After` (docs/structured_output.md); None: anything.
+        constraint_confidence: What thresholds see of a constrained token: its probability ("raw"),
+            or its share of all tokens that the constraint allows there ("plan").
 
     Raises:
         ValueError: A value outside its range.
@@ -64,6 +66,7 @@ class SamplingParams:
     n: int = 1
     strategy_overrides: Mapping[str, float] = dataclasses.field(default_factory=dict)
     constraint: Any = None
+    constraint_confidence: str = "raw"
 
     def __post_init__(self):
         stop = () if self.stop is None else self.stop
@@ -75,6 +78,11 @@ class SamplingParams:
             "stop_token_ids": tuple(checks.token_ids("stop_token_ids", stop_ids, checks.MOST)),
             "strategy_overrides": checks.overrides(self.strategy_overrides),
         }
+        if self.constraint_confidence not in ("raw", "plan"):
+            raise ValueError(
+                f"constraint_confidence={checks.short_repr(self.constraint_confidence)} is not "
+                'known; use "raw" or "plan"'
+            )
         if self.top_p is not None:
             plain["top_p"] = checks.real_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_k is not None:

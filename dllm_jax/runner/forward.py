@@ -224,7 +224,8 @@ class ModelForward:
             every = jnp.broadcast_to(keys[:, None], kind.shape)
             draw = constraint.Draw(sampling.temperature > 0, every)
         planned = constraint.plan(seen.replace(kind=kind), padded, first, draw)
-        return _with_plan(stats, planned.token[:, 0], planned.confidence[:, 0], seen.bound)
+        token, score = planned.token[:, 0], planned.confidence[:, 0]
+        return _with_plan(stats, token, score, seen.bound, seen.grammar.by_mass)
 
     @property
     def unembed(self) -> Callable[[Array], Array]:
@@ -543,7 +544,8 @@ class WindowOutput(struct.PyTreeNode):
                 top = jnp.where(takes, likeliest, stats.top_ids[..., 0])
                 stats = stats.replace(top_ids=stats.top_ids.at[..., 0].set(top))
             token, score = plan.token.reshape(B, K, S), plan.confidence.reshape(B, K, S)
-            stats = _with_plan(stats, token, score, bound)
+            by_mass = seen.grammar.by_mass[:, None, None]
+            stats = _with_plan(stats, token, score, bound, by_mass)
         return stats.replace(
             token=jnp.where(where, stats.token, 0),
             confidence=jnp.where(where, stats.confidence, -jnp.inf),
@@ -636,9 +638,11 @@ class WindowOutput(struct.PyTreeNode):
         return left.reshape(B, K, S)
 
 
-def _with_plan(stats: TokenStats, token: Array, score: Array, bound: Array) -> TokenStats:
-    """Statistics with the plan's tokens, where it says one that the readout does not."""
-    takes = bound & (token >= 0) & (token != stats.token) & (stats.token != NO_TOKEN)
+def _with_plan(
+    stats: TokenStats, token: Array, score: Array, bound: Array, by_mass: Array
+) -> TokenStats:
+    """Statistics with the plan's tokens, where it has one that the readout does not."""
+    takes = bound & (token >= 0) & ((token != stats.token) | by_mass) & (stats.token != NO_TOKEN)
     return stats.replace(
         token=jnp.where(takes, token, stats.token),
         confidence=jnp.where(takes, jnp.exp(score), stats.confidence),

@@ -168,6 +168,7 @@ def arrays(
         "narrow_class": class_of[narrow],
         "lowest": lowest,
         "end": np.asarray(end, np.int32),
+        "by_mass": np.asarray(False),
     }
 
 
@@ -199,6 +200,7 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         "narrow_class": ((of.narrow,), small),
         "lowest": ((C,), np.int32),
         "end": ((), np.int32),
+        "by_mass": ((), np.bool_),
     }
 
 

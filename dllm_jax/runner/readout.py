@@ -214,9 +214,15 @@ def read_classes(
         logits = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
         raw = log_law(logits, shard)
 
+        def whole(law: Array) -> Array:
+            nothing = jnp.zeros((T, C))
+            return jax.lax.cond(
+                grammar.by_mass, lambda: _class_masses(own, law, shard), lambda: nothing
+            )
+
         def likeliest() -> ClassStats:
             best, token = _class_maxima(own, raw, shard)
-            return ClassStats(token, best, best, best)
+            return ClassStats(token, best, best, best, whole(raw))
 
         def drawn() -> ClassStats:
             law = log_law(logits / temperature, shard)
@@ -228,13 +234,13 @@ def read_classes(
             if shard is not None:
                 is_mine = (place >= 0) & (place < len(ids))
                 said = shard.total(jnp.where(is_mine, said, 0.0))
-            return ClassStats(token, rank, _class_masses(own, law, shard), said)
+            return ClassStats(token, rank, _class_masses(own, law, shard), said, whole(judged))
 
         return likeliest() if keys is None else jax.lax.cond(temperature > 0, drawn, likeliest)
 
     def none(_: Any) -> ClassStats:
         nothing = jnp.zeros((T, C))
-        return ClassStats(jnp.zeros((T, C), jnp.int32), nothing, nothing, nothing)
+        return ClassStats(jnp.zeros((T, C), jnp.int32), nothing, nothing, nothing, nothing)
 
     rows = jax.tree.map(of_slot, (hidden, away, penalty))
     rows = *rows, None if keys is None else keys.reshape(B, T)

@@ -289,12 +289,15 @@ class EngineClient:
                 answer.set_exception(EngineGone(reason))
 
     async def close(self) -> None:
-        """End the engine process: it is not waited for."""
+        """End the engine process: it is not waited for, but for `Launch.grace_s`."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         if self._process is not None and self._process.poll() is None:
+            if self._launch.grace_s:  # the closed socket ends it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(self._process.wait, self._launch.grace_s)
             self._process.kill()
             self._process.wait()
         if self.text is not None:

@@ -25,10 +25,12 @@ class Launch(Message):
 
     Attributes:
         factory: `module:function` that makes it from `settings`.
+        grace_s: Seconds that the process gets to end by itself; it has to tell others.
     """
 
     factory: str
     settings: dict[str, Any]
+    grace_s: float = 0.0
 
 
 class Prompt(msgspec.Struct, array_like=True):

@@ -44,6 +44,7 @@ class Grammar(struct.PyTreeNode):
         narrow, narrow_class: Ids of the other classes, and their classes.
         lowest: The lowest id of a class.
         end: The state behind a stop id.
+        by_mass: Confidence is the token's share of all tokens that the grammar has there.
         num_labels: Labels, from the bucket.
     """
 
@@ -59,6 +60,7 @@ class Grammar(struct.PyTreeNode):
     narrow_class: Int[Array, "B N"]
     lowest: Int[Array, "B C"]
     end: Int[Array, " B"]
+    by_mass: Bool[Array, " B"]
     num_labels: int = struct.field(pytree_node=False)
 
 
@@ -118,12 +120,14 @@ class ClassStats(struct.PyTreeNode):
         rank: What it is chosen by among the classes of an edge.
         mass: Log probability of the class: of its likeliest token, or of all where one is drawn.
         confidence: The token's log probability.
+        whole: Log probability of all ids of the class, in slots with `Grammar.by_mass`.
     """
 
     token: Int[Array, "B W C"]
     rank: Float[Array, "B W C"]
     mass: Float[Array, "B W C"]
     confidence: Float[Array, "B W C"]
+    whole: Float[Array, "B W C"]
 
 
 class Draw(struct.PyTreeNode):
@@ -219,7 +223,7 @@ class Plan(struct.PyTreeNode):
         path: States before each cell and behind the last.
         value: Score of the best path, or of all where one is drawn; NEVER: there is none.
         token: The token of each cell's edge, -1 where any will do.
-        confidence: Its log probability.
+        confidence: Its log probability, or that of its share.
     """
 
     path: Int[Array, "B W1"]
@@ -258,6 +262,10 @@ def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
     token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
     chosen = fits & (stats.token == token[:, None])
     confidence = jnp.max(jnp.where(chosen, stats.confidence, -jnp.inf), axis=1)
+    goes_on = grammar.delta[path[:-1]] != DEAD
+    total = jax.nn.logsumexp(jnp.where(goes_on, stats.whole, -jnp.inf), axis=1)
+    share = jnp.where(total > NEVER, jnp.minimum(confidence - total, 0.0), confidence)
+    confidence = jnp.where(grammar.by_mass, share, confidence)
     anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
     return Plan(path, value, jnp.where(anything, -1, token), confidence)
 

@@ -27,6 +27,11 @@ MUTANTS = [
             "return value, jnp.where(kind == SKIP, jnp.arange(count, dtype=jnp.int32), onto)",
             "return value, onto",
         ),
+        the_share_is_of_all_tokens=("jnp.where(goes_on, stats.whole, -jnp.inf)", "stats.whole"),
+        every_confidence_is_a_share=(
+            "confidence = jnp.where(grammar.by_mass, share, confidence)",
+            "confidence = share",
+        ),
         ties_to_the_highest_id=(
             "token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)",
             "token = jnp.max(jnp.where(fits & (rank == top), stats.token, -1), axis=1)",

@@ -25,7 +25,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.api import snapshot as snapshots
 from dllm_jax.api.decide import log_probabilities
-from dllm_jax.api.questions import Read
+from dllm_jax.api.questions import Question, Read
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import Request
 from dllm_jax.runner import hosts
@@ -148,38 +148,49 @@ def _assert_replayed(folder: Path, wanted: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_serves_over_two_processes(random_folder, tmp_path):
-    """Texts, streams, structured output and decisions are those of one; then one is killed."""
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_the_command_serves_over_two_processes(end, random_folder, tmp_path):
+    """Texts, streams, structured output and decisions are those of one.
+
+    A signal ends both; if the second one is killed, the log names it.
+    """
     sizes = ("--max-num-seqs", "2", "--no-warm-up", "--nnodes", "2", "--log-format", "json")
     command = ["-m", "dllm_jax.cli", "serve", str(random_folder), *sizes, "--port", "0"]
     command += ["--coordinator", f"127.0.0.1:{free_port()}", "--node-rank"]
     env = ENV | {"XLA_FLAGS": ENV["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"}
+    prompt, greedy = "<|user|>2 plus 3<|assistant|>", {"max_tokens": 16, "temperature": 0}
     choice = {"structured_outputs": {"choice": ["dollars", "7 apples"]}, "max_tokens": 12}
-    question = dj.Question.choice("Which team?", ["billing", "tech"])
+    question = Question.choice("Which team?", ["billing", "tech"])
     asked = {"type": "choice", "instructions": "Which team?"}
     asked["choices"] = [{"value": "billing"}, {"value": "tech"}]
     with subprocess.Popen([sys.executable, *command, "1"], cwd=ROOT, env=env) as follower:
         try:
             server = Server([*command, "0"], tmp_path / "log", env).wait_ready(400)
-            _, plain, _ = server.complete("2 plus 3", max_tokens=16, temperature=0)
-            events = server.events(TEXT, {"prompt": "2 plus 3", "max_tokens": 16, "temperature": 0})
-            _, chosen, _ = server.complete("2 plus 3", **choice)
-            _, told, _ = server.post("/v1/decisions", {"input": "Help.", "questions": [asked]})
-            follower.kill()
-            began = time.monotonic()
-            status, error, _ = server.complete("2 plus 3", max_tokens=16)
-            assert (status, time.monotonic() - began < 30) == (500, True)
-            assert "process 1 of 2 is gone" in str(error)
+            _, plain, _ = server.complete(prompt, **greedy)
+            events = server.events(TEXT, {"prompt": prompt, **greedy})
+            _, chosen, _ = server.request("POST", TEXT, {"prompt": prompt, **choice}, timeout=300)
+            _, decided, _ = server.post("/v1/decisions", {"input": "Help.", "questions": [asked]})
+            if end == "stopped":
+                assert server.stop() == 0
+                assert follower.wait(30) == 0
+            else:
+                follower.kill()
+                began = time.monotonic()
+                status, error, _ = server.complete(prompt, **greedy)
+                assert (status, time.monotonic() - began < 30) == (500, True)
+                assert error["error"]["code"] == "internal_error"
+                server.stop()  # the line follows the answer
+                assert "process 1 of 2 is gone" in server.log.read_text()
         finally:
             follower.kill()
             server.stop()
     with dj.LLM(random_folder, max_num_seqs=2, warm_up=False) as llm:
-        how = dj.SamplingParams(max_tokens=16, temperature=0.0)
-        (wanted,) = llm.generate("2 plus 3", how, use_tqdm=False)
+        how = dj.SamplingParams(**greedy)
+        (wanted,) = llm.generate(prompt, how, use_tqdm=False)
         (answer,) = llm.decide("Help.", [question])
     assert plain["choices"][0]["text"] == wanted.outputs[0].text == text_of(events)
     assert chosen["choices"][0]["text"] in choice["structured_outputs"]["choice"]
-    found = [one["probability"] for one in told["answers"][0]["probabilities"]]
+    found = [one["probability"] for one in decided["answers"][0]["probabilities"]]
     np.testing.assert_allclose(found, answer.probabilities, rtol=1e-4)
 
 

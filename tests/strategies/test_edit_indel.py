@@ -6,14 +6,22 @@ cells, several blocks and budgets of every kind. The gate (`tests.contract.cases
 on a model and of the engine. What edits do not go with is refused by name.
 """
 
+import itertools
+import operator
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import dllm_jax as dj
 from dllm_jax import strategies
+from dllm_jax.api import snapshot
+from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.strategies.testing.script import Trace, run_script
+from dllm_jax.trace import replay, trajectory
+from tests.contract import cases
 from tests.oracles.edit_decoder import Edited
 from tests.oracles.indel_decoder import Rules, indel_decode
 from tests.strategies.test_edit import draw_edit_case
@@ -50,13 +58,18 @@ def decode_both(
     return trace, indel_decode(Rules(**rules), *given, **sizes, **case.limits)
 
 
-def follow(forwards: list[Forward], prompt: tuple[int, ...] = (1, 2, 3, 4), **how: Any) -> Trace:
+def follow(
+    forwards: list[Forward],
+    prompt: tuple[int, ...] = (1, 2, 3, 4),
+    package: Any = strategies,
+    **how: Any,
+) -> Trace:
     """A literal script over one block at a time, on which both decoders must agree."""
     limits = {"max_tokens": how.pop("max_tokens", 24), "mask_id": MASK, "vocab_size": VOCAB}
     limits["eos_ids"] = how.pop("eos_ids", ())
     case = Case(list(prompt), *script(forwards), limits)
     sizes = {"add_block_threshold": 0.1, "block_size": 4, "buffer_size": 1}
-    trace, truth = decode_both(case, LITERAL | how, **sizes)
+    trace, truth = decode_both(case, LITERAL | how, package, **sizes)
     check_agreement(trace, truth, "literal")
     return trace
 
@@ -68,6 +81,12 @@ def says(*cells: Any, sure: float = 0.9) -> Forward:
 
 
 WHOLE = says(10, 11, 12, 13)
+ESCAPES_TWICE = [
+    says(0, 11, 10, 10),
+    says(20, 11, 10, 10),
+    says(0, 12, 10, 10),
+    says((20, 0.6), (11, 0.7), 10, 10),
+]
 
 
 # ---- The eight steps ----
@@ -175,6 +194,11 @@ def test_a_text_that_was_written_before_is_not_written_again() -> None:
     ]
 
 
+def test_what_stands_instead_is_not_written_again_either() -> None:
+    """Two escapes: the first gives a text that was there too, and leaves its cell as it was."""
+    assert windows(follow(ESCAPES_TWICE))[2:4] == ["A[0 12 10 10]", "A[0 0 10 10]"]
+
+
 def test_what_the_prompt_brought_is_no_edit() -> None:
     trace = follow([everywhere((9, 0.99))] * 4, (1, 2, 3, 4, SPLIT, DELETE))
     assert windows(trace)[:2] == [f"A[{SPLIT} {DELETE} 9 9]", f"T[{SPLIT} {DELETE} 9 9]"]
@@ -246,9 +270,11 @@ def corpus(package: Any, number: int) -> bool:
     """Whether a package agrees with the list decoder on one script of the mutants' corpus."""
     rng = np.random.default_rng((34, number))
     # One program, then the other.
-    ids, budget, schedule, cap = ((2, 1), 2, 3, 7) if number < 90 else ((5, 2), 0, 9, 5)
+    ids, budget, schedule, cap = ((2, 1), 4, 3, 9) if number < 90 else ((5, 2), 0, 9, 5)
     size, depth = 4, 3
     case = draw_indel_case(rng, size)
+    if number % 5 < 2:  # of two ids, so that texts come again
+        case.token[:] = np.where(case.token > 2, 4, 3)
     edges = np.array([0.25, 0.5, 0.75, 0.9], np.float32)
     if number % 4 < 2:
         case.prob[:] = rng.choice(edges, size=case.prob.shape)
@@ -261,11 +287,75 @@ def corpus(package: Any, number: int) -> bool:
     sizes = {"block_size": size, "buffer_size": depth}
     add = float(rng.choice([0.0, 0.25, 0.75]))
     try:
+        if number == 149:  # what few scripts do
+            follow(ESCAPES_TWICE, package=package)
         found = decode_both(case, rules, package, add_block_threshold=add, **sizes)
         check_agreement(*found, number)
     except AssertionError:
         return False
     return True
+
+
+# ---- On a model: what shows the window, and what stores it ----
+
+
+@pytest.mark.slow
+def test_events_recordings_and_snapshots_show_text_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gate's case; batches, slots, preemption and prefix hits are the gate's own tests."""
+    gate, request = cases.case("edit_indel"), cases.case("edit_indel").requests[0]
+    truth, prompt = cases.truth("edit_indel")[0], list(request.prompt)
+    room = request.limit - len(prompt)
+    strategy = gate.strategy.replace(**dict(request.knobs))
+    params = dj.SamplingParams(max_tokens=room, seed=request.seed)
+
+    def make() -> dj.LLM:
+        llm = dj.LLM(gate.model, strategy, warm_up=False, max_num_seqs=1, max_model_len=64)
+        saver = snapshot.snapshot_saver(gate.model, strategy, llm.config, tmp_path)
+        llm.engine._save_snapshot = saver
+        return llm
+
+    llm = make()
+    events = list(llm.stream(prompt, params, events="denoise"))
+    assert [event.metrics.nfe for event in events] == list(range(1, truth.nfe + 1))
+    told = list(itertools.accumulate((event.token_ids for event in events), operator.add))
+    assert told[-1] == truth.tokens
+    assert all(truth.tokens[: len(ids)] == ids for ids in told)
+
+    # The windows of the events are those of a recording, whose frames put back what came out.
+    recorded = dj.record(gate.model, prompt, strategy, max_tokens=room)
+    assert recorded.tokens == truth.tokens
+    assert trajectory.Trajectory.from_json(recorded.to_json()).tokens == truth.tokens
+    steps = recorded.steps
+    gone = [(s.before.tokens >= 0) & (s.after.tokens < 0) for s in steps]
+    assert any(cells.any() for cells in gone), "no filled cell became a hole"
+    first, *frames = replay.replay(recorded).frames
+    shown = {position: token for position, token, _ in first.put}
+    for step, frame in zip(steps, frames, strict=True):
+        shown |= {position: token for position, token, _ in frame.put}
+        for cell, token in enumerate(step.after.tokens.ravel().tolist()):
+            assert shown.get(step.before.start + cell, replay.HOLE) == token
+
+    # A device that fails in the middle, where texts, marks and budgets are at work.
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    llm = make()
+    fetch, left = llm.engine.runner.fetch, [truth.nfe // 2]
+
+    def failing(chunk: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise DeviceFailure("RESOURCE_EXHAUSTED: Out of memory")
+        return fetch(chunk)
+
+    monkeypatch.setattr(llm.engine.runner, "fetch", failing)
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].finish_reason == "error"
+    (path,) = tmp_path.iterdir()
+    saved = snapshot.load_snapshot(path)
+    assert snapshot.saved_strategy(saved) == strategy
+    engine, _ = snapshot.resume(saved, 0, gate.model)
+    outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
+    assert outputs[-1].outputs[0].token_ids == truth.tokens
 
 
 # ---- What is refused ----

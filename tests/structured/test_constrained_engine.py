@@ -18,6 +18,7 @@ from dllm_jax.strategies.core import constraint
 from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import (
     ends,
+    finish,
     make_device,
     make_engine,
     preempting,
@@ -116,6 +117,37 @@ def test_fifty_automata_at_once_compile_nothing():
         assert output.outputs[0].constraint_met
         assert toy.may_end(toy.after(toy.start, output.outputs[0].token_ids))
     assert set(engine.runner.compiled) == known
+
+
+@pytest.mark.slow
+def test_a_mixed_load_with_aborts_is_whole():
+    """256 requests, a third of them free, the others of 40 automata; one in eight is aborted."""
+    engine, rng = make_engine("multi_bd"), np.random.default_rng(0)
+    toys, free = [_toy(seed) for seed in range(100, 140)], case("multi_bd").requests
+    ids = []
+    for i in range(256):
+        bound = _bound("multi_bd", toys[i % 40], i % 5, i) if i % 3 else None
+        ids.append(engine.add(bound or wish(free[i // 3 % len(free)])))
+    doomed = rng.permutation(ids)[:32].tolist()
+
+    def between(engine):
+        if doomed and rng.random() < 0.3:
+            engine.abort(doomed.pop())
+
+    done = finish(engine, between)
+    num_aborted = 0
+    for i, number in enumerate(ids):
+        (text,) = done[number].outputs
+        if text.finish_reason == "abort":
+            num_aborted += 1
+            assert not text.constraint_met
+        elif i % 3:
+            toy = toys[i % 40]
+            assert text.constraint_met
+            assert toy.may_end(toy.after(toy.start, text.token_ids))
+        else:
+            assert ends([done[number]]) == [wanted("multi_bd", free[i // 3 % len(free)])]
+    assert num_aborted > 10
 
 
 def test_a_program_without_an_automaton_keeps_its_text(monkeypatch):

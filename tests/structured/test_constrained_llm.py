@@ -106,6 +106,16 @@ def test_a_text_that_is_cut_says_so(llm, cut):
     assert output.outputs[0].constraint_met is False
 
 
+def test_the_confidence_of_a_plan_takes_fewer_forwards(llm):
+    """The model would not write this by itself, so few of its tokens are sure."""
+    chats = _chats(3)
+    raw = llm.chat(chats, _params(llm, ANSWER, 20))
+    plan = llm.chat(chats, _params(llm, ANSWER, 20, constraint_confidence="plan"))
+    for output in plan:
+        _assert_held(output, ANSWER)
+    assert sum(one.metrics.nfe for one in plan) < sum(one.metrics.nfe for one in raw)
+
+
 def test_a_constraint_behind_a_marker_leaves_what_is_before_it_free(llm):
     free = llm.chat(_chats(1), dj.SamplingParams(max_tokens=60))[0].outputs[0]
     (marker,) = llm.tokenizer(".")["input_ids"]
@@ -181,6 +191,17 @@ def test_every_strategy_holds_to_constraints(name):
     with dj.LLM("builtin:tiny-sdar", OTHERS[name], warm_up=False, max_num_seqs=1) as llm:
         _assert_all_held(llm, 0.0, 0)
         _assert_all_held(llm, 1.0, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_strategy_writes_what_is_allowed_anyway(name):
+    chats = _chats(2)
+    with dj.LLM("builtin:tiny-sdar", OTHERS[name], warm_up=False, max_num_seqs=1) as llm:
+        free = llm.chat(chats, dj.SamplingParams(max_tokens=32))
+        held = llm.chat(chats, dj.SamplingParams(max_tokens=32, constraint=ANYTHING))
+    for a, b in zip(free, held, strict=True):
+        assert (a.outputs[0].token_ids, a.metrics.nfe) == (b.outputs[0].token_ids, b.metrics.nfe)
 
 
 def test_drafts_change_no_constrained_text():

@@ -44,8 +44,13 @@ def _case(rng, W=4):
 def _planned(module, cases):
     """Plans of many cases at once."""
     rows, best, ids, known = [], [], [], []
-    for toy, logp, _, _, _, cells, _ in cases:
-        rows.append(grammars.padded(grammars.ready(toy, IDS), SIZES))
+    whole = []
+    for i, (toy, logp, _, _, _, cells, _) in enumerate(cases):
+        row = grammars.padded(grammars.ready(toy, IDS), SIZES)
+        rows.append(row.replace(by_mass=np.asarray(i % 2 == 1)))
+        prob = np.zeros((len(logp), SIZES.classes), np.float32)
+        np.add.at(prob, (slice(None), toy.class_of[:IDS]), np.exp(logp))
+        whole.append(prob)
         b, i = _class_maxima(toy, logp)
         best.append(b), ids.append(i)
         known.append([toy.class_of[c] if isinstance(c, int) else 0 for c in cells])
@@ -59,7 +64,7 @@ def _planned(module, cases):
     )
     read = jnp.asarray([case[6] for case in cases])
     best = jnp.asarray(best)
-    stats = module.ClassStats(jnp.asarray(ids), best, best, best)
+    stats = module.ClassStats(jnp.asarray(ids), best, best, best, jnp.log(jnp.asarray(whole)))
     return jax.tree.map(np.asarray, jax.jit(module.plan)(view, stats, read))
 
 
@@ -90,6 +95,12 @@ def check_plans(module, seed):
                 value += score[w, token]
                 fitting = [t for t in range(IDS) if toy.after(state, [t]) == plan.path[i, w + 1]]
                 assert token == min(fitting, key=lambda t: (-logp[w, t], t))
+                wanted = logp[w, token]
+                goes_on = [t for t in range(IDS) if toy.after(state, [t]) != 0]
+                total = np.exp(logp[w, goes_on]).sum()
+                if i % 2 == 1 and total > 0:
+                    wanted -= np.log(total)
+                assert plan.confidence[i, w] == pytest.approx(wanted, abs=1e-4)
             state = toy.after(state, [token])
             assert state == plan.path[i, w + 1] != 0
         assert value == pytest.approx(want, abs=1e-3)

@@ -124,7 +124,7 @@ def test_texts_of_random_models_are_instances(name, words):
             )
             score = -taste * rng.exponential(size=(SLOTS, W, bucket.classes)).astype(np.float32)
             drawn = jnp.asarray(members.drawn(rng, (SLOTS, W)))
-            stats = constraint.ClassStats(drawn, *[jnp.asarray(score)] * 3)
+            stats = constraint.ClassStats(drawn, *[jnp.asarray(score)] * 4)
             found = np.asarray(plan(view, stats, jnp.ones((SLOTS, W), bool)).token)
             written = open_ & (rng.random((SLOTS, W)) < rng.choice([0.1, 0.3, 1.0]))
             anything = rng.integers(0, STOP, (SLOTS, W))  # behind the end
