@@ -26,6 +26,7 @@ FIELDS = {
     "n": 1,
     "strategy_overrides": {},
     "constraint": None,
+    "constraint_confidence": "raw",
 }
 
 

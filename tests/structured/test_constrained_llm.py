@@ -193,6 +193,17 @@ def test_every_strategy_holds_to_constraints(name):
         _assert_all_held(llm, 1.0, 5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_strategy_writes_what_is_allowed_anyway(name):
+    chats = _chats(2)
+    with dj.LLM("builtin:tiny-sdar", OTHERS[name], warm_up=False, max_num_seqs=1) as llm:
+        free = llm.chat(chats, dj.SamplingParams(max_tokens=32))
+        held = llm.chat(chats, dj.SamplingParams(max_tokens=32, constraint=ANYTHING))
+    for a, b in zip(free, held, strict=True):
+        assert (a.outputs[0].token_ids, a.metrics.nfe) == (b.outputs[0].token_ids, b.metrics.nfe)
+
+
 def test_drafts_change_no_constrained_text():
     """The texts are those of `ar`, greedy and drawn, with room to spare and without."""
     model, drafter = "builtin:tiny-qwen3", "builtin:tiny-qwen3-dflash"
