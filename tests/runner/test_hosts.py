@@ -6,6 +6,7 @@ early ends there; a process that is killed is a named error, no hang. Messages a
 whoever lacks the token is turned away.
 """
 
+import functools
 import json
 import os
 import socket
@@ -166,10 +167,11 @@ def test_the_command_serves_over_two_processes(end, random_folder, tmp_path):
     with subprocess.Popen([sys.executable, *command, "1"], cwd=ROOT, env=env) as follower:
         try:
             server = Server([*command, "0"], tmp_path / "log", env).wait_ready(400)
-            _, plain, _ = server.complete(prompt, **greedy)
+            post = functools.partial(server.request, "POST", timeout=300)  # programs are compiled
+            _, plain, _ = post(TEXT, {"prompt": prompt, **greedy})
             events = server.events(TEXT, {"prompt": prompt, **greedy})
-            _, chosen, _ = server.request("POST", TEXT, {"prompt": prompt, **choice}, timeout=300)
-            _, decided, _ = server.post("/v1/decisions", {"input": "Help.", "questions": [asked]})
+            _, chosen, _ = post(TEXT, {"prompt": prompt, **choice})
+            _, decided, _ = post("/v1/decisions", {"input": "Help.", "questions": [asked]})
             if end == "stopped":
                 assert server.stop() == 0
                 assert follower.wait(30) == 0
