@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         one_version = item.get_closest_marker("one_version") is not None
         if case is not None and case not in tiers.VERSION_CASES:
             one_version = True
-        if is_long and not path.startswith(tiers.VERSIONS_LONG):
+        if is_long and not re.search(tiers.VERSIONS_LONG.get(path, "(?!)"), item.name):
             one_version = True
         if _depends_on_version(path) and not one_version:
             item.add_marker(pytest.mark.versions)
