@@ -7,8 +7,6 @@ EXTRAS ?=
 ARGS ?=
 SEED ?= 0
 WORKERS ?= 2
-# Tests of servers and signals wait much, so more of them than cores.
-LONG_WORKERS ?= 3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -18,7 +16,7 @@ LONG := long and not slow and not gpu and not network
 VERSIONS := versions and not slow and not gpu and not network
 ALL := not gpu and not network
 # A worker keeps neighbours, which share programs, and takes of another's only when it is out of work.
-SPREAD = -n $(WORKERS) --dist worksteal
+SPREAD := -n $(WORKERS) --dist worksteal
 
 .PHONY: help generate test test-long test-versions test-all check format gpu bench wheel setup setup-dev clean distclean
 
@@ -40,7 +38,6 @@ generate: setup
 test: setup-dev
 	$(BIN)/python -m pytest -q $(SPREAD) --durations=10 -m "$(SHORT)" $(ARGS)
 
-test-long: WORKERS := $(LONG_WORKERS)
 test-long: setup-dev
 	$(BIN)/python -m pytest -q $(SPREAD) --durations=10 -m "$(LONG)" $(ARGS)
 
