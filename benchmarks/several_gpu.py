@@ -298,18 +298,20 @@ def _tokens(args, rows, name, dtype):
         row = {"model": name, "dtype": dtype, "devices": count, "requests": args.slots}
         for kind, work in kinds.items():
             pairs = zip(generated(several, *work), wanted[kind], strict=True)
-            parted = [i for i, (found, truth) in enumerate(pairs) if _told(found) != _told(truth)]
+            parted = [
+                i for i, (found, truth) in enumerate(pairs) if _text_of(found) != _text_of(truth)
+            ]
             row[f"same_{kind}"] = args.slots - len(parted)
             if kind == "greedy" and parted:
                 row["gaps"] = _gaps(models[0], strategy.block_size, one, several, work, parted)
         row["same_state"] = len(digests(several)) == 1
-        row["distinct_tokens"] = len({t for o in wanted["greedy"] for t in _told(o)[0]})
+        row["distinct_tokens"] = len({t for o in wanted["greedy"] for t in _text_of(o)[0]})
         rows.add(**row)
         several.close()
     one.close()
 
 
-def _told(output):
+def _text_of(output):
     return (
         tuple(output.outputs[0].token_ids),
         output.outputs[0].finish_reason,
@@ -455,7 +457,7 @@ def soak(args, rows):
     ]
     began, wanted, texts, changed, alike = time.perf_counter(), None, 0, 0, True
     while time.perf_counter() - began < args.seconds:
-        found = [_told(output)[0] for output in generated(llm, prompts, params)]
+        found = [_text_of(output)[0] for output in generated(llm, prompts, params)]
         wanted = wanted or found
         changed += sum(a != b for a, b in zip(found, wanted, strict=True))
         texts += len(found)

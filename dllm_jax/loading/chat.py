@@ -112,7 +112,7 @@ def template_of(
             raise ValueError(f"model {model.source!r}: {_one_line(error)}") from error
         if text == chosen and not re.search(r"\{[{%]", text):
             raise ValueError(
-                f"chat_template={_told(text)} is neither Jinja nor "
+                f"chat_template={_short(text)} is neither Jinja nor "
                 f"{_names(tokenizer.chat_template)}"
             )
         return Template(text, "chat_template" if chosen == text else f"model {model.source!r}")
@@ -157,14 +157,14 @@ def render(
     """
     tools = template_kwargs.get("tools")
     if not isinstance(tools, Sequence | None) or isinstance(tools, str):
-        raise ValueError(f"tools={_told(tools)} must be a list of tools; give one")
+        raise ValueError(f"tools={_short(tools)} must be a list of tools; give one")
     template = template_of(model, chat_template, tools)
     if template is None:
         raise ValueError(_no_template(model))
     turns = list(conversation) if isinstance(conversation, Iterable) else []
     if not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError(
-            f"{_told(conversation)} is no conversation; give a list of "
+            f"{_short(conversation)} is no conversation; give a list of "
             '{"role": "user", "content": "..."}'
         )
     if template.shipped is not None:
@@ -214,13 +214,13 @@ def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None
     for i, turn in enumerate(turns):
         if turn.get("role") not in _ROLES:
             raise ValueError(
-                f"message {i} has role {_told(turn.get('role'))}; the chat "
+                f"message {i} has role {_short(turn.get('role'))}; the chat "
                 f"template of {template.whose} "
                 f"takes {', '.join(_ROLES)}; give a chat_template that knows it"
             )
         if not isinstance(turn.get("content"), str):
             raise ValueError(
-                f"message {i} has content={_told(turn.get('content'))}; the chat "
+                f"message {i} has content={_short(turn.get('content'))}; the chat "
                 f"template of "
                 f"{template.whose} takes text"
             )
@@ -233,21 +233,21 @@ def _check_read(fields: Mapping[str, Any], template: Template) -> None:
             continue
         if name == "chat_template_kwargs":
             raise ValueError(
-                f"{name}={_told(value)} is not taken as one; give its entries as keywords"
+                f"{name}={_short(value)} is not taken as one; give its entries as keywords"
             )
         if name in _OURS:
             raise ValueError(
-                f"{name}={_told(value)} is not for a chat template to read; leave it out"
+                f"{name}={_short(value)} is not for a chat template to read; leave it out"
             )
         if not re.search(rf"\b{re.escape(name)}\b", template.text):
             raise ValueError(
                 f"the chat template of {template.whose} does not read {name}, so "
-                f"{name}={_told(value)} "
+                f"{name}={_short(value)} "
                 "would change nothing; leave it out"
             )
 
 
-def _told(value: Any) -> str:
+def _short(value: Any) -> str:
     """A value for a message, cut short."""
     return reprlib.repr(value).replace("\n", " ")
 

@@ -63,7 +63,7 @@ def read_expected(
         else:
             logits = jnp.where(never, -jnp.inf, head(hidden))
             read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
-        return _told(head, read, sampling.temperature > 0, keys, num_top, shard)
+        return _stats_of(head, read, sampling.temperature > 0, keys, num_top, shard)
 
     def narrowed(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
@@ -71,7 +71,7 @@ def read_expected(
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
         law, dtype = drawn_law(logits, **how, shard=shard), head.embedding.dtype
         read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
-        return _told(head, read, sampling.temperature > 0, keys, num_top, shard)
+        return _stats_of(head, read, sampling.temperature > 0, keys, num_top, shard)
 
     rows = (hidden, each, keys)
     # Top-k and the nucleus sort, in few rows at a time.
@@ -99,7 +99,7 @@ def _of_part(law: Float[Array, "R V"], dtype: Any, shard: Shard) -> LawReadout:
     return read._replace(token=token, rest=rest, spread=spread)
 
 
-def _told(
+def _stats_of(
     head: Head,
     read: LawReadout,
     is_drawn: Array,

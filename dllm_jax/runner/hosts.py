@@ -75,7 +75,7 @@ class Leader:
         except OSError:  # a name of another interface; the token keeps others out
             server = socket.create_server(("", 0))
         token = secrets.token_bytes(4 * _TOKEN_WORDS)
-        _told_port(server.getsockname()[1], token)
+        _shared_port(server.getsockname()[1], token)
         self._followers = _accepted(server, token)
         for rank, connection in self._followers.items():
             threading.Thread(target=self._watch, args=(rank, connection), daemon=True).start()
@@ -165,7 +165,7 @@ class Follower:
     """Process 0 as another process sees it."""
 
     def __init__(self):
-        port, token = _told_port(0, bytes(4 * _TOKEN_WORDS))
+        port, token = _shared_port(0, bytes(4 * _TOKEN_WORDS))
         self._connection = socket.create_connection((_coordinator(), port), JOIN_S)
         self._connection.settimeout(None)
         self._connection.sendall(token + struct.pack("<I", jax.process_index()))
@@ -239,7 +239,7 @@ def _coordinator() -> str:
     return str(distributed.global_state.coordinator_address).rpartition(":")[0]
 
 
-def _told_port(port: int, token: bytes) -> tuple[int, bytes]:
+def _shared_port(port: int, token: bytes) -> tuple[int, bytes]:
     """Port and token of process 0, on every process."""
     from jax.experimental import multihost_utils
 

@@ -41,7 +41,7 @@ async def decide(service: Service, call: Call) -> Any:
     return Json(
         {
             "model": service.config.model,
-            "answers": list(map(_told, body.questions, answers)),
+            "answers": list(map(_answer_object, body.questions, answers)),
             "usage": usage,
         }
     )
@@ -94,7 +94,9 @@ def _described(name: str, description: str | None) -> str:
     return name if description is None else f"{name}: {description}"
 
 
-def _told(asked: wire.Predicate | wire.ChoiceOf | wire.Score, one: Answer) -> dict[str, Any]:
+def _answer_object(
+    asked: wire.Predicate | wire.ChoiceOf | wire.Score, one: Answer
+) -> dict[str, Any]:
     question = one.question
     head: dict[str, Any] = {"type": question.kind, "name": question.name}
     if isinstance(asked, wire.Predicate):

@@ -78,7 +78,7 @@ class EventStream:
         self._windows: dict[int, Window] = {}
         self._held: dict[int, Frame] = {}
         self._frame_at = 0.0
-        self._told_at: dict[int, float] = {}
+        self._written_at: dict[int, float] = {}
         self._sent_s = time.monotonic()
         self._is_sending = self._is_silent = False
         self.finishes: list[Delta] = []
@@ -155,9 +155,9 @@ class EventStream:
                 return
             if delta.text or delta.finish is not None:
                 if delta.text:
-                    if (before := self._told_at.get(delta.choice)) is not None:
+                    if (before := self._written_at.get(delta.choice)) is not None:
                         self._metrics.observe("dllm_inter_block_seconds", now - before)
-                    self._told_at[delta.choice] = now
+                    self._written_at[delta.choice] = now
                 if self._form.is_chat and delta.choice not in self._roles:
                     self._roles.add(delta.choice)
                     yield event(self._form.role(delta.choice))

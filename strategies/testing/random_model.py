@@ -163,7 +163,7 @@ class Output(struct.PyTreeNode):
         wrong = (self.fault < 0)[:, None, None]
         token = jnp.where(wrong, self.fault[:, None, None], stats.token)
         sure = jnp.where(wrong, 1.0, stats.confidence)
-        answered = self._told() if where is None else where & self._told()
+        answered = self._answered() if where is None else where & self._answered()
         return stats.replace(
             token=jnp.where(answered, token, 0),
             confidence=jnp.where(answered, sure, -jnp.inf),
@@ -191,7 +191,7 @@ class Output(struct.PyTreeNode):
         fault = jnp.where(running & (self.fault < 0), self.fault, world.fault)
         return state.replace(pools=world.replace(cached=cached, fault=fault))
 
-    def _told(self) -> Bool[Array, "B K S"]:
+    def _answered(self) -> Bool[Array, "B K S"]:
         """On shifted models the cell to the left speaks, of the first one the row before it."""
         if not self.shifted:
             return self.live
