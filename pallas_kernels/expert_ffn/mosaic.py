@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
+from ..lowered import lowered_once
 from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, next_buffer, swizzled
 from .tiles import NO_PLACE, max_tiles
 
@@ -96,7 +97,7 @@ def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
     return Tiling(groups=2, gate_up=gated, down=wide)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once
+@lowered_once(static_argnames=("activation", "tiling", "interpret"))
 def expert_ffn(
     x: Array,
     expert_ids: Array,

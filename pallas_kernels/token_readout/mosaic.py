@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..lowered import lowered_once
 from .result import SHARE, LawReadout, Part, TokenReadout, finish, joined
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
@@ -161,7 +162,7 @@ def read_law(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "cap", "tiling", "interpret"))
+@lowered_once(static_argnames=("scale", "cap", "tiling", "interpret"))
 def _run(
     hidden, head, forbidden, has_forbidden, penalty, heat, *, scale, cap, tiling, interpret
 ) -> tuple[Part, Array | None]:
