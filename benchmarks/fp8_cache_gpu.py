@@ -125,11 +125,10 @@ def loop_of(call, layers):
     return loop
 
 
-def attention(tiling, interpret, q, k, v, k_pages, v_pages, table, numbers, scales):
-    settings = {"block_size": cells.BLOCK, "window": None, "tiling": tiling, "interpret": interpret}
-    more = {} if k.dtype == q.dtype else {"kv_scales": scales}
-    settings["scale"] = q.shape[-1] ** -0.5
-    return mosaic._run((q, k, v), (k_pages, v_pages), table, numbers, more, **settings)
+def attention(settings, q, k, v, k_pages, v_pages, table, numbers, scales):
+    more = {"bits": None, "kv_scales": None if k.dtype == q.dtype else scales}
+    scale = q.shape[-1] ** -0.5
+    return mosaic._run((q, k, v), (k_pages, v_pages), table, numbers, more, scale=scale, **settings)
 
 
 def programs_of(cell, right, is_dry):
@@ -160,7 +159,8 @@ def programs_of(cell, right, is_dry):
                 continue
             measured.add(tiling)
             key = f"{kind} {name}"
-            call = functools.partial(attention, tiling, interpret)
+            settings = {"rules": drawn.mask.rules, "tiling": tiling, "interpret": interpret}
+            call = functools.partial(attention, settings)
             programs[key], forms[key] = (loop_of(call, len(tables)), arguments), (kind, str(tiling))
     return drawn, numbers, programs, forms
 
