@@ -325,7 +325,7 @@ def ready_table(result):
         )
         if "overhead" in one:
             lines.append(
-                f"{name:5s} a call of {one['forwards']} forwards {one['call_ms']:.1f} ms, bare step "
+                f"{name:5s} {one['forwards']} forwards {one['call_ms']:.1f} ms, bare step "
                 f"{one['bare_step_ms']:.3f} ms, overhead {one['overhead']:.1%}: {one['parts_ms']}"
             )
         ratios = [worked / measured for *_, worked, measured in one.get("costs_ms", ())]

@@ -201,8 +201,22 @@ class ModelRunner:
         """Shapes of the state, with so many pages or as many as there are."""
         sizes = self._state_sizes() | ({"num_pages": num_pages} if num_pages else {})
         shapes = programs.make_state.eval_shape(self._programs, **sizes)
-        split = self._programs.model.split
-        return shapes if split is None else split.laid(shapes, decoding.state_specs(split))
+        if (split := self._programs.model.split) is not None:
+            return split.laid(shapes, decoding.state_specs(split))
+        if (home := self._home) is None:
+            return shapes
+        return jax.tree.map(lambda leaf: leaf.update(sharding=home), shapes)
+
+    @property
+    def _home(self) -> Any:
+        """Where weights are that are committed to a device, and with them all that is computed.
+
+        JAX compiles a program again for arguments that are committed where those it was lowered
+        from were not.
+        """
+        parts = self._programs.model.params, [other.params for other in self._programs.aux.values()]
+        homes = (leaf.sharding for leaf in jax.tree.leaves(parts) if _is_committed(leaf))
+        return next(homes, None) if self._programs.model.split is None else None
 
     def _state_sizes(self) -> dict[str, Any]:
         num_pages, page_size = self.layout.num_pages, self.layout.page_size
@@ -601,6 +615,8 @@ class ModelRunner:
         """See `begin`."""
         if boundary is None:
             boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
+            if (home := self._home) is not None:  # where `prefill` leaves one
+                boundary = jax.device_put(boundary, home)
         return Call(("begin",), programs.begin, self._programs, (np.int32(slot), boundary))
 
     def copy_page(self, source: int, target: int) -> None:
@@ -816,6 +832,10 @@ class ModelRunner:
 def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[Any, ...]:
     """What tells a pass over `count` pieces apart; see `Call.key`."""
     return ("prefill", count, packing.piece_fields(size).size + columns, size, kind)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.committed
 
 
 def _check_placed(model: Model) -> None:

@@ -24,8 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
-from ..lowered import lowered_once
 from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, next_buffer, swizzled
+from ..lowered import lowered_once
 from .tiles import NO_PLACE, max_tiles
 
 _ROWS = 64  # of a warpgroup's product
