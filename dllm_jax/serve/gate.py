@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from dllm_jax.serve import logs
 from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone
-from dllm_jax.serve.exchange import Endpoint, Json, Record
+from dllm_jax.serve.exchange import Elsewhere, Endpoint, Json, Record
 from dllm_jax.serve.pipe import Delta, total
 from dllm_jax.serve.refusals import Refusal, error_object
 from dllm_jax.serve.service import Service
@@ -46,6 +45,8 @@ class Gate:
             await send(message)
 
         scope["app"], scope["dllm.record"], scope["dllm.headers"] = self, record, headers
+        if "dllm.connection" not in scope:
+            scope |= {"dllm.connection": Elsewhere(receive), "dllm.body_is_there": False}
         try:
             self._guard.check(scope["path"], headers)
             await self._inner(scope, receive, sending)
@@ -65,12 +66,12 @@ class Gate:
         finally:
             self._tell(scope, headers, record)
 
-    def _answer(self, error: Exception, record: Record) -> Response:
+    def _answer(self, error: Exception, record: Record) -> Json:
         """The error object of an exception."""
         if isinstance(error, Refusal):
             answer = Json(error.body, error.status, headers=error.headers)
             if error.status == 401:
-                answer.headers.append("www-authenticate", BASIC)
+                answer.headers.append((b"www-authenticate", BASIC.encode()))
             return answer
         if isinstance(error, HTTPException):
             if error.status_code == 405:

@@ -110,7 +110,7 @@ async def _generate(
     service.check_texts(num_texts)
     service.admission.check(service.engine.num_open, facts.num_slots, num_texts, denoise)
     call.record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    box = await service.engine.submit(
+    box = service.engine.submit(
         prompts,
         params,
         stream=bool(body.stream),
@@ -121,6 +121,11 @@ async def _generate(
     system = fingerprint(service.config.version, facts)
     form = Form(is_chat, service.config.model, system, call.record.prompt_tokens)
     if body.stream:
+        try:
+            await box.accepted()
+        except BaseException:
+            service.engine.release(box)
+            raise
         options = body.stream_options or wire.StreamOptions()
         running = bool(options.continuous_usage_stats)
         stream = EventStream(
@@ -180,6 +185,8 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
 def _ended(service: Service, box: Mailbox, record: Record) -> None:
     """A request has ended, however it did."""
     service.engine.release(box)
+    if box.refusal is not None:  # it never ran
+        return
     service.admission.ended(time.monotonic() - record.started_s)
     for usage in box.usages:
         service.metrics.ended(usage)

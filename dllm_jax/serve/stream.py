@@ -16,7 +16,7 @@ import msgspec
 
 from dllm_jax.serve import limits
 from dllm_jax.serve.answers import Form, Window
-from dllm_jax.serve.client import EngineGone, Mailbox
+from dllm_jax.serve.client import Mailbox
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Delta, Frame
 from dllm_jax.serve.refusals import error_object
@@ -224,6 +224,7 @@ async def whole(box: Mailbox, connection: Any) -> list[Delta]:
     Raises:
         ClientGone: The client left.
         RequestFailed: A text ended with an error.
+        Refusal: The engine refuses the request.
         EngineGone: The engine ended first.
     """
     texts: dict[int, Delta] = {}
@@ -239,8 +240,7 @@ async def whole(box: Mailbox, connection: Any) -> list[Delta]:
                     texts[delta.choice] = delta
                 if delta.finish == "error":
                     raise RequestFailed(delta.error or "no reason given")
-            if box.failure is not None and not box.is_over:
-                raise EngineGone(box.failure)
+            box.check()
     return [texts[choice] for choice in sorted(texts)]
 
 
