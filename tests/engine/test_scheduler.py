@@ -567,7 +567,7 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: ModuleType) -> 
     planning, scheduler = host.rounds, books.scheduler
 
     def steps(step_s: float, is_open: bool = False) -> int:
-        return planning.num_steps(step_s, scheduler, [first], None, is_open)
+        return planning.num_steps(step_s, scheduler, scheduler.decoding(), None, is_open)
 
     assert steps(0.0) == 1
     assert steps(0.001) == int(planning.CHUNK_S / 0.001)
