@@ -286,7 +286,7 @@ def where(recorded: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
     busy = sum(end - start for start, end, _ in calls)
     return {
         "steps": steps / len(spans),
-        "tokens_a_step": form["tokens"] * len(spans) / steps,
+        "tokens_a_step": form["tokens"] * len(spans) / max(1, steps),
         "idle_share": 1 - busy / wall,
         "loop_waits_share": sum(end - start for start, end, _ in fetches) / wall,
         "programs": programs,
@@ -504,6 +504,7 @@ def main() -> int:
             report["log"] = server.log.read_text()[-3000:]
             print(report["log"], file=sys.stderr)
         finally:
+            _write(args.out, report)
             report["exit"] = server.stop()
         recorded = Path(folder) / "where.json"
         if "compared" in report and recorded.exists():
