@@ -7,10 +7,8 @@ from typing import Any
 
 import msgspec
 
-from dllm_jax.serve.limits import Limits, read_body
+from dllm_jax.serve.limits import JSON, Limits, read_body
 from dllm_jax.serve.pipe import Delta, Usage
-
-JSON = "application/json"
 
 
 @dataclasses.dataclass

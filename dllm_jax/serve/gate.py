@@ -120,7 +120,7 @@ class Gate:
             completion_tokens=sum(t.num_tokens for t in record.texts) if record.texts else None,
             cached_tokens=usage and usage.cached_tokens,
             nfe=usage and usage.nfe,
-            tokens_per_forward=usage and round(usage.written / max(usage.nfe, 1), 2),
+            tokens_per_forward=usage and round(100 * usage.written / max(usage.nfe, 1)) / 100,
             queue_ms=usage and _ms(usage.queue_s or 0.0),
             ttfb_ms=usage and _ms(usage.ttfb_s or 0.0),
             e2e_ms=_ms(time.monotonic() - record.started_s),
@@ -139,7 +139,7 @@ def _stop_reasons(texts: Sequence[Delta]) -> list[str] | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e3 * seconds, 2)
+    return None if seconds is None else round(1e5 * seconds) / 100
 
 
 def _cut(scope: Any) -> None:

@@ -148,10 +148,9 @@ class Metrics:
         """What a counter stands at."""
         return self._counters.get((name, tuple(labels.items())), 0)
 
-    def observe(self, name: str, value: float | None) -> None:
-        """Add a value to a histogram; None is none."""
-        if value is not None:
-            self._histograms[name].observe(value)
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram."""
+        self._histograms[name].observe(value)
 
     def describe(self, facts: Facts) -> None:
         """What the engine said when it was ready."""
@@ -175,11 +174,14 @@ class Metrics:
 
     def ended(self, usage: Usage) -> None:
         """A prompt has ended."""
-        self.observe("dllm_time_to_first_block_seconds", usage.ttfb_s)
-        self.observe("dllm_queue_seconds", usage.queue_s)
-        self.observe("dllm_e2e_request_latency_seconds", usage.e2e_s)
+        of = self._histograms
+        if usage.ttfb_s is not None:
+            of["dllm_time_to_first_block_seconds"].observe(usage.ttfb_s)
+        if usage.queue_s is not None:
+            of["dllm_queue_seconds"].observe(usage.queue_s)
+        of["dllm_e2e_request_latency_seconds"].observe(usage.e2e_s)
         if usage.nfe:
-            self.observe("dllm_tokens_per_forward", usage.written / usage.nfe)
+            of["dllm_tokens_per_forward"].observe(usage.written / usage.nfe)
 
     def text(self, state: str) -> str:
         """Everything, as Prometheus reads it."""

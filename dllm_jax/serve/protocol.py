@@ -92,7 +92,10 @@ class _Protocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEADER_BYTES:
             raise ValueError("the head is too large")  # the parser stops; `send_400_response`
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head has ended."""
