@@ -86,7 +86,7 @@ class TextSide:
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Refuse ids outside the vocabulary."""
-        if 0 <= min(ids, default=0) and max(ids, default=0) < self.vocab_size:
+        if min(ids, default=0) >= 0 and max(ids, default=0) < self.vocab_size:
             return
         for i, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
