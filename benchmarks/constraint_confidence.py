@@ -69,8 +69,10 @@ def main() -> None:
         "device": jax.devices()[0].device_kind,
         "rows": [],
     }
-    sizes = {"max_num_seqs": args.slots, "slot_buckets": (args.slots,), "warm_up": False}
-    with dj.LLM("builtin:tiny-sdar", args.strategy, max_model_len=512, **sizes) as llm:
+    config = dj.EngineConfig(
+        max_num_seqs=args.slots, max_model_len=512, slot_buckets=(args.slots,)
+    )
+    with dj.LLM("builtin:tiny-sdar", args.strategy, config=config, warm_up=False) as llm:
         for form in args.forms:
             right = {}
             for confidence in ("raw",) if form == "free" else ("raw", "plan"):
