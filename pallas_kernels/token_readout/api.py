@@ -17,6 +17,8 @@ from ..dispatch import BackEnd
 from . import mosaic, reference, triton
 from .head import Fp8Head
 from .result import SHARE as SHARE
+from .result import IdClasses as IdClasses
+from .result import IdReadout as IdReadout
 from .result import LawReadout, TokenReadout
 
 Implementation = Literal["xla", "triton", "mosaic"]
@@ -80,6 +82,42 @@ def token_readout(
     )
 
 
+def class_readout(
+    hidden: Float[Array, "R D"],
+    head: Float[Array, "V D"] | Fp8Head,
+    forbidden: Bool[Array, " V"],
+    classes: IdClasses,
+    *,
+    scale: float = 1.0,
+    cap: float | None = None,
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    num_top: int = 0,
+    implementation: Literal["xla", "triton"] | None = None,
+) -> tuple[TokenReadout, IdReadout]:
+    """`token_readout` in one pass with what the rows say of classes of ids, slot by slot.
+
+    A row's readout does not depend on the classes, its own or others'.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    _check(hidden, head, forbidden)
+    if len(hidden) % len(classes.codes):
+        raise ValueError(f"{hidden.shape=} must be rows of {len(classes.codes)} slots, each alike")
+    return dispatch.run(
+        implementation,
+        _with_classes(hidden, head, num_top),
+        hidden,
+        head,
+        forbidden,
+        classes,
+        scale=scale,
+        cap=cap,
+        penalty=penalty,
+        num_top=num_top,
+    )
+
+
 def law_readout(
     hidden: Float[Array, "R D"],
     head: Float[Array, "V D"],
@@ -113,6 +151,22 @@ def law_readout(
 def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation:
     """The name of the back end that `implementation=None` runs for such arguments."""
     return dispatch.choose(None, _back_ends(hidden, head, num_top))
+
+
+def choose_with_classes(
+    hidden: Array, head: Array | Fp8Head, num_top: int
+) -> Literal["xla", "triton"]:
+    """The same of `class_readout`."""
+    return dispatch.choose(None, _with_classes(hidden, head, num_top))
+
+
+def _with_classes(
+    hidden: Array, head: Array | Fp8Head, num_top: int
+) -> dict[Literal["triton", "xla"], BackEnd]:
+    return {
+        "triton": BackEnd(triton.read_classes, triton.unsupported(hidden, head, num_top)),
+        "xla": BackEnd(reference.read_classes),
+    }
 
 
 def _back_ends(hidden: Array, head: Array | Fp8Head, num_top: int) -> dict[Implementation, BackEnd]:
