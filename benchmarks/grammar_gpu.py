@@ -73,19 +73,25 @@ def parts(args, say):
     for B, W in shapes:
         shape = f"{B}x{W}"
         rows = grammars.stacked([grammars.padded(grammar, grammars.bucket_of(grammar, None))] * B)
-        classes = IdClasses(rows.codes, rows.num_wide, rows.narrow, rows.wide)
+        classes = IdClasses(**{name: getattr(rows, name) for name in IdClasses._fields})
         hidden = jnp.asarray(rng.standard_normal((B * W, D)), jnp.bfloat16)
         plain = functools.partial(token_readout, head=head, forbidden=never)
         full = functools.partial(class_readout, head=head, forbidden=never, classes=classes)
         ms, alone = timed(lambda h: plain(h)[1:3], hidden)
         say("readout", shape, "as without grammars", ms, "")
-        ms, both = timed(lambda h: (full(h)[0].confidence, full(h)), hidden)
-        read, ids = both[1]
-        near = float(jnp.max(jnp.abs(read.confidence - alone[0]) / alone[0]))
-        say("readout", shape, "and by classes", ms, f"confidence within {near:.1e}")
-        if B * W <= 128:
-            truth = full(hidden, implementation="xla")[1]
-            say("readout", shape, "by classes in XLA", None, away(ids, truth, rows))
+        truth = full(hidden, implementation="xla")[1] if B * W <= 128 else None
+        for form in ("triton", "mosaic"):
+            reads = functools.partial(full, implementation=form)
+            try:
+                ms, both = timed(lambda h, reads=reads: (reads(h)[0].confidence, reads(h)), hidden)
+            except Exception as error:
+                say("readout", shape, form, None, f"{type(error).__name__}: {str(error)[:200]}")
+                continue
+            read, ids = both[1]
+            near = float(jnp.max(jnp.abs(read.confidence - alone[0]) / alone[0]))
+            far = away(ids, truth, rows)
+            truth = ids if truth is None else truth
+            say("readout", shape, f"by classes, {form}", ms, f"confidence {near:.1e} off; {far}")
         ids = constraint.IdStats(*(leaf.reshape(B, W, *leaf.shape[1:]) for leaf in ids))
         kind = rng.choice([0, 1, 2, 2, 2, 2], (B, W)).astype(np.int32)
         view = constraint.View(
@@ -144,6 +150,8 @@ def parts(args, say):
 
 def away(ids, truth, rows):
     """How far two readouts by classes are apart, of what the grammar has."""
+    if truth is None:
+        return ""
     narrow, wide = int(rows.num_narrow[0]), int(rows.num_wide[0])
     far = jnp.max(jnp.abs(ids.narrow[:, :narrow] - truth.narrow[:, :narrow]))
     far_wide = jnp.max(jnp.abs(ids.wide[:, :wide] - truth.wide[:, :wide]))

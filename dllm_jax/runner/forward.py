@@ -564,7 +564,7 @@ class WindowOutput(struct.PyTreeNode):
             or behind is not None
             or guide is not None
             or self.forward.shard is not None
-            or not reads_ids(unembed, rows, num_top)
+            or not reads_ids(unembed, rows, num_top, B)
         ):
             stats = read_stats(unembed, rows, sampling, keys, num_top=num_top, **of_rows)
         else:

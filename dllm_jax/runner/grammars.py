@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.kernels import grammar_path
+from dllm_jax.kernels.token_readout import ID_STEP
 from dllm_jax.strategies.core.constraint import DEAD, FREE, NO_CLASS, NO_LABEL, Constraint, Grammar
 
 WIDE = 256  # a class with more ids is read by masked maxima
@@ -153,7 +154,7 @@ def arrays(
     counts = np.bincount(class_of, minlength=delta.shape[1])
     is_wide = (counts > WIDE) & (np.arange(len(counts)) != NO_CLASS)
     narrow = np.flatnonzero(~is_wide[class_of] & (class_of != NO_CLASS))
-    narrow = narrow[np.argsort(class_of[narrow], kind="stable")]
+    order = np.argsort(class_of[narrow], kind="stable")
     _, first = np.unique(class_of, return_index=True)
     wide = np.flatnonzero(is_wide)
     codes = np.zeros(len(class_of), np.int32)
@@ -173,7 +174,9 @@ def arrays(
         "wide": wide,
         "narrow": narrow,
         "narrow_class": class_of[narrow],
-        "class_from": np.searchsorted(class_of[narrow], np.arange(delta.shape[1] + 1)),
+        "narrow_order": order,
+        "narrow_from": np.searchsorted(narrow, np.arange(0, len(class_of) + ID_STEP, ID_STEP)),
+        "class_from": np.searchsorted(class_of[narrow][order], np.arange(delta.shape[1] + 1)),
         "label_from": np.searchsorted([n for n, _ in pairs], np.arange(len(numbers) + 2)),
         "num_states": np.asarray(len(delta), np.int32),
         "num_edges": np.asarray(most, np.int32),
@@ -212,9 +215,11 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         "wide": ((of.wide,), small),
         "narrow": ((of.narrow,), np.int32),
         "narrow_class": ((of.narrow,), small),
+        "narrow_order": ((of.narrow,), small),
+        "narrow_from": ((-(-num_ids // ID_STEP) + 1,), np.int32),
         "class_from": ((C + 1,), small),
         "label_from": ((of.labels + 1,), small),
-        "codes": ((num_ids,), small),
+        "codes": ((num_ids,), np.int32),
         "num_states": ((), np.int32),
         "num_edges": ((), np.int32),
         "num_wide": ((), np.int32),

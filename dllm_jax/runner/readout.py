@@ -179,11 +179,11 @@ def is_plain(sampling: Sampling) -> Array:
     return (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
 
 
-def reads_ids(unembed: Any, hidden: Array, num_top: int) -> bool:
+def reads_ids(unembed: Any, hidden: Array, num_top: int, num_slots: int) -> bool:
     """Whether `read_ids` is what reads these rows here."""
     if not isinstance(unembed, Head):
         return False
-    return choose_with_classes(hidden, unembed.weights, num_top) != "xla"
+    return choose_with_classes(hidden, unembed.weights, num_top, num_slots) != "xla"
 
 
 def read_ids(
@@ -200,7 +200,7 @@ def read_ids(
     Both come from one pass over the head, as `read_stats` of greedy rows.
     """
     never = forbidden(np.arange(len(head.weights), dtype=np.int32))
-    classes = IdClasses(grammar.codes, grammar.num_wide, grammar.narrow, grammar.wide)
+    classes = IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
     B = len(classes.codes)
     T = len(hidden) // B
 
@@ -221,7 +221,10 @@ def read_ids(
         return jax.tree.map(lambda leaf: leaf.reshape(-1, T, *leaf.shape[1:]), found)
 
     by_slot = jax.tree.map(lambda leaf: leaf.reshape(B, T, *leaf.shape[1:]), (hidden, penalty))
-    slots = max(1, TRITON_ROWS // T)
+    at_once = TRITON_ROWS
+    if choose_with_classes(hidden[:MOSAIC_ROWS], head.weights, num_top, B) == "mosaic":
+        at_once = MOSAIC_ROWS
+    slots = max(1, at_once // T)
     stats, ids = in_chunks(of_slots, (by_slot, classes), slots, slots)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats), ids
 

@@ -38,6 +38,7 @@ def label_scores(
         "read": read.astype(jnp.int32),
         "wide_class": grammar.wide,
         "num_wide": grammar.num_wide,
+        "order": grammar.narrow_order,
         "class_from": grammar.class_from,
         "pair_class": grammar.pair_class,
         "label_from": grammar.label_from,
@@ -66,7 +67,9 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
 
     def ids(k, top):
         place = begin + k * _IN_TURN + turn
-        value = _load(of["narrow"], cell * sizes["N"] + place, place < end, -jnp.inf)
+        mine = place < end
+        place = _load(of["order"], b * sizes["N"] + place, mine, 0)
+        value = _load(of["narrow"], cell * sizes["N"] + place, mine, -jnp.inf)
         return jnp.maximum(top, jnp.max(_sound(value), axis=1))
 
     top = jnp.full(number.shape, -jnp.inf, jnp.float32)

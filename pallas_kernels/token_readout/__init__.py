@@ -1,6 +1,7 @@
 """From hidden rows to a token and its statistics as one operation: no logits in memory."""
 
 from .api import (
+    ID_STEP,
     MOSAIC_ROWS,
     SHARE,
     TRITON_ROWS,
@@ -17,6 +18,7 @@ from .api import (
 from .reference import of_law
 
 __all__ = [
+    "ID_STEP",
     "MOSAIC_ROWS",
     "SHARE",
     "TRITON_ROWS",

@@ -17,6 +17,7 @@ from ..dispatch import BackEnd
 from . import mosaic, reference, triton
 from .head import Fp8Head
 from .result import SHARE as SHARE
+from .result import ID_STEP as ID_STEP
 from .result import IdClasses as IdClasses
 from .result import IdReadout as IdReadout
 from .result import LawReadout, TokenReadout
@@ -33,6 +34,7 @@ TRITON_ROWS = 1024
 # 4,357 (in quarters) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
 # (benchmarks/results/readout_mosaic_h200.json).
 FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
+MOSAIC_CLASSES = False  # not timed on a GPU yet
 
 
 def token_readout(
@@ -92,7 +94,7 @@ def class_readout(
     cap: float | None = None,
     penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
     num_top: int = 0,
-    implementation: Literal["xla", "triton"] | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[TokenReadout, IdReadout]:
     """`token_readout` in one pass with what the rows say of classes of ids, slot by slot.
 
@@ -106,7 +108,7 @@ def class_readout(
         raise ValueError(f"{hidden.shape=} must be rows of {len(classes.codes)} slots, each alike")
     return dispatch.run(
         implementation,
-        _with_classes(hidden, head, num_top),
+        _with_classes(hidden, head, num_top, len(classes.codes)),
         hidden,
         head,
         forbidden,
@@ -154,16 +156,24 @@ def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation
 
 
 def choose_with_classes(
-    hidden: Array, head: Array | Fp8Head, num_top: int
-) -> Literal["xla", "triton"]:
+    hidden: Array, head: Array | Fp8Head, num_top: int, num_slots: int
+) -> Implementation:
     """The same of `class_readout`."""
-    return dispatch.choose(None, _with_classes(hidden, head, num_top))
+    return dispatch.choose(None, _with_classes(hidden, head, num_top, num_slots))
 
 
 def _with_classes(
-    hidden: Array, head: Array | Fp8Head, num_top: int
-) -> dict[Literal["triton", "xla"], BackEnd]:
+    hidden: Array, head: Array | Fp8Head, num_top: int, num_slots: int
+) -> dict[Implementation, BackEnd]:
+    rows = len(hidden)
+    if isinstance(head, Fp8Head):
+        on_mosaic = "has no form for a head in 8 bits"
+    else:
+        on_mosaic = mosaic.unsupported_classes(rows, num_slots)
+        on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
+    is_fast = FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS and MOSAIC_CLASSES
     return {
+        "mosaic": BackEnd(mosaic.read_classes, on_mosaic, is_fast),
         "triton": BackEnd(triton.read_classes, triton.unsupported(hidden, head, num_top)),
         "xla": BackEnd(reference.read_classes),
     }

@@ -53,14 +53,19 @@ class IdClasses(NamedTuple):
         codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
             wide ones, plus 1 and negative; or 0.
         num_wide: Wide classes of a slot.
-        narrow: Ids that are read one by one.
+        narrow: Ids that are read one by one, rising.
+        narrow_from: How many of them are below each multiple of `ID_STEP`, up to all ids.
         wide: Numbers of the wide classes, of which only their count matters here.
     """
 
     codes: Int[Array, "B V"]
     num_wide: Int[Array, " B"]
     narrow: Int[Array, "B N"]
+    narrow_from: Int[Array, "B X"]
     wide: Int[Array, "B M"]
+
+
+ID_STEP = 64
 
 
 class IdReadout(NamedTuple):

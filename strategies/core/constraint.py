@@ -41,8 +41,10 @@ class Grammar(struct.PyTreeNode):
         distance: Fewest tokens from a state to one in which the text may end.
         class_of: Class of each id.
         wide: Classes with many ids.
-        narrow, narrow_class: Ids of the other classes, class after class, and their classes.
-        class_from: Where the ids of each class begin among the narrow ones, and the end of all.
+        narrow, narrow_class: Ids of the other classes, rising, and their classes.
+        narrow_from: How many of them are below each multiple of `ID_STEP` of the readout.
+        narrow_order: Their places, class after class.
+        class_from: Where each class begins in that order, and the end of all.
         label_from: Where the pairs of each label begin, and the end of all.
         codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
             wide ones, plus 1 and negative; or 0.
@@ -65,6 +67,8 @@ class Grammar(struct.PyTreeNode):
     wide: Int[Array, "B M"]
     narrow: Int[Array, "B N"]
     narrow_class: Int[Array, "B N"]
+    narrow_from: Int[Array, "B X"]
+    narrow_order: Int[Array, "B N"]
     class_from: Int[Array, "B C1"]
     label_from: Int[Array, "B L1"]
     codes: Int[Array, "B V"]

@@ -4,6 +4,7 @@ Random automata of several slots, one of them without a grammar; what fills the 
 that nothing may read. The kernels run as plain XLA here, and are lowered for a GPU.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 from dllm_jax.kernels import grammar_path
 from dllm_jax.kernels.grammar_path import triton
-from dllm_jax.kernels.token_readout import IdClasses, class_readout, token_readout
+from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
 from dllm_jax.kernels.token_readout import triton as readout
 from dllm_jax.runner import grammars
 from dllm_jax.strategies.core import constraint
@@ -23,6 +24,9 @@ from tests.structured.toys import random_toy
 
 SIZES = grammars.Sizes(24, 9, 60, 8, 90, 4, 48)
 IDS, CELLS, SLOTS = 40, 11, 4
+NEEDS_JAX = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
 INTERPRETED = grammar_path.PathKernels(
     *(
         functools.partial(fn, interpret=True)
@@ -63,7 +67,7 @@ def case(seed):
 
 
 def classes_of(grammar):
-    return IdClasses(grammar.codes, grammar.num_wide, grammar.narrow, grammar.wide)
+    return IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -134,6 +138,47 @@ def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypat
         for name in ("wide", "wide_token"):
             mine, theirs = (getattr(one, name)[rows, :wide] for one in (ids, truth))
             np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+@NEEDS_JAX
+def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(grammars, "WIDE", 20)
+    rng, num_ids, D = np.random.default_rng(3), 200, 64
+    grammar = grammars.stacked(
+        [
+            grammars.padded(
+                grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=6), num_ids),
+                dataclasses.replace(SIZES, narrow=200),
+            )
+            for _ in range(2)
+        ]
+    )
+    hidden = jnp.asarray(rng.standard_normal((2 * 64, D)), jnp.bfloat16)
+    head = jnp.asarray(rng.standard_normal((num_ids, D)) * 3 * D**-0.5, jnp.bfloat16)
+    given = hidden, head, jnp.asarray(rng.random(num_ids) < 0.2), classes_of(grammar)
+    options = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}
+    tiling = mosaic.Tiling(ids=64, stages=1, shared="rows", blocks=2)
+    how = options | {"tiling": tiling, "interpret": plgpu.InterpretGPUParams()}
+    read, ids = mosaic.read_classes(*given, **how)
+    alone = mosaic.read(*given[:-1], **how)
+    for mine, theirs in zip(read, alone, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    truth = class_readout(*given, **options, implementation="xla")[1]
+    np.testing.assert_allclose(ids.log_mass, truth.log_mass, rtol=1e-5)
+    for slot in range(2):
+        rows = slice(slot * 64, slot * 64 + 64)
+        narrow, wide = int(grammar.num_narrow[slot]), int(grammar.num_wide[slot])
+        assert narrow and wide
+        mine, theirs = (one.narrow[rows, :narrow] for one in (ids, truth))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            ids.wide[rows, :wide], truth.wide[rows, :wide], rtol=1e-5, atol=1e-5
+        )
+        np.testing.assert_array_equal(
+            ids.wide_token[rows, :wide], truth.wide_token[rows, :wide]
+        )
 
 
 def test_lowers_for_a_gpu():
