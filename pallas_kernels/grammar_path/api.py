@@ -31,9 +31,9 @@ class PathKernels(NamedTuple):
     walk: Callable
 
 
-_TRITON = PathKernels(triton.label_scores, triton.best_path, triton.tokens_along, triton.walk)
+TRITON = PathKernels(triton.label_scores, triton.best_path, triton.tokens_along, triton.walk)
 
 
 def choose() -> PathKernels | None:
     """The kernels for this device; None where XLA does it."""
-    return _TRITON if jax.default_backend() == "gpu" else None
+    return TRITON if jax.default_backend() == "gpu" else None

@@ -28,10 +28,7 @@ NEEDS_JAX = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
 )
 INTERPRETED = grammar_path.PathKernels(
-    *(
-        functools.partial(fn, interpret=True)
-        for fn in (triton.label_scores, triton.best_path, triton.tokens_along, triton.walk)
-    )
+    *(functools.partial(fn, interpret=True) for fn in grammar_path.api.TRITON)
 )
 
 
@@ -189,9 +186,7 @@ def test_lowers_for_a_gpu():
     ids = IdStats(*(jax.ShapeDtypeStruct(*one) for one in ids))
     cells, slots = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 16), (8,)))
     read, bound = (jax.ShapeDtypeStruct(shape, bool) for shape in ((8, 16), (8,)))
-    kernels = grammar_path.PathKernels(
-        triton.label_scores, triton.best_path, triton.tokens_along, triton.walk
-    )
+    kernels = grammar_path.api.TRITON
 
     def both(grammar, at, bound, kind, known, room, ids, read):
         view = View(grammar.replace(kernels=kernels), at, bound, kind, known, room)
