@@ -511,8 +511,9 @@ class WindowOutput(struct.PyTreeNode):
                 is_free = (seen.kind == constraint.KNOWN) & ~fixed.reshape(B, K * S)
                 seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
 
-        def planned(keys: Array | None, cell_keys: Array | None) -> constraint.Plan:
-            assert seen is not None
+        def planned(
+            seen: constraint.View, keys: Array | None, cell_keys: Array | None
+        ) -> constraint.Plan:
             classes = widened(read_classes(unembed, rows, seen, sampling, keys, **of_rows))
             draw = None
             if cell_keys is not None:
@@ -521,9 +522,10 @@ class WindowOutput(struct.PyTreeNode):
                 return constraint.plan(seen, classes, wanted, draw)
             return constraint.plan_each(seen, classes, wanted, behind.reshape(B, K * S), draw)
 
-        def in_one_pass() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+        def in_one_pass(
+            seen: constraint.View,
+        ) -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
             """Both by kernels; also the plan of tokens that are not drawn."""
-            assert seen is not None
             how = {"forbidden": forbidden, "penalty": penalty, "num_top": num_top}
             head = cast(Head, unembed)
 
@@ -541,7 +543,9 @@ class WindowOutput(struct.PyTreeNode):
                     lambda rows: head(rows), rows, sampling, keys, num_top=num_top, **of_rows
                 )
                 stats = by_row(jnp.repeat(plain, T), stats, drawn)
-                return stats, by_row(mine, likeliest, planned(keys, cell_keys)), likeliest
+                others = seen.replace(bound=seen.bound & ~mine)
+                plan = by_row(mine, likeliest, planned(others, keys, cell_keys))
+                return stats, plan, likeliest
 
             def one() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
                 stats, plan = alike()
@@ -564,18 +568,18 @@ class WindowOutput(struct.PyTreeNode):
             or behind is not None
             or guide is not None
             or self.forward.shard is not None
-            or not reads_ids(unembed, rows, num_top, B)
+            or not reads_ids(unembed, rows, num_top)
         ):
             stats = read_stats(unembed, rows, sampling, keys, num_top=num_top, **of_rows)
         else:
-            stats, plan, likeliest = in_one_pass()
+            stats, plan, likeliest = in_one_pass(seen)
         stats = jax.tree.map(as_cells, stats)
         expected = stats.soft
         if seen is not None:
-            plan = planned(keys, cell_keys) if plan is None else plan
+            plan = planned(seen, keys, cell_keys) if plan is None else plan
             bound = seen.bound[:, None, None]
             if fixed is not None and num_top:
-                likeliest = planned(None, None) if likeliest is None else likeliest
+                likeliest = planned(seen, None, None) if likeliest is None else likeliest
                 likeliest = likeliest.token.reshape(B, K, S)
                 takes = bound & (likeliest >= 0) & (stats.token != NO_TOKEN)
                 top = jnp.where(takes, likeliest, stats.top_ids[..., 0])

@@ -179,11 +179,11 @@ def is_plain(sampling: Sampling) -> Array:
     return (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
 
 
-def reads_ids(unembed: Any, hidden: Array, num_top: int, num_slots: int) -> bool:
+def reads_ids(unembed: Any, hidden: Array, num_top: int) -> bool:
     """Whether `read_ids` is what reads these rows here."""
     if not isinstance(unembed, Head):
         return False
-    return choose_with_classes(hidden, unembed.weights, num_top, num_slots) != "xla"
+    return choose_with_classes(hidden, unembed.weights, num_top, len(hidden)) != "xla"
 
 
 def read_ids(
@@ -206,7 +206,7 @@ def read_ids(
 
     def of_slots(rows: Any) -> Any:
         flat, classes = rows
-        hidden, penalty = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), flat)
+        hidden, penalty = jax.tree.map(as_rows, flat)
         read, ids = class_readout(
             hidden,
             head.weights,
@@ -217,16 +217,20 @@ def read_ids(
             penalty=penalty,
             num_top=num_top,
         )
-        found = settled(TokenStats(**read._asdict())), IdStats(*ids)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, T, *leaf.shape[1:]), found)
+        return by_slot((settled(TokenStats(**read._asdict())), IdStats(*ids)))
 
-    by_slot = jax.tree.map(lambda leaf: leaf.reshape(B, T, *leaf.shape[1:]), (hidden, penalty))
+    def by_slot(rows: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.reshape(len(leaf) // T, T, *leaf.shape[1:]), rows)
+
+    def as_rows(leaf: Array) -> Array:
+        return leaf.reshape(len(leaf) * T, *leaf.shape[2:])
+
     at_once = TRITON_ROWS
-    if choose_with_classes(hidden[:MOSAIC_ROWS], head.weights, num_top, B) == "mosaic":
+    if choose_with_classes(hidden[:MOSAIC_ROWS], head.weights, num_top, T) == "mosaic":
         at_once = MOSAIC_ROWS
     slots = max(1, at_once // T)
-    stats, ids = in_chunks(of_slots, (by_slot, classes), slots, slots)
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats), ids
+    stats, ids = in_chunks(of_slots, (by_slot((hidden, penalty)), classes), slots, slots)
+    return jax.tree.map(as_rows, stats), ids
 
 
 def ids_of(logits: Array, shard: Shard | None) -> Int[Array, " V"]:

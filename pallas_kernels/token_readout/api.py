@@ -108,7 +108,7 @@ def class_readout(
         raise ValueError(f"{hidden.shape=} must be rows of {len(classes.codes)} slots, each alike")
     return dispatch.run(
         implementation,
-        _with_classes(hidden, head, num_top, len(classes.codes)),
+        _with_classes(hidden, head, num_top, len(hidden) // len(classes.codes)),
         hidden,
         head,
         forbidden,
@@ -156,20 +156,20 @@ def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation
 
 
 def choose_with_classes(
-    hidden: Array, head: Array | Fp8Head, num_top: int, num_slots: int
+    hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
 ) -> Implementation:
-    """The same of `class_readout`."""
-    return dispatch.choose(None, _with_classes(hidden, head, num_top, num_slots))
+    """The same of `class_readout`, of which a slot has `of_slot` rows."""
+    return dispatch.choose(None, _with_classes(hidden, head, num_top, of_slot))
 
 
 def _with_classes(
-    hidden: Array, head: Array | Fp8Head, num_top: int, num_slots: int
+    hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
 ) -> dict[Implementation, BackEnd]:
     rows = len(hidden)
     if isinstance(head, Fp8Head):
         on_mosaic = "has no form for a head in 8 bits"
     else:
-        on_mosaic = mosaic.unsupported_classes(rows, num_slots)
+        on_mosaic = mosaic.unsupported_classes(rows, of_slot)
         on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
     is_fast = FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS and MOSAIC_CLASSES
     return {

@@ -93,11 +93,11 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
     return None if not num_top else f"names no likeliest ids but the first, got {num_top=}"
 
 
-def unsupported_classes(num_rows: int, num_slots: int) -> str | None:
-    """Why no device can read so many rows by the classes of so many slots, or None."""
-    if num_slots == 1 or num_rows // num_slots % _ROWS == 0:
+def unsupported_classes(num_rows: int, of_slot: int) -> str | None:
+    """Why no device can read so many rows by classes, so many of a slot, or None."""
+    if of_slot == num_rows or of_slot % _ROWS == 0:
         return None
-    return f"needs a slot's rows in a multiple of {_ROWS}, got {num_rows // num_slots}"
+    return f"needs a slot's rows in a multiple of {_ROWS}, got {of_slot}"
 
 
 def unsupported_law(hidden: Array, head: Array) -> str | None:
