@@ -152,9 +152,8 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
         distance = _load(of["distance"], b * G + state, there, 0)
         value = jnp.where(distance <= room, 0.0, never)
         pltriton.store(out["beta"].at[(b * (W + 1) + W) * G + state], value, mask=there)
-        return 0
 
-    jax.lax.fori_loop(0, blocks, ends, 0)
+    jax.lax.fori_loop(0, blocks, ends, None)
     barrier()
 
     def cell(i, _):
@@ -198,13 +197,11 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
             onto = jnp.where(kind == skip, state, onto)
             pltriton.store(out["beta"].at[behind - G + state], value, mask=there)
             pltriton.store(out["onto"].at[(b * W + w) * G + state], onto, mask=there)
-            return 0
 
-        jax.lax.fori_loop(0, blocks, states, 0)
+        jax.lax.fori_loop(0, blocks, states, None)
         barrier()
-        return 0
 
-    jax.lax.fori_loop(0, W, cell, 0)
+    jax.lax.fori_loop(0, W, cell, None)
     at = pltriton.load(of["at"].at[b])
     pltriton.store(out["value"].at[b], pltriton.load(out["beta"].at[b * (W + 1) * G + at]))
 

@@ -274,9 +274,8 @@ def _read(given, out, *, logit_of, num_top, tiling):
         best = jnp.max(among, axis=1)
         put("wide", best, i, tile)
         put("wide_token", lowest(mine & (among == best[:, None])), i, tile)
-        return 0
 
-    jax.lax.fori_loop(0, most, one_class, 0)
+    jax.lax.fori_loop(0, most, one_class, None)
 
 
 def _codes(given, row, start, token, tiling):

@@ -17,12 +17,13 @@ from dllm_jax.kernels.grammar_path import triton
 from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
 from dllm_jax.kernels.token_readout import triton as readout
 from dllm_jax.runner import grammars
+from dllm_jax.runner.readout import by_row
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import IdStats, View
 from tests.cross_lowering import H200, triton_grids
 from tests.structured.toys import random_toy
 
-SIZES = grammars.Sizes(24, 9, 60, 8, 90, 4, 48)
+SIZES = grammars.Sizes(24, 9, 60, 8, 90, 8, 48)
 IDS, CELLS, SLOTS = 40, 11, 4
 NEEDS_JAX = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
@@ -42,9 +43,8 @@ def case(seed):
         starts.append(toy.start)
     grammar = grammars.stacked(rows)
     bound = np.arange(SLOTS) < SLOTS - 1
-    grammar = jax.tree.map(
-        lambda leaf: jnp.where(bound.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0), grammar
-    )
+    nothing = grammars.empty(SLOTS, SIZES, IDS).grammar
+    grammar = by_row(jnp.asarray(bound), grammar, nothing)
     kind = rng.choice([constraint.SKIP, constraint.KNOWN, 2, 2, 2, 2], (SLOTS, CELLS))
     view = View(
         grammar=grammar,
