@@ -80,7 +80,7 @@ def parts(args, say):
         ms, alone = timed(lambda h: plain(h)[1:3], hidden)
         say("readout", shape, "as without grammars", ms, "")
         truth = full(hidden, implementation="xla")[1] if B * W <= 128 else None
-        for form in ("triton", "mosaic"):
+        for form in ("xla",) if args.smoke else ("triton", "mosaic"):
             reads = functools.partial(full, implementation=form)
             try:
                 ms, both = timed(lambda h, reads=reads: (reads(h)[0].confidence, reads(h)), hidden)
