@@ -264,7 +264,7 @@ def _read(given, out, *, logit_of, num_top, tiling):
         return
     code, most = _codes(given, row, start, token, tiling)
     free = jnp.broadcast_to(~shared[None, :] & (place < R)[:, None], (rows, ids))
-    of_row = jnp.broadcast_to(row[:, None], (rows, ids))
+    of_row = jnp.broadcast_to(place[:, None], (rows, ids))
     column = jnp.where(code > 0, code - 1, out["narrow"].shape[1])
     pltriton.store(out["narrow"].at[of_row, column], logit, mask=free & (code > 0))
 
