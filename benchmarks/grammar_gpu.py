@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax.kernels.token_readout import api as readouts
+
 NEVER = -1e9
 
 
@@ -332,9 +334,12 @@ def main():
     parser.add_argument("--rounds", type=int, default=2, help="of both ways by turns")
     parser.add_argument("--profile", action="store_true", help="also by kernel")
     parser.add_argument("--together", help="FOLDER:COUNT of processes that compile at once")
+    parser.add_argument("--form", choices=["triton", "mosaic"], help="of readouts of many rows")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out")
     args = parser.parse_args()
+    if args.form:
+        readouts.MOSAIC_CLASSES = args.form == "mosaic"
     rows = []
 
     def say(part, shape, name, ms, measured):

@@ -37,6 +37,7 @@ LONG: dict[str, str | None] = {
     "convert/test_convert_memory.py": None,
     "kernels/test_expert_ffn.py": "any_routing|published|may_be_gelus",
     "kernels/test_expert_ffn_mosaic.py": "ragged|every_row|no_expert|published",
+    "kernels/test_grammar_path.py": r"bit\[[1-9]|half|by_classes|many_rows|lowers",
     "kernels/test_layer_mosaic.py": "many_rows",
     "kernels/test_layer_mosaic_rotate.py": None,
     "kernels/test_layer_ops.py": None,
@@ -119,7 +120,8 @@ LONG: dict[str, str | None] = {
     "training/test_training_tokenizer.py": None,
     "strategies/test_dflash.py": "random_requests|lengths0",
     "strategies/test_diffusion_gemma.py": "does_not_depend",
-    "structured/test_constrained_engine.py": "after_preemption|devices_that_share|keeps_its_text",
+    "structured/test_constrained_engine.py": "after_preemption|devices_that_share|keeps_its_text"
+    "|write_the_same",
     "strategies/test_by_class.py": "adopted",
     "strategies/test_contract.py": "drafter_sees|while_another"
     "|first_cells.(3|8)|moving_every|change_after",

@@ -91,7 +91,7 @@ def test_texts_are_whole_and_the_same_alone_and_after_preemption(name):
         assert ends(run(make_engine(name), _mixed(name)[::-1]))[::-1] == ends(together)
 
 
-@pytest.mark.parametrize("name", sweep(("multi_bd", "edit"), ONE_PASS))
+@pytest.mark.parametrize("name", sweep(("multi_bd",), ONE_PASS))
 def test_kernels_and_one_pass_over_the_head_write_the_same(name, monkeypatch):
     wanted = run(make_engine(name), _mixed(name))
     interpreted = (functools.partial(fn, interpret=True) for fn in grammar_path.api.TRITON)
