@@ -72,7 +72,8 @@ def parts(args, say):
     rng = np.random.default_rng(0)
     head = jnp.asarray(rng.standard_normal((V, D), np.float32) * 3 * D**-0.5, jnp.bfloat16)
     never = jnp.arange(V) == V - 1
-    for B, W in shapes:
+
+    def of_shape(B, W):
         shape = f"{B}x{W}"
         rows = grammars.stacked([grammars.padded(grammar, grammars.bucket_of(grammar, None))] * B)
         classes = IdClasses(**{name: getattr(rows, name) for name in IdClasses._fields})
@@ -110,7 +111,7 @@ def parts(args, say):
         def planned(mass, view, ids, asked, kernels):
             view = view.replace(grammar=view.grammar.replace(kernels=kernels))
             plan = constraint.plan_of_ids(view, ids._replace(log_mass=mass), asked)
-            return plan.confidence, plan, constraint.NEVER < plan.value
+            return plan.confidence, plan, plan.value > constraint.NEVER
 
         for name, seen in (("random cells", view), ("holes", holes)):
             given = ids.log_mass, seen, ids, asked
@@ -146,6 +147,9 @@ def parts(args, say):
             say("kernel", shape, "label scores", ms, "")
             say("kernel", shape, "best path", timed(path, scores, seen)[0], "")
             say("kernel", shape, "walk", timed(walk, known, seen)[0], "")
+
+    for shape in shapes:
+        of_shape(*shape)
     if args.together:
         arrived(args.together)
 

@@ -349,6 +349,4 @@ def _launch(body, named, out, sizes, grid, num_warps, *, interpret=False, **cons
         name=f"grammar{body.__name__}",
     )(*(leaf.reshape(-1) for leaf in named.values()))
     shapes = (shape for shape, _ in out.values())
-    return {
-        name: leaf.reshape(shape) for name, leaf, shape in zip(out, found, shapes, strict=True)
-    }
+    return {name: leaf.reshape(shape) for name, leaf, shape in zip(out, found, shapes, strict=True)}

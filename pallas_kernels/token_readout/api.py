@@ -16,8 +16,8 @@ from .. import dispatch
 from ..dispatch import BackEnd
 from . import mosaic, reference, triton
 from .head import Fp8Head
-from .result import SHARE as SHARE
 from .result import ID_STEP as ID_STEP
+from .result import SHARE as SHARE
 from .result import IdClasses as IdClasses
 from .result import IdReadout as IdReadout
 from .result import LawReadout, TokenReadout

@@ -417,9 +417,7 @@ def walk(state: DecodeState) -> Int[Array, "B W1"]:
     seen = view(state)
     assert seen is not None
     if seen.grammar.kernels is not None:
-        return seen.grammar.kernels.walk(
-            seen.grammar, seen.at, seen.kind, seen.known, skip=SKIP
-        )
+        return seen.grammar.kernels.walk(seen.grammar, seen.at, seen.kind, seen.known, skip=SKIP)
     count = seen.grammar.delta.shape[1]
     onto = jax.vmap(lambda delta, known: delta[:, known].T)(seen.grammar.delta, seen.known)
     stays = (seen.kind == SKIP)[..., None]
