@@ -504,7 +504,8 @@ class WindowOutput(struct.PyTreeNode):
         def widened(leaves: Any) -> Any:
             return jax.tree.map(lambda leaf: _widened(leaf, first, K * S), leaves)
 
-        seen, wanted = self.seen, where
+        seen = self.seen
+        wanted: Any = where
         if seen is not None:
             wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
             if fixed is not None:

@@ -169,8 +169,9 @@ def read_classes(
         hidden, head, *given, scale=scale, cap=cap, tiling=tiling, interpret=interpret
     )
     whole = joined(parts)
-    wide = (leaf.T for leaf in joined_maxima(found["wide"], found["wide_token"]))
-    ids = IdReadout(found["narrow_logit"].T, *wide, whole.peak + jnp.log(whole.mass))
+    wide, token = joined_maxima(found["wide"], found["wide_token"])
+    log_mass = whole.peak + jnp.log(whole.mass)
+    ids = IdReadout(found["narrow_logit"].T, wide.T, token.T, log_mass)
     return _finished(whole), ids
 
 
@@ -539,8 +540,8 @@ def _put_classes(logit, row, start, id_tile, slot, given, out):
 
     last = given["narrow_from"].shape[1] - 1
     first, end = (jnp.minimum((id_tile + i) * (ids // ID_STEP), last) for i in (0, 1))
-    ends = (given["narrow_from"][slot, at] for at in (first, end))
-    jax.lax.fori_loop(*ends, one_id, None)
+    first, end = (given["narrow_from"][slot, at] for at in (first, end))
+    jax.lax.fori_loop(first, end, one_id, None)
 
 
 def _whole(number: int) -> Array:

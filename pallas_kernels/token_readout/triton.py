@@ -180,7 +180,7 @@ def _run(named, classes, *, scale, cap, num_top, tiling, interpret):
         name="token_readout",  # what `dllm_jax.bench.head` looks for
     )(*named.values())
     parts = dict(zip(shapes, out, strict=True))
-    of_ids = () if classes is None else [parts.pop(n) for n in ("narrow", "wide", "wide_token")]
+    of_ids = {n: parts.pop(n) for n in ("narrow", "wide", "wide_token") if n in parts}
     # Of equal logits `top_k` takes the first: tiles and what each names come by rising id.
     if num_top:
         among = parts.pop("top_logits").reshape(R, -1)
@@ -193,8 +193,8 @@ def _run(named, classes, *, scale, cap, num_top, tiling, interpret):
     read = finish(whole, top_logits, top_ids)
     if classes is None:
         return read, None
-    narrow, *wide = of_ids
-    return read, IdReadout(narrow, *joined_maxima(*wide), whole.peak + jnp.log(whole.mass))
+    wide, token = joined_maxima(of_ids["wide"], of_ids["wide_token"])
+    return read, IdReadout(of_ids["narrow"], wide, token, whole.peak + jnp.log(whole.mass))
 
 
 def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
