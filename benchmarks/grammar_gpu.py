@@ -36,8 +36,9 @@ def timed(fn, *args, count=30, repeats=5):
     def loop(count, args):
         def body(_, carry):
             first, *rest = args
-            out = fn(first + carry, *rest)
-            return carry + jax.tree.leaves(out)[0].ravel()[0].astype(jnp.float32) * 0.0
+            out = fn(first + carry.astype(first.dtype), *rest)
+            found = jax.tree.leaves(out)[0].ravel()[0].astype(jnp.float32)
+            return carry + jnp.minimum(jnp.abs(found), 0.0)
 
         return jax.lax.fori_loop(0, count, body, jnp.float32(0.0))
 
@@ -148,10 +149,12 @@ def parts(args, say):
             say("kernel", shape, "best path", timed(path, scores, seen)[0], "")
             say("kernel", shape, "walk", timed(walk, known, seen)[0], "")
 
-    for shape in shapes:
-        of_shape(*shape)
-    if args.together:
-        arrived(args.together)
+    try:
+        for shape in shapes:
+            of_shape(*shape)
+    finally:
+        if args.together:
+            arrived(args.together)
 
 
 def away(ids, truth, rows):
@@ -317,7 +320,7 @@ def turn(together):
         yield
         return
     folder, count = arrived(together)
-    latest = time.perf_counter() + 90
+    latest = time.perf_counter() + 50
     while len(list(Path(folder).glob("[0-9]*"))) < int(count) and time.perf_counter() < latest:
         time.sleep(0.2)
     with open(Path(folder, "lock"), "w") as lock:
