@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax.kernels import grammar_path
 from dllm_jax.kernels.token_readout import api as readouts
 
 NEVER = -1e9
@@ -61,14 +62,13 @@ def timed(fn, *args, count=30, repeats=5):
 
 def parts(args, say):
     """Each kernel against XLA's form, bit for bit, and the times of both."""
-    from dllm_jax.kernels import grammar_path
     from dllm_jax.kernels.token_readout import IdClasses, class_readout, token_readout
     from dllm_jax.runner import grammars
     from dllm_jax.strategies.core import constraint
 
     V, D = (3000, 64) if args.smoke else (151_936, 2048)
     grammar = tool_grammar(V)[0]
-    kernels = grammar_path.choose()
+    kernels = None if args.smoke else grammar_path.api.TRITON
     shapes = [tuple(map(int, one.split("x"))) for one in args.cells.split(",")]
     rng = np.random.default_rng(0)
     head = jnp.asarray(rng.standard_normal((V, D), np.float32) * 3 * D**-0.5, jnp.bfloat16)
@@ -341,11 +341,12 @@ def main():
     parser.add_argument("--rounds", type=int, default=2, help="of both ways by turns")
     parser.add_argument("--profile", action="store_true", help="also by kernel")
     parser.add_argument("--together", help="FOLDER:COUNT of processes that compile at once")
-    parser.add_argument("--form", choices=["triton", "mosaic"], help="of readouts of many rows")
+    parser.add_argument("--form", choices=["xla", "triton", "mosaic"], help="of the kernels")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out")
     args = parser.parse_args()
     if args.form:
+        readouts.TRITON_CLASSES = grammar_path.api.IS_FAST = args.form != "xla"
         readouts.MOSAIC_CLASSES = args.form == "mosaic"
     rows = []
 
