@@ -134,8 +134,11 @@ def parts(args, say):
                 seen.grammar, ids.narrow, ids.wide, mass, asked, floor=-80.0, never=NEVER, free=1
             )
 
-        def path(scores, seen):
-            found = constraint._paths(seen, jnp.full((B, W), constraint.HOLE), scores)
+        def path(scores, seen, tile):
+            kind = jnp.full((B, W), constraint.HOLE)
+            given = seen.at, seen.room, kind, seen.known, scores
+            named = {"never": NEVER, "skip": 0, "is_known": 1, "written": 3}
+            found = kernels.best_path(seen.grammar, *given, tile=tile, **named)
             return found[1], found
 
         def walk(known, seen):
@@ -146,7 +149,9 @@ def parts(args, say):
         if kernels is not None:
             ms, scores = timed(score, ids.log_mass, seen, ids, asked)
             say("kernel", shape, "label scores", ms, "")
-            say("kernel", shape, "best path", timed(path, scores, seen)[0], "")
+            for tile in ((256, 8), (128, 4), (256, 4), (128, 2)):
+                ms = timed(functools.partial(path, tile=tile), scores, seen)[0]
+                say("kernel", shape, f"best path, {tile}", ms, "states, warps")
             say("kernel", shape, "walk", timed(walk, known, seen)[0], "")
 
     try:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-_STATES = 256  # in turn
+_TILE = 256, 8  # states in turn, and warps
 _EDGES = 4  # of a state, in turn
 _IN_TURN = 8  # ids of a class, or classes of a label
 _IDS = 256  # in turn
@@ -110,6 +110,7 @@ def best_path(
     kind: Array,
     known: Array,
     score: Array,
+    tile: tuple[int, int] = _TILE,
     **constants: Any,
 ) -> tuple[Array, Array]:
     """See `constraint._chain`, for all slots; `constants` are its module's."""
@@ -133,21 +134,21 @@ def best_path(
         "beta": ((B, W + 1, G), jnp.float32),
         "onto": ((B, W, G), jnp.int32),
     }
-    sizes = {"W": W, "L": L, "G": G, "D": D, "C": C}
-    found = _launch(_path, named, out, sizes, (B,), 8, **constants)
+    sizes = {"W": W, "L": L, "G": G, "D": D, "C": C, "T": tile[0]}
+    found = _launch(_path, named, out, sizes, (B,), tile[1], **constants)
     return found["path"], found["value"]
 
 
 def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
     b = pl.program_id(0)
-    W, L, G, D, C = (sizes[name] for name in "WLGDC")
-    blocks = (pltriton.load(of["num_states"].at[b]) + (_STATES - 1)) // _STATES
+    W, L, G, D, C, T = (sizes[name] for name in "WLGDCT")
+    blocks = (pltriton.load(of["num_states"].at[b]) + (T - 1)) // T
     turns = (pltriton.load(of["num_edges"].at[b]) + (_EDGES - 1)) // _EDGES
     room = pltriton.load(of["room"].at[b])
-    every = jnp.arange(_STATES, dtype=jnp.int32)
+    every = jnp.arange(T, dtype=jnp.int32)
 
     def ends(i, _):
-        state = i * _STATES + every
+        state = i * T + every
         there = state < G
         distance = _load(of["distance"], b * G + state, there, 0)
         value = jnp.where(distance <= room, 0.0, never)
@@ -164,7 +165,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
         holds = (kind == is_known) | (kind == written)
 
         def states(block, _):
-            state = block * _STATES + every
+            state = block * T + every
             there = state < G
             row = b * G + state
 
@@ -184,7 +185,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
                 theirs = jnp.max(jnp.where(column == first[:, None], target, 0), axis=1)
                 return jnp.maximum(top, found), jnp.where(found > top, theirs, onto)
 
-            none = jnp.full((_STATES,), -jnp.inf, jnp.float32), jnp.zeros((_STATES,), jnp.int32)
+            none = jnp.full((T,), -jnp.inf, jnp.float32), jnp.zeros((T,), jnp.int32)
             asks = (kind != skip) & (kind != is_known)
             free, onto = jax.lax.fori_loop(0, jnp.where(asks, turns, 0), edges, none)
             kept = _load(of["delta"], row * C + known, there & holds, 0)
