@@ -69,9 +69,7 @@ def main() -> None:
         "device": jax.devices()[0].device_kind,
         "rows": [],
     }
-    config = dj.EngineConfig(
-        max_num_seqs=args.slots, max_model_len=512, slot_buckets=(args.slots,)
-    )
+    config = dj.EngineConfig(max_num_seqs=args.slots, max_model_len=512, slot_buckets=(args.slots,))
     with dj.LLM("builtin:tiny-sdar", args.strategy, config=config, warm_up=False) as llm:
         for form in args.forms:
             right = {}
