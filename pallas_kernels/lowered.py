@@ -48,7 +48,7 @@ def lowered_once(*, static_argnames: Sequence[str]) -> Callable[[Callable[..., A
             given = dict(bound.arguments)
             static = {name: given.pop(name) for name in static_argnames}
             leaves, tree = jax.tree.flatten(given)
-            kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            kinds = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
             key = kinds, tree, jax.config.jax_enable_x64, *static.values()
             if key not in kept:
                 kept[key] = _exported(functools.partial(function, **static), kinds, tree)
