@@ -134,7 +134,7 @@ def measure(report, model, slots, early_slots, tokens, profiled):
                     peak_gb=peak_gb(),
                 )
             if profiled and count == min(SLOTS):
-                launches(report, lambda: call(1, canvas), one_nfe)  # noqa: B023
+                launches(report, lambda: call(1, canvas), one_nfe)
 
 
 def measure_all(report, model, slots, tokens, profiled=False):

@@ -68,9 +68,7 @@ class Case(NamedTuple):
 
 def wide(given: Any) -> Any:
     """Numbers of 16 bits in 32."""
-    return jax.tree.map(
-        lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given
-    )
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
 
 
 def looped(run: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -135,7 +133,9 @@ def router(rows: int) -> Case:
     def run(form, x, *rest):
         return choose_experts(x, *rest, k=8, eps=EPS, implementation=form)
 
-    return Case(f"router {rows}", "router", run, (x, scale, weights, factors, jnp.arange(rows) >= 3))
+    return Case(
+        f"router {rows}", "router", run, (x, scale, weights, factors, jnp.arange(rows) >= 3)
+    )
 
 
 def attention(

@@ -12,14 +12,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.expert_ffn import expert_ffn
 from dllm_jax.kernels.layer import Fp8Matrix, LayerOps, fp8, norm_rotate, reference, sandwich_norm
-from dllm_jax.kernels.layer.reference import gated, late_rms_norm as rms_norm
+from dllm_jax.kernels.layer.reference import gated
+from dllm_jax.kernels.layer.reference import late_rms_norm as rms_norm
 from dllm_jax.kernels.router import choose_experts
 from dllm_jax.models import dense
 from dllm_jax.models.dense import PLAIN, Attend, leaf

@@ -90,8 +90,7 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, q, k, v, *, eps):
 
     def load_scale(ref):
         return [
-            jax.lax.broadcast_in_dim(load(ref.at[at], layout.reduce(0)), tile, [1])
-            for at in halves
+            jax.lax.broadcast_in_dim(load(ref.at[at], layout.reduce(0)), tile, [1]) for at in halves
         ]
 
     def rounded(values):

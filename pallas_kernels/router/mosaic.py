@@ -111,7 +111,9 @@ def _multiply(x, scale, router, out, rows, weights, parts, loaded):
     row = pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS)
     split, layout = jax.lax.axis_index("split"), plgpu.Layout.WGMMA
     tile = (_ROWS, _DEPTH)
-    deep = [pl.ds(pl.multiple_of((split * steps + i) * _DEPTH, _DEPTH), _DEPTH) for i in range(steps)]
+    deep = [
+        pl.ds(pl.multiple_of((split * steps + i) * _DEPTH, _DEPTH), _DEPTH) for i in range(steps)
+    ]
     for i, at in enumerate(deep):
         plgpu.copy_gmem_to_smem(x.at[pl.ds(row, _ROWS), at], rows.at[i], loaded.at[i])
         plgpu.copy_gmem_to_smem(router.at[at], weights.at[i], loaded.at[i])

@@ -15,5 +15,7 @@ def choose_experts(
     rows = late_rms_norm(x.astype(jnp.float32), scale, eps)
     logits = jnp.dot(rows, router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     scores, ids = jax.lax.top_k(jax.nn.softmax(logits), k)
-    weights = scores / jnp.sum(scores, axis=-1, keepdims=True) * expert_scale.astype(jnp.float32)[ids]
+    weights = (
+        scores / jnp.sum(scores, axis=-1, keepdims=True) * expert_scale.astype(jnp.float32)[ids]
+    )
     return jnp.where(live[:, None], ids, router.shape[1]), weights
