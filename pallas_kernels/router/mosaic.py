@@ -121,7 +121,7 @@ def _multiply(x, scale, router, out, rows, weights, parts, loaded):
         plgpu.barrier_wait(loaded.at[i])
         by = _loaded(scale.at[at], layout.reduce(0)).astype(jnp.float32) * x.shape[1] ** -0.5
         by = jax.lax.broadcast_in_dim(by, tile, [1])
-        rest = plgpu.load(rows.at[i], layout=layout).astype(jnp.float32) * by
+        rest = _loaded(rows.at[i], layout, optimized=True).astype(jnp.float32) * by
         for part in range(_PARTS):
             own = rest.astype(x.dtype)
             parts[i, part] = own
@@ -178,6 +178,6 @@ def _choose(parts, x, expert_scale, live, ids, weights, *, eps):
         weights[rows, j] = best / total * factor
 
 
-def _loaded(ref, layout):
+def _loaded(ref, layout, optimized=False):
     # jax 0.10 requires an index here.
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
