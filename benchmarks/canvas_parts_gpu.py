@@ -175,9 +175,8 @@ def attention(
     def run(form, q, *rest):
         return paged_attention(q, *rest, scale=1.0, implementation=form)
 
-    forms = ("xla", "mosaic") if kind is SLIDING else ("xla",)
-    given = (q, *rest, table.astype(jnp.int32), mask)
-    return Case(f"attention {name}", "attention", run, given, forms=forms)
+    part = "attention" if kind is SLIDING else "wide"
+    return Case(f"{part} {name}", part, run, (q, *rest, table.astype(jnp.int32), mask))
 
 
 def readout(rows: int, table: jax.Array) -> Case:
@@ -227,8 +226,11 @@ def cases(names: set[str]) -> list[Case]:
             attention("canvas 1", 1, 256, SLIDING, False),
             attention("beside a store", 1, 512, SLIDING, False, True),
             attention("prefill", 1, 1024, SLIDING, True, False, 0),
-            attention("global 1", 1, 256, GLOBAL, False),
         ]
+    if "wide" in names:
+        found += [attention(str(slots), slots, 256, GLOBAL, False) for slots in (1, 4)]
+        found += [attention("beside a store", 1, 512, GLOBAL, False, True)]
+        found += [attention("prefill", 1, 1024, GLOBAL, True, False, 0)]
     if "readout" in names:
         (table,) = draws(9, (V, D), scale=0.02)
         found += [readout(256, table), law(table), readout(1024, table)]
@@ -331,7 +333,8 @@ def patches(forms: set[str]) -> ExitStack:
         def eager(q, k_pages, page_table, mask):
             every = back_ends(q, k_pages, page_table, mask)
             one = every["mosaic"]
-            return every | {"mosaic": one._replace(is_fast=q.shape[1] <= api.MOSAIC_ROWS)}
+            is_fast = q.shape[1] <= api.MOSAIC_ROWS and ("wide" in forms or q.shape[3] <= 256)
+            return every | {"mosaic": one._replace(is_fast=is_fast)}
 
         found.enter_context(mock.patch.object(api, "_back_ends", eager))
     if "readout" in forms:
@@ -348,7 +351,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--within", type=float, default=250.0)
     parser.add_argument("--model", default=canvas_gpu.MODEL)
-    parser.add_argument("--parts", default="heads,norms,router,attention,readout,step")
+    parser.add_argument("--parts", default="heads,norms,router,attention,readout,step,wide")
     parser.add_argument("--forms", help="of the step; left out: what was right and faster")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=1024)
@@ -363,7 +366,7 @@ def main():
     }
     report = canvas_gpu.Report(args.out, args.within, facts)
     parts = set(args.parts.split(","))
-    forms = check(report, parts - {"step"})
+    forms = check(report, parts - {"step", "wide"})
     if args.forms is not None:
         forms = set(args.forms.split(",")) - {""}
     report.add(part="step", forms=sorted(forms))
@@ -372,7 +375,12 @@ def main():
     model = dj.load(args.model)
     jax.block_until_ready(model.params)
     with patches(forms):
-        canvas_gpu.measure_all(report, model, tuple(args.slots), args.tokens, profiled=True)
+        how = {"tokens": args.tokens, "early_slots": 4, "profiled": True}
+        canvas_gpu.measure(report, model, tuple(args.slots), **how)
+        check(report, parts & {"wide"})  # behind what a kernel that hangs would take with it
+        if not report.is_late("stored alone"):
+            how |= {"early_slots": 0, "profiled": False}
+            canvas_gpu.measure(report, model, canvas_gpu.ALONE, **how)
 
 
 if __name__ == "__main__":

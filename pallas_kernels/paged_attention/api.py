@@ -87,6 +87,7 @@ def _back_ends(
     # Right and 2 to 5 times faster on an H200 (benchmarks/canvas_parts_gpu.py), but the kernel has
     # changed since: a canvas's window and blocks of two orders are XLA's until they run again.
     is_timed = not mask.rules.orders and not (mask.by_block and mask.window is not None)
+    is_timed &= q.shape[-1] <= 256
     return {
         "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS and is_timed),
         "triton": BackEnd(triton.attention, on_triton, T <= TRITON_ROWS),

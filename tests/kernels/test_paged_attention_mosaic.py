@@ -209,6 +209,10 @@ INTERPRETED = {
         {"T": 64, "S": 32, "heads": (2, 1, 64), "C": 3, "canvas": True, "orders": True}
         | {"by_blocks": True, "window": 40, "rows": 3},
     ),
+    "heads of 512, halves of the columns": (
+        mosaic.Tiling(consumers=2, stages=1, shares_rows=True),
+        {"T": 32, "S": 16, "heads": (3, 1, 512), "canvas": True, "by_blocks": True, "rows": 3},
+    ),
     "a window by blocks, large pages": (
         mosaic.Tiling(splits=3, stages=2, is_cluster=False),
         {"T": 32, "S": 8, "Z": 128, "C": 3, "window": 20, "by_blocks": True, "left_out": 16},
