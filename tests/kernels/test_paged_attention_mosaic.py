@@ -610,7 +610,7 @@ def test_mosaic_refuses_what_it_cannot_do(on_hopper):
 
     heads = MODELS["SDAR-1.7B"]
     assert refused(1, 32, heads) is None
-    assert "head size of 64, 128 or 256, got 96" in refused(1, 32, (4, 2, 96))
+    assert "head size of 64, 128, 256 or 512, got 96" in refused(1, 32, (4, 2, 96))
     assert "rows that is a multiple of 16, got 20" in refused(1, 20, heads)
     assert "at most 32 blocks, got 33" in refused(1, 64, heads, by_blocks=False, num_blocks=33)
     arguments = shapes(1, 20, heads)
