@@ -37,6 +37,11 @@ MOSAIC_MANY_FP8_ROWS = 1024
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
 MOSAIC_ROWS = 1024
+# Most rows of a product whose parts XLA adds up in the one `sandwich_norm` behind it. On an H200, a
+# layer of DiffusionGemma, us, XLA / Mosaic, the product in front and the loop's 10 us included: one
+# branch 256 rows 30 / 35, 4,096 rows 178 / 163, two branches 40 / 24 and 132 / 113; more rows than
+# 256 and fewer than 4,096 were not timed (benchmarks/results/canvas_parts_h200.json).
+PARTS_ROWS = 1024
 # Most rows of `rotate_qkv` with Mosaic: faster from 128 to 4,096 rows; more were not measured.
 MOSAIC_ROTATED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
@@ -139,7 +144,7 @@ def sandwich_norm(
         "mosaic": BackEnd(
             mosaic.sandwich_norm,
             mosaic.unsupported(x) or mosaic.unsupported_sandwich(x),
-            is_fast=False,  # not timed on a GPU yet
+            len(branches) > 1 or _num_rows(x) > PARTS_ROWS,
         ),
         "xla": BackEnd(reference.sandwich_norm),
     }
@@ -472,7 +477,6 @@ def norm_rotate(
         "mosaic": BackEnd(
             mosaic_heads.norm_rotate,
             mosaic.unsupported(qkv) or mosaic_heads.unsupported_heads(qkv, cos),
-            is_fast=False,  # not timed on a GPU yet
         ),
         "xla": BackEnd(reference.norm_rotate),
     }
