@@ -3,9 +3,8 @@
     python benchmarks/canvas_gpu.py --out OUT.json --within 380
 
 Fixed work (`confidence_threshold` 0), temperature 1. Every call has prompts of its own, so that no
-prefix is found. One engine of 16 slots takes 1, 4 and 16 requests in turn; then one of one slot
-stores each canvas alone. Each compiles a step a number of slots and one size of prefill, all
-together. Seconds are those of one `LLM.generate`, prefill included. `ms_per_forward` and
+prefix is found. One engine takes 1 and 4 requests in turn, one 16; then one of one slot stores each
+canvas alone. Each compiles a step a number of slots and one size of prefill, all together. Seconds are those of one `LLM.generate`, prefill included. `ms_per_forward` and
 `decode_tok_s` are worked out from the seconds of one canvas and of all, in which the prefill
 cancels. `experts_touched` are those of each layer that a canvas of random tokens reaches. The file
 is rewritten after every row; no part begins after `--within` seconds.
@@ -34,6 +33,7 @@ MODEL = "random:google/diffusiongemma-26B-A4B-it"
 STEPS = 16
 FLOOR_MS = {1: 13.2, 4: 20.9, 16: 55.7}  # bfloat16, one H200, context 1.5 k
 SLOTS, ALONE = (1, 4, 16), (1,)
+EARLY = 4  # most slots at which a canvas begins beside the store of the one before it
 
 
 class Report:
@@ -114,7 +114,7 @@ def measure(report, model, slots, early_slots, tokens, profiled):
             call(count, canvas)  # the first of a size
             one_s, one_nfe = min(call(count, canvas) for _ in range(2))
             prefill_s = min(call(count, canvas, max_nfe=1)[0] for _ in range(3))
-            for _ in range(2):
+            for _ in range(1 if count == max(SLOTS) else 2):
                 seconds, nfe = call(count, tokens)
                 forward_s = (seconds - one_s) / max(nfe - one_nfe, 1)
                 floor = FLOOR_MS.get(count)
@@ -133,19 +133,11 @@ def measure(report, model, slots, early_slots, tokens, profiled):
                     prefill_ms=1e3 * (prefill_s - forward_s) / count,
                     peak_gb=peak_gb(),
                 )
-            if profiled and count == min(SLOTS):
-                launches(report, lambda: call(1, canvas), one_nfe)
+            if profiled and count in (min(SLOTS), max(SLOTS)):
+                launches(report, count, functools.partial(call, count, canvas), one_nfe)
 
 
-def measure_all(report, model, slots, tokens, profiled=False):
-    """Rows of the engine for all numbers of slots, then of one that stores each canvas alone."""
-    run = functools.partial(measure, report, model, tokens=tokens)
-    run(slots=slots, early_slots=4, profiled=profiled)
-    if not report.is_late("stored alone"):
-        run(slots=ALONE, early_slots=0, profiled=False)
-
-
-def launches(report, run, steps, shown=70):
+def launches(report, slots, run, steps, shown=70):
     """Where the time of a call with a prefill and so many steps goes, kernel by kernel."""
     spent, count = collections.defaultdict(float), collections.Counter()
     for event in profile.traced(run).events:
@@ -154,7 +146,7 @@ def launches(report, run, steps, shown=70):
         spent[name] += event.duration_ns
         count[name] += 1
     report.add(
-        profile="1 slot: a prefill and one canvas",
+        profile=f"{slots} slots: prefills and a canvas each",
         steps=steps,
         total_ms=sum(spent.values()) / 1e6,
         kernels=[
@@ -225,7 +217,14 @@ def main():
     model = dj.load(args.model, quantization=args.quantization)
     jax.block_until_ready(model.params)
     report.add(load_s=report.seconds, peak_gb=peak_gb())
-    measure_all(report, model, tuple(args.slots), args.tokens, args.profile)
+    engines = {
+        "few slots": {"slots": tuple(n for n in args.slots if n <= EARLY), "early_slots": EARLY},
+        "many slots": {"slots": tuple(n for n in args.slots if n > EARLY), "early_slots": EARLY},
+        "stored alone": {"slots": ALONE, "early_slots": 0},
+    }
+    for name, engine in engines.items():
+        if engine["slots"] and not report.is_late(name):
+            measure(report, model, **engine, tokens=args.tokens, profiled=args.profile)
     if not report.is_late("experts touched"):
         report.add(experts_touched=touched(model))
 

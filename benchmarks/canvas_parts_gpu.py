@@ -384,7 +384,7 @@ def main():
     model = dj.load(args.model)
     jax.block_until_ready(model.params)
     with patches(forms):
-        how = {"tokens": args.tokens, "early_slots": 4, "profiled": True}
+        how = {"tokens": args.tokens, "early_slots": canvas_gpu.EARLY, "profiled": True}
         canvas_gpu.measure(report, model, tuple(args.slots), **how)
         check(report, parts & {"wide"})  # behind what a kernel that hangs would take with it
         if not report.is_late("stored alone"):
