@@ -4,6 +4,7 @@ The references against NumPy in float64; the Mosaic forms, interpreted, against 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,17 @@ from tests.kernels.test_layer_mosaic import close, interpreted, lowered, normal,
 from tests.oracles import layer as oracle
 
 EPS = 1e-6
+choose: Any = choose_experts
+turn: Any = norm_rotate
+like_heads: Any = reference.norm_rotate
+like_norms: Any = reference.sandwich_norm
+like_choice: Any = router_reference.choose_experts
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic forms need jax 0.11.2"
 )
 
 
-def heads_of(rows, groups, queries, size, shares_values):
+def heads_of(rows, groups, queries, size, shares_values) -> Any:
     """Operands of `norm_rotate`."""
     both = queries + 2 - shares_values
     qkv, q_norm, k_norm = normal(0, (*rows, groups, both, size), (size,), (size,))
@@ -31,14 +37,17 @@ def heads_of(rows, groups, queries, size, shares_values):
     return qkv, q_norm, k_norm, np.cos(9 * angle), np.sin(9 * angle)
 
 
-def numpy_heads(qkv, q_norm, k_norm, cos, sin, shares_values):
-    x, both = np.float64(qkv), qkv.shape[-2]
+def numpy_heads(given: Any, shares_values):
+    qkv, q_norm, k_norm, cos, sin = given
+    x, groups, both = qkv.astype(np.float64), *qkv.shape[-3:-1]
     n = both - (1 if shares_values else 2)
-    cos, sin = np.float64(cos), np.float64(sin)
-    q = [oracle.rotate(oracle.rms_norm(x[..., g, j, :], q_norm, EPS), cos, sin)
-         for g in range(x.shape[-3]) for j in range(n)]  # fmt: skip
-    k = [oracle.rotate(oracle.rms_norm(x[..., g, n, :], k_norm, EPS), cos, sin)
-         for g in range(x.shape[-3])]  # fmt: skip
+
+    def head(g, j, scale):
+        return oracle.rotate(oracle.rms_norm(x[..., g, j, :], scale, EPS), cos, sin)
+
+    cos, sin = cos.astype(np.float64), sin.astype(np.float64)
+    q = [head(g, j, q_norm) for g in range(groups) for j in range(n)]
+    k = [head(g, n, k_norm) for g in range(groups)]
     v = oracle.rms_norm(x[..., -1, :], np.ones(x.shape[-1]), EPS)
     return np.stack(q, axis=-2), np.stack(k, axis=-2), v
 
@@ -50,10 +59,11 @@ def numpy_heads(qkv, q_norm, k_norm, cos, sin, shares_values):
 )
 def test_heads_match_numpy(rows, groups, queries, size, shares_values):
     given = heads_of(rows, groups, queries, size, shares_values)
-    want = numpy_heads(*given, shares_values)
+    want = numpy_heads(given, shares_values)
     run = functools.partial(mosaic_heads.norm_rotate, shares_values=shares_values, eps=EPS)
     got = interpreted(run, *given)
-    like = reference.norm_rotate(*map(jnp.asarray, given), EPS, shares_values=shares_values)
+    here: Any = map(jnp.asarray, given)
+    like = like_heads(*here, EPS, shares_values=shares_values)
     for a, b, same in zip(got, want, like, strict=True):
         assert a.shape == b.shape
         assert a.dtype == same.dtype
@@ -62,7 +72,7 @@ def test_heads_match_numpy(rows, groups, queries, size, shares_values):
         assert (a == same).mean() > 0.99  # rounded where the reference rounds
 
 
-def norms_of(is_second, rows=(1, 3), width=512, dtype="bfloat16"):
+def norms_of(is_second, rows=(1, 3), width=512, dtype="bfloat16") -> Any:
     """Operands of `sandwich_norm`, as of the first and the second half of a layer."""
     x, a, b, *scales, factors = normal(2, *[(*rows, width)] * 3, *[(width,)] * 4, (2,), dtype=dtype)
     if not is_second:
@@ -88,7 +98,7 @@ def test_norms_of_both_halves_match_numpy(is_second):
     run = functools.partial(mosaic.sandwich_norm, **jax.tree.map(jnp.asarray, how), eps=EPS)
     given = jax.tree.map(jnp.asarray, (branches, following))
     kept, normed = interpreted(lambda x, **more: run(x, *given, **more), x)
-    like, others = reference.sandwich_norm(jnp.asarray(x), *given, EPS, **how)
+    like, others = like_norms(jnp.asarray(x), *given, EPS, **how)
     for a, b, same in zip([kept, *normed], want, [like, *others], strict=True):
         assert a.shape == b.shape
         close(a, b)
@@ -96,29 +106,30 @@ def test_norms_of_both_halves_match_numpy(is_second):
         assert (a == same).mean() > 0.99
 
 
-def router_of(rows, width, experts, dtype="bfloat16"):
+def router_of(rows, width, experts, dtype="bfloat16") -> Any:
     x, scale, weights, factors = normal(3, (rows, width), (width,), (width, experts), (experts,))
     live = np.arange(rows) % 5 > 0
     given = [np.asarray(a).astype(jnp.dtype(dtype)) for a in (x, scale, weights, factors)]
     return *given, live
 
 
-def numpy_choice(x, scale, weights, factors, live, k):
-    rows = oracle.rms_norm(np.float64(x), np.float64(scale) * x.shape[1] ** -0.5, EPS)
-    logits = rows @ np.float64(weights)
+def numpy_choice(given: Any, k):
+    *given, live = given
+    x, scale, weights, factors = (a.astype(np.float64) for a in given)
+    logits = oracle.rms_norm(x, scale * x.shape[1] ** -0.5, EPS) @ weights
     law = np.exp(logits - logits.max(axis=1, keepdims=True))
     ids = np.argsort(-law, axis=1, kind="stable")[:, :k]
     best = np.take_along_axis(law, ids, axis=1)
     return (
         np.where(live[:, None], ids, len(factors)),
-        best / best.sum(axis=1, keepdims=True) * np.float64(factors)[ids],
+        best / best.sum(axis=1, keepdims=True) * factors[ids],
     )
 
 
 def test_experts_are_those_that_float64_chooses():
     given = router_of(64, 128, 64)
-    ids, shares = choose_experts(*map(jnp.asarray, given), k=3, eps=EPS)
-    wanted, weights = numpy_choice(*given, 3)
+    ids, shares = choose(*map(jnp.asarray, given), k=3, eps=EPS)
+    wanted, weights = numpy_choice(given, 3)
     assert np.array_equal(ids, wanted)
     np.testing.assert_allclose(shares, weights, rtol=0, atol=1e-5)
 
@@ -128,7 +139,8 @@ def test_experts_of_16_bits_on_the_tensor_cores_are_those_of_float32():
     given = router_of(64, 128, 64)
     call = functools.partial(router_mosaic.choose_experts, k=3, eps=EPS)
     ids, shares = interpreted(call, *given)
-    like, theirs = router_reference.choose_experts(*map(jnp.asarray, given), k=3, eps=EPS)
+    here: Any = map(jnp.asarray, given)
+    like, theirs = like_choice(*here, k=3, eps=EPS)
     assert np.array_equal(ids, like)
     np.testing.assert_allclose(shares, theirs, rtol=0, atol=1e-5)
 
@@ -147,8 +159,8 @@ def test_of_equal_experts_the_lowest_is_chosen():
 @needs_mosaic
 def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
     heads, cos = real(1, 256, 8, 4, 256), real(1, 256, 128, dtype=jnp.float32)
-    turn = functools.partial(norm_rotate, eps=EPS, implementation="mosaic")
-    assert lowered(turn, heads, real(256), real(256), cos, cos) == (1, 0)
+    turned = functools.partial(turn, eps=EPS, implementation="mosaic")
+    assert lowered(turned, heads, real(256), real(256), cos, cos) == (1, 0)
     x, scale, mode = real(1, 256, 2816), real(2816), real(1, 256, dtype=bool)
 
     def norms(x, scale, mode, factors):
@@ -156,9 +168,9 @@ def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
         return sandwich_norm(x, ((x, scale), (x, scale)), (scale,), EPS, **how)
 
     assert lowered(norms, x, scale, mode, real(2)) == (1, 0)
-    choose = functools.partial(choose_experts, k=8, eps=EPS, implementation="mosaic")
+    chosen = functools.partial(choose, k=8, eps=EPS, implementation="mosaic")
     rows, weights, live = real(256, 2816), real(2816, 128), real(256, dtype=bool)
-    assert lowered(choose, rows, scale, weights, real(128), live) == (2, 0)
+    assert lowered(chosen, rows, scale, weights, real(128), live) == (2, 0)
 
 
 @needs_mosaic
