@@ -507,10 +507,9 @@ def _sandwich_norm(*refs, names, eps):
         return rounded(functools.reduce(jnp.add, parts))
 
     at = {name: load_row(ref) for name, ref in given.items()}
-    out = None
-    for i in range(sum(name.startswith("branch") for name in names)):
-        one = rounded(norm(at[f"branch{i}"], at[f"scale{i}"]))
-        out = one if out is None else rounded(out + one)
+    count = sum(name.startswith("branch") for name in names)
+    each = [rounded(norm(at[f"branch{i}"], at[f"scale{i}"])) for i in range(count)]
+    out = functools.reduce(lambda a, b: rounded(a + b), each)
     if "outer" in at:
         out = rounded(norm(out, at["outer"]))
     kept = rounded(at["x"] + out)

@@ -149,10 +149,11 @@ def _choose(parts, x, expert_scale, live, ids, weights, *, eps):
     def across(values):
         return jax.lax.broadcast_in_dim(values, tile, [0])
 
-    squares = None
-    for start in range(0, D, width):
+    def square(start):
         piece = _loaded(x.at[rows, pl.ds(start, width)], layout_of_rows(width)).astype(jnp.float32)
-        squares = piece * piece if squares is None else squares + piece * piece
+        return piece * piece
+
+    squares = functools.reduce(jnp.add, map(square, range(0, D, width)))
     factor = jax.lax.rsqrt(jnp.sum(squares, axis=1) / D + eps)
     added = functools.reduce(jnp.add, [_loaded(parts.at[i, rows], layout) for i in range(splits)])
     logits = added * across(factor)
