@@ -126,8 +126,7 @@ def expert_ffn(
         x, expert_ids, E, tiling.groups, is_small, interpret
     )
 
-    def gated(sums: Array) -> Array:
-        gate, up = sums[:, : sums.shape[1] // 2], sums[:, sums.shape[1] // 2 :]
+    def gated(gate: Array, up: Array) -> Array:
         slope = gate
         if activation == "gelu":
             slope = GELU_SLOPE * (gate + GELU_CUBE * gate * gate * gate)
@@ -315,7 +314,7 @@ def _combine(results, place, weights, out):
 def _product(
     x: Float[Array, "P K"] | Fp8Rows,
     w: Float[Array, "E K *N"] | Fp8Experts,
-    finish: Callable[[Array], Array],
+    finish: Callable[..., Array],
     *,
     dtype: Any,
     tiles: Int[Array, "N 3"],
@@ -339,8 +338,9 @@ def _product(
         rows, flat, scales = x, w.reshape(E * K, -1), ()
     kind, most_rows = rows.dtype, tiling.groups * _ROWS
     depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
-    tile = (columns, depth) if scales else (depth, columns)
-    staged = (tiling.groups, _ROWS, columns // parts)
+    width = columns // parts
+    tile = (width, depth) if scales else (depth, width)
+    staged = (tiling.groups, _ROWS, width)
     apart = math.prod(staged) * jnp.dtype(dtype).itemsize
     apart += 2 * 4 * (most_rows + columns) if scales else 0
     step = (most_rows + columns) * depth * kind.itemsize
@@ -348,22 +348,22 @@ def _product(
     if scales:  # the ring comes round within a tile: see `ask_for_scales`
         stages = min(stages, K // depth)
     # Both operands of a product are swizzled alike, what lies as [K N] by its columns.
-    transforms = swizzled(depth if scales else math.gcd(depth, columns // parts), kind)
+    transforms = swizzled(depth if scales else math.gcd(depth, width), kind)
     scratch = {
         "rows": plgpu.SMEM((stages, most_rows, depth), kind, transforms=transforms),
-        "weights": plgpu.SMEM((stages, *tile), kind, transforms=transforms),
-        "out": plgpu.SMEM(staged, dtype, transforms=swizzled(columns // parts, dtype)),
+        "weights": plgpu.SMEM((stages, parts, *tile), kind, transforms=transforms),
+        "out": plgpu.SMEM(staged, dtype, transforms=swizzled(width, dtype)),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=parts + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
     }
     if scales:  # of two tiles: the next one's come before they are needed
         scratch["row_scales"] = plgpu.SMEM((2, most_rows), jnp.float32)
-        scratch["column_scales"] = plgpu.SMEM((2, columns), jnp.float32)
+        scratch["column_scales"] = plgpu.SMEM((2, parts, width), jnp.float32)
         scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=parts + 1)
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     wide = _THREADS * _PAIR if scales and parts == 2 else 1
     return plgpu.kernel(
-        functools.partial(_multiply, names=names, N=N, parts=parts, finish=finish),
+        functools.partial(_multiply, names=names, N=N, finish=finish),
         out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
         grid=(min(len(tiles) * -(-N * parts // columns), tiling.blocks),),
         grid_names=("block",),
@@ -376,13 +376,13 @@ def _product(
     )(rows, flat, tiles, first_tile, *scales)
 
 
-def _multiply(x, w, tiles, first_tile, *refs, names, N, parts, finish):
+def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
     """One thread block: a tile of rows and columns, then the one `blocks` further on."""
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, most_rows, depth = scratch["rows"].shape
-    columns = scratch["weights"].shape[1 if is_scaled else 2]
-    groups, width = most_rows // _ROWS, columns // parts
+    _, parts, *tile = scratch["weights"].shape
+    groups, width = most_rows // _ROWS, tile[0 if is_scaled else 1]
     aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
@@ -417,9 +417,8 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, parts, finish):
         plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half], arrived)
         for part in range(parts):
             start = pl.multiple_of((expert * parts + part) * N + column, aligned)
-            target = scratch["column_scales"].at[half, pl.ds(part * width, width)]
             source = scratch["of_columns"].at[pl.ds(start, width)]
-            plgpu.copy_gmem_to_smem(source, target, arrived)
+            plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half, part], arrived)
 
     def load_tile(i, carry):
         slot, (expert, first, length, column) = carry
@@ -431,17 +430,14 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, parts, finish):
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
             loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
-            weights = scratch["weights"].at[slot]
             for part in range(parts):
-                beside = pl.ds(part * width, width)
                 if is_scaled:
                     start = pl.multiple_of((expert * parts + part) * N + column, aligned)
-                    source, target = w.at[pl.ds(start, width), deep], weights.at[beside]
+                    source = w.at[pl.ds(start, width), deep]
                 else:
                     start = pl.multiple_of(part * N + column, aligned)
-                    down = piece(expert * steps + step, depth)
-                    source, target = w.at[down, pl.ds(start, width)], weights.at[:, beside]
-                plgpu.copy_gmem_to_smem(source, target, loaded)
+                    source = w.at[piece(expert * steps + step, depth), pl.ds(start, width)]
+                plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot, part], loaded)
             for least, size in zip([0, *sizes], sizes, strict=False):
 
                 @pl.when((length > least) & (length <= size))
@@ -469,14 +465,15 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, parts, finish):
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
-    def products(sums, i, slot):
+    def products(*sums, i, slot):
         def step(k, slots):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             mine = scratch["rows"].at[slot, piece(warpgroup, _ROWS)]
-            weights = scratch["weights"].at[slot]
-            plgpu.wgmma(sums, mine, weights.T if is_scaled else weights)
-            plgpu.wgmma_wait(1)  # the products of the step before are done
+            for part, own in enumerate(sums):
+                weights = scratch["weights"].at[slot, part]
+                plgpu.wgmma(own, mine, weights.T if is_scaled else weights)
+            plgpu.wgmma_wait(parts)  # the products of the step before are done
 
             @pl.when(k > 0)
             def _():
@@ -487,13 +484,19 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, parts, finish):
         _, last = jax.lax.fori_loop(0, steps, step, (slot, slot))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        whole = sums[...]
-        if is_scaled:
-            plgpu.barrier_wait(scratch["scaled"].at[i & 1])
-            by_row = scratch["row_scales"].at[i & 1, piece(warpgroup, _ROWS)]
-            for axis, ref in enumerate((by_row, scratch["column_scales"].at[i & 1])):
-                whole = whole * load_scales(ref, axis, whole.shape)
-        return finish(whole).astype(out.dtype)
+        return finish(*scaled([own[...] for own in sums], i & 1)).astype(out.dtype)
+
+    def scaled(sums, half):
+        if not is_scaled:
+            return sums
+        plgpu.barrier_wait(scratch["scaled"].at[half])
+        by_row = scratch["row_scales"].at[half, piece(warpgroup, _ROWS)]
+        by_row = load_scales(by_row, 0, sums[0].shape)
+        columns = [scratch["column_scales"].at[half, part] for part in range(parts)]
+        return [
+            own * by_row * load_scales(ref, 1, own.shape)
+            for own, ref in zip(sums, columns, strict=True)
+        ]
 
     def store(values, first, length, column):
         """Whole groups of 8 rows, of which the last may hold rows that are never read."""
@@ -519,8 +522,8 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, parts, finish):
 
         @pl.when(is_busy)
         def _():
-            sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
-            values = pl.run_scoped(functools.partial(products, i=i, slot=slot), sums)
+            sums = [plgpu.WGMMAAccumulatorRef((_ROWS, width), jnp.float32)] * parts
+            values = pl.run_scoped(functools.partial(products, i=i, slot=slot), *sums)
             store(values, first, length, column)
 
         def pass_by(_, slot):
