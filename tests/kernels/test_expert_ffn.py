@@ -231,17 +231,16 @@ def test_expert_ffn_has_the_gradient_of_the_reference():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_grouped_never_holds_more_than_one_expert(dtype):
     shape = jax.ShapeDtypeStruct
     T, k, E, D, F = 64, 2, 64, 256, 128
-    program = RUN["grouped"].lower(
-        shape((T, D), dtype),
-        shape((T, k), jnp.int32),
-        shape((T, k), jnp.float32),
-        shape((E, D, 2, F), dtype),
-        shape((E, F, D), dtype),
-    )
+    kind = "bfloat16" if dtype == "fp8" else dtype
+    experts = [shape((E, D, 2, F), kind), shape((E, F, D), kind)]
+    if dtype == "fp8":
+        experts = [jax.eval_shape(quantize_experts, w) for w in experts]
+    pairs = shape((T, k), jnp.int32), shape((T, k), jnp.float32)
+    program = RUN["grouped"].lower(shape((T, D), kind), *pairs, *experts)
     pairs_bytes = (T * k + 64) * D * 4
     expert_bytes = 3 * D * F * 4
     temporary = program.compile().memory_analysis().temp_size_in_bytes
