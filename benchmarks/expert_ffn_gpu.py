@@ -23,6 +23,7 @@ import argparse
 import collections
 import concurrent.futures
 import functools
+import itertools
 import json
 import platform
 import statistics
@@ -52,9 +53,11 @@ GELU = ("DiffusionGemma",)
 SLOW = ("grouped", "dense")  # timed once
 ALONE = 3  # rows that are computed apart from the others too
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
-# Of a result and the root mean square of all; in bfloat16 the result of an expert may be rounded,
-# in 8 bits a number between the products falls on the other side of a rounding now and then.
-TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5, "fp8": 5e-2}
+# Of a result and the root mean square of all; in bfloat16 the result of an expert may be rounded.
+# In 8 bits the tensor cores' sums are apart by 0.3 % (fp8_h200_products.json), by which numbers
+# between the products fall on the other side of a rounding: 1.7 % of all results in the mean.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5, "fp8": 2e-1}
+MEAN_TOLERANCE = 2.5e-2  # of the root mean square; the rounding itself is 5e-2
 TF32_TOLERANCE = 5e-3
 
 
@@ -154,7 +157,8 @@ def truth(x, ids, weights, w_gate_up, w_down, *, activation="silu"):
     def add(e, total):
         gate_up, down, rows = of(e, w_gate_up), of(e, w_down), rounded(x)
         inner = ACTIVATIONS[activation](dot(rows, gate_up[:, 0])) * dot(rows, gate_up[:, 1])
-        inner = rounded(inner.astype(x.dtype))
+        kind = jnp.finfo(x.dtype)  # a cast there and back XLA may leave out
+        inner = rounded(jax.lax.reduce_precision(inner, kind.nexp, kind.nmant))
         share = jnp.where(ids == e, weights, 0).sum(axis=1, keepdims=True)
         return total + share * dot(inner, down)
 
@@ -237,24 +241,27 @@ def check_form(program, x, ids, weights, layers, activation, tolerance):
     def run(x, ids):
         out = program(1, x, ids, weights, layers)[1]
         wanted = truth(jnp.nan_to_num(x), ids[0], weights[0], *layer, activation=activation)
-        return out, error_of(out, wanted, jnp.sqrt(jnp.mean(jnp.square(wanted))))
+        scale = jnp.sqrt(jnp.mean(jnp.square(wanted)))
+        mean = float(jnp.sqrt(jnp.mean(jnp.square(out.astype(jnp.float32) - wanted))) / scale)
+        return out, error_of(out, wanted, scale), mean
 
-    out, error = run(x, ids)
+    out, error, mean = run(x, ids)
     # A dead pair and a row of dead ones: what no expert touches is never written.
     dead = ids.at[:, 0, 0].set(-1).at[:, -1].set(experts)
-    _, error_dead = run(x.at[-1].set(jnp.nan), dead)
+    _, error_dead, _ = run(x.at[-1].set(jnp.nan), dead)
     others = jnp.arange(len(x)) >= ALONE
     nobody = jnp.where(others[:, None], -1, ids)
-    alone, _ = run(jnp.where(others[:, None], jnp.nan, x), nobody)
+    alone, *_ = run(jnp.where(others[:, None], jnp.nan, x), nobody)
     return {
         "error": error,
         "error_dead": error_dead,
+        "mean_error": mean,
         "same_alone": bool(jnp.array_equal(alone[:ALONE], out[:ALONE])),
-        "right": max(error, error_dead) <= tolerance,
+        "right": max(error, error_dead) <= tolerance and mean <= MEAN_TOLERANCE,
     }
 
 
-def measure_shape(model, shape, rows, dtype, layers, args):
+def measure_shape(model, shape, rows, dtype, layers, args, tilings):
     """Lines of the table for one shape."""
     kind = "bfloat16" if dtype == "fp8" else dtype
     x, ids, weights = draw_rows(rows, rows, shape, kind, len(layers), args.routing)
@@ -262,7 +269,6 @@ def measure_shape(model, shape, rows, dtype, layers, args):
     itemsize = jax.tree.leaves(layers)[0].dtype.itemsize
     least, weight_bytes, touched = floor_us(rows, shape, ids, itemsize)
     tolerance = TF32_TOLERANCE if dtype == "float32" and not args.tiny else TOLERANCE[dtype]
-    tilings = [tuple(map(int, each.split())) for each in (args.tilings or "").split(",") if each]
     is_cpu = jax.default_backend() != "gpu"
     found = forms(activation, rows, shape, dtype, is_cpu, tilings)
     only = [name for name in (args.only or "").split(",") if name]
@@ -312,13 +318,17 @@ def show(line):
     if "failed" in line:
         return f"{measured} FAILED {line['failed'][:90]}"
     if not line.get("right", True):
-        return f"{measured} WRONG by {line['error']:.1e}, with dead pairs {line['error_dead']:.1e}"
+        return (
+            f"{measured} WRONG by {line['error']:.1e}, mean {line['mean_error']:.1e}, with dead "
+            f"pairs {line['error_dead']:.1e}"
+        )
     if "error" not in line:
         return f"{measured} {line['us']:9.1f} us"
     return (
         f"{measured} {line['us']:9.1f} us, net {line['net_us']:9.1f} [{line['min_us']:.1f} "
         f"{line['max_us']:.1f}], {line['gb_s']:7.0f} GB/s, floor {line['floor_us']:.1f} us "
-        f"(x {line['net_us'] / line['floor_us']:.2f}), error {line['error']:.0e}, "
+        f"(x {line['net_us'] / line['floor_us']:.2f}), error {line['error']:.0e}, mean "
+        f"{line['mean_error']:.1e}, "
         f"{'same' if line['same_alone'] else 'OTHER'} alone, compile {line['compile_s']:.1f} s"
         + "".join(f"\n      {us:9.2f} {name[:90]}" for name, us in line.get("kernels", {}).items())
     )
@@ -332,7 +342,12 @@ def parse():
     parser.add_argument("--routing", default="uniform", help="uniform, a number, zipf or a file")
     parser.add_argument("--threads", type=int, default=8, help="that compile")
     parser.add_argument("--only", default=None, help="forms, comma-separated; mosaic: all of it")
-    parser.add_argument("--tilings", default=None, help='of mosaic, as "2 256 256,3 128 128"')
+    parser.add_argument(
+        "--cases",
+        default=None,
+        help='instead of all models by all rows, with tilings of mosaic: "LLaDA2-mini:32:1 128 256/'
+        '1 256 256,DiffusionGemma:256:"',
+    )
     parser.add_argument("--profile", action="store_true", help="name each kernel's time too")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
@@ -366,18 +381,32 @@ def main():
         "lines": [],
     }
     print({key: value for key, value in report.items() if key != "lines"}, flush=True)
-    for model in args.models.split(","):
+    drawn, layers = None, []
+    for model, dtype, rows, tilings in cases(args):
         shape = (MODELS | TINY)[model]
-        for dtype in args.dtypes.split(","):
+        if drawn != (model, dtype):
+            drawn, layers = (model, dtype), []  # the last model's go first
             keys = jax.random.split(jax.random.key(0), args.layers)
             layers = [draw_layer(key, shape, dtype) for key in keys]
-            for rows in map(int, args.rows.split(",")):
-                for line in measure_shape(model, shape, rows, dtype, layers, args):
-                    report["lines"].append(line)
-                    print(show(line), flush=True)
-                    if args.out:
-                        with open(args.out, "w") as file:
-                            json.dump(report, file, indent=1)
+        for line in measure_shape(model, shape, rows, dtype, layers, args, tilings):
+            report["lines"].append(line)
+            print(show(line), flush=True)
+            if args.out:
+                with open(args.out, "w") as file:
+                    json.dump(report, file, indent=1)
+
+
+def cases(args):
+    """Models, types, rows, and the tilings to try; none: those of the table."""
+    if args.cases is None:
+        every = itertools.product(args.models.split(","), args.dtypes.split(","))
+        return [(*one, int(rows), []) for one in every for rows in args.rows.split(",")]
+    found = []
+    for case in args.cases.split(","):
+        model, rows, tilings = case.split(":")
+        tilings = [tuple(map(int, each.split())) for each in tilings.split("/") if each]
+        found += [(model, dtype, int(rows), tilings) for dtype in args.dtypes.split(",")]
+    return found
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
         return Tiling(groups=2, gate_up=128, down=wide)
     if rows <= 160:  # most have two warpgroups' rows and some more
         return Tiling(groups=3, gate_up=128, down=128)
-    return Tiling(groups=2, gate_up=gated, down=wide)
+    return Tiling(groups=2, gate_up=128 if F % 128 else gated, down=wide)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once
