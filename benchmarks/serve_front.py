@@ -1,7 +1,8 @@
 """CPU time of the HTTP front for an event of a stream and for a short request.
 
 The engine is the tests' script, so nothing but the front is measured: `clock_gettime` of its
-process over many requests. Linux only.
+process over many requests. Beside it stands what uvicorn takes for the same requests and events
+when the application is empty: no server on it takes less. Linux only.
 
     python benchmarks/serve_front.py --output benchmarks/results/serve_front_cpu.json
 """
@@ -11,17 +12,22 @@ import asyncio
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 EVENTS_EACH = 16  # four words an event
-STEP_S = 0.1  # of the script: 200 streams bring 2,000 events a second, which no reader merges
+EVENT_S = 0.1  # between events of a stream: 200 streams bring 2,000 a second, and none is merged
+REQUEST_S = 0.02  # the script's step where each client waits for its answer
+EMPTY = "empty application"
 CASES = {
     "event": ("/v1/completions", {"prompt": [1], "max_tokens": 4 * EVENTS_EACH, "stream": True}),
     "short request (token ids)": ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}),
@@ -29,6 +35,35 @@ CASES = {
     "short request (chat)": ("/v1/chat/completions", {"max_tokens": 4}),
     "version": ("/version", None),
 }
+BARE = ("event", "short request (token ids)")
+
+
+def serve_empty() -> None:
+    """An application on uvicorn that reads nothing of its requests."""
+    import uvicorn
+    import uvloop
+
+    answer = b'{"choices":[{"index":0,"text":"word0 word1","finish_reason":null}]}' * 5
+    event = b"data: " + answer[:250] + b"\n\n"
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        start = {"type": "http.response.start", "status": 200}
+        if b"stream" not in body:
+            await send(start | {"headers": [(b"content-length", b"%d" % len(answer))]})
+            await send({"type": "http.response.body", "body": answer})
+            return
+        await send(start | {"headers": [(b"content-type", b"text/event-stream")]})
+        for left in reversed(range(EVENTS_EACH)):
+            await asyncio.sleep(EVENT_S)
+            await send({"type": "http.response.body", "body": event, "more_body": left > 0})
+
+    sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    print(json.dumps({"event": "listening", "url": url}), flush=True)
+    options = {"http": "httptools", "ws": "none", "lifespan": "off", "log_config": None}
+    server = uvicorn.Server(uvicorn.Config(application, access_log=False, **options))
+    uvloop.run(server.serve(sockets=[sock]))
 
 
 def cpu_seconds(pid: int) -> float:
@@ -68,11 +103,11 @@ async def measure(pid: int, port: int, name: str, clients: int, count: int) -> f
     path, body = CASES[name]
     if body is not None and "prompt" not in body:
         body = {**body, "messages": [{"role": "user", "content": "hi there"}]}
-    await client(port, path, body, 10)
+    await client(port, path, body, 1 if name == "event" else 10)
     before = cpu_seconds(pid)
     seen = sum(await asyncio.gather(*(client(port, path, body, count) for _ in range(clients))))
     if name == "event" and seen < 0.95 * clients * count * EVENTS_EACH:
-        raise RuntimeError(f"{seen} events came: the front was late, and merged some")
+        raise RuntimeError(f"{seen} events came: the server was late, and merged some")
     return 1e6 * (cpu_seconds(pid) - before) / seen
 
 
@@ -83,27 +118,43 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="only this one")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
+    parser.add_argument("--empty", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.empty:
+        serve_empty()
+        return
     from dllm_jax.bench.numbers import commit
-    from tests.serve.driving import scripted
+    from tests.serve.driving import Server, scripted
 
     measured: dict[str, object] = {"command": "benchmarks/serve_front.py", "clients": args.clients}
     measured |= {"commit": commit(), "python": platform.python_version(), "cores": os.cpu_count()}
     measured["microseconds"] = found = {}
-    settings = {"step_s": STEP_S}
-    fields = {"limits": {"max_waiting": 4096}, "log_format": "json", "settings": settings}
-    with tempfile.TemporaryDirectory() as folder, scripted(Path(folder), **fields) as server:
-        pid, port = server.process.pid, server.port
-        for name in args.case or CASES:
+
+    def run(server: Server, cases: Iterable[str], label: str) -> None:
+        for name in cases:
             clients, count = (args.clients, 4) if name == "event" else (16, 100)
             runs = [
-                asyncio.run(measure(pid, port, name, clients, count)) for _ in range(args.repeat)
+                asyncio.run(measure(server.process.pid, server.port, name, clients, count))
+                for _ in range(args.repeat)
             ]
-            found[name] = runs
-            print(f"{name:28} {min(runs):7.1f} us (of {', '.join(f'{one:.0f}' for one in runs)})")
-    measured["load_average"] = os.getloadavg()
-    if args.output:
-        args.output.write_text(json.dumps(measured, indent=1) + "\n")
+            found[label + name] = runs
+            several = ", ".join(f"{one:.0f}" for one in runs)
+            print(f"{label + name:45} {min(runs):7.1f} us (of {several})", flush=True)
+            if args.output:
+                measured["load_average"] = os.getloadavg()
+                args.output.write_text(json.dumps(measured, indent=1) + "\n")
+
+    asked = args.case or [*CASES]
+    fields = {"limits": {"max_waiting": 4096}, "log_format": "json"}
+    with tempfile.TemporaryDirectory() as folder:
+        for cases, step_s in (({"event"}, EVENT_S), (set(CASES) - {"event"}, REQUEST_S)):
+            with scripted(Path(folder), **fields, settings={"step_s": step_s}) as server:
+                run(server, [name for name in asked if name in cases], "")
+        empty = Server([__file__, "--empty"], Path(folder) / "empty")
+        try:
+            run(empty, [name for name in asked if name in BARE], f"{EMPTY}: ")
+        finally:
+            empty.process.kill()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,11 @@ tokenizer of as many words as the vocabulary makes text of the ids, so that text
 Texts have `mixed` lengths, as in use. Those of one `equal` length are told beside them: in-process
 all slots then start and end in the same step, and no chunk runs with a slot that has just ended.
 Requests that arrive one after the other, over HTTP or not, lose that; so only the first has a bar.
+
+`where` says what the engine did meanwhile, in each form: the programs its worker ran (a decode
+program returns when it has run, so the worker's idle time is the device's), the steps, the tokens
+of each, the time the loop waited for them; and the ways to the device and back of a first block.
+
 The file is written after each part. `--smoke` shrinks lengths so that the built-in model can run
 it on a CPU:
 
@@ -18,6 +23,7 @@ it on a CPU:
 
 import argparse
 import asyncio
+import atexit
 import hashlib
 import itertools
 import json
@@ -25,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +47,7 @@ Arrivals = tuple[list[list[float]], float, float]  # of each text; of the long p
 def sizes(smoke: bool) -> dict[str, int]:
     """Lengths and counts."""
     if smoke:
-        return {"prompt": 64, "output": 64, "requests": 10, "singles": 2, "repeats": 1} | {
+        return {"prompt": 64, "output": 64, "mixed": 10, "equal": 8, "singles": 2, "repeats": 1} | {
             "least_output": 32,
             "most_output": 128,
             "late_repeats": 1,
@@ -49,10 +56,10 @@ def sizes(smoke: bool) -> dict[str, int]:
             "long": 440,
             "prefill": 128,
         }
-    return {"prompt": 512, "output": 256, "requests": 40, "singles": 12, "repeats": 3} | {
+    return {"prompt": 512, "output": 256, "mixed": 80, "equal": 40, "singles": 20, "repeats": 2} | {
         "least_output": 96,
         "most_output": 512,
-        "late_repeats": 2,
+        "late_repeats": 4,
         "running_output": 2560,
         "pieces": 24,
         "long": 32000,
@@ -94,14 +101,16 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
     )
     yield_processor()
     start_s = time.perf_counter() - began
+    recorder = Recorder(llm.engine.runner)
+    atexit.register(recorder.write, folder / "where.json")
 
     def work(count: int, prompt: int, output: Lengths, seed: int) -> list[Any]:
         return random_work(model, count, Lengths(prompt, prompt), output, seed)
 
     least, most, usual = (size[name] for name in ("least_output", "most_output", "output"))
     asked = {
-        "mixed": work(size["requests"], size["prompt"], Lengths(least, most), 0),
-        "equal": work(size["requests"], size["prompt"], Lengths(usual, usual), 1),
+        "mixed": work(size["mixed"], size["prompt"], Lengths(least, most), 0),
+        "equal": work(size["equal"], size["prompt"], Lengths(usual, usual), 1),
         "single": work(size["singles"] + 2, size["prompt"], Lengths(usual, usual), 2),
         "running": work(SLOTS - 1, size["prompt"], Lengths(*2 * (size["running_output"],)), 3),
         "late": work(1, size["long"], Lengths(PAGE, PAGE), 4),
@@ -114,27 +123,22 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
     for name in KINDS:
         many = asked[name]
         llm.generate([many[0].prompt], many[0].params, use_tqdm=False)
-        walls, outputs = [], []
+        spans, outputs = [], []
         for _ in range(size["repeats"]):
             before = time.perf_counter()
             outputs = llm.generate(
                 [one.prompt for one in many], [one.params for one in many], use_tqdm=False
             )
-            walls.append(time.perf_counter() - before)
+            spans.append((before, time.perf_counter()))
         digests[name] = [_digest(output.outputs[0].text) for output in outputs]
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        figures[name] = {
-            "tokens": tokens,
-            "walls_s": walls,
-            "tok_s": tokens / statistics.median(walls),
-        }
-    single = asked["single"]
+        figures[name] = throughput(tokens, spans)
     first, whole = [], []
-    for one in single:
+    for one in asked["single"]:
         before = time.perf_counter()
         stream = llm.stream(one.prompt, one.params)
         next(stream)
-        first.append(time.perf_counter() - before)
+        first.append((before, time.perf_counter()))
         for _ in stream:
             pass
         whole.append(time.perf_counter() - before)
@@ -143,7 +147,8 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
         for _ in range(size["late_repeats"])
     ]
     figures |= {
-        "first_block_ms": [1e3 * one for one in first[2:]],
+        "first_block_ms": [1e3 * (came - sent) for sent, came in first[2:]],
+        "first_spans": first[2:],
         "whole_ms": [1e3 * one for one in whole[2:]],
         "late": gaps(late),
     }
@@ -157,6 +162,34 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
     }
     (folder / "engine.json").write_text(json.dumps(measured, default=str))
     return served(llm)
+
+
+class Recorder:
+    """When the runner's worker ran which program, and when the loop fetched how many steps."""
+
+    def __init__(self, runner: Any):
+        self.calls: list[tuple[float, float, str]] = []
+        self.fetches: list[tuple[float, float, int]] = []
+        call, fetch = runner._call, runner.fetch
+
+        def timed(program: Any) -> Any:
+            before = time.perf_counter()
+            try:
+                return call(program)
+            finally:
+                self.calls.append((before, time.perf_counter(), program.key[0]))
+
+        def fetched(chunk: Any) -> Any:
+            before = time.perf_counter()
+            found = fetch(chunk)
+            self.fetches.append((before, time.perf_counter(), found.steps))
+            return found
+
+        runner._call, runner.fetch = timed, fetched
+
+    def write(self, path: Path) -> None:
+        """Both lists."""
+        path.write_text(json.dumps({"calls": self.calls, "fetches": self.fetches}))
 
 
 def _lengths(size: dict[str, int]) -> list[int]:
@@ -223,6 +256,64 @@ def _among(engine: Any, running: list[Any], late: Any, pieces: int) -> Arrivals:
 # --- the client -----------------------------------------------------------------------------------
 
 
+def throughput(tokens: int, spans: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Runs of the same work, from their beginnings and ends."""
+    walls = [end - start for start, end in spans]
+    return {
+        "tokens": tokens,
+        "walls_s": walls,
+        "tok_s": tokens / statistics.median(walls),
+        "spans": spans,
+    }
+
+
+def where(recorded: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    """What the engine did in the runs of a form (`throughput`), a run on average."""
+    spans, wall = form.pop("spans"), sum(form["walls_s"])
+
+    def within(many: list[Any]) -> list[Any]:
+        return [one for one in many for start, end in spans if start <= one[0] and one[1] <= end]
+
+    calls, fetches = within(recorded["calls"]), within(recorded["fetches"])
+    steps = sum(steps for *_, steps in fetches)
+    programs = {
+        name: {
+            "calls": sum(one == name for *_, one in calls) / len(spans),
+            "seconds": sum(end - start for start, end, one in calls if one == name) / len(spans),
+        }
+        for name in sorted({name for *_, name in calls})
+    }
+    busy = sum(end - start for start, end, _ in calls)
+    return {
+        "steps": steps / len(spans),
+        "tokens_a_step": form["tokens"] * len(spans) / max(1, steps),
+        "idle_share": 1 - busy / wall,
+        "loop_waits_share": sum(end - start for start, end, _ in fetches) / wall,
+        "programs": programs,
+    }
+
+
+def everywhere(recorded: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """`where` and `first_ways` of both sides."""
+    found = {}
+    for side in ("in_process", "http"):
+        forms = {
+            n: one for n, one in report[side].items() if isinstance(one, dict) and "spans" in one
+        }
+        found[side] = {name: where(recorded, one) for name, one in forms.items()}
+        found[side]["first_block"] = first_ways(recorded, report[side].pop("first_spans"))
+    return found
+
+
+def first_ways(recorded: dict[str, Any], spans: list[tuple[float, float]]) -> dict[str, float]:
+    """Median milliseconds of a first block to the device's worker, and from the fetch back."""
+    calls = sorted(start for start, *_ in recorded["calls"])
+    fetches = sorted(end for _, end, _ in recorded["fetches"])
+    to = [min(one for one in calls if one >= sent) - sent for sent, _ in spans]
+    back = [came - max(one for one in fetches if one <= came) for _, came in spans]
+    return {"to_ms": 1e3 * statistics.median(to), "back_ms": 1e3 * statistics.median(back)}
+
+
 def gaps(runs: list[Arrivals]) -> dict[str, Any]:
     """Milliseconds between arrivals of a request: before the long prompt came, and until its end.
 
@@ -239,10 +330,8 @@ def gaps(runs: list[Arrivals]) -> dict[str, Any]:
     measured = {"before": _spread(before), "after": _spread(after)}
     measured["late_s"] = [ended - came for _, came, ended in runs]
     if before and after:
-        measured["rise"] = {
-            name: measured["after"][name] / measured["before"][name] for name in ("p50", "p99")
-        }
-        measured["mean_ms_after"] = statistics.fmean(after)
+        names = ("mean", "p50", "p90", "p99")
+        measured["rise"] = {n: measured["after"][n] / measured["before"][n] for n in names}
     return measured
 
 
@@ -250,7 +339,8 @@ def _spread(values: list[float]) -> dict[str, float]:
     if len(values) < 2:
         return {"count": len(values)}
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"count": len(values), "p50": cuts[49], "p99": cuts[98], "max": max(values)}
+    named = {f"p{n}": cuts[n - 1] for n in (50, 90, 99)}
+    return {"count": len(values), "mean": statistics.fmean(values), **named, "max": max(values)}
 
 
 def _digest(text: str) -> str:
@@ -282,23 +372,24 @@ async def over_http(
     prompts, path = measured["prompts"], "/v1/completions"
     await client.post(path, body(*prompts["mixed"][0], True))
     for kind, (name, stream) in itertools.product(KINDS, (("whole", False), ("stream", True))):
-        walls, texts = [], []
+        spans, texts = [], []
         for _ in range(size["repeats"]):
             bodies = [body(*one, stream) for one in prompts[kind]]
             before = time.perf_counter()
             answers = await asyncio.gather(*(client.post(path, one) for one in bodies))
-            walls.append(time.perf_counter() - before)
+            spans.append((before, time.perf_counter()))
             texts = [text_of(answer) for answer in answers]
         same = [_digest(text) for text in texts] == measured["digests"][kind]
-        tok_s = measured["figures"][kind]["tokens"] / statistics.median(walls)
-        found[f"{kind}_{name}"] = {"walls_s": walls, "tok_s": tok_s, "same_texts": same}
+        form = throughput(measured["figures"][kind]["tokens"], spans)
+        found[f"{kind}_{name}"] = form | {"same_texts": same}
     first, whole = [], []
     for one in prompts["single"]:
         answer = await client.post(path, body(*one, True))
         text_of(answer)
-        first.append(1e3 * (answer.events[0][0] - answer.sent_s))
+        first.append((answer.sent_s, answer.events[0][0]))
         whole.append(1e3 * (answer.ended_s - answer.sent_s))
-    found["first_block_ms"], found["whole_ms"] = first[2:], whole[2:]
+    found["first_block_ms"] = [1e3 * (came - sent) for sent, came in first[2:]]
+    found["first_spans"], found["whole_ms"] = first[2:], whole[2:]
     found["late"] = gaps(
         [await _among_http(port, prompts, size) for _ in range(size["late_repeats"])]
     )
@@ -370,7 +461,7 @@ def front(settings: dict[str, Any]) -> int:
     from dllm_jax.serve.server import bind, run
     from dllm_jax.serve.service import Config
 
-    launch = Launch("serve_http_gpu:make_engine", settings)
+    launch = Launch("serve_http_gpu:make_engine", settings, grace_s=20.0)
     config = Config(model="bench", launch=launch, version="0", log_format="json")
     return run(config, bind("127.0.0.1", 0))
 
@@ -413,9 +504,14 @@ def main() -> int:
             report["log"] = server.log.read_text()[-3000:]
             print(report["log"], file=sys.stderr)
         finally:
+            _write(args.out, report)
             report["exit"] = server.stop()
+        recorded = Path(folder) / "where.json"
+        if "compared" in report and recorded.exists():
+            report["where"] = everywhere(json.loads(recorded.read_text()), report)
     report["wall_s"] = time.perf_counter() - began
     _write(args.out, report)
+    print(json.dumps(report.get("where"), indent=1))
     print(json.dumps(report.get("compared", report.get("failed")), indent=1))
     return 0 if report.get("compared", {}).get("holds") else 1
 

@@ -218,7 +218,11 @@ def main() -> int:
         measured["tokens_per_s"] / measured["offline_tokens_per_s"]
     )
     measured["load_average"] = os.getloadavg()
-    growth = [max(column) / column[0] - 1 for column in zip(*memory, strict=True)]
+    # By medians: a reading now and then is some 60 MB off for one sample, in either direction.
+    growth = [
+        statistics.median(column[-10:]) / statistics.median(column[:10]) - 1
+        for column in zip(*memory, strict=True)
+    ]
     measured["rss_mb"] = [[round(one) for one in column] for column in zip(*memory, strict=True)]
     measured["rss_growth"] = [round(one, 4) for one in growth]
     missed = [f"health {name}" for name, bar in HEALTH_MS.items() if health[name] >= bar]

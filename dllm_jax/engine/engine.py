@@ -86,6 +86,7 @@ class Engine:
 
     Attributes:
         drafted: How drafts fared in all texts that ended; None without a drafting strategy.
+        is_open: Requests come at any time, as to a server; see `rounds.num_steps`.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Engine:
         self.layout: EngineLayout = runner.layout
         self.scheduler = Scheduler(self.layout)
         self.drafted: DraftMetrics | None = None
+        self.is_open = False
         self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
         self._save_snapshot = save_snapshot
         self._requests: dict[str, ActiveRequest] = {}
@@ -249,12 +251,12 @@ class Engine:
             for sequence in scheduler.admit():
                 self._place(sequence)
         decoding = scheduler.decoding()
-        steps = num_steps(self._step_s, scheduler, decoding, cost)
+        steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         last_pass = None
         if len(decoding) < len(scheduler.live):
             last_pass = self._prefill(decoding, steps)
             decoding = scheduler.decoding()
-            steps = num_steps(self._step_s, scheduler, decoding, cost)
+            steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         in_flight = [chunk for round_ in self._rounds for chunk in round_.chunks]
         if not decoding or all_end(self.layout, in_flight, decoding):
             if last_pass is not None:

@@ -19,7 +19,7 @@ from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
 # for a model of a few layers): 1.2 in the call, which checks some 300 arrays, 0.25 to update
 # command buffers, and the way back. A request that ends or arrives in a chunk waits for its end.
 CHUNK_S = 0.2
-CHUNK_S_WATCHED = 0.03  # a client streams
+CHUNK_S_WATCHED = 0.03  # a client streams, or a request that comes now could have a slot
 CHUNK_S_WAITING = 0.016  # a request waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round without decode steps
 
@@ -56,17 +56,22 @@ class Cost(Protocol):
 
 
 def num_steps(
-    step_s: float, scheduler: Scheduler, decoding: list[Sequence], cost: Cost | None
+    step_s: float,
+    scheduler: Scheduler,
+    decoding: list[Sequence],
+    cost: Cost | None,
+    is_open: bool = False,
 ) -> int:
-    """Steps of the next chunk: fewer while a request waits or a client streams.
+    """Steps of the next chunk: fewer while a request waits or may come, or a client streams.
 
     Args:
         step_s: Mean seconds of the last steps; 0 before the first.
+        is_open: Requests may come at any time; one that finds a free slot waits for two chunks.
     """
     watched = [sequence for sequence in decoding if sequence.watched]
     if not step_s or any(sequence.owner.request.denoise for sequence in watched):
         return 1
-    wanted = CHUNK_S_WATCHED if watched else CHUNK_S
+    wanted = CHUNK_S_WATCHED if watched or (is_open and scheduler.has_room) else CHUNK_S
     has_prefix = len(decoding) < len(scheduler.live)
     if scheduler.has_waiting or has_prefix:
         wanted = CHUNK_S_WAITING

@@ -197,6 +197,11 @@ class Scheduler:
             heapq.heappop(self._waiting)  # ended while it waited
         return bool(self._waiting)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free_slots)
+
     def decoding(self) -> list[Sequence]:
         """Sequences in decode, best rank first."""
         return [sequence for sequence in self.live if sequence.stage == DECODE]

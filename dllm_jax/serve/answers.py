@@ -113,14 +113,14 @@ def metrics(num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
     usage = total(usages)
     queue_s = usage.queue_s or 0.0
     work_s = usage.e2e_s - queue_s
-    return {
-        "queue_time_ms": round(1e3 * queue_s, 3),
-        "time_to_first_token_ms": round(1e3 * (usage.ttfb_s or 0.0), 3),
-        "generation_time_ms": round(1e3 * work_s, 3),
-        "tokens_per_second": round(num_tokens / work_s, 1) if work_s > 0 else None,
+    return {  # rounded to integers: `round` with digits costs ten times as much
+        "queue_time_ms": round(1e6 * queue_s) / 1e3,
+        "time_to_first_token_ms": round(1e6 * (usage.ttfb_s or 0.0)) / 1e3,
+        "generation_time_ms": round(1e6 * work_s) / 1e3,
+        "tokens_per_second": round(10 * num_tokens / work_s) / 10 if work_s > 0 else None,
         "nfe": usage.nfe,
         "prefill_nfe": usage.prefill_nfe,
-        "tokens_per_forward": round(usage.written / max(usage.nfe, 1), 3),
+        "tokens_per_forward": round(1e3 * usage.written / max(usage.nfe, 1)) / 1e3,
         "num_preemptions": usage.num_preemptions,
     }
 

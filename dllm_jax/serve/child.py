@@ -161,6 +161,7 @@ class Loop:
 
     def __init__(self, served: Served, sock: socket.socket, outbox: Outbox):
         self._served, self._engine = served, served.engine
+        self._engine.is_open = True
         self._sock, self._outbox = sock, outbox
         self._reader = pipe.Reader(pipe.ToEngine)
         self._live: dict[str, _Live] = {}
@@ -241,7 +242,8 @@ class Loop:
             self._outbox.queue(pipe.Refused(add.id, str(error), param, code))
             return
         self._prompts[add.id] = names
-        self._outbox.queue(pipe.Accepted(add.id))
+        if add.stream:
+            self._outbox.queue(pipe.Accepted(add.id))
 
     def _read(self, ask: pipe.Ask) -> None:
         """Answer between two steps."""

@@ -44,6 +44,9 @@ class Mailbox:
         num_open: Texts that have not ended.
         usages: Counts of the prompts that have ended.
         is_closed: Its reader left.
+        is_accepted: The engine has queued every prompt; told of streams alone.
+        refusal: Why it queued none.
+        failure: Why it will say nothing more.
     """
 
     def __init__(self, request_id: int, num_choices: int, num_prompts: int):
@@ -51,9 +54,9 @@ class Mailbox:
         self.num_open = num_choices
         self.usages: list[Usage] = []
         self.num_tokens = [0] * num_choices
+        self.refusal: Refusal | None = None
         self.failure: str | None = None
-        self.is_closed = False
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_closed = self.is_accepted = False
         self.merged_frames = 0
         self._pending: dict[int, Delta] = {}
         self._has_news = False
@@ -79,13 +82,39 @@ class Mailbox:
             waiting.merge(delta)
         self.wake()
 
+    def accept(self) -> None:
+        """The engine has queued every prompt."""
+        self.is_accepted = True
+        self.wake()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """The engine has queued none."""
+        self.refusal = refusal
+        self.wake()
+
     def fail(self, reason: str) -> None:
         """The engine is gone, or the server ends."""
         self.failure = reason
-        if not self.accepted.done():
-            self.accepted.set_exception(EngineGone(reason))
-            self.accepted.exception()  # retrieved: its reader may have left
         self.wake()
+
+    def check(self) -> None:
+        """Raise what the engine says in the place of the rest.
+
+        Raises:
+            Refusal: It refused the request.
+            EngineGone: It ended first.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        if self.failure is not None and not self.is_over:
+            raise EngineGone(self.failure)
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued a stream; raises as `check`."""
+        while not self.is_accepted:
+            await self.wait()
+            self._has_news = bool(self._pending)
+            self.check()
 
     def leave(self) -> None:
         """Its reader left."""
@@ -218,7 +247,7 @@ class EngineClient:
         self._is_ready, self.progress = False, None
         self._task = asyncio.get_running_loop().create_task(self._serve(ours))
 
-    async def submit(
+    def submit(
         self,
         prompts: list[pipe.Prompt],
         params: dict[str, Any],
@@ -228,11 +257,11 @@ class EngineClient:
         deadline_s: float | None = None,
         priority: int = 0,
     ) -> Mailbox:
-        """Queue prompts, all or none; returns when the engine has accepted them.
+        """Hand prompts to the engine, which queues all or none; `release` the mailbox in the end.
 
         Raises:
-            Refusal: The engine refuses one.
-            EngineGone: It ended first.
+            Refusal: They are too much for one message.
+            EngineGone: The engine is gone.
         """
         n = params.get("n", 1)
         box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
@@ -240,14 +269,6 @@ class EngineClient:
         self._send(add)
         self._boxes[box.id] = box
         self._num_texts += box.num_open
-        try:
-            await box.accepted
-        except Refusal:
-            self._forget(box)
-            raise
-        except BaseException:
-            self.release(box)
-            raise
         return box
 
     async def ask(self, texts: list[Any]) -> pipe.Told:
@@ -344,12 +365,13 @@ class EngineClient:
             self.counts = message.counts
             self._on_counts(message.counts)
         elif isinstance(message, pipe.Accepted):
-            if (box := self._boxes.get(message.id)) is not None and not box.accepted.done():
-                box.accepted.set_result(None)
+            if (box := self._boxes.get(message.id)) is not None:
+                box.accept()
         elif isinstance(message, pipe.Refused):
             error = Refusal(message.message, param=message.param, code=message.code)
-            if (box := self._boxes.get(message.id)) is not None and not box.accepted.done():
-                box.accepted.set_exception(error)
+            if (box := self._boxes.get(message.id)) is not None:
+                self._forget(box)
+                box.refuse(error)
             if (asked := self._asked.get(message.id)) is not None and not asked.done():
                 asked.set_exception(error)
         elif isinstance(message, pipe.Told):

@@ -1,16 +1,14 @@
 """What a handler gets and gives: the call, its record, JSON answers."""
 
+import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
-from dllm_jax.serve.limits import Limits, read_body
+from dllm_jax.serve.limits import JSON, Limits, read_body
 from dllm_jax.serve.pipe import Delta, Usage
-
-JSON = "application/json"
 
 
 @dataclasses.dataclass
@@ -28,14 +26,66 @@ class Record:
     error: str | None = None
 
 
-class Json(Response):
-    """A JSON answer, encoded by msgspec."""
+class Json:
+    """A JSON answer, as an ASGI response.
 
-    media_type = JSON
+    Attributes:
+        headers: Its header fields.
+    """
 
-    def render(self, content: Any) -> bytes:
-        """The body."""
-        return msgspec.json.encode(content)
+    def __init__(
+        self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
+    ):
+        self._body, self._status = msgspec.json.encode(content), status_code
+        self.headers = [
+            (b"content-type", JSON.encode()),
+            (b"content-length", b"%d" % len(self._body)),
+        ]
+        for name, value in (headers or {}).items():
+            self.headers.append((name.encode("latin-1"), value.encode("latin-1")))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it."""
+        start = {"type": "http.response.start", "status": self._status, "headers": self.headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": self._body})
+
+
+class Elsewhere:
+    """The connection of a request that another ASGI server took, such as Ray Serve's.
+
+    It has what is used of `protocol`'s, and is its own transport and set of callbacks.
+    """
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]]):
+        self._receive, self._request = receive, asyncio.current_task()
+        self._listening: asyncio.Task[None] | None = None
+        self._is_gone = False
+        self.transport = self.on_lost = self
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Call it when the client leaves. The body has been read."""
+        self._listening = asyncio.create_task(self._listen(call))
+
+    def discard(self, call: Callable[[], None]) -> None:
+        """Do not call it any more."""
+        if self._listening is not None:
+            self._listening.cancel()
+
+    async def _listen(self, call: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        call()
+
+    def is_closing(self) -> bool:
+        """Whether the client is known to have left."""
+        return self._is_gone
+
+    def abort(self) -> None:
+        """End the request; the server closes a connection whose answer is not whole."""
+        if self._request is not None and self._request is not asyncio.current_task():
+            self._request.cancel()
 
 
 Handler = Callable[["Call"], Awaitable[Any]]

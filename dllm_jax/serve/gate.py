@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from dllm_jax.serve import logs
 from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone
-from dllm_jax.serve.exchange import Endpoint, Json, Record
+from dllm_jax.serve.exchange import Elsewhere, Endpoint, Json, Record
 from dllm_jax.serve.pipe import Delta, total
 from dllm_jax.serve.refusals import Refusal, error_object
 from dllm_jax.serve.service import Service
@@ -46,6 +45,8 @@ class Gate:
             await send(message)
 
         scope["app"], scope["dllm.record"], scope["dllm.headers"] = self, record, headers
+        if "dllm.connection" not in scope:
+            scope |= {"dllm.connection": Elsewhere(receive), "dllm.body_is_there": False}
         try:
             self._guard.check(scope["path"], headers)
             await self._inner(scope, receive, sending)
@@ -65,12 +66,12 @@ class Gate:
         finally:
             self._tell(scope, headers, record)
 
-    def _answer(self, error: Exception, record: Record) -> Response:
+    def _answer(self, error: Exception, record: Record) -> Json:
         """The error object of an exception."""
         if isinstance(error, Refusal):
             answer = Json(error.body, error.status, headers=error.headers)
             if error.status == 401:
-                answer.headers.append("www-authenticate", BASIC)
+                answer.headers.append((b"www-authenticate", BASIC.encode()))
             return answer
         if isinstance(error, HTTPException):
             if error.status_code == 405:
@@ -119,7 +120,7 @@ class Gate:
             completion_tokens=sum(t.num_tokens for t in record.texts) if record.texts else None,
             cached_tokens=usage and usage.cached_tokens,
             nfe=usage and usage.nfe,
-            tokens_per_forward=usage and round(usage.written / max(usage.nfe, 1), 2),
+            tokens_per_forward=usage and round(100 * usage.written / max(usage.nfe, 1)) / 100,
             queue_ms=usage and _ms(usage.queue_s or 0.0),
             ttfb_ms=usage and _ms(usage.ttfb_s or 0.0),
             e2e_ms=_ms(time.monotonic() - record.started_s),
@@ -138,7 +139,7 @@ def _stop_reasons(texts: Sequence[Delta]) -> list[str] | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e3 * seconds, 2)
+    return None if seconds is None else round(1e5 * seconds) / 100
 
 
 def _cut(scope: Any) -> None:

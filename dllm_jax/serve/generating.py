@@ -33,8 +33,8 @@ async def completions(service: Service, call: Call) -> Any:
                 code="unsupported_parameter",
             )
         suffix = await text.run(len(body.suffix), text.ids, body.suffix, False, "suffix")
-    given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
-    if all(isinstance(one, int) for one in given):
+    given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if set(map(type, given)) == {int}:
         given = [given]
     service.check_texts(len(given) * (body.n or 1))
     prompts = []
@@ -91,7 +91,9 @@ async def _generate(
     """Queue the prompts; the answer once they are accepted."""
     facts, _ = service.ready()
     is_chat = isinstance(body, wire.Chat)
+    num_prompt_tokens = 0
     for i, prompt in enumerate(prompts):
+        num_prompt_tokens += len(prompt.ids)
         if len(prompt.ids) >= facts.max_model_len:
             param = "messages" if is_chat else "prompt"
             param = f"prompt[{i}]" if len(prompts) > 1 else param
@@ -107,10 +109,9 @@ async def _generate(
             raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
     params = _params(body, facts, max_tokens)
     num_texts = len(prompts) * params["n"]
-    service.check_texts(num_texts)
     service.admission.check(service.engine.num_open, facts.num_slots, num_texts, denoise)
-    call.record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    box = await service.engine.submit(
+    call.record.prompt_tokens = num_prompt_tokens
+    box = service.engine.submit(
         prompts,
         params,
         stream=bool(body.stream),
@@ -119,8 +120,13 @@ async def _generate(
         priority=body.priority or 0,
     )
     system = fingerprint(service.config.version, facts)
-    form = Form(is_chat, service.config.model, system, call.record.prompt_tokens)
+    form = Form(is_chat, service.config.model, system, num_prompt_tokens)
     if body.stream:
+        try:
+            await box.accepted()
+        except BaseException:
+            service.engine.release(box)
+            raise
         options = body.stream_options or wire.StreamOptions()
         running = bool(options.continuous_usage_stats)
         stream = EventStream(
@@ -180,6 +186,8 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
 def _ended(service: Service, box: Mailbox, record: Record) -> None:
     """A request has ended, however it did."""
     service.engine.release(box)
+    if box.refusal is not None:  # it never ran
+        return
     service.admission.ended(time.monotonic() - record.started_s)
     for usage in box.usages:
         service.metrics.ended(usage)

@@ -4,13 +4,13 @@ Nothing here waits: a request over a limit is answered at once.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dllm_jax.serve.refusals import Refusal
 
+JSON = "application/json"
 BODY_SECONDS = 30.0  # from the headers to the last byte of a body
 CLIENT_SECONDS = 60.0  # a client that takes nothing for so long is dropped
 KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment line
@@ -118,8 +118,8 @@ async def read_body(
         Refusal: It is of another type, too large, or does not arrive in time.
         ConnectionError: The client left.
     """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    kind = headers.get("content-type", "")
+    if kind != JSON and kind.partition(";")[0].strip().lower() != JSON:
         raise Refusal(
             "the content type is not application/json; send JSON and say so",
             code="unsupported_media_type",
@@ -128,21 +128,11 @@ async def read_body(
     declared = headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > DISCARDED_BYTES:
         raise _too_large(most)
-    parts, size = [], 0
+    if is_there:
+        return await _received(receive, most)
     try:
-        async with contextlib.nullcontext() if is_there else asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ConnectionError("the client left")
-                part = message.get("body", b"")
-                size += len(part)
-                if size > DISCARDED_BYTES:
-                    raise _too_large(most)
-                if size <= most:
-                    parts.append(part)
-                if not message.get("more_body"):
-                    break
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _received(receive, most)
     except TimeoutError:
         raise Refusal(
             f"the body did not arrive within {BODY_SECONDS:g} s; send it again",
@@ -150,6 +140,21 @@ async def read_body(
             status=408,
             headers=_CLOSE,
         ) from None
+
+
+async def _received(receive: Callable[[], Awaitable[Any]], most: int) -> bytes:
+    parts, size, is_whole = [], 0, False
+    while not is_whole:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError("the client left")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > DISCARDED_BYTES:
+            raise _too_large(most)
+        if size <= most:
+            parts.append(part)
+        is_whole = not message.get("more_body")
     if size > most:
         raise _too_large(most)
     return b"".join(parts)

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+_ENCODER = msgspec.json.Encoder()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOGETHER_S = 0.02
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -59,9 +60,8 @@ class Log:
         seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
         now = f"{_second(seconds)}.{milliseconds:03}Z"
         said = {key: value for key, value in fields.items() if value is not None}
-        record = {"ts": now, "level": level, "event": event, **said}
         if self._form == "json":
-            text = msgspec.json.encode(record).decode()
+            text = _ENCODER.encode({"ts": now, "level": level, "event": event, **said}).decode()
         else:
             pairs = " ".join(f"{key}={value}" for key, value in said.items())
             text = f"{now[11:23]} {event} {pairs}"

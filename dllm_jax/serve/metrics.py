@@ -120,7 +120,9 @@ class Metrics:
         self._label: Labels = (("model", model),)
         self._version, self._vllm_names = version, vllm_names
         self._facts: Facts | None = None
-        self._counts, self._totals = Counts(), dict.fromkeys((*_LIVE.values(), _ROUNDS), 0)
+        self._counts = Counts()
+        self._totals = dict.fromkeys((*_LIVE.values(), _ROUNDS), 0)
+        self._before = dict(self._totals)  # of the engines before
         self._counters: dict[tuple[str, Labels], int] = {}
         self._histograms = {name: Histogram(bounds) for name, bounds in BUCKETS.items()}
         self.streams_open = 0
@@ -146,10 +148,9 @@ class Metrics:
         """What a counter stands at."""
         return self._counters.get((name, tuple(labels.items())), 0)
 
-    def observe(self, name: str, value: float | None) -> None:
-        """Add a value to a histogram; None is none."""
-        if value is not None:
-            self._histograms[name].observe(value)
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram."""
+        self._histograms[name].observe(value)
 
     def describe(self, facts: Facts) -> None:
         """What the engine said when it was ready."""
@@ -157,23 +158,30 @@ class Metrics:
 
     def update(self, new: Counts) -> None:
         """The engine's counts; a new engine's begin at zero again."""
-        old = self._counts if new.prompt_tokens >= self._counts.prompt_tokens else Counts()
-        for name in self._totals:
-            self._totals[name] += max(0, getattr(new, name) - getattr(old, name))
-            # What a stop string cut away is counted again only once it is passed.
-            setattr(new, name, max(getattr(new, name), getattr(old, name)))
+        if new.prompt_tokens < self._counts.prompt_tokens:
+            self._before = dict(self._add_up())
         steps = self._histograms["dllm_step_seconds"]
         for ran, seconds in new.steps:
             steps.observe(seconds / ran, ran)
         self._counts = new
 
+    def _add_up(self) -> dict[str, int]:
+        """Totals over all engines; what a stop string cut away does not lower one that was told."""
+        for name, before in self._before.items():
+            total = before + getattr(self._counts, name)
+            self._totals[name] = max(self._totals[name], total)
+        return self._totals
+
     def ended(self, usage: Usage) -> None:
         """A prompt has ended."""
-        self.observe("dllm_time_to_first_block_seconds", usage.ttfb_s)
-        self.observe("dllm_queue_seconds", usage.queue_s)
-        self.observe("dllm_e2e_request_latency_seconds", usage.e2e_s)
+        of = self._histograms
+        if usage.ttfb_s is not None:
+            of["dllm_time_to_first_block_seconds"].observe(usage.ttfb_s)
+        if usage.queue_s is not None:
+            of["dllm_queue_seconds"].observe(usage.queue_s)
+        of["dllm_e2e_request_latency_seconds"].observe(usage.e2e_s)
         if usage.nfe:
-            self.observe("dllm_tokens_per_forward", usage.written / usage.nfe)
+            of["dllm_tokens_per_forward"].observe(usage.written / usage.nfe)
 
     def text(self, state: str) -> str:
         """Everything, as Prometheus reads it."""
@@ -188,6 +196,7 @@ class Metrics:
 
     def _families(self, state: str) -> Iterable[tuple[str, str, list[tuple[Labels, float]]]]:
         counts, label = self._counts, self._label
+        self._add_up()
         usage = counts.num_pages_held / counts.num_pages if counts.num_pages else 0.0
         gauges = {
             "dllm_num_requests_running": counts.num_running,

@@ -119,7 +119,7 @@ class Ready(Message):
 
 
 class Accepted(Message):
-    """Every prompt of an `Add` is queued."""
+    """Every prompt of a streamed `Add` is queued: its answer may begin."""
 
     id: int
 

@@ -65,7 +65,7 @@ class _Protocol(HttpToolsProtocol):
         self._began_before = self._in_head
         super().data_received(data)
         if self._in_head and self._began_before:  # all of the data belongs to the head
-            self._grow(len(data))
+            self._head_bytes += len(data)
             if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self.send_400_response("")
 
@@ -84,15 +84,18 @@ class _Protocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of the target."""
-        self._grow(len(url))
+        self._head_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A whole header."""
-        self._grow(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEADER_BYTES:
             raise ValueError("the head is too large")  # the parser stops; `send_400_response`
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head has ended."""
@@ -124,6 +127,3 @@ class _Protocol(HttpToolsProtocol):
         )
         self.transport.write(b"".join((*head, body)))
         self.transport.close()
-
-    def _grow(self, size: int) -> None:
-        self._head_bytes += size

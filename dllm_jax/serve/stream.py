@@ -16,7 +16,7 @@ import msgspec
 
 from dllm_jax.serve import limits
 from dllm_jax.serve.answers import Form, Window
-from dllm_jax.serve.client import EngineGone, Mailbox
+from dllm_jax.serve.client import Mailbox
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Delta, Frame
 from dllm_jax.serve.refusals import error_object
@@ -92,7 +92,8 @@ class EventStream:
         """
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         box, connection = self._box, scope["dllm.connection"]
-        with listening(connection, box), self._watched(connection.transport):
+        listen(connection, box)
+        with self._watched(connection):
             is_over = False
             while not is_over:
                 await box.wait(self._patience())
@@ -120,7 +121,7 @@ class EventStream:
         return max(0.0, self._frame_at + FRAME_SECONDS - time.monotonic())
 
     @contextlib.contextmanager
-    def _watched(self, transport: asyncio.Transport) -> Generator[None, None, None]:
+    def _watched(self, connection: Any) -> Generator[None, None, None]:
         """Inside, a comment ends a silence, and a client that takes nothing is dropped.
 
         One timer a stream, which is late by no more than it was early: a timeout around each send
@@ -133,7 +134,7 @@ class EventStream:
             most = limits.CLIENT_SECONDS if self._is_sending else limits.KEEP_ALIVE_SECONDS
             left = self._sent_s + most - time.monotonic()
             if left <= 0 and self._is_sending:
-                transport.abort()
+                connection.transport.abort()
                 return
             if left <= 0:
                 self._is_silent, left = True, most
@@ -145,6 +146,7 @@ class EventStream:
             yield
         finally:
             timer.cancel()
+            connection.on_lost.discard(self._box.leave)
 
     def _events(self, deltas: list[Delta]) -> Iterator[bytes]:
         now = time.monotonic()
@@ -224,10 +226,12 @@ async def whole(box: Mailbox, connection: Any) -> list[Delta]:
     Raises:
         ClientGone: The client left.
         RequestFailed: A text ended with an error.
+        Refusal: The engine refuses the request.
         EngineGone: The engine ended first.
     """
     texts: dict[int, Delta] = {}
-    with listening(connection, box):
+    listen(connection, box)
+    try:
         while not (box.is_over and len(texts) == box.num_choices):
             await box.wait()
             if box.is_closed:
@@ -239,8 +243,9 @@ async def whole(box: Mailbox, connection: Any) -> list[Delta]:
                     texts[delta.choice] = delta
                 if delta.finish == "error":
                     raise RequestFailed(delta.error or "no reason given")
-            if box.failure is not None and not box.is_over:
-                raise EngineGone(box.failure)
+            box.check()
+    finally:
+        connection.on_lost.discard(box.leave)
     return [texts[choice] for choice in sorted(texts)]
 
 
@@ -250,13 +255,8 @@ def internal_error(request_id: str) -> dict[str, Any]:
     return error_object(message, 500, None, "internal_error")
 
 
-@contextlib.contextmanager
-def listening(connection: Any, box: Mailbox) -> Generator[None, None, None]:
-    """Inside, the mailbox learns when the client leaves."""
+def listen(connection: Any, box: Mailbox) -> None:
+    """From now on the mailbox learns when the client leaves."""
     connection.on_lost.add(box.leave)
     if connection.transport.is_closing():
         box.leave()
-    try:
-        yield
-    finally:
-        connection.on_lost.discard(box.leave)

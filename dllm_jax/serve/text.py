@@ -86,6 +86,8 @@ class TextSide:
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Refuse ids outside the vocabulary."""
+        if min(ids, default=0) >= 0 and max(ids, default=0) < self.vocab_size:
+            return
         for i, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
                 raise Refusal(

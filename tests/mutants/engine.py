@@ -412,6 +412,8 @@ ROUNDS = [
         "rounds.py",
         denoising_in_long_chunks=("if not step_s or any(", "if not step_s or not any("),
         nobody_is_waited_for=("if scheduler.has_waiting or has_prefix:", "if has_prefix:"),
+        nobody_is_expected=("watched or (is_open and scheduler.has_room)", "watched"),
+        expected_without_a_slot=("(is_open and scheduler.has_room)", "is_open"),
     ),
     *broken(
         "test_scheduler.test_texts_that_must_end_in_flight_are_not_dispatched_again",

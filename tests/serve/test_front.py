@@ -13,15 +13,19 @@ import pytest
 
 from dllm_jax.serve import limits, pipe
 from dllm_jax.serve.answers import Form, Window
+from dllm_jax.serve.app import application
 from dllm_jax.serve.auth import Guard
 from dllm_jax.serve.child import Outbox
 from dllm_jax.serve.client import EngineGone, Mailbox
 from dllm_jax.serve.limits import Admission, Limits
+from dllm_jax.serve.logs import Log
 from dllm_jax.serve.metrics import BUCKETS, HELP, Metrics
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Usage
 from dllm_jax.serve.protocol import _Together
 from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.service import Config, Service
 from dllm_jax.serve.stream import ClientGone, EventStream
+from tests.serve.scripted import HANGS
 
 _NAME = re.compile(r"dllm_[a-z0-9_]+(?=[{])")
 FACTS = Facts("m", "sdar", "multi_bd", 4, 8, {}, 64, 10, -1, 2, "float32", "0")
@@ -71,7 +75,7 @@ def test_a_mailbox_tells_of_the_engines_end():
         box.fail("gone")
         await asyncio.wait_for(box.wait(), 1)
         with pytest.raises(EngineGone, match="gone"):
-            await box.accepted
+            await box.accepted()
 
     asyncio.run(run())
 
@@ -127,6 +131,52 @@ def test_a_silence_has_comments_and_a_client_that_takes_nothing_is_dropped(monke
         assert not one.on_lost
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_another_asgi_server_runs_the_application():
+    """As Ray Serve does: nothing is known of the connection but `receive` and `send`."""
+    config = Config(model="m", launch=pipe.Launch("tests.serve.scripted:make", {}), version="0")
+
+    async def run():
+        service = Service(config, Log("none"))
+        service.engine.start()
+        while service.engine.state != "ready":
+            await asyncio.sleep(0.01)
+        app = application(service)
+
+        async def ask(left, **fields):
+            body = json.dumps({"prompt": "hi", "max_tokens": 64, **fields}).encode()
+            requests, sent = [{"type": "http.request", "body": body}], []
+
+            async def receive():
+                if not requests:
+                    await left.wait()
+                return requests.pop() if requests else {"type": "http.disconnect"}
+
+            async def send(message):
+                sent.append(message)
+
+            headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+            await app(scope | {"headers": headers}, receive, send)
+            return sent
+
+        left = asyncio.Event()
+        _, whole = await ask(left)
+        (choice,) = json.loads(whole["body"])["choices"]
+        events = b"".join(one.get("body", b"") for one in await ask(left, stream=True))
+        pieces = [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n")[:-2]]
+        assert "".join(one["choices"][0]["text"] for one in pieces) == choice["text"]
+        tasks = [asyncio.create_task(ask(left, seed=HANGS, stream=on)) for on in (True, False)]
+        await asyncio.sleep(0.05)
+        left.set()
+        for sent in await asyncio.gather(*tasks):
+            assert all(one.get("more_body", True) for one in sent)  # cut, not ended
+        assert not service.engine.has_open
+        assert service.metrics.counted("dllm_disconnects_total") == 2
+        await service.engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_what_the_front_does_not_read_is_merged_and_delays_nothing():
