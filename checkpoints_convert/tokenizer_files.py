@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_VOCABULARIES = ("tokenizer.json", "vocab.json")  # one of them makes a tokenizer
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # one of them makes a tokenizer
 _MOST_LEVELS = 100  # of nested JSON
 _LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old name of one thing
 
@@ -70,7 +70,7 @@ def present(folder: Path) -> tuple[str, ...]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds a vocabulary."""
-    return any((folder / name).exists() for name in _VOCABULARIES)
+    return any((folder / name).exists() for name in VOCABULARIES)
 
 
 def digest(folder: Path) -> str:

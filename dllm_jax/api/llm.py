@@ -60,7 +60,6 @@ class _Ends(NamedTuple):
     max_seq_len="max_model_len",
     num_gpu_blocks_override="num_pages",
     speculative_config="draft",
-    tokenizer="model",
 )
 class LLM:
     """A model that answers many requests at once.
@@ -70,7 +69,8 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head: As in `dj.load`.
+        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head, tokenizer: As in
+            `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
@@ -117,6 +117,7 @@ class LLM:
         quantization: Quantization | None = None,
         kv_cache_dtype: KVCacheDType = "auto",
         quantize_head: bool = False,
+        tokenizer: str | os.PathLike[str] | None = None,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         warm_up: WarmUp = True,
         calibrate: bool | None = None,
@@ -138,7 +139,7 @@ class LLM:
         self._is_advised = False
         enable_compile_cache()
         how = {"dtype": dtype, "revision": revision, "lora": lora, "quantization": quantization}
-        how["quantize_head"] = quantize_head
+        how |= {"quantize_head": quantize_head, "tokenizer": tokenizer}
         self.model = _model(model, split, kv_cache_dtype, **how)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size

@@ -67,9 +67,6 @@ EXAMPLES = {
     "info": ("", "multi_bd"),
 }
 
-# Planned; refused by name until they work.
-PLANNED_FLAGS = {"--tokenizer": "the tokenizer of the model's folder is used"}
-
 
 class _Help(argparse.HelpFormatter):
     """Help whose indented lines stay as they are."""
@@ -141,8 +138,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError(f"no verb given; use one of {', '.join(VERBS)}, or --help")
     if unknown:
         flag = unknown[0].split("=")[0]
-        if flag in PLANNED_FLAGS:
-            raise UsageError(f"{flag} is not supported yet; {PLANNED_FLAGS[flag]}")
         close = difflib.get_close_matches(flag, _flags(parser, args), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         if not flag.startswith("-"):

@@ -104,6 +104,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_source_flags(group)
     group.add_argument(
+        "--tokenizer",
+        metavar="SRC",
+        help="a folder or a hub id whose tokenizer and chat template are taken (default: those of "
+        "the model)",
+    )
+    group.add_argument(
         "--dtype",
         default="auto",
         choices=DTYPES,

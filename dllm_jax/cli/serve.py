@@ -282,6 +282,7 @@ _OF_ENGINE = (
         "quantization",
         "kv_cache_dtype",
         "quantize_head",
+        "tokenizer",
         "strategy",
         "block_size",
         "buffer_size",

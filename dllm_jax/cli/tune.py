@@ -27,11 +27,11 @@ HALVES = ("hard", "plain")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = (
-        "Greedy. All settings answer the first problems, those left answer as many again. A "
-        "setting leaves when it is shown to be more than the margin below the reference, which "
-        "takes one token a forward where masks are filled (else it is the first setting), or "
-        "slower than one that is shown to be within the margin. A fifth of the problems are kept "
-        "apart, to check the winner."
+        "Greedy. The race finds what all settings on all problems would show: the fastest one "
+        "whose accuracy is at most the margin below the reference's, which takes one token a "
+        "forward where masks are filled (else it is the first setting). A setting leaves when it "
+        "is hardly possible that it is the one, and the race ends when another winner is. A fifth "
+        "of the problems are kept apart, to check the winner."
     )
     flags.add_model_flags(parser)
     flags.add_strategy_flags(parser, repeat="repeat it to race several (default: multi_bd)")
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=flags.whole(1),
         metavar="FORWARDS",
-        help="forwards of all texts at most (default: no limit)",
+        help="forwards of all texts at most (default: 40 %% of what all settings on all problems "
+        "would take)",
     )
     group.add_argument(
         "--y-max",
@@ -208,10 +209,9 @@ def _race(
         )
     bar = tqdm(desc=f"{name}, texts", leave=False, disable=None)
 
-    def play(chosen: Any, run: range) -> Any:
+    def play(chosen: Any, where: Any) -> Any:
         """One program a strategy: settings share its batches."""
         outcomes: dict[int, Any] = {}
-        part = slice(run.start, run.stop)
         for _, group in itertools.groupby(chosen, key=lambda one: id(rows[one][0])):
             members = list(group)
             strategy, draft, *_ = rows[members[0]]
@@ -220,8 +220,8 @@ def _race(
                 model,
                 strategy,
                 [rows[one][-1] for one in members],
-                of.problems[part],
-                prompts=prompts[part],
+                [of.problems[i] for i in where],
+                prompts=[prompts[i] for i in where],
                 draft=draft,
                 is_right=of.is_right,
                 batch_size=args.batch_size,
@@ -279,6 +279,7 @@ def _race(
         "reference": labels[0],
         "settings": settings,
         "winner": labels[result.winner],
+        "doubt": result.doubt,
         "is_shown": result.is_shown,
         "strategy": spec,
         "fields": fields | setting,
@@ -299,7 +300,17 @@ def _stacked(outcomes: list[Any], name: str) -> Any:
 
 def _tuned(facts: dict[str, Any]) -> dict[str, Any]:
     """What `--strategy-config` reads, and where it comes from."""
-    about = ("model", "set", "seed", "margin_points", "winner", "is_shown", "versions", "device")
+    about = (
+        "model",
+        "set",
+        "seed",
+        "margin_points",
+        "winner",
+        "doubt",
+        "is_shown",
+        "versions",
+        "device",
+    )
     fields = {"strategy": facts["strategy"], "fields": facts["fields"]}
     return fields | {"tuned": {name: facts[name] for name in about}}
 
@@ -321,11 +332,12 @@ def table(facts: dict[str, Any]) -> str:
             f"{_figure(row['exact_points'], 1):>24}{_figure(row['tokens_per_forward'], 2):>22}"
             f"  {row['left'] or ''}"
         )
-    shown = "within the margin" if facts["is_shown"] else "nothing faster is shown to be within it"
+    shown = "is" if facts["is_shown"] else "is not shown to be"
     check, aup = facts["check"], facts["aup"]
     lines += [
         "",
-        f"winner: {facts['winner']} ({shown})",
+        f"winner: {facts['winner']}; that all problems show another, {100 * facts['doubt']:.1f} %; "
+        f"on problems unlike these it {shown} within the margin",
         f"on {check['problems']} other problems: {100 * check['accuracy']:.1f} %, the reference "
         f"{100 * check['reference_accuracy']:.1f} %; {check['tokens_per_forward']:.2f} tokens per "
         "forward",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from dllm_jax.convert.packed import MODELOPT
-from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES, read_json
+from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -53,6 +53,15 @@ def fetch_model(name: str, revision: str | None = None) -> Path:
     with _reaching("model", name, revision) as repository:
         folder = repository.fetch_small()
         return repository.fetch_weights(folder, _indexed(folder))
+
+
+def fetch_tokenizer(name: str, revision: str | None = None) -> Path:
+    """A folder with the tokenizer of a hub repository; else as `fetch_model`."""
+    with _reaching("tokenizer", name, revision) as repository:
+        first = next((n for n in VOCABULARIES if n in repository.files), VOCABULARIES[0])
+        message = f"{repository} has no {first}; give the repository of a fast tokenizer"
+        others = [n for n in TOKENIZER_FILES if n != first]
+        return repository.fetch([first, *others], message)
 
 
 def fetch_adapter(name: str, revision: str | None = None) -> Path:

@@ -4,6 +4,7 @@ Data flow: source -> folder (`sources`) or published config -> weights on the ho
 merged in -> weights on the device, leaf by leaf. `checkpoints_convert` reads the files.
 """
 
+import dataclasses
 import math
 import os
 import warnings
@@ -21,7 +22,7 @@ from dllm_jax.convert import tokenizer_files
 from dllm_jax.loading import checkpoints
 from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.loading.model import Model, TokenizerSource
-from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, join
+from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, find_tokenizer, join
 from dllm_jax.models import kv_cache
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import INIT_STD, is_norm
@@ -53,6 +54,7 @@ def load(
     mesh: Mesh | Split | None = None,
     kv_cache_dtype: KVCacheDType = "auto",
     quantize_head: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load a model.
 
@@ -72,6 +74,8 @@ def load(
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
         kv_cache_dtype: As in `with_kv_cache`.
         quantize_head: Round the head to 8 bits as well, a scale for each id; rows stay as they are.
+        tokenizer: A folder or a hub id whose tokenizer and chat template are taken in place of
+            those of `src`. The ids of its masks and ends stay those of `src`.
 
     Returns:
         The model, weights on the default device or on those of the mesh.
@@ -99,12 +103,30 @@ def load(
                 raise LoadError(
                     f"{name}={short_repr(value)}: the weights of {source!r} are drawn; leave it out"
                 )
-        model = _random(source, dtype, quantization, split)
+        model = _spelt(_random(source, dtype, quantization, split), tokenizer)
         return _in_8_bits(model, kv_cache_dtype, quantize_head)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
     folder = find_folder(source, revision)
+    if tokenizer is not None:
+        find_tokenizer(tokenizer)  # an error in it comes before the weights are read
     model = _from_folder(folder, source, dtype, adapter, progress, quantization, split)
-    return _in_8_bits(model, kv_cache_dtype, quantize_head)
+    return _in_8_bits(_spelt(model, tokenizer), kv_cache_dtype, quantize_head)
+
+
+def _spelt(model: Model, tokenizer: str | os.PathLike[str] | None) -> Model:
+    """The model with another tokenizer."""
+    if tokenizer is None:
+        return model
+    folder = find_tokenizer(tokenizer)
+    last, size = max(tokenizer_files.read_parts(folder).texts), model.config.vocab_size
+    if last >= size:
+        raise LoadError(
+            f"tokenizer={short_repr(os.fspath(tokenizer))} has id {last}, {model.source!r} has "
+            f"ids below {size}; give the tokenizer of its family"
+        )
+    source = TokenizerSource(tokenizer_files.digest(folder), folder)
+    defaults = dataclasses.replace(model.defaults, vocab_limit=last + 1)
+    return model.replace(tokenizer_source=source, defaults=defaults)
 
 
 def _in_8_bits(model: Model, kv_cache_dtype: KVCacheDType, quantize_head: bool) -> Model:

@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 
+from dllm_jax.convert.tokenizer_files import has_tokenizer
 from dllm_jax.loading import hub
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
@@ -99,6 +100,26 @@ def find_adapter(lora: str | os.PathLike[str]) -> Path:
         what = f"holds no {hub.ADAPTER_CONFIG}" if os.path.isdir(Path(name)) else "is no folder"
         raise LoadError(
             f"lora={name!r} {what}; give the folder of a PEFT adapter, or a hub id org/name"
+        )
+    return Path(name)
+
+
+def find_tokenizer(tokenizer: str | os.PathLike[str]) -> Path:
+    """The folder of a tokenizer, fetched from the hub where it is a hub id.
+
+    Raises:
+        LoadError: If there is none.
+    """
+    name = os.fspath(tokenizer)
+    if name.startswith("builtin:"):
+        return find_folder(name)
+    if _is_hub_id(name):
+        return _fetched(hub.fetch_tokenizer, name, None)
+    if not name or not os.path.isdir(name) or not has_tokenizer(Path(name)):
+        what = "holds no tokenizer.json" if name and os.path.isdir(name) else "is no folder"
+        raise LoadError(
+            f"tokenizer={reprlib.repr(name)} {what}; give the folder of a fast tokenizer, or a hub "
+            "id org/name"
         )
     return Path(name)
 

@@ -7,7 +7,7 @@ returns a `WindowOutput`, from which predictions and the deferred store are take
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,15 @@ from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cache import page_slots, write_rows
 from dllm_jax.runner.expectation import read_expected
-from dllm_jax.runner.readout import read_classes, read_soft, read_stats
+from dllm_jax.runner.readout import (
+    by_row,
+    is_plain,
+    read_classes,
+    read_ids,
+    read_soft,
+    read_stats,
+    reads_ids,
+)
 from dllm_jax.strategies.core import blocks, constraint
 from dllm_jax.strategies.core.protocol import (
     Conditioned,
@@ -478,6 +486,75 @@ class WindowOutput(struct.PyTreeNode):
         sampling = greedy(B) if sampling is None else sampling
         cell_keys, keys = keys, None if keys is None else read(keys)
         forbidden = functools.partial(self.forward.forbidden, allow=allow)
+        if penalty is not None:
+            penalty = read(penalty[0]), read(penalty[1])
+        of_rows = {
+            "forbidden": forbidden,
+            "penalty": penalty,
+            "confidence": confidence,
+            "guide": None if guide is None else (read(guide[0]._aligned()), guide[1]),
+            "shard": self.forward.shard,
+        }
+        unembed = self.forward.unembed
+
+        def as_cells(leaf: Array) -> Array:
+            rows = leaf.reshape(B, T, *leaf.shape[1:])
+            return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
+
+        def widened(leaves: Any) -> Any:
+            return jax.tree.map(lambda leaf: _widened(leaf, first, K * S), leaves)
+
+        seen = self.seen
+        wanted: Any = where
+        if seen is not None:
+            wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
+            if fixed is not None:
+                is_free = (seen.kind == constraint.KNOWN) & ~fixed.reshape(B, K * S)
+                seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
+
+        def planned(
+            seen: constraint.View, keys: Array | None, cell_keys: Array | None
+        ) -> constraint.Plan:
+            classes = widened(read_classes(unembed, rows, seen, sampling, keys, **of_rows))
+            draw = None
+            if cell_keys is not None:
+                draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
+            if behind is None:
+                return constraint.plan(seen, classes, wanted, draw)
+            return constraint.plan_each(seen, classes, wanted, behind.reshape(B, K * S), draw)
+
+        def in_one_pass(
+            seen: constraint.View,
+        ) -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+            """Both by kernels; also the plan of tokens that are not drawn."""
+            how = {"forbidden": forbidden, "penalty": penalty, "num_top": num_top}
+            head = cast(Head, unembed)
+
+            def alike() -> tuple[TokenStats, constraint.Plan]:
+                stats, ids = read_ids(head, rows, seen.grammar, **how)
+                return stats, constraint.plan_of_ids(seen, widened(ids), wanted)
+
+            # A slot's path must not depend on its neighbours: each has its own way in both.
+            plain = is_plain(sampling)
+            mine = plain & ~(seen.bound & seen.grammar.by_mass)
+
+            def mixed() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+                stats, likeliest = alike()
+                drawn = read_stats(
+                    lambda rows: head(rows), rows, sampling, keys, num_top=num_top, **of_rows
+                )
+                stats = by_row(jnp.repeat(plain, T), stats, drawn)
+                others = seen.replace(bound=seen.bound & ~mine)
+                plan = by_row(mine, likeliest, planned(others, keys, cell_keys))
+                return stats, plan, likeliest
+
+            def one() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+                stats, plan = alike()
+                return stats, plan, plan
+
+            return jax.lax.cond(jnp.all(mine), one, mixed)
+
+        plan = likeliest = None
         if soft:
             if penalty is not None or guide is not None or confidence != "drawn" or num_top > 1:
                 raise ValueError(
@@ -487,59 +564,24 @@ class WindowOutput(struct.PyTreeNode):
             head = self.forward.tied_head
             how = {"forbidden": forbidden, "num_top": num_top, "shard": self.forward.shard}
             stats = read_expected(head, rows, sampling, keys, **how)
+        elif (
+            seen is None
+            or behind is not None
+            or guide is not None
+            or self.forward.shard is not None
+            or not reads_ids(unembed, rows, num_top)
+        ):
+            stats = read_stats(unembed, rows, sampling, keys, num_top=num_top, **of_rows)
         else:
-            stats = read_stats(
-                self.forward.unembed,
-                rows,
-                sampling,
-                keys,
-                forbidden=forbidden,
-                penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
-                confidence=confidence,
-                num_top=num_top,
-                guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
-                shard=self.forward.shard,
-            )
-
-        def as_cells(leaf: Array) -> Array:
-            rows = leaf.reshape(B, T, *leaf.shape[1:])
-            return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
-
+            stats, plan, likeliest = in_one_pass(seen)
         stats = jax.tree.map(as_cells, stats)
         expected = stats.soft
-        if self.seen is not None:
-            seen = self.seen
-            if fixed is not None:
-                is_free = (seen.kind == constraint.KNOWN) & ~fixed.reshape(B, K * S)
-                seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
-            wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
-
-            def planned(keys: Array | None, cell_keys: Array | None) -> constraint.Plan:
-                classes = read_classes(
-                    self.forward.unembed,
-                    rows,
-                    seen,
-                    sampling,
-                    keys,
-                    forbidden=forbidden,
-                    penalty=None if penalty is None else (read(penalty[0]), read(penalty[1])),
-                    confidence=confidence,
-                    guide=None if guide is None else (read(guide[0]._aligned()), guide[1]),
-                    shard=self.forward.shard,
-                )
-                classes = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), classes)
-                draw = None
-                if cell_keys is not None:
-                    tempered = sampling.temperature > 0
-                    draw = constraint.Draw(tempered, cell_keys.reshape(B, K * S))
-                if behind is None:
-                    return constraint.plan(seen, classes, wanted, draw)
-                before = behind.reshape(B, K * S)
-                return constraint.plan_each(seen, classes, wanted, before, draw)
-
-            plan, bound = planned(keys, cell_keys), seen.bound[:, None, None]
+        if seen is not None:
+            plan = planned(seen, keys, cell_keys) if plan is None else plan
+            bound = seen.bound[:, None, None]
             if fixed is not None and num_top:
-                likeliest = planned(None, None).token.reshape(B, K, S)
+                likeliest = planned(seen, None, None) if likeliest is None else likeliest
+                likeliest = likeliest.token.reshape(B, K, S)
                 takes = bound & (likeliest >= 0) & (stats.token != NO_TOKEN)
                 top = jnp.where(takes, likeliest, stats.top_ids[..., 0])
                 stats = stats.replace(top_ids=stats.top_ids.at[..., 0].set(top))

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax.kernels import grammar_path
+from dllm_jax.kernels.token_readout import ID_STEP
 from dllm_jax.strategies.core.constraint import DEAD, FREE, NO_CLASS, NO_LABEL, Constraint, Grammar
 
 WIDE = 256  # a class with more ids is read by masked maxima
@@ -152,7 +154,13 @@ def arrays(
     counts = np.bincount(class_of, minlength=delta.shape[1])
     is_wide = (counts > WIDE) & (np.arange(len(counts)) != NO_CLASS)
     narrow = np.flatnonzero(~is_wide[class_of] & (class_of != NO_CLASS))
+    order = np.argsort(class_of[narrow], kind="stable")
     _, first = np.unique(class_of, return_index=True)
+    wide = np.flatnonzero(is_wide)
+    codes = np.zeros(len(class_of), np.int32)
+    codes[narrow] = np.arange(len(narrow)) + 1
+    for place, number in enumerate(wide):
+        codes[class_of == number] = -(place + 1)
     lowest = np.zeros(delta.shape[1], np.int32)
     lowest[class_of[first]] = first
     return {
@@ -163,9 +171,18 @@ def arrays(
         "pair_class": np.array([one for _, one in pairs], np.int32),
         "distance": np.asarray(distance),
         "class_of": class_of,
-        "wide": np.flatnonzero(is_wide),
+        "wide": wide,
         "narrow": narrow,
         "narrow_class": class_of[narrow],
+        "narrow_order": order,
+        "narrow_from": np.searchsorted(narrow, np.arange(0, len(class_of) + ID_STEP, ID_STEP)),
+        "class_from": np.searchsorted(class_of[narrow][order], np.arange(delta.shape[1] + 1)),
+        "label_from": np.searchsorted([n for n, _ in pairs], np.arange(len(numbers) + 2)),
+        "num_states": np.asarray(len(delta), np.int32),
+        "num_edges": np.asarray(most, np.int32),
+        "num_wide": np.asarray(len(wide), np.int32),
+        "num_narrow": np.asarray(len(narrow), np.int32),
+        "codes": codes,
         "lowest": lowest,
         "end": np.asarray(end, np.int32),
         "by_mass": np.asarray(False),
@@ -198,6 +215,15 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         "wide": ((of.wide,), small),
         "narrow": ((of.narrow,), np.int32),
         "narrow_class": ((of.narrow,), small),
+        "narrow_order": ((of.narrow,), small),
+        "narrow_from": ((-(-num_ids // ID_STEP) + 1,), np.int32),
+        "class_from": ((C + 1,), small),
+        "label_from": ((of.labels + 1,), small),
+        "codes": ((num_ids,), np.int32),
+        "num_states": ((), np.int32),
+        "num_edges": ((), np.int32),
+        "num_wide": ((), np.int32),
+        "num_narrow": ((), np.int32),
         "lowest": ((C,), np.int32),
         "end": ((), np.int32),
         "by_mass": ((), np.bool_),
@@ -211,7 +237,7 @@ def padded(given: Ready, to: Sizes) -> Grammar:
         own = given.arrays[name]
         leaves[name] = np.zeros(shape, dtype)
         leaves[name][tuple(map(slice, own.shape))] = own
-    return Grammar(**leaves, num_labels=to.labels)
+    return Grammar(**leaves, num_labels=to.labels, kernels=grammar_path.choose())
 
 
 def num_bytes(given: Ready) -> int:
@@ -227,7 +253,8 @@ def empty(num_slots: int, of: Sizes, num_ids: int) -> Constraint:
         for name, (shape, dtype) in _shapes(of, num_ids).items()
     }
     nothing = jnp.zeros((num_slots,), jnp.int32)
-    return Constraint(Grammar(**leaves, num_labels=of.labels), nothing, nothing > 0)
+    grammar = Grammar(**leaves, num_labels=of.labels, kernels=grammar_path.choose())
+    return Constraint(grammar, nothing, nothing > 0)
 
 
 def bucket_of(given: Ready, now: Sizes | None) -> Sizes:
@@ -249,7 +276,8 @@ def grown(now: Constraint, to: Sizes) -> Constraint:
 
     if now.grammar.num_labels == to.labels and now.grammar.delta.shape[1] == to.states:
         return now
-    grammar = Grammar(**{name: fill(name) for name in wanted}, num_labels=to.labels)
+    leaves = {name: fill(name) for name in wanted}
+    grammar = now.grammar.replace(**leaves, num_labels=to.labels)
     return now.replace(grammar=grammar)
 
 

@@ -422,9 +422,8 @@ def _decode(programs, state, requests):
     return _steps(programs, state, requests)
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
 @_per_device
-def decode_bound(programs, state, requests, bound):
+def _decode_bound(programs, state, requests, bound):
     """Steps of some slots, of which some have a grammar: see `_steps`."""
     return _steps(programs, state, requests, bound)
 
@@ -443,12 +442,11 @@ def move(grammars, slot, at):
 
 
 decode = jax.jit(_decode, donate_argnames=("state",))
+decode_bound = jax.jit(_decode_bound, donate_argnames=("state",))
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
-decode_many = jax.jit(
-    _decode,
-    donate_argnames=("state",),
-    compiler_options={"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
-    | _NO_TRITON_PRODUCTS,
-)
+_MANY = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
+_MANY |= _NO_TRITON_PRODUCTS
+decode_many = jax.jit(_decode, donate_argnames=("state",), compiler_options=_MANY)
+decode_bound_many = jax.jit(_decode_bound, donate_argnames=("state",), compiler_options=_MANY)

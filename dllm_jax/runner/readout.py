@@ -12,9 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dllm_jax.kernels.token_readout import MOSAIC_ROWS, TRITON_ROWS, choose, token_readout
+from dllm_jax.kernels.token_readout import (
+    MOSAIC_ROWS,
+    TRITON_ROWS,
+    IdClasses,
+    choose,
+    choose_with_classes,
+    class_readout,
+    token_readout,
+)
 from dllm_jax.models.head import Head
-from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, View
+from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, IdStats, View
 from dllm_jax.strategies.core.protocol import TokenStats
 from dllm_jax.strategies.core.sampling import (
     Shard,
@@ -149,7 +157,7 @@ def read_stats(
 
     # Top-k and the nucleus need all logits, and noise is cheaper outside the kernel. A row's path
     # must not depend on its neighbours: rows that are drawn must not change its rounding.
-    plain = (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
+    plain = is_plain(sampling)
 
     def all_plain() -> TokenStats:
         return in_chunks(in_kernel, (hidden, penalty), at_once, at_once)
@@ -159,11 +167,70 @@ def read_stats(
         plain_rows = jnp.repeat(plain, of_slot)
         return jax.lax.cond(
             jnp.any(plain),
-            lambda: jax.tree.map(lambda a, b: _by_row(plain_rows, a, b), all_plain(), drawn),
+            lambda: by_row(plain_rows, all_plain(), drawn),
             lambda: drawn,
         )
 
     return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
+
+
+def is_plain(sampling: Sampling) -> Array:
+    """Slots that a kernel reads: those that take likeliest tokens of whole laws."""
+    return (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
+
+
+def reads_ids(unembed: Any, hidden: Array, num_top: int) -> bool:
+    """Whether `read_ids` is what reads these rows here."""
+    if not isinstance(unembed, Head):
+        return False
+    return choose_with_classes(hidden, unembed.weights, num_top, len(hidden)) != "xla"
+
+
+def read_ids(
+    head: Head,
+    hidden: Float[Array, "R D"],
+    grammar: Grammar,
+    *,
+    forbidden: Callable[[Any], Any],
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    num_top: int = 0,
+) -> tuple[TokenStats, IdStats]:
+    """Likeliest tokens, leading axis R, and what the rows say of the ids of their slot's grammar.
+
+    Both come from one pass over the head, as `read_stats` of greedy rows.
+    """
+    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
+    classes = IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
+    B = len(classes.codes)
+    T = len(hidden) // B
+
+    def of_slots(rows: Any) -> Any:
+        flat, classes = rows
+        hidden, penalty = jax.tree.map(as_rows, flat)
+        read, ids = class_readout(
+            hidden,
+            head.weights,
+            never,
+            classes,
+            scale=head.scale,
+            cap=head.cap,
+            penalty=penalty,
+            num_top=num_top,
+        )
+        return by_slot((settled(TokenStats(**read._asdict())), IdStats(*ids)))
+
+    def by_slot(rows: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.reshape(len(leaf) // T, T, *leaf.shape[1:]), rows)
+
+    def as_rows(leaf: Array) -> Array:
+        return leaf.reshape(len(leaf) * T, *leaf.shape[2:])
+
+    at_once = TRITON_ROWS
+    if choose_with_classes(hidden[:MOSAIC_ROWS], head.weights, num_top, T) == "mosaic":
+        at_once = MOSAIC_ROWS
+    slots = max(1, at_once // T)
+    stats, ids = in_chunks(of_slots, (by_slot((hidden, penalty)), classes), slots, slots)
+    return jax.tree.map(as_rows, stats), ids
 
 
 def ids_of(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
@@ -321,8 +388,13 @@ def _class_masses(
     return jnp.log(mass if shard is None else shard.total(mass))
 
 
-def _by_row(which: Array, a: Array, b: Array) -> Array:
-    return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+def by_row(which: Array, a: Any, b: Any) -> Any:
+    """Rows of `a` where `which` is, else of `b`."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(pick, a, b)
 
 
 def read_soft(

@@ -37,7 +37,7 @@ from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
 _REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page")
-_REPLAYED += ("decode", "decode_many", "decode_bound")
+_REPLAYED += ("decode", "decode_many", "decode_bound", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -659,14 +659,16 @@ class ModelRunner:
             early=early,
             pages=pages,
         )
+        many = self.layout.many_rows
+        is_many = many is not None and len(rows) >= many
         if any(bound):
             which = np.zeros((len(rows),), bool)
             which[: len(bound)] = bound
             key = ("decode with grammars", *pages.shape, self._bucket)
             args = requests, which
-            return Call(key, programs.decode_bound, self._priced(len(rows)), args, bound=True)
-        many = self.layout.many_rows
-        program = programs.decode if many is None or len(rows) < many else programs.decode_many
+            program = programs.decode_bound_many if is_many else programs.decode_bound
+            return Call(key, program, self._priced(len(rows)), args, bound=True)
+        program = programs.decode_many if is_many else programs.decode
         return Call(("decode", *pages.shape), program, self._priced(len(rows)), (requests,))
 
     def _priced(self, num_slots: int) -> Programs:

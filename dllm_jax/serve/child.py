@@ -364,7 +364,7 @@ def facts_of(llm: Any) -> Facts:
         dtype=str(max(leaves, key=lambda leaf: leaf.size).dtype),
         jax=jax.__version__,
         tokenizer_folder=folder,
-        infill=layout.in_window,
+        infill=strategy.needs.takes_given,
         causal=_name(strategy) == "ar",
         drafts=_name(strategy) == "dflash",
         temperature=usual.temperature,

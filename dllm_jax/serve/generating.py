@@ -27,8 +27,8 @@ async def completions(service: Service, call: Call) -> Any:
     if body.suffix is not None:
         if not facts.infill:
             raise Refusal(
-                f"suffix: the strategy {facts.strategy!r} does not see what follows a hole; "
-                "start the server with --strategy full_sequence",
+                f"suffix: the strategy {facts.strategy!r} does not see what follows a hole; start "
+                "the server with one that does, such as multi_bd or full_sequence",
                 param="suffix",
                 code="unsupported_parameter",
             )

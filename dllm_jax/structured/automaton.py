@@ -93,7 +93,7 @@ def closed(
     for parents, letters in words.levels:
         pairs = of_level[-1][parents] * count + letter_class[letters]
         pairs[of_level[-1][parents] == 0] = 0
-        each, places = np.unique(pairs, return_inverse=True)
+        each = np.unique(pairs)
         onto = np.zeros(len(each), np.int64)
         for place, pair in enumerate(each.tolist()):
             if pair < count:  # behind what is dead
@@ -105,14 +105,14 @@ def closed(
                 if steps[pair] == len(maps):
                     maps.append(row)
             onto[place] = steps[pair]
-        of_level.append(onto[places.reshape(-1)])
+        of_level.append(onto[np.searchsorted(each, pairs)])
     class_of = np.zeros(words.num_ids, np.int64)
     for depth, level in enumerate(of_level[1:]):
         here = words.depths == depth
         class_of[words.ids[here]] = level[words.nodes[here]]
     class_of[[i for i in (*map(int, never), *stop_ids) if 0 <= i < len(class_of)]] = 0
-    used, class_of = np.unique(np.append(0, class_of), return_inverse=True)
-    class_of = class_of.reshape(-1)[1:].astype(np.int32)
+    used = np.unique(np.append(0, class_of))
+    class_of = np.searchsorted(used, class_of).astype(np.int32)
     end, stop = S, len(used)
     delta = np.zeros((S + 1, stop + 1), np.int32)
     delta[:S, :stop] = np.stack([maps[number] for number in used], axis=1)

@@ -1,24 +1,34 @@
 """From hidden rows to a token and its statistics as one operation: no logits in memory."""
 
 from .api import (
+    ID_STEP,
     MOSAIC_ROWS,
     SHARE,
     TRITON_ROWS,
+    IdClasses,
+    IdReadout,
     LawReadout,
     TokenReadout,
     choose,
+    choose_with_classes,
+    class_readout,
     law_readout,
     token_readout,
 )
 from .reference import of_law
 
 __all__ = [
+    "ID_STEP",
     "MOSAIC_ROWS",
     "SHARE",
     "TRITON_ROWS",
+    "IdClasses",
+    "IdReadout",
     "LawReadout",
     "TokenReadout",
     "choose",
+    "choose_with_classes",
+    "class_readout",
     "law_readout",
     "of_law",
     "token_readout",

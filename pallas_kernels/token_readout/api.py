@@ -16,7 +16,10 @@ from .. import dispatch
 from ..dispatch import BackEnd
 from . import mosaic, reference, triton
 from .head import Fp8Head
+from .result import ID_STEP as ID_STEP
 from .result import SHARE as SHARE
+from .result import IdClasses as IdClasses
+from .result import IdReadout as IdReadout
 from .result import LawReadout, TokenReadout
 
 Implementation = Literal["xla", "triton", "mosaic"]
@@ -31,6 +34,8 @@ TRITON_ROWS = 1024
 # 4,357 (in quarters) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
 # (benchmarks/results/readout_mosaic_h200.json).
 FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
+# Whether the forms that also read by classes were measured and were faster.
+TRITON_CLASSES, MOSAIC_CLASSES = False, False
 
 
 def token_readout(
@@ -80,6 +85,42 @@ def token_readout(
     )
 
 
+def class_readout(
+    hidden: Float[Array, "R D"],
+    head: Float[Array, "V D"] | Fp8Head,
+    forbidden: Bool[Array, " V"],
+    classes: IdClasses,
+    *,
+    scale: float = 1.0,
+    cap: float | None = None,
+    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
+    num_top: int = 0,
+    implementation: Implementation | None = None,
+) -> tuple[TokenReadout, IdReadout]:
+    """`token_readout` in one pass with what the rows say of classes of ids, slot by slot.
+
+    A row's readout does not depend on the classes, its own or others'.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    _check(hidden, head, forbidden)
+    if len(hidden) % len(classes.codes):
+        raise ValueError(f"{hidden.shape=} must be rows of {len(classes.codes)} slots, each alike")
+    return dispatch.run(
+        implementation,
+        _with_classes(hidden, head, num_top, len(hidden) // len(classes.codes)),
+        hidden,
+        head,
+        forbidden,
+        classes,
+        scale=scale,
+        cap=cap,
+        penalty=penalty,
+        num_top=num_top,
+    )
+
+
 def law_readout(
     hidden: Float[Array, "R D"],
     head: Float[Array, "V D"],
@@ -113,6 +154,32 @@ def law_readout(
 def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation:
     """The name of the back end that `implementation=None` runs for such arguments."""
     return dispatch.choose(None, _back_ends(hidden, head, num_top))
+
+
+def choose_with_classes(
+    hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
+) -> Implementation:
+    """The same of `class_readout`, of which a slot has `of_slot` rows."""
+    return dispatch.choose(None, _with_classes(hidden, head, num_top, of_slot))
+
+
+def _with_classes(
+    hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
+) -> dict[Implementation, BackEnd]:
+    rows = len(hidden)
+    if isinstance(head, Fp8Head):
+        on_mosaic = "has no form for a head in 8 bits"
+    else:
+        on_mosaic = mosaic.unsupported_classes(rows, of_slot)
+        on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
+    is_fast = FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS and MOSAIC_CLASSES
+    return {
+        "mosaic": BackEnd(mosaic.read_classes, on_mosaic, is_fast),
+        "triton": BackEnd(
+            triton.read_classes, triton.unsupported(hidden, head, num_top), TRITON_CLASSES
+        ),
+        "xla": BackEnd(reference.read_classes),
+    }
 
 
 def _back_ends(hidden: Array, head: Array | Fp8Head, num_top: int) -> dict[Implementation, BackEnd]:

@@ -20,7 +20,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .result import SHARE, LawReadout, Part, TokenReadout, finish, joined
+from .result import (
+    ID_STEP,
+    SHARE,
+    IdClasses,
+    IdReadout,
+    LawReadout,
+    Part,
+    TokenReadout,
+    finish,
+    joined,
+    joined_maxima,
+)
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
 _TILE_ROWS = _CONSUMERS * _ROWS
@@ -31,6 +42,8 @@ _MULTIPROCESSORS = 132
 _STAGES = {256: 4, 192: 5}  # ids of a tile: buffers that there is room for
 _TILE_IDS = 48  # ids in whose time a tile begins and ends, about
 _NEVER = -1e38  # logit of ids that are not chosen; finite, so that differences are finite
+_LEAST = -3e38  # less than that
+_NO_ID = 1 << 24
 _LOG2_E = 1.4426950408889634
 
 
@@ -80,6 +93,13 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
     return None if not num_top else f"names no likeliest ids but the first, got {num_top=}"
 
 
+def unsupported_classes(num_rows: int, of_slot: int) -> str | None:
+    """Why no device can read so many rows by classes, so many of a slot, or None."""
+    if of_slot == num_rows or of_slot % _ROWS == 0:
+        return None
+    return f"needs a slot's rows in a multiple of {_ROWS}, got {of_slot}"
+
+
 def unsupported_law(hidden: Array, head: Array) -> str | None:
     """Why this back end cannot read laws of these arguments here, or None."""
     if len(head) % SHARE:
@@ -123,9 +143,41 @@ def read(
     # NumPy arrays stay constants of the program; a `jit` would make them arguments.
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
-    parts, _ = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty, None)
-    none = jnp.zeros((len(hidden), 0))
-    return finish(joined(parts), none.astype(jnp.float32), none.astype(jnp.int32))
+    parts, _ = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty, None, None)
+    return _finished(joined(parts))
+
+
+def read_classes(
+    hidden: Array,
+    head: Array,
+    forbidden: Array,
+    classes: IdClasses,
+    *,
+    scale: float,
+    cap: float | None,
+    penalty: tuple[Array, Array] | None,
+    num_top: int,
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> tuple[TokenReadout, IdReadout]:
+    """See `api.class_readout`; `interpret` as in `read`."""
+    if num_top:
+        raise ValueError(f"{num_top=} must be 0")
+    tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
+    given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling), penalty, None, classes
+    parts, found = _run(
+        hidden, head, *given, scale=scale, cap=cap, tiling=tiling, interpret=interpret
+    )
+    whole = joined(parts)
+    wide, token = joined_maxima(found["wide"], found["wide_token"])
+    log_mass = whole.peak + jnp.log(whole.mass)
+    ids = IdReadout(found["narrow_logit"].T, wide.T, token.T, log_mass)
+    return _finished(whole), ids
+
+
+def _finished(whole: Part) -> TokenReadout:
+    none = jnp.zeros((len(whole.peak), 0))
+    return finish(whole, none.astype(jnp.float32), none.astype(jnp.int32))
 
 
 def read_law(
@@ -146,12 +198,13 @@ def read_law(
     run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     heat = 1.0 / temperature.astype(jnp.float32)
-    parts, weights = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, None, heat)
+    given = *given, None, heat, None
+    parts, found = jax.custom_batching.sequential_vmap(run)(hidden, head, *given)
     whole, (R, V) = joined(parts), (len(hidden), len(head))
     # Each tile's weights are relative to its own peak.
     known = parts.peak > -jnp.inf
     brought = jnp.where(known, jnp.exp(parts.peak - whole.peak[:, None]), 0.0)[:, : V // SHARE]
-    weights = weights.reshape(R, -1, SHARE).astype(jnp.float32) * brought[:, :, None]
+    weights = found["weights"].reshape(R, -1, SHARE).astype(jnp.float32) * brought[:, :, None]
     return LawReadout(
         token=whole.token,
         rest=jnp.where(whole.mass > 0, whole.mass - 1, jnp.nan),
@@ -163,9 +216,13 @@ def read_law(
 
 @functools.partial(jax.jit, static_argnames=("scale", "cap", "tiling", "interpret"))
 def _run(
-    hidden, head, forbidden, has_forbidden, penalty, heat, *, scale, cap, tiling, interpret
-) -> tuple[Part, Array | None]:
-    """One launch: the parts of all tiles and, where there is `heat`, weights by tile."""
+    hidden, head, forbidden, has_forbidden, penalty, heat, classes, *, scale, cap, tiling, interpret
+) -> tuple[Part, dict[str, Array]]:
+    """One launch: the parts of all tiles.
+
+    And, by name: where there is `heat`, weights by tile; where there are classes, what rows say of
+    them, rows behind.
+    """
     (R, D), V, ids = hidden.shape, len(head), tiling.ids
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
     row_tiles = -(-R // _TILE_ROWS // of_rows) * of_rows
@@ -190,6 +247,15 @@ def _run(
     }
     if heat is not None:
         shapes["weights"] = jax.ShapeDtypeStruct((row_tiles * _TILE_ROWS, V), hidden.dtype)
+    of_slot = R
+    if classes is not None:
+        names = "codes", "num_wide", "narrow", "narrow_from"
+        named |= {name: getattr(classes, name).astype(jnp.int32) for name in names}
+        of_slot = R // len(classes.codes)
+        rows, (N, M) = row_tiles * _TILE_ROWS, (classes.narrow.shape[1], classes.wide.shape[1])
+        shapes["narrow_logit"] = jax.ShapeDtypeStruct((N, rows), jnp.float32)
+        shapes["wide"] = jax.ShapeDtypeStruct((M, rows, id_tiles), jnp.float32)
+        shapes["wide_token"] = jax.ShapeDtypeStruct((M, rows, id_tiles), jnp.int32)
     swizzled = (
         plgpu.TilingTransform((8, _STEP)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(2 * _STEP),  # pyright: ignore[reportAbstractUsage]
@@ -217,6 +283,7 @@ def _run(
             logit_of=functools.partial(_logit, scale=scale, cap=cap),
             tiling=tiling,
             tiles=(tiles, workers, row_tiles // of_rows),
+            of_slot=of_slot,
         )
 
     out = plgpu.kernel(
@@ -233,9 +300,9 @@ def _run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*named.values())
-    found = {name: leaf[:R] for name, leaf in zip(shapes, out, strict=True)}
-    weights = found.pop("weights", None)
-    return Part(**found), weights
+    found = dict(zip(shapes, out, strict=True))
+    parts = Part(**{name: found.pop(name)[:R] for name in Part._fields})
+    return parts, {n: leaf[:R] if n == "weights" else leaf[:, :R] for n, leaf in found.items()}
 
 
 def _has_forbidden(forbidden, tiling):
@@ -270,7 +337,7 @@ def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
     return cap - (2 * cap) / (jnp.exp(logit * (2 / cap)) + 1.0)
 
 
-def _block(given, out, scratch, *, logit_of, tiling, tiles):
+def _block(given, out, scratch, *, logit_of, tiling, tiles, of_slot):
     """One thread block: its tiles one after another."""
     num_tiles, workers, row_groups = tiles
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -358,9 +425,14 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
 
         logit = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
         row = pl.multiple_of(rows * _ROWS, _ROWS)
-        part = _part(logit_of(logit), special, row, start, id_tile * ids, given, out.get("weights"))
-        for name, values in part._asdict().items():
+        place = special, row, start, id_tile * ids
+        logit = _restricted(logit_of(logit), *place, given)
+        for name, values in _part(logit, row, start, out.get("weights"))._asdict().items():
             out[name][pl.ds(row, _ROWS), id_tile] = values
+        if "codes" in given:
+            slot = jax.lax.div(row, _whole(of_slot))
+            slot = jnp.minimum(slot, given["codes"].shape[0] - 1)  # of rows that fill up a tile
+            _put_classes(logit, row, start, id_tile, slot, given, out)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
@@ -368,22 +440,14 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles):
         jax.lax.fori_loop(0, mine, compute_tile, None)
 
 
-def _part(logit, special, row, start, first, given, weights) -> Part:
-    """The readout of a warpgroup's tile, whose ids begin at `start` and count from `first` on.
-
-    Args:
-        weights: Where they go; None: nowhere.
-    """
+def _restricted(logit, special, row, start, first, given) -> Array:
+    """Logits of a warpgroup's tile, whose ids begin at `start` and count from `first` on."""
     layout = plgpu.Layout.WGMMA
     by_row, by_id = layout.reduce(1), layout.reduce(0)
-    shape, part_shape = logit.shape, (_ROWS, _CHUNK)
-    chunks = range(shape[1] // _CHUNK)
-
-    def down(values, shape):
-        return jax.lax.broadcast_in_dim(values, shape, [0])
+    shape = logit.shape
 
     if "heat" in given:
-        logit *= down(_loaded(given["heat"].at[pl.ds(row, _ROWS)], by_row), shape)
+        logit *= _down(_loaded(given["heat"].at[pl.ds(row, _ROWS)], by_row), shape)
 
     def restricted(logit):
         token = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
@@ -395,17 +459,32 @@ def _part(logit, special, row, start, first, given, weights) -> Part:
                 _loaded(given[name].at[pl.ds(row, _ROWS)], by_row)
                 for name in ("penalty_ids", "penalties")
             )
-            logit -= jnp.where(token == down(which, shape), down(loss, shape), 0.0)
+            logit -= jnp.where(token == _down(which, shape), _down(loss, shape), 0.0)
         return jnp.maximum(logit, _NEVER)  # a penalty may be infinite
 
-    logit = jax.lax.cond(special != 0, restricted, lambda logit: logit, logit)
+    return jax.lax.cond(special != 0, restricted, lambda logit: logit, logit)
+
+
+def _down(values, shape):
+    return jax.lax.broadcast_in_dim(values, shape, [0])
+
+
+def _part(logit, row, start, weights) -> Part:
+    """The readout of a warpgroup's tile.
+
+    Args:
+        weights: Where they go; None: nowhere.
+    """
+    layout = plgpu.Layout.WGMMA
+    shape, part_shape = logit.shape, (_ROWS, _CHUNK)
+    chunks = range(shape[1] // _CHUNK)
     peak = logit.max(axis=1)
     mass = spread = plgpu.layout_cast(jnp.zeros(part_shape, jnp.float32), layout)
     token = plgpu.layout_cast(jnp.full(part_shape, shape[1], jnp.int32), layout)
     for chunk in reversed(chunks):  # the lowest id wins because it is compared last
         part = logit[:, chunk * _CHUNK : (chunk + 1) * _CHUNK]
-        token = jnp.where(part == down(peak, part_shape), chunk * _CHUNK, token)
-        below = (part - down(peak, part_shape)) * _LOG2_E
+        token = jnp.where(part == _down(peak, part_shape), chunk * _CHUNK, token)
+        below = (part - _down(peak, part_shape)) * _LOG2_E
         weight = jnp.exp2(below)
         if weights is not None:
             place = pl.ds(pl.multiple_of(start + chunk * _CHUNK, _ID_MULTIPLE), _CHUNK)
@@ -420,6 +499,49 @@ def _part(logit, special, row, start, first, given, weights) -> Part:
         mass=jnp.where(some, mass.sum(axis=1), 0.0),
         spread=jnp.where(some, spread.sum(axis=1) * (1 / _LOG2_E), 0.0),
     )
+
+
+def _put_classes(logit, row, start, id_tile, slot, given, out):
+    """Write what a warpgroup's tile says of the ids of its slot's classes."""
+    layout = plgpu.Layout.WGMMA
+    by_id = layout.reduce(0)
+    ids, shape = logit.shape[1], (_ROWS, _CHUNK)
+    rows = pl.ds(row, _ROWS)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+    def full(value):
+        return plgpu.layout_cast(jnp.full(shape, value), layout)
+
+    def allowed(value):
+        return jnp.where(value <= _NEVER, -jnp.inf, value)
+
+    def one_class(i, _):
+        best, where = full(jnp.float32(_LEAST)), full(jnp.int32(_NO_ID))
+        for chunk in range(0, ids, _CHUNK):
+            part = logit[:, chunk : chunk + _CHUNK]
+            at = pl.ds(pl.multiple_of(start + chunk, _ID_MULTIPLE), _CHUNK)
+            code = _loaded(given["codes"].at[slot, at], by_id)
+            mine = jax.lax.broadcast_in_dim(code, shape, [1]) == -(i + 1)
+            better = mine & (part > best)  # of equals the first
+            best, where = jnp.where(better, part, best), jnp.where(better, chunk, where)
+        top = best.max(axis=1)
+        token = jnp.where(best == _down(top, shape), where + column, _NO_ID)
+        out["wide"][i, rows, id_tile] = allowed(top)
+        out["wide_token"][i, rows, id_tile] = token.min(axis=1) + start
+
+    jax.lax.fori_loop(0, given["num_wide"][slot], one_class, None)
+
+    def one_id(i, _):
+        mine, best = given["narrow"][slot, i] - start, full(jnp.float32(_LEAST))
+        for chunk in range(0, ids, _CHUNK):
+            part = logit[:, chunk : chunk + _CHUNK]
+            best = jnp.where(column == mine - chunk, part, best)
+        out["narrow_logit"][i, rows] = allowed(best.max(axis=1))
+
+    last = given["narrow_from"].shape[1] - 1
+    first, end = (jnp.minimum((id_tile + i) * (ids // ID_STEP), last) for i in (0, 1))
+    first, end = (given["narrow_from"][slot, at] for at in (first, end))
+    jax.lax.fori_loop(first, end, one_id, None)
 
 
 def _whole(number: int) -> Array:

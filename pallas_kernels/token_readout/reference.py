@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .head import Fp8Head, products
-from .result import SHARE, LawReadout, Part, TokenReadout, finish
+from .result import SHARE, IdClasses, IdReadout, LawReadout, Part, TokenReadout, finish
 
 
 def read(
@@ -21,11 +21,56 @@ def read(
     num_top: int,
 ) -> TokenReadout:
     """See `api.token_readout`."""
-    logits = _logits(hidden, head, scale, cap)
+    logits = _restricted(_logits(hidden, head, scale, cap), forbidden, penalty)
+    return _of_logits(logits, num_top)[0]
+
+
+def read_classes(
+    hidden: Array,
+    head: Array | Fp8Head,
+    forbidden: Array,
+    classes: IdClasses,
+    *,
+    scale: float,
+    cap: float | None,
+    penalty: tuple[Array, Array] | None,
+    num_top: int,
+) -> tuple[TokenReadout, IdReadout]:
+    """See `api.class_readout`."""
+    logits = _restricted(_logits(hidden, head, scale, cap), forbidden, penalty)
+    read, log_mass = _of_logits(logits, num_top)
+
+    def of_slot(logits: Array, classes: IdClasses) -> tuple[Array, Array, Array]:
+        place = jnp.arange(len(classes.wide), dtype=classes.codes.dtype)
+        mine = classes.codes[None] == -(place + 1)[:, None]
+
+        def one(mine: Array) -> tuple[Array, Array]:
+            among = jnp.where(mine[None], logits, -jnp.inf)
+            best = jnp.max(among, axis=1)
+            ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+            is_best = mine[None] & (among == best[:, None])
+            lowest = jnp.where(is_best, ids[None], jnp.iinfo(jnp.int32).max)
+            return best, jnp.min(lowest, axis=1)
+
+        best, token = jax.lax.map(one, mine)
+        return logits[:, classes.narrow], best.T, token.T
+
+    by_slot = logits.reshape(len(classes.codes), -1, logits.shape[1])
+    found = jax.vmap(of_slot)(by_slot, classes)
+    narrow, wide, wide_token = (leaf.reshape(len(logits), -1) for leaf in found)
+    return read, IdReadout(narrow, wide, wide_token, log_mass)
+
+
+def _restricted(logits: Array, forbidden: Array, penalty: tuple[Array, Array] | None) -> Array:
     logits = jnp.where(forbidden[None, :], -jnp.inf, logits)
-    ids = jnp.arange(len(head), dtype=jnp.int32)
-    if penalty is not None:
-        logits -= jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
+    if penalty is None:
+        return logits
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    return logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
+
+
+def _of_logits(logits: Array, num_top: int) -> tuple[TokenReadout, Array]:
+    """The readout, and the logarithm of the mass."""
     peak = jnp.max(logits, axis=1)
     down = logits - peak[:, None]
     weight = jnp.exp(down)
@@ -36,7 +81,8 @@ def read(
         spread=jnp.sum(jnp.where(weight > 0, weight * down, 0.0), axis=1),
     )
     top_logits, top_ids = jax.lax.top_k(logits, num_top)
-    return finish(whole, top_logits, top_ids.astype(jnp.int32))
+    read = finish(whole, top_logits, top_ids.astype(jnp.int32))
+    return read, whole.peak + jnp.log(whole.mass)
 
 
 def read_law(

@@ -46,6 +46,44 @@ class LawReadout(NamedTuple):
 SHARE = 256  # ids
 
 
+class IdClasses(NamedTuple):
+    """Classes of ids that rows are read by as well, B slots of consecutive rows.
+
+    Attributes:
+        codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
+            wide ones, plus 1 and negative; or 0.
+        num_wide: Wide classes of a slot.
+        narrow: Ids that are read one by one, rising.
+        narrow_from: How many of them are below each multiple of `ID_STEP`, up to all ids.
+        wide: Numbers of the wide classes, of which only their count matters here.
+    """
+
+    codes: Int[Array, "B V"]
+    num_wide: Int[Array, " B"]
+    narrow: Int[Array, "B N"]
+    narrow_from: Int[Array, "B X"]
+    wide: Int[Array, "B M"]
+
+
+ID_STEP = 64
+
+
+class IdReadout(NamedTuple):
+    """What rows say of such ids; what a slot has no id or class for is any number.
+
+    Attributes:
+        narrow: Logits.
+        wide: The largest logit of each wide class.
+        wide_token: Lowest id of the class that has it.
+        log_mass: Logarithm of the sum of `exp(logit)` over all ids.
+    """
+
+    narrow: Float[Array, "R N"]
+    wide: Float[Array, "R M"]
+    wide_token: Int[Array, "R M"]
+    log_mass: Float[Array, " R"]
+
+
 class Part(NamedTuple):
     """The contribution of a part of the vocabulary, one value per row, or per row and tile.
 
@@ -95,6 +133,17 @@ def joined(parts: Part) -> Part:
         return tuple(join(Part(*a), Part(*b)))
 
     return Part(*jax.lax.reduce(tuple(parts), tuple(none), combine, (axis,)))
+
+
+def joined_maxima(value: Array, token: Array) -> tuple[Array, Array]:
+    """The largest of the last axis, and the lowest id that has it."""
+
+    def combine(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.maximum(a[0], b[0]), jnp.where(first, a[1], b[1])
+
+    none = jnp.float32(-jnp.inf), jnp.int32(jnp.iinfo(jnp.int32).max)
+    return jax.lax.reduce((value, token), none, combine, (value.ndim - 1,))
 
 
 def finish(

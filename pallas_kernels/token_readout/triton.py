@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from .head import Fp8Head
-from .result import Part, TokenReadout, finish, joined
+from .result import IdClasses, IdReadout, Part, TokenReadout, finish, joined, joined_maxima
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
 MAX_TOP = 4
@@ -100,26 +100,50 @@ def read(
     interpret: bool = False,
 ) -> TokenReadout:
     """See `api.token_readout`; `interpret` runs the kernel as plain XLA, for tests."""
+    named = _named(hidden, head, forbidden, penalty)
+    run = functools.partial(_run, scale=scale, cap=cap, num_top=num_top, interpret=interpret)
+    return run(named, None, tiling=_fitted(tiling, hidden, head))[0]
+
+
+def read_classes(
+    hidden: Array,
+    head: Array | Fp8Head,
+    forbidden: Array,
+    classes: IdClasses,
+    *,
+    scale: float,
+    cap: float | None,
+    penalty: tuple[Array, Array] | None,
+    num_top: int,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> tuple[TokenReadout, IdReadout]:
+    """See `api.class_readout`; `interpret` as in `read`."""
+    named = _named(hidden, head, forbidden, penalty)
+    run = functools.partial(_run, scale=scale, cap=cap, num_top=num_top, interpret=interpret)
+    return run(named, classes, tiling=_fitted(tiling, hidden, head))
+
+
+def _fitted(tiling: Tiling | None, hidden: Array, head: Array | Fp8Head) -> Tiling:
     tiling = choose_tiling(len(hidden)) if tiling is None else tiling
+    return tiling.fit(*head.shape)
+
+
+def _named(
+    hidden: Array, head: Array | Fp8Head, forbidden: Array, penalty: tuple[Array, Array] | None
+) -> dict[str, Array]:
     rows = head.values if isinstance(head, Fp8Head) else head
     named = {"hidden": hidden, "head": rows, "forbidden": forbidden.astype(jnp.int8)}
     if isinstance(head, Fp8Head):
         named["scales"] = head.scales
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = penalty
-    return _run(
-        named,
-        scale=scale,
-        cap=cap,
-        num_top=num_top,
-        tiling=tiling.fit(*head.shape),
-        interpret=interpret,
-    )
+    return named
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "cap", "num_top", "tiling", "interpret"))
-def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
-    """One launch, and the merge of its parts."""
+def _run(named, classes, *, scale, cap, num_top, tiling, interpret):
+    """One launch, and the merge of its parts: a `TokenReadout`, and an `IdReadout` or None."""
     R, V = len(named["hidden"]), len(named["head"])
     tiles = -(-V // tiling.ids)
     shapes = {
@@ -129,6 +153,12 @@ def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
     if num_top:
         shapes["top_logits"] = jax.ShapeDtypeStruct((R, tiles, num_top), jnp.float32)
         shapes["top_ids"] = jax.ShapeDtypeStruct((R, tiles, num_top), jnp.int32)
+    if classes is not None:
+        named = named | {"codes": classes.codes, "num_wide": classes.num_wide}
+        wide = R, classes.wide.shape[1], tiles
+        shapes["narrow"] = jax.ShapeDtypeStruct((R, classes.narrow.shape[1]), jnp.float32)
+        shapes["wide"] = jax.ShapeDtypeStruct(wide, jnp.float32)
+        shapes["wide_token"] = jax.ShapeDtypeStruct(wide, jnp.int32)
 
     def body(*refs):
         _read(
@@ -150,6 +180,7 @@ def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
         name="token_readout",  # what `dllm_jax.bench.head` looks for
     )(*named.values())
     parts = dict(zip(shapes, out, strict=True))
+    of_ids = {n: parts.pop(n) for n in ("narrow", "wide", "wide_token") if n in parts}
     # Of equal logits `top_k` takes the first: tiles and what each names come by rising id.
     if num_top:
         among = parts.pop("top_logits").reshape(R, -1)
@@ -158,7 +189,12 @@ def _run(named, *, scale, cap, num_top, tiling, interpret) -> TokenReadout:
         top_ids = jnp.minimum(top_ids, V - 1)  # of a row that holds no numbers
     else:
         top_logits, top_ids = jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32)
-    return finish(joined(Part(**parts)), top_logits, top_ids)
+    whole = joined(Part(**parts))
+    read = finish(whole, top_logits, top_ids)
+    if classes is None:
+        return read, None
+    wide, token = joined_maxima(of_ids["wide"], of_ids["wide_token"])
+    return read, IdReadout(of_ids["narrow"], wide, token, whole.peak + jnp.log(whole.mass))
 
 
 def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
@@ -224,6 +260,38 @@ def _read(given, out, *, logit_of, num_top, tiling):
         put("top_logits", best, tile, i)
         put("top_ids", one, tile, i)
         free &= token[None, :] != one[:, None]
+    if "codes" not in given:
+        return
+    code, most = _codes(given, row, start, token, tiling)
+    free = jnp.broadcast_to(~shared[None, :] & (place < R)[:, None], (rows, ids))
+    of_row = jnp.broadcast_to(place[:, None], (rows, ids))
+    column = jnp.where(code > 0, code - 1, out["narrow"].shape[1])
+    pltriton.store(out["narrow"].at[of_row, column], logit, mask=free & (code > 0))
+
+    def one_class(i, _):
+        mine = free & (code == -(i + 1))
+        among = jnp.where(mine, logit, -jnp.inf)
+        best = jnp.max(among, axis=1)
+        put("wide", best, i, tile)
+        put("wide_token", lowest(mine & (among == best[:, None])), i, tile)
+
+    jax.lax.fori_loop(0, most, one_class, None)
+
+
+def _codes(given, row, start, token, tiling):
+    """Codes of a tile's ids, by row, and the most wide classes that its rows have."""
+    (B, _), R = given["codes"].shape, given["hidden"].shape[0]
+    of_slot, wide = R // B, (tiling.rows, tiling.ids)
+    if B == 1 or of_slot % tiling.rows == 0:  # all rows are of one slot
+        slot = jnp.int32(0) if B == 1 else pl.program_id(0) * tiling.rows // of_slot
+        code = pltriton.load(given["codes"].at[slot, pl.ds(start, tiling.ids)])
+        code, most = code[None, :], pltriton.load(given["num_wide"].at[slot])
+    else:
+        slot = row // of_slot
+        at = jnp.broadcast_to(slot[:, None], wide), jnp.broadcast_to(token[None, :], wide)
+        code = pltriton.load(given["codes"].at[at])
+        most = jnp.max(pltriton.load(given["num_wide"].at[slot]))
+    return jnp.broadcast_to(code.astype(jnp.int32), wide), most
 
 
 def _all(index: int | Array, size: int) -> Array:

@@ -10,7 +10,7 @@ Source: DINGO (arXiv 2505.23061) for the chain over states; the room, the tail a
 are ours.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,20 @@ class Grammar(struct.PyTreeNode):
         distance: Fewest tokens from a state to one in which the text may end.
         class_of: Class of each id.
         wide: Classes with many ids.
-        narrow, narrow_class: Ids of the other classes, and their classes.
+        narrow, narrow_class: Ids of the other classes, rising, and their classes.
+        narrow_from: How many of them are below each multiple of `ID_STEP` of the readout.
+        narrow_order: Their places, class after class.
+        class_from: Where each class begins in that order, and the end of all.
+        label_from: Where the pairs of each label begin, and the end of all.
+        codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
+            wide ones, plus 1 and negative; or 0.
+        num_states, num_edges, num_wide, num_narrow: How much of the tables is the grammar's own.
         lowest: The lowest id of a class.
         end: The state behind a stop id.
         by_mass: Confidence is the token's share of all tokens that the grammar has there.
         num_labels: Labels, from the bucket.
+        kernels: What does the work of this module's functions on the device it is on, by their
+            results bit for bit (`kernels.grammar_path.PathKernels`); None: they do it.
     """
 
     delta: Int[Array, "B G C"]
@@ -58,10 +67,20 @@ class Grammar(struct.PyTreeNode):
     wide: Int[Array, "B M"]
     narrow: Int[Array, "B N"]
     narrow_class: Int[Array, "B N"]
+    narrow_from: Int[Array, "B X"]
+    narrow_order: Int[Array, "B N"]
+    class_from: Int[Array, "B C1"]
+    label_from: Int[Array, "B L1"]
+    codes: Int[Array, "B V"]
+    num_states: Int[Array, " B"]
+    num_edges: Int[Array, " B"]
+    num_wide: Int[Array, " B"]
+    num_narrow: Int[Array, " B"]
     lowest: Int[Array, "B C"]
     end: Int[Array, " B"]
     by_mass: Bool[Array, " B"]
     num_labels: int = struct.field(pytree_node=False)
+    kernels: Any = struct.field(pytree_node=False, default=None)
 
 
 class View(struct.PyTreeNode):
@@ -128,6 +147,38 @@ class ClassStats(struct.PyTreeNode):
     mass: Float[Array, "B W C"]
     confidence: Float[Array, "B W C"]
     whole: Float[Array, "B W C"]
+
+
+class IdStats(NamedTuple):
+    """What a readout says of ids, of which that of the classes follows; no slot draws.
+
+    Attributes:
+        narrow: Logits of `Grammar.narrow`.
+        wide, wide_token: The largest logit of each of `Grammar.wide`, and the lowest id with it.
+        log_mass: Logarithm of the sum of `exp(logit)` over all ids.
+    """
+
+    narrow: Float[Array, "B W N"]
+    wide: Float[Array, "B W M"]
+    wide_token: Int[Array, "B W M"]
+    log_mass: Float[Array, "B W"]
+
+
+def classes_of_ids(grammar: Grammar, ids: IdStats) -> ClassStats:
+    """The same of classes; logits that are no number count as those of forbidden ids."""
+
+    def of_slot(grammar: Any, ids: IdStats) -> tuple[Array, Array]:
+        narrow, wide = (jnp.where(jnp.isnan(leaf), -jnp.inf, leaf) for leaf in (ids[0], ids[1]))
+        of, shape = grammar.narrow_class, (len(narrow), len(grammar.lowest))
+        # What fills up a table is class 0, which nothing reads.
+        best = jnp.full(shape, -jnp.inf).at[:, of].max(narrow).at[:, grammar.wide].set(wide)
+        mine = jnp.where(narrow == best[:, of], grammar.narrow, _NO_ID)
+        token = jnp.full(shape, _NO_ID).at[:, of].min(mine)
+        return best, token.at[:, grammar.wide].set(ids.wide_token)
+
+    best, token = jax.vmap(of_slot)(grammar, ids)
+    mass = best - ids.log_mass[..., None]
+    return ClassStats(token, best, mass, mass, jnp.zeros_like(mass))
 
 
 class Draw(struct.PyTreeNode):
@@ -249,6 +300,32 @@ def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | N
     return jax.lax.cond(draws, lambda: jax.vmap(_planned)(view, stats, read, draw), best)
 
 
+def plan_of_ids(view: View, ids: IdStats, read: Bool[Array, "B W"]) -> Plan:
+    """`plan` where no slot draws or has `Grammar.by_mass`, of what is said of ids."""
+    grammar, kernels = view.grammar, view.grammar.kernels
+    if kernels is None:
+        return plan(view, classes_of_ids(grammar, ids), read)
+    scores = kernels.label_scores(
+        grammar, ids.narrow, ids.wide, ids.log_mass, read, floor=FLOOR, never=NEVER, free=FREE
+    )
+    path, value = _paths(view, view.kind, scores)
+    token, confidence = kernels.tokens_along(grammar, path, *ids, never=NEVER)
+    tail = path[:, :-1] == grammar.end[:, None]
+    anything = (view.kind == SKIP) | tail | (token == _NO_ID)
+    return Plan(path, value, jnp.where(anything, -1, token), confidence)
+
+
+def _paths(
+    view: View, kind: Int[Array, "B W"], score: Float[Array, "B W L"]
+) -> tuple[Int[Array, "B W1"], Float[Array, " B"]]:
+    """The best path of each slot, and its score."""
+    chained = view.at, view.room, kind, view.known, score
+    if view.grammar.kernels is None:
+        return jax.vmap(_chain)(view.grammar, *chained)
+    kinds = {"skip": SKIP, "is_known": KNOWN, "written": WRITTEN}
+    return view.grammar.kernels.best_path(view.grammar, *chained, never=NEVER, **kinds)
+
+
 def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
     """The plan of one slot, all leaves without its axis."""
     grammar = view.grammar
@@ -339,6 +416,8 @@ def walk(state: DecodeState) -> Int[Array, "B W1"]:
     """The automaton's states along the filled cells at the window's left; nothing behind them."""
     seen = view(state)
     assert seen is not None
+    if seen.grammar.kernels is not None:
+        return seen.grammar.kernels.walk(seen.grammar, seen.at, seen.kind, seen.known, skip=SKIP)
     count = seen.grammar.delta.shape[1]
     onto = jax.vmap(lambda delta, known: delta[:, known].T)(seen.grammar.delta, seen.known)
     stays = (seen.kind == SKIP)[..., None]
@@ -358,19 +437,20 @@ def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int
     same = before.buffer.filled & (before.buffer.tokens == buffer.tokens)
     kind = jnp.where((seen.kind == KNOWN) & ~same.reshape(seen.kind.shape), WRITTEN, seen.kind)
 
-    def one(view: View, kind: Array) -> tuple[Array, Array]:
+    grammar = seen.grammar
+    cost = jnp.where(kind == WRITTEN, _CHANGED, 0.0)[..., None]
+    labels = jnp.arange(grammar.num_labels)
+    path, _ = _paths(seen, kind, jnp.where(labels == NO_LABEL, NEVER, cost))
+
+    def one(view: View, kind: Array, path: Array) -> Array:
         grammar = view.grammar
-        cost = jnp.where(kind == WRITTEN, _CHANGED, 0.0)[:, None]
-        labels = jnp.arange(grammar.num_labels)
-        scores = jnp.where((labels == NO_LABEL)[None], NEVER, cost)
-        path, _ = _chain(grammar, view.at, view.room, kind, view.known, scores)
         fits = _classes_along(grammar, path)
         lowest = jnp.min(jnp.where(fits, grammar.lowest[None], _NO_ID), axis=1)
         off = ~jnp.take_along_axis(fits, view.known[:, None], axis=1)[:, 0]
         off &= (kind == WRITTEN) & ~_is_tail(grammar, path) & (lowest != _NO_ID) & view.bound
-        return path, jnp.where(off, lowest, -1)
+        return jnp.where(off, lowest, -1)
 
-    path, put = jax.vmap(one)(seen, kind)
+    put = jax.vmap(one)(seen, kind, path)
     put = put.reshape(buffer.tokens.shape)
     tokens = jnp.where(put >= 0, put, buffer.tokens)
     return stepped.replace(buffer=buffer.replace(tokens=tokens)), path

@@ -46,11 +46,11 @@ def test_unknown_verb_gets_a_suggestion(fails):
     assert "no verb given" in fails(2)
 
 
-def test_planned_flag_is_refused_by_name(fails):
-    message = fails(2, "chat", "--tokenizer=x")
-    assert (
-        message == "--tokenizer is not supported yet; the tokenizer of the model's folder is used"
-    )
+def test_a_tokenizer_that_is_none_is_refused(fails, tmp_path):
+    said = "; give the folder of a fast tokenizer, or a hub id org/name"
+    assert fails(1, "generate", "x", "--tokenizer=x") == f"tokenizer='x' is no folder{said}"
+    message = fails(1, "generate", "x", "--tokenizer", str(tmp_path))
+    assert message.endswith(f"holds no tokenizer.json{said}")
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp"])

@@ -7,6 +7,7 @@ adapters from there: test_hub.py.
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -101,6 +102,19 @@ def test_the_tokenizer_is_the_folders_and_no_code_runs(folder):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "hello"
     assert model.tokenizer is tokenizer
     assert not (folder / "ran").exists()
+
+
+def test_another_tokenizer_spells_the_ids(folder, tmp_path):
+    usual = dj.load(folder)
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "tokenizer.json").unlink()
+    assert dj.load(bare).tokenizer is None
+    model = dj.load(bare, tokenizer=folder)
+    assert model.tokenizer.encode("hé <MASK>") == usual.tokenizer.encode("hé <MASK>")
+    assert model.defaults.vocab_limit == usual.defaults.vocab_limit
+    with pytest.raises(ValueError, match=r"has id \d+, .* has ids below 300"):
+        dj.load(folder, tokenizer="builtin:tiny-sdar")
 
 
 def test_a_broken_tokenizer_is_named(folder):

@@ -51,8 +51,8 @@ MUTANTS = [
         "texts vandal",
         "constraint.py",
         nothing_is_put_right=(
-            "return path, jnp.where(off, lowest, -1)",
-            "return path, jnp.full_like(lowest, -1)",
+            "return jnp.where(off, lowest, -1)",
+            "return jnp.full_like(lowest, -1)",
         ),
         edges_of_any_target=("off &= (kind == WRITTEN)", "off &= (kind == KNOWN)"),
         room_counts_four_more=(_ROOM, _ROOM.replace("- behind", "- behind + 4")),

@@ -97,7 +97,14 @@ def test_generate_gives_the_texts_of_one_device(kind, parts):
 
 
 SOME = ("d2f_whole_full", "edit", "dmax", "soft_parallel", "full_sequence")
-MORE = ("block_diffusion", "fast_dllm_v2", "full_sequence_dual", "d2f_grid_full", "ar")
+MORE = (
+    "block_diffusion",
+    "fast_dllm_v2",
+    "full_sequence_dual",
+    "d2f_grid_full",
+    "ar",
+    "edit_indel",
+)
 
 
 @pytest.mark.parametrize("name", sweep(SOME, SOME + MORE))

@@ -168,6 +168,12 @@ def test_the_engines_refusal_is_a_400_before_the_headers(server):
     assert within(20, lambda: idle(server))
 
 
+def test_a_suffix_is_refused_where_nothing_is_filled_in(server):
+    status, reported, _ = server.complete("a", suffix="b")
+    assert (status, reported["error"]["param"]) == (400, "suffix")
+    assert "multi_bd or full_sequence" in reported["error"]["message"]
+
+
 def test_a_prompt_that_fills_the_context(server):
     for path, body in (
         (TEXT, {"prompt": [1] * 4096}),

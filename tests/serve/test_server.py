@@ -132,10 +132,20 @@ def test_frames_never_hold_settled_text(server):
         assert all(at <= place for place in places)
 
 
-def test_suffix_is_refused_where_nothing_is_filled_in(server):
-    status, reported, _ = server.complete("a", suffix="b")
+def test_holes_within_the_first_window_are_filled_by_blocks(server, llm):
+    """`max_tokens` before the suffix, and one for each mask token."""
+    import dllm_jax as dj
+
+    hole = llm.tokenizer.mask_token
+    prompt, suffix = f"{PROMPTS[0]} Ben has {hole}{hole} dollars and", f" pens and {hole} books."
+    params = dj.SamplingParams(max_tokens=3, ignore_eos=True)
+    (wanted,) = llm.infill(prompt, suffix, params)
+    fields = {"suffix": suffix, "max_tokens": 3, "ignore_eos": True}
+    status, reported, _ = server.complete(prompt, **fields)
+    assert (status, reported["choices"][0]["text"]) == (200, wanted.outputs[0].text)
+    status, reported, _ = server.complete("a", suffix="b", max_tokens=400)
     assert (status, reported["error"]["param"]) == (400, "suffix")
-    assert "full_sequence" in reported["error"]["message"]
+    assert "use buffer_size=" in reported["error"]["message"]
 
 
 def test_clients_that_leave_free_slots_and_pages(server):

@@ -263,7 +263,8 @@ def test_it_agrees_with_the_list_decoder() -> None:
 def test_it_agrees_over_a_long_sweep(shape: tuple[int, ...]) -> None:
     seen = compare(shape, first=1000, count=200)
     assert seen["stop"] > 5
-    assert seen["capped"] > 2 or shape not in (SHAPES[1], SHAPES[3])
+    # Elsewhere the schedule is spent, or the budget, before the cap.
+    assert seen["capped"] > 2 or shape != SHAPES[3]
 
 
 def corpus(package: Any, number: int) -> bool:

@@ -4,14 +4,17 @@ A request's text is its own: alone, in a batch, after preemption at each fetch, 
 other automata and with none. Those end as they do without a neighbour that has one.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.kernels import grammar_path
 from dllm_jax.loading.load import place
 from dllm_jax.models.sharding import over_devices
-from dllm_jax.runner import grammars
+from dllm_jax.runner import forward, grammars
 from dllm_jax.runner.grammars import ready
 from dllm_jax.runner.programs import Call
 from dllm_jax.strategies.core import constraint
@@ -35,6 +38,8 @@ STOP = 5
 CASES = [
     name for name in NAMES if not name.startswith(("speculate", "dflash_rejection", "edit_indel"))
 ]
+# What reads whole laws or drafts has no such form.
+ONE_PASS = [name for name in CASES if not name.startswith(("dflash", "diffusion_gemma"))]
 ROOM = 9
 
 
@@ -84,6 +89,23 @@ def test_texts_are_whole_and_the_same_alone_and_after_preemption(name):
     assert engine.stats().num_preemptions > 0
     with steps_a_chunk(1):
         assert ends(run(make_engine(name), _mixed(name)[::-1]))[::-1] == ends(together)
+
+
+@pytest.mark.parametrize("name", sweep(("multi_bd",), ONE_PASS))
+def test_kernels_and_one_pass_over_the_head_write_the_same(name, monkeypatch):
+    wanted = run(make_engine(name), _mixed(name))
+    interpreted = (functools.partial(fn, interpret=True) for fn in grammar_path.api.TRITON)
+    kernels = grammar_path.PathKernels(*interpreted)
+    monkeypatch.setattr(grammars.grammar_path, "choose", lambda: kernels)
+    passes = []
+    monkeypatch.setattr(forward, "reads_ids", lambda *_: passes.append(1) or True)
+    jax.clear_caches()
+    try:
+        for some in (_mixed(name), _mixed(name)[:2]):  # with drawn texts and without
+            assert ends(run(make_engine(name), some)) == ends(wanted[: len(some)])
+    finally:
+        jax.clear_caches()
+    assert passes
 
 
 @pytest.mark.parametrize("name", sweep(("multi_bd",), CASES))

@@ -91,6 +91,19 @@ def test_texts_of_one_prompt_are_each_held(llm):
         assert one.constraint_met
 
 
+def test_a_seed_says_which_text(llm):
+    """Alone and in a batch, again and again; another seed, another text."""
+
+    def drawn(seeds):
+        params = [_params(llm, SENTENCE, 20, temperature=1.0, seed=seed) for seed in seeds]
+        return [one.outputs[0].text for one in llm.chat(_chats(1) * len(seeds), params)]
+
+    together = drawn([4, 5, 6, 4])
+    assert len(set(together)) == 3
+    assert together[3] == together[0]
+    assert drawn([5]) == together[1:2]
+
+
 def test_a_stream_has_the_same_text(llm):
     params = _params(llm, ANSWER, 20)
     chat = _chats(1)[0]

@@ -99,7 +99,7 @@ def random_schema(draw, depth=0):
 DEFS = {"A": {"type": "integer", "minimum": 3}, "B": {"type": "string", "maxLength": 4}}
 
 
-def _drawn(draw, table, accepting, distance):
+def drawn(draw, table, accepting, distance):
     """A text of an automaton: anything for a while, then the shortest way out."""
     state, said, length = 1, b"", draw.randrange(60)
     while not (accepting[state] and (len(said) >= length or draw.random() < 0.2)):
@@ -129,7 +129,7 @@ def _assert_valid(count, seed):
         distance = distances(table, accepting, budget)
         judge = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
         for _ in range(4):
-            text = _drawn(draw, table, accepting, distance)
+            text = drawn(draw, table, accepting, distance)
             judge.validate(json.loads(text))
             num_texts += 1
     assert num_refused <= count // 50

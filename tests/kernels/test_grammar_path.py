@@ -1,0 +1,206 @@
+"""Kernels of grammars against `constraint` in XLA, bit for bit, and the readout by classes.
+
+Random automata of several slots, one of them without a grammar; what fills the tables up is junk
+that nothing may read. The kernels run as plain XLA here, and are lowered for a GPU.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.kernels import grammar_path
+from dllm_jax.kernels.grammar_path import triton
+from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
+from dllm_jax.kernels.token_readout import triton as readout
+from dllm_jax.runner import grammars
+from dllm_jax.runner.readout import by_row
+from dllm_jax.strategies.core import constraint
+from dllm_jax.strategies.core.constraint import IdStats, View
+from tests.cross_lowering import H200, triton_grids
+from tests.structured.toys import random_toy
+
+SIZES = grammars.Sizes(24, 9, 60, 8, 90, 8, 48)
+IDS, CELLS, SLOTS = 40, 11, 4
+NEEDS_JAX = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+)
+INTERPRETED = grammar_path.PathKernels(
+    *(functools.partial(fn, interpret=True) for fn in grammar_path.api.TRITON)
+)
+
+
+def case(seed):
+    """Windows of some slots, the last one unbound, with what was read of their ids."""
+    rng = np.random.default_rng(seed)
+    rows, starts = [], []
+    for _ in range(SLOTS):
+        toy = random_toy(rng, IDS, IDS - 1, states=int(rng.integers(3, 22)), classes=5)
+        rows.append(grammars.padded(grammars.ready(toy, IDS), SIZES))
+        starts.append(toy.start)
+    grammar = grammars.stacked(rows)
+    bound = np.arange(SLOTS) < SLOTS - 1
+    nothing = grammars.empty(SLOTS, SIZES, IDS).grammar
+    grammar = by_row(jnp.asarray(bound), grammar, nothing)
+    kind = rng.choice([constraint.SKIP, constraint.KNOWN, 2, 2, 2, 2], (SLOTS, CELLS))
+    view = View(
+        grammar=grammar,
+        at=jnp.asarray(starts),
+        bound=jnp.asarray(bound),
+        kind=jnp.asarray(kind),
+        known=jnp.asarray(rng.integers(1, 7, (SLOTS, CELLS)), jnp.int32),
+        room=jnp.asarray(rng.integers(0, 9, SLOTS), jnp.int32),
+    )
+    logits = rng.normal(0, 3, (SLOTS * CELLS, IDS)).astype(np.float32)
+    logits = np.where(rng.random(logits.shape) < 0.5, np.round(logits), logits)  # ties
+    forbidden = jnp.asarray(rng.random(IDS) < 0.1)
+    given = jnp.asarray(logits), jnp.eye(IDS), forbidden, classes_of(grammar)
+    _, found = class_readout(*given, implementation="xla")
+    ids = IdStats(*(leaf.reshape(SLOTS, CELLS, *leaf.shape[1:]) for leaf in found))
+    return view, ids, jnp.asarray(rng.random((SLOTS, CELLS)) < 0.8)
+
+
+def classes_of(grammar):
+    return IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_plans_to_the_bit(seed, monkeypatch):
+    monkeypatch.setattr(grammars, "WIDE", 5)  # so that some classes are
+    view, ids, read = case(seed)
+    assert np.asarray(view.grammar.num_wide).max() > 0 < np.asarray(view.grammar.num_narrow).max()
+    truth = jax.jit(constraint.plan_of_ids)(view, ids, read)
+    kernel = view.replace(grammar=view.grammar.replace(kernels=INTERPRETED))
+    plan = jax.jit(constraint.plan_of_ids)(kernel, ids, read)
+    for name in ("path", "value", "token", "confidence"):
+        mine, theirs = (np.asarray(getattr(p, name))[:-1] for p in (plan, truth))
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
+    assert (np.asarray(truth.value)[:-1] > constraint.NEVER).any()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_engines_half_is_the_same_too(seed):
+    view, _, _ = case(seed)
+    rng = np.random.default_rng(seed)
+    kind = jnp.asarray(rng.integers(0, 4, (SLOTS, CELLS)))
+    cost = jnp.where(kind == constraint.WRITTEN, -1.0, 0.0)[..., None]
+    labels = jnp.arange(SIZES.labels)
+    score = jnp.where(labels == constraint.NO_LABEL, constraint.NEVER, cost)
+    kernel = view.replace(grammar=view.grammar.replace(kernels=INTERPRETED))
+    truth, mine = (constraint._paths(one, kind, score) for one in (view, kernel))
+    for a, b in zip(mine, truth, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[:-1], np.asarray(b)[:-1])
+    walked = triton.walk(
+        view.grammar, view.at, view.kind, view.known, skip=constraint.SKIP, interpret=True
+    )
+    for slot in range(SLOTS - 1):
+        at = int(view.at[slot])
+        for cell in range(CELLS):
+            assert walked[slot, cell] == at
+            if view.kind[slot, cell] != constraint.SKIP:
+                at = int(view.grammar.delta[slot, at, view.known[slot, cell]])
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypatch):
+    monkeypatch.setattr(grammars, "WIDE", 5)
+    view, _, _ = case(1)
+    classes = classes_of(jax.tree.map(lambda leaf: leaf[:slots], view.grammar))
+    rng = np.random.default_rng(2)
+    D, R = 32, slots * 9
+    hidden = jnp.asarray(rng.standard_normal((R, D)), jnp.bfloat16)
+    head = jnp.asarray(rng.standard_normal((IDS, D)), jnp.bfloat16)
+    forbidden = jnp.asarray(rng.random(IDS) < 0.1)
+    penalty = jnp.asarray(rng.integers(0, IDS, R), jnp.int32), jnp.ones((R,))
+    tiling = readout.Tiling(rows=16, ids=16, depth=16, num_warps=4, num_stages=2)
+    options = {"scale": 0.5, "cap": 20.0, "penalty": penalty, "num_top": 2}
+    how = options | {"tiling": tiling, "interpret": True}
+    given = hidden, head, forbidden
+    read, ids = readout.read_classes(*given, classes, **how)
+    for mine, theirs in zip(read, readout.read(*given, **how), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    plain, truth = class_readout(*given, classes, **options, implementation="xla")
+    alone = token_readout(*given, **options, implementation="xla")
+    for mine, theirs in zip(plain, alone, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_allclose(ids.log_mass, truth.log_mass, rtol=1e-5)
+    for slot in range(slots):
+        rows = slice(slot * 9, slot * 9 + 9)
+        narrow, wide = int(view.grammar.num_narrow[slot]), int(view.grammar.num_wide[slot])
+        mine, theirs = (one.narrow[rows, :narrow] for one in (ids, truth))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+        for name in ("wide", "wide_token"):
+            mine, theirs = (getattr(one, name)[rows, :wide] for one in (ids, truth))
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+@NEEDS_JAX
+def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(grammars, "WIDE", 20)
+    rng, num_ids, D = np.random.default_rng(3), 200, 64
+    grammar = grammars.stacked(
+        [
+            grammars.padded(
+                grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=6), num_ids),
+                dataclasses.replace(SIZES, narrow=200),
+            )
+            for _ in range(2)
+        ]
+    )
+    hidden = jnp.asarray(rng.standard_normal((2 * 64, D)), jnp.bfloat16)
+    head = jnp.asarray(rng.standard_normal((num_ids, D)) * 3 * D**-0.5, jnp.bfloat16)
+    given = hidden, head, jnp.asarray(rng.random(num_ids) < 0.2), classes_of(grammar)
+    options = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}
+    tiling = mosaic.Tiling(ids=64, stages=1, shared="rows", blocks=2)
+    how = options | {"tiling": tiling, "interpret": plgpu.InterpretGPUParams()}
+    read, ids = mosaic.read_classes(*given, **how)
+    alone = mosaic.read(*given[:-1], **how)
+    for mine, theirs in zip(read, alone, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    truth = class_readout(*given, **options, implementation="xla")[1]
+    np.testing.assert_allclose(ids.log_mass, truth.log_mass, rtol=1e-5)
+    for slot in range(2):
+        rows = slice(slot * 64, slot * 64 + 64)
+        narrow, wide = int(grammar.num_narrow[slot]), int(grammar.num_wide[slot])
+        assert min(narrow, wide) > 0
+        mine, theirs = (one.narrow[rows, :narrow] for one in (ids, truth))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            ids.wide[rows, :wide], truth.wide[rows, :wide], rtol=1e-5, atol=1e-5
+        )
+        np.testing.assert_array_equal(ids.wide_token[rows, :wide], truth.wide_token[rows, :wide])
+
+
+def test_lowers_for_a_gpu():
+    of = grammars.BUCKETS[1]
+    grammar = jax.eval_shape(lambda: grammars.empty(8, of, 151_936)).grammar
+    ids = [((8, 16, of.narrow), "float32"), ((8, 16, of.wide), "float32")]
+    ids += [((8, 16, of.wide), "int32"), ((8, 16), "float32")]
+    ids = IdStats(*(jax.ShapeDtypeStruct(*one) for one in ids))
+    cells, slots = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 16), (8,)))
+    read, bound = (jax.ShapeDtypeStruct(shape, bool) for shape in ((8, 16), (8,)))
+    kernels = grammar_path.api.TRITON
+
+    def both(grammar, at, bound, kind, known, room, ids, read):
+        view = View(grammar.replace(kernels=kernels), at, bound, kind, known, room)
+        plan = constraint.plan_of_ids(view, ids, read)
+        return plan, kernels.walk(view.grammar, at, kind, known, skip=constraint.SKIP)
+
+    def readout_of(hidden, head, forbidden, grammar):
+        options = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}
+        return readout.read_classes(hidden, head, forbidden, classes_of(grammar), **options)
+
+    rows, head = (jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16) for n in (128, 151_936))
+    with jax.sharding.use_abstract_mesh(H200):
+        given = grammar, slots, bound, cells, cells, slots, ids, read
+        lowered = jax.jit(both).trace(*given).lower(lowering_platforms=("cuda",))
+        named = rows, head, jax.ShapeDtypeStruct((151_936,), bool), grammar
+        other = jax.jit(readout_of).trace(*named).lower(lowering_platforms=("cuda",))
+    grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
+    assert sorted(grids) == sorted([(8, 16, 1), (8, 16, 1), (8, 1, 1), (8, 1, 1)])
+    assert triton_grids(other.compiler_ir("stablehlo").operation) == [(1, 594, 1)]
