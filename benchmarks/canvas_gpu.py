@@ -3,17 +3,19 @@
     python benchmarks/canvas_gpu.py --out OUT.json --within 380
 
 Fixed work (`confidence_threshold` 0), temperature 1. Every call has prompts of its own, so that no
-prefix is found. One engine of 16 slots takes 1, 4 and 16 requests in turn; then one of one slot
-stores each canvas alone. Each compiles a step a number of slots and one size of prefill, all
-together. Seconds are those of one `LLM.generate`, prefill included. `ms_per_forward` and
-`decode_tok_s` are worked out from the seconds of one canvas and of all, in which the prefill
-cancels. `experts_touched` are those of each layer that a canvas of random tokens reaches. The file
-is rewritten after every row; no part begins after `--within` seconds.
+prefix is found. One engine takes 1 and 4 requests in turn, one 16; then one of one slot stores each
+canvas alone. Each compiles a step a number of slots and one size of prefill, all together. Seconds
+are those of one `LLM.generate`, prefill included. `ms_per_forward` and `decode_tok_s` are worked
+out from the seconds of one canvas and of all, in which the prefill cancels. `experts_touched` are
+those of each layer that a canvas of random tokens reaches. The file is rewritten after every row;
+no part begins after `--within` seconds.
 """
 
 import argparse
+import collections
 import functools
 import json
+import re
 import time
 from pathlib import Path
 from unittest import mock
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
+from dllm_jax.bench import profile
 from dllm_jax.bench.numbers import commit
 from dllm_jax.models import gemma, reference
 from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
@@ -31,6 +34,7 @@ MODEL = "random:google/diffusiongemma-26B-A4B-it"
 STEPS = 16
 FLOOR_MS = {1: 13.2, 4: 20.9, 16: 55.7}  # bfloat16, one H200, context 1.5 k
 SLOTS, ALONE = (1, 4, 16), (1,)
+EARLY = 4  # most slots at which a canvas begins beside the store of the one before it
 
 
 class Report:
@@ -64,7 +68,7 @@ class Calls:
 
     def __call__(self, slots, tokens, **limits):
         """Seconds, and forwards of a request, of `slots` new prompts."""
-        top = min(200_000, self.llm.model.config.vocab_size)
+        top = self.llm.model.config.vocab_size * 3 // 4  # images and sounds have ids above
         prompts = self.rng.integers(5, top, (slots, self.tokens)).tolist()
         params = [
             dj.SamplingParams(max_tokens=tokens, temperature=1.0, seed=i, ignore_eos=True, **limits)
@@ -80,7 +84,7 @@ class Calls:
         return seconds, max(output.metrics.nfe for output in outputs)
 
 
-def measure(report, model, slots, early_slots, tokens):
+def measure(report, model, slots, early_slots, tokens, profiled):
     """Rows of one engine, by its number of requests."""
     canvas = model.defaults.block_size
     strategy = DiffusionGemma(
@@ -101,16 +105,17 @@ def measure(report, model, slots, early_slots, tokens):
         prefill_buckets=(tokens,),
     )
     began = time.perf_counter()
-    with dj.LLM(model, strategy, config=config, progress=False, warm_up="all") as llm:
+    how = {"config": config, "progress": False, "warm_up": "all", "calibrate": False}
+    with dj.LLM(model, strategy, **how) as llm:
         report.add(start_s=time.perf_counter() - began, slots=slots, peak_gb=peak_gb())
         call = Calls(llm, tokens)
         for count in slots:
             if report.is_late(f"{count} slots"):
                 break
             call(count, canvas)  # the first of a size
-            one_s, one_nfe = call(count, canvas)
-            prefill_s, _ = call(count, canvas, max_nfe=1)
-            for _ in range(2):
+            one_s, one_nfe = min(call(count, canvas) for _ in range(2))
+            prefill_s = min(call(count, canvas, max_nfe=1)[0] for _ in range(3))
+            for _ in range(1 if count == max(SLOTS) else 2):
                 seconds, nfe = call(count, tokens)
                 forward_s = (seconds - one_s) / max(nfe - one_nfe, 1)
                 floor = FLOOR_MS.get(count)
@@ -125,9 +130,31 @@ def measure(report, model, slots, early_slots, tokens):
                     of_floor=None if floor is None else 1e3 * forward_s / floor,
                     decode_tok_s=count * (tokens - canvas) / max(seconds - one_s, 1e-9),
                     one_canvas_s=one_s,
-                    prefill_ms=1e3 * (prefill_s - forward_s),
+                    one_canvas_ms=1e3 * (one_s - prefill_s) / max(one_nfe - 1, 1),
+                    prefill_ms=1e3 * (prefill_s - forward_s) / count,
                     peak_gb=peak_gb(),
                 )
+            if profiled and count in (min(SLOTS), max(SLOTS)):
+                launches(report, count, functools.partial(call, count, canvas), one_nfe)
+
+
+def launches(report, slots, run, steps, shown=70):
+    """Where the time of a call with a prefill and so many steps goes, kernel by kernel."""
+    spent, count = collections.defaultdict(float), collections.Counter()
+    for event in profile.traced(run).events:
+        # A fusion has a number of its own in each layer.
+        name = re.sub(r"[_.]?\d+$", "", event.name)
+        spent[name] += event.duration_ns
+        count[name] += 1
+    report.add(
+        profile=f"{slots} slots: prefills and a canvas each",
+        steps=steps,
+        total_ms=sum(spent.values()) / 1e6,
+        kernels=[
+            {"name": name[:90], "ms": round(ns / 1e6, 3), "calls": count[name]}
+            for name, ns in sorted(spent.items(), key=lambda pair: -pair[1])[:shown]
+        ],
+    )
 
 
 def peak_gb():
@@ -172,6 +199,9 @@ def main():
     parser.add_argument("--within", type=float, default=380.0)
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--quantization", choices=["none", "fp8"])
+    parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
+    parser.add_argument("--profile", action="store_true", help="of 1 slot, kernel by kernel")
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a text")
     args = parser.parse_args()
     facts = {
@@ -179,18 +209,23 @@ def main():
         "jax": jax.__version__,
         "commit": args.commit,
         "model": args.model,
+        "quantization": args.quantization,
         "steps_per_canvas": STEPS,
         "prompt_tokens": args.tokens,
         "seed": "prompts: NumPy's 0; weights: the model's own; requests: 0, 1, ...",
     }
     report = Report(args.out, args.within, facts)
-    model = dj.load(args.model)
+    model = dj.load(args.model, quantization=args.quantization)
     jax.block_until_ready(model.params)
     report.add(load_s=report.seconds, peak_gb=peak_gb())
-    run = functools.partial(measure, report, model, tokens=args.tokens)
-    run(slots=SLOTS, early_slots=4)
-    if not report.is_late("stored alone"):
-        run(slots=ALONE, early_slots=0)
+    engines = {
+        "few slots": {"slots": tuple(n for n in args.slots if n <= EARLY), "early_slots": EARLY},
+        "many slots": {"slots": tuple(n for n in args.slots if n > EARLY), "early_slots": EARLY},
+        "stored alone": {"slots": ALONE, "early_slots": 0},
+    }
+    for name, engine in engines.items():
+        if engine["slots"] and not report.is_late(name):
+            measure(report, model, **engine, tokens=args.tokens, profiled=args.profile)
     if not report.is_late("experts touched"):
         report.add(experts_touched=touched(model))
 

@@ -1,20 +1,22 @@
-"""Parts of a step of DiffusionGemma at full size, alone and within it: readout, attention, kernels.
+"""Parts of a step of DiffusionGemma at full size: is each kernel right, and is it faster than XLA?
 
-    python benchmarks/canvas_parts_gpu.py --out OUT.json --within 150
+    python benchmarks/canvas_parts_gpu.py --out OUT.json --within 250
 
-Each form of the readout and of attention is first held to float32 products of the same inputs,
-relative to the norm of the result, and then timed in a loop on the device. Then an engine of one
-slot decodes canvases of 16 fixed steps with the forms that are named, under the profiler: kernels
-by time, milliseconds a forward. The file is rewritten after every row; a part that fails says so.
+Each form of an operation runs in a loop on the device, whose inputs it leaves as they are; its
+result is held to the same operation in float32 by XLA, relative to the norm of the result. All are
+compiled together first. Then `canvas_gpu.py`'s engine decodes with the kernels that were right and
+faster, and 1 slot's launches by time are printed. The file is rewritten after every row.
 """
 
 import argparse
-import collections
 import functools
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import canvas_gpu
@@ -23,126 +25,149 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.bench import profile
 from dllm_jax.bench.numbers import commit
+from dllm_jax.kernels.layer import LayerOps, norm_rotate, sandwich_norm
 from dllm_jax.kernels.paged_attention import WindowMask, api, paged_attention
+from dllm_jax.kernels.router import choose_experts
 from dllm_jax.kernels.token_readout import law_readout
 from dllm_jax.models.head import Head
-from dllm_jax.runner import expectation
+from dllm_jax.runner import expectation, forward
 from dllm_jax.strategies.core.state import Sampling
-from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
 
-V, D, CANVAS, PAGE, WINDOW = 262_144, 2816, 256, 64, 1024
-CONTEXT = 1536
-READOUT_FLOOR_MS = {256: 0.96, 512: 1.91, 1024: 3.8, 4096: 15.3}
-
-
-def timed(step, carry, consts, count=20):
-    """Milliseconds of `step(carry, consts) -> carry`, the least of four loops on the device."""
-
-    @jax.jit
-    def loop(carry, consts):
-        return jax.lax.fori_loop(0, count, lambda _, c: step(c, consts), carry)
-
-    jax.block_until_ready(loop(carry, consts))
-    walls = []
-    for _ in range(4):
-        began = time.perf_counter()
-        jax.block_until_ready(loop(carry, consts))
-        walls.append(time.perf_counter() - began)
-    return 1e3 * min(walls) / count
+V, D, E, CANVAS, PAGE, WINDOW = 262_144, 2816, 128, 256, 64, 1024
+CONTEXT, EPS = 1536, 1e-6
+SLIDING, GLOBAL = (16, 8, 256), (16, 2, 512)  # query heads, KV heads, their size
+BOUND = 2e-2  # of the error of 16 bits
+NEAR_TIES = 0.99  # share of tokens, or of experts, that must be the same
 
 
-def error(got, want):
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+_TRACING = threading.Lock()  # a form of the readout is patched in meanwhile
 
 
-# --- readout -------------------------------------------------------------------------------------
+class Case(NamedTuple):
+    """An operation on given inputs.
+
+    Attributes:
+        name: What it is called in the report.
+        part: The choice that it belongs to.
+        run: From the back end's name and the inputs to what comes out.
+        given: Inputs. The first is what a loop makes each call wait for.
+        whole: Inputs of the reference; None: `given` in float32.
+        forms: Back ends.
+        count: Calls of a loop.
+    """
+
+    name: str
+    part: str
+    run: Callable[..., Any]
+    given: tuple[Any, ...]
+    whole: tuple[Any, ...] | None = None
+    forms: tuple[str, ...] = ("xla", "mosaic")
+    count: int = 50
 
 
-def readout(report, rows_of=(256, 1024)):
-    """The expected embedding with its draws, by form."""
-    key = jax.random.split(jax.random.key(0), 3)
-    table = jax.random.normal(key[0], (V, D), jnp.bfloat16) * 0.02
-    named = {"xla": None, "mosaic": "mosaic"}
-    for rows in rows_of:
-        hidden = jax.random.normal(key[1], (rows, D), jnp.bfloat16) * 4
-        keys = jax.random.split(key[2], rows)
-        how = Sampling(
-            temperature=jnp.linspace(0.4, 0.8, rows // CANVAS),
-            top_k=jnp.zeros(rows // CANVAS, jnp.int32),
-            top_p=jnp.ones(rows // CANVAS),
-        )
-
-        def read(hidden, consts, how=how):
-            table, keys = consts
-            head = Head(table, cap=30.0, embed_scale=53.0)
-            never = lambda ids: ids == 4  # noqa: E731
-            return expectation.read_expected(head, hidden, how, keys, forbidden=never, num_top=1)
-
-        answers = {}
-        for name, form in named.items():
-            for at_once in (256, 512, 1024) if rows > 256 else (256,):
-                patched = functools.partial(law_readout, implementation=form)
-                try:
-                    with (
-                        mock.patch.object(expectation, "ROWS", at_once),
-                        mock.patch.object(expectation, "law_readout", patched),
-                    ):
-                        got = jax.jit(lambda h, c: read(h, c))(hidden, (table, keys))
-                        answers.setdefault("want", jax.tree.map(np.asarray, got))
-                        want = answers["want"]
-                        ms = timed(
-                            lambda h, c: h + 1e-6 * read(h, c).soft.astype(h.dtype),
-                            hidden,
-                            (table, keys),
-                            count=max(1, 4096 // rows),
-                        )
-                    report.add(
-                        part="readout",
-                        rows=rows,
-                        form=name,
-                        at_once=at_once,
-                        ms=ms,
-                        of_floor=ms / READOUT_FLOOR_MS[rows],
-                        soft_error=error(got.soft, want.soft),
-                        entropy_error=error(got.entropy, want.entropy),
-                        same_best=float(np.mean(np.asarray(got.top_ids) == want.top_ids)),
-                        same_draw=float(np.mean(np.asarray(got.token) == want.token)),
-                    )
-                except Exception:
-                    report.add(part="readout", rows=rows, form=name, failed=last_line())
-    exact(report, table)
+def wide(given: Any) -> Any:
+    """Numbers of 16 bits in 32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
 
 
-def exact(report, table):
-    """Laws of a few rows, each form held to float32."""
-    hidden = jax.random.normal(jax.random.key(5), (128, D), jnp.bfloat16) * 4
-    never, heat = jnp.arange(V) == 4, jnp.linspace(0.4, 1.0, 128)
-    want = law_readout(hidden.astype(jnp.float32), table.astype(jnp.float32), never, heat, cap=30.0)
-    for form in ("xla", "mosaic"):
-        try:
-            got = law_readout(hidden, table, never, heat, cap=30.0, implementation=form)
-            names = ("rest", "spread", "shares", "weights")
-            errors = {name: error(getattr(got, name), getattr(want, name)) for name in names}
-            same = float(jnp.mean(got.token == want.token))
-            report.add(part="law", form=form, same_best=same, errors=errors)
-        except Exception:
-            report.add(part="law", form=form, failed=last_line())
+def looped(run: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The last of `count` results, each call behind the one before it."""
+
+    def whole(first, *rest):
+        def body(_, carry):
+            # What goes round is not known to stay the same: nothing is taken out of the loop.
+            first, _ = jax.lax.optimization_barrier(carry)
+            return first, run(first, *rest)
+
+        kinds = jax.eval_shape(run, first, *rest)
+        none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kinds)
+        return jax.lax.fori_loop(0, count, body, (first, none))[1]
+
+    return whole
 
 
-# --- attention -----------------------------------------------------------------------------------
+def draws(seed: int, *shapes: tuple[int, ...], scale: float = 1.0) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [
+        scale * jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
 
 
-def attention_case(slots, rows, heads, window, causal, orders=False, context=CONTEXT):
-    """Random inputs of a pass over a canvas, or of a prefill."""
-    N, G, H = heads
+# --- the operations ------------------------------------------------------------------------------
+
+
+def heads(rows: int, kind: tuple[int, int, int]) -> Case:
+    N, G, H = kind
+    is_global = kind is GLOBAL
+    qkv, q_norm, k_norm = draws(0, (1, rows, G, N // G + 2 - is_global, H), (H,), (H,))
+    angle = jax.random.uniform(jax.random.key(1), (1, rows, H // 2)) * 9
+
+    def run(form, qkv, *rest):
+        how = {"shares_values": is_global, "implementation": form}
+        return norm_rotate(qkv, *rest, EPS, **how)
+
+    name = f"heads {rows} {'global' if is_global else 'sliding'}"
+    return Case(name, "heads", run, (qkv, q_norm, k_norm, jnp.cos(angle), jnp.sin(angle)))
+
+
+def norms(rows: int, is_second: bool) -> Case:
+    """A half of a layer's norms behind its last product, whose parts XLA may add up in them."""
+    depth = D * 3 // 4 if is_second else D * 16 // 11  # of the down product, of the output's
+    inner, w = draws(1, (rows, depth), (depth, D))
+    x, b, *scales = draws(2, *[(1, rows, D)] * 2, *[(D,)] * 4, (2,))
+    mode = jnp.arange(rows)[None] % 3 == 0
+
+    def product(form, x, inner, w):
+        """Rows, or with "parts" sums of shares of the depth in float32, which the kernel adds."""
+        if form != "parts":
+            return form, (inner @ w).reshape(x.shape)
+        left, right = inner.reshape(rows, 4, -1), w.reshape(4, -1, D)
+        how = {"preferred_element_type": jnp.float32}
+        return "mosaic", jnp.einsum("tsk,skn->stn", left, right, **how)[:, None]
+
+    def first(form, x, inner, w, _, mode, s, t, u, *__):
+        form, a = product(form, x, inner, w)
+        return sandwich_norm(x, ((a, s),), (t, u), EPS, implementation=form)
+
+    def second(form, x, inner, w, b, mode, s, t, u, v, factors):
+        form, a = product(form, x, inner, w)
+        branches, how = ((a, s), (b, t)), {"outer": u, "factor": (factors, mode)}
+        return sandwich_norm(x, branches, (v,), EPS, **how, implementation=form)
+
+    name = f"norms {rows} {'second' if is_second else 'first'}"
+    given = (x, inner, w, b, mode, *scales)
+    forms = ("xla", "mosaic", "parts") if rows <= 512 else ("xla", "mosaic")
+    return Case(name, "norms", second if is_second else first, given, forms=forms)
+
+
+def router(rows: int) -> Case:
+    x, scale, weights, factors = draws(3, (rows, D), (D,), (D, E), (E,))
+
+    def run(form, x, *rest):
+        return choose_experts(x, *rest, k=8, eps=EPS, implementation=form)
+
+    return Case(
+        f"router {rows}", "router", run, (x, scale, weights, factors, jnp.arange(rows) >= 3)
+    )
+
+
+def attention(
+    name: str,
+    slots: int,
+    rows: int,
+    kind: tuple[int, int, int],
+    causal: bool,
+    orders: bool = False,
+    context: int = CONTEXT,
+) -> Case:
+    """A pass over a canvas, or a prefill."""
+    N, G, H = kind
     C = -(-(context + rows) // PAGE)
-    key = jax.random.split(jax.random.key(slots), 6)
-    draw = lambda k, *shape: jax.random.normal(k, shape, jnp.bfloat16) * 0.25  # noqa: E731
-    table = jax.random.permutation(key[5], slots * C).reshape(slots, C).astype(jnp.int32)
-    size = rows if not orders else rows // 2
+    table = jax.random.permutation(jax.random.key(5), slots * C).reshape(slots, C)
+    fresh = [(slots, rows, heads, H) for heads in (N, G, G)]
+    q, *rest = draws(slots, *fresh, *[(slots * C, G, PAGE, H)] * 2, scale=0.25)
     mask = WindowMask(
         cell=jnp.broadcast_to(jnp.arange(rows), (slots, rows)).astype(jnp.int32),
         start=jnp.full((slots,), context, jnp.int32),
@@ -150,64 +175,175 @@ def attention_case(slots, rows, heads, window, causal, orders=False, context=CON
         context_len=jnp.full((slots,), context, jnp.int32),
         visible=None,
         causal=jnp.asarray([[True, False]] * slots) if orders else jnp.full((slots,), causal),
-        block_size=CANVAS if causal else size,
-        window=window,
+        block_size=rows // 2 if orders else CANVAS if causal else rows,
+        window=WINDOW if kind is SLIDING else None,
         by_block=True,
         context_is_before=True,
     )
-    shapes = (slots, rows, N, H), (slots, rows, G, H), (slots, rows, G, H)
-    pools = [(slots * C, G, PAGE, H)] * 2
-    data = [draw(k, *shape) for k, shape in zip(key, (*shapes, *pools), strict=False)]
-    return data, table, mask
+
+    def run(form, q, *rest):
+        return paged_attention(q, *rest, scale=1.0, implementation=form)
+
+    part = "attention" if kind is SLIDING else "wide"
+    return Case(f"{part} {name}", part, run, (q, *rest, table.astype(jnp.int32), mask))
 
 
-SLIDING, GLOBAL = (16, 8, 256), (16, 2, 512)
-CASES: dict[str, Any] = {
-    "canvas 1": (1, 256, SLIDING, WINDOW, False),
-    "canvas 4": (4, 256, SLIDING, WINDOW, False),
-    "canvas 16": (16, 256, SLIDING, WINDOW, False),
-    "beside a store": (1, 512, SLIDING, WINDOW, False, True),
-    "prefill": (1, 1024, SLIDING, WINDOW, True, False, 0),
-    "global 1": (1, 256, GLOBAL, None, False),
-    "global 16": (16, 256, GLOBAL, None, False),
-}
+def readout(rows: int, table: jax.Array) -> Case:
+    """Statistics and expectation of rows that are drawn."""
+    (hidden,) = draws(6, (rows, D), scale=4.0)
+    slots = rows // CANVAS
+    keys = jax.random.split(jax.random.key(7), rows)
+    how = Sampling(
+        temperature=jnp.linspace(0.4, 0.8, slots),
+        top_k=jnp.zeros(slots, jnp.int32),
+        top_p=jnp.ones(slots),
+    )
+
+    def run(form, hidden, table, how, keys):
+        read = functools.partial(law_readout, implementation=form)
+        with mock.patch.object(expectation, "law_readout", read):
+            head = Head(table, cap=30.0, embed_scale=53.0)
+            never = lambda ids: ids == 4  # noqa: E731
+            return expectation.read_expected(head, hidden, how, keys, forbidden=never, num_top=1)
+
+    # In float32 a table of this size would be another 3 GB: XLA's form is what it is held to.
+    given = (hidden, table, how, keys)
+    return Case(f"readout {rows}", "readout", run, given, given, count=max(1, 4096 // rows))
 
 
-def attention(report):
-    """Attention of one layer, by form."""
-    for name, settings in CASES.items():
-        data, table, mask = attention_case(*settings)
-        full = [x.astype(jnp.float32) for x in data]
-        with jax.default_matmul_precision("highest"):
-            want = paged_attention(*full, table, mask, scale=1.0, implementation="xla")
-        for form in ("xla",) if "global" in name else ("xla", "mosaic"):
+def law(table: jax.Array) -> Case:
+    """The law itself, of few rows, held to float32."""
+    (hidden,) = draws(8, (128, D), scale=4.0)
+    given = (hidden, table, jnp.arange(V) == 4, jnp.linspace(0.4, 1.0, 128))
+
+    def run(form, *given):
+        return law_readout(*given, cap=30.0, implementation=form)
+
+    return Case("law 128", "readout", run, given, count=4)
+
+
+def cases(names: set[str]) -> list[Case]:
+    found = []
+    if "heads" in names:
+        found += [heads(256, SLIDING), heads(256, GLOBAL), heads(4096, SLIDING)]
+    if "norms" in names:
+        found += [norms(rows, is_second) for rows in (256, 4096) for is_second in (False, True)]
+    if "router" in names:
+        found += [router(256), router(4096)]
+    if "attention" in names:
+        found += [
+            attention("canvas 1", 1, 256, SLIDING, False),
+            attention("beside a store", 1, 512, SLIDING, False, True),
+            attention("prefill", 1, 1024, SLIDING, True, False, 0),
+        ]
+    if "wide" in names:
+        found += [attention(str(slots), slots, 256, GLOBAL, False) for slots in (1, 4)]
+        found += [attention("beside a store", 1, 512, GLOBAL, False, True)]
+        found += [attention("prefill", 1, 1024, GLOBAL, True, False, 0)]
+    if "readout" in names:
+        (table,) = draws(9, (V, D), scale=0.02)
+        found += [readout(256, table), law(table), readout(1024, table)]
+    return found
+
+
+# --- checking and timing -------------------------------------------------------------------------
+
+
+def differences(got: Any, want: Any) -> dict[str, float]:
+    """By output: the relative error of numbers, the share of whole numbers that are the same."""
+    found = {}
+    names = got._fields if hasattr(got, "_fields") else range(len(jax.tree.leaves(got)))
+    if hasattr(got, "__dataclass_fields__"):
+        names = [name for name in got.__dataclass_fields__ if getattr(got, name) is not None]
+    for name, a, b in zip(names, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if np.issubdtype(a.dtype, np.integer):
+            found[f"{name} same"] = float(np.mean(a == b))
+        else:
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            scale = max(float(np.linalg.norm(b)), 1e-30)
+            found[str(name)] = float(np.linalg.norm(a - b)) / scale
+    return found
+
+
+def is_right(found: dict[str, float]) -> bool:
+    return all(
+        value >= NEAR_TIES if name.endswith(" same") else value <= BOUND
+        for name, value in found.items()
+        # Of rows that drew another token, or chose another expert, the numbers are others.
+        if name not in ("confidence", "shares")
+    )
+
+
+def compiled(case: Case, form: str | None) -> Any:
+    """The loop of a form; None: the reference, once."""
+    given = case.given if form or case.whole is not None else wide(case.given)
+    run = functools.partial(case.run, form or "xla")
+    with _TRACING, jax.default_matmul_precision("highest" if form is None else None):
+        lowered = jax.jit(looped(run, case.count if form else 1)).lower(*given)
+    return lowered.compile()
+
+
+def last_line() -> str:
+    error = sys.exc_info()[1]
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def check(report: Any, names: set[str]) -> set[str]:
+    """Rows of all cases; which parts were right in each of theirs and not slower in the first."""
+    todo = cases(names)
+    with ThreadPoolExecutor(8) as pool:
+        futures = {
+            (case.name, form): pool.submit(compiled, case, form)
+            for case in todo
+            for form in (None, *case.forms)
+        }
+    report.add(part="compiled", count=len(futures))
+    good, bad = set(), set()
+    for case in todo:
+        ms = {}
+        try:
+            whole = case.given if case.whole is not None else wide(case.given)
+            want = futures[case.name, None].result()(*whole)
+        except Exception:
+            report.add(case=case.name, form="reference", failed=last_line())
+            want = None
+        for form in case.forms:
             try:
-                run = functools.partial(paged_attention, scale=1.0, implementation=form)
-                got = jax.jit(run)(*data, table, mask)
-                ms = timed(
-                    lambda q, rest: q + 1e-6 * run(q, *rest),  # noqa: B023
-                    data[0],
-                    (*data[1:], table, mask),
-                    count=50,
-                )
-                report.add(part="attention", case=name, form=form, ms=ms, error=error(got, want))
+                run = futures[case.name, form].result()
+                found = {} if want is None else differences(run(*case.given), want)
+                walls = []
+                for _ in range(4):
+                    began = time.perf_counter()
+                    jax.block_until_ready(run(*case.given))
+                    walls.append(time.perf_counter() - began)
+                ms[form] = 1e3 * min(walls) / case.count
+                report.add(case=case.name, form=form, us=1e3 * ms[form], found=found)
+                if form == "mosaic":
+                    fine = want is not None and is_right(found) and ms[form] < ms.get("xla", 1e9)
+                    (good if fine else bad).add(case.part)
             except Exception:
-                report.add(part="attention", case=name, form=form, failed=last_line())
+                report.add(case=case.name, form=form, failed=last_line())
+                bad |= {case.part} if form == "mosaic" else set()
+        want = None
+    return good - bad
 
 
-# --- the step ------------------------------------------------------------------------------------
-
-
-def patches(forms):
+def patches(forms: set[str]) -> ExitStack:
     """Contexts in which the named parts run in their kernels."""
     found = ExitStack()
+    fields = {"heads": "norm_rotate", "norms": "sandwich_norm", "router": "choose_experts"}
+    named: dict[str, Any] = {fields[name]: "mosaic" for name in forms & set(fields)}
+    with_forms = functools.partial(LayerOps, **named)
+    found.enter_context(mock.patch.object(forward, "LayerOps", with_forms))
     if "attention" in forms:
         back_ends = api._back_ends
 
         def eager(q, k_pages, page_table, mask):
             every = back_ends(q, k_pages, page_table, mask)
             one = every["mosaic"]
-            return every | {"mosaic": one._replace(is_fast=q.shape[1] <= api.MOSAIC_ROWS)}
+            is_fast = q.shape[1] <= api.MOSAIC_ROWS and ("wide" in forms or q.shape[3] <= 256)
+            return every | {"mosaic": one._replace(is_fast=is_fast)}
 
         found.enter_context(mock.patch.object(api, "_back_ends", eager))
     if "readout" in forms:
@@ -216,83 +352,18 @@ def patches(forms):
     return found
 
 
-def step(report, model, forms, slots, tokens=1024, shown=60):
-    """Forwards by time and number of slots, and the kernels of one canvas of one slot."""
-    canvas = model.defaults.block_size
-    strategy = DiffusionGemma(
-        max_denoising_steps=float(canvas_gpu.STEPS), confidence_threshold=0.0, block_size=canvas
-    )
-    longest = 2 * tokens + canvas
-    pages = -(-(longest + canvas) // PAGE)
-    config = dj.EngineConfig(
-        max_num_seqs=max(slots),
-        max_model_len=longest,
-        num_pages=max(slots) * pages + 1,
-        max_num_batched_tokens=max(slots) * tokens,
-        slot_buckets=slots,
-        page_buckets=(pages,),
-        prefill_buckets=(tokens,),
-    )
-    jax.clear_caches()  # what was traced with other forms
-    began = time.perf_counter()
-    with patches(forms), dj.LLM(model, strategy, config=config, progress=False) as llm:
-        report.add(part="start", forms=forms, seconds=time.perf_counter() - began)
-        call = canvas_gpu.Calls(llm, tokens)
-        for count in slots:
-            if report.is_late(f"{count} slots"):
-                return
-            call(count, canvas)
-            one_s, one_nfe = min(call(count, canvas) for _ in range(2))
-            prefill_s, _ = call(count, canvas, max_nfe=1)
-            all_s, all_nfe = min(call(count, tokens) for _ in range(3 if count == 1 else 1))
-            forward_ms = 1e3 * (all_s - one_s) / (all_nfe - one_nfe)
-            report.add(
-                part="step",
-                forms=forms,
-                slots=count,
-                ms_per_forward=forward_ms,
-                of_floor=forward_ms / canvas_gpu.FLOOR_MS[count],
-                tok_s=count * tokens / all_s,
-                decode_tok_s=count * (tokens - canvas) / (all_s - one_s),
-                prefill_ms=1e3 * prefill_s - forward_ms,
-                nfe=all_nfe,
-                seconds=all_s,
-                peak_gb=canvas_gpu.peak_gb(),
-            )
-            if count == 1:
-                kernels(report, forms, lambda: call(1, canvas), one_nfe, shown)
-
-
-def kernels(report, forms, run, steps, shown):
-    """Where the time of a call goes."""
-    spent, count = collections.defaultdict(float), collections.Counter()
-    for event in profile.traced(run).events:
-        spent[event.name] += event.duration_ns
-        count[event.name] += 1
-    measured = [
-        {"name": name[:90], "ms": ns / 1e6, "calls": count[name]}
-        for name, ns in sorted(spent.items(), key=lambda pair: -pair[1])[:shown]
-    ]
-    total = sum(spent.values()) / 1e6
-    report.add(part="profile", forms=forms, steps=steps, total_ms=total, kernels=measured)
-
-
-def last_line():
-    error = sys.exc_info()[1]
-    return f"{type(error).__name__}: {error}"[:300]
-
-
 def main():
     """Measure until time is up."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", required=True)
-    parser.add_argument("--within", type=float, default=150.0)
+    parser.add_argument("--within", type=float, default=250.0)
     parser.add_argument("--model", default=canvas_gpu.MODEL)
-    parser.add_argument("--parts", default="attention,readout,step")
-    parser.add_argument("--forms", default="attention+readout", help="of the step, one after one")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--parts", default="heads,norms,router,attention,readout,step,wide")
+    parser.add_argument("--forms", help="of the step; left out: what was right and faster")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=1024)
     args = parser.parse_args()
     facts = {
         "device": jax.devices()[0].device_kind,
@@ -300,24 +371,25 @@ def main():
         "commit": commit(),
         "model": args.model,
         "context": CONTEXT,
-        "readout_floor_ms": READOUT_FLOOR_MS,
+        "readout_floor_ms": {"256": 0.96, "1024": 3.8},
     }
     report = canvas_gpu.Report(args.out, args.within, facts)
-    model = None
-    for part in args.parts.split(","):
-        if part == "step":
-            model = dj.load(args.model)
-            jax.block_until_ready(model.params)
-        for forms in args.forms.split(",") if part == "step" else ("",):
-            if report.is_late(f"{part} {forms}"):
-                continue
-            try:
-                if part == "step":
-                    step(report, model, forms, tuple(args.slots))
-                else:
-                    {"attention": attention, "readout": readout}[part](report)
-            except Exception:
-                report.add(part=part, forms=forms, failed=last_line())
+    parts = set(args.parts.split(","))
+    forms = check(report, parts - {"step", "wide"})
+    if args.forms is not None:
+        forms = set(args.forms.split(",")) - {""}
+    report.add(part="step", forms=sorted(forms))
+    if "step" not in parts or report.is_late("step"):
+        return
+    model = dj.load(args.model)
+    jax.block_until_ready(model.params)
+    with patches(forms):
+        how = {"tokens": args.tokens, "early_slots": canvas_gpu.EARLY, "profiled": True}
+        canvas_gpu.measure(report, model, tuple(args.slots), **how)
+        check(report, parts & {"wide"})  # behind what a kernel that hangs would take with it
+        if not report.is_late("stored alone"):
+            how |= {"early_slots": 0, "profiled": False}
+            canvas_gpu.measure(report, model, canvas_gpu.ALONE, **how)
 
 
 if __name__ == "__main__":

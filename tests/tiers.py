@@ -35,6 +35,7 @@ LONG: dict[str, str | None] = {
     "cli/test_cli_verbs.py": "users_settings",
     "cli/test_interrupt.py": None,
     "convert/test_convert_memory.py": None,
+    "kernels/test_canvas_layer.py": "heads_match|tensor_cores|equal|lower",
     "kernels/test_expert_ffn.py": "any_routing|published|may_be_gelus",
     "kernels/test_expert_ffn_mosaic.py": "ragged|every_row|no_expert|published|in_8_bits",
     "kernels/test_grammar_path.py": r"bit\[[1-9]|half|by_classes|many_rows|lowers",

@@ -41,6 +41,9 @@ PLAIN = LayerOps(
     rotate_qkv="xla",
     split_matmul="xla",
     gated_matmul="xla",
+    norm_rotate="xla",
+    sandwich_norm="xla",
+    choose_experts="xla",
 )
 
 INIT_STD = 0.02  # Qwen3's initializer_range

@@ -12,15 +12,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.expert_ffn import expert_ffn
-from dllm_jax.kernels.layer import Fp8Matrix, LayerOps, fp8, reference
-from dllm_jax.kernels.layer.reference import apply_rope, as_row, gated
-from dllm_jax.models import dense, routing
+from dllm_jax.kernels.layer import Fp8Matrix, LayerOps, fp8, norm_rotate, reference, sandwich_norm
+from dllm_jax.kernels.layer.reference import gated
+from dllm_jax.kernels.layer.reference import late_rms_norm as rms_norm
+from dllm_jax.kernels.router import choose_experts
+from dllm_jax.models import dense
 from dllm_jax.models.dense import PLAIN, Attend, leaf
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import gate_up_shape, rope_tables
@@ -170,6 +171,7 @@ def trunk(
         live: Rows that belong to a text; the others go to no expert. None: all.
     """
     mode = jnp.zeros(len(x), jnp.int32) if mode is None else mode
+    is_decoder = jnp.broadcast_to((mode == DECODER).reshape(len(x), -1), x.shape[:2])
     tables = {
         True: _rotary(positions, cfg.head_dim, cfg.rotary_dim, cfg.rope_theta),
         False: _rotary(
@@ -177,28 +179,33 @@ def trunk(
         ),
     }
 
-    def norm(rows: Array, scale: Array) -> Array:
-        return rms_norm(rows, scale, cfg.norm_eps)
+    def sandwich(x: Array, branches: Any, following: tuple[Array, ...], **how: Any) -> Any:
+        back_end = ops.sandwich_norm
+        return sandwich_norm(x, branches, following, cfg.norm_eps, **how, implementation=back_end)
 
-    streams = {0: x}
-    for i, layer in enumerate(params["layers"]):
-        rows = norm(x, layer["attn_norm"])
+    layers, streams = params["layers"], {0: x}
+    firsts = [*(layer["attn_norm"] for layer in layers), params["final_norm"]]
+    rows = rms_norm(x, firsts[0], cfg.norm_eps)
+    for i, layer in enumerate(layers):
         attended = functools.partial(attend, i)
-        out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], attended, ops.axis)
-        x = x + norm(total(out, x, ops.axis), layer["post_attn_norm"])
-        rows = norm(x, layer["mlp_norm"])
+        out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], attended, ops)
+        out = total(out, x, ops.axis)
+        following = layer["mlp_norm"], layer["pre_experts_norm"]
+        x, (rows, routed) = sandwich(x, ((out, layer["post_attn_norm"]),), following)
         plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], ops.axis)
-        routed = _experts(layer, cfg, x, positions, live, ops.axis)
+        routed = _experts(layer, cfg, x, routed, live, ops)
         if ops.axis is not None:  # both in one sum, before their norms
             both = jnp.stack([plain, routed])
             plain, routed = total(both, both, ops.axis)
-        out = norm(plain, layer["post_mlp_norm"]) + norm(routed, layer["post_experts_norm"])
-        x = x + norm(out, layer["post_ffn_norm"])
-        # A choice between two is part of the norm's launch; an index would be a launch of its own.
-        encoder, decoder = layer["mode_scale"].astype(x.dtype)
-        x = x * jnp.where(mode == DECODER, decoder, encoder).reshape(len(x), -1, 1)
+        x, (rows,) = sandwich(
+            x,
+            ((plain, layer["post_mlp_norm"]), (routed, layer["post_experts_norm"])),
+            (firsts[i + 1],),
+            outer=layer["post_ffn_norm"],
+            factor=(layer["mode_scale"], is_decoder),
+        )
         streams[i + 1] = x
-    return norm(x, params["final_norm"]), tuple(streams[j] for j in hidden_layers)
+    return rows, tuple(streams[j] for j in hidden_layers)
 
 
 def head(params: Any, cfg: GemmaConfig) -> Head:
@@ -213,13 +220,6 @@ unembed = Unembed(head)
 def layer_view(cfg: GemmaConfig, layer: int) -> View:
     """What a layer sees: a sliding one its window; scores are not scaled."""
     return View(window=cfg.window if cfg.sliding[layer] else None, by_block=True, scale=1.0)
-
-
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float) -> Array:
-    """Root-mean-square norm of the last axis, rounded once, after the scale."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 if scale is None else x32 * as_row(scale, x32)).astype(x.dtype)
 
 
 def _embed_scale(cfg: GemmaConfig, dtype: Any) -> float:
@@ -244,45 +244,54 @@ def _attention(
     x: Float[Array, "B T D"],
     tables: tuple[Array, Array],
     attend: Callable[..., Array],
-    axis: str | None,
+    ops: LayerOps,
 ) -> Float[Array, "B T D"]:
     """The first half of a layer on normed rows."""
-    fused = _matmul(x, layer["wqkv"] if "wqkv" in layer else layer["wqk"])
-    B, T, G, n, H = fused.shape  # of this device
-    n -= 2 if "wqkv" in layer else 1
-    q = rms_norm(fused[..., :n, :].reshape(B, T, G * n, H), layer["q_norm"], cfg.norm_eps)
-    k = rms_norm(fused[..., n, :], layer["k_norm"], cfg.norm_eps)
-    v = rms_norm(fused[..., -1, :], None, cfg.norm_eps)  # of `wqk`, what the key is made of
-    out = attend(apply_rope(q, *tables), apply_rope(k, *tables), v)
-    wo = layer["wo"]
+    has_values = "wqkv" in layer  # else they are of what the keys are of
+    q, k, v = norm_rotate(
+        _matmul(x, layer["wqkv" if has_values else "wqk"]),
+        layer["q_norm"],
+        layer["k_norm"],
+        *tables,
+        cfg.norm_eps,
+        shares_values=not has_values,
+        implementation=ops.norm_rotate,
+    )
+    out, wo = attend(q, k, v), layer["wo"]
     wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
-    return _matmul(out.reshape(B, T, -1), wo, axis)
+    return _matmul(out.reshape(*x.shape[:2], -1), wo, ops.axis)
 
 
 def _experts(
     layer: Any,
     cfg: GemmaConfig,
     x: Float[Array, "B T D"],
-    positions: Int[Array, "B T"],
+    rows: Float[Array, "B T D"],
     live: Bool[Array, "B T"] | None,
-    axis: str | None,
+    ops: LayerOps,
 ) -> Float[Array, "B T D"]:
-    """The routed half of the feed-forward part, of a device's own experts.
+    """The routed half of the feed-forward part on normed rows, of a device's own experts.
 
-    The router reads the residual stream with a norm of its own, in float32.
+    The router reads the residual stream `x` with a norm of its own, in float32.
     """
-    D, k = cfg.hidden_size, cfg.experts_per_token
-    scale = layer["router_scale"].astype(jnp.float32) * D**-0.5
-    router_input = rms_norm(x.astype(jnp.float32), scale, cfg.norm_eps)
-    ids, weights = routing.route(cfg, router_input, layer["router"], None, positions, live)
-    ids, weights = ids.reshape(-1, k), weights.reshape(-1, k)
-    weights = weights * layer["expert_scale"].astype(jnp.float32).at[ids].get(mode="clip")
-    if axis is not None:  # an id outside of a device's own experts is none there
+    D = cfg.hidden_size
+    live = jnp.ones(x.shape[:2], bool) if live is None else live
+    ids, weights = choose_experts(
+        x.reshape(-1, D),
+        layer["router_scale"],
+        layer["router"],
+        layer["expert_scale"],
+        live.reshape(-1),
+        k=cfg.experts_per_token,
+        eps=cfg.norm_eps,
+        implementation=ops.choose_experts,
+    )
+    if ops.axis is not None:  # an id outside of a device's own experts is none there
         none = ids >= cfg.num_experts
-        ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), axis))
-    rows = rms_norm(x, layer["pre_experts_norm"], cfg.norm_eps).reshape(-1, D)
+        ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
     matrices = layer["experts_gate_up"], layer["experts_down"]
-    return expert_ffn(rows, ids, weights, *matrices, activation="gelu").reshape(x.shape)
+    flat = rows.reshape(-1, D)
+    return expert_ffn(flat, ids, weights, *matrices, activation="gelu").reshape(x.shape)
 
 
 def _geglu(

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from dllm_jax.engine.inbox import FORKED
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, PassKind, Placement
 from dllm_jax.engine.requests import DraftMetrics
+from dllm_jax.kernels import grammar_path
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import grammars, hosts, labels, memory, packing, programs, timing, warmup
@@ -384,10 +385,13 @@ class ModelRunner:
             {"what": "grammar", "slot": slot, "sizes": dataclasses.astuple(sizes), "at": at}, row
         )
         now = self._grammars
+        split = self._programs.model.split
         if now is None:
-            now = grammars.empty(self.layout.num_slots, sizes, self._programs.spec.vocab_size)
+            kernels = grammar_path.choose() if split is None else None  # of one device alone
+            size = self._programs.spec.vocab_size
+            now = grammars.empty(self.layout.num_slots, sizes, size, kernels)
         now = grammars.grown(now, sizes)
-        if (split := self._programs.model.split) is not None:
+        if split is not None:
             now = split.everywhere(now)
         own = jax.tree.unflatten(jax.tree.structure(now.grammar), row)
         self._grammars = programs.bind(now, np.int32(slot), own, np.int32(at))

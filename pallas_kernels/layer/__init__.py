@@ -1,6 +1,15 @@
 """What a layer computes beside its attention, as few operations."""
 
-from .api import LayerOps, add_rms_norm, gated_matmul, qkv_matmul, rotate_qkv, split_matmul
+from .api import (
+    LayerOps,
+    add_rms_norm,
+    gated_matmul,
+    norm_rotate,
+    qkv_matmul,
+    rotate_qkv,
+    sandwich_norm,
+    split_matmul,
+)
 from .fp8 import Fp8Matrix, Fp8Rows
 
 __all__ = [
@@ -9,7 +18,9 @@ __all__ = [
     "LayerOps",
     "add_rms_norm",
     "gated_matmul",
+    "norm_rotate",
     "qkv_matmul",
     "rotate_qkv",
+    "sandwich_norm",
     "split_matmul",
 ]

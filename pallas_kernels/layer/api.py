@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .. import dispatch
 from ..dispatch import BackEnd
-from . import fp8, mosaic, mosaic_many, mosaic_rotate, reference, triton
+from . import fp8, mosaic, mosaic_heads, mosaic_many, mosaic_rotate, reference, triton
 from .fp8 import Fp8Matrix, Fp8Rows
 
 Implementation = Literal["xla", "triton", "mosaic"]
@@ -37,6 +37,11 @@ MOSAIC_MANY_FP8_ROWS = 1024
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
 MOSAIC_ROWS = 1024
+# Most rows of a product whose parts XLA adds up in the one `sandwich_norm` behind it. On an H200, a
+# layer of DiffusionGemma, us, XLA / Mosaic, the product in front and the loop's 10 us included: one
+# branch 256 rows 30 / 35, 4,096 rows 178 / 163, two branches 40 / 24 and 132 / 113; more rows than
+# 256 and fewer than 4,096 were not timed (benchmarks/results/canvas_parts_h200.json).
+PARTS_ROWS = 1024
 # Most rows of `rotate_qkv` with Mosaic: faster from 128 to 4,096 rows; more were not measured.
 MOSAIC_ROTATED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
@@ -56,6 +61,9 @@ class LayerOps:
     rotate_qkv: Implementation | None = None
     split_matmul: Implementation | None = None
     gated_matmul: Implementation | None = None
+    norm_rotate: Literal["xla", "mosaic"] | None = None
+    sandwich_norm: Literal["xla", "mosaic"] | None = None
+    choose_experts: Literal["xla", "mosaic"] | None = None
     axis: str | None = None
 
 
@@ -102,6 +110,46 @@ def _plain_norm(
 ) -> tuple[Array, Array | Fp8Rows]:
     total, normed = reference.add_rms_norm(x, y, scale, eps)
     return total, fp8.quantize_rows(normed) if is_quantized else normed
+
+
+def sandwich_norm(
+    x: Float[Array, "*M D"],
+    branches: tuple[tuple[Float[Array, "*M D"], Float[Array, " D"]], ...],
+    following: tuple[Float[Array, " D"], ...],
+    eps: float,
+    *,
+    outer: Float[Array, " D"] | None = None,
+    factor: tuple[Float[Array, "2"], Bool[Array, "*M"]] | None = None,
+    implementation: Literal["xla", "mosaic"] | None = None,
+) -> tuple[Float[Array, "*M D"], tuple[Float[Array, "*M D"], ...]]:
+    """Residual stream plus normed branches, and norms of the sum, each rounded after its scale.
+
+    Args:
+        branches: Rows to add up, each with the scale of its norm.
+        following: Scales of the norms of the sum that come out.
+        outer: Scale of a norm of the branches' sum; None: that is added as it is.
+        factor: Two factors of the new stream, and whether a row's is the second; None: 1.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11), or None for the
+            faster one.
+
+    Returns:
+        The new stream, and its norms.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+
+    Source: Ding et al. 2021 (arXiv 2105.13290), §2.4, sandwich norm.
+    """
+    back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
+        "mosaic": BackEnd(
+            mosaic.sandwich_norm,
+            mosaic.unsupported(x) or mosaic.unsupported_sandwich(x),
+            len(branches) > 1 or _num_rows(x) > PARTS_ROWS,
+        ),
+        "xla": BackEnd(reference.sandwich_norm),
+    }
+    how = {"outer": outer, "factor": factor}
+    return dispatch.run(implementation, back_ends, x, branches, following, eps, **how)
 
 
 def qkv_matmul(
@@ -395,6 +443,45 @@ def rotate_qkv(
     }
     arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
     return dispatch.run(implementation, back_ends, *arguments, dtype=dtype)
+
+
+def norm_rotate(
+    qkv: Float[Array, "*M G n+2 H"] | Float[Array, "*M G n+1 H"],
+    q_norm: Float[Array, " H"],
+    k_norm: Float[Array, " H"],
+    cos: Float[Array, "*M R2"],
+    sin: Float[Array, "*M R2"],
+    eps: float,
+    *,
+    shares_values: bool = False,
+    implementation: Literal["xla", "mosaic"] | None = None,
+) -> tuple[Float[Array, "*M N H"], Float[Array, "*M G H"], Float[Array, "*M G H"]]:
+    """Queries, keys and values, each head normed, the values' without a scale; two are rotated.
+
+    A norm is rounded once, after its scale, and what is rotated once more.
+
+    Args:
+        qkv: For each KV head its n query heads, its key and its value.
+        cos, sin: As of `rotate_qkv`.
+        shares_values: There are no values in `qkv`: they are made of what the keys are made of.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11, heads of 64 to 512
+            that are rotated whole), or None for the faster one.
+
+    Returns:
+        As `rotate_qkv` does.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
+        "mosaic": BackEnd(
+            mosaic_heads.norm_rotate,
+            mosaic.unsupported(qkv) or mosaic_heads.unsupported_heads(qkv, cos),
+        ),
+        "xla": BackEnd(reference.norm_rotate),
+    }
+    arguments = (qkv, q_norm, k_norm, cos, sin, eps)
+    return dispatch.run(implementation, back_ends, *arguments, shares_values=shares_values)
 
 
 def choose_tiling(x: Array, w: Array) -> triton.Tiling:

@@ -84,6 +84,14 @@ def unsupported_row(x: Array) -> str | None:
     return None
 
 
+def unsupported_sandwich(x: Array) -> str | None:
+    """Why `sandwich_norm` cannot take such rows, or None."""
+    width = x.shape[-1]
+    if width % (2 * _THREADS) or width > _WIDEST:
+        return f"needs rows of a multiple of {2 * _THREADS} up to {_WIDEST}, got {width}"
+    return None
+
+
 def unsupported_rounded(x: Array) -> str | None:
     """Why `quantize_rows` cannot take such rows, or None."""
     width, step = x.shape[-1], _THREADS * _VECTOR
@@ -431,6 +439,86 @@ def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
     factor, unit = factors_of(jnp.max(jnp.abs(rounded)))
     normed[row] = (rounded * factor).astype(FP8)
     scales[0][row] = unit
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))  # layers lower once
+def sandwich_norm(
+    x: Array,
+    branches: tuple[tuple[Array, Array], ...],
+    following: tuple[Array, ...],
+    eps: float,
+    *,
+    outer: Array | None = None,
+    factor: tuple[Array, Array] | None = None,
+    interpret: Any = None,
+) -> tuple[Array, tuple[Array, ...]]:
+    """See `api.sandwich_norm`."""
+
+    def run(x, branches, following, outer, factor):
+        rows = x.reshape(-1, x.shape[-1])
+        named = {"x": rows}
+        for i, (y, scale) in enumerate(branches):
+            named |= {f"branch{i}": y.reshape(-1, *rows.shape), f"scale{i}": scale}
+        named |= {f"following{i}": scale for i, scale in enumerate(following)}
+        if outer is not None:
+            named["outer"] = outer
+        if factor is not None:
+            named |= {"factors": factor[0], "is_second": factor[1].astype(jnp.int32).reshape(-1)}
+        total, *normed = plgpu.kernel(
+            functools.partial(_sandwich_norm, names=tuple(named), eps=eps),
+            out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(following)),
+            grid=(len(rows),),
+            grid_names=("row",),
+            kernel_name="sandwich_norm",
+            interpret=interpret,
+        )(*named.values())
+        return total.reshape(x.shape), tuple(one.reshape(x.shape) for one in normed)
+
+    return jax.custom_batching.sequential_vmap(run)(x, branches, following, outer, factor)
+
+
+def _sandwich_norm(*refs, names, eps):
+    """One row, by one warpgroup."""
+    given = dict(zip(names, refs, strict=False))
+    total, *normed = refs[len(names) :]
+    row, (_, D) = jax.lax.axis_index("row"), total.shape
+    layout = plgpu.Layout.WG_STRIDED((D,), vec_size=math.gcd(D // _THREADS, _ROUNDED_VECTOR))
+
+    def rounded(values):
+        return values.astype(total.dtype).astype(jnp.float32)
+
+    def norm(values, scale):
+        return values * jax.lax.rsqrt(jnp.sum(values * values) / D + eps) * scale
+
+    # All loads start before the first sum, for which the threads wait.
+    factor = None
+    if "factors" in given:
+        first, second = (given["factors"][i].astype(jnp.float32) for i in range(2))
+        factor = jnp.where(given.pop("is_second")[row] != 0, second, first)
+        del given["factors"]
+
+    def load(ref):
+        return _loaded(ref, layout).astype(jnp.float32)
+
+    def load_row(ref):
+        if len(ref.shape) < 3:
+            return load(ref.at[row] if len(ref.shape) == 2 else ref)
+        parts = [load(ref.at[i, row]) for i in range(ref.shape[0])]
+        return rounded(functools.reduce(jnp.add, parts))
+
+    at = {name: load_row(ref) for name, ref in given.items()}
+    count = sum(name.startswith("branch") for name in names)
+    each = [rounded(norm(at[f"branch{i}"], at[f"scale{i}"])) for i in range(count)]
+    out = functools.reduce(lambda a, b: rounded(a + b), each)
+    if "outer" in at:
+        out = rounded(norm(out, at["outer"]))
+    kept = rounded(at["x"] + out)
+    if factor is not None:
+        kept = rounded(kept * factor)
+    total[row] = kept.astype(total.dtype)
+    root = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
+    for i, to in enumerate(normed):
+        to[row] = (kept * root * at[f"following{i}"]).astype(to.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

@@ -1,5 +1,7 @@
 """The reference in plain XLA, with gradients; models are trained with it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,6 +17,13 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return x32.astype(x.dtype) * as_row(scale, x)
+
+
+def late_rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float) -> Array:
+    """Root-mean-square norm of the last axis, rounded once, after the scale, as Gemma 4's is."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 if scale is None else x32 * as_row(scale, x32)).astype(x.dtype)
 
 
 def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Array, "... T N H"]:
@@ -44,6 +53,25 @@ def add_rms_norm(x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, A
         parts = (y if y.ndim > x.ndim else y[None]).astype(jnp.float32)
         total = (x.astype(jnp.float32) + jnp.sum(parts, axis=0)).astype(x.dtype)
     return total, rms_norm(total, scale, eps)
+
+
+def sandwich_norm(
+    x: Array,
+    branches: tuple[tuple[Array, Array], ...],
+    following: tuple[Array, ...],
+    eps: float,
+    *,
+    outer: Array | None = None,
+    factor: tuple[Array, Array] | None = None,
+) -> tuple[Array, tuple[Array, ...]]:
+    """See `api.sandwich_norm`."""
+    out = functools.reduce(jnp.add, [late_rms_norm(y, scale, eps) for y, scale in branches])
+    x = x + (out if outer is None else late_rms_norm(out, outer, eps))
+    if factor is not None:
+        (first, second), is_second = factor[0].astype(x.dtype), factor[1]
+        # A choice between two is part of the norm's launch; an index would be one of its own.
+        x = x * jnp.where(is_second, second, first)[..., None]
+    return x, tuple(late_rms_norm(x, scale, eps) for scale in following)
 
 
 def gated_matmul(
@@ -96,3 +124,22 @@ def rotate_qkv(
         qk = rms_norm(qk, jnp.stack([q_norm] * n + [k_norm]), eps)
     qk = apply_rope(qk, cos[..., None, :], sin[..., None, :])
     return qk[..., :n, :].reshape(*rows, G * n, H), qk[..., n, :], v
+
+
+def norm_rotate(
+    qkv: Array,
+    q_norm: Array,
+    k_norm: Array,
+    cos: Array,
+    sin: Array,
+    eps: float,
+    *,
+    shares_values: bool = False,
+) -> tuple[Array, Array, Array]:
+    """See `api.norm_rotate`."""
+    *rows, G, both, H = qkv.shape
+    n = both - (1 if shares_values else 2)
+    q = late_rms_norm(qkv[..., :n, :].reshape(*rows, G * n, H), q_norm, eps)
+    k = late_rms_norm(qkv[..., n, :], k_norm, eps)
+    v = late_rms_norm(qkv[..., -1, :], None, eps)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v

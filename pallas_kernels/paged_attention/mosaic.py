@@ -51,9 +51,9 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs jax 0.11.2, got {jax.__version__}"
     if q.dtype != jnp.bfloat16:
         return f"needs bfloat16, got {q.dtype}"
-    if H not in (64, 128, 256):
-        return f"needs a head size of 64, 128 or 256, got {H}"
-    if k_pages.dtype.itemsize == 1 and H == 256:
+    if H not in (64, 128, 256, 512):
+        return f"needs a head size of 64, 128, 256 or 512, got {H}"
+    if k_pages.dtype.itemsize == 1 and H > 128:
         return f"needs a head size of 64 or 128 for keys in 8 bits, got {H}"
     if T % _LEAST:
         return f"needs a number of rows that is a multiple of {_LEAST}, got {T}"
@@ -117,7 +117,8 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
     warpgroups = -(-n * (T // chunk) // (ROWS // chunk))
     keys, splits = tiling.keys, tiling.splits
     is_cluster = splits > 1 and tiling.is_cluster
-    consumers = tiling.consumers if tiling.shares_keys else min(tiling.consumers, warpgroups)
+    shared = tiling.shares_keys or tiling.shares_rows
+    consumers = tiling.consumers if shared else min(tiling.consumers, warpgroups)
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
     groups = tiling.row_groups
     blocks = -(-warpgroups // groups)
@@ -142,8 +143,13 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
         "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
         "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=writes),
         "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=writes),
-        "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=groups),
+        "used": plgpu.Barrier(
+            num_barriers=tiling.stages, num_arrivals=consumers if tiling.shares_rows else groups
+        ),
     }
+    if tiling.shares_rows:
+        scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=consumers)
+        scratch["rows_used"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
     for name in ("k_8", "v_8") if tiling.staged else ():
         shape = (tiling.staged, piece, H)
         scratch[name] = plgpu.SMEM(shape, k.dtype, transforms=_swizzled(k.dtype, H))

@@ -57,7 +57,11 @@ def compute(
     start, first, end, causal = work.start, work.first, work.end, work.causal
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
-    group = whole(0) if tiling.shares_keys else warpgroup
+    group = whole(0) if tiling.shares_keys or tiling.shares_rows else warpgroup
+    width, own_columns = H, None
+    if tiling.shares_rows:
+        width = H // 2
+        own_columns = pl.ds(pl.multiple_of(warpgroup * width, width), width)
     buffer = group if turn is None else group + (turn & 1) * tiling.row_groups
     mine = scratch["rows"].at[buffer]
     unit = unit_0 + group * per_warpgroup
@@ -166,6 +170,7 @@ def compute(
         slot = slot_of(work, tiling, i)
         shape = (ROWS, keys)
         key, value = scratch["k_ring"].at[slot], scratch["v_ring"].at[slot]
+        value = value if own_columns is None else value.at[:, own_columns]
         plgpu.barrier_wait(scratch["k_in"].at[slot])
 
         def product(sums):
@@ -175,6 +180,8 @@ def compute(
             return sums[...]
 
         score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if tiling.shares_rows:
+            plgpu.barrier_arrive(scratch["k_used"].at[slot])
         if sees is not None:
             score = jnp.where(sees(i, shape), score, _HIDDEN)
         higher = jnp.maximum(peak, score.max(axis=1) * scale)
@@ -193,7 +200,7 @@ def compute(
         else:
             plgpu.barrier_wait(scratch["v_in"].at[slot])
         if "weights" in scratch:
-            total += _interpreted_product(scratch["weights"].at[warpgroup], narrow, value, H)
+            total += _interpreted_product(scratch["weights"].at[warpgroup], narrow, value, width)
         else:
             add = lambda sums: plgpu.wgmma(sums, narrow, value)  # noqa: E731
             total = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
@@ -214,7 +221,7 @@ def compute(
     if takes_turns:
         pl.when(warpgroup == 1)(pass_turn)
     carry = (
-        plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), layout),
+        plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), layout),
         plgpu.layout_cast(jnp.full((ROWS,), _FLOOR, jnp.float32), per_row),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
     )
@@ -252,8 +259,19 @@ def compute(
             )  # the end of the launch waits for the rest
 
     def store_whole():
-        mine[...] = mean.astype(q.dtype)
-        store(mine)
+        if own_columns is None:
+            mine[...] = mean.astype(q.dtype)
+            store(mine)
+            return
+        meet()  # the other warpgroup has read the rows, too
+        mine[:, own_columns] = mean.astype(q.dtype)
+        plgpu.commit_smem()
+        meet()  # and written its half
+        pl.when(warpgroup == 0)(lambda: store(mine))
+
+    def meet():
+        plgpu.barrier_arrive(scratch["rows_used"].at[0])
+        plgpu.barrier_wait(scratch["rows_used"].at[0])
 
     def store_part():
         log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)

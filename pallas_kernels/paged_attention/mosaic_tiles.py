@@ -225,19 +225,21 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
     targets = ("k_8", "v_8") if staged else ("k_ring", "v_ring")
     landings = ("k_8_in", "v_8_in") if staged else ("k_in", "v_in")
 
-    def wait_for_ring(i):
+    def wait_for_ring(i, name="used"):
         """Wait until the ring's buffers for tile i are free."""
         slot = slot_of(work, tiling, i)
 
         @pl.when(_order_of(work, i) >= stages)
         def _():
-            plgpu.barrier_wait(scratch["used"].at[slot])
+            plgpu.barrier_wait(scratch[name].at[slot])
 
         return slot
 
-    def fill(slot, arrays, boxes_of):
+    def fill(slot, i, arrays, boxes_of):
         """Load keys and values, box by box."""
         for array, target, landing in zip(arrays, targets, landings, strict=True):
+            if tiling.shares_rows:
+                wait_for_ring(i, "k_used" if target == "k_ring" else "used")
             buffer, arrived = scratch[target].at[slot], scratch[landing].at[slot]
             sources = boxes_of(array)
             size = piece // len(sources)
@@ -257,7 +259,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
                 return sources
             return [sources[0].at[pl.ds(pl.multiple_of(found[0][1], piece), piece)]]
 
-        fill(slot, pools, boxes_of)
+        fill(slot, i, pools, boxes_of)
 
     def fresh(slot, i, offset: Array | int = 0):
         token = (i - work.cached_tiles + work.fresh_first) * keys + offset
@@ -265,11 +267,14 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
         # tiles of finite values, and the mask hides them.
         tokens = [jnp.minimum(token + at, T - fresh_box) for at in range(0, piece, fresh_box)]
         tokens = [pl.ds(pl.multiple_of(one, fresh_box), fresh_box) for one in tokens]
-        fill(slot, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
+        fill(slot, i, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
 
     if not staged:
         for span, bring in ((work.cached, cached), (work.fresh, fresh)):
-            body = lambda i, _, bring=bring: bring(wait_for_ring(i), i)  # noqa: E731
+            ready = (
+                functools.partial(slot_of, work, tiling) if tiling.shares_rows else wait_for_ring
+            )
+            body = lambda i, _, bring=bring, ready=ready: bring(ready(i), i)  # noqa: E731
             jax.lax.fori_loop(span[0], span[2], body, None)
         return
 
@@ -311,7 +316,8 @@ def drain(low, high, scratch, tiling):
     """Wait until the last tiles of [low, high) are used; a thread block may not end before."""
 
     def wait(i, _):
-        plgpu.barrier_wait(scratch["used"].at[jax.lax.rem(i - low, whole(tiling.stages))])
+        for name in ("k_used", "used") if tiling.shares_rows else ("used",):
+            plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(tiling.stages))])
 
     jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, wait, None)
 

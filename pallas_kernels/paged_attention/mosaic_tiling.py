@@ -31,6 +31,7 @@ _STAYING = {1: ((1024, 64),), 2: ((512, 128), (256, 64))}
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
+_WIDEST = 256  # head whose sums a warpgroup holds
 _RING_BYTES = 128 * 1024  # of shared memory; the rest is the rows' and the parts'
 _SHARED_BYTES = 224 * 1024  # of a block of threads, less 3 KiB for barriers and sums over warps
 
@@ -47,6 +48,9 @@ class Tiling:
         is_cluster: They form a cluster and merge their parts; else XLA merges.
         ping_pong: Two consumers take turns at the tensor cores.
         shares_keys: Its two warpgroups have the same rows and take tiles of keys in turns.
+        shares_rows: Its two warpgroups have the same rows and tiles of keys, and each half of the
+            values' columns: of 512 the registers of one warpgroup do not hold the sums. Keys and
+            values leave the ring apart.
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
@@ -65,6 +69,7 @@ class Tiling:
     is_cluster: bool = True
     ping_pong: bool = False
     shares_keys: bool = False
+    shares_rows: bool = False
     unsplit_keys: int = 0
     staged: int = 0
     resident: int = 0
@@ -72,7 +77,7 @@ class Tiling:
     @property
     def row_groups(self) -> int:
         """Sets of 64 rows of a block of threads."""
-        return 1 if self.shares_keys else self.consumers
+        return 1 if self.shares_keys or self.shares_rows else self.consumers
 
     @property
     def parts(self) -> int:
@@ -88,6 +93,8 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     """
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
+    if H > _WIDEST:  # one tile of keys and values fills the ring
+        return Tiling(consumers=2, stages=1, shares_rows=True)
     is_8_bit = k_pages.dtype.itemsize == 1
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))
@@ -196,6 +203,10 @@ def check_tiling(
         raise ValueError(f"stages={tiling.stages}: ping_pong wants 2 tiles in flight; use stages=2")
     if tiling.shares_keys:
         _shares_keys(tiling, head_size)
+    if tiling.shares_rows:
+        _shares_rows(tiling)
+    elif head_size > _WIDEST:
+        raise ValueError(f"{head_size=} wants warpgroups that share rows; use shares_rows=True")
     if tiling.unsplit_keys:
         _unsplit_keys(tiling, items)
     if splits > 1 and tiling.is_cluster and (splits > _MAX_CLUSTER or splits & (splits - 1)):
@@ -237,6 +248,16 @@ def _shares_keys(tiling, head_size):
         raise ValueError(
             f"{splits=} of head size {head_size}: {rule} 8 columns for each of {tiling.parts} "
             f"warpgroups; use splits={head_size * 4 // SWIZZLE // 2}"
+        )
+
+
+def _shares_rows(tiling):
+    """Refuse what two warpgroups with halves of the columns do not support."""
+    others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.staged
+    if tiling.consumers != 2 or tiling.splits > 1 or any(others):
+        raise ValueError(
+            f"{tiling} with shares_rows wants two warpgroups, keys that are not split, and nothing "
+            "else that they take turns at; use Tiling(consumers=2, stages=1, shares_rows=True)"
         )
 
 

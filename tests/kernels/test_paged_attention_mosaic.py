@@ -209,6 +209,10 @@ INTERPRETED = {
         {"T": 64, "S": 32, "heads": (2, 1, 64), "C": 3, "canvas": True, "orders": True}
         | {"by_blocks": True, "window": 40, "rows": 3},
     ),
+    "heads of 512, halves of the columns": (
+        mosaic.Tiling(consumers=2, stages=1, shares_rows=True),
+        {"T": 32, "S": 16, "heads": (3, 1, 512), "canvas": True, "by_blocks": True, "rows": 3},
+    ),
     "a window by blocks, large pages": (
         mosaic.Tiling(splits=3, stages=2, is_cluster=False),
         {"T": 32, "S": 8, "Z": 128, "C": 3, "window": 20, "by_blocks": True, "left_out": 16},
@@ -606,7 +610,7 @@ def test_mosaic_refuses_what_it_cannot_do(on_hopper):
 
     heads = MODELS["SDAR-1.7B"]
     assert refused(1, 32, heads) is None
-    assert "head size of 64, 128 or 256, got 96" in refused(1, 32, (4, 2, 96))
+    assert "head size of 64, 128, 256 or 512, got 96" in refused(1, 32, (4, 2, 96))
     assert "rows that is a multiple of 16, got 20" in refused(1, 20, heads)
     assert "at most 32 blocks, got 33" in refused(1, 64, heads, by_blocks=False, num_blocks=33)
     arguments = shapes(1, 20, heads)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.kernels.layer import reference as layer_ops
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import within_reach
 from dllm_jax.models import dense, gemma, quantization
@@ -189,31 +190,36 @@ def test_golden_file_notices(golden, models, wrong):
 def _view(**other):
     """The view of a layer with another rule."""
     right = gemma.layer_view
-    return "layer_view", lambda cfg, layer: right(cfg, layer)._replace(**other)
+    return gemma, "layer_view", lambda cfg, layer: right(cfg, layer)._replace(**other)
 
 
 def _conditioned(mixed):
-    return "condition", lambda params, cfg, rows, expected: mixed(rows, expected, cfg.norm_eps)
+    run = lambda params, cfg, rows, expected: mixed(rows, expected, cfg.norm_eps)  # noqa: E731
+    return gemma, "condition", run
 
 
 WRONG_FUNCTIONS = {
     "a band a row": _view(by_block=False),
     "scores scaled by the head's size": _view(scale=None),
-    "conditioning skipped": _conditioned(lambda rows, _, eps: gemma.rms_norm(rows, None, eps)),
+    "conditioning skipped": _conditioned(
+        lambda rows, _, eps: layer_ops.late_rms_norm(rows, None, eps)
+    ),
     "rows of a canvas not normed": _conditioned(lambda rows, expected, _: rows + 0 * expected),
     "the expectation added as it is": _conditioned(
-        lambda rows, expected, eps: gemma.rms_norm(rows + expected, None, eps)
+        lambda rows, expected, eps: layer_ops.late_rms_norm(rows + expected, None, eps)
     ),
     "norms of one and the scale": (
-        "rms_norm",
-        lambda x, scale, eps, right=gemma.rms_norm: right(
+        layer_ops,
+        "late_rms_norm",
+        lambda x, scale, eps, right=layer_ops.late_rms_norm: right(
             x, None if scale is None else 1 + scale, eps
         ),
     ),
     "values that are not normed": (
-        "rms_norm",
-        lambda x, scale, eps, right=gemma.rms_norm: (
-            x if scale is None and x.ndim == 4 else right(x, scale, eps)
+        layer_ops,
+        "late_rms_norm",
+        lambda x, scale, eps, right=layer_ops.late_rms_norm: (
+            x if scale is None else right(x, scale, eps)
         ),
     ),
 }
@@ -224,7 +230,7 @@ def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
     """As above, of mistakes in a function."""
     model, n = models("base", 0.4), 24
     case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
-    monkeypatch.setattr(gemma, *WRONG_FUNCTIONS[wrong])
+    monkeypatch.setattr(*WRONG_FUNCTIONS[wrong])
     with jax.default_matmul_precision("highest"):
         _, pool = encode(model, empty_pool(model, n), case["ids"], 0)
         got = decode(model, pool, case["canvas"], case["expected"], n)

@@ -1,0 +1,124 @@
+"""Pallas Mosaic kernel for NVIDIA Hopper: norms of all heads, values too, and rotation.
+
+A program is a warpgroup with the heads of one group in four rows, a row to each warp. A head is two
+halves, each spread over the lanes alike, so that a pair lies in one thread and a norm is a sum over
+a warp's lanes. It is rounded where the reference rounds.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+_ROWS = 4  # warps of a program
+_LANES = 32
+_MOST_HALF = 256  # components, eight to a lane: one load
+
+
+def unsupported_heads(qkv: Array, cos: Array) -> str | None:
+    """Why `norm_rotate` cannot take such heads, or None."""
+    half, H = cos.shape[-1], qkv.shape[-1]
+    M = cos.size // half
+    if 2 * half != H or half % _LANES or half > _MOST_HALF or M % _ROWS:
+        return (
+            f"needs heads of a multiple of {2 * _LANES} up to {2 * _MOST_HALF}, rotated whole, and "
+            f"a multiple of {_ROWS} rows, got {H}, {2 * half} of them rotated, and {M} rows"
+        )
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "shares_values", "interpret"))  # lowered once
+def norm_rotate(
+    qkv: Array,
+    q_norm: Array,
+    k_norm: Array,
+    cos: Array,
+    sin: Array,
+    eps: float,
+    *,
+    shares_values: bool = False,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """See `api.norm_rotate`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
+    G, both, H = qkv.shape[-3:]
+    n = both - (1 if shares_values else 2)
+
+    def run(qkv, q_norm, k_norm, cos, sin):
+        *rows, half = cos.shape
+        M = cos.size // half
+        q, k, v = plgpu.kernel(
+            functools.partial(_norm_rotate, eps=eps),
+            out_type=[
+                jax.ShapeDtypeStruct(shape, qkv.dtype)
+                for shape in ((M, G, n, H), (M, G, H), (M, G, H))
+            ],
+            grid=(M // _ROWS, G),
+            grid_names=("rows", "group"),
+            kernel_name="norm_rotate",
+            # Nothing reads what is written here, so threads need not wait for their warpgroup.
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            interpret=interpret,
+        )(
+            qkv.reshape(M, G, both, H),
+            cos.reshape(M, half),
+            sin.reshape(M, half),
+            q_norm,
+            k_norm,
+        )
+        return q.reshape(*rows, G * n, H), k.reshape(*rows, G, H), v.reshape(*rows, G, H)
+
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
+    return jax.custom_batching.sequential_vmap(run)(qkv, q_norm, k_norm, cos, sin)
+
+
+def _norm_rotate(qkv, cos, sin, q_norm, k_norm, q, k, v, *, eps):
+    """One group in four rows, a head after the other."""
+    (both, H), n = qkv.shape[2:], q.shape[2]
+    half = H // 2
+    tile, halves = (_ROWS, half), (pl.ds(0, half), pl.ds(half, half))
+    rows = pl.ds(pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS), _ROWS)
+    group, layout = jax.lax.axis_index("group"), layout_of_rows(half)
+
+    def load(ref, layout=layout):
+        # jax 0.10 requires an index here.
+        found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+        return found.astype(jnp.float32)
+
+    def load_scale(ref):
+        return [
+            jax.lax.broadcast_in_dim(load(ref.at[at], layout.reduce(0)), tile, [1]) for at in halves
+        ]
+
+    def rounded(values):
+        return values.astype(q.dtype).astype(jnp.float32)
+
+    def store(ref, pieces):
+        for piece, at in zip(pieces, halves, strict=True):
+            ref[:, at] = piece.astype(ref.dtype)
+
+    cosine, sine = load(cos.at[rows]), load(sin.at[rows])
+    scales = {"q": load_scale(q_norm), "k": load_scale(k_norm)}
+    for j in range(both):
+        pieces = [load(qkv.at[rows, group, j, at]) for at in halves]
+        mass = jnp.sum(sum(piece * piece for piece in pieces), axis=1)
+        factor = jax.lax.broadcast_in_dim(jax.lax.rsqrt(mass / H + eps), tile, [0])
+        normed = [piece * factor for piece in pieces]
+        if j == both - 1:  # of a layer without values of its own, what its key is made of
+            store(v.at[rows, group], normed)
+        if j <= n:
+            by = scales["q" if j < n else "k"]
+            a, b = (rounded(piece * scale) for piece, scale in zip(normed, by, strict=True))
+            turned = a * cosine - b * sine, b * cosine + a * sine
+            store(q.at[rows, group, j] if j < n else k.at[rows, group], turned)
+
+
+def layout_of_rows(width: int) -> Any:
+    """Four rows of so many numbers: one a warp, neighbours in a lane."""
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+
+    tiling = Tiling(((_ROWS, width), (width // _LANES,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

@@ -1,0 +1,56 @@
+"""The choice of experts: the interface and its back ends.
+
+Letters: T rows, D model width, E experts, k experts of a row.
+"""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float, Int
+
+from .. import dispatch
+from ..dispatch import BackEnd
+from . import mosaic, reference
+
+Implementation = Literal["xla", "mosaic"]
+
+
+def choose_experts(
+    x: Float[Array, "T D"],
+    scale: Float[Array, " D"],
+    router: Float[Array, "D E"],
+    expert_scale: Float[Array, " E"],
+    live: Bool[Array, " T"],
+    *,
+    k: int,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """The `k` likeliest experts of each row, by `softmax(norm(x) @ router)`, and their weights.
+
+    The norm, the product and all else are float32, whatever the types: in 16 bits close scores tie,
+    and another choice is another result. Among equal scores the lowest expert wins.
+
+    Args:
+        scale: Of the rows' norm, which is divided by the root of D too.
+        expert_scale: A factor of each expert's weights.
+        live: Rows that count; the others get the expert E, which is none.
+        implementation: "xla" (any device), "mosaic" (Hopper, bfloat16, jax 0.11, a multiple of 64
+            rows and 64 or 128 experts), or None for the faster one.
+
+    Returns:
+        Experts, the likeliest first, and weights: the chosen ones' probabilities, divided by their
+        sum, times the experts' own factors.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+
+    Source: Gemma 4; Shazeer et al. 2017 (arXiv 1701.06538), §2.1, without noise.
+    """
+    back_ends: dict[Implementation, BackEnd] = {
+        # On an H200, DiffusionGemma, us, XLA / Mosaic, 10 of them the loop's: 256 rows 26 / 24,
+        # 4,096 rows 120 / 65 (benchmarks/results/canvas_parts_h200.json).
+        "mosaic": BackEnd(mosaic.choose_experts, mosaic.unsupported(x, router)),
+        "xla": BackEnd(reference.choose_experts),
+    }
+    arguments = (x, scale, router, expert_scale, live)
+    return dispatch.run(implementation, back_ends, *arguments, k=k, eps=eps)

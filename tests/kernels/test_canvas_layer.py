@@ -1,0 +1,194 @@
+"""What a layer of a canvas model does beside its products: norms, heads and the choice of experts.
+
+The references against NumPy in float64; the Mosaic forms, interpreted, against the references.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.kernels.layer import mosaic, mosaic_heads, norm_rotate, reference, sandwich_norm
+from dllm_jax.kernels.router import choose_experts
+from dllm_jax.kernels.router import mosaic as router_mosaic
+from dllm_jax.kernels.router import reference as router_reference
+from tests.kernels.test_layer_mosaic import close, interpreted, lowered, normal, real
+from tests.oracles import layer as oracle
+
+EPS = 1e-6
+choose: Any = choose_experts
+turn: Any = norm_rotate
+like_heads: Any = reference.norm_rotate
+like_norms: Any = reference.sandwich_norm
+like_choice: Any = router_reference.choose_experts
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic forms need jax 0.11.2"
+)
+
+
+def heads_of(rows, groups, queries, size, shares_values) -> Any:
+    """Operands of `norm_rotate`."""
+    both = queries + 2 - shares_values
+    qkv, q_norm, k_norm = normal(0, (*rows, groups, both, size), (size,), (size,))
+    (angle,) = normal(1, (*rows, size // 2), dtype="float32")
+    return qkv, q_norm, k_norm, np.cos(9 * angle), np.sin(9 * angle)
+
+
+def numpy_heads(given: Any, shares_values):
+    qkv, q_norm, k_norm, cos, sin = given
+    x, groups, both = qkv.astype(np.float64), *qkv.shape[-3:-1]
+    n = both - (1 if shares_values else 2)
+
+    def head(g, j, scale):
+        return oracle.rotate(oracle.rms_norm(x[..., g, j, :], scale, EPS), cos, sin)
+
+    cos, sin = cos.astype(np.float64), sin.astype(np.float64)
+    q = [head(g, j, q_norm) for g in range(groups) for j in range(n)]
+    k = [head(g, n, k_norm) for g in range(groups)]
+    v = oracle.rms_norm(x[..., -1, :], np.ones(x.shape[-1]), EPS)
+    return np.stack(q, axis=-2), np.stack(k, axis=-2), v
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "groups", "queries", "size", "shares_values"),
+    [((1, 8), 2, 2, 64, False), ((4,), 1, 3, 512, True)],
+)
+def test_heads_match_numpy(rows, groups, queries, size, shares_values):
+    given = heads_of(rows, groups, queries, size, shares_values)
+    want = numpy_heads(given, shares_values)
+    run = functools.partial(mosaic_heads.norm_rotate, shares_values=shares_values, eps=EPS)
+    got = interpreted(run, *given)
+    here: Any = map(jnp.asarray, given)
+    like = like_heads(*here, EPS, shares_values=shares_values)
+    for a, b, same in zip(got, want, like, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == same.dtype
+        close(a, b)
+        close(same, b)
+        assert (a == same).mean() > 0.99  # rounded where the reference rounds
+
+
+def norms_of(is_second, rows=(1, 3), width=512, dtype="bfloat16") -> Any:
+    """Operands of `sandwich_norm`, as of the first and the second half of a layer."""
+    x, a, b, *scales, factors = normal(2, *[(*rows, width)] * 3, *[(width,)] * 4, (2,), dtype=dtype)
+    if not is_second:
+        return x, ((a, scales[0]),), tuple(scales[1:3]), {}
+    mode = np.arange(np.prod(rows)).reshape(rows) % 2 == 0
+    branches = (a, scales[0]), (b, scales[1])
+    return x, branches, (scales[2],), {"outer": scales[3], "factor": (factors, mode)}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("is_second", [False, True])
+def test_norms_of_both_halves_match_numpy(is_second):
+    x, branches, following, how = norms_of(is_second)
+    out = sum(oracle.rms_norm(np.float64(y), scale, EPS) for y, scale in branches)
+    if is_second:
+        out = oracle.rms_norm(out, how["outer"], EPS)
+    total = np.float64(x) + out
+    if is_second:
+        factors, mode = how["factor"]
+        total *= np.where(mode, np.float64(factors[1]), np.float64(factors[0]))[..., None]
+    want = [total, *(oracle.rms_norm(total, scale, EPS) for scale in following)]
+
+    run = functools.partial(mosaic.sandwich_norm, **jax.tree.map(jnp.asarray, how), eps=EPS)
+    given = jax.tree.map(jnp.asarray, (branches, following))
+    kept, normed = interpreted(lambda x, **more: run(x, *given, **more), x)
+    like, others = like_norms(jnp.asarray(x), *given, EPS, **how)
+    for a, b, same in zip([kept, *normed], want, [like, *others], strict=True):
+        assert a.shape == b.shape
+        close(a, b)
+        close(same, b)
+        assert (a == same).mean() > 0.99
+
+
+def router_of(rows, width, experts, dtype="bfloat16") -> Any:
+    x, scale, weights, factors = normal(3, (rows, width), (width,), (width, experts), (experts,))
+    live = np.arange(rows) % 5 > 0
+    given = [np.asarray(a).astype(jnp.dtype(dtype)) for a in (x, scale, weights, factors)]
+    return *given, live
+
+
+def numpy_choice(given: Any, k):
+    *given, live = given
+    x, scale, weights, factors = (a.astype(np.float64) for a in given)
+    logits = oracle.rms_norm(x, scale * x.shape[1] ** -0.5, EPS) @ weights
+    law = np.exp(logits - logits.max(axis=1, keepdims=True))
+    ids = np.argsort(-law, axis=1, kind="stable")[:, :k]
+    best = np.take_along_axis(law, ids, axis=1)
+    return (
+        np.where(live[:, None], ids, len(factors)),
+        best / best.sum(axis=1, keepdims=True) * factors[ids],
+    )
+
+
+def test_experts_are_those_that_float64_chooses():
+    given = router_of(64, 128, 64)
+    ids, shares = choose(*map(jnp.asarray, given), k=3, eps=EPS)
+    wanted, weights = numpy_choice(given, 3)
+    assert np.array_equal(ids, wanted)
+    np.testing.assert_allclose(shares, weights, rtol=0, atol=1e-5)
+
+
+@needs_mosaic
+def test_experts_of_16_bits_on_the_tensor_cores_are_those_of_float32():
+    given = router_of(64, 128, 64)
+    call = functools.partial(router_mosaic.choose_experts, k=3, eps=EPS)
+    ids, shares = interpreted(call, *given)
+    here: Any = map(jnp.asarray, given)
+    like, theirs = like_choice(*here, k=3, eps=EPS)
+    assert np.array_equal(ids, like)
+    np.testing.assert_allclose(shares, theirs, rtol=0, atol=1e-5)
+
+
+@needs_mosaic
+def test_of_equal_experts_the_lowest_is_chosen():
+    x, scale, weights, factors, live = router_of(64, 64, 64)
+    weights[:, 1::2] = weights[:, ::2]  # each one twice
+    given = x, scale, weights, factors, live
+    ids, _ = interpreted(functools.partial(router_mosaic.choose_experts, k=4, eps=EPS), *given)
+    pairs = ids[live]
+    assert np.array_equal(pairs[:, ::2] % 2, np.zeros_like(pairs[:, ::2]))
+    assert np.array_equal(pairs[:, 1::2], pairs[:, ::2] + 1)
+
+
+@needs_mosaic
+def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
+    heads, cos = real(1, 256, 8, 4, 256), real(1, 256, 128, dtype=jnp.float32)
+    turned = functools.partial(turn, eps=EPS, implementation="mosaic")
+    assert lowered(turned, heads, real(256), real(256), cos, cos) == (1, 0)
+    x, scale, mode = real(1, 256, 2816), real(2816), real(1, 256, dtype=bool)
+
+    def norms(x, scale, mode, factors):
+        how = {"outer": scale, "factor": (factors, mode), "implementation": "mosaic"}
+        return sandwich_norm(x, ((x, scale), (x, scale)), (scale,), EPS, **how)
+
+    assert lowered(norms, x, scale, mode, real(2)) == (1, 0)
+    chosen = functools.partial(choose, k=8, eps=EPS, implementation="mosaic")
+    rows, weights, live = real(256, 2816), real(2816, 128), real(256, dtype=bool)
+    assert lowered(chosen, rows, scale, weights, real(128), live) == (2, 0)
+
+
+@needs_mosaic
+def test_what_mosaic_cannot_do_is_refused_by_name(on_hopper):
+    def refused(call, *shapes, **how):
+        run = functools.partial(call, **how, implementation="mosaic")
+        with pytest.raises(NotImplementedError) as error:
+            jax.eval_shape(run, *shapes)
+        return str(error.value)
+
+    angle = real(4, 32, dtype=jnp.float32)
+    half = refused(norm_rotate, real(4, 2, 4, 128), real(128), real(128), angle, angle, eps=EPS)
+    assert 'got 128, 64 of them rotated, and 4 rows; use "xla"' in half
+
+    def norms(x, **how):
+        return sandwich_norm(x, ((x, x[0]),), (x[0],), EPS, **how)
+
+    assert 'up to 4096, got 320; use "xla"' in refused(norms, real(4, 320))
+    assert "16-bit type, got float32" in refused(norms, real(4, 512, dtype=jnp.float32))
+    odd = (real(65, 128), real(128), real(128, 64), real(64), real(65, dtype=bool))
+    assert "got 65, 128 and 64" in refused(choose_experts, *odd, k=2, eps=EPS)
