@@ -4,10 +4,11 @@
 
 Fixed work (`confidence_threshold` 0), temperature 1. Every call has prompts of its own, so that no
 prefix is found. One engine takes 1 and 4 requests in turn, one stores each canvas alone, one takes
-16. Each compiles a step a number of slots and one size of prefill, all together. Seconds are those of one `LLM.generate`, prefill included. `ms_per_forward` and `decode_tok_s` are worked
-out from the seconds of one canvas and of all, in which the prefill cancels. `experts_touched` are
-those of each layer that a canvas of random tokens reaches. The file is rewritten after every row;
-no part begins after `--within` seconds.
+16. Each compiles a step a number of slots and one size of prefill, all together. Seconds are those
+of one `LLM.generate`, prefill included. `ms_per_forward` and `decode_tok_s` are worked out from the
+seconds of one canvas and of all, in which the prefill cancels. `experts_touched` are those of each
+layer that a canvas of random tokens reaches. The file is rewritten after every row; no part begins
+after `--within` seconds.
 """
 
 import argparse
