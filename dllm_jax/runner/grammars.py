@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.kernels import grammar_path
 from dllm_jax.kernels.token_readout import ID_STEP
 from dllm_jax.strategies.core.constraint import DEAD, FREE, NO_CLASS, NO_LABEL, Constraint, Grammar
 
@@ -237,7 +236,7 @@ def padded(given: Ready, to: Sizes) -> Grammar:
         own = given.arrays[name]
         leaves[name] = np.zeros(shape, dtype)
         leaves[name][tuple(map(slice, own.shape))] = own
-    return Grammar(**leaves, num_labels=to.labels, kernels=grammar_path.choose())
+    return Grammar(**leaves, num_labels=to.labels)
 
 
 def num_bytes(given: Ready) -> int:
@@ -246,14 +245,14 @@ def num_bytes(given: Ready) -> int:
     return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
 
 
-def empty(num_slots: int, of: Sizes, num_ids: int) -> Constraint:
-    """No slot has a grammar."""
+def empty(num_slots: int, of: Sizes, num_ids: int, kernels: Any = None) -> Constraint:
+    """No slot has a grammar; `kernels` as of `Grammar`."""
     leaves = {
         name: jnp.zeros((num_slots, *shape), dtype)
         for name, (shape, dtype) in _shapes(of, num_ids).items()
     }
     nothing = jnp.zeros((num_slots,), jnp.int32)
-    grammar = Grammar(**leaves, num_labels=of.labels, kernels=grammar_path.choose())
+    grammar = Grammar(**leaves, num_labels=of.labels, kernels=kernels)
     return Constraint(grammar, nothing, nothing > 0)
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, next_buffer, swizzled
+from ..lowered import lowered_once
 from .tiles import NO_PLACE, max_tiles
 
 _ROWS = 64  # of a warpgroup's product
@@ -96,7 +97,7 @@ def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
     return Tiling(groups=2, gate_up=gated, down=wide)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once
+@lowered_once(static_argnames=("activation", "tiling", "interpret"))
 def expert_ffn(
     x: Array,
     expert_ids: Array,

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Matrix, Fp8Rows, factors_of
 
@@ -162,7 +163,7 @@ def choose_tiling(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))  # layers lower once
+@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
 def split_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K N"] | Fp8Matrix,
@@ -191,7 +192,7 @@ def split_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))
+@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
 def gated_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K C 2 W"] | Fp8Matrix,
@@ -384,7 +385,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "is_quantized", "interpret"))
+@lowered_once(static_argnames=("eps", "is_quantized", "interpret"))
 def add_rms_norm(
     x: Array,
     y: Array,
@@ -515,7 +516,7 @@ def _sandwich_norm(*refs, names, eps):
         to[row] = (kept * root * at[f"following{i}"]).astype(to.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@lowered_once(static_argnames=("interpret",))
 def quantize_rows(x: Float[Array, "*M K"], *, interpret: Any = None) -> Fp8Rows:
     """See `api.quantize_rows`."""
 

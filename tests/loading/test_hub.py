@@ -30,6 +30,7 @@ from dllm_jax import load
 from dllm_jax.cli.entry import main
 from dllm_jax.loading import hub as hubs
 from dllm_jax.loading.load import LoadError
+from dllm_jax.loading.sources import BUILTIN, find_tokenizer
 from tests.golden.folders import GOLDEN, copy_golden, edit_config, read_tensors
 from tests.oracles.checkpoints import write_adapter
 from tests.stand_in_hub import COMMITS, Repository, serving
@@ -356,6 +357,20 @@ def test_an_adapter_is_fetched_and_merged(model, lora, tmp_path, capsys):
     assert main(["inspect", "org/name", "--lora", "org/lora", "--json"]) == 0
     adapter = json.loads(capsys.readouterr().out)["adapter"]
     assert (adapter["rank"], adapter["alpha"]) == (4, 8)
+
+
+def test_a_tokenizer_is_fetched_alone(model, monkeypatch):
+    content = (BUILTIN / "tiny-sdar" / "tokenizer.json").read_bytes()
+    files = {**golden_files(), **TOKENIZER, "tokenizer.json": content}
+    model.repositories["org/words"] = Repository(files)
+    folder = find_tokenizer("org/words")
+    wanted = sorted([*TOKENIZER, "tokenizer.json"])
+    assert model.files() == wanted
+    words = "tokenizer 'org/name' has no tokenizer.json; give the repository of a fast tokenizer"
+    with pytest.raises(LoadError, match=words):
+        find_tokenizer("org/name")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_tokenizer("org/words") == folder
 
 
 def test_an_adapter_that_is_none_says_so(model):

@@ -96,7 +96,7 @@ def test_kernels_and_one_pass_over_the_head_write_the_same(name, monkeypatch):
     wanted = run(make_engine(name), _mixed(name))
     interpreted = (functools.partial(fn, interpret=True) for fn in grammar_path.api.TRITON)
     kernels = grammar_path.PathKernels(*interpreted)
-    monkeypatch.setattr(grammars.grammar_path, "choose", lambda: kernels)
+    monkeypatch.setattr(grammar_path, "choose", lambda: kernels)
     passes = []
     monkeypatch.setattr(forward, "reads_ids", lambda *_: passes.append(1) or True)
     jax.clear_caches()
