@@ -30,6 +30,7 @@ from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Rows, factors_of
 from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
+from ..lowered import lowered_once
 from .fp8 import Fp8Experts
 from .tiles import NO_PLACE, max_tiles
 
@@ -104,7 +105,7 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
     return Tiling(groups=2, gate_up=128 if F % 128 else gated, down=wide)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "tiling", "interpret"))  # lowered once
+@lowered_once(static_argnames=("activation", "tiling", "interpret"))
 def expert_ffn(
     x: Array,
     expert_ids: Array,
