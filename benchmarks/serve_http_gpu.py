@@ -11,9 +11,10 @@ Texts have `mixed` lengths, as in use. Those of one `equal` length are told besi
 all slots then start and end in the same step, and no chunk runs with a slot that has just ended.
 Requests that arrive one after the other, over HTTP or not, lose that; so only the first has a bar.
 
-`where` says what the engine did meanwhile, in each form: the programs its worker ran (a decode
-program returns when it has run, so the worker's idle time is the device's), the steps, the tokens
-of each, the time the loop waited for them; and the ways to the device and back of a first block.
+`where` says what the engine did meanwhile, in each form: the programs its worker dispatched and the
+seconds of that, the steps, the tokens of each, the share of the time in which the loop waited for
+the device, and the share of fetches that were there already, when the device may have run dry; and
+the ways to the device and back of a first block.
 
 The file is written after each part. `--smoke` shrinks lengths so that the built-in model can run
 it on a CPU:
@@ -41,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 LEAST_SHARE, MOST_DELAY_MS = 0.97, 3.0
 SLOTS, TOKENS_PER_STEP, PAGE = 8, 4, 64
 KINDS = ("mixed", "equal")
+READY_S = 1e-3  # of a fetch that does not wait; a chunk takes 16 ms or more
 Arrivals = tuple[list[list[float]], float, float]  # of each text; of the long prompt; of its end
 
 
@@ -56,7 +58,7 @@ def sizes(smoke: bool) -> dict[str, int]:
             "long": 440,
             "prefill": 128,
         }
-    return {"prompt": 512, "output": 256, "mixed": 80, "equal": 40, "singles": 20, "repeats": 2} | {
+    return {"prompt": 512, "output": 256, "mixed": 60, "equal": 24, "singles": 20, "repeats": 3} | {
         "least_output": 96,
         "most_output": 512,
         "late_repeats": 4,
@@ -283,12 +285,12 @@ def where(recorded: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
         }
         for name in sorted({name for *_, name in calls})
     }
-    busy = sum(end - start for start, end, _ in calls)
+    waits = [end - start for start, end, _ in fetches]
     return {
         "steps": steps / len(spans),
         "tokens_a_step": form["tokens"] * len(spans) / max(1, steps),
-        "idle_share": 1 - busy / wall,
-        "loop_waits_share": sum(end - start for start, end, _ in fetches) / wall,
+        "loop_waits_share": sum(waits) / wall,
+        "ready_fetches_share": sum(wait < READY_S for wait in waits) / max(1, len(waits)),
         "programs": programs,
     }
 
@@ -330,6 +332,9 @@ def gaps(runs: list[Arrivals]) -> dict[str, Any]:
     measured = {"before": _spread(before), "after": _spread(after)}
     measured["late_s"] = [ended - came for _, came, ended in runs]
     if before and after:
+        # A round may end no token that can be shown: some gaps are two rounds long.
+        most = 1.5 * measured["after"]["p50"]
+        measured["long_share_after"] = sum(one > most for one in after) / len(after)
         names = ("mean", "p50", "p90", "p99")
         measured["rise"] = {n: measured["after"][n] / measured["before"][n] for n in names}
     return measured
@@ -443,6 +448,8 @@ def compared(measured: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
     share = {name: http[name]["tok_s"] / own[name.split("_")[0]]["tok_s"] for name in names}
     delay = statistics.median(http["first_block_ms"]) - statistics.median(own["first_block_ms"])
     rises = {"in_process": own["late"].get("rise"), "http": http["late"].get("rise")}
+    long = {"in_process": own["late"].get("long_share_after")}
+    long["http"] = http["late"].get("long_share_after")
     least = min(share["mixed_whole"], share["mixed_stream"])
     return {
         "share_of_generate": share,
@@ -450,6 +457,7 @@ def compared(measured: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
         "first_block_delay_ms": delay,
         "most_delay_ms": MOST_DELAY_MS,
         "rise_by_a_long_prompt": rises,
+        "gaps_of_two_rounds_beside_it": long,
         "same_texts": all(http[name]["same_texts"] for name in names),
         "holds": least >= LEAST_SHARE and delay <= MOST_DELAY_MS,
     }

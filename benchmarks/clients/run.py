@@ -321,7 +321,8 @@ class Bench:
             measured["abort_of_a_whole_answer_reaches_it"] = self._leaves(port, False)
         wrong = [n for n, v in measured["openai_python"].items() if v is False]
         measured["refused_by_the_router"] = wrong
-        if False in measured.values() or set(wrong) - {"ids_are_counted", "decisions_are_read"}:
+        is_wrong = any(value is False for value in measured.values())  # not 0, which equals it
+        if is_wrong or set(wrong) - {"ids_are_counted", "decisions_are_read"}:
             raise Failed(str(measured))
         return measured
 

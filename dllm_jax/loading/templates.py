@@ -27,6 +27,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_SECONDS = 5.0  # of CPU time for a template
+_EVENTS_A_LOOK = 20  # lines of Python code between two looks at the clock
 MOST = 10_000_000  # characters and items of a value, and what a number may ask for
 _MOST_BITS = 1_000_000  # of a whole number
 _MOST_VOLUME = 1_000_000_000  # product of all sizes that go into a method of a text
@@ -82,9 +83,13 @@ def _limited() -> Iterator[None]:
     """
     until, before = time.thread_time() + MOST_SECONDS, sys.gettrace()
 
+    num_events = 0
+
     def traced(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal num_events
         del event, value
-        if time.thread_time() > until:
+        num_events += 1
+        if num_events % _EVENTS_A_LOOK == 0 and time.thread_time() > until:
             raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
         return None if frame.f_code is _size.__code__ else traced  # it is bounded, and slow traced
 

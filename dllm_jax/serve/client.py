@@ -47,6 +47,7 @@ class Mailbox:
         is_accepted: The engine has queued every prompt; told of streams alone.
         refusal: Why it queued none.
         failure: Why it will say nothing more.
+        on_text: Takes a delta of nothing but text while the reader waits; False leaves it to it.
     """
 
     def __init__(self, request_id: int, num_choices: int, num_prompts: int):
@@ -57,6 +58,7 @@ class Mailbox:
         self.refusal: Refusal | None = None
         self.failure: str | None = None
         self.is_closed = self.is_accepted = False
+        self.on_text: Callable[[Delta], bool] | None = None
         self.merged_frames = 0
         self._pending: dict[int, Delta] = {}
         self._has_news = False
@@ -74,6 +76,13 @@ class Mailbox:
             self.num_open -= 1
         if delta.usage is not None:
             self.usages.append(delta.usage)
+        if (
+            delta.finish is delta.frame is delta.usage is None
+            and self._is_read
+            and self.on_text is not None
+            and self.on_text(delta)
+        ):
+            return
         waiting = self._pending.get(delta.choice)
         if waiting is None:
             self._pending[delta.choice] = delta
@@ -127,6 +136,11 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def _is_read(self) -> bool:
+        """Whether its reader waits, and has taken all there was."""
+        return self._waiter is not None and not self._has_news
+
     async def wait(self, seconds: float | None = None) -> None:
         """Wait for something new, or so long."""
         if self._has_news:
@@ -136,6 +150,7 @@ class Mailbox:
             await self._waiter
         else:
             await asyncio.wait([self._waiter], timeout=seconds)
+        self._waiter = None
 
     def take(self) -> list[Delta]:
         """What is pending, in the order of the choices."""

@@ -57,6 +57,8 @@ class Elsewhere:
     It has what is used of `protocol`'s, and is its own transport and set of callbacks.
     """
 
+    is_writable = False  # but by `send`
+
     def __init__(self, receive: Callable[[], Awaitable[Any]]):
         self._receive, self._request = receive, asyncio.current_task()
         self._listening: asyncio.Task[None] | None = None

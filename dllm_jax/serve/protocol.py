@@ -111,6 +111,15 @@ class _Protocol(HttpToolsProtocol):
         if not self.pipeline:
             self.flow.resume_reading()
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether `write_chunk` may be called: the client is there and takes what it is sent."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_chunk(self, data: bytes) -> None:
+        """Send a part of the body of the answer under way, which has begun and has no length."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def send_400_response(self, msg: str) -> None:
         """Say what was wrong, and close."""
         if self._head_bytes > MAX_HEADER_BYTES:

@@ -8,6 +8,7 @@ aborts its request.
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any
@@ -93,6 +94,7 @@ class EventStream:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         box, connection = self._box, scope["dllm.connection"]
         listen(connection, box)
+        box.on_text = functools.partial(self._write, connection)
         with self._watched(connection):
             is_over = False
             while not is_over:
@@ -113,6 +115,15 @@ class EventStream:
                     self._is_sending = False
             if box.is_closed:
                 raise ClientGone
+
+    def _write(self, connection: Any, delta: Delta) -> bool:
+        """Send a piece at once, which spares two turns of the event loop and half of its cost."""
+        if not connection.is_writable:
+            return False
+        if data := b"".join(self._events([delta])):
+            self._sent_s = time.monotonic()
+            connection.write_chunk(data)
+        return True
 
     def _patience(self) -> float | None:
         """Seconds until a frame is due."""

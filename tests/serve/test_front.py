@@ -84,7 +84,11 @@ class Connection:
     """A connection whose client takes what it is sent until it is `stuck`; its own transport."""
 
     def __init__(self):
-        self.on_lost, self.sent, self.stuck = set(), b"", None
+        self.on_lost, self.sent, self.stuck, self.is_writable = set(), b"", None, False
+        self.num_sends = 0
+
+    def write_chunk(self, data):
+        self.sent += data
 
     def is_closing(self):
         return False
@@ -99,6 +103,7 @@ class Connection:
         return self
 
     async def send(self, message):
+        self.num_sends += 1
         self.sent += message.get("body", b"")
         if self.stuck is not None:
             await self.stuck.wait()
@@ -129,6 +134,34 @@ def test_a_silence_has_comments_and_a_client_that_takes_nothing_is_dropped(monke
             await task
         assert one.stuck.is_set()
         assert not one.on_lost
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_pieces_are_written_at_once_where_the_client_takes_them():
+    async def run():
+        box, one = Mailbox(1, 2, 1), Connection()
+        stream = EventStream(box, Form(False, "m", "f", 3), Metrics("m", "0"), "id")
+        task = asyncio.create_task(stream({"dllm.connection": one}, None, one.send))
+        text = ["", ""]
+        for i in range(40):
+            if i % 4:  # else two pieces come together
+                await asyncio.sleep(0)
+            one.is_writable = i % 10 < 6
+            text[i % 2] += (word := f"{i} ")
+            box.put(Delta(1, i % 2, word, i))
+        one.is_writable = True
+        for choice in range(2):
+            box.put(Delta(1, choice, "", 40, finish="length"))
+        await asyncio.sleep(0)
+        box.put(Delta(1, 1, "", 40, usage=USAGE))
+        await task
+        events = [json.loads(part[6:]) for part in one.sent.decode().split("\n\n")[:-2]]
+        found = ["", ""]
+        for event in events:
+            found[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert found == text
+        assert 2 < one.num_sends < 30  # the others were written at once
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
