@@ -7,7 +7,7 @@ form in float32 over the same 8-bit numbers. `time`: cells of `paged_attention_c
 caches, tilings beside the one that is chosen; only tilings that `check` found right. A call is
 timed in a loop on the device over pools of many layers; `glue`, the loop alone, is taken off.
 Programs are compiled by several threads before the first is timed, and the JSON file is rewritten
-after every row. `--dry` runs one of each on a CPU, interpreted.
+after every row. `--dry` runs one of each on a CPU, interpreted, and a tiny cell.
 """
 
 import argparse
@@ -125,16 +125,16 @@ def loop_of(call, layers):
     return loop
 
 
-def attention(tiling, q, k, v, k_pages, v_pages, table, numbers, scales):
-    settings = {"block_size": cells.BLOCK, "window": None, "tiling": tiling, "interpret": None}
-    more = {} if k.dtype == q.dtype else {"kv_scales": scales}
-    settings["scale"] = q.shape[-1] ** -0.5
-    return mosaic._run((q, k, v), (k_pages, v_pages), table, numbers, more, **settings)
+def attention(settings, q, k, v, k_pages, v_pages, table, numbers, scales):
+    more = {"bits": None, "kv_scales": None if k.dtype == q.dtype else scales}
+    scale = q.shape[-1] ** -0.5
+    return mosaic._run((q, k, v), (k_pages, v_pages), table, numbers, more, scale=scale, **settings)
 
 
-def programs_of(cell, right):
+def programs_of(cell, right, is_dry):
     """The programs of a cell, and what each is."""
-    drawn = cells.draw(cell)
+    drawn = cells.draw(cell, is_dry)
+    interpret = plgpu.InterpretGPUParams() if is_dry else None
     model, B, _, T = cell
     N, G, H = cells.HEADS[model]
     kinds = {"bfloat16": jnp.bfloat16, "fp8": fp8.DTYPE}
@@ -159,21 +159,25 @@ def programs_of(cell, right):
                 continue
             measured.add(tiling)
             key = f"{kind} {name}"
-            call = functools.partial(attention, tiling)
+            settings = {"rules": drawn.mask.rules, "tiling": tiling, "interpret": interpret}
+            call = functools.partial(attention, settings)
             programs[key], forms[key] = (loop_of(call, len(tables)), arguments), (kind, str(tiling))
     return drawn, numbers, programs, forms
 
 
 def report(run, cell, drawn, numbers, programs, forms, flat, repeats):
-    """Time the programs of a cell, one after another."""
+    """Time the programs of a cell, one after another, on the same numbers.
+
+    The cache in bfloat16 holds those of the cache in 8 bits, so that results are the same.
+    """
     model, B, _, T = cell
     N, G, H = cells.HEADS[model]
     memory_us, compute_us, _ = cells.floors_us(drawn)
     glue, base = 0.0, None
     used = int(np.prod(drawn.pool))
     operands = {}
-    for kind in ("bfloat16", "fp8"):
-        narrow = (lambda x: x) if kind == "bfloat16" else in_8_bits
+    wide = lambda x: in_8_bits(x).astype(x.dtype) * SCALE  # noqa: E731
+    for kind, narrow in (("bfloat16", wide), ("fp8", in_8_bits)):
         pools = [
             jax.jit(lambda x, narrow=narrow: narrow(x[:used].reshape(drawn.pool)))(x) for x in flat
         ]
@@ -182,12 +186,16 @@ def report(run, cell, drawn, numbers, programs, forms, flat, repeats):
         q = flat[0][1000 : 1000 + B * T * N * H].reshape(B, T, N, H)
         operands[kind] = (q, *own, *pools, jnp.asarray(drawn.tables), numbers)
     scales = jnp.full((2, G), SCALE)
-    rounds = int(min(400, max(20, 6e3 / max(memory_us, compute_us, 8.0))))
+    rounds = 1 if run.dry else int(min(400, max(20, 6e3 / max(memory_us, compute_us, 8.0))))
+    truth = None
     for key, program in programs.items():
         kind, tiling = forms[key]
 
         def one(key=key, program=program, kind=kind, tiling=tiling):
-            nonlocal glue, base
+            nonlocal glue, base, truth
+            found = np.asarray(program(1, *operands[kind], scales).astype(jnp.float32))
+            if key == "bfloat16 chosen":
+                truth = found
             samples = []
             for _ in range(repeats + 1):
                 began = time.perf_counter()
@@ -200,7 +208,9 @@ def report(run, cell, drawn, numbers, programs, forms, flat, repeats):
             row = {"part": "time", "cell": list(cell), "form": key, "tiling": tiling, "us": us}
             row |= {"net_us": net, "spread": [min(samples[1:]), max(samples[1:])]}
             row |= {"memory_us": memory_us / (2 if kind == "fp8" else 1), "compute_us": compute_us}
-            if kind == "fp8" and base:
+            if kind == "fp8" and truth is not None:
+                row["error"] = float(np.abs(found - truth).max())
+                row["is_right"] = bool(np.isfinite(found).all() and row["error"] <= TOLERANCE)
                 row["bfloat16_over_fp8"] = base / net
             run.keep(**row)
 
@@ -216,10 +226,10 @@ def main():
     parser.add_argument(
         "--features",
         default="blocks|visible|window|small pages|group of 7|large pages, long",
-        help="kinds of masks that are checked",
+        help='kinds of masks that are checked; "" for none: cells are compared all the same',
     )
     parser.add_argument("--commit", help="where the checkout has no git")
-    parser.add_argument("--dry", action="store_true", help="the check of one tiling, on a CPU")
+    parser.add_argument("--dry", action="store_true", help="one tiling and a tiny cell, on a CPU")
     args = parser.parse_args()
     run = Run(args.out, args.within, args.dry)
     run.report["command"] = "benchmarks/fp8_cache_gpu.py"
@@ -227,21 +237,23 @@ def main():
     run.report["commit"] = args.commit or run.report["commit"]
     chosen = list(range(len(CELLS)) if args.cells is None else map(int, args.cells.split(",")))
     names = list(TILINGS) if args.tilings is None else args.tilings.split(",")
-    features = ["blocks"] if args.dry else args.features.split("|")
+    features = ["blocks"] if args.dry else args.features.split("|") if args.features else []
     names = names[:1] if args.dry else names
-    right = run.attempt("check", lambda: check(run, features, names, args.dry)) or set()
-    print("right:", sorted(right), flush=True)
-    if not args.dry:
-        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-        flat = [draw(jax.random.key(i), (cells.POOL_NUMBERS,), jnp.bfloat16) for i in range(2)]
-        made = {CELLS[i]: programs_of(CELLS[i], right) for i in chosen}
-        every = {(cell, key): call for cell, one in made.items() for key, call in one[2].items()}
-        every = compiled(run, every)
-        print(f"{run.seconds:6.1f} s  compiled", flush=True)
-        for cell, (drawn, numbers, programs, forms) in made.items():
-            own = {key: every[cell, key] for key in programs if (cell, key) in every}
-            timing = functools.partial(report, run, cell, drawn, numbers, own, forms, flat, 5)
-            run.attempt(f"time {cell}", timing)
+    right = set(names)
+    if features:
+        right = run.attempt("check", lambda: check(run, features, names, args.dry)) or set()
+        print("right:", sorted(right), flush=True)
+    size = 1 << 17 if args.dry else cells.POOL_NUMBERS
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    flat = [draw(jax.random.key(i), (size,), jnp.bfloat16) for i in range(2)]
+    timed = cells.TINY if args.dry else [CELLS[i] for i in chosen]
+    made = {cell: programs_of(cell, right, args.dry) for cell in timed}
+    every = {(cell, key): call for cell, one in made.items() for key, call in one[2].items()}
+    every = compiled(run, every)
+    for cell, (drawn, numbers, programs, forms) in made.items():
+        own = {key: every[cell, key] for key in programs if (cell, key) in every}
+        timing = functools.partial(report, run, cell, drawn, numbers, own, forms, flat, 5)
+        run.attempt(f"time {cell}", timing)
     run.write()
     for row in run.report["rows"]:
         if row["part"] == "time":

@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,7 @@ from dllm_jax.runner.timing import RATES
 
 EPS = 1e-6
 THREADS = 12
+ENGINES = 4  # that compile side by side: what holds the GIL is a third of it
 REPEATS, CALLS = 5, 20
 LARGE, SMALL = "random:JetLM/SDAR-8B-Chat", "random:JetLM/SDAR-1.7B-Chat"
 # Model and shape, by what they are worth.
@@ -129,12 +131,21 @@ class Run:
             return None
 
 
+_IN_PYTHON = threading.Lock()  # lowering holds the GIL; in turns, the first is there first
+
+
 def compiled(run, programs):
     """Programs by name, compiled side by side; those that fail are left out."""
 
+    def compile_one(call, arguments):
+        with _IN_PYTHON:
+            lowered = jax.jit(call).lower(*arguments)
+        return lowered.compile()
+
     def build(name):
-        call, arguments = programs[name]
-        return run.attempt(f"compile {name}", lambda: jax.jit(call).lower(*arguments).compile())
+        made = run.attempt(f"compile {name}", lambda: compile_one(*programs[name]))
+        print(f"{run.seconds:6.1f} s  compiled {name}", flush=True)
+        return made
 
     with ThreadPoolExecutor(THREADS) as pool:
         made = dict(zip(programs, pool.map(build, programs), strict=True))
@@ -553,7 +564,9 @@ def step_engine(model, shape, context, steps):
     strategy = step_strategy(model, shape)
     context = context_len(model, strategy, context, steps)
     text = text_len(strategy, steps)
-    return _engine(model, strategy, shape.slots, context, text, None, None), context, text
+    # No prefill runs here: what is not compiled ahead is not compiled.
+    llm = _engine(model, strategy, shape.slots, context, text, None, None, warm_up=False)
+    return llm, context, text
 
 
 def step_times(run, models, shapes, forms, is_profiled, *settings):
@@ -588,9 +601,9 @@ def _step_times(run, models, shapes, forms, kind, context, steps, found):
 
     for model in models.values():
         _ = model.tokenizer  # imports that threads must not race for
-    wanted = [(*one, how) for one in shapes for how in forms]
+    wanted = [(*one, how) for one in shapes for how in forms]  # by what they are worth
     wanted = [one for one in wanted if (one[0], weights_of(one[2])) in models]
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(ENGINES) as pool:
         ready = list(pool.map(build, wanted))
     profiles = []
     for (source, shape, how), one in zip(wanted, ready, strict=True):

@@ -276,7 +276,11 @@ def forms(drawn, part, only):
         measured.add(tiling)
         module = mosaic if isinstance(tiling, mosaic.Tiling) else triton
         interpret = is_tiny and (plgpu.InterpretGPUParams() if module is mosaic else True)
-        found[name] = (_facts, _kernel(module, tiling, interpret or None), str(tiling))
+        found[name] = (
+            _facts,
+            _kernel(module, tiling, drawn.mask.rules, interpret or None),
+            str(tiling),
+        )
     if not is_tiny:
         if part == "tune" and T >= 512:
             found["xla"] = (lambda *_: (), _whole(reference.attention, drawn.mask), "")
@@ -315,14 +319,17 @@ def _seen(table, mask):
     return sees(mask, table, PAGE), mask.context_len, mask.sees_fresh()
 
 
-def _kernel(module, tiling, interpret):
+def _kernel(module, tiling, rules, interpret):
     """The launches of a kernel, without what a step computes once."""
-    interpret = {"interpret": bool(interpret) if module is triton else interpret}
+    if module is triton:
+        rest = {"block_size": BLOCK, "window": None, "interpret": bool(interpret)}
+    else:
+        rest = {"rules": rules, "interpret": interpret}
+    more = {"bits": None, "kv_scales": None}
 
     def call(q, k, v, k_pages, v_pages, table, numbers):
-        settings = {"block_size": BLOCK, "window": None, "tiling": tiling, **interpret}
-        settings["scale"] = q.shape[-1] ** -0.5
-        return module._run((q, k, v), (k_pages, v_pages), table, numbers, {}, **settings)
+        settings = {"tiling": tiling, "scale": q.shape[-1] ** -0.5, **rest}
+        return module._run((q, k, v), (k_pages, v_pages), table, numbers, more, **settings)
 
     return call
 

@@ -10,8 +10,9 @@ an empty folder of compiled programs, `warm` is the same command again. Each say
 compiling or reading from the folder, which threads do at the same time. `ready` (`--ready`): an
 engine of 32 slots with all its buckets, cold and warm: the seconds of `LLM(...)`, then one request
 after another while the smaller programs are compiled behind them, with the longest step of the
-engine and the longest call, beside those afterwards; then the costs that were worked out beside
-measured ones, and what `LLM.generate` adds to the steps of one slot. `prefill`: the passes of a
+engine and the longest call, beside those afterwards; then (warm) what `LLM.generate` adds to the
+steps of one slot and to which of its programs, and the costs that were worked out beside measured
+ones. `prefill`: the passes of a
 prompt of `--prompt` tokens through the engine's compiled program, back to back, at their positions;
 its share of the peak counts two operations a weight of the layers and token, and attention's. Each
 in its own process.
@@ -22,6 +23,7 @@ import collections
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -133,11 +135,14 @@ def first_token(name, began=None):
     return {"came": clock.last, "settled": settled, "has_bytecode": bytecode, **clock.result()}
 
 
-def ready(name, slots, wait_s):
+def ready(name, slots, wait_s, is_warm):
     """How soon an engine answers, and what is compiled behind its requests costs them.
+
+    Prints what it found so far as it goes.
 
     Args:
         wait_s: Seconds to wait for the programs behind.
+        is_warm: Look at the costs of a call as well.
     """
     import jax
 
@@ -150,13 +155,20 @@ def ready(name, slots, wait_s):
     make_llm = dj.LLM
     enable_compile_cache()
     enable_async_dispatch()
+    say("imported")
     model = jax.block_until_ready(dj.load(name))
     say("model loaded")
+    clock = Clock()
+    clock.listen()
     began = time.perf_counter()
     window = {"block_size": BLOCK, "buffer_size": BLOCKS}
     llm = make_llm(model, max_num_seqs=slots, progress=False, **window)
     result = {"ready_s": time.perf_counter() - began, "slots": slots, "device": device_name()}
+    result["ready_programs"] = clock.result()
     say(f"ready after {result['ready_s']:.1f} s")
+    for row in result["ready_programs"]["programs"][:6]:
+        say(json.dumps(row))
+    tell(result)
     steps, engine = [], llm.engine
     take = engine._take_step
 
@@ -166,17 +178,22 @@ def ready(name, slots, wait_s):
         steps.append(time.perf_counter() - at)
 
     engine._take_step = timed
-    params = dj.SamplingParams(max_tokens=TEXT, max_nfe=FORWARDS, ignore_eos=True)
+    most = min(TEXT, engine.layout.max_model_len - SHORT)
+    params = dj.SamplingParams(max_tokens=most, max_nfe=FORWARDS, ignore_eos=True)
+    forwards = []  # FORWARDS, but for a small model that is tried on a CPU
 
     def call():
         at = time.perf_counter()
         (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
-        if output.error is not None or output.metrics.nfe != FORWARDS:
+        forwards.append(output.metrics.nfe)
+        if output.error is not None or len(set(forwards)) > 1:
             raise ValueError(f"not the work: {output}")
         return time.perf_counter() - at
 
     result["first_answer_s"] = call()
     say(f"first answer after {result['first_answer_s']:.2f} s more")
+    clock = Clock()
+    clock.listen()
     calls, counts, last = [], [], began
     while time.perf_counter() - began < result["ready_s"] + wait_s:
         stats = engine.stats()
@@ -191,30 +208,54 @@ def ready(name, slots, wait_s):
     result["all_s"] = last - began - result["ready_s"]
     result["behind"] = {"calls": len(calls), "longest_call_s": max(calls, default=0.0)}
     result["behind"]["longest_step_s"] = max(steps[1:])
+    result["behind_programs"] = clock.result()
+    say(json.dumps(result["behind"]))
     result["late_compiles"] = engine.stats().num_late_compiles
     steps.clear()
     after = [call() for _ in range(9)]
     result["after"] = {"longest_call_s": max(after), "longest_step_s": max(steps)}
+    say(json.dumps(result["after"]))
+    tell(result)
+    if not is_warm:
+        return
     if engine.runner._behind is not None:  # whatever did not come in time is not waited for
         engine.runner._behind.close()
         engine.runner._behind.join()
     columns = engine.layout.page_buckets[0]
     if engine.runner.decode_sizes(1, columns) == (1, columns):
-        result |= costs_and_overhead(llm, call)
-    return result
+        result |= overhead(llm, call, forwards[0])
+        say(json.dumps({name: result[name] for name in ("call_ms", "overhead", "parts_ms")}))
+        tell(result)
+        result |= costs(llm.engine.runner)
+    tell(result)
 
 
-def costs_and_overhead(llm, call):
-    """Costs as the engine has them beside measured ones, and the host's share of a call."""
-    import statistics
+def tell(result):
+    print(json.dumps(result), flush=True)
 
-    from dllm_jax.runner import timing
 
+def overhead(llm, call, forwards):
+    """The host's share of a call, and what each of its programs takes beside the steps."""
     runner = llm.engine.runner
     call_ms = 1e3 * statistics.median(call() for _ in range(15))
-    step_ms = 1e3 * statistics.median(bare_step_s(runner) for _ in range(5))
-    result = {"call_ms": call_ms, "bare_step_ms": step_ms}
-    result["overhead"] = 1 - FORWARDS * step_ms / call_ms
+    loops = [bare_loop(runner, forwards // 2) for _ in range(7)]
+    each = {name: 1e3 * statistics.median(one[name] for one in loops) for name in loops[0]}
+    step_ms = each.pop("step")
+    each["engine and LLM"] = call_ms - forwards * step_ms - sum(each.values())
+    return {
+        "forwards": forwards,
+        "call_ms": call_ms,
+        "bare_step_ms": step_ms,
+        "overhead": 1 - forwards * step_ms / call_ms,
+        "parts_ms": each,
+    }
+
+
+def costs(runner):
+    """Costs as the engine has them beside measured ones."""
+    from dllm_jax.runner import timing
+
+    result = {}
     worked_out = runner.cost
     measured = timing.calibrate(runner, budget_s=3.0)
     if worked_out is not None:
@@ -228,10 +269,10 @@ def costs_and_overhead(llm, call):
     return result
 
 
-def bare_step_s(runner):
-    """A step of one slot in the engine's own program, by two dispatches of more and fewer steps.
+def bare_loop(runner, more_steps):
+    """Seconds of a step of one slot in the engine's own program, and of what surrounds the steps.
 
-    The texts begin as those of a call do.
+    By two dispatches of more and fewer steps; the texts begin as those of a call do.
     """
     import dataclasses
 
@@ -241,19 +282,23 @@ def bare_step_s(runner):
 
     pages = np.full((1, runner.layout.page_buckets[0]), -1, np.int32)
     text = timing.made_up(runner.layout, pages.shape[1])
-    text = dataclasses.replace(text, tail=(), prompt_len=SHORT, limit=SHORT + TEXT)
-    spent = []
-    for steps in (4, 4 + FORWARDS):
+    limit = min(SHORT + TEXT, runner.layout.max_model_len)
+    text = dataclasses.replace(text, tail=(), prompt_len=SHORT, limit=limit)
+    spent, admitted = [], []
+    for steps in (4, 4 + more_steps):
+        began = time.perf_counter()
         runner.admit(0, text)
         timing.begin(runner, 0, SHORT, pages[0])
         runner.wait()
+        admitted.append(time.perf_counter() - began)
         began = time.perf_counter()
         ran = runner.fetch(runner.decode(np.zeros((1,), np.int32), 1, pages, steps, False)).steps
         spent.append((time.perf_counter() - began, ran))
     (less_s, less), (more_s, more) = spent
     if more <= less:
         raise ValueError(f"the text ended after {more} steps")
-    return (more_s - less_s) / (more - less)
+    step_s = (more_s - less_s) / (more - less)
+    return {"step": step_s, "admit": min(admitted), "decode": less_s - less * step_s}
 
 
 def device_name():
@@ -267,7 +312,7 @@ def ready_table(result):
     """The starts of `ready` beside their bars."""
     lines = []
     for name, one in result.items():
-        if "ready_s" not in one:
+        if "after" not in one:
             lines.append(f"{name:5s} {one}")
             continue
         done, of = one["programs"][-1][1:]
@@ -280,8 +325,8 @@ def ready_table(result):
         )
         if "overhead" in one:
             lines.append(
-                f"{name:5s} a call of {FORWARDS} forwards {one['call_ms']:.1f} ms, bare step "
-                f"{one['bare_step_ms']:.3f} ms, overhead {one['overhead']:.1%}"
+                f"{name:5s} {one['forwards']} forwards {one['call_ms']:.1f} ms, bare step "
+                f"{one['bare_step_ms']:.3f} ms, overhead {one['overhead']:.1%}: {one['parts_ms']}"
             )
         ratios = [worked / measured for *_, worked, measured in one.get("costs_ms", ())]
         if ratios:
@@ -348,18 +393,24 @@ def prefill(name, prompt, size):
 UNUSUAL = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE", "PYTHONDONTWRITEBYTECODE")
 
 
-def in_own_process(words, cache):
-    """What this script prints as JSON with other words, and when it was started."""
+def in_own_process(words, cache, keep=lambda result: None):
+    """What this script prints last as JSON with other words, and when it was started.
+
+    Args:
+        keep: Called with whatever it prints, as it comes.
+    """
     usual = {name: value for name, value in os.environ.items() if not name.startswith(UNUSUAL)}
     began = time.time()
-    done = subprocess.run(
-        [sys.executable, __file__, *words, "--began", repr(began)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=usual | {"XDG_CACHE_HOME": cache},
-    )
-    return json.loads(done.stdout.splitlines()[-1]), began
+    words = [sys.executable, __file__, *words, "--began", repr(began)]
+    env = usual | {"XDG_CACHE_HOME": cache}
+    result = None
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
+        for line in process.stdout:
+            result = json.loads(line)
+            keep(result)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
+    return result, began
 
 
 def table(result):
@@ -407,6 +458,7 @@ def main():
     parser.add_argument("--ready", action="store_true", help="only the starts of many slots")
     parser.add_argument("--slots", type=int, default=32, help="of --ready")
     parser.add_argument("--wait", type=float, default=100.0, help="seconds for programs behind")
+    parser.add_argument("--is-warm", action="store_true", help="of --one ready: the costs too")
     parser.add_argument("--began", type=float, help="when it was started (time.time())")
     args = parser.parse_args()
     if args.prompt % args.pass_tokens:
@@ -416,7 +468,7 @@ def main():
         print(json.dumps({"commit": args.commit} | result))
         return
     if args.one == "ready":
-        print(json.dumps(ready(args.model or FIRST_MODEL, args.slots, args.wait)), flush=True)
+        ready(args.model or FIRST_MODEL, args.slots, args.wait, args.is_warm)
         os._exit(0)  # what is still being compiled is not waited for
     if args.one == "prefill":
         print(json.dumps(prefill(args.model or PREFILL_MODEL, args.prompt, args.pass_tokens)))
@@ -448,12 +500,18 @@ def ready_starts(args, report, same):
     with tempfile.TemporaryDirectory() as cache:
         for name, wait in (("cold", args.wait), ("warm", WARM_SHARE * args.wait)):
             words = ["--one", "ready", "--slots", str(args.slots), "--wait", str(wait), *same]
+            words += ["--is-warm"] * (name == "warm")
+
+            def keep(result, name=name):
+                report["ready"][name] = result
+                save(args.out, report)
+
             try:
-                report["ready"][name], _ = in_own_process(words, cache)
+                in_own_process(words, cache, keep)
             except Exception as error:
-                report["ready"][name] = {"error": repr(error)}
-            save(args.out, report)
-    print(ready_table(report["ready"]))
+                report["ready"].setdefault(name, {})["error"] = repr(error)
+                save(args.out, report)
+            print(ready_table(report["ready"]), flush=True)
 
 
 def save(path, report):

@@ -244,8 +244,9 @@ def _engine(
     text: int,
     implementation: str | None,
     draft: Any,
+    warm_up: bool = True,
 ) -> LLM:
-    """An engine that compiles one decode program and one prefill program."""
+    """An engine of one decode program and one prefill program, compiled now or when they run."""
     longest = context + text
     window = strategy.block_size * strategy.buffer_size
     columns = -(-max(longest + strategy.block_size, window) // PAGE)
@@ -256,6 +257,7 @@ def _engine(
         draft=draft,
         progress=False,
         calibrate=False,
+        warm_up=warm_up,
         config=EngineConfig(
             max_num_seqs=slots,
             max_model_len=longest,

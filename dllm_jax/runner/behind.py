@@ -6,16 +6,35 @@ on in its place.
 """
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dllm_jax.runner import warmup
 from dllm_jax.strategies.core.errors import described
+
+# Seconds that a thread which lowers a program may hold the GIL while the host loop waits for it. By
+# Python's default of 5 ms, each of the dozens of turns of a step takes as long.
+SWITCH_S = 5e-4
+
+
+_in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(SWITCH_S, usual_s))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 class Behind:
@@ -36,8 +55,7 @@ class Behind:
         self.missing = {item.call(runner).key for item in work}
         self._runner, self._progress = weakref.ref(runner), progress
         self._left, self._ends = deque(work), False
-        # Lowering holds the GIL, which the host loop needs too.
-        self._in_python, self._telling = threading.Lock(), threading.Lock()
+        self._telling = threading.Lock()
         # Half of the cores are for those who are served.
         count = min(len(work), max(1, warmup.num_cores() // 2))
         self._threads = [
@@ -83,7 +101,7 @@ class Behind:
         if runner is None:
             self._ends = True
             return
-        with self._in_python:
+        with _in_python, _short_turns():
             call = item.call(runner)
             lowered = runner.lower(call)
         key = call.key

@@ -197,7 +197,13 @@ def _own_state(
     return slots.replace(pools=pools)
 
 
-make_state = jax.jit(new_state, static_argnames=("num_pages", "page_size", "knobs"))
+_SIZES = ("num_pages", "page_size", "knobs")
+make_state = jax.jit(new_state, static_argnames=_SIZES)
+
+
+def make_state_at(home: Any) -> Any:
+    """As `make_state`, on a device that the weights are committed to: it reads none of them."""
+    return jax.jit(new_state, static_argnames=_SIZES, out_shardings=home)
 
 
 def _rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from dllm_jax.engine.inbox import FORKED
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, PassKind, Placement
@@ -157,6 +157,10 @@ class ModelRunner:
         )
         # For programs that read no weights: a call looks at each of its arrays.
         self._weightless = self._programs.replace(model=model.replace(params={}), aux={})
+        self._home = _home(self._programs)
+        self._make_state = programs.make_state
+        if self._home is not None:
+            self._make_state = programs.make_state_at(self._home)
         self.cost: Any = None  # predicted seconds of programs, once they were timed
         self._weighs = strategy.weighs_costs
         # By slots, in any unit; estimated until `warm_up` has timed them.
@@ -202,8 +206,11 @@ class ModelRunner:
         """Shapes of the state, with so many pages or as many as there are."""
         sizes = self._state_sizes() | ({"num_pages": num_pages} if num_pages else {})
         shapes = programs.make_state.eval_shape(self._programs, **sizes)
-        split = self._programs.model.split
-        return shapes if split is None else split.laid(shapes, decoding.state_specs(split))
+        if (split := self._programs.model.split) is not None:
+            return split.laid(shapes, decoding.state_specs(split))
+        if self._home is None:
+            return shapes
+        return jax.tree.map(lambda leaf: leaf.update(sharding=self._home), shapes)
 
     def _state_sizes(self) -> dict[str, Any]:
         num_pages, page_size = self.layout.num_pages, self.layout.page_size
@@ -235,10 +242,10 @@ class ModelRunner:
     def _reset(self) -> None:
         self._tell({"what": "reset"})
         self.state = self._lost = self._grammars = None  # the old pools go before new ones come
-        self.state = programs.make_state(self._programs, **self._state_sizes())
+        self.state = self._make_state(self._programs, **self._state_sizes())
 
     def _compile_reset(self) -> None:
-        programs.make_state.lower(self._programs, **self._state_sizes()).compile()
+        self._make_state.lower(self._programs, **self._state_sizes()).compile()
 
     def _submit(self, task: Callable[..., Any], *args: Any) -> Future:
         future: Future = Future()
@@ -605,6 +612,8 @@ class ModelRunner:
         """See `begin`."""
         if boundary is None:
             boundary = np.zeros((self._programs.kept,), self._programs.spec.dtype)
+            if self._home is not None:  # where `prefill` leaves one
+                boundary = jax.device_put(boundary, self._home)
         return Call(("begin",), programs.begin, self._programs, (np.int32(slot), boundary))
 
     def copy_page(self, source: int, target: int) -> None:
@@ -822,6 +831,19 @@ class ModelRunner:
 def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[Any, ...]:
     """What tells a pass over `count` pieces apart; see `Call.key`."""
     return ("prefill", count, packing.piece_fields(size).size + columns, size, kind)
+
+
+def _home(of: Programs) -> Any:
+    """Where weights are that are committed to one device, and with them all that is computed.
+
+    JAX compiles a program again for arguments that are committed where those it was lowered from
+    were not.
+    """
+    if of.model.split is not None:
+        return None
+    leaves = jax.tree.leaves((of.model.params, [other.params for other in of.aux.values()]))
+    places = (leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed)
+    return next((one for one in places if isinstance(one, SingleDeviceSharding)), None)
 
 
 def _check_placed(model: Model) -> None:

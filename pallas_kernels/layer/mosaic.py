@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Matrix, Fp8Rows, factors_of
 
@@ -162,7 +163,7 @@ def choose_tiling(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))  # layers lower once
+@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
 def split_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K N"] | Fp8Matrix,
@@ -191,7 +192,7 @@ def split_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))
+@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
 def gated_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K C 2 W"] | Fp8Matrix,
@@ -384,7 +385,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "is_quantized", "interpret"))
+@lowered_once(static_argnames=("eps", "is_quantized", "interpret"))
 def add_rms_norm(
     x: Array,
     y: Array,
@@ -458,7 +459,7 @@ def sandwich_norm(
         rows = x.reshape(-1, x.shape[-1])
         named = {"x": rows}
         for i, (y, scale) in enumerate(branches):
-            named |= {f"branch{i}": y.reshape(-1, *rows.shape), f"scale{i}": scale}
+            named |= {f"branch{i}": y.reshape(rows.shape), f"scale{i}": scale}
         named |= {f"following{i}": scale for i, scale in enumerate(following)}
         if outer is not None:
             named["outer"] = outer
@@ -497,16 +498,10 @@ def _sandwich_norm(*refs, names, eps):
         factor = jnp.where(given.pop("is_second")[row] != 0, second, first)
         del given["factors"]
 
-    def load(ref):
-        return _loaded(ref, layout).astype(jnp.float32)
-
-    def load_row(ref):
-        if len(ref.shape) < 3:
-            return load(ref.at[row] if len(ref.shape) == 2 else ref)
-        parts = [load(ref.at[i, row]) for i in range(ref.shape[0])]
-        return rounded(functools.reduce(jnp.add, parts))
-
-    at = {name: load_row(ref) for name, ref in given.items()}
+    at = {
+        name: _loaded(ref.at[row] if len(ref.shape) > 1 else ref, layout).astype(jnp.float32)
+        for name, ref in given.items()
+    }
     count = sum(name.startswith("branch") for name in names)
     each = [rounded(norm(at[f"branch{i}"], at[f"scale{i}"])) for i in range(count)]
     out = functools.reduce(lambda a, b: rounded(a + b), each)
@@ -521,7 +516,7 @@ def _sandwich_norm(*refs, names, eps):
         to[row] = (kept * root * at[f"following{i}"]).astype(to.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@lowered_once(static_argnames=("interpret",))
 def quantize_rows(x: Float[Array, "*M K"], *, interpret: Any = None) -> Fp8Rows:
     """See `api.quantize_rows`."""
 

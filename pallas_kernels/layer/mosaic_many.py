@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..lowered import lowered_once
 from .fp8 import DTYPE, Fp8Matrix, Fp8Rows
 from .mosaic import (
     MULTIPROCESSORS,
@@ -106,7 +107,7 @@ def _widths(w: Array | Fp8Matrix, turn: int) -> list[int]:
 
 
 # Layers lower once.
-@functools.partial(jax.jit, static_argnames=("columns", "dtype", "blocks", "interpret"))
+@lowered_once(static_argnames=("columns", "dtype", "blocks", "interpret"))
 def gated_matmul(
     x: Float[Array, "*M D"] | Fp8Rows,
     w: Float[Array, "D C 2 W"] | Fp8Matrix,
@@ -131,7 +132,7 @@ def gated_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "dtype", "blocks", "interpret"))
+@lowered_once(static_argnames=("columns", "dtype", "blocks", "interpret"))
 def matmul(
     x: Fp8Rows,
     w: Fp8Matrix,

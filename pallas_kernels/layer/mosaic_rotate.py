@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..lowered import lowered_once
+
 _GROUPS = (8, 4)  # of a tile, in order of preference
 _LANES = 128  # of a tile
 _PIECES = (32, 64)  # rotated pairs: one to four components to a lane
@@ -36,7 +38,7 @@ def is_measured(qkv: Array, cos: Array) -> bool:
     return qkv.shape[-3] % _GROUPS[0] == 0 and 2 * cos.shape[-1] == qkv.shape[-1]
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))  # layers lower once
+@lowered_once(static_argnames=("eps", "dtype", "interpret"))
 def rotate_qkv(
     qkv: Array,
     bias: Array | None,

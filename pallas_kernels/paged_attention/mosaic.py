@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
@@ -106,7 +107,7 @@ def attention(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "scale", "tiling", "interpret"))
+@lowered_once(static_argnames=("rules", "scale", "tiling", "interpret"))
 def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, interpret):
     """One launch, and a merge where the parts are not a cluster's. Layers lower once."""
     q, k, _ = fresh

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..lowered import lowered_once
 from .result import (
     ID_STEP,
     SHARE,
@@ -214,7 +215,7 @@ def read_law(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "cap", "tiling", "interpret"))
+@lowered_once(static_argnames=("scale", "cap", "tiling", "interpret"))
 def _run(
     hidden, head, forbidden, has_forbidden, penalty, heat, classes, *, scale, cap, tiling, interpret
 ) -> tuple[Part, dict[str, Array]]:

@@ -120,6 +120,26 @@ def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     assert compiled, "the listener hears"
 
 
+def test_weights_on_a_device_that_was_named_compile_nothing_twice(compiled):
+    """Random models, and whatever went through `jax.device_put`."""
+    model = models.plain(shift=True)  # its prefill leaves a row, which `begin` takes
+    model = model.replace(params=jax.device_put(model.params, jax.devices()[0]))
+    sizes = dataclasses.replace(SMALL, max_model_len=56, slot_buckets=(3,))
+    made = buckets.make_layout(model, STRATEGY, {}, sizes)
+    made = ModelRunner(model, split_knobs(STRATEGY)[0], {}, made, allocate=False)
+    compiled.clear()
+    made.warm_up()
+    assert "jit(begin)" in compiled
+    assert len(set(compiled)) == len(compiled), compiled
+    compiled.clear()
+    tokens(made)
+    made.begin(
+        0, made.prefill(0, (1,) * 8, 0, 8, 8, True, np.full((8,), -1, np.int32), 8, "blocks")
+    )
+    made.wait()
+    assert not compiled
+
+
 def test_the_states_program_is_there_before_its_memory_is_taken(compiled, monkeypatch):
     made = device(max_model_len=44, slot_buckets=(3,))  # sizes no other test has
     seen, take = [], made._reset

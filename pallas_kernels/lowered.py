@@ -1,0 +1,129 @@
+"""Kernels that are lowered once, not once in every program that launches them.
+
+Lowering a Mosaic kernel is Python, takes some tenths of a second and holds the GIL. An engine has
+dozens of programs that launch the same kernels: all but attention do not see the number of pages.
+Their text also goes to a folder of JAX's compilation cache, if there is one, for the next process.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_CALLS = "mosaic_gpu_v2"  # what the lowered text calls; jax.export wants to be told
+_DIGEST = 32  # bytes, in front of a stored text
+
+
+Bound = functools.partial[Any]  # a function with its static arguments
+
+
+def lowered_once(*, static_argnames: Sequence[str]) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.jit` of a function that launches kernels on a GPU, whose text is kept.
+
+    Args:
+        static_argnames: As of `jax.jit`. Where one is named `interpret` and not None, nothing is
+            kept, nor where several devices share the arguments.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        plain = jax.jit(function, static_argnames=tuple(static_argnames))
+        signature = inspect.signature(function)
+        kept: dict[Any, Any] = {}
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            is_one = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().empty
+            if not is_one or options.get("interpret") is not None:
+                return plain(*args, **options)
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            static = {name: given.pop(name) for name in static_argnames}
+            leaves, tree = jax.tree.flatten(given)
+            kinds = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+            key = kinds, tree, jax.config.jax_enable_x64, *static.values()
+            if key not in kept:
+                kept[key] = _exported(functools.partial(function, **static), kinds, tree)
+            run, tree = kept[key]
+            return jax.tree.unflatten(tree, run(*leaves))
+
+        return call
+
+    return decorate
+
+
+def _exported(function: Bound, kinds: Sequence[Any], tree: Any) -> tuple[Any, Any]:
+    """A function of the leaves of its arguments, and the tree of what it returns."""
+    given = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
+    trees = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        out, of_out = jax.tree.flatten(function(**jax.tree.unflatten(tree, leaves)))
+        trees.append(of_out)
+        return out
+
+    place = _place(function, given, tree)
+    text = None if place is None else _read(place)
+    if text is None:
+        exported = _export(function, flat, given)
+        if place is not None:
+            _write(place, exported.mlir_module_serialized)
+    else:  # beside its text, it is what any function of such arguments and results is
+        out = jax.eval_shape(flat, *given)
+        blank = _export(function, lambda *_: [jnp.zeros(x.shape, x.dtype) for x in out], given)
+        exported = dataclasses.replace(blank, mlir_module_serialized=text)
+    # In jit, so that the layers of a program share its text. It has no batching rule.
+    return jax.jit(jax.custom_batching.sequential_vmap(exported.call)), trees[0]
+
+
+def _export(function: Bound, flat: Callable[..., list[Any]], given: Sequence[Any]) -> Any:
+    flat.__name__ = function.func.__name__
+    jitted = jax.jit(flat, keep_unused=True)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(_CALLS)]
+    return jax.export.export(jitted, platforms=("cuda",), disabled_checks=allowed)(*given)
+
+
+def _place(function: Bound, given: Sequence[Any], tree: Any) -> Path | None:
+    """The file of a text; its name tells apart all that the text depends on."""
+    # By name: the stubs of jax 0.10 do not list it.
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if not folder or not Path(folder).is_dir():
+        return None
+    inner = function.func
+    facts = inner.__module__, inner.__qualname__, sorted(function.keywords.items()), given, tree
+    facts = _version(), jax.config.jax_enable_x64, *facts
+    return Path(folder) / "kernels" / hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _version() -> str:
+    """Of JAX, and of what the kernels are written in."""
+    every = sorted(Path(__file__).parent.rglob("*.py"))
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in every))
+    return f"{jax.__version__} {source.hexdigest()}"
+
+
+def _read(place: Path) -> bytes | None:
+    """A text, unless there is none, or it was damaged."""
+    try:
+        kept = place.read_bytes()
+    except OSError:
+        return None
+    text = kept[_DIGEST:]
+    return text if hashlib.sha256(text).digest() == kept[:_DIGEST] else None
+
+
+def _write(place: Path, text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk, say: the next process lowers it again
+        place.parent.mkdir(exist_ok=True)
+        half = place.with_name(f"{place.name}.{os.getpid()}")
+        half.write_bytes(hashlib.sha256(text).digest() + text)
+        half.replace(place)
