@@ -366,7 +366,8 @@ def main():
     }
     report = canvas_gpu.Report(args.out, args.within, facts)
     parts = set(args.parts.split(","))
-    forms = check(report, parts - {"step", "wide"})
+    last = {"wide"} if "step" in parts else set()  # behind the steps
+    forms = check(report, parts - {"step"} - last)
     if args.forms is not None:
         forms = set(args.forms.split(",")) - {""}
     report.add(part="step", forms=sorted(forms))
