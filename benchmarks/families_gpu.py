@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,10 +45,14 @@ FOLDER = "random:JetLM/SDAR-8B-Chat"
 CONTEXT = 1024
 
 
-def measure_model(name, shapes, context, repeats, script):
-    """Start, memory, prefill and step times of one model in this process."""
+def measure_model(name, shapes, context, repeats, script, quantization, steps_only=False):
+    """Start, memory, prefill and step times of one model in this process.
+
+    With `steps_only` one program is compiled for each shape: no token is checked, no prefill timed,
+    and the experts counted are those that rows are sent to.
+    """
     began = time.perf_counter()
-    model = dj.load(name)
+    model = dj.load(name, quantization=quantization)
     jax.block_until_ready(model.params)
     load_s = time.perf_counter() - began
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
@@ -55,20 +60,25 @@ def measure_model(name, shapes, context, repeats, script):
     measured = {
         "model": name,
         "device": device.device_kind,
+        "quantization": model.quantization,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
         "weight_bytes": weights,
         "load_s": load_s,
-        "readout_matches_dense": check_readout(model),
-        "prefill_s": time_prefill(model, context),
+        "readout_matches_dense": None if steps_only else check_readout(model),
+        "prefill_s": None if steps_only else time_prefill(model, context),
         "rows": [],
     }
     has_experts = isinstance(model.config, MoEConfig)
     for slots, blocks in shapes:
-        touched = count_touched(model, slots, blocks, script) if has_experts else None
-        with scripted(script) if has_experts else contextlib.nullcontext():
+        touched, drawn = None, []
+        if has_experts and not steps_only:
+            touched = count_touched(model, slots, blocks, script)
+        with scripted(script, drawn=drawn) if has_experts else contextlib.nullcontext():
             # That the tokens are the readout's is checked above.
             row = time_shape(model, slots, blocks, context, None, repeats, least_tokens=1)
         del row["bar_ms"]  # another model's
+        if has_experts and steps_only:
+            touched = statistics.mean(n for rows, n in drawn if rows == slots * blocks * BLOCK)
         if has_experts:
             row |= {"routing": script, "experts_touched": touched}
         # The cache grows while steps are timed: the floor is that of the prompt alone.
@@ -76,6 +86,7 @@ def measure_model(name, shapes, context, repeats, script):
         row["floor_ms"] = floor_ms(model, *work)
         row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
         measured["rows"].append(row)
+        print(row, file=sys.stderr, flush=True)  # the process may be stopped behind it
     measured["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return measured
 
@@ -148,6 +159,8 @@ def main():
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--routing", default="uniform", help="see routing_script.py")
+    parser.add_argument("--quantization", choices=("fp8", "none"), default="none")
+    parser.add_argument("--steps-only", action="store_true", help="one program a shape")
     parser.add_argument("--commit")
     parser.add_argument("--out")
     parser.add_argument("--one", help="measure this model in this process, print JSON")
@@ -155,7 +168,8 @@ def main():
     args = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     if args.one:
-        print(json.dumps(measure_model(args.one, shapes, args.context, args.repeats, args.routing)))
+        how = (args.context, args.repeats, args.routing, args.quantization, args.steps_only)
+        print(json.dumps(measure_model(args.one, shapes, *how)))
         return 0
     if args.one_folder:
         print(json.dumps(measure_folder(args.one_folder)))
@@ -177,7 +191,8 @@ def main():
         "models": [],
     }
     same = ["--shapes", args.shapes, "--context", str(args.context), "--repeats", str(args.repeats)]
-    same += ["--routing", args.routing]
+    same += ["--routing", args.routing, "--quantization", args.quantization]
+    same += ["--steps-only"] if args.steps_only else []
     work = [(name, ["--one", name, *same]) for name in args.models.split(",") if name]
     if args.folder != "none":
         work.append(("folder", ["--one-folder", args.folder]))
@@ -207,12 +222,12 @@ def line(name, measured):
         for row in measured["rows"]
     )
     peak = f"{measured['peak_bytes'] / 2**30:.1f} GiB" if measured["peak_bytes"] else "not counted"
-    return (
-        f"{name}: {measured['parameters'] / 1e9:.2f} G, load {measured['load_s']:.1f} s, peak "
-        f"{peak}, "
-        f"prefill {1e3 * measured['prefill_s']:.1f} ms, {steps}, "
-        f"readout {'right' if measured['readout_matches_dense'] else 'WRONG'}"
-    )
+    found = f"{name}: {measured['parameters'] / 1e9:.2f} G, load {measured['load_s']:.1f} s, "
+    found += f"peak {peak}, {steps}"
+    if measured["prefill_s"] is None:
+        return f"{found}, nothing checked"
+    readout = "right" if measured["readout_matches_dense"] else "WRONG"
+    return f"{found}, prefill {1e3 * measured['prefill_s']:.1f} ms, readout {readout}"
 
 
 if __name__ == "__main__":

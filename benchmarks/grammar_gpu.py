@@ -351,7 +351,7 @@ def main():
     parser.add_argument("--out")
     args = parser.parse_args()
     if args.form:
-        readouts.TRITON_CLASSES = grammar_path.api.IS_FAST = args.form != "xla"
+        readouts.TRITON_CLASSES = 0 if args.form == "xla" else readouts.TRITON_ROWS
         readouts.MOSAIC_CLASSES = args.form == "mosaic"
     rows = []
 

@@ -44,7 +44,7 @@ def _shares(script, experts):
 
 
 @contextlib.contextmanager
-def scripted(script, reached=None):
+def scripted(script, reached=None, drawn=None):
     """Networks traced in here route by the script; what the router computes, it still computes.
 
     Each layer has its own draw, the same in every step. Programs traced before are forgotten.
@@ -52,6 +52,8 @@ def scripted(script, reached=None):
     Args:
         reached: A list to which each layer of each pass appends how many experts its rows reach,
             while it runs; None: no counting, which would disturb a measurement of time.
+        drawn: A list to which each layer of each program appends its rows and how many experts they
+            are sent to, while it is traced: what they reach where all of them are live.
     """
     route, rng = routing.route, np.random.default_rng(0)
 
@@ -59,6 +61,8 @@ def scripted(script, reached=None):
         ids, weights = route(cfg, x, router, bias, positions, live)
         E = cfg.num_experts
         mine = draw_ids(rng, script, positions.size, E, ids.shape[-1]).reshape(ids.shape)
+        if drawn is not None:
+            drawn.append((positions.size, len(np.unique(mine))))
         ids = jnp.where(ids < E, mine, E)
         if reached is not None:
             hit = jnp.zeros(E + 1, jnp.int32).at[ids.reshape(-1)].set(1)[:E].sum()

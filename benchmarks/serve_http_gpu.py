@@ -58,10 +58,10 @@ def sizes(smoke: bool) -> dict[str, int]:
             "long": 440,
             "prefill": 128,
         }
-    return {"prompt": 512, "output": 256, "mixed": 60, "equal": 24, "singles": 20, "repeats": 3} | {
+    return {"prompt": 512, "output": 256, "mixed": 40, "equal": 8, "singles": 12, "repeats": 3} | {
         "least_output": 96,
         "most_output": 512,
-        "late_repeats": 4,
+        "late_repeats": 2,
         "running_output": 2560,
         "pieces": 24,
         "long": 32000,

@@ -179,11 +179,12 @@ def _experts() -> str:
             f"{api.DENSE_ROWS} rows that each go to 1 in {api.DENSE_SHARE} experts or more, else "
             f"grouped (triton {missing})"
         )
-    others = "triton here, grouped for widths that are no multiple of 16"
+    others = "triton here, grouped for widths that are no multiple of 16 and experts in 8 bits"
     rows, w_down = jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((1, 64, 128), jnp.bfloat16)
     if mosaic.unsupported(rows, w_down):
         return others
-    return f"mosaic here for 16-bit models, up to {api.MOSAIC_ROWS:,} rows; else {others}"
+    most = f"up to {api.MOSAIC_ROWS:,} rows, in 8 bits any number"
+    return f"mosaic here for 16-bit models, {most}; else {others}"
 
 
 def _layer() -> str:

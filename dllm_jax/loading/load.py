@@ -67,10 +67,10 @@ def load(
         revision: Branch, tag or commit of `src`; for hub ids only.
         lora: A LoRA adapter to merge into the weights: a PEFT folder or a hub id.
         progress: Called with bytes read and bytes in all, while a folder is read.
-        quantization: "fp8" rounds the matrices of the layers to 8 bits (e4m3, a scale for each
-            output), one after another, and rows before their products; embedding, head, norms and
-            routers stay. "none" has all weights in `dtype`. None rounds the matrices that the
-            folder stores in 4 or 8 bits, and no others.
+        quantization: "fp8" rounds the matrices of the layers, and of experts, to 8 bits (e4m3, a
+            scale for each output), one after another, and rows before their products; embedding,
+            head, norms and routers stay. "none" has all weights in `dtype`. None rounds the
+            matrices that the folder stores in 4 or 8 bits, and no others.
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
         kv_cache_dtype: As in `with_kv_cache`.
         quantize_head: Round the head to 8 bits as well, a scale for each id; rows stay as they are.
@@ -220,9 +220,8 @@ def _from_folder(
 def _kept(
     split: Split, config: Any, is_small: Callable[[Any], bool], path: tuple[Any, ...], leaf: Any
 ) -> Any:
-    if not isinstance(leaf, np.ndarray):
-        return split.put_rows(path, leaf)
-    leaf = split.put(path, leaf, config)
+    is_whole = isinstance(leaf, np.ndarray)
+    leaf = split.put(path, leaf, config) if is_whole else split.put_rows(path, leaf)
     return jax.block_until_ready(quantized(path, leaf, split)) if is_small(path) else leaf
 
 

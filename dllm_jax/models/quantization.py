@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array
 
+from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
 from dllm_jax.kernels.token_readout.head import Fp8Head, quantize_head
 from dllm_jax.models.dflash import DFlashConfig
@@ -30,10 +31,7 @@ _INPUTS = {
     "condition_gate_up": 1,
     "condition_down": 1,
 }
-
-
-# Leaves whose matrices a folder in 8 bits stores so; experts are held in 16 bits when it is loaded.
-STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})
+STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})  # all that are
 
 
 def unsupported(config: Any) -> str | None:
@@ -45,7 +43,7 @@ def unsupported(config: Any) -> str | None:
 
 def quantized(
     path: tuple[Any, ...], leaf: jax.Array, split: Split | None = None
-) -> jax.Array | Fp8Matrix:
+) -> jax.Array | Fp8Matrix | Fp8Experts:
     """A leaf of a parameter tree as a model in 8 bits holds it.
 
     Args:
@@ -53,7 +51,7 @@ def quantized(
         split: The devices that share the leaf, each of which rounds its part.
     """
     name = getattr(path[-1], "key", path[-1])
-    return _quantize(leaf, name, split) if name in _INPUTS else leaf
+    return _quantize(leaf, name, split) if name in STORED else leaf
 
 
 def shapes_like(params: Any, shapes: Any) -> Any:
@@ -68,8 +66,8 @@ def shapes_like(params: Any, shapes: Any) -> Any:
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Whether a node of a parameter tree is a matrix, or a head, in 8 bits."""
-    return isinstance(leaf, Fp8Matrix | Fp8Head)
+    """Whether a node of a parameter tree is a matrix, experts or a head in 8 bits."""
+    return isinstance(leaf, Fp8Matrix | Fp8Experts | Fp8Head)
 
 
 def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> dict[str, Any]:
@@ -79,14 +77,16 @@ def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> d
 
 
 @functools.partial(jax.jit, static_argnames=("name", "split"))
-def _quantize(w: Array, name: str, split: Split | None) -> Fp8Matrix:
-    inputs = _INPUTS[name]
+def _quantize(w: Array, name: str, split: Split | None) -> Fp8Matrix | Fp8Experts:
+    body = quantize_experts
+    if name in _INPUTS:
+        body = functools.partial(quantize_matrix, num_inputs=_INPUTS[name])
     if split is None:
-        return quantize_matrix(w, inputs)
+        return body(w)
+    result = jax.eval_shape(body, w)
     # Where its inputs are split, an output's largest number is that of all devices.
-    axis = split.axis if split_axis((name,)) == 0 else None
-    result = jax.eval_shape(functools.partial(quantize_matrix, num_inputs=inputs), w)
-    body = functools.partial(quantize_matrix, num_inputs=inputs, axis=axis)
+    if name in _INPUTS and split_axis((name,)) == 0:
+        body = functools.partial(body, axis=split.axis)
     return _in_parts(body, w, name, split, result)
 
 

@@ -119,8 +119,7 @@ class Split:
     def rows(self, path: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
         """The rows [first, end) of each device's part of experts or ids; None for other leaves."""
         name = _named(path)[0]
-        has_rows = name.startswith("experts") or name in ("embed", "lm_head")
-        if not has_rows or self.mesh.size != self.num_parts:
+        if not _is_split_by_row(name) or self.mesh.size != self.num_parts:
             return None
         each = -(-shape[0] // self.num_parts)
         starts = range(0, each * self.num_parts, each)
@@ -329,7 +328,7 @@ def fitted_leaf(path: Any, leaf: Any, cfg: Any, num_parts: int) -> Any:
     name, part = _named(path)
     layer = getattr(path[1], "idx", path[1]) if len(path) > 2 else 0
     heads = cfg.heads(layer)
-    if part is None or name == "lm_head":
+    if part is None or _is_split_by_row(name):
         return _fitted(name, leaf, cfg, heads, num_parts)
     if part == "scales":
         return _fitted(name, leaf[None], cfg, heads, num_parts)[0]
@@ -383,11 +382,16 @@ def split_axis(path: Any) -> int | None:
     """The axis of the leaf at a key path that is split; None: it is whole on every device."""
     name, part = _named(path)
     axis = AXES.get(name)
-    if part is None or axis is None or name == "lm_head":
+    if part is None or axis is None or _is_split_by_row(name):
         return axis
     if axis:  # outputs, which come first in 8 bits
         return axis - 1
     return 1 if part == "values" else None  # inputs, which come last
+
+
+def _is_split_by_row(name: str) -> bool:
+    """Whether a leaf is one of experts or ids, whose parts in 8 bits begin with that axis too."""
+    return name.startswith("experts") or name in ("embed", "lm_head")
 
 
 def _named(path: Any) -> tuple[str, str | None]:

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
-from dllm_jax.kernels.layer import Fp8Matrix
 from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
@@ -168,24 +167,16 @@ def weights(
     read = used = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         name = path[-1].key
-        if isinstance(leaf, Fp8Matrix):  # half the bytes, at twice the rate
-            read += leaf.values.size / 2
-            used += leaf.values.size / 2
-            continue
-        if isinstance(leaf, Fp8Head):  # half the bytes, at the rate of 16 bits
-            read += leaf.values.size / 2
-            used += leaf.values.size
-            continue
         if name == "embed" and "lm_head" in params:
             continue
+        hit = share = 1.0
         if isinstance(cfg, MoEConfig) and name.startswith("experts"):
             share = cfg.experts_per_token / cfg.num_experts
             hit = 1 - (1 - share) ** cells if touched is None else touched / cfg.num_experts
-            read += leaf.size * hit
-            used += leaf.size * share
-        else:
-            read += leaf.size
-            used += leaf.size
+        size = leaf.values.size / 2 if is_quantized(leaf) else leaf.size
+        read += size * hit
+        # Half the bytes; a head is multiplied at the rate of 16 bits, all else at twice that.
+        used += size * (2 if isinstance(leaf, Fp8Head) else share)
     return read, used
 
 

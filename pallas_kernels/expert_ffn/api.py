@@ -7,6 +7,7 @@ Letters: T rows, k experts of a row, E experts, D model width, F an expert's inn
 """
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -17,6 +18,7 @@ from .. import dispatch
 from ..activation import Activation
 from ..dispatch import BackEnd
 from . import grouped, mosaic, reference, triton
+from .fp8 import Fp8Experts
 from .transforms import transformable
 
 Implementation = Literal["dense", "grouped", "triton", "mosaic"]
@@ -39,8 +41,8 @@ def expert_ffn(
     x: Float[Array, "T D"],
     expert_ids: Int[Array, "T k"],
     expert_weights: Float[Array, "T k"],
-    w_gate_up: Float[Array, "E D 2 F"],
-    w_down: Float[Array, "E F D"],
+    w_gate_up: Float[Array, "E D 2 F"] | Fp8Experts,
+    w_down: Float[Array, "E F D"] | Fp8Experts,
     *,
     activation: Activation = "silu",
     implementation: Implementation | None = None,
@@ -48,7 +50,9 @@ def expert_ffn(
     """`sum over k of weight * (silu(x Wg) * (x Wu)) Wd`, each expert with its own Wg, Wu and Wd.
 
     Products are taken in the dtype of `x` and accumulated in float32, as is the sum over k. No row
-    is dropped, and a row's result does not depend on the other rows.
+    is dropped, and a row's result does not depend on the other rows. Experts of 8 bits are
+    multiplied with rows of 8 bits: those of `x` and those between the products are each rounded
+    with a scale of their own.
 
     Args:
         expert_ids: Experts of each row. An id outside [0, E) adds nothing, and only "dense" reads
@@ -57,9 +61,10 @@ def expert_ffn(
         w_gate_up: Index 0 of the axis of 2 is the gate.
         activation: Of the gate; "gelu" is its tanh approximation.
         implementation: "dense" (every expert over every row: the reference; any device), "grouped"
-            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU), "mosaic"
-            (Hopper, 16-bit, jax 0.11; it rounds each expert's result to the dtype of `x` before
-            the sum), or None for the fastest that supports the arguments.
+            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU, not for
+            experts of 8 bits), "mosaic" (Hopper, rows of 16 bits, jax 0.11; it rounds each expert's
+            result to the dtype of `x` before the sum), or None for the fastest that supports the
+            arguments.
 
     Returns:
         Rows in the dtype of `x`; zeros for a row without an expert.
@@ -73,22 +78,22 @@ def expert_ffn(
     return dispatch.run(implementation, back_ends, *arguments)
 
 
-def choose(x: Array, expert_ids: Array, w_down: Array) -> Implementation:
+def choose(x: Array, expert_ids: Array, w_down: Array | Fp8Experts) -> Implementation:
     """The name of the back end that `implementation=None` runs for such arguments."""
     return dispatch.choose(None, _back_ends(x, expert_ids, w_down))
 
 
 def _back_ends(
-    x: Array, expert_ids: Array, w_down: Array, activation: Activation = "silu"
+    x: Array, expert_ids: Array, w_down: Array | Fp8Experts, activation: Activation = "silu"
 ) -> dict[Implementation, BackEnd]:
     T, k = expert_ids.shape
     is_few = T <= DENSE_ROWS and len(w_down) <= DENSE_SHARE * k
-    is_little = is_few or T * w_down.size <= DENSE_WORK
+    is_little = is_few or T * math.prod(w_down.shape) <= DENSE_WORK
     return {
         "mosaic": BackEnd(
             transformable(mosaic.expert_ffn, activation),
             mosaic.unsupported(x, w_down),
-            T <= MOSAIC_ROWS,
+            T <= MOSAIC_ROWS or isinstance(w_down, Fp8Experts),  # which Triton's has no form for
         ),
         "triton": BackEnd(
             transformable(triton.expert_ffn, activation), triton.unsupported(x, w_down)
@@ -102,7 +107,11 @@ def _back_ends(
 
 
 def _check(
-    x: Array, expert_ids: Array, expert_weights: Array, w_gate_up: Array, w_down: Array
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    w_gate_up: Array | Fp8Experts,
+    w_down: Array | Fp8Experts,
 ) -> None:
     """Refuse shapes that would broadcast or slice into a wrong result."""
     T, D = x.shape
@@ -117,5 +126,7 @@ def _check(
             f"{w_gate_up.shape=} and {w_down.shape=} must be [E D 2 F] and [E F D] with D={D}, "
             "the width of x"
         )
+    if isinstance(w_gate_up, Fp8Experts) != isinstance(w_down, Fp8Experts):
+        raise ValueError(f"{w_gate_up.dtype=} and {w_down.dtype=}: both or none must have 8 bits")
     if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
         raise ValueError(f"{expert_ids.dtype=} must be an integer type")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..activation import ACTIVATIONS, Activation
+from .fp8 import Fp8Experts, products
 from .tiles import TileTable, combine, tile_table
 
 # Reading an expert hides the work of about 16 rows on a CPU: [R 2048] by [2048 1024] in float32 on
@@ -22,8 +23,8 @@ def expert_ffn(
     x: Array,
     expert_ids: Array,
     expert_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Array | Fp8Experts,
+    w_down: Array | Fp8Experts,
     *,
     activation: Activation = "silu",
     tile_rows: int = TILE_ROWS,
@@ -41,8 +42,8 @@ def _run_tiles(
     x: Array,
     expert_weights: Array,
     table: TileTable,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Array | Fp8Experts,
+    w_down: Array | Fp8Experts,
     tile_rows: int,
     activation: Activation,
 ) -> Float[Array, "P_up D"]:
@@ -53,36 +54,40 @@ def _run_tiles(
     def run_tile(i: Array, results: Array) -> Array:
         expert, first = table.expert[i], table.first[i]
         pair = jax.lax.dynamic_slice_in_dim(pairs, first, tile_rows)
-        gate, up = jnp.split(_product(x[pair // k], _of_expert(w_gate_up, expert)), 2, axis=-1)
+        gate, up = jnp.split(_product(x[pair // k], w_gate_up, expert), 2, axis=-1)
         inner = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
-        out = _product(inner, _of_expert(w_down, expert))
+        out = _product(inner, w_down, expert)
         out = expert_weights.reshape(-1, 1)[pair] * out
         return jax.lax.dynamic_update_slice_in_dim(results, out, first, axis=0)
 
     num_used = (table.length > 0).sum(dtype=jnp.int32)
     blank = jnp.zeros((len(pairs), x.shape[1]), jnp.float32)
-    if axes := jax.typeof(
-        w_down
-    ).manual_axis_type.varying:  # results differ between devices, so the first must
+    # Results differ between devices, so the first must.
+    if axes := jax.typeof(jax.tree.leaves(w_down)[0]).manual_axis_type.varying:
         blank = jax.lax.pcast(blank, tuple(axes), to="varying")
     return jax.lax.fori_loop(0, num_used, run_tile, blank)
 
 
-def _of_expert(weights: Float[Array, "E D ..."], expert: Array) -> Float[Array, "D F"]:
-    """One expert's weights as a matrix.
+def _of_expert(weights: Float[Array, "E ..."], expert: Array) -> Array:
+    """What one expert has of an array of all of them.
 
     The barrier keeps jax 0.10 from converting all experts' bfloat16 ahead of the loop on a CPU.
     """
-    flat = weights.reshape(*weights.shape[:2], -1)
-    flat, expert = jax.lax.optimization_barrier((flat, expert))
-    return jax.lax.dynamic_index_in_dim(flat, expert, keepdims=False)
+    weights, expert = jax.lax.optimization_barrier((weights, expert))
+    return jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
 
 
-def _product(rows: Float[Array, "R D"], weights: Float[Array, "D F"]) -> Float[Array, "R F"]:
-    """Accumulated in float32."""
+def _product(
+    rows: Float[Array, "R D"], weights: Float[Array, "E D ..."] | Fp8Experts, expert: Array
+) -> Float[Array, "R F"]:
+    """Rows by the weights of one expert, accumulated in float32."""
+    if isinstance(weights, Fp8Experts):
+        flat = weights.flat
+        return products(rows, _of_expert(flat.values, expert), _of_expert(flat.scales, expert))
+    own = _of_expert(weights.reshape(*weights.shape[:2], -1), expert)
     return jax.lax.dot_general(
         rows,
-        weights.astype(rows.dtype),
+        own.astype(rows.dtype),
         (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )

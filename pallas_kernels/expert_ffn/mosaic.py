@@ -5,6 +5,9 @@
    expert's weights.
 4. `_combine`: the weighted sum over a row's experts, in the order of its choices.
 
+Experts of 8 bits lie as [N K] and are multiplied with rows of 8 bits, which `_place` makes of what
+enters and a fifth launch, `_round`, of what is between the products; scales meet the sums.
+
 An expert's rows begin at a multiple of 8 places, as a swizzled tile does; places in between are
 never written, and what is computed of them is never read. As many blocks of threads as run at once
 take tiles in turns: one warpgroup loads, by TMA through a ring of buffers and ahead of the tile at
@@ -24,16 +27,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
-from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, next_buffer, swizzled
+from ..layer.fp8 import DTYPE as FP8
+from ..layer.fp8 import Fp8Rows, factors_of
+from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
+from .fp8 import Fp8Experts
 from .tiles import NO_PLACE, max_tiles
 
 _ROWS = 64  # of a warpgroup's product
 _ALIGNED = 8  # rows of a swizzled tile
-_DEPTH = 64  # of a step
+_COLUMNS = 64  # that an inner width is a multiple of
+_LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
-_THREADS = 128
+_THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
 _REGISTERS = {1: 208, 2: 232, 3: 152, 4: 112}  # by the number of warpgroups that compute
 
 
@@ -54,7 +61,7 @@ class Tiling:
     blocks: int = MULTIPROCESSORS
 
 
-def unsupported(x: Array, w_down: Array) -> str | None:
+def unsupported(x: Array, w_down: Array | Fp8Experts) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     if jax.default_backend() != "gpu" or capability != "9.0":
@@ -62,25 +69,26 @@ def unsupported(x: Array, w_down: Array) -> str | None:
     return unsupported_arguments(x, w_down)
 
 
-def unsupported_arguments(x: Array, w_down: Array) -> str | None:
+def unsupported_arguments(x: Array, w_down: Array | Fp8Experts) -> str | None:
     """Why no device can take these arguments, or None."""
     _, F, D = w_down.shape
     if jax.__version_info__ < (0, 11, 2):
         return f"needs jax 0.11.2, got {jax.__version__}"
     if not len(x):
         return "needs at least one row"
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or w_down.dtype != x.dtype:
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or w_down.dtype not in (x.dtype, FP8):
         kinds = f"{x.dtype} and {w_down.dtype}"
-        return f"needs rows and weights of one 16-bit type, got {kinds}"
-    if D % _THREADS or F % _DEPTH:
+        return f"needs rows and weights of one 16-bit type, or weights of 8 bits, got {kinds}"
+    wide = _THREADS * _PAIR if w_down.dtype == FP8 else _THREADS
+    if D % wide or F % _COLUMNS:
         return (
-            f"needs a model width that is a multiple of {_THREADS} and an inner one of {_DEPTH}, "
+            f"needs a model width that is a multiple of {wide} and an inner one of {_COLUMNS}, "
             f"got {D=} and {F=}"
         )
     return None
 
 
-def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
+def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
     """A tile for so many pairs, if they are spread evenly over the experts.
 
     Within 3 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
@@ -94,7 +102,7 @@ def choose_tiling(num_pairs: int, w_down: Array) -> Tiling:
         return Tiling(groups=2, gate_up=128, down=wide)
     if rows <= 160:  # most have two warpgroups' rows and some more
         return Tiling(groups=3, gate_up=128, down=128)
-    return Tiling(groups=2, gate_up=gated, down=wide)
+    return Tiling(groups=2, gate_up=128 if F % 128 else gated, down=wide)
 
 
 @lowered_once(static_argnames=("activation", "tiling", "interpret"))
@@ -102,8 +110,8 @@ def expert_ffn(
     x: Array,
     expert_ids: Array,
     expert_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Array | Fp8Experts,
+    w_down: Array | Fp8Experts,
     *,
     activation: Activation = "silu",
     tiling: Tiling | None = None,
@@ -114,7 +122,10 @@ def expert_ffn(
     tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
     if tiling.gate_up > 2 * F or tiling.down > D:
         raise ValueError(f"{tiling=} is wider than its matrices, {F=} and {D=}")
-    rows, place, tiles, first_tile = _sorted_rows(x, expert_ids, E, tiling.groups, interpret)
+    is_small = isinstance(w_down, Fp8Experts)
+    rows, place, tiles, first_tile = _sorted_rows(
+        x, expert_ids, E, tiling.groups, is_small, interpret
+    )
 
     def gated(gate: Array, up: Array) -> Array:
         slope = gate
@@ -123,14 +134,12 @@ def expert_ffn(
         root = jax.lax.rsqrt(1 + jnp.exp(-slope))  # one instruction; a division takes about twenty
         return gate * (root * root) * up
 
-    multiply = functools.partial(_product, tiles=tiles, first_tile=first_tile, tiling=tiling)
-    flat = w_gate_up.reshape(E * D, 2 * F)
-    inner = multiply(rows, flat, gated, parts=2, columns=tiling.gate_up, interpret=interpret)
-    flat = w_down.reshape(E * F, D)
-    columns = tiling.down
-    results = multiply(
-        inner, flat, lambda sums: sums, parts=1, columns=columns, interpret=interpret
-    )
+    how = {"tiles": tiles, "first_tile": first_tile, "tiling": tiling, "interpret": interpret}
+    multiply = functools.partial(_product, dtype=x.dtype, **how)
+    inner = multiply(rows, w_gate_up, gated, parts=2, columns=tiling.gate_up)
+    if is_small:
+        inner = _rounded(inner, place, F, interpret)
+    results = multiply(inner, w_down, lambda sums: sums, parts=1, columns=tiling.down)
     return plgpu.kernel(
         _combine,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -142,8 +151,13 @@ def expert_ffn(
 
 
 def _sorted_rows(
-    x: Float[Array, "T D"], expert_ids: Int[Array, "T k"], E: int, groups: int, interpret: Any
-) -> tuple[Float[Array, "P D"], Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " F"]]:
+    x: Float[Array, "T D"],
+    expert_ids: Int[Array, "T k"],
+    E: int,
+    groups: int,
+    is_quantized: bool,
+    interpret: Any,
+) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " F"]]:
     """Rows by place, the place of each pair, the tiles, and the first tile of each expert.
 
     A tile is its expert, the place of its first row and how many it has; the last of the first
@@ -173,24 +187,30 @@ def _sorted_rows(
     # Loads of a tile's rows may reach past the last place.
     places = T * k + min(T * k, E) * (_ALIGNED - 1) + tile_rows
     places = -(-places // _ALIGNED) * _ALIGNED
-    rows, place, tiles = plgpu.kernel(
-        functools.partial(_place, k=k, tile_rows=tile_rows),
+    place, tiles, rows, *scales = plgpu.kernel(
+        functools.partial(_place, has_before=bool(before), k=k, tile_rows=tile_rows),
         out_type=[
-            jax.ShapeDtypeStruct((places, x.shape[1]), x.dtype),
             jax.ShapeDtypeStruct((T, k), jnp.int32),
             jax.ShapeDtypeStruct((max_tiles(T * k, E, tile_rows), 3), jnp.int32),
+            *_rows_like(places, x.shape[1], FP8 if is_quantized else x.dtype),
         ],
         grid=(T,),
         grid_names=("row",),
         kernel_name="expert_ffn_place",
         interpret=interpret,
     )(x, ids, count, first, first_tile, *before)
-    return rows, place, tiles, first_tile
+    return Fp8Rows(rows, *scales) if scales else rows, place, tiles, first_tile
 
 
-def _place(x, ids, count, first, first_tile, *refs, k, tile_rows):
+def _rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    """The form of so many rows, and of their scales in 8 bits."""
+    rows = jax.ShapeDtypeStruct((count, width), dtype)
+    return [rows, jax.ShapeDtypeStruct((count,), jnp.float32)] if dtype == FP8 else [rows]
+
+
+def _place(x, ids, count, first, first_tile, *refs, has_before, k, tile_rows):
     """One row: the places of its pairs, and the row at each of them."""
-    *before, rows, place, tiles = refs
+    before, (place, tiles, rows, *scales) = refs[:has_before], refs[has_before:]
     row = jax.lax.axis_index("row")
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     chunk = jax.lax.div(row, number(_CHUNK))
@@ -198,7 +218,7 @@ def _place(x, ids, count, first, first_tile, *refs, k, tile_rows):
     layout = _strided(ids.shape[1], 4)
     theirs = _loaded(ids.at[chunk], layout)
     index = plgpu.broadcasted_iota(jnp.int32, theirs.shape, 0, layout=layout)
-    values = _loaded(x.at[row], _strided(x.shape[1], 8))
+    values, *unit = _as(rows.dtype, _loaded(x.at[row], _strided(x.shape[1], 8)))
     # What is read comes before what is written, so that nothing waits for memory in turn.
     experts = [ids[chunk, start + j] for j in range(k)]
     routed = [(expert >= 0) & (expert < count.shape[0]) for expert in experts]
@@ -225,7 +245,8 @@ def _place(x, ids, count, first, first_tile, *refs, k, tile_rows):
 
         @pl.when(routed[j])
         def _(j=j):
-            rows[begin[j] + rank[j]] = values
+            for ref, value in zip((rows, *scales), (values, *unit), strict=True):
+                ref[begin[j] + rank[j]] = value
 
         @pl.when(routed[j] & (jax.lax.rem(rank[j], number(tile_rows)) == 0))
         def _(j=j):
@@ -233,6 +254,46 @@ def _place(x, ids, count, first, first_tile, *refs, k, tile_rows):
             tiles[to, 0] = mine[j]
             tiles[to, 1] = begin[j] + rank[j]
             tiles[to, 2] = jnp.minimum(length[j] - rank[j], tile_rows)
+
+
+def _as(dtype: Any, row: Array) -> list[Array]:
+    """A row in this type, and its scale if that has 8 bits."""
+    if dtype != FP8:
+        return [row]
+    row = row.astype(jnp.float32)
+    factor, unit = factors_of(jnp.max(jnp.abs(row)))
+    return [(row * factor).astype(FP8), unit]
+
+
+def _rounded(
+    inner: Float[Array, "P Fp"], place: Int[Array, "T k"], F: int, interpret: Any
+) -> Fp8Rows:
+    """The rows of all pairs in 8 bits, by place; columns from F on hold anything and become 0."""
+    P, width = inner.shape
+    values, scales = plgpu.kernel(
+        functools.partial(_round, F=F),
+        out_type=_rows_like(P, width, FP8),
+        grid=place.shape,
+        grid_names=("row", "choice"),
+        kernel_name="expert_ffn_round",
+        interpret=interpret,
+    )(inner, place)
+    return Fp8Rows(values, scales)
+
+
+def _round(inner, place, values, scales, *, F):
+    """One pair."""
+    at = place[jax.lax.axis_index("row"), jax.lax.axis_index("choice")]
+    width = inner.shape[1]
+
+    @pl.when(at < NO_PLACE)
+    def _():
+        layout = _strided(width, 8)
+        row = _loaded(inner.at[at], layout).astype(jnp.float32)
+        if width > F:
+            index = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=layout)
+            row = jnp.where(index < F, row, 0.0)
+        values[at], scales[at] = _as(FP8, row)
 
 
 def _combine(results, place, weights, out):
@@ -252,10 +313,11 @@ def _combine(results, place, weights, out):
 
 
 def _product(
-    x: Float[Array, "P K"],
-    w: Float[Array, "EK N"],
+    x: Float[Array, "P K"] | Fp8Rows,
+    w: Float[Array, "E K *N"] | Fp8Experts,
     finish: Callable[..., Array],
     *,
+    dtype: Any,
     tiles: Int[Array, "N 3"],
     first_tile: Int[Array, " F"],
     parts: int,
@@ -263,25 +325,48 @@ def _product(
     tiling: Tiling,
     interpret: Any,
 ) -> Array:
-    """Each tile's rows times its expert's weights, whose `parts` side by side meet in `finish`."""
-    P, N, kind = len(x), w.shape[1], x.dtype
-    width, rows = columns // parts, tiling.groups * _ROWS
+    """Each tile's rows times its expert's weights, whose `parts` side by side meet in `finish`.
+
+    What comes out before it is rounded to 8 bits has whole pairs of columns for every thread.
+    """
+    E, K = w.shape[:2]
+    N = math.prod(w.shape[2:]) // parts
+    if isinstance(x, Fp8Rows):
+        assert isinstance(w, Fp8Experts)
+        rows, flat, scales = x.values, w.values.reshape(-1, K), (x.scales, w.scales.reshape(-1))
+    else:
+        assert isinstance(w, jax.Array)
+        rows, flat, scales = x, w.reshape(E * K, -1), ()
+    kind, most_rows = rows.dtype, tiling.groups * _ROWS
+    depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
+    width = columns // parts
+    tile = (width, depth) if scales else (depth, width)
     staged = (tiling.groups, _ROWS, width)
-    step = (rows + columns) * _DEPTH * kind.itemsize
-    stages = min((SHARED_BYTES - math.prod(staged) * kind.itemsize) // step, _MOST_STAGES)
-    transforms = swizzled(_DEPTH, kind)
+    apart = math.prod(staged) * jnp.dtype(dtype).itemsize
+    apart += 2 * 4 * (most_rows + columns) if scales else 0
+    step = (most_rows + columns) * depth * kind.itemsize
+    stages = min((SHARED_BYTES - apart) // step, _MOST_STAGES)
+    if scales:  # the ring comes round within a tile: see `ask_for_scales`
+        stages = min(stages, K // depth)
+    # Both operands of a product are swizzled alike, what lies as [K N] by its columns.
+    transforms = swizzled(depth if scales else math.gcd(depth, width), kind)
     scratch = {
-        "rows": plgpu.SMEM((stages, rows, _DEPTH), kind, transforms=transforms),
-        "weights": plgpu.SMEM((stages, parts, _DEPTH, width), kind, transforms=transforms),
-        "out": plgpu.SMEM(staged, kind, transforms=transforms),
+        "rows": plgpu.SMEM((stages, most_rows, depth), kind, transforms=transforms),
+        "weights": plgpu.SMEM((stages, parts, *tile), kind, transforms=transforms),
+        "out": plgpu.SMEM(staged, dtype, transforms=swizzled(width, dtype)),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=parts + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
     }
-    most = len(tiles) * -(-N // columns)
+    if scales:  # of two tiles: the next one's come before they are needed
+        scratch["row_scales"] = plgpu.SMEM((2, most_rows), jnp.float32)
+        scratch["column_scales"] = plgpu.SMEM((2, parts, width), jnp.float32)
+        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=parts + 1)
+    names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
+    wide = _THREADS * _PAIR if scales and parts == 2 else 1
     return plgpu.kernel(
-        functools.partial(_multiply, names=tuple(scratch), finish=finish),
-        out_type=jax.ShapeDtypeStruct((P, N // parts), kind),
-        grid=(min(most, tiling.blocks),),
+        functools.partial(_multiply, names=names, N=N, finish=finish),
+        out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
+        grid=(min(len(tiles) * -(-N * parts // columns), tiling.blocks),),
         grid_names=("block",),
         kernel_name="expert_ffn_gate_up" if parts == 2 else "expert_ffn_down",
         num_threads=tiling.groups + 1,
@@ -289,21 +374,22 @@ def _product(
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x, w, tiles, first_tile)
+    )(rows, flat, tiles, first_tile, *scales)
 
 
-def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
+def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
     """One thread block: a tile of rows and columns, then the one `blocks` further on."""
-    scratch = dict(zip(names, scratch, strict=True))
-    stages, parts, _, width = scratch["weights"].shape
-    most_rows = scratch["rows"].shape[1]
-    groups = most_rows // _ROWS
+    scratch = dict(zip(names, refs, strict=True))
+    out, is_scaled = scratch["result"], "scaled" in scratch
+    stages, most_rows, depth = scratch["rows"].shape
+    _, parts, *tile = scratch["weights"].shape
+    groups, width = most_rows // _ROWS, tile[0 if is_scaled else 1]
+    aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
     warpgroup = jax.lax.axis_index("warpgroup")
-    (_, K), N = x.shape, out.shape[1]
     across = -(-N // width)
-    zero, steps = number(0), K // _DEPTH
+    zero, steps = number(0), (w.shape[1] if is_scaled else x.shape[1]) // depth
     work = first_tile[first_tile.shape[0] - 1] * across
     count = jnp.maximum(jax.lax.div(work - block + (blocks - 1), number(blocks)), 0)
     after = functools.partial(next_buffer, stages=stages)
@@ -314,13 +400,26 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
         tile = jax.lax.div(item, number(across))
         # The last columns begin early instead of ending late.
         column = jnp.minimum((item - tile * across) * width, N - width)
-        return (*(tiles[tile, j] for j in range(3)), pl.multiple_of(column, _DEPTH))
+        return (*(tiles[tile, j] for j in range(3)), pl.multiple_of(column, aligned))
 
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
     # Rows of a load: a tile has few of them where experts are many.
     sizes = [n for n in (8, 16, 32) if n < most_rows] + [n * _ROWS for n in range(1, groups + 1)]
+
+    def ask_for_scales(half, expert, first, column):
+        """They take the place of the last tile's but one, with which all are done.
+
+        For the ring came round since, so that every warpgroup was at the tile in between.
+        """
+        arrived = scratch["scaled"].at[half]
+        source = scratch["of_rows"].at[pl.ds(pl.multiple_of(first, _ALIGNED), most_rows)]
+        plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half], arrived)
+        for part in range(parts):
+            start = pl.multiple_of((expert * parts + part) * N + column, aligned)
+            source = scratch["of_columns"].at[pl.ds(start, width)]
+            plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half, part], arrived)
 
     def load_tile(i, carry):
         slot, (expert, first, length, column) = carry
@@ -331,11 +430,14 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
             def _():
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
-            loaded, deep = scratch["loaded"].at[slot], piece(step, _DEPTH)
-            down = piece(expert * steps + step, _DEPTH)
+            loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
             for part in range(parts):
-                start = pl.multiple_of(part * N + column, _DEPTH)
-                source = w.at[down, pl.ds(start, width)]
+                if is_scaled:
+                    start = pl.multiple_of((expert * parts + part) * N + column, aligned)
+                    source = w.at[pl.ds(start, width), deep]
+                else:
+                    start = pl.multiple_of(part * N + column, aligned)
+                    source = w.at[piece(expert * steps + step, depth), pl.ds(start, width)]
                 plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot, part], loaded)
             for least, size in zip([0, *sizes], sizes, strict=False):
 
@@ -345,6 +447,9 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
                     target = scratch["rows"].at[slot, pl.ds(0, size)]
                     plgpu.copy_gmem_to_smem(source, target, loaded)
 
+            if is_scaled:
+                ask = functools.partial(ask_for_scales, i & 1, expert, first, column)
+                pl.when(step == 0)(ask)
             return after(slot)
 
         return jax.lax.fori_loop(0, steps, load, slot), following
@@ -361,13 +466,14 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
-    def products(*sums, slot):
+    def products(*sums, i, slot):
         def step(k, slots):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             mine = scratch["rows"].at[slot, piece(warpgroup, _ROWS)]
             for part, own in enumerate(sums):
-                plgpu.wgmma(own, mine, scratch["weights"].at[slot, part])
+                weights = scratch["weights"].at[slot, part]
+                plgpu.wgmma(own, mine, weights.T if is_scaled else weights)
             plgpu.wgmma_wait(parts)  # the products of the step before are done
 
             @pl.when(k > 0)
@@ -379,7 +485,19 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
         _, last = jax.lax.fori_loop(0, steps, step, (slot, slot))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        return finish(*(own[...] for own in sums)).astype(out.dtype)
+        return finish(*scaled([own[...] for own in sums], i & 1)).astype(out.dtype)
+
+    def scaled(sums, half):
+        if not is_scaled:
+            return sums
+        plgpu.barrier_wait(scratch["scaled"].at[half])
+        by_row = scratch["row_scales"].at[half, piece(warpgroup, _ROWS)]
+        by_row = load_scales(by_row, 0, sums[0].shape)
+        columns = [scratch["column_scales"].at[half, part] for part in range(parts)]
+        return [
+            own * by_row * load_scales(ref, 1, own.shape)
+            for own, ref in zip(sums, columns, strict=True)
+        ]
 
     def store(values, first, length, column):
         """Whole groups of 8 rows, of which the last may hold rows that are never read."""
@@ -395,17 +513,18 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
             def _(rows=rows, done=done):
                 source = staged.at[pl.ds(pl.multiple_of(done, _ALIGNED), rows)]
                 down = pl.multiple_of(first + warpgroup * _ROWS + done, _ALIGNED)
-                target = out.at[pl.ds(down, rows), pl.ds(pl.multiple_of(column, _DEPTH), width)]
+                target = out.at[pl.ds(down, rows), pl.ds(pl.multiple_of(column, aligned), width)]
                 plgpu.copy_smem_to_gmem(source, target)
 
-    def compute_tile(i, slot):
-        _, first, length, column = place(i)
+    def compute_tile(i, carry):
+        slot, (_, first, length, column) = carry
+        following = place(i + 1)  # read early, as by the warpgroup that loads
         is_busy = length > warpgroup * _ROWS
 
         @pl.when(is_busy)
         def _():
             sums = [plgpu.WGMMAAccumulatorRef((_ROWS, width), jnp.float32)] * parts
-            values = pl.run_scoped(functools.partial(products, slot=slot), *sums)
+            values = pl.run_scoped(functools.partial(products, i=i, slot=slot), *sums)
             store(values, first, length, column)
 
         def pass_by(_, slot):
@@ -416,13 +535,15 @@ def _multiply(x, w, tiles, first_tile, out, *scratch, names, finish):
         @pl.when(~is_busy)
         def _():
             jax.lax.fori_loop(0, steps, pass_by, slot)
+            if is_scaled:
+                plgpu.barrier_wait(scratch["scaled"].at[i & 1])
 
-        return jax.lax.rem(slot + steps, number(stages))
+        return jax.lax.rem(slot + steps, number(stages)), following
 
     @pl.when((warpgroup < groups) & (count > 0))
     def _():
         plgpu.set_max_registers(_REGISTERS[groups], action="increase")
-        jax.lax.fori_loop(0, count, compute_tile, zero)
+        jax.lax.fori_loop(0, count, compute_tile, (zero, place(zero)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
 
 

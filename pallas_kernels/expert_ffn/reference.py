@@ -5,14 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..activation import ACTIVATIONS, Activation
+from .fp8 import Fp8Experts, products
 
 
 def expert_ffn(
     x: Array,
     expert_ids: Array,
     expert_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Array | Fp8Experts,
+    w_down: Array | Fp8Experts,
     *,
     activation: Activation = "silu",
 ) -> Array:
@@ -22,7 +23,7 @@ def expert_ffn(
     routed = chosen.any(axis=1)
     # Values of a row without an expert must not reach a gradient.
     x = jnp.where(routed.any(axis=1)[:, None], x, 0)
-    both = _products(jnp.broadcast_to(x, (E, *x.shape)), w_gate_up.reshape(*w_down.shape[::2], -1))
+    both = _products(jnp.broadcast_to(x, (E, *x.shape)), w_gate_up)
     gate, up = jnp.split(both, 2, axis=-1)
     out = _products((ACTIVATIONS[activation](gate) * up).astype(x.dtype), w_down)
     weight = jnp.where(chosen, expert_weights[:, :, None], 0).sum(axis=1)
@@ -30,11 +31,16 @@ def expert_ffn(
     return kept.sum(axis=0).astype(x.dtype)
 
 
-def _products(rows: Float[Array, "E T D"], weights: Float[Array, "E D F"]) -> Float[Array, "E T F"]:
+def _products(
+    rows: Float[Array, "E T D"], weights: Float[Array, "E D ..."] | Fp8Experts
+) -> Float[Array, "E T F"]:
     """An expert's rows by its weights, accumulated in float32."""
+    if isinstance(weights, Fp8Experts):
+        flat = weights.flat
+        return products(rows, flat.values, flat.scales)
     return jax.lax.dot_general(
         rows,
-        weights.astype(rows.dtype),
+        weights.reshape(*weights.shape[:2], -1).astype(rows.dtype),
         (((2,), (1,)), ((0,), (0,))),
         preferred_element_type=jnp.float32,
     )

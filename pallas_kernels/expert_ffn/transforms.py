@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -25,10 +26,16 @@ def transformable(function: ExpertFfn, activation: Activation = "silu") -> Exper
     by_rows = jax.custom_batching.custom_vmap(function)
 
     @by_rows.def_vmap
-    def _(axis_size: int, batched: list[bool], *args: Array) -> tuple[Array, bool]:
-        if any(batched[3:]):  # the calls have different experts
-            each = [a for a, is_batched in zip(args, batched, strict=True) if is_batched]
-            return jax.lax.map(lambda one: by_rows(*_merge(one, args, batched)), each), True
+    def _(axis_size: int, batched: list[Any], *args: Any) -> tuple[Array, bool]:
+        if any(jax.tree.leaves(batched[3:])):  # the calls have different experts
+            leaves, tree = jax.tree.flatten(args)
+            which = jax.tree.leaves(batched)
+            each = [a for a, is_batched in zip(leaves, which, strict=True) if is_batched]
+
+            def call(one: list[Array]) -> Array:
+                return by_rows(*jax.tree.unflatten(tree, _merge(one, leaves, which)))
+
+            return jax.lax.map(call, each), True
         rows = [
             a if is_batched else jax.numpy.broadcast_to(a, (axis_size, *a.shape))
             for a, is_batched in zip(args[:3], batched[:3], strict=True)
@@ -43,15 +50,13 @@ def transformable(function: ExpertFfn, activation: Activation = "silu") -> Exper
     return with_gradient
 
 
-def _merge(one: list[Array], args: tuple[Array, ...], batched: list[bool]) -> list[Array]:
-    """All arguments of one call of the batch."""
+def _merge(one: list[Array], args: list[Array], batched: list[bool]) -> list[Array]:
+    """All arrays of one call of the batch."""
     mine = iter(one)
     return [next(mine) if is_batched else a for a, is_batched in zip(args, batched, strict=True)]
 
 
-def _pull_back(
-    activation: Activation, args: tuple[Array, ...], cotangent: Array
-) -> tuple[Array | None, ...]:
+def _pull_back(activation: Activation, args: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     x, expert_ids, *weights = args
     _, pull = jax.vjp(
         lambda x, *weights: reference.expert_ffn(x, expert_ids, *weights, activation=activation),

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from ..activation import ACTIVATIONS, Activation
+from .fp8 import Fp8Experts
 from .tiles import TileTable, combine, tile_table
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
@@ -55,20 +56,22 @@ class Tiling:
     down: Block = Block(columns=128, depth=64, num_warps=4, num_stages=4)
 
 
-def unsupported(x: Array, w_down: Array) -> str | None:
+def unsupported(x: Array, w_down: Array | Fp8Experts) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
     return unsupported_arguments(x, w_down)
 
 
-def unsupported_arguments(x: Array, w_down: Array) -> str | None:
+def unsupported_arguments(x: Array, w_down: Array | Fp8Experts) -> str | None:
     """Why no device can take these arguments, or None."""
     _, F, D = w_down.shape
     if not len(x):
         return "needs at least one row"
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"needs bfloat16, float16 or float32, got {x.dtype}"
+    if isinstance(w_down, Fp8Experts):
+        return f"needs experts of 16 or 32 bits, got {w_down.dtype}"
     if D % _LEAST_SIDE or F % _LEAST_SIDE:
         return f"needs widths that are multiples of {_LEAST_SIDE}, got {D=} and {F=}"
     return None

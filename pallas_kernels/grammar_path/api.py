@@ -31,10 +31,9 @@ class PathKernels(NamedTuple):
     walk: Callable
 
 
-IS_FAST = False  # measured on a GPU, and faster than XLA
 TRITON = PathKernels(triton.label_scores, triton.best_path, triton.tokens_along, triton.walk)
 
 
 def choose() -> PathKernels | None:
     """The kernels for this device; None where XLA does it."""
-    return TRITON if IS_FAST and jax.default_backend() == "gpu" else None
+    return TRITON if jax.default_backend() == "gpu" else None

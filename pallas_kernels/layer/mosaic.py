@@ -459,7 +459,7 @@ def sandwich_norm(
         rows = x.reshape(-1, x.shape[-1])
         named = {"x": rows}
         for i, (y, scale) in enumerate(branches):
-            named |= {f"branch{i}": y.reshape(-1, *rows.shape), f"scale{i}": scale}
+            named |= {f"branch{i}": y.reshape(rows.shape), f"scale{i}": scale}
         named |= {f"following{i}": scale for i, scale in enumerate(following)}
         if outer is not None:
             named["outer"] = outer
@@ -498,16 +498,10 @@ def _sandwich_norm(*refs, names, eps):
         factor = jnp.where(given.pop("is_second")[row] != 0, second, first)
         del given["factors"]
 
-    def load(ref):
-        return _loaded(ref, layout).astype(jnp.float32)
-
-    def load_row(ref):
-        if len(ref.shape) < 3:
-            return load(ref.at[row] if len(ref.shape) == 2 else ref)
-        parts = [load(ref.at[i, row]) for i in range(ref.shape[0])]
-        return rounded(functools.reduce(jnp.add, parts))
-
-    at = {name: load_row(ref) for name, ref in given.items()}
+    at = {
+        name: _loaded(ref.at[row] if len(ref.shape) > 1 else ref, layout).astype(jnp.float32)
+        for name, ref in given.items()
+    }
     count = sum(name.startswith("branch") for name in names)
     each = [rounded(norm(at[f"branch{i}"], at[f"scale{i}"])) for i in range(count)]
     out = functools.reduce(lambda a, b: rounded(a + b), each)

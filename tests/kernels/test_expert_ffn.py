@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_jax.kernels.expert_ffn import api, expert_ffn, grouped, reference, triton
+from dllm_jax.kernels.expert_ffn.fp8 import quantize_experts
 from dllm_jax.kernels.expert_ffn.tiles import combine, max_tiles, tile_table
 from dllm_jax.kernels.expert_ffn.transforms import transformable
 from tests.cross_lowering import H200, triton_grids
@@ -153,6 +154,37 @@ def test_expert_ffn_row_has_the_same_bits_whatever_the_others_hold(name, dtype):
         assert np.array_equal(np.asarray(out[there], np.float32), before[mine])
 
 
+def in_8_bits(arguments):
+    return [*arguments[:3], *map(quantize_experts, map(jnp.asarray, arguments[3:]))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["dense", "grouped"])
+def test_experts_in_8_bits_match_numpy_whatever_goes_nowhere(name, dtype):
+    """A number on the other side of a rounding moves a result by some thousandths."""
+    arguments = case(BATCH, dtype)
+    x, ids, weights, w_gate_up, w_down = arguments
+    want = oracle.expert_ffn_fp8(*arguments)
+    assert np.abs(want - oracle.expert_ffn(*arguments)).max() > 0.03  # 8 bits can be told
+    routed = (ids >= 0) & (ids < len(w_down))
+    ids[routed & (ids == 2)] = -1  # an expert of no row
+    x[~routed.any(axis=1)] = np.nan
+    weights[~routed] = np.nan
+    want = oracle.expert_ffn_fp8(*arguments)
+    w_gate_up[2], w_down[2] = np.nan, np.inf
+    got = np.asarray(jax.jit(RUN[name])(*in_8_bits(arguments)).astype(jnp.float32))
+    np.testing.assert_allclose(got, want, atol=0.02 if dtype == "float32" else 0.05)
+    assert np.mean(np.abs(got - want)) < 2e-3
+    mine = [a[17:18] for a in arguments[:3]]
+    alone = RUN[name](*in_8_bits([*mine, *arguments[3:]]))
+    if name == "grouped":
+        assert np.array_equal(np.asarray(alone[0], np.float32), got[17])
+    calls = [a[:42].reshape(2, 21, -1) for a in arguments[:3]]
+    small = in_8_bits(arguments)[3:]
+    both = jax.vmap(RUN[name], in_axes=(0, 0, 0, None, None))(*calls, *small)
+    assert np.array_equal(np.asarray(both, np.float32).reshape(42, -1), got[:42])
+
+
 @pytest.mark.parametrize("name", ["grouped", "triton"])
 def test_expert_ffn_row_alone_has_the_bits_it_has_in_a_batch(name):
     arguments = case(BATCH)
@@ -199,17 +231,16 @@ def test_expert_ffn_has_the_gradient_of_the_reference():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_grouped_never_holds_more_than_one_expert(dtype):
     shape = jax.ShapeDtypeStruct
     T, k, E, D, F = 64, 2, 64, 256, 128
-    program = RUN["grouped"].lower(
-        shape((T, D), dtype),
-        shape((T, k), jnp.int32),
-        shape((T, k), jnp.float32),
-        shape((E, D, 2, F), dtype),
-        shape((E, F, D), dtype),
-    )
+    kind = "bfloat16" if dtype == "fp8" else dtype
+    experts = [shape((E, D, 2, F), kind), shape((E, F, D), kind)]
+    if dtype == "fp8":
+        experts = [jax.eval_shape(quantize_experts, w) for w in experts]
+    pairs = shape((T, k), jnp.int32), shape((T, k), jnp.float32)
+    program = RUN["grouped"].lower(shape((T, D), kind), *pairs, *experts)
     pairs_bytes = (T * k + 64) * D * 4
     expert_bytes = 3 * D * F * 4
     temporary = program.compile().memory_analysis().temp_size_in_bytes
@@ -309,6 +340,14 @@ def test_expert_ffn_refuses_what_it_cannot_do():
         expert_ffn(*arguments[:3], arguments[3].swapaxes(2, 3), arguments[4])
     with pytest.raises(ValueError, match="must be an integer type"):
         expert_ffn(arguments[0], arguments[2], *arguments[2:])
+    small = in_8_bits(arguments)
+    with pytest.raises(ValueError, match="both or none must have 8 bits"):
+        expert_ffn(*small[:4], arguments[4])
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        expert_ffn(*small, implementation="triton")
+    assert triton.unsupported_arguments(arguments[0], small[4]) == (
+        "needs experts of 16 or 32 bits, got float8_e4m3fn"
+    )
     odd = jnp.zeros((2, 24, 32))
     assert triton.unsupported_arguments(arguments[0], odd) == (
         "needs widths that are multiples of 16, got D=32 and F=24"

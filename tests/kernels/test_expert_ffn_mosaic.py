@@ -4,6 +4,7 @@ The interpreter fills what nobody has written with NaN, and looks for races.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels.expert_ffn import api, expert_ffn, mosaic
+from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
 from dllm_jax.kernels.expert_ffn.mosaic import Tiling
 from tests.kernels.test_layer_mosaic import SHARED_BYTES, interpreted, lowered, real
 from tests.oracles import expert_ffn as oracle
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
 )
 TOLERANCE = 5e-2  # absolute; results reach 8
-D, F = 128, 128
+D, F = 256, 192  # rows of F are no whole number of threads' pairs
 SPREAD = [37, 66, 0, 1, 9]  # rows of each expert: more than a warpgroup has, none, one
 SHAPES = {  # E D F k
     "LLaDA2-mini": (256, 2048, 512, 8),
@@ -35,7 +37,7 @@ def case(ids, num_experts, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
     x, weights = draw(len(ids), D), 0.5 + rng.random(ids.shape, np.float32)
-    w_gate_up, w_down = draw(num_experts, D, 2, F) / 11, draw(num_experts, F, D) / 11
+    w_gate_up, w_down = draw(num_experts, D, 2, F) / 16, draw(num_experts, F, D) / 14
     routed = (ids >= 0) & (ids < num_experts)
     x[~routed.any(axis=1)] = np.nan
     weights[~routed] = np.nan
@@ -64,11 +66,25 @@ def no_race(capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
-def assert_right(arguments, tiling, activation="silu"):
-    call = functools.partial(mosaic.expert_ffn, tiling=tiling, activation=activation)
-    got = interpreted(call, *arguments)
+def in_8_bits(arguments):
+    """The arguments of the kernel, its matrices in 8 bits."""
+    return [*arguments[:3], *map(quantize_experts, map(jnp.asarray, arguments[3:]))]
+
+
+def run(arguments, **how):
+    """The kernel's result in the interpreter."""
+    leaves, tree = jax.tree.flatten(arguments)
+    call = lambda *leaves, **more: mosaic.expert_ffn(  # noqa: E731
+        *jax.tree.unflatten(tree, leaves), **how, **more
+    )
+    return interpreted(call, *leaves)
+
+
+def assert_right(arguments, tiling, activation="silu", is_small=False):
+    got = run(in_8_bits(arguments) if is_small else arguments, tiling=tiling, activation=activation)
     x, ids, weights, *matrices = arguments
-    want = oracle.expert_ffn(x, ids, weights, *matrices, getattr(oracle, activation))
+    given = x, ids, weights, *matrices, getattr(oracle, activation)
+    want = (oracle.expert_ffn_fp8 if is_small else oracle.expert_ffn)(*given)
     assert got.dtype == x.dtype
     assert np.abs(np.float64(got) - want).max() < TOLERANCE
     assert np.abs(want).max() > 3
@@ -89,9 +105,23 @@ def test_ragged_experts_match_numpy_and_a_row_alone_is_the_same():
     assert np.array_equal(alone[0], together[mine])
 
 
+def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same():
+    arguments = case(RAGGED, 5)
+    tiling = Tiling(groups=2, down=256, blocks=3)
+    together = assert_right(arguments, tiling, "gelu", is_small=True)
+    mine = int(np.flatnonzero((RAGGED == 1).any(axis=1))[-1])
+    row = [leaf[mine : mine + 1] for leaf in arguments[:3]]
+    alone = run(
+        in_8_bits([*row, *arguments[3:]]),
+        tiling=Tiling(down=64, blocks=1),
+        activation="gelu",
+    )
+    assert np.array_equal(alone[0], together[mine])
+
+
 def test_one_expert_may_have_every_row():
     ids = np.full((90, 1), 1, np.int32)
-    assert_right(case(ids, 3), Tiling(gate_up=256, blocks=2), "gelu")
+    assert_right(case(ids, 3), Tiling(down=256, blocks=2), "gelu")
 
 
 def test_rows_of_no_expert_are_zeros():
@@ -99,33 +129,36 @@ def test_rows_of_no_expert_are_zeros():
     assert not interpreted(mosaic.expert_ffn, *arguments, tiling=Tiling()).any()
 
 
-def shapes(model, rows, dtype=jnp.bfloat16):
+def shapes(model, rows, dtype=jnp.bfloat16, is_small=False):
     E, D, F, k = SHAPES[model]
     kinds = functools.partial(real, dtype=dtype)
-    return (
-        kinds(rows, D),
-        real(rows, k, dtype=jnp.int32),
-        real(rows, k, dtype=jnp.float32),
-        kinds(E, D, 2, F),
-        kinds(E, F, D),
-    )
+    matrices = kinds(E, D, 2, F), kinds(E, F, D)
+    if is_small:
+        matrices = [jax.eval_shape(quantize_experts, w) for w in matrices]
+    pairs = real(rows, k, dtype=jnp.int32), real(rows, k, dtype=jnp.float32)
+    return (kinds(rows, D), *pairs, *matrices)
 
 
 @pytest.mark.parametrize(("model", "rows"), [("DiffusionGemma", 256), ("LLaDA2-mini", 4)])
-def test_it_is_chosen_and_lowers_to_four_kernels_for_published_models(on_hopper, model, rows):
+@pytest.mark.parametrize("is_small", [False, True])
+def test_it_is_chosen_and_lowers_to_few_kernels_for_published_models(
+    on_hopper, model, rows, is_small
+):
     call = functools.partial(expert_ffn, activation="gelu")
-    assert lowered(call, *shapes(model, rows)) == (4, 0)
+    assert lowered(call, *shapes(model, rows, is_small=is_small)) == (4 + is_small, 0)
 
 
 def test_it_is_chosen_where_it_was_measured_to_be_fastest(monkeypatch, on_hopper):
-    def chosen(rows, dtype=jnp.bfloat16):
-        x, ids, _, _, w_down = shapes("LLaDA2-mini", rows, dtype)
+    def chosen(rows, dtype=jnp.bfloat16, is_small=False):
+        x, ids, _, _, w_down = shapes("LLaDA2-mini", rows, dtype, is_small)
         return api.choose(x, ids, w_down)
 
-    assert chosen(1) == chosen(32) == chosen(4096) == "mosaic"
+    assert chosen(1) == chosen(32) == chosen(4096) == chosen(5000, is_small=True) == "mosaic"
     assert chosen(4097) == chosen(32, jnp.float32) == "triton"
+    assert chosen(32, jnp.float32, is_small=True) == "grouped"
     monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
     assert chosen(32) == "triton"
+    assert chosen(32, is_small=True) == "grouped"
 
 
 def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper):
@@ -139,10 +172,11 @@ def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper
         return lambda *_: jax.tree.map(made, out_type)
 
     monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
-    for model in SHAPES:
+    for model, is_small in itertools.product(SHAPES, (False, True)):
         for rows in (1, 32, 128, 256, 1024, 4096):
             launched.clear()
-            out = jax.eval_shape(mosaic.expert_ffn.__wrapped__, *shapes(model, rows))
+            given = shapes(model, rows, is_small=is_small)
+            out = jax.eval_shape(mosaic.expert_ffn.__wrapped__, *given)
             assert (out.shape, out.dtype) == ((rows, SHAPES[model][1]), jnp.bfloat16)
             products = [(size, arrays) for size, arrays in launched if arrays]
             assert len(products) == 2
@@ -156,14 +190,18 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
     assert mosaic.unsupported_arguments(x, w_down) is None
     refused = mosaic.unsupported_arguments
     assert refused(real(0, 2048), w_down) == "needs at least one row"
-    kinds = "needs rows and weights of one 16-bit type, got"
+    kinds = "needs rows and weights of one 16-bit type, or weights of 8 bits, got"
     assert refused(real(4, 2048, dtype="float32"), w_down) == f"{kinds} float32 and bfloat16"
     assert refused(real(4, 2048, dtype="float16"), w_down) == f"{kinds} float16 and bfloat16"
     assert refused(x, real(8, 96, 2048)) == (
         "needs a model width that is a multiple of 128 and an inner one of 64, got D=2048 and F=96"
     )
+    small = Fp8Experts(real(8, 384, 128, dtype=jnp.float8_e4m3fn), real(8, 384, dtype="float32"))
+    assert refused(x, small) == (
+        "needs a model width that is a multiple of 256 and an inner one of 64, got D=384 and F=128"
+    )
     arguments = case(RAGGED, 5)
-    with pytest.raises(ValueError, match=r"gate_up=512.* is wider than its matrices, F=128"):
+    with pytest.raises(ValueError, match=r"gate_up=512.* is wider than its matrices, F=192"):
         mosaic.expert_ffn(*arguments, tiling=Tiling(gate_up=512))
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU of the Hopper kind"):

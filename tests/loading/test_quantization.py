@@ -26,6 +26,7 @@ from tests.oracles.canvas_files import write_canvas
 from tests.oracles.draft_files import write_draft
 
 MATRICES = {"wqkv", "wo", "w_gate_up", "w_down"}
+EXPERTS = {"experts_gate_up", "experts_down"}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_random_models_are_rounded_leaf_by_leaf(monkeypatch):
     assert read == used == sum(sizes) / 2 + others  # in weights of 16 bits
 
 
-def test_experts_and_routers_stay_and_the_shared_expert_is_rounded():
+def test_experts_and_the_shared_one_are_rounded_and_routers_stay():
     cfg = MoEConfig(
         vocab_size=64,
         hidden_size=32,
@@ -137,8 +138,16 @@ def test_experts_and_routers_stay_and_the_shared_expert_is_rounded():
         return Model(params=params, config=cfg, arch=arch, defaults=defaults)
 
     plain, model = made(lambda _, leaf: leaf), made(quantized)
-    names = {name for name, leaf in model.params["layers"][1].items() if is_quantized(leaf)}
-    assert names == {"wqkv", "wo", "shared_gate_up", "shared_down"}
+    layer = model.params["layers"][1]
+    names = {name for name, leaf in layer.items() if is_quantized(leaf)}
+    assert names == {"wqkv", "wo", "shared_gate_up", "shared_down", *EXPERTS}
+    for name in EXPERTS:
+        values, scales = oracle.quantized(np.moveaxis(plain.params["layers"][1][name], 1, -1))
+        assert np.array_equal(np.asarray(layer[name].values).astype(np.float64), values)
+        assert np.array_equal(layer[name].scales, scales)
+    sizes = {name: layer[name].values.size for name in EXPERTS}
+    read, used = weights({"layers": [{name: layer[name] for name in EXPERTS}]}, cfg, 3, touched=3)
+    assert (read, used) == (sum(sizes.values()) / 2 * 3 / 4, sum(sizes.values()) / 2 * 2 / 4)
     ids = jnp.asarray(rng.integers(0, 64, (1, 8)))
     want, got = plain.logits(ids), model.logits(ids)
     assert np.sqrt(np.mean(np.square(got - want)) / np.var(want)) < 0.3
@@ -184,14 +193,14 @@ def test_other_quantizations_are_refused(value, text):
             dj.load(source, quantization=value)
 
 
-def test_a_canvas_model_is_rounded_but_for_its_experts_and_scales(tmp_path):
+def test_a_canvas_model_is_rounded_but_for_its_routers_and_scales(tmp_path):
     model = dj.load(write_canvas(tmp_path / "canvas"), quantization="fp8")
     rounded = {
         path[-1].key
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_quantized)
         if is_quantized(leaf)
     }
-    assert rounded == MATRICES | {"wqk", "condition_gate_up", "condition_down"}
+    assert rounded == MATRICES | EXPERTS | {"wqk", "condition_gate_up", "condition_down"}
     strategy = DiffusionGemma(block_size=12, max_denoising_steps=3.0)
     out = dj.generate(model, [[5, 6, 7]], strategy, max_tokens=12, stop_token_ids=())
     assert out.tokens.shape[1] >= 12

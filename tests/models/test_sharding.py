@@ -36,6 +36,7 @@ from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.timing import estimate_choices
 from tests.contract import models as toys
+from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,9 +270,11 @@ def test_rows_in_8_bits_differ_by_a_last_bit_alone(parts):
     assert float(jnp.mean(differ > 1e-4)) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["published", "converted", "in 8 bits"])
+@pytest.mark.parametrize("kind", ["published", "with experts", "converted", "in 8 bits"])
 def test_a_folder_is_rounded_as_it_is_read_onto_devices(kind, random_folder, tmp_path):
     folder, how = random_folder, {"quantization": "fp8"}
+    if kind == "with experts":
+        folder = write_tiny("llada2", tmp_path / "folder")
     if kind == "converted":
         folder = convert(random_folder, tmp_path / "folder", "float32")
     if kind == "in 8 bits":

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from tests.oracles import fp8
+
 
 def silu(x):
     return x / (1 + np.exp(-x))
@@ -22,4 +24,15 @@ def expert_ffn(x, expert_ids, expert_weights, w_gate_up, w_down, activation=silu
                 up = row @ np.asarray(w_gate_up[e, :, 1], np.float64)
                 inner = activation(gate) * up
                 out[t] += weight * (inner @ np.asarray(w_down[e], np.float64))
+    return out
+
+
+def expert_ffn_fp8(x, expert_ids, expert_weights, w_gate_up, w_down, activation=silu):
+    """The same with matrices and rows in 8 bits; rows between the products have the type of `x`."""
+    out = np.zeros(x.shape)
+    for t, e in np.argwhere((expert_ids >= 0) & (expert_ids < len(w_down))):
+        expert = expert_ids[t, e]
+        gate, up = fp8.matmul(x[t], w_gate_up[expert])
+        inner = (activation(gate) * up).astype(x.dtype)
+        out[t] += expert_weights[t, e] * fp8.matmul(inner, w_down[expert])
     return out
