@@ -16,7 +16,7 @@ MOST = 1.10  # of the stored time
 # What a row was measured of, and its times.
 OF = ("command", "device", "dtype", "model", "shape", "slots", "blocks", "block_size", "context")
 OF = (*OF, "sequences", "rows", "implementation", "form", "name", "buffer_size", "steps")
-OF = (*OF, "temperature", "through", "devices", "routing")
+OF = (*OF, "temperature", "through", "devices", "routing", "quantization", "cell")
 TIMES = ("bare_step_ms", "long_run_step_ms", "step_ms", "net_us", "prefill_s")
 
 
@@ -51,6 +51,8 @@ def times(results, of=()):
 
 
 def is_plain(value):
+    if isinstance(value, list):
+        return all(map(is_plain, value))
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 

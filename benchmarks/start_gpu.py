@@ -19,6 +19,7 @@ in its own process.
 """
 
 import argparse
+import contextlib
 import collections
 import importlib.util
 import json
@@ -406,8 +407,9 @@ def in_own_process(words, cache, keep=lambda result: None):
     result = None
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
         for line in process.stdout:
-            result = json.loads(line)
-            keep(result)
+            with contextlib.suppress(ValueError):  # a library's own words
+                result = json.loads(line)
+                keep(result)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, words)
     return result, began

@@ -62,6 +62,8 @@ def test_a_start_of_many_slots_is_told_beside_its_bars():
         "behind": {"longest_step_s": 0.25, "longest_call_s": 0.6},
         "after": {"longest_step_s": 0.13, "longest_call_s": 0.14},
         "late_compiles": 0,
+        "forwards": 64,
+        "parts_ms": {"steps": 115.0},
         "call_ms": 120.0,
         "bare_step_ms": 1.8,
         "overhead": 0.04,
@@ -72,6 +74,6 @@ def test_a_start_of_many_slots_is_told_beside_its_bars():
     )
     assert "ready 21.3 s, first answer +0.50 s, 33 of 33 programs +38.7 s" in cold
     assert "longest step meanwhile 0.250 s (then 0.130)" in cold
-    assert call.endswith("a call of 64 forwards 120.0 ms, bare step 1.800 ms, overhead 4.0%")
+    assert "64 forwards 120.0 ms, bare step 1.800 ms, overhead 4.0%: {'steps': 115.0}" in call
     assert costs.endswith("over measured: 1.00 to 1.22 in 2 programs")
     assert warm == "warm  {'error': 'E'}"
