@@ -19,8 +19,8 @@ in its own process.
 """
 
 import argparse
-import contextlib
 import collections
+import contextlib
 import importlib.util
 import json
 import os
