@@ -168,6 +168,7 @@ SLOW = {
     "loading/test_likelihood.py": r"without_a_cache\[(?!sdar|dream.d2f)|says\[(12|32)",
     "loading/test_quantization.py": "built_in|canvas_model",
     "models/test_canvas_model.py": "single_passes|few_bits|strong_net",
+    "models/test_kv_cache.py": "same_request",
     "models/test_family_decode.py": "llada2_2",
     "models/test_family_logits.py": "bfloat16",
     "models/test_sharding.py": r"llada2-4|dream-8|(part_by_part|last_bit_alone)[^\[]*\[2",
@@ -175,6 +176,7 @@ SLOW = {
     "runner/test_engine_device.py": r"chunkings.*speculate|nothing_compiles.*shifted"
     r"|buckets_change|order.*\[(block_diff|full_seq)"
     r"|every_fetch.*\[d2f_grid|fill_a_bucket_up.*\[d2f",
+    "runner/test_many_rows.py": "tokens_of_few",
     "runner/test_no_copies.py": r"bfloat16\[speculate|choice_among_widths"
     r"|dense_run\[(?!dflash|canvas|block_c)",
     "runner/test_several_devices.py": r"users_mesh|vmap|canvases"
@@ -185,7 +187,7 @@ SLOW = {
     "strategies/test_canvas_engine.py": "infill",
     "strategies/test_contract.py": r"dense_run\[(?!multi_bd_shifted|d2f_whole_full\]|ar\])"
     r"|first_cells\[(8|3)|moving.*\[(?!multi_bd_sh|d2f_whole_full\]|dflash|canvas)",
-    "strategies/test_dflash_widths.py": "stretches_of_one_width",
+    "strategies/test_dflash_widths.py": "stretches_of_one_width|from_step_to_step",
     "strategies/test_diffusion_gemma_golden.py": r"transformers\[(?!ragged-)"
     r"|preempted",
     "strategies/test_stuck.py": "every_loop",
@@ -197,7 +199,7 @@ SLOW = {
     "structured/test_conform.py": r"\[(block_diffusion|dmax|fast_dllm)",
     "structured/test_constrained_engine.py": r"automata\[8",
     "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["
-    r"|drafts|compiles_nothing|batch\[(?!0.0-0)",
+    r"|drafts|compiles_nothing|of_a_plan|of_one_prompt|batch\[(?!0.0-0)",
     "structured/test_holes.py": r"they_need\[(ar|full)|across_given",
 }
 
