@@ -75,6 +75,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     args.quantization = snapshot.model.get("quantization") or "none"
     args.kv_cache_dtype = snapshot.model.get("kv_cache_dtype") or "auto"
     args.quantize_head = bool(snapshot.model.get("quantized_head"))
+    args.tokenizer = None  # a snapshot keeps ids, and does not name another's tokenizer
     model = load_model(args)
     engine, request_id = snapshots.resume(
         snapshot, args.sample, model, args.attention_implementation, args.draft, args.strategy

@@ -45,7 +45,7 @@ def load_model(args: argparse.Namespace) -> Any:
             mesh=None if count == 1 else over_devices(count),
             kv_cache_dtype=args.kv_cache_dtype,
             quantize_head=args.quantize_head,
-            tokenizer=getattr(args, "tokenizer", None),
+            tokenizer=args.tokenizer,
         )
     finally:
         for bar in bars:

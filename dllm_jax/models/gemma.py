@@ -163,12 +163,13 @@ def trunk(
     live: Bool[Array, "B T"] | None = None,
     ops: LayerOps = PLAIN,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
-    """Run the layers; see `dense.trunk`, of whose `ops` the axis alone counts.
+    """Run the layers; see `dense.trunk`.
 
     Args:
         x: Rows of `embed` in the encoder, of `condition` in the decoder.
         mode: `ENCODER` or `DECODER`, a row or a text; None: the encoder.
         live: Rows that belong to a text; the others go to no expert. None: all.
+        ops: Only `axis`, `norm_rotate`, `sandwich_norm` and `choose_experts` count.
     """
     mode = jnp.zeros(len(x), jnp.int32) if mode is None else mode
     is_decoder = jnp.broadcast_to((mode == DECODER).reshape(len(x), -1), x.shape[:2])

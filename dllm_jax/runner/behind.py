@@ -22,8 +22,6 @@ from dllm_jax.strategies.core.errors import described
 # Seconds that a thread which lowers a program may hold the GIL while the host loop waits for it. By
 # Python's default of 5 ms, each of the dozens of turns of a step takes as long.
 SWITCH_S = 5e-4
-
-
 _in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
 
 

@@ -9,7 +9,6 @@ the full grid, as draws; a setting leaves when almost none of them chooses it, a
 when almost all agree on a winner.
 
 Data flow: `play` (which settings, which problems) -> outcomes -> draws -> who is left, who plays.
-Nothing here knows about models.
 
 Source: sampling of problems in two phases, Cochran, "Sampling techniques", 1977, chapter 12.
 """

@@ -200,8 +200,9 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
             self.closed = True
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
-    options = dict.fromkeys(("revision", "lora", "quantization", "kv_cache_dtype"))
-    args = Namespace(model=str(random_folder), dtype="auto", quantize_head=False, **options)
+    unset = ("revision", "lora", "quantization", "kv_cache_dtype", "tokenizer")
+    args = Namespace(model=str(random_folder), dtype="auto", quantize_head=False)
+    vars(args).update(dict.fromkeys(unset))
     sources.load_model(args)
     assert bars == []
     monkeypatch.setattr(sources, "BAR_FROM", 1000)
