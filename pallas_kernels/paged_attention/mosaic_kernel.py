@@ -14,8 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .mosaic_merge import merged
 from .mosaic_tiles import ROWS, in_order, page_of, slot_of, turns_of, whole, window_cell
 
-_HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences are
-_FLOOR = -1e28  # below every score, and far above a hidden one: exp2 of the distance is 0
+# Score of a key that is not seen, whatever it is multiplied by. A large finite number is not hidden
+# by a small scale: the multiply-add that subtracts the peak leaves a rounding error of 1e19.
+_HIDDEN = -jnp.inf
+_FLOOR = -1e28  # first peak of a row, below every score; finite, so that differences are
+_NO_MASS = -1e30  # logarithm of the mass of a row that has seen no key; finite, too
 _FAR = 1 << 29  # beyond every position
 _LOG2_E = 1.4426950408889634
 
@@ -274,7 +277,7 @@ def compute(
         plgpu.barrier_wait(scratch["rows_used"].at[0])
 
     def store_part():
-        log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _HIDDEN)
+        log_mass = jnp.where(live, peak + jnp.log2(jnp.where(live, mass, 1.0)), _NO_MASS)
         place = (work.sequence, jax.lax.axis_index("block") * tiling.row_groups + group)
         if not tiling.is_cluster:
             means, masses = results

@@ -120,6 +120,25 @@ def test_the_interpreted_kernel_matches_numpy_without_a_race(window):
     assert_right_interpreted(mosaic.Tiling(stages=2), *arguments)
 
 
+def test_a_row_that_sees_nothing_is_zero_in_8_bits():
+    """A head's scale makes scores small, those of hidden keys too."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    data, table, mask = case(16, 8, heads=(2, 1, 64), C=2, rows=2)
+    visible = np.asarray([[[False, False], [True, True]]])
+    mask = mask.replace(visible=visible, context_len=np.zeros(2, np.int32))
+    data, _ = in_8_bits(data)
+    out = mosaic.attention(
+        *map(jnp.asarray, (*data, table)),
+        jax.tree.map(jnp.asarray, mask),
+        kv_scales=jnp.full((2, 1), 2.0**-10),
+        tiling=mosaic.Tiling(stages=2, staged=3),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    assert (np.asarray(out[1, :8]) == 0).all()
+    assert (np.asarray(out[1, 8:]) != 0).any()
+
+
 INTERPRETED = {
     "merged by XLA": (
         mosaic.Tiling(splits=3, stages=2, is_cluster=False),
