@@ -464,7 +464,8 @@ def sandwich_norm(
         if outer is not None:
             named["outer"] = outer
         if factor is not None:
-            named |= {"factors": factor[0], "is_second": factor[1].astype(jnp.int32).reshape(-1)}
+            is_second = factor[1].astype(jnp.int32).reshape(-1)
+            named |= {"factors": factor[0].astype(x.dtype), "is_second": is_second}
         total, *normed = plgpu.kernel(
             functools.partial(_sandwich_norm, names=tuple(named), eps=eps),
             out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(following)),

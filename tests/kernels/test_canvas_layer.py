@@ -74,7 +74,8 @@ def test_heads_match_numpy(rows, groups, queries, size, shares_values):
 
 def norms_of(is_second, rows=(1, 3), width=512, dtype="bfloat16") -> Any:
     """Operands of `sandwich_norm`, as of the first and the second half of a layer."""
-    x, a, b, *scales, factors = normal(2, *[(*rows, width)] * 3, *[(width,)] * 4, (2,), dtype=dtype)
+    x, a, b, *scales = normal(2, *[(*rows, width)] * 3, *[(width,)] * 4, dtype=dtype)
+    factors = np.float32([1.003, 0.697])  # of more bits than the rows have
     if not is_second:
         return x, ((a, scales[0]),), tuple(scales[1:3]), {}
     mode = np.arange(np.prod(rows)).reshape(rows) % 2 == 0
