@@ -1,17 +1,20 @@
-"""Pallas Mosaic kernels for NVIDIA Hopper: four launches, each expert's weights read once.
+"""Pallas Mosaic kernels for NVIDIA Hopper: four launches, an expert's weights read once a tile.
 
-1. `_place`: each pair (row, expert) gets a place in the order of experts, and the row goes there.
+1. `_place`: each pair (row, expert) gets a place in the order of experts, and the row is copied
+   there.
 2. gate and up with the activation, and 3. down: `_multiply`, tiles of rows times columns of their
    expert's weights.
 4. `_combine`: the weighted sum over a row's experts, in the order of its choices.
 
-Experts of 8 bits lie as [N K] and are multiplied with rows of 8 bits, which `_place` makes of what
-enters and a fifth launch, `_round`, of what is between the products; scales meet the sums.
+Experts of 8 bits are stored as [N K] and multiplied with rows of 8 bits. `_place` rounds the rows
+that enter, a fifth launch, `_round`, those between the products. The float32 sums are multiplied by
+the scales of row and column.
 
-An expert's rows begin at a multiple of 8 places, as a swizzled tile does; places in between are
-never written, and what is computed of them is never read. As many blocks of threads as run at once
-take tiles in turns: one warpgroup loads, by TMA through a ring of buffers and ahead of the tile at
-hand, the others compute 64 rows each. A row's sums are the same in tiles of any size.
+An expert's rows begin at a multiple of 8 places, as a swizzled tile does. The places in between are
+never written; their results are computed from garbage and never read. The grid has as many blocks
+of threads as run at once, each with every so many-th tile. In a block one warpgroup loads, by TMA
+through a ring of buffers and ahead of the current tile; the others compute 64 rows each. A row's
+sums are the same in tiles of any size.
 """
 
 import dataclasses
@@ -157,7 +160,7 @@ def _sorted_rows(
     groups: int,
     is_quantized: bool,
     interpret: Any,
-) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " F"]]:
+) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " E+1"]]:
     """Rows by place, the place of each pair, the tiles, and the first tile of each expert.
 
     A tile is its expert, the place of its first row and how many it has; the last of the first
@@ -319,7 +322,7 @@ def _product(
     *,
     dtype: Any,
     tiles: Int[Array, "N 3"],
-    first_tile: Int[Array, " F"],
+    first_tile: Int[Array, " E+1"],
     parts: int,
     columns: int,
     tiling: Tiling,
