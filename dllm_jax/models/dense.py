@@ -31,8 +31,9 @@ from dllm_jax.models.sharding import once, total
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]
-# ffn(weights of a layer, normed rows [B T D]) -> [B T D], or parts of it as `split_matmul` leaves
-FeedForward = Callable[[Any, Array], Array]
+# ffn(weights of a layer, rows [B T D], *given, cfg=, dtype=, ops=) -> [B T D], or parts of it
+# as `split_matmul` leaves
+FeedForward = Callable[..., Array]
 
 # Every operation in plain XLA: for training, and for the truth.
 PLAIN = LayerOps(
@@ -208,6 +209,12 @@ def embed(params: Any, cfg: DenseConfig, ids: Int[Array, "..."]) -> Float[Array,
     return jnp.take(params["embed"], ids, axis=0, mode="clip")
 
 
+def mlp(layer: Any, rows: Array | Fp8Rows, *, cfg: DenseConfig, dtype: Any, ops: LayerOps) -> Array:
+    """The feed-forward half of a dense layer."""
+    del cfg
+    return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, dtype)
+
+
 def trunk(
     params: Any,
     cfg: DenseConfig,
@@ -216,7 +223,8 @@ def trunk(
     attend: Attend,
     hidden_layers: tuple[int, ...] = (),
     *,
-    ffn: FeedForward | None = None,
+    ffn: FeedForward = mlp,
+    given: tuple[Any, ...] = (),
     ops: LayerOps = PLAIN,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers.
@@ -226,7 +234,9 @@ def trunk(
         positions: Absolute positions of the rows (the prompt starts at 0).
         attend: Attention of one layer on rotated queries and keys.
         hidden_layers: Which residual streams to return; 0 is the input, j is after layer j.
-        ffn: The second half of a layer, on normed rows; None: `swiglu`.
+        ffn: The second half of a layer, on normed rows. A function of a module: layers share its
+            trace.
+        given: Arrays that `ffn` takes beside.
         ops: Back ends of what stands between products and attention, of which only "xla" has
             gradients, and the devices that share the weights.
 
@@ -240,43 +250,32 @@ def trunk(
     after = [*(layer["attn_norm"] for layer in layers[1:]), params["final_norm"]]
     readers = [*(layer["wqkv"] for layer in layers[1:]), None]
 
-    def add(x: Array, y: Array, scale: Array, reader: Any) -> tuple[Array, Any]:
-        """The norm is in 8 bits where what reads it is."""
-        return add_rms_norm(
-            x,
-            total(y, x, ops.axis),
-            scale,
-            cfg.norm_eps,
-            is_quantized=isinstance(reader, Fp8Matrix),
-            implementation=ops.add_rms_norm,
-        )
-
-    def mlp(layer: Any, rows: Array | Fp8Rows) -> Array:
-        return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, x.dtype)
-
     streams = {0: x}
     normed = rms_norm(x, layers[0]["attn_norm"], cfg.norm_eps)
     for i, layer in enumerate(layers):
-        attended = functools.partial(attend, i)
-        out = _attention(layer, cfg, normed, x.dtype, cos, sin, attended, ops)
-        x, normed = add(x, out, layer["mlp_norm"], layer.get("w_gate_up"))
-        x, normed = add(x, (ffn or mlp)(layer, normed), after[i], readers[i])
+        out = attend(i, *_before(layer, normed, cos, sin, cfg=cfg, dtype=x.dtype, ops=ops))
+        is_quantized = isinstance(readers[i], Fp8Matrix)
+        how = {"cfg": cfg, "ffn": ffn, "ops": ops, "is_quantized": is_quantized}
+        x, normed = _behind(layer, x, out, after[i], given, **how)
         streams[i + 1] = x
     return normed, tuple(streams[j] for j in hidden_layers)
 
 
-def _attention(
+# Both sides of a layer's attention are traced once, and lowered once for each program, for all
+# layers that are alike (docs/adr/0028).
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "ops"))
+def _before(
     layer: Any,
-    cfg: DenseConfig,
     rows: Array | Fp8Rows,
-    dtype: Any,
     cos: Array,
     sin: Array,
-    attend: Callable[..., Array],
+    *,
+    cfg: DenseConfig,
+    dtype: Any,
     ops: LayerOps,
-) -> Array:
-    """The first half of a layer on normed rows; it may leave parts, as `split_matmul` does."""
-    q, k, v = rotate_qkv(
+) -> tuple[Array, Array, Array]:
+    """Rotated queries and keys, and values, of normed rows."""
+    return rotate_qkv(
         qkv_matmul(rows, layer["wqkv"], dtype=dtype, implementation=ops.qkv_matmul),
         layer.get("bqkv"),
         layer.get("q_norm"),
@@ -287,13 +286,43 @@ def _attention(
         dtype=dtype,
         implementation=ops.rotate_qkv,
     )
-    out, wo = attend(q, k, v), layer["wo"]
-    out = out.reshape(*cos.shape[:-1], -1)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "ffn", "ops", "is_quantized"))
+def _behind(
+    layer: Any,
+    x: Array,
+    out: Array,
+    scale: Array,
+    given: tuple[Any, ...],
+    *,
+    cfg: DenseConfig,
+    ffn: FeedForward,
+    ops: LayerOps,
+    is_quantized: bool,
+) -> tuple[Array, Array | Fp8Rows]:
+    """The residual stream behind a layer, and its norm; `out` is what attention gave."""
+
+    def add(x: Array, y: Array, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
+        return add_rms_norm(
+            x,
+            total(y, x, ops.axis),
+            scale,
+            cfg.norm_eps,
+            is_quantized=is_quantized,  # where a product in 8 bits reads it
+            implementation=ops.add_rms_norm,
+        )
+
+    rows, wo = out.reshape(*x.shape[:-1], -1), layer["wo"]
     wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
     if cfg.o_bias:
-        out = split_matmul(out, wo, axis=ops.axis, implementation="xla")
-        return out + as_row(once(layer["bo"], ops.axis), out)
-    return split_matmul(out, wo, axis=ops.axis, implementation=ops.split_matmul)
+        out = split_matmul(rows, wo, axis=ops.axis, implementation="xla")
+        out += as_row(once(layer["bo"], ops.axis), out)
+    else:
+        out = split_matmul(rows, wo, axis=ops.axis, implementation=ops.split_matmul)
+    x, rows = add(x, out, layer["mlp_norm"], isinstance(layer.get("w_gate_up"), Fp8Matrix))
+    out = ffn(layer, rows, *given, cfg=cfg, dtype=x.dtype, ops=ops)
+    return add(x, out, scale, is_quantized)
 
 
 def head(params: Any, cfg: DenseConfig) -> Head:

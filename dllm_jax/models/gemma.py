@@ -9,9 +9,9 @@ Source: google/diffusiongemma-26B-A4B-it; DiffusionGemmaForBlockDiffusion of tra
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -180,33 +180,71 @@ def trunk(
         ),
     }
 
-    def sandwich(x: Array, branches: Any, following: tuple[Array, ...], **how: Any) -> Any:
-        back_end = ops.sandwich_norm
-        return sandwich_norm(x, branches, following, cfg.norm_eps, **how, implementation=back_end)
-
     layers, streams = params["layers"], {0: x}
     firsts = [*(layer["attn_norm"] for layer in layers), params["final_norm"]]
     rows = rms_norm(x, firsts[0], cfg.norm_eps)
     for i, layer in enumerate(layers):
-        attended = functools.partial(attend, i)
-        out = _attention(layer, cfg, rows, tables[cfg.sliding[i]], attended, ops)
-        out = total(out, x, ops.axis)
-        following = layer["mlp_norm"], layer["pre_experts_norm"]
-        x, (rows, routed) = sandwich(x, ((out, layer["post_attn_norm"]),), following)
-        plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], ops.axis)
-        routed = _experts(layer, cfg, x, routed, live, ops)
-        if ops.axis is not None:  # both in one sum, before their norms
-            both = jnp.stack([plain, routed])
-            plain, routed = total(both, both, ops.axis)
-        x, (rows,) = sandwich(
-            x,
-            ((plain, layer["post_mlp_norm"]), (routed, layer["post_experts_norm"])),
-            (firsts[i + 1],),
-            outer=layer["post_ffn_norm"],
-            factor=(layer["mode_scale"], is_decoder),
-        )
+        out = attend(i, *_before(layer, rows, *tables[cfg.sliding[i]], cfg=cfg, ops=ops))
+        x, rows = _behind(layer, x, out, firsts[i + 1], is_decoder, live, cfg=cfg, ops=ops)
         streams[i + 1] = x
     return rows, tuple(streams[j] for j in hidden_layers)
+
+
+# As in `dense.py`, layers that are alike share these.
+@functools.partial(jax.jit, static_argnames=("cfg", "ops"))
+def _before(
+    layer: Any, rows: Array, cos: Array, sin: Array, *, cfg: GemmaConfig, ops: LayerOps
+) -> tuple[Array, Array, Array]:
+    """Rotated queries and keys, and values, of normed rows."""
+    has_values = "wqkv" in layer  # else they are of what the keys are of
+    return norm_rotate(
+        _matmul(rows, layer["wqkv" if has_values else "wqk"]),
+        layer["q_norm"],
+        layer["k_norm"],
+        cos,
+        sin,
+        cfg.norm_eps,
+        shares_values=not has_values,
+        implementation=ops.norm_rotate,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "ops"))
+def _behind(
+    layer: Any,
+    x: Array,
+    out: Array,
+    scale: Array,
+    is_decoder: Array,
+    live: Array | None,
+    *,
+    cfg: GemmaConfig,
+    ops: LayerOps,
+) -> tuple[Array, Array]:
+    """The residual stream behind a layer, and its norm; `out` is what attention gave."""
+
+    def sandwich(x: Array, branches: Any, following: tuple[Array, ...], **how: Any) -> Any:
+        back_end = ops.sandwich_norm
+        return sandwich_norm(x, branches, following, cfg.norm_eps, **how, implementation=back_end)
+
+    wo = layer["wo"]
+    wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
+    out = total(_matmul(out.reshape(*x.shape[:2], -1), wo, ops.axis), x, ops.axis)
+    following = layer["mlp_norm"], layer["pre_experts_norm"]
+    x, (rows, routed) = sandwich(x, ((out, layer["post_attn_norm"]),), following)
+    plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], ops.axis)
+    routed = _experts(layer, cfg, x, routed, live, ops)
+    if ops.axis is not None:  # both in one sum, before their norms
+        both = jnp.stack([plain, routed])
+        plain, routed = total(both, both, ops.axis)
+    x, (rows,) = sandwich(
+        x,
+        ((plain, layer["post_mlp_norm"]), (routed, layer["post_experts_norm"])),
+        (scale,),
+        outer=layer["post_ffn_norm"],
+        factor=(layer["mode_scale"], is_decoder),
+    )
+    return x, rows
 
 
 def head(params: Any, cfg: GemmaConfig) -> Head:
@@ -237,30 +275,6 @@ def _rotary(
         return cos, sin
     turns = (np.arange(size // 2) < rotated // 2)[None, None]
     return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
-
-
-def _attention(
-    layer: Any,
-    cfg: GemmaConfig,
-    x: Float[Array, "B T D"],
-    tables: tuple[Array, Array],
-    attend: Callable[..., Array],
-    ops: LayerOps,
-) -> Float[Array, "B T D"]:
-    """The first half of a layer on normed rows."""
-    has_values = "wqkv" in layer  # else they are of what the keys are of
-    q, k, v = norm_rotate(
-        _matmul(x, layer["wqkv" if has_values else "wqk"]),
-        layer["q_norm"],
-        layer["k_norm"],
-        *tables,
-        cfg.norm_eps,
-        shares_values=not has_values,
-        implementation=ops.norm_rotate,
-    )
-    out, wo = attend(q, k, v), layer["wo"]
-    wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
-    return _matmul(out.reshape(*x.shape[:2], -1), wo, ops.axis)
 
 
 def _experts(

@@ -112,27 +112,37 @@ def trunk(
         live: Rows that belong to a text; the others go to no expert and have no say in what a
             routing block may use. None: all.
     """
+    how = {"ffn": _ffn, "given": (positions, live), "ops": ops}
+    return dense.trunk(params, cfg, x, positions, attend, hidden_layers, **how)
 
-    def ffn(layer: Any, rows: Array) -> Array:
-        if "router" not in layer:
-            return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, x.dtype)
-        ids, weights = routing.route(
-            cfg, rows, layer["router"], layer.get("router_bias"), positions, live
-        )
-        if ops.axis is not None:  # an id outside of a device's own experts is none there
-            none = ids >= cfg.num_experts
-            ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
-        flat = rows.reshape(-1, cfg.hidden_size)
-        out = expert_ffn(
-            flat,
-            ids.reshape(len(flat), -1),
-            weights.reshape(len(flat), -1),
-            layer["experts_gate_up"],
-            layer["experts_down"],
-        ).reshape(rows.shape)
-        if cfg.shared_size:
-            plain = dataclasses.replace(PLAIN, axis=ops.axis)
-            out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"], plain)
-        return out
 
-    return dense.trunk(params, cfg, x, positions, attend, hidden_layers, ffn=ffn, ops=ops)
+def _ffn(
+    layer: Any,
+    rows: Array,
+    positions: Int[Array, "B T"],
+    live: Bool[Array, "B T"] | None,
+    *,
+    cfg: MoEConfig,
+    dtype: Any,
+    ops: LayerOps,
+) -> Array:
+    if "router" not in layer:
+        return dense.mlp(layer, rows, cfg=cfg, dtype=dtype, ops=ops)
+    ids, weights = routing.route(
+        cfg, rows, layer["router"], layer.get("router_bias"), positions, live
+    )
+    if ops.axis is not None:  # an id outside of a device's own experts is none there
+        none = ids >= cfg.num_experts
+        ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
+    flat = rows.reshape(-1, cfg.hidden_size)
+    out = expert_ffn(
+        flat,
+        ids.reshape(len(flat), -1),
+        weights.reshape(len(flat), -1),
+        layer["experts_gate_up"],
+        layer["experts_down"],
+    ).reshape(rows.shape)
+    if cfg.shared_size:
+        plain = dataclasses.replace(PLAIN, axis=ops.axis)
+        out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"], plain)
+    return out

@@ -1,5 +1,7 @@
 """The reference: gathered pages, the mask by definition, softmax in float32. Any device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -7,6 +9,7 @@ from jaxtyping import Array
 from .mask import WindowMask, sees, within_reach
 
 
+@functools.partial(jax.jit, static_argnames="scale")  # traced once for layers that are alike
 def attention(
     q: Array,
     k: Array,
