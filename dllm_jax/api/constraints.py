@@ -29,10 +29,10 @@ class ConstraintReport:
     """What a constraint costs.
 
     Attributes:
-        states, classes: Of its automaton; a class is of tokens that no state tells apart.
-        device_bytes: Its arrays, for each slot.
-        fewest_tokens: Of the shortest text; `max_tokens` must not be below it.
-        compile_s: Seconds that it took to compile.
+        states, classes: Sizes of its automaton; every state treats the tokens of a class alike.
+        device_bytes: Size of its arrays, for each slot.
+        fewest_tokens: Tokens of the shortest text; `max_tokens` must not be below it.
+        compile_s: Seconds that its compilation took.
     """
 
     states: int
@@ -43,10 +43,10 @@ class ConstraintReport:
 
 
 class Constraints:
-    """The automata of an engine, the last ones used.
+    """The compiled automata of an engine; the least recently used are dropped.
 
     Args:
-        strategy: Bound to the model.
+        strategy: As `bind_strategy` returns it for this model.
     """
 
     def __init__(self, model: Model, strategy: Any):
@@ -58,7 +58,7 @@ class Constraints:
         """The request with its automaton.
 
         Raises:
-            Refused: It cannot be held to its constraint.
+            Refused: The constraint cannot be compiled, or this model or strategy takes none.
         """
         params = request.params
         if params.constraint is None:
@@ -145,13 +145,12 @@ class Constraints:
         return np.flatnonzero(ModelForward(self._model).forbidden(ids))
 
     def _check(self) -> None:
-        """Refuse what constraints do not go with."""
+        """Refuse a model or a strategy that takes no constraint."""
         strategy = self._strategy
         if not getattr(strategy, "holds_constraints", True):
             raise _unsupported(
-                f"{strategy.name} with these fields is not held to constraints; drafts that stay "
-                'by chance are not, nor text that moves: use acceptance="match", or another '
-                "strategy"
+                f"{strategy.name} with these fields takes no constraint, because it keeps drafts "
+                'at random or moves text; use acceptance="match", or another strategy'
             )
         if self._model.tokenizer is None:
             raise _unsupported(

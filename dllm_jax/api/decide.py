@@ -30,7 +30,7 @@ MOST_TOKENS = 16384  # of a forward, padding included: scores are [texts, heads,
 
 
 def reading_of(model: Model) -> Reading:
-    """How answers are read of a model."""
+    """How answers are read from a model's output."""
     stops, attention = model.defaults.stop_token_ids, model.defaults.attention
     is_causal = attention == "causal"
     return Reading(
@@ -53,8 +53,8 @@ def decide(
     """Probabilities of the options of questions about a text, in one forward.
 
     Args:
-        joint: All questions on one canvas, where each answer sees that the others are asked; else
-            each by itself, in one batch.
+        joint: Ask all questions in one text, where each answer sees the other questions; else each
+            is a text of its own, in one batch.
         run: As of `log_probabilities`.
 
     Raises:
@@ -88,7 +88,7 @@ def padded_size(texts: Sequence[Read]) -> tuple[int, int]:
 def log_probabilities(
     model: Model, texts: Sequence[Read], run: Callable[..., Any] | None = None
 ) -> list[list[list[float]]]:
-    """Of each text and row, the log-probability of each label over the vocabulary.
+    """The log-probability of each label of each row of each text, over the vocabulary.
 
     Args:
         run: `forward` of the model; None: here. Where several processes share the model, an

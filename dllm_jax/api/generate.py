@@ -39,7 +39,7 @@ class GenerateOutput(struct.PyTreeNode):
 
     Attributes:
         tokens: Emitted ids, 0 past `length`; neither prompt nor stop id is among them.
-        length: How many count.
+        length: Emitted ids of each row.
         nfe: Forwards after prefill, commit passes included.
         finish: Why each row ended: `dllm_jax.strategies.core.state.FINISH_REASONS` has the words.
             ERROR is a value of the model that is not finite, STUCK a strategy that changed nothing

@@ -74,20 +74,20 @@ class LLM:
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens: As in `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
-            stays there. After `jax.distributed.initialize` they are all devices of all processes,
-            each of which makes the same `LLM`: the first has it, the others serve it and end with
-            it (SystemExit).
+            stays there. After `jax.distributed.initialize` they are all devices of all processes:
+            every process makes the same `LLM`, only process 0 returns from it, and the others work
+            for it and exit with it (SystemExit).
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
-        seed: Of requests without one.
+        seed: The seed of requests that bring none.
         warm_up: True: compile the programs that serve every request now, and the smaller ones, one
             by one, behind the first requests. "all": every program now. False: each when it is
             first needed.
-        calibrate: Time the programs too, to plan rounds by; None: on an accelerator.
+        calibrate: Time the programs, to plan rounds by the times; None: on an accelerator only.
         config: All sizes at once, instead of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal), or a function of a program's name,
             programs compiled and programs in all; threads call it for those behind the requests.
-        clock: Seconds; of deadlines and metrics.
+        clock: The current time in seconds, for deadlines and metrics.
         gpu_memory_utilization: The same as `memory_utilization`.
 
     Raises:
@@ -181,7 +181,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End running requests with "abort", the engine's thread, and its memory on the device.
+        """End running requests with "abort" and free the engine's memory on the device.
 
         Later calls raise RuntimeError. The weights stay until nothing refers to the model.
         """
@@ -299,13 +299,13 @@ class LLM:
         """Write the text between two texts, or in the holes of one; otherwise as `generate`.
 
         With a suffix, `max_tokens` tokens are written between prefix and suffix. Each mask token in
-        either, as text or as id, is one more token to write. Without a suffix the mask tokens are
-        all, and `max_tokens` is ignored. Given tokens stay as they are.
+        either, as text or as id, is one more token to write. Without a suffix these are all the
+        holes, and `max_tokens` is ignored. Given tokens stay as they are.
 
         A prefix may also be a list of parts with `Hole`s among them: texts, and before the first
-        text messages, which become a prompt. `Hole(n)` is n tokens. `Hole(constraint)` is a text of
-        the constraint, as long as it takes: from the first hole on the text is then a constraint,
-        which every strategy holds to.
+        text messages, which become a prompt. `Hole(n)` is n tokens. `Hole(constraint)` is any text
+        that the constraint allows, of any length; parts and holes then form one constraint on the
+        text from the first hole on, which every strategy that takes constraints keeps.
 
         `full_sequence` sees all that is given. Strategies of blocks see a cell's own block and
         those before it, and take what is given within their first window; a strategy of canvases
@@ -354,8 +354,8 @@ class LLM:
         Args:
             questions: `Question.predicate`, `.choice` or `.score` of `dllm_jax.api.questions`; at
                 most 64.
-            joint: All on one canvas, where each answer sees that the others are asked; else each
-                by itself, in one batch.
+            joint: Ask all questions in one text, where each answer sees the other questions; else
+                each is a text of its own, in one batch.
 
         Raises:
             ValueError: The model cannot answer them, or they are too long.
@@ -374,7 +374,7 @@ class LLM:
         """What a constraint of `SamplingParams` costs; it is compiled and kept.
 
         Raises:
-            ValueError: It cannot be compiled, or this model and strategy are not held to any.
+            ValueError: It cannot be compiled, or this model or strategy takes no constraint.
         """
         return self._constraints.report(constraint)
 

@@ -22,11 +22,11 @@ _JOINT = "Answer every question on a line of its own: its number, a colon and th
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question with options; `dj.Question.predicate`, `.choice` and `.score` make one.
+    """A question with options; `Question.predicate`, `.choice` and `.score` make one.
 
     Attributes:
-        options: Between 2 and 26 texts: labels of levels are in ascending order.
-        values: What an answer calls the options.
+        options: 2 to 26 texts; levels of a score are in ascending order.
+        values: The value of an answer for each option.
     """
 
     kind: Literal["predicate", "choice", "score"]
@@ -41,34 +41,36 @@ class Question:
                 f"a question has {len(self.options)} options; give 2 to {len(LETTERS)}"
             )
         if len(self.options) != len(self.values):
-            raise ValueError(f"{len(self.options)} options and {len(self.values)} values differ")
+            raise ValueError(
+                f"{len(self.options)} options and {len(self.values)} values; give as many of both"
+            )
 
     @classmethod
     def predicate(cls, instructions: str, name: str | None = None) -> "Question":
-        """Whether something is so."""
+        """A yes-or-no question."""
         return cls("predicate", instructions, name=name)
 
     @classmethod
     def choice(
         cls, instructions: str, values: Sequence[str], name: str | None = None
     ) -> "Question":
-        """Which one of several."""
+        """A question with several named answers."""
         return cls("choice", instructions, tuple(values), tuple(values), name)
 
     @classmethod
     def score(cls, instructions: str, levels: Sequence[str], name: str | None = None) -> "Question":
-        """How much, on a scale of levels in ascending order."""
+        """A rating on a scale of levels in ascending order."""
         return cls("score", instructions, tuple(levels), tuple(range(len(levels))), name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What must be known of a model to read it.
+    """The facts of a model that decide how its answers are read.
 
     Attributes:
-        attention, shift, mask_token_id: As of the family; a causal model has no mask (-1).
-        end_token_id: Stands behind the answers, None for none.
-        multiple: Texts are filled up to a multiple of so many tokens.
+        attention, shift, mask_token_id: Those of the family; a causal model has no mask (-1).
+        end_token_id: The id behind the answers, None for none.
+        multiple: Texts are padded with masks to a multiple of so many tokens.
     """
 
     attention: str
@@ -110,7 +112,7 @@ class Answer:
 
     @property
     def best(self) -> int:
-        """The likeliest option."""
+        """Index of the likeliest option."""
         return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
 
     @property
@@ -156,9 +158,7 @@ def reads(
         raise ValueError(f"model {model.source!r} has no tokenizer, so it has no letters to read")
     is_causal = how.attention == "causal"
     if joint and is_causal:
-        raise ValueError(
-            "a causal model does not see answers as cells beside each other; leave joint out"
-        )
+        raise ValueError("a causal model cannot read several answers in one text; leave joint out")
     groups = [list(questions)] if joint else [[one] for one in questions]
     return [_read(model, how, context, group, joint) for group in groups]
 

@@ -349,7 +349,7 @@ def test_edits_that_move_text_want_their_ids():
 def test_edits_that_move_text_hold_no_grammar_and_no_tokens_behind_a_hole(tmp_path):
     llm = dj.LLM(str(write_tiny("llada2_2", tmp_path)), warm_up=False, max_num_seqs=1)
     wanted = dj.SamplingParams(constraint=dj.Regex("[0-9]+"))
-    with pytest.raises(ValueError, match="EditIndel with these fields is not held to constraints"):
+    with pytest.raises(ValueError, match="EditIndel with these fields takes no constraint"):
         llm.generate([[5, 6]], wanted, use_tqdm=False)
     with pytest.raises(ValueError, match="EditIndel does not see what stands behind a hole"):
         llm.infill([5, 6], [7, 8])

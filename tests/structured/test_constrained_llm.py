@@ -238,6 +238,6 @@ def test_drafts_that_stay_by_chance_are_refused_by_name():
             warm_up=False,
             max_num_seqs=1,
         ) as llm,
-        pytest.raises(ValueError, match="DFlash with these fields is not held to constraints"),
+        pytest.raises(ValueError, match="DFlash with these fields takes no constraint"),
     ):
         llm.chat(_chats(1), dj.SamplingParams(constraint=PHONE))
