@@ -7,6 +7,7 @@ runs through the paged cache, as decoding does, so pools of several shapes are p
 """
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +233,7 @@ def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
     case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
     monkeypatch.setattr(*WRONG_FUNCTIONS[wrong])
     for half in ("_before", "_behind"):  # whose trace is kept
-        monkeypatch.setattr(gemma, half, getattr(gemma, half).__wrapped__)
+        monkeypatch.setattr(gemma, half, inspect.unwrap(getattr(gemma, half)))
     with jax.default_matmul_precision("highest"):
         _, pool = encode(model, empty_pool(model, n), case["ids"], 0)
         got = decode(model, pool, case["canvas"], case["expected"], n)

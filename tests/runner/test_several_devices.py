@@ -9,6 +9,7 @@ Programs of one device are those without any of this, to the letter.
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import re
@@ -365,6 +366,6 @@ def test_a_program_without_a_reduction_does_not_trace(target, name, size, monkey
     model = place(models.plain(), over_devices(2))
     keep = (lambda self, y: y[None]) if target is Shard else (lambda y, *_: y)
     monkeypatch.setattr(target, name, keep)
-    monkeypatch.setattr(dense, "_behind", dense._behind.__wrapped__)  # whose trace is kept
+    monkeypatch.setattr(dense, "_behind", inspect.unwrap(dense._behind))  # whose trace is kept
     with pytest.raises(TypeError, match="varying"):
         dj.generate(model, PROMPTS, max_tokens=size)
