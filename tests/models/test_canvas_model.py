@@ -242,12 +242,13 @@ def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
 
 def test_a_commit_is_a_prefill(models):
     """Keys and values of a canvas stored behind its prompt are those of one prefill of both."""
-    model, n = models("pattern", 0.4), 13
-    ids = np.random.default_rng(3).integers(3, 90, n + model.config.canvas_length)
+    model = models("pattern", 0.4)
+    length = model.config.canvas_length
+    ids = np.random.default_rng(3).integers(3, 90, 3 * length)
     with jax.default_matmul_precision("highest"):
-        _, pool = encode(model, empty_pool(model, len(ids)), ids[:5], 0)
-        _, pool = encode(model, pool, ids[5:n], 5)
-        _, pool = encode(model, pool, ids[n:], n)
+        pool = empty_pool(model, len(ids))
+        for start in range(0, len(ids), length):  # one shape: the prompt in two chunks, the canvas
+            _, pool = encode(model, pool, ids[start : start + length], start)
         _, whole = encode(model, empty_pool(model, len(ids)), ids, 0)
     for mine, theirs in zip(jax.tree.leaves(pool), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)

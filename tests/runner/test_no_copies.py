@@ -29,7 +29,7 @@ from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import engine as toy
 from tests.contract import harness
-from tests.contract.cases import NAMES, SWIFT, case, truth
+from tests.contract.cases import NAMES, SWIFT, case, sweep, truth
 from tests.oracles.canvas_files import write_canvas
 
 NUM_PAGES, PAGE_SIZE = 4099, 8
@@ -86,7 +86,7 @@ def check(program, arguments) -> None:
 ACTIVATIONS = 1_000_000
 
 
-@pytest.mark.parametrize("name", SWIFT)
+@pytest.mark.parametrize("name", sweep(SWIFT))
 def test_the_loop_works_in_place_and_equals_the_dense_run(name):
     program, arguments = compiled(name)
     check(program, arguments)
