@@ -69,7 +69,7 @@ def _document(version: str) -> bytes:
 async def index(service: Service, call: Call) -> Any:
     """`/`: the page for browsers, the list of routes for others."""
     config = service.config
-    if page.is_browser(call.headers.get("accept", "")):
+    if page.is_browser(call.header(b"accept")):
         return page.asset("page.html", bool(config.api_keys))
     about = {"name": "dllm_jax", "version": config.version, "model": config.model}
     about |= {"status": service.engine.state, "routes": [f"{m} {path}" for path, m, _ in ROUTES]}
@@ -107,9 +107,8 @@ class _Routes:
     """Paths without a variable by one look; `Router` has the others, HEAD, 404 and 405."""
 
     def __init__(self, service: Service):
-        limits = service.config.limits
         endpoints = {
-            (method, path): Endpoint(path, functools.partial(handler, service), limits)
+            (method, path): Endpoint(path, functools.partial(handler, service))
             for path, method, handler in ROUTES
         }
         table = [Route(path, one, methods=[method]) for (method, path), one in endpoints.items()]

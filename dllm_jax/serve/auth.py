@@ -1,12 +1,13 @@
 """Who may ask: keys, and the Host header.
 
 Without a key the Host must be loopback or named by `--allowed-host`: a page of another site cannot
-reach the server through a name of its own that resolves to this machine. `limits.read_body` refuses
+reach the server through a name of its own that resolves to this machine. `limits.check_body` refuses
 what a form of another site can send.
 """
 
 import base64
 import binascii
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -33,7 +34,7 @@ class Guard:
         self._hosts = {host.lower() for host in hosts}
         self._open = OPEN_PATHS | ({"/metrics"} if open_metrics else set())
 
-    def check(self, path: str, headers: dict[str, str]) -> None:
+    def check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Refuse who may not ask.
 
         Args:
@@ -44,9 +45,9 @@ class Guard:
         """
         if path not in self._open:
             if self._digests:
-                self._check_key(headers.get("authorization", ""))
+                self._check_key(headers.get(b"authorization", b"").decode("latin-1"))
             else:
-                self._check_host(headers.get("host", ""))
+                self._check_host(headers.get(b"host", b""))
 
     def _check_key(self, said: str) -> None:
         scheme, _, value = said.partition(" ")
@@ -68,10 +69,9 @@ class Guard:
                 headers={"www-authenticate": "Bearer"},  # `Gate` adds BASIC
             )
 
-    def _check_host(self, said: str) -> None:
-        name = said.rpartition(":")[0] if _has_port(said) else said
-        name = name.strip("[]").lower()
-        if name == "localhost" or name in self._hosts or _is_loopback(name):
+    def _check_host(self, said: bytes) -> None:
+        name, is_loopback = _host(said)
+        if is_loopback or name in self._hosts:
             return
         raise Refusal(
             "the Host header names no loopback address; start the server with --api-key, or with "
@@ -85,8 +85,13 @@ def _has_port(host: str) -> bool:
     return host.rpartition(":")[2].isdecimal() and not (host.count(":") > 1 and "]" not in host)
 
 
-def _is_loopback(name: str) -> bool:
+@functools.lru_cache(maxsize=64)
+def _host(said: bytes) -> tuple[str, bool]:
+    """The name in a Host header, and whether it is loopback's."""
+    host = said.decode("latin-1")
+    name = host.rpartition(":")[0] if _has_port(host) else host
+    name = name.strip("[]").lower()
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return name, name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return False
+        return name, False

@@ -215,6 +215,7 @@ class EngineClient:
         self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
         self._is_ready = False
         self.is_draining = False
@@ -345,9 +346,17 @@ class EngineClient:
         if self._transport is None or self._transport.is_closing():
             raise EngineGone(self.failure or "the engine is not ready")
         try:
-            self._transport.write(pipe.frame(message))
+            self._unsent.append(pipe.frame(message))
         except ValueError as error:
             raise Refusal(str(error), code="request_too_large", status=413) from None
+        if len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send the messages of a turn of the event loop in one write."""
+        unsent, self._unsent = self._unsent, []
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(unsent))
 
     async def _serve(self, sock: socket.socket) -> None:
         """Read until the engine ends, then say so or start another."""

@@ -36,8 +36,8 @@ async def decide(service: Service, call: Call) -> Any:
     answers = [answer(*pair) for pair in zip(questions, rows, strict=True)]
     service.metrics.count("dllm_decisions_total", len(questions))
     service.metrics.count("dllm_decision_forwards_total", read_out.nfe)
-    call.record.prompt_tokens = sum(one.prompt_len for one in texts)
-    usage = _usage(call.record.prompt_tokens, len(questions))
+    call.prompt_tokens = sum(one.prompt_len for one in texts)
+    usage = _usage(call.prompt_tokens, len(questions))
     return Json(
         {
             "model": service.config.model,

@@ -1,29 +1,18 @@
-"""What a handler gets and gives: the call, its record, JSON answers."""
+"""What a handler gets and gives: the call, JSON answers."""
 
 import asyncio
-import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from dllm_jax.serve.limits import JSON, Limits, read_body
+from dllm_jax.serve.limits import JSON, Limits, check_body, read_body
+from dllm_jax.serve.logs import request_id
 from dllm_jax.serve.pipe import Delta, Usage
 
-
-@dataclasses.dataclass
-class Record:
-    """What the log line and the metrics say of a request."""
-
-    id: str
-    started_s: float
-    status: int = 0
-    is_started: bool = False
-    is_gone: bool = False
-    prompt_tokens: int | None = None
-    usages: Sequence[Usage] = ()
-    texts: Sequence[Delta] = ()
-    error: str | None = None
+_ENCODER = msgspec.json.Encoder()
+_TYPE = (b"content-type", JSON.encode())
 
 
 class Json:
@@ -36,11 +25,8 @@ class Json:
     def __init__(
         self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
     ):
-        self._body, self._status = msgspec.json.encode(content), status_code
-        self.headers = [
-            (b"content-type", JSON.encode()),
-            (b"content-length", b"%d" % len(self._body)),
-        ]
+        self._body, self._status = _ENCODER.encode(content), status_code
+        self.headers = [_TYPE, (b"content-length", b"%d" % len(self._body))]
         for name, value in (headers or {}).items():
             self.headers.append((name.encode("latin-1"), value.encode("latin-1")))
 
@@ -93,31 +79,49 @@ class Elsewhere:
 Handler = Callable[["Call"], Awaitable[Any]]
 
 
-@dataclasses.dataclass
 class Call:
-    """What a handler gets."""
+    """A request: what its handler gets, and what the log line and the metrics say of it.
 
-    scope: Any
-    receive: Any
-    headers: dict[str, str]
-    record: Record
-    limits: Limits
+    Attributes:
+        headers: The last of each name, which is in lower case.
+    """
+
+    def __init__(self, scope: Any, receive: Any, limits: Limits):
+        self.scope, self._receive, self._limits = scope, receive, limits
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.id = request_id(self.header(b"x-request-id"))
+        self.started_s = time.monotonic()
+        self.status = 0
+        self.is_started = self.is_gone = False
+        self.prompt_tokens: int | None = None
+        self.usages: Sequence[Usage] = ()
+        self.texts: Sequence[Delta] = ()
+        self.error: str | None = None
+
+    def header(self, name: bytes) -> str:
+        """A header; empty where there is none."""
+        return self.headers.get(name, b"").decode("latin-1")
 
     async def body(self) -> bytes:
-        """The request's body."""
-        is_there, most = self.scope["dllm.body_is_there"], self.limits.max_body_bytes
-        return await read_body(self.receive, self.headers, most, is_there)
+        """The request's body.
+
+        Raises:
+            Refusal: It is of another type, too large, or does not arrive in time.
+            ConnectionError: The client left.
+        """
+        most = self._limits.max_body_bytes
+        check_body(self.header(b"content-type"), self.header(b"content-length"), most)
+        body = self.scope.get("dllm.body")
+        return body if body and len(body) <= most else await read_body(self._receive, most)
 
 
 class Endpoint:
     """A route's ASGI application."""
 
-    def __init__(self, path: str, handler: Handler, limits: Limits):
-        self.path, self._handler, self._limits = path, handler, limits
+    def __init__(self, path: str, handler: Handler):
+        self.path, self._handler = path, handler
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer."""
-        record: Record = scope["dllm.record"]
-        call = Call(scope, receive, scope["dllm.headers"], record, self._limits)
-        response = await self._handler(call)
+        response = await self._handler(scope.pop("dllm.call"))  # no cycle: the call has the scope
         await response(scope, receive, send)

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from dllm_jax.serve import logs
 from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone
-from dllm_jax.serve.exchange import Elsewhere, Endpoint, Json, Record
+from dllm_jax.serve.exchange import Call, Elsewhere, Endpoint, Json
 from dllm_jax.serve.pipe import Delta, total
 from dllm_jax.serve.refusals import Refusal, error_object
 from dllm_jax.serve.service import Service
@@ -32,41 +32,38 @@ class Gate:
             return
         if scope["type"] != "http":
             return
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        record = Record(logs.request_id(headers), time.monotonic())
-        own_id = record.id.encode()
+        if "dllm.connection" not in scope:
+            scope["dllm.connection"] = Elsewhere(receive)
+        call = Call(scope, receive, self._service.config.limits)
+        own_id = (b"x-request-id", call.id.encode())
 
         async def sending(message: Any) -> None:
             if message["type"] == "http.response.start":
-                record.status, record.is_started = message["status"], True
-                message["headers"] = [*message["headers"], (b"x-request-id", own_id)]
+                call.status, call.is_started = message["status"], True
+                message["headers"] = [*message["headers"], own_id]
             await send(message)
 
-        scope["app"], scope["dllm.record"], scope["dllm.headers"] = self, record, headers
-        if "dllm.connection" not in scope:
-            scope |= {"dllm.connection": Elsewhere(receive), "dllm.body_is_there": False}
+        scope["app"], scope["dllm.call"] = self, call
         try:
-            self._guard.check(scope["path"], headers)
+            self._guard.check(scope["path"], call.headers)
             await self._inner(scope, receive, sending)
         except (ClientGone, ConnectionError, asyncio.CancelledError) as gone:
-            record.is_gone = True
+            call.is_gone = True
             self._service.metrics.count("dllm_disconnects_total")
             _cut(scope)
             if isinstance(gone, asyncio.CancelledError):
                 raise
         except Exception as error:
-            answer = self._answer(error, record)
-            if record.is_started:
-                self._service.log.error(error, record.id)
+            answer = self._answer(error, call)
+            if call.is_started:
+                self._service.log.error(error, call.id)
                 _cut(scope)
             else:
                 await answer(scope, receive, sending)
         finally:
-            self._tell(scope, headers, record)
+            self._tell(call)
 
-    def _answer(self, error: Exception, record: Record) -> Json:
+    def _answer(self, error: Exception, call: Call) -> Json:
         """The error object of an exception."""
         if isinstance(error, Refusal):
             answer = Json(error.body, error.status, headers=error.headers)
@@ -87,49 +84,49 @@ class Gate:
             )
             return Json(said, 404)
         if isinstance(error, EngineGone):
-            record.error = str(error)
+            call.error = str(error)
             engine = self._service.engine
             code = "draining" if engine.state == "draining" else "engine_failed"
             said = error_object(
                 "the engine ended before the answer did; try again", 503, None, code
             )
             return Json(said, 503, headers={"retry-after": "5"})
-        record.error = str(error) if isinstance(error, RequestFailed) else type(error).__name__
+        call.error = str(error) if isinstance(error, RequestFailed) else type(error).__name__
         if not isinstance(error, RequestFailed):
-            self._service.log.error(error, record.id)
-        return Json(internal_error(record.id), 500)
+            self._service.log.error(error, call.id)
+        return Json(internal_error(call.id), 500)
 
-    def _tell(self, scope: Any, headers: dict[str, str], record: Record) -> None:
+    def _tell(self, call: Call) -> None:
         """Metrics and the log line."""
-        endpoint = scope.get("endpoint")
+        endpoint = call.scope.get("endpoint")
         route = endpoint.path if isinstance(endpoint, Endpoint) else "none"
-        status = "499" if record.is_gone and not record.is_started else str(record.status)
+        status = 499 if call.is_gone and not call.is_started else call.status
         service = self._service
-        service.metrics.count("dllm_http_requests_total", route=route, status=status)
+        service.metrics.count("dllm_http_requests_total", route=route, status=str(status))
         if route in ("/health", "/live", "/metrics"):  # probes come every second
             return
-        client = scope.get("client")
-        usage = total(record.usages) if record.usages else None
-        service.log.line(
-            "request",
-            request_id=record.id,
-            traceparent=logs.traceparent(headers),
+        line = logs.RequestLine(
+            request_id=call.id,
+            traceparent=logs.traceparent(call.header(b"traceparent")),
             route=route,
-            status=int(status),
-            prompt_tokens=record.prompt_tokens,
-            completion_tokens=sum(t.num_tokens for t in record.texts) if record.texts else None,
-            cached_tokens=usage and usage.cached_tokens,
-            nfe=usage and usage.nfe,
-            tokens_per_forward=usage and round(100 * usage.written / max(usage.nfe, 1)) / 100,
-            queue_ms=usage and _ms(usage.queue_s or 0.0),
-            ttfb_ms=usage and _ms(usage.ttfb_s or 0.0),
-            e2e_ms=_ms(time.monotonic() - record.started_s),
-            finish=",".join(str(text.finish) for text in record.texts) or None,
-            stop_reason=_stop_reasons(record.texts),
-            disconnected=record.is_gone or None,
-            error=record.error,
-            peer=client[0] if client else None,
+            status=status,
+            prompt_tokens=call.prompt_tokens,
+            e2e_ms=_ms(time.monotonic() - call.started_s),
+            disconnected=call.is_gone or None,
+            error=call.error,
         )
+        if client := call.scope.get("client"):
+            line.peer = client[0]
+        if texts := call.texts:
+            line.completion_tokens = sum([text.num_tokens for text in texts])
+            line.finish = ",".join([str(text.finish) for text in texts])
+            line.stop_reason = _stop_reasons(texts)
+        if call.usages:
+            usage = total(call.usages)
+            line.cached_tokens, line.nfe = usage.cached_tokens, usage.nfe
+            line.tokens_per_forward = round(100 * usage.written / max(usage.nfe, 1)) / 100
+            line.queue_ms, line.ttfb_ms = _ms(usage.queue_s or 0.0), _ms(usage.ttfb_s or 0.0)
+        service.log.request(line)
 
 
 def _stop_reasons(texts: Sequence[Delta]) -> list[str] | None:
@@ -138,8 +135,8 @@ def _stop_reasons(texts: Sequence[Delta]) -> list[str] | None:
     return ["deadline" if reason == "abort" else str(reason) for reason in known] or None
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e5 * seconds) / 100
+def _ms(seconds: float) -> float:
+    return round(1e5 * seconds) / 100
 
 
 def _cut(scope: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from dllm_jax.serve import wire
 from dllm_jax.serve.answers import Form, fingerprint
 from dllm_jax.serve.client import Mailbox
-from dllm_jax.serve.exchange import Call, Json, Record
+from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.pipe import Facts, Prompt
 from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.service import Service
@@ -51,7 +51,8 @@ async def completions(service: Service, call: Call) -> Any:
                 param=param,
             )
         prompts.append(Prompt(ids, suffix))
-    return await _generate(service, call, body, prompts, body.max_tokens or COMPLETION_TOKENS)
+    most = body.max_tokens or COMPLETION_TOKENS
+    return await _generate(service, call, body, facts, prompts, most)
 
 
 async def chat(service: Service, call: Call) -> Any:
@@ -73,9 +74,8 @@ async def chat(service: Service, call: Call) -> Any:
             param="max_completion_tokens",
         )
     room = max(1, facts.max_model_len - len(ids))
-    return await _generate(
-        service, call, body, [Prompt(ids)], body.max_completion_tokens or body.max_tokens or room
-    )
+    most = body.max_completion_tokens or body.max_tokens or room
+    return await _generate(service, call, body, facts, [Prompt(ids)], most)
 
 
 def chat_ids(
@@ -86,10 +86,14 @@ def chat_ids(
 
 
 async def _generate(
-    service: Service, call: Call, body: wire.Sampling, prompts: list[Prompt], max_tokens: int
+    service: Service,
+    call: Call,
+    body: wire.Sampling,
+    facts: Facts,
+    prompts: list[Prompt],
+    max_tokens: int,
 ) -> Any:
     """Queue the prompts; the answer once they are accepted."""
-    facts, _ = service.ready()
     is_chat = isinstance(body, wire.Chat)
     num_prompt_tokens = 0
     for i, prompt in enumerate(prompts):
@@ -110,7 +114,7 @@ async def _generate(
     params = _params(body, facts, max_tokens)
     num_texts = len(prompts) * params["n"]
     service.admission.check(service.engine.num_open, facts.num_slots, num_texts, denoise)
-    call.record.prompt_tokens = num_prompt_tokens
+    call.prompt_tokens = num_prompt_tokens
     box = service.engine.submit(
         prompts,
         params,
@@ -133,16 +137,16 @@ async def _generate(
             box,
             form,
             service.metrics,
-            call.record.id,
+            call.id,
             usage=bool(options.include_usage),
             running_usage=running,
         )
-        return _Tracked(service, stream, box, call.record, denoise)
+        return _Tracked(service, stream, box, call, denoise)
     try:
         texts = await whole(box, call.scope["dllm.connection"])
-        call.record.texts, call.record.usages = texts, box.usages
+        call.texts, call.usages = texts, box.usages
     finally:
-        _ended(service, box, call.record)
+        _ended(service, box, call)
     return Json(form.whole(texts, box.usages))
 
 
@@ -183,15 +187,15 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
     return params
 
 
-def _ended(service: Service, box: Mailbox, record: Record) -> None:
+def _ended(service: Service, box: Mailbox, call: Call) -> None:
     """A request has ended, however it did."""
     service.engine.release(box)
     if box.refusal is not None:  # it never ran
         return
-    service.admission.ended(time.monotonic() - record.started_s)
+    service.admission.ended(time.monotonic() - call.started_s)
     for usage in box.usages:
         service.metrics.ended(usage)
-    for text in record.texts:
+    for text in call.texts:
         if text.finish is not None:
             service.metrics.count("dllm_request_success_total", finish_reason=text.finish)
 
@@ -200,13 +204,13 @@ class _Tracked:
     """A stream that is counted while it is open."""
 
     def __init__(
-        self, service: Service, stream: EventStream, box: Mailbox, record: Record, denoise: bool
+        self, service: Service, stream: EventStream, box: Mailbox, call: Call, denoise: bool
     ):
         self._service, self._stream, self._box = service, stream, box
-        self._record, self._denoise = record, denoise
+        self._call, self._denoise = call, denoise
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        service, stream, record = self._service, self._stream, self._record
+        service, stream, call = self._service, self._stream, self._call
         service.metrics.streams_open += 1
         service.admission.num_denoise += self._denoise
         try:
@@ -217,6 +221,6 @@ class _Tracked:
             service.metrics.count(
                 "dllm_denoise_frames_total", self._box.merged_frames, fate="merged"
             )
-            record.texts, record.usages = stream.finishes, self._box.usages
-            record.error = stream.error
-            _ended(service, self._box, record)
+            call.texts, call.usages = stream.finishes, self._box.usages
+            call.error = stream.error
+            _ended(service, self._box, call)

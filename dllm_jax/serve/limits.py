@@ -106,30 +106,33 @@ def _too_large(most: int) -> Refusal:
     )
 
 
-async def read_body(
-    receive: Callable[[], Awaitable[Any]], headers: dict[str, str], most: int, is_there: bool
-) -> bytes:
-    """The body of a request, which must be `application/json`: a form of another site is not.
+def check_body(kind: str, length: str, most: int) -> None:
+    """Refuse a body by its headers: it must be `application/json`, which no form can send.
 
     Args:
-        is_there: All of it has arrived.
+        kind: The content type.
+        length: The content length; empty: unknown.
 
     Raises:
-        Refusal: It is of another type, too large, or does not arrive in time.
-        ConnectionError: The client left.
+        Refusal: It is of another type, or far too large.
     """
-    kind = headers.get("content-type", "")
     if kind != JSON and kind.partition(";")[0].strip().lower() != JSON:
         raise Refusal(
             "the content type is not application/json; send JSON and say so",
             code="unsupported_media_type",
             status=415,
         )
-    declared = headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared) > DISCARDED_BYTES:
+    if length and (not length.isdecimal() or int(length) > DISCARDED_BYTES):
         raise _too_large(most)
-    if is_there:
-        return await _received(receive, most)
+
+
+async def read_body(receive: Callable[[], Awaitable[Any]], most: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refusal: It is too large, or does not arrive in time.
+        ConnectionError: The client left.
+    """
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _received(receive, most)

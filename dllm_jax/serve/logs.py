@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import msgspec
@@ -17,9 +18,8 @@ _TOGETHER_S = 0.02
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def request_id(headers: dict[str, str]) -> str:
+def request_id(said: str) -> str:
     """The caller's `X-Request-Id` if it is harmless, else a new one."""
-    said = headers.get("x-request-id", "")
     return said if said and _REQUEST_ID.fullmatch(said) else random_id()
 
 
@@ -28,15 +28,44 @@ def random_id() -> str:
     return f"{random.getrandbits(128):032x}"
 
 
-def traceparent(headers: dict[str, str]) -> str | None:
+def traceparent(said: str) -> str | None:
     """The caller's `traceparent` if it is one."""
-    said = headers.get("traceparent", "")
     return said if said and _TRACEPARENT.fullmatch(said) else None
 
 
 @functools.lru_cache(maxsize=2)
 def _second(seconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+
+
+def _now() -> str:
+    seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
+    return f"{_second(seconds)}.{milliseconds:03}Z"
+
+
+class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The line of a finished request; fields that are None are left out."""
+
+    ts: str = msgspec.field(default_factory=_now)
+    level: str = msgspec.field(default_factory=lambda: "info")
+    event: str = msgspec.field(default_factory=lambda: "request")
+    request_id: str
+    traceparent: str | None = None
+    route: str
+    status: int
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    nfe: int | None = None
+    tokens_per_forward: float | None = None
+    queue_ms: float | None = None
+    ttfb_ms: float | None = None
+    e2e_ms: float
+    finish: str | None = None
+    stop_reason: list[str] | None = None
+    disconnected: bool | None = None
+    error: str | None = None
+    peer: str | None = None
 
 
 class Log:
@@ -48,34 +77,35 @@ class Log:
 
     def __init__(self, form: str = "text", to: TextIO | None = None):
         self._form, self._to = form, to
-        self._lines: list[str] = []
+        self._requests: list[RequestLine] = []
 
     def line(self, event: str, level: str = "info", **fields: Any) -> None:
-        """Write a line; fields that are None are left out.
+        """Write a line."""
+        self.flush()
+        if self._form != "none" or level != "info":
+            self._write([{"ts": _now(), "level": level, "event": event, **fields}])
 
-        Those about requests wait a moment, to be written with others.
-        """
-        if self._form == "none" and level == "info":
+    def request(self, line: RequestLine) -> None:
+        """Write a line in a moment, with others."""
+        if self._form == "none":
             return
-        seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
-        now = f"{_second(seconds)}.{milliseconds:03}Z"
-        said = {key: value for key, value in fields.items() if value is not None}
-        if self._form == "json":
-            text = _ENCODER.encode({"ts": now, "level": level, "event": event, **said}).decode()
-        else:
-            pairs = " ".join(f"{key}={value}" for key, value in said.items())
-            text = f"{now[11:23]} {event} {pairs}"
-        self._lines.append(f"{text}\n")
-        if event != "request":
-            self.flush()
-        elif len(self._lines) == 1:
+        self._requests.append(line)
+        if len(self._requests) == 1:
             asyncio.get_running_loop().call_later(_TOGETHER_S, self.flush)
 
     def flush(self) -> None:
         """Write the lines that wait."""
-        to, lines = self._to or sys.stderr, self._lines
-        self._lines = []
-        to.write("".join(lines))
+        lines, self._requests = self._requests, []
+        if lines:
+            self._write(lines)
+
+    def _write(self, lines: Sequence[Any]) -> None:
+        if self._form == "json":
+            text = _ENCODER.encode_lines(lines).decode()
+        else:
+            text = "".join(map(_plain, lines))
+        to = self._to or sys.stderr
+        to.write(text)
         to.flush()
 
     def error(self, error: BaseException, request_id: str) -> None:
@@ -85,3 +115,10 @@ class Log:
             for frame in traceback.extract_tb(error.__traceback__)[-6:]
         ]
         self.line("error", "error", request_id=request_id, type=type(error).__name__, where=where)
+
+
+def _plain(line: Any) -> str:
+    fields = msgspec.to_builtins(line)
+    now, _, event = (fields.pop(name) for name in ("ts", "level", "event"))
+    pairs = " ".join(f"{key}={value}" for key, value in fields.items())
+    return f"{now[11:23]} {event} {pairs}\n"

@@ -1,10 +1,16 @@
 """HTTP/1.1 on a connection: uvicorn's httptools protocol with our limits and our errors."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from dllm_jax.serve.limits import MAX_HEADER_BYTES
 from dllm_jax.serve.refusals import error_object
@@ -24,29 +30,53 @@ def limited(max_connections: int) -> type[HttpToolsProtocol]:
     return Limited
 
 
-class _Together:
-    """A transport that sends the head of an answer of known length with its body: one call less."""
+class _Sending:
+    """uvicorn's `send`, but an answer of known length is one write: its head waits for its body."""
 
-    def __init__(self, transport: Any):
-        self._transport, self._head = transport, b""
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+        self._head: Any = None
 
-    def write(self, data: bytes) -> None:
-        """Send, or keep a head until its body comes."""
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
-            self._head = data
+    async def __call__(self, message: Any) -> None:
+        head, self._head = self._head, None
+        if head is None:
+            names = [name for name, _ in message.get("headers", ())]
+            if b"content-length" in names and b"connection" not in names:
+                self._head = message
+                return
+        elif self._write_whole(head, message):
             return
-        self._transport.write(data)
+        else:
+            await self._cycle.send(head)
+        await self._cycle.send(message)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    def _write_whole(self, head: Any, message: Any) -> bool:
+        """Write an answer that is there as a whole; False leaves it to uvicorn."""
+        cycle = self._cycle
+        headers = [*cycle.default_headers, *head["headers"]]
+        if (
+            message.get("more_body")
+            or not cycle.keep_alive
+            or cycle.disconnected
+            or cycle.flow.write_paused
+            or cycle.scope["method"] == "HEAD"
+            or HEADER_VALUE_RE.search(b"".join([value for _, value in headers]))
+        ):
+            return False
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        parts = (STATUS_LINE[head["status"]], *lines, b"\r\n", message.get("body", b""))
+        cycle.transport.write(b"".join(parts))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
 
 
 class _Protocol(HttpToolsProtocol):
     """Bounds the head of a request, and answers malformed HTTP with an error object.
 
-    A request's scope holds it as "dllm.connection", and whether all of its body has arrived.
+    A request's scope holds it as "dllm.connection", and a body of some KiB that has arrived as
+    "dllm.body".
 
     Attributes:
         on_lost: Called when the client leaves.
@@ -79,7 +109,7 @@ class _Protocol(HttpToolsProtocol):
         """A head begins."""
         super().on_message_begin()
         self.scope: Any
-        self.scope |= {"dllm.connection": self, "dllm.body_is_there": False}
+        self.scope["dllm.connection"] = self
         self._head_bytes, self._in_head = 0, True
 
     def on_url(self, url: bytes) -> None:
@@ -101,13 +131,18 @@ class _Protocol(HttpToolsProtocol):
         """The head has ended."""
         self._in_head = False
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":  # whose answer has no body
-            self.cycle.transport = cast(Any, _Together(self.transport))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        def answered(scope: Any, receive: Any, send: Any) -> Any:
+            return app(scope, receive, _Sending(cycle))
+
+        super()._start_asgi_task(cycle, answered)
 
     def on_message_complete(self) -> None:
         """The body has ended; a large one has paused the reading, which tells of a client's end."""
         super().on_message_complete()
-        self.scope["dllm.body_is_there"] = True
+        if len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.scope["dllm.body"] = bytes(self.cycle.body)
         if not self.pipeline:
             self.flow.resume_reading()
 

@@ -120,10 +120,19 @@ class EventStream:
         """Send a piece at once, which spares two turns of the event loop and half of its cost."""
         if not connection.is_writable:
             return False
-        if data := b"".join(self._events([delta])):
+        if delta.text and delta.choice in self._edges and not self._held:
+            self._sent_s = time.monotonic()
+            self._observe_gap(delta.choice, self._sent_s)
+            connection.write_chunk(self._text(delta))
+        elif data := b"".join(self._events([delta])):
             self._sent_s = time.monotonic()
             connection.write_chunk(data)
         return True
+
+    def _observe_gap(self, choice: int, now: float) -> None:
+        if (before := self._written_at.get(choice)) is not None:
+            self._metrics.observe("dllm_inter_block_seconds", now - before)
+        self._written_at[choice] = now
 
     def _patience(self) -> float | None:
         """Seconds until a frame is due."""
@@ -168,9 +177,7 @@ class EventStream:
                 return
             if delta.text or delta.finish is not None:
                 if delta.text:
-                    if (before := self._written_at.get(delta.choice)) is not None:
-                        self._metrics.observe("dllm_inter_block_seconds", now - before)
-                    self._written_at[delta.choice] = now
+                    self._observe_gap(delta.choice, now)
                 if self._form.is_chat and delta.choice not in self._roles:
                     self._roles.add(delta.choice)
                     yield event(self._form.role(delta.choice))

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from dllm_jax.serve import limits, pipe
 from dllm_jax.serve.answers import Form, Window
@@ -21,7 +23,7 @@ from dllm_jax.serve.limits import Admission, Limits
 from dllm_jax.serve.logs import Log
 from dllm_jax.serve.metrics import BUCKETS, HELP, Metrics
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Usage
-from dllm_jax.serve.protocol import _Together
+from dllm_jax.serve.protocol import limited
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.service import Config, Service
 from dllm_jax.serve.stream import ClientGone, EventStream
@@ -240,14 +242,46 @@ def test_what_the_front_does_not_read_is_merged_and_delays_nothing():
     ours.close()
 
 
-def test_an_answer_of_known_length_is_one_write():
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_an_answer_of_known_length_is_one_write(method):
     written = []
-    transport = _Together(SimpleNamespace(write=written.append))
-    stream = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    head, body = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", b"HTTP/1.1 "
-    for data in (stream, b"3\r\nabc\r\n", head, body, head, b""):
-        transport.write(data)
-    assert written == [stream, b"3\r\nabc\r\n", head + body, head]
+
+    async def application(scope, receive, send):
+        known = scope["path"] == "/known"
+        head = [(b"content-length", b"9")] if known else []
+        if scope["path"] == "/close":
+            head = [(b"content-length", b"9"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        assert bool(written) is not known
+        await send({"type": "http.response.body", "body": b"HTTP/1.1 "})
+
+    async def run(path):
+        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
+        one = limited(1)(config, ServerState(), {})
+        is_closed = []
+        transport = SimpleNamespace(
+            write=written.append,
+            get_extra_info=lambda name, default=None: None,
+            is_closing=lambda: bool(is_closed),
+            close=lambda: is_closed.append(True),
+        )
+        one.connection_made(transport)
+        for _ in range(2):  # the second is answered on the same connection
+            written.clear()
+            one.data_received(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            head, *body = b"".join(written).split(b"HTTP/1.1 ")[1:]
+            assert head.startswith(b"200 OK\r\n")
+            assert bool(body) == (method == "GET")
+            assert is_closed == ([True] if path == "/close" else [])
+            if is_closed:
+                break
+        one._unset_keepalive_if_required()
+        return len([data for data in written if data])
+
+    counts = [asyncio.run(run(path)) for path in ("/known", "/unknown", "/close")]
+    assert counts == ([1, 2, 2] if method == "GET" else [1, 1, 1])
 
 
 def test_frames_say_what_changed():
@@ -336,11 +370,18 @@ def test_every_metric_has_a_type_and_each_line_a_value():
 
 def test_a_guard_without_keys_wants_loopback():
     guard = Guard((), ("Name.example",))
-    for host in ("localhost:1", "127.0.0.2", "[::1]:5", "::1", "name.example:80"):
-        guard.check("/v1/models", {"host": host})
-    for host in ("", "example", "name.example.evil", "0.0.0.0", "[::2]:1", "localhost.evil:1"):
+    for host in (b"localhost:1", b"127.0.0.2", b"[::1]:5", b"::1", b"name.example:80"):
+        guard.check("/v1/models", {b"host": host})
+    for host in (
+        b"",
+        b"example",
+        b"name.example.evil",
+        b"0.0.0.0",
+        b"[::2]:1",
+        b"localhost.evil:1",
+    ):
         with pytest.raises(Refusal) as raised:
-            guard.check("/v1/models", {"host": host})
+            guard.check("/v1/models", {b"host": host})
         assert raised.value.status == 403
 
 
