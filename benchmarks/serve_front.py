@@ -2,13 +2,18 @@
 
 The engine is the tests' script, so nothing but the front is measured: `clock_gettime` of its
 process over many requests. Beside it stands what uvicorn takes for the same requests and events
-when the application is empty: no server on it takes less. Linux only.
+when the application is empty: no server on it takes less. They are asked by turns, and so is
+another checkout with `--against`: a figure is good beside those of the same run only. Linux only.
+
+A short request of token ids is the one beside tokenising. Its cost falls with the number of
+clients, as more requests are found at each waking (`--askers`).
 
     python benchmarks/serve_front.py --output benchmarks/results/serve_front_cpu.json
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -17,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 EVENTS_EACH = 16  # four words an event
 EVENT_S = 0.1  # between events of a stream: 200 streams bring 2,000 a second, and none is merged
 REQUEST_S = 0.02  # the script's step where each client waits for its answer
-EMPTY = "empty application"
 CASES = {
     "event": ("/v1/completions", {"prompt": [1], "max_tokens": 4 * EVENTS_EACH, "stream": True}),
     "short request (token ids)": ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}),
@@ -115,6 +119,8 @@ def main() -> None:
     """Print a line a case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=200, help="of the streams")
+    parser.add_argument("--askers", type=int, default=16, help="clients of the other cases")
+    parser.add_argument("--against", type=Path, help="another checkout, asked by turns")
     parser.add_argument("--case", action="append", choices=CASES, help="only this one")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
@@ -126,35 +132,38 @@ def main() -> None:
     from dllm_jax.bench.numbers import commit
     from tests.serve.driving import Server, scripted
 
-    measured: dict[str, object] = {"command": "benchmarks/serve_front.py", "clients": args.clients}
-    measured |= {"commit": commit(), "python": platform.python_version(), "cores": os.cpu_count()}
-    measured["microseconds"] = found = {}
-
-    def run(server: Server, cases: Iterable[str], label: str) -> None:
-        for name in cases:
-            clients, count = (args.clients, 4) if name == "event" else (16, 100)
-            runs = [
-                asyncio.run(measure(server.process.pid, server.port, name, clients, count))
-                for _ in range(args.repeat)
-            ]
-            found[label + name] = runs
-            several = ", ".join(f"{one:.0f}" for one in runs)
-            print(f"{label + name:45} {min(runs):7.1f} us (of {several})", flush=True)
-            if args.output:
-                measured["load_average"] = os.getloadavg()
-                args.output.write_text(json.dumps(measured, indent=1) + "\n")
-
-    asked = args.case or [*CASES]
+    measured: dict[str, object] = {"command": "benchmarks/serve_front.py", "commit": commit()}
+    measured |= {"clients": args.clients, "askers": args.askers}
+    measured |= {"python": platform.python_version(), "cores": os.cpu_count()}
+    found: dict[str, list[float]] = {}
+    measured["microseconds"] = found
+    roots = {"": ROOT} | ({} if args.against is None else {f"{args.against.name}: ": args.against})
     fields = {"limits": {"max_waiting": 4096}, "log_format": "json"}
-    with tempfile.TemporaryDirectory() as folder:
-        for cases, step_s in (({"event"}, EVENT_S), (set(CASES) - {"event"}, REQUEST_S)):
-            with scripted(Path(folder), **fields, settings={"step_s": step_s}) as server:
-                run(server, [name for name in asked if name in cases], "")
-        empty = Server([__file__, "--empty"], Path(folder) / "empty")
-        try:
-            run(empty, [name for name in asked if name in BARE], f"{EMPTY}: ")
-        finally:
-            empty.process.kill()
+    asked = args.case or [*CASES]
+    for cases, step_s in (({"event"}, EVENT_S), (set(CASES) - {"event"}, REQUEST_S)):
+        cases = [name for name in asked if name in cases]
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            servers: dict[str, Server] = {}
+            for i, (label, root) in enumerate(roots.items() if cases else ()):
+                (Path(folder) / str(i)).mkdir()
+                engine = {**fields, "settings": {"step_s": step_s}}
+                server = scripted(Path(folder) / str(i), root, **engine)
+                servers[label] = stack.enter_context(server)
+            empty = Server([__file__, "--empty"], Path(folder) / "empty")
+            stack.callback(empty.process.kill)
+            servers["empty application: "] = empty
+            for name, _, (label, one) in itertools.product(
+                cases, range(args.repeat), servers.items()
+            ):
+                if one is not empty or name in BARE:
+                    clients, count = (args.clients, 4) if name == "event" else (args.askers, 100)
+                    value = asyncio.run(measure(one.process.pid, one.port, name, clients, count))
+                    found.setdefault(label + name, []).append(value)
+    for name, runs in found.items():
+        print(f"{name:45} {min(runs):7.1f} us (of {', '.join(f'{one:.0f}' for one in runs)})")
+    if args.output:
+        measured["load_average"] = os.getloadavg()
+        args.output.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -274,7 +274,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> Any:
-    return _Environment().from_string(template)
+    compiled = _Environment().from_string(template)
+    compiled.globals = dict(
+        compiled.globals
+    )  # each rendering copies them: a ChainMap is slow traced
+    return compiled
 
 
 class _Dict:

@@ -1,8 +1,8 @@
 """Who may ask: keys, and the Host header.
 
 Without a key the Host must be loopback or named by `--allowed-host`: a page of another site cannot
-reach the server through a name of its own that resolves to this machine. `limits.check_body` refuses
-what a form of another site can send.
+reach the server through a name of its own that resolves to this machine. `limits.check_body`
+refuses what a form of another site can send.
 """
 
 import base64
