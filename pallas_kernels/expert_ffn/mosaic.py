@@ -29,10 +29,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from .. import hopper
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
+from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load, load_scales, next_buffer, swizzled
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Rows, factors_of
-from ..layer.mosaic import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import Fp8Experts
 from .tiles import NO_PLACE, max_tiles
@@ -66,17 +67,14 @@ class Tiling:
 
 def unsupported(x: Array, w_down: Array | Fp8Experts) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    return unsupported_arguments(x, w_down)
+    return hopper.unsupported() or unsupported_arguments(x, w_down)
 
 
 def unsupported_arguments(x: Array, w_down: Array | Fp8Experts) -> str | None:
     """Why no device can take these arguments, or None."""
     _, F, D = w_down.shape
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
+    if reason := hopper.unsupported_version():
+        return reason
     if not len(x):
         return "needs at least one row"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or w_down.dtype not in (x.dtype, FP8):
@@ -219,9 +217,9 @@ def _place(x, ids, count, first, first_tile, *refs, has_before, k, tile_rows):
     chunk = jax.lax.div(row, number(_CHUNK))
     start = (row - chunk * _CHUNK) * k  # of its pairs in the chunk
     layout = _strided(ids.shape[1], 4)
-    theirs = _loaded(ids.at[chunk], layout)
+    theirs = load(ids.at[chunk], layout)
     index = plgpu.broadcasted_iota(jnp.int32, theirs.shape, 0, layout=layout)
-    values, *unit = _as(rows.dtype, _loaded(x.at[row], _strided(x.shape[1], 8)))
+    values, *unit = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
     # What is read comes before what is written, so that nothing waits for memory in turn.
     experts = [ids[chunk, start + j] for j in range(k)]
     routed = [(expert >= 0) & (expert < count.shape[0]) for expert in experts]
@@ -292,7 +290,7 @@ def _round(inner, place, values, scales, *, F):
     @pl.when(at < NO_PLACE)
     def _():
         layout = _strided(width, 8)
-        row = _loaded(inner.at[at], layout).astype(jnp.float32)
+        row = load(inner.at[at], layout).astype(jnp.float32)
         if width > F:
             index = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=layout)
             row = jnp.where(index < F, row, 0.0)
@@ -307,7 +305,7 @@ def _combine(results, place, weights, out):
     for j in range(place.shape[1]):
         at = place[row, j]
         is_there = at < NO_PLACE
-        values = _loaded(results.at[jnp.where(is_there, at, 0)], layout).astype(jnp.float32)
+        values = load(results.at[jnp.where(is_there, at, 0)], layout).astype(jnp.float32)
         share = jnp.where(is_there, weights[row, j], 0.0)
         part = jnp.where(jnp.broadcast_to(is_there, values.shape), values, 0.0) * share
         total = part if total is None else total + part
@@ -428,7 +426,7 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
         slot, (expert, first, length, column) = carry
         following = place(i + 1)  # read early: a load from memory takes as long as many steps
 
-        def load(step, slot):
+        def load_step(step, slot):
             @pl.when(i * steps + step >= stages)
             def _():
                 plgpu.barrier_wait(scratch["used"].at[slot])
@@ -455,7 +453,7 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
                 pl.when(step == 0)(ask)
             return after(slot)
 
-        return jax.lax.fori_loop(0, steps, load, slot), following
+        return jax.lax.fori_loop(0, steps, load_step, slot), following
 
     def drain(_, slot):
         plgpu.barrier_wait(scratch["used"].at[slot])
@@ -553,8 +551,3 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
 def _strided(size: int, most: int):
     """A row spread over the threads of a warpgroup."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // _THREADS, most))
-
-
-def _loaded(ref, layout):
-    # jax 0.10 requires an index here.
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]

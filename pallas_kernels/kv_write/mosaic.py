@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from .. import hopper
+
 _THREADS = 128
 _LOADS = 64  # of a program: in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
@@ -20,17 +22,14 @@ _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
 def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
     """Why this back end cannot write to these pages here, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    return unsupported_arguments(pages, page)
+    return hopper.unsupported() or unsupported_arguments(pages, page)
 
 
 def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
     """Why no device can write to these pages, or None."""
     H = pages[0].shape[-1]
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
+    if reason := hopper.unsupported_version():
+        return reason
     if not len(page):
         return "needs at least one row"
     if H % _THREADS:
@@ -84,15 +83,11 @@ def _write_rows(*refs, num_arrays: int):
     page, offset = pages[row], offsets[row]
     layout = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
 
-    def load(ref):
-        # jax 0.10 requires an index here.
-        return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
     for first in range(0, num_arrays, _LOADS):
         mine = range(first, min(first + _LOADS, num_arrays))
 
         @pl.when((page < P) & (jax.lax.axis_index("arrays") == first // _LOADS))
         def _(mine=mine):
-            new = [load(rows[i].at[row, head]) for i in mine]
+            new = [hopper.load(rows[i].at[row, head], layout) for i in mine]
             for i, values in zip(mine, new, strict=True):
                 written[i][page, head, offset] = values.astype(written[i].dtype)

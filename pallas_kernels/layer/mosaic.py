@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from .. import hopper
+from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Matrix, Fp8Rows, factors_of
@@ -25,8 +27,6 @@ from .fp8 import Fp8Matrix, Fp8Rows, factors_of
 _ROWS = 64  # of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
 _ROW_MULTIPLE = 8  # of a swizzled tile
-MULTIPROCESSORS = 132
-SHARED_BYTES = 226 * 1024  # of 227 KiB; barriers need the rest
 _STEP = 64  # columns of a tile, at least
 _LINE_BYTES = 128  # of a tile's depth, the longest that is swizzled
 _LINE = 16  # columns of 16 bits, the shortest that is swizzled
@@ -59,11 +59,8 @@ class Tiling:
 
 def unsupported(x: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the kernels cannot take such rows here, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
+    if reason := hopper.unsupported() or hopper.unsupported_version():
+        return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs a 16-bit type, got {x.dtype}"
     return None if x.size else "needs at least one row"
@@ -424,7 +421,7 @@ def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=_VECTOR)
 
     def load(ref):
-        return _loaded(ref, layout).astype(jnp.float32)
+        return hopper.load(ref, layout).astype(jnp.float32)
 
     added = functools.reduce(jnp.add, [load(parts.at[i, row]) for i in range(parts.shape[0])])
     kept = (load(x.at[row]) + added).astype(x.dtype)
@@ -500,7 +497,7 @@ def _sandwich_norm(*refs, names, eps):
         del given["factors"]
 
     at = {
-        name: _loaded(ref.at[row] if len(ref.shape) > 1 else ref, layout).astype(jnp.float32)
+        name: hopper.load(ref.at[row] if len(ref.shape) > 1 else ref, layout).astype(jnp.float32)
         for name, ref in given.items()
     }
     count = sum(name.startswith("branch") for name in names)
@@ -544,34 +541,10 @@ def _quantize_rows(x, values, scales):
     row, (_, K) = jax.lax.axis_index("row"), x.shape
     vector = math.gcd(K // _THREADS, _ROUNDED_VECTOR)
     layout = plgpu.Layout.WG_STRIDED((K,), vec_size=vector)
-    kept = _loaded(x.at[row], layout).astype(jnp.float32)
+    kept = hopper.load(x.at[row], layout).astype(jnp.float32)
     factor, unit = factors_of(jnp.max(jnp.abs(kept)))
     values[row] = (kept * factor).astype(FP8)
     scales[row] = unit
-
-
-def load_scales(ref, axis: int, shape: tuple[int, int]) -> Array:
-    """Scales of rows (axis 0) or columns of a product, for each of its sums."""
-    scales = _loaded(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
-    return jax.lax.broadcast_in_dim(scales, shape, [axis])
-
-
-def _loaded(ref, layout):
-    # jax 0.10 requires an index here.
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-
-def next_buffer(slot: Array, stages: int) -> Array:
-    """The next slot of a ring; a remainder would take some 40 instructions."""
-    return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
-
-
-def swizzled(width: int, dtype: jax.typing.DTypeLike):
-    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled."""
-    itemsize = jnp.dtype(dtype).itemsize
-    line = math.gcd(width, 128 // itemsize)
-    tiled = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
-    return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
 
 
 def _dtype(dtype: Any, splits: int) -> jnp.dtype:

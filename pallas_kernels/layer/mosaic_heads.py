@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from .. import hopper
+
 _ROWS = 4  # warps of a program
 _LANES = 32
 _MOST_HALF = 256  # components, eight to a lane: one load
@@ -84,9 +86,7 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, q, k, v, *, eps):
     group, layout = jax.lax.axis_index("group"), layout_of_rows(half)
 
     def load(ref, layout=layout):
-        # jax 0.10 requires an index here.
-        found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        return found.astype(jnp.float32)
+        return hopper.load(ref, layout).astype(jnp.float32)
 
     def load_scale(ref):
         return [

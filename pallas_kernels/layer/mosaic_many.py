@@ -20,16 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE, Fp8Matrix, Fp8Rows
-from .mosaic import (
-    MULTIPROCESSORS,
-    SHARED_BYTES,
-    load_scales,
-    next_buffer,
-    swizzled,
-    unsupported_pair,
-)
+from .mosaic import unsupported_pair
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
 _TILE = _CONSUMERS * _ROWS

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from .. import hopper
 from ..lowered import lowered_once
 
 _GROUPS = (8, 4)  # of a tile, in order of preference
@@ -98,9 +99,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, e
     mine_of, layout = pl.ds(first, groups), _layout(*tile)
 
     def load(ref, layout=layout):
-        # jax 0.10 requires an index here.
-        found = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        return found.astype(jnp.float32)
+        return hopper.load(ref, layout).astype(jnp.float32)
 
     def load_columns(ref):
         return jax.lax.broadcast_in_dim(load(ref, layout.reduce(0)), tile, [1])

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from .. import hopper
 from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
@@ -38,18 +39,15 @@ _MOST_BLOCKS = 32  # of a window whose visibility or order is a bit each
 
 def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    return unsupported_arguments(q, k_pages, mask)
+    return hopper.unsupported() or unsupported_arguments(q, k_pages, mask)
 
 
 def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
     """Why no device can take these arguments, or None."""
     _, T, _, H = q.shape
     Z = k_pages.shape[2]
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
+    if reason := hopper.unsupported_version():
+        return reason
     if q.dtype != jnp.bfloat16:
         return f"needs bfloat16, got {q.dtype}"
     if H not in (64, 128, 256, 512):

@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..hopper import load
+
 SWIZZLE = 32  # bytes of a row of 8 columns in float32, the fewest that a block takes
 
 
@@ -64,20 +66,12 @@ def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -
         _fence("cluster", scratch)
         plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)  # shared memory is not cached, so no fence is needed
-    masses = [_loaded(one, per_row) for one in masses]
+    masses = [load(one, per_row) for one in masses]
     peak = functools.reduce(jnp.maximum, masses)
     weights = [jnp.exp2(one - peak) for one in masses]
     across = lambda row: jax.lax.broadcast_in_dim(row, (len(row), width), [0])  # noqa: E731
-    terms = [
-        _loaded(one, layout) * across(weight) for one, weight in zip(means, weights, strict=True)
-    ]
+    terms = [load(one, layout) * across(weight) for one, weight in zip(means, weights, strict=True)]
     return functools.reduce(jnp.add, terms) / across(functools.reduce(jnp.add, weights))
-
-
-def _loaded(part, layout):
-    """Load what other blocks stored, thread by thread if the layout requires it."""
-    # jax 0.10 requires an index here.
-    return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 # jax 0.10 lacks what the functions below import.

@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from .. import hopper
+
 ROWS = 64  # of a warpgroup's product
 
 
@@ -340,8 +342,7 @@ def _loaded(ref):
         lane_dims=(-3, -2),
         vector_dim=-1,
     )
-    # jax 0.10 requires an index here.
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+    return hopper.load(ref, layout)
 
 
 def whole(x) -> Array:

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from ..layer.mosaic import swizzled
+from .. import hopper
+from ..hopper import load, swizzled
 from ..layer.mosaic_heads import layout_of_rows
 
 _ROWS = 64  # of a product
@@ -30,17 +31,14 @@ _WIDEST = 256  # of a row that is loaded at once
 
 def unsupported(x: Array, router: Array) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    return unsupported_arguments(x, router)
+    return hopper.unsupported() or unsupported_arguments(x, router)
 
 
 def unsupported_arguments(x: Array, router: Array) -> str | None:
     """Why no device can take these arguments, or None."""
     D, E = router.shape
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
+    if reason := hopper.unsupported_version():
+        return reason
     if x.dtype != jnp.bfloat16 or router.dtype != x.dtype:
         return f"needs rows and router in bfloat16, got {x.dtype} and {router.dtype}"
     if not len(x) or len(x) % _ROWS or D % _DEPTH or E not in (64, 128):
@@ -119,9 +117,9 @@ def _multiply(x, scale, router, out, rows, weights, parts, loaded):
         plgpu.copy_gmem_to_smem(router.at[at], weights.at[i], loaded.at[i])
     for i, at in enumerate(deep):
         plgpu.barrier_wait(loaded.at[i])
-        by = _loaded(scale.at[at], layout.reduce(0)).astype(jnp.float32) * x.shape[1] ** -0.5
+        by = load(scale.at[at], layout.reduce(0)).astype(jnp.float32) * x.shape[1] ** -0.5
         by = jax.lax.broadcast_in_dim(by, tile, [1])
-        rest = _loaded(rows.at[i], layout, optimized=True).astype(jnp.float32) * by
+        rest = load(rows.at[i], layout, optimized=True).astype(jnp.float32) * by
         for part in range(_PARTS):
             own = rest.astype(x.dtype)
             parts[i, part] = own
@@ -150,17 +148,17 @@ def _choose(parts, x, expert_scale, live, ids, weights, *, eps):
         return jax.lax.broadcast_in_dim(values, tile, [0])
 
     def square(start):
-        piece = _loaded(x.at[rows, pl.ds(start, width)], layout_of_rows(width)).astype(jnp.float32)
+        piece = load(x.at[rows, pl.ds(start, width)], layout_of_rows(width)).astype(jnp.float32)
         return piece * piece
 
     squares = functools.reduce(jnp.add, map(square, range(0, D, width)))
     factor = jax.lax.rsqrt(jnp.sum(squares, axis=1) / D + eps)
-    added = functools.reduce(jnp.add, [_loaded(parts.at[i, rows], layout) for i in range(splits)])
+    added = functools.reduce(jnp.add, [load(parts.at[i, rows], layout) for i in range(splits)])
     logits = added * across(factor)
     weight = jnp.exp(logits - across(jnp.max(logits, axis=1)))
     scores = weight / across(jnp.sum(weight, axis=1))
 
-    own = _loaded(expert_scale, layout.reduce(0)).astype(jnp.float32)
+    own = load(expert_scale, layout.reduce(0)).astype(jnp.float32)
     own = jax.lax.broadcast_in_dim(own, tile, [1])
     number = plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=layout)
     from_last = (E - 1) - number
@@ -173,12 +171,7 @@ def _choose(parts, x, expert_scale, live, ids, weights, *, eps):
         chosen.append((which, best, jnp.sum(jnp.where(mine, own, 0.0), axis=1)))
         scores = jnp.where(mine, -1.0, scores)
     total = functools.reduce(jnp.add, [best for _, best, _ in chosen])
-    is_live = _loaded(live.at[rows], layout.reduce(1)) != 0
+    is_live = load(live.at[rows], layout.reduce(1)) != 0
     for j, (which, best, factor) in enumerate(chosen):
         ids[rows, j] = jnp.where(is_live, which, E)
         weights[rows, j] = best / total * factor
-
-
-def _loaded(ref, layout, optimized=False):
-    # jax 0.10 requires an index here.
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]

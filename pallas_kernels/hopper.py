@@ -1,0 +1,52 @@
+"""What the Mosaic kernels share: the GPU that they need, its sizes, loads, rings, and swizzles."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 226 * 1024  # of 227 KiB; barriers need the rest
+
+
+def unsupported() -> str | None:
+    """Why no Mosaic kernel runs on this device, or None."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability != "9.0":
+        return "needs an NVIDIA GPU of the Hopper kind"
+    return None
+
+
+def unsupported_version() -> str | None:
+    """Why no Mosaic kernel runs with this JAX, or None."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs jax 0.11.2, got {jax.__version__}"
+    return None
+
+
+def load(ref: Any, layout: Any, optimized: bool = False) -> Array:
+    """A whole reference, in registers of this layout."""
+    # jax 0.10 requires an index here.
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def load_scales(ref: Any, axis: int, shape: tuple[int, int]) -> Array:
+    """Scales of rows (axis 0) or columns of a product, for each of its sums."""
+    scales = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
+    return jax.lax.broadcast_in_dim(scales, shape, [axis])
+
+
+def next_buffer(slot: Array, stages: int) -> Array:
+    """The next slot of a ring; a remainder would take some 40 instructions."""
+    return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
+
+
+def swizzled(width: int, dtype: jax.typing.DTypeLike):
+    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled."""
+    itemsize = jnp.dtype(dtype).itemsize
+    line = math.gcd(width, 128 // itemsize)
+    tiled = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
+    return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
