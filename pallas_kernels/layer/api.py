@@ -163,7 +163,7 @@ def qkv_matmul(
 
     Args:
         x: Rows; with an `Fp8Matrix` they are rounded to 8 bits if they are not yet.
-        dtype: Type of the rows that come out; None for that of `x`.
+        dtype: With an `Fp8Matrix`, the type of the rows that come out; None for that of `x`.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; at most 128 rows),
             or None for the faster one.
 

@@ -84,7 +84,7 @@ def gated_matmul(
 def gated(
     both: Float[Array, "... C 2 W"], activation: Activation = "silu"
 ) -> Float[Array, "... C*W"]:
-    """Activated gates times the others, gate and up in turns."""
+    """Activated gates times up; both are interleaved in groups of W columns."""
     out = ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
     return out.reshape(*both.shape[:-3], -1)
 

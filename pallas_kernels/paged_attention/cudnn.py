@@ -36,7 +36,7 @@ def attention(
     Z = k_pages.shape[2]
     keys = jnp.concatenate([_gather_pages(k_pages, page_table), k], axis=1)
     values = jnp.concatenate([_gather_pages(v_pages, page_table), v], axis=1)
-    if kv_scales is not None:  # powers of two: exact in 16 bits
+    if kv_scales is not None:  # powers of two: exact in bfloat16, whose range holds the products
         k_scale, v_scale = (own.astype(q.dtype)[None, None, :, None] for own in kv_scales)
         keys, values = keys.astype(q.dtype) * k_scale, values.astype(q.dtype) * v_scale
     visible = sees(mask, page_table, Z)

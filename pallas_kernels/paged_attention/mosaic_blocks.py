@@ -109,8 +109,8 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
 def tile_in(turn, first, last, stay):
     """The tile of rows of a turn; `first` and `last`: a block's place among `stay` from either end.
 
-    The longest contexts come first, so blocks take theirs there and back: who has the longest of
-    one turn has the shortest of the next.
+    Contexts are sorted, the longest first. Serpentine order balances them: the block with the
+    longest of one turn has the shortest of the next.
     """
     return turn * stay + jnp.where((turn & 1) == 0, first, last)
 
