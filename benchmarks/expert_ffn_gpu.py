@@ -27,7 +27,6 @@ import itertools
 import json
 import platform
 import statistics
-import subprocess
 import time
 
 import jax
@@ -35,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from routing_script import draw_ids
 
+from dllm_jax.bench.numbers import commit
 from dllm_jax.bench.profile import traced
 from dllm_jax.kernels.activation import ACTIVATIONS
 from dllm_jax.kernels.expert_ffn import grouped, mosaic, reference, tiles, triton
@@ -146,7 +146,8 @@ def truth(x, ids, weights, w_gate_up, w_down, *, activation="silu"):
     def of(e, w):
         if not isinstance(w, Fp8Experts):
             return w[e].astype(jnp.float32)
-        return jnp.moveaxis(w.values[e].astype(jnp.float32) * w.scales[e][..., None], -1, 0)
+        values = w.values[e][..., : w.depth].astype(jnp.float32)
+        return jnp.moveaxis(values * w.scales[e][..., None], -1, 0)
 
     def rounded(rows):
         if not isinstance(w_down, Fp8Experts):
@@ -367,14 +368,12 @@ def parse():
 def main():
     """Check, time, print, write."""
     args = parse()
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     report = {
         "command": "benchmarks/expert_ffn_gpu.py",
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "commit": args.commit or head,
+        "commit": args.commit or commit(),
         "layers": args.layers,
         "routing": args.routing,
         "rounds": args.rounds,

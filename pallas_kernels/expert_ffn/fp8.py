@@ -15,20 +15,27 @@ from jaxtyping import Array, Float
 
 from ..layer.fp8 import quantize
 
+_LINE = 128  # bytes that memory is read by
+
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Fp8Experts:
-    """Matrices [E K *N] of E experts as `values * scales`, the contracted axis last."""
+    """Matrices [E K *N] of E experts as `values * scales`, the contracted axis last.
 
-    values: Float[Array, "E *N K"]  # e4m3
+    Attributes:
+        depth: K. The stored axis may be longer: zeros fill its last line.
+    """
+
+    values: Float[Array, "E *N L"]  # e4m3
     scales: Float[Array, " E *N"]  # float32
+    depth: int = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrices they stand for: [E K *N]."""
-        experts, *outputs, depth = self.values.shape
-        return (experts, depth, *outputs)
+        experts, *outputs, _ = self.values.shape
+        return (experts, self.depth, *outputs)
 
     @property
     def dtype(self) -> Any:
@@ -38,8 +45,9 @@ class Fp8Experts:
     @property
     def flat(self) -> "Fp8Experts":
         """The same with one axis of outputs: [E K N]."""
-        E, K, *N = self.shape
-        return Fp8Experts(self.values.reshape(E, -1, K), self.scales.reshape(E, math.prod(N)))
+        E, _, *N = self.shape
+        values = self.values.reshape(E, -1, self.values.shape[-1])
+        return Fp8Experts(values, self.scales.reshape(E, math.prod(N)), self.depth)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -50,14 +58,25 @@ def quantize_experts(w: Float[Array, "E K *N"]) -> Fp8Experts:
 
     One expert after another: all of them in float32 would take four times the result.
     """
-    return Fp8Experts(*jax.lax.map(lambda one: quantize(jnp.moveaxis(one, 0, -1)), w))
+    depth = w.shape[1]
+
+    def one(matrix: Array) -> tuple[Array, Array]:
+        values, scales = quantize(jnp.moveaxis(matrix, 0, -1))
+        return _filled(values, -(-depth // _LINE) * _LINE if depth > _LINE else depth), scales
+
+    return Fp8Experts(*jax.lax.map(one, w), depth)
+
+
+def _filled(rows: Float[Array, "... K"], width: int) -> Float[Array, "... L"]:
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, width - rows.shape[-1]),))
 
 
 def products(
-    rows: Float[Array, "*E M K"], values: Float[Array, "*E N K"], scales: Float[Array, "*E N"]
+    rows: Float[Array, "*E M K"], values: Float[Array, "*E N L"], scales: Float[Array, "*E N"]
 ) -> Float[Array, "*E M N"]:
     """Rows, rounded to 8 bits, by the matrices of their experts; float32."""
     rounded, row_scales = quantize(rows)
+    rounded = _filled(rounded, values.shape[-1])
     batch = tuple(range(rows.ndim - 2))
     last = (rows.ndim - 1,)
     sums = jax.lax.dot_general(

@@ -176,10 +176,9 @@ def _sorted_rows(
     # Comparisons and sums, a fusion each: a sort or a running sum takes several launches.
     experts = jnp.arange(E, dtype=jnp.int32)
     counts = (ids[:, None, :] == experts[None, :, None]).sum(axis=2, dtype=jnp.int32)
-    count, before = counts.sum(axis=0, dtype=jnp.int32), ()
-    if chunks > 1:
-        earlier = jnp.tri(chunks, k=-1, dtype=bool)
-        before = (jnp.where(earlier[:, :, None], counts[None], 0).sum(axis=1, dtype=jnp.int32),)
+    earlier = jnp.tri(chunks + 1, chunks, k=-1, dtype=bool)  # the last line: all chunks
+    before = jnp.where(earlier[:, :, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
+    count = before[-1]
     below = experts[None] < jnp.arange(E + 1, dtype=jnp.int32)[:, None]
     first, first_tile = (
         jnp.where(below, -(-count[None] // size), 0).sum(axis=1, dtype=jnp.int32)
@@ -189,7 +188,7 @@ def _sorted_rows(
     places = T * k + min(T * k, E) * (_ALIGNED - 1) + tile_rows
     places = -(-places // _ALIGNED) * _ALIGNED
     place, tiles, rows, *scales = plgpu.kernel(
-        functools.partial(_place, has_before=bool(before), k=k, tile_rows=tile_rows),
+        functools.partial(_place, k=k, tile_rows=tile_rows),
         out_type=[
             jax.ShapeDtypeStruct((T, k), jnp.int32),
             jax.ShapeDtypeStruct((max_tiles(T * k, E, tile_rows), 3), jnp.int32),
@@ -199,7 +198,7 @@ def _sorted_rows(
         grid_names=("row",),
         kernel_name="expert_ffn_place",
         interpret=interpret,
-    )(x, ids, count, first, first_tile, *before)
+    )(x, ids, before, first, first_tile)
     return Fp8Rows(rows, *scales) if scales else rows, place, tiles, first_tile
 
 
@@ -209,9 +208,8 @@ def _rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]
     return [rows, jax.ShapeDtypeStruct((count,), jnp.float32)] if dtype == FP8 else [rows]
 
 
-def _place(x, ids, count, first, first_tile, *refs, has_before, k, tile_rows):
+def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, tile_rows):
     """One row: the places of its pairs, and the row at each of them."""
-    before, (place, tiles, rows, *scales) = refs[:has_before], refs[has_before:]
     row = jax.lax.axis_index("row")
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     chunk = jax.lax.div(row, number(_CHUNK))
@@ -222,12 +220,12 @@ def _place(x, ids, count, first, first_tile, *refs, has_before, k, tile_rows):
     values, *unit = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
     # What is read comes before what is written, so that nothing waits for memory in turn.
     experts = [ids[chunk, start + j] for j in range(k)]
-    routed = [(expert >= 0) & (expert < count.shape[0]) for expert in experts]
+    routed = [(expert >= 0) & (expert < before.shape[1]) for expert in experts]
     mine = [jnp.where(is_one, one, 0) for one, is_one in zip(experts, routed, strict=True)]
     begin = [first[one] * _ALIGNED for one in mine]
     tile = [first_tile[one] for one in mine]
-    length = [count[one] for one in mine]
-    rank = [sum(counted[chunk, one] for counted in before) for one in mine]
+    length = [before[before.shape[0] - 1, one] for one in mine]
+    rank = [before[chunk, one] for one in mine]
 
     # Sums of several pairs in one: a sum over threads takes as long as some 50 instructions.
     bits = ids.shape[1].bit_length()
@@ -331,6 +329,7 @@ def _product(
     What comes out before it is rounded to 8 bits has whole pairs of columns for every thread.
     """
     E, K = w.shape[:2]
+    K = w.values.shape[-1] if isinstance(w, Fp8Experts) else K
     N = math.prod(w.shape[2:]) // parts
     if isinstance(x, Fp8Rows):
         assert isinstance(w, Fp8Experts)

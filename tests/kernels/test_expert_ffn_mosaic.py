@@ -196,7 +196,9 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
     assert refused(x, real(8, 96, 2048)) == (
         "needs a model width that is a multiple of 128 and an inner one of 64, got D=2048 and F=96"
     )
-    small = Fp8Experts(real(8, 384, 128, dtype=jnp.float8_e4m3fn), real(8, 384, dtype="float32"))
+    small = Fp8Experts(
+        real(8, 384, 128, dtype=jnp.float8_e4m3fn), real(8, 384, dtype="float32"), 128
+    )
     assert refused(x, small) == (
         "needs a model width that is a multiple of 256 and an inner one of 64, got D=384 and F=128"
     )
