@@ -16,6 +16,7 @@ change. The JAX programs are written as `.mlir`, XLA's as `.hlo`.
 import argparse
 import collections
 import contextlib
+import functools
 import re
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ from dllm_jax.bench.step import PAGE, Shape, step_strategy
 from dllm_jax.cli.bench_step import shapes
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.loading.model import Model
+from dllm_jax.models import quantization as quantize
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
@@ -79,7 +81,12 @@ class Hopper:
 
 
 def shaped_device(
-    name: str, shape: Shape, context: int, prefill: int, place: Sharding | Split
+    name: str,
+    shape: Shape,
+    context: int,
+    prefill: int,
+    place: Sharding | Split,
+    quantization: quantize.Quantization = "none",
 ) -> ModelRunner:
     """An engine's device for one bucket each of decoding and prefill, without any arrays.
 
@@ -89,6 +96,12 @@ def shaped_device(
     parsed = parse_config(PUBLISHED[name], name=name)
     arch = arch_of(parsed.config)
     params = arch.param_shapes(parsed.config, jnp.bfloat16)
+    if quantization == "fp8":
+
+        def rounded(path: Any, leaf: Any) -> Any:
+            return jax.eval_shape(functools.partial(quantize.quantized, path), leaf)
+
+        params = jax.tree_util.tree_map_with_path(rounded, params)
     split = place if isinstance(place, Split) else None
     if split is not None:
         params = jax.eval_shape(lambda tree: fitted(tree, parsed.config, split.num_parts), params)
@@ -136,6 +149,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=64, help="tokens of a pass")
     parser.add_argument("--tp", type=int, default=1, help="devices that share the model")
+    parser.add_argument("--quantization", choices=quantize.QUANTIZATIONS, default="none")
     parser.add_argument("--only", help="programs whose name begins so, e.g. decode")
     parser.add_argument("--out", type=Path, required=True, help="folder for the texts")
     args = parser.parse_args()
@@ -149,7 +163,10 @@ def main() -> None:
     if args.tp > 1:
         place = Split(Mesh(np.array(topology.devices), ("tp",)))
     devices = [
-        (shape, shaped_device(args.model, shape, args.context, args.prefill, place))
+        (
+            shape,
+            shaped_device(args.model, shape, args.context, args.prefill, place, args.quantization),
+        )
         for shape in args.shapes
     ]
     args.out.mkdir(parents=True, exist_ok=True)
