@@ -138,21 +138,35 @@ def measure(report, model, slots, early_slots, tokens, profiled):
                 launches(report, count, functools.partial(call, count, canvas), one_nfe)
 
 
-def launches(report, slots, run, steps, shown=70):
-    """Where the time of a call with a prefill and so many steps goes, kernel by kernel."""
+def launches(report, slots, run, steps, shown=70, waits=12):
+    """Where the time of a call with a prefill and so many steps goes, kernel by kernel.
+
+    `waits` are the times between two launches in which nothing ran, by the two kernels' names.
+    """
     spent, count = collections.defaultdict(float), collections.Counter()
-    for event in profile.traced(run).events:
+    idle, times = collections.defaultdict(float), collections.Counter()
+    end = last = None
+    for event in sorted(profile.traced(run).events, key=lambda event: event.start_ns):
         # A fusion has a number of its own in each layer.
-        name = re.sub(r"[_.]?\d+$", "", event.name)
+        name = re.sub(r"[_.]?\d+$", "", event.name)[:60]
         spent[name] += event.duration_ns
         count[name] += 1
+        if end is not None and event.start_ns > end:
+            idle[last, name] += event.start_ns - end
+            times[last, name] += 1
+        end, last = max(end or 0, event.start_ns + event.duration_ns), name
     report.add(
         profile=f"{slots} slots: prefills and a canvas each",
         steps=steps,
         total_ms=sum(spent.values()) / 1e6,
+        idle_ms=sum(idle.values()) / 1e6,
         kernels=[
-            {"name": name[:90], "ms": round(ns / 1e6, 3), "calls": count[name]}
+            {"name": name, "ms": round(ns / 1e6, 3), "calls": count[name]}
             for name, ns in sorted(spent.items(), key=lambda pair: -pair[1])[:shown]
+        ],
+        waits=[
+            {"behind": pair[0], "before": pair[1], "ms": round(ns / 1e6, 3), "times": times[pair]}
+            for pair, ns in sorted(idle.items(), key=lambda pair: -pair[1])[:waits]
         ],
     )
 
@@ -201,6 +215,7 @@ def main():
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--quantization", choices=["none", "fp8"])
     parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
+    parser.add_argument("--engines", nargs="+", default=["few", "alone", "many"])
     parser.add_argument("--profile", action="store_true", help="of 1 slot, kernel by kernel")
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a text")
     args = parser.parse_args()
@@ -219,13 +234,14 @@ def main():
     jax.block_until_ready(model.params)
     report.add(load_s=report.seconds, peak_gb=peak_gb())
     engines = {
-        "few slots": {"slots": tuple(n for n in args.slots if n <= EARLY), "early_slots": EARLY},
-        "stored alone": {"slots": ALONE, "early_slots": 0},
-        "many slots": {"slots": tuple(n for n in args.slots if n > EARLY), "early_slots": EARLY},
+        "few": {"slots": tuple(n for n in args.slots if n <= EARLY), "early_slots": EARLY},
+        "alone": {"slots": ALONE, "early_slots": 0},
+        "many": {"slots": tuple(n for n in args.slots if n > EARLY), "early_slots": EARLY},
     }
+    engines = {name: engines[name] for name in args.engines}
     for name, engine in engines.items():
         if engine["slots"] and not report.is_late(name):
-            profiled = args.profile and name != "stored alone"
+            profiled = args.profile and name != "alone"
             measure(report, model, **engine, tokens=args.tokens, profiled=profiled)
     if not report.is_late("experts touched"):
         report.add(experts_touched=touched(model))
