@@ -36,7 +36,7 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k, top_p: Keep the k most probable ids (None, 0 and -1: all); the fewest ids that hold
             probability p.
-        seed: Of sampling; None draws from the engine's own seed and the submission number.
+        seed: Seed of sampling; None: made of the engine's seed and the submission number.
         stop: Strings that end the text; they are not part of it.
         stop_token_ids: Ids that end the text beside the model's own.
         ignore_eos: Leave the model's own stop ids out.
@@ -113,8 +113,8 @@ class Request:
         stream: Report it whenever it moved, not only when it ended.
         denoise: Report the provisional window as well (one step a dispatch while it runs).
         suffix_token_ids: Ids behind the `max_tokens` tokens to be written, -1 for one more of
-            them: the text then ends with the last of these, and what is given before it is part of
-            it (strategies with the prompt in the window).
+            them: the text then ends with the last of these, and ids given before it are part of it
+            (strategies that take text behind holes, `Needs.takes_given`).
         grammar: The automaton of `params.constraint`; `LLM` puts it there.
     """
 
@@ -152,7 +152,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class DraftMetrics:
-    """How drafts fared where one model verifies the drafts of another.
+    """Acceptance of drafts, where one model verifies those of another.
 
     Only drafts that could be emitted count: not those past the limit or behind an emitted stop id,
     and not rounds without a draft. Metrics of several texts add.
@@ -208,20 +208,20 @@ class DraftMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """What a text cost.
+    """Counts and times of a request.
 
     Attributes:
         nfe: Forwards after prefill in which it took part, over all its sequences.
         prefill_nfe: Prefill passes, recomputation after preemption included.
         cached_tokens: Prompt tokens found in the prefix cache when first admitted.
         num_preemptions: How often it lost its slot.
-        tokens_per_forward: Visible tokens / nfe; what was given between holes is none.
+        tokens_per_forward: Visible tokens / nfe; tokens given between holes do not count.
         ttfb_s: Seconds from `add` to the first committed block, or to the end if none committed.
         e2e_s: Seconds from `add`.
         prompt_cached_tokens: `cached_tokens` of the first sequence alone: never more than the
             prompt has, however large `n` is.
         queue_s: Seconds from `add` to the first slot; None if it never had one.
-        draft: How drafts fared, all its sequences together; None without a drafting strategy, and
+        draft: Acceptance of drafts over all its sequences; None without a drafting strategy, and
             before the first of its steps was read.
         trajectory: Where `LLM.generate` was asked for it, an event for each forward and text, as
             `stream(events="denoise")` gives them; they join to the texts.
@@ -246,14 +246,14 @@ class CompletionOutput:
 
     Attributes:
         text: What is settled so far; never part of a stop string, never half a character.
-        token_ids: Settled ids; ends before the first stop id that was written, never longer than
-            `max_tokens` and what a suffix puts between holes.
+        token_ids: Settled ids, up to the first stop id that was written; at most `max_tokens` and
+            the ids given between holes.
         finish_reason: None while it runs.
         window: The provisional window behind the settled tokens, None for a hole (denoise only).
         stop_reason: The stop string, or the one of `stop_token_ids`, that ended it; None for the
             model's own end; "nfe", "repetition" or "deadline" for a limit.
-        constraint_met: Whether the whole text is one of the request's grammar; None without one,
-            and while it runs.
+        constraint_met: Whether the text is complete and matches the request's constraint; None
+            without one, and while it runs.
     """
 
     index: int
