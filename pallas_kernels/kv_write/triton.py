@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
+from .. import triton_offsets
+
 _ROWS = 8  # of a program
 _ARRAYS = 8  # of a program: loads in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
@@ -35,7 +37,7 @@ def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
         return f"needs a head size that is a power of two, got {H}"
     if any(mine.shape != pages[0].shape or mine.dtype != pages[0].dtype for mine in pages):
         return "needs pages of one shape and type in every layer"
-    return None
+    return triton_offsets.unsupported(pages[0])
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
+from .. import triton_offsets
 from .mask import WindowMask, facts
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
@@ -70,7 +71,7 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a head size that is a power of two from {_LEAST_SIDE} to 256, got {H}"
     if Z & (Z - 1) or Z < _LEAST_SIDE:
         return f"needs a page size that is a power of two from {_LEAST_SIDE} up, got {Z}"
-    return None
+    return triton_offsets.unsupported(k_pages)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tiling", "interpret"))  # traced once

@@ -133,6 +133,9 @@ def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
     with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
         write_rows(*given, implementation="triton")
     assert "got 24" in str(why((jnp.ones((2, 1, 8, 24)),), PAGE))
+    large = functools.partial(jax.ShapeDtypeStruct, (2**22 + 1, 4, 1, 128))  # more than 2**31
+    assert "2 to 4 GiB" in str(why((large(jnp.float8_e4m3fn),), PAGE))
+    assert why((large(jnp.bfloat16),), PAGE) is None
     if jax.__version_info__ >= (0, 11, 2):
         why = mosaic.unsupported_arguments
         assert "multiple of 128, got 16" in str(why(pages, PAGE))

@@ -289,6 +289,10 @@ def test_paged_attention_refuses_what_it_cannot_do():
     assert refused(q, pages) is None
     assert "head size that is a power of two from 16 to 256, got 12" in refused(q[..., :12], pages)
     assert "page size that is a power of two from 16 up, got 8" in refused(q, pages[:, :, :8])
+    large = jax.ShapeDtypeStruct((2**21, 1, 16, 128), jnp.float8_e4m3fn)  # 4 GiB
+    assert "2 to 4 GiB" in refused(q, large)
+    larger = jax.ShapeDtypeStruct((2**22, 1, 16, 128), jnp.float8_e4m3fn)  # offsets of 64 bits
+    assert refused(q, larger) is None
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton, one tile"])
