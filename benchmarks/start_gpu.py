@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -65,6 +66,7 @@ class Clock:
             lambda: dict.fromkeys(("count", *EVENTS.values()), 0)
         )
         self.num_from_folder = 0
+        self.waits_s = 0.0  # of the thread that runs programs, for compiling
         self.end("interpreter_s")
 
     def end(self, stage):
@@ -84,6 +86,7 @@ class Clock:
             name = str(layout.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
             self.programs[name][EVENTS[event]] += seconds
             self.programs[name]["count"] += EVENTS[event] == "load_s"
+            self.waits_s += seconds * (threading.current_thread().name == "dllm-device")
 
     def _happened(self, event, **_):
         self.num_from_folder += event == FROM_FOLDER
@@ -99,6 +102,7 @@ class Clock:
             "stages": self.stages,
             "num_programs": sum(row["count"] for row in rows),
             "num_from_folder": self.num_from_folder,
+            "waits_s": self.waits_s,
             "programs": sorted(rows, key=lambda row: -sum(row[key] for key in EVENTS.values())),
         }
 
@@ -210,7 +214,7 @@ def ready(name, slots, wait_s, is_warm):
     result["behind"] = {"calls": len(calls), "longest_call_s": max(calls, default=0.0)}
     result["behind"]["longest_step_s"] = max(steps[1:])
     result["behind_programs"] = clock.result()
-    say(json.dumps(result["behind"]))
+    say(json.dumps(result["behind"] | {"waits_s": result["behind_programs"]["waits_s"]}))
     result["late_compiles"] = engine.stats().num_late_compiles
     steps.clear()
     after = [call() for _ in range(9)]
