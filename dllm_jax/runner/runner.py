@@ -397,6 +397,8 @@ class ModelRunner:
             kernels = grammar_path.choose() if split is None else None  # of one device alone
             size = self._programs.spec.vocab_size
             now = grammars.empty(self.layout.num_slots, sizes, size, kernels)
+            if self._home is not None:
+                now = jax.device_put(now, self._home)
         now = grammars.grown(now, sizes)
         if split is not None:
             now = split.everywhere(now)
@@ -834,15 +836,17 @@ def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[A
 
 
 def _home(of: Programs) -> Any:
-    """Where weights are that are committed to one device, and with them all that is computed.
+    """The device that everything is committed to; None where several share the model.
 
     JAX compiles a program again for arguments that are committed where those it was lowered from
-    were not.
+    were not. A program with exported kernels returns committed ones, whatever it was given.
     """
     if of.model.split is not None:
         return None
     leaves = jax.tree.leaves((of.model.params, [other.params for other in of.aux.values()]))
-    places = (leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    arrays.sort(key=lambda leaf: not leaf.committed)
+    places = (leaf.sharding for leaf in arrays)
     return next((one for one in places if isinstance(one, SingleDeviceSharding)), None)
 
 

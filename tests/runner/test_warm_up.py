@@ -27,6 +27,7 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.loading import jax_settings
+from dllm_jax.models import dense
 from dllm_jax.runner import behind, buckets, start, timing, warmup
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.timing import MeasuredCost, calibrate
@@ -120,11 +121,24 @@ def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     assert compiled, "the listener hears"
 
 
-def test_weights_on_a_device_that_was_named_compile_nothing_twice(compiled):
-    """Random models, and whatever went through `jax.device_put`."""
+def _exported_embed(params, cfg, ids):
+    """As kernels are on a GPU: what comes out of a program with such a call is committed."""
+    rows = dense.embed(params, cfg, ids)
+    given = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    return jax.export.export(jax.jit(lambda rows: rows))(given).call(rows)
+
+
+@pytest.mark.parametrize("what", ["weights", "kernels"])
+def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
+    """Weights that went through `jax.device_put`, or results of exported kernels."""
     model = models.plain(shift=True)  # its prefill leaves a row, which `begin` takes
-    model = model.replace(params=jax.device_put(model.params, jax.devices()[0]))
-    sizes = dataclasses.replace(SMALL, max_model_len=56, slot_buckets=(3,))
+    if what == "weights":
+        model = model.replace(params=jax.device_put(model.params, jax.devices()[0]))
+    else:
+        arch = dataclasses.replace(model.arch, embed=_exported_embed)
+        model = model.replace(arch=arch, params=jax.device_put(model.params))
+    longest = {"weights": 56, "kernels": 57}[what]  # sizes no other test has
+    sizes = dataclasses.replace(SMALL, max_model_len=longest, slot_buckets=(3,))
     made = buckets.make_layout(model, STRATEGY, {}, sizes)
     made = ModelRunner(model, split_knobs(STRATEGY)[0], {}, made, allocate=False)
     compiled.clear()
