@@ -321,7 +321,7 @@ def gaps(runs: list[Arrivals]) -> dict[str, Any]:
 
     The first of each is left out: prompts are still read then.
     """
-    before, after = [], []
+    before, after, began = [], [], []
     for arrivals, came, ended in runs:
         for times in arrivals:
             for one, next_one in itertools.pairwise(times[1:]):
@@ -329,12 +329,15 @@ def gaps(runs: list[Arrivals]) -> dict[str, Any]:
                     before.append(1e3 * (next_one - one))
                 elif next_one <= ended:
                     after.append(1e3 * (next_one - one))
+                    began.append(one - came)
     measured = {"before": _spread(before), "after": _spread(after)}
     measured["late_s"] = [ended - came for _, came, ended in runs]
     if before and after:
         # A round may end no token that can be shown: some gaps are two rounds long.
         most = 1.5 * measured["after"]["p50"]
-        measured["long_share_after"] = sum(one > most for one in after) / len(after)
+        long = [at for at, one in zip(began, after, strict=True) if one > most]
+        measured["long_share_after"] = len(long) / len(after)
+        measured["long_began_s"] = sorted(long)  # since the long prompt came
         names = ("mean", "p50", "p90", "p99")
         measured["rise"] = {n: measured["after"][n] / measured["before"][n] for n in names}
     return measured

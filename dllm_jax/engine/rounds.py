@@ -2,8 +2,9 @@
 
 A piece of prefill may cost nearly as much as the decode steps beside it, so a long prompt at most
 doubles the time of a step. Where no client streams, that share holds for each waiting prompt: the
-sooner all of them decode, the fewer rounds run half empty. `runner.cost` predicts seconds; without
-it, rounds are sized by tokens.
+sooner all of them decode, the fewer rounds run half empty. Where one does, it holds once for as
+many waiting prompts as texts decode: few do not hold many up. `runner.cost` predicts seconds;
+without it, rounds are sized by tokens.
 """
 
 import dataclasses
@@ -208,10 +209,10 @@ class Budget:
     ):
         layout = scheduler.layout
         self._scheduler, self._cost = scheduler, cost
-        shares = 1
+        shares = len(scheduler.live) - len(decoding)
         requests = [sequence.owner.request for sequence in scheduler.live]
-        if not any(request.stream or request.denoise for request in requests):
-            shares = len(scheduler.live) - len(decoding)
+        if any(request.stream or request.denoise for request in requests):
+            shares = max(1, shares // len(decoding)) if decoding else 1
         largest = layout.prefill_buckets[-1]
         self._tokens = max(PREFILL_ALONE, shares) * largest
         self._seconds = None

@@ -413,12 +413,14 @@ def test_a_budget_beside_decoding_is_what_its_steps_take(host: ModuleType) -> No
     assert spent.take(sequence, forced=False) is None
 
 
-def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: ModuleType) -> None:
-    def tokens(cost: Any, watched: bool, **layout: Any) -> int:
-        """What three prompts get beside a decoding row and two of its steps."""
-        sizes = {"num_slots": 4, "slot_buckets": (1, 4), "num_pages": 60}
+def test_each_waiting_prompt_has_a_budget_where_nobody_watches_or_few_decode(
+    host: ModuleType,
+) -> None:
+    def tokens(cost: Any, watched: bool, num_decoding: int = 1, **layout: Any) -> int:
+        """What three prompts get beside decoding rows and two of their steps."""
+        sizes = {"num_slots": 5, "slot_buckets": (1, 5), "num_pages": 60}
         books = Books(host, prefill_buckets=(4,), **sizes, **layout)
-        decoding = [books.run([5] * 4, max_tokens=8)]
+        decoding = [books.run([5] * 4, max_tokens=8) for _ in range(num_decoding)]
         for first in (2, 3, 4):
             books.add(range(first, first + 36), denoise=watched and first == 4)
         waiting = books.scheduler.admit()
@@ -430,8 +432,10 @@ def test_each_waiting_prompt_has_a_budget_where_nobody_watches(host: ModuleType)
     # One budget is a little more than what 4 tokens over 2 columns take.
     for cost in (Cost(12.1 / (4 + 1) / (4 + 2) / host.rounds.BESIDE, 1.0), None):
         assert tokens(cost, watched=False) == 12
-        assert tokens(cost, watched=True) == 4
+        assert tokens(cost, watched=True) == 12  # one that decodes does not hold three up
         assert tokens(cost, watched=False, max_num_batched_tokens=8) == 8
+    assert tokens(None, watched=False, num_decoding=2) == 12
+    assert tokens(None, watched=True, num_decoding=2) == 4
 
 
 # --- growing and giving way -----------------------------------------------------------------------
