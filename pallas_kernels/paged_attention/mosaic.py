@@ -130,7 +130,7 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
     )
     is_shared = is_cluster and interpret is None and holds_parts(q, tiling)
     outputs = (whole,) if splits == 1 or is_shared else (whole, *parts) if is_cluster else parts
-    swizzled = _swizzled(q.dtype)
+    swizzled = hopper.swizzled(H, q.dtype)
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
     piece = piece_of(tiling)
     loads = piece // min(piece, Z, math.gcd(T, piece))  # boxes of the smallest kind in a piece
@@ -151,7 +151,7 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
         scratch["rows_used"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
     for name in ("k_8", "v_8") if tiling.staged else ():
         shape = (tiling.staged, piece, H)
-        scratch[name] = plgpu.SMEM(shape, k.dtype, transforms=_swizzled(k.dtype, H))
+        scratch[name] = plgpu.SMEM(shape, k.dtype, transforms=hopper.swizzled(H, k.dtype))
         scratch[f"{name}_in"] = plgpu.Barrier(num_barriers=tiling.staged, num_arrivals=loads)
     if tiling.ping_pong and consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
@@ -206,14 +206,6 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
     rows = _merge(*out).astype(q.dtype)[:, : n * T]
     rows = rows.reshape(B, G, T // chunk, n, chunk, H)
     return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
-
-
-def _swizzled(dtype, width=128):
-    """How rows lie in shared memory for products and TMA: 8 rows of 128 bytes, swizzled."""
-    itemsize = jnp.dtype(dtype).itemsize
-    line = min(width * itemsize, 128)
-    tiled = plgpu.TilingTransform((8, line // itemsize))  # pyright: ignore[reportAbstractUsage]
-    return tiled, plgpu.SwizzleTransform(line)  # pyright: ignore[reportAbstractUsage]
 
 
 def _merge(out: Float[Array, "X S W R H"], log_mass: Float[Array, "X S W R"]) -> Array:

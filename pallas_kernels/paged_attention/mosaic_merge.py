@@ -16,15 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from ..hopper import load
+from ..hopper import load, swizzled
 
 SWIZZLE = 32  # bytes of a row of 8 columns in float32, the fewest that a block takes
 
 
 def part_transforms():
     """How a part's columns lie in shared memory: 8 rows of 32 bytes, swizzled."""
-    tiled = plgpu.TilingTransform((8, SWIZZLE // 4))  # pyright: ignore[reportAbstractUsage]
-    return tiled, plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+    return swizzled(SWIZZLE // 4, jnp.float32)
 
 
 def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -> Array:

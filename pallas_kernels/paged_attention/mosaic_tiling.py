@@ -10,11 +10,11 @@ from typing import Any
 
 from jaxtyping import Array
 
+from ..hopper import MULTIPROCESSORS
 from .mosaic_merge import SWIZZLE
 from .mosaic_tiles import ROWS, piece_of
 
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
-_MULTIPROCESSORS = 132
 # What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
 # of head size 128 in tiles of 64 or 128, by one and by two warpgroups; what each block of threads
 # costs beside, and each way to merge: a cluster's takes as long for each warpgroup of a block. The
@@ -103,7 +103,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     def microseconds(tiling):
         programs = B * G * -(-warpgroups // tiling.row_groups)
         splits = tiling.splits
-        at_once = _CLUSTERS[splits] if tiling.is_cluster else _MULTIPROCESSORS / splits
+        at_once = _CLUSTERS[splits] if tiling.is_cluster else MULTIPROCESSORS / splits
         tile_us = _TILE_US[tiling.row_groups, tiling.keys] * H / 128
         longest = -(-tiles // tiling.parts) * tile_us + _BLOCK_US
         merge = _CLUSTER_US * tiling.consumers if tiling.is_cluster else _XLA_US
@@ -121,11 +121,11 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         items = G * -(-warpgroups // tiling.row_groups)
         if B == 1 or not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
             return 0
-        if B * items < _MULTIPROCESSORS - 4:  # fewer blocks than multiprocessors
+        if B * items < MULTIPROCESSORS - 4:  # fewer blocks than multiprocessors
             return 0
         most = page_table.shape[1] * Z
         # The longest are split in any case, as one may be alone with many short ones.
-        return min(B * items * most * 5 // (16 * _MULTIPROCESSORS), most * 3 // 4)
+        return min(B * items * most * 5 // (16 * MULTIPROCESSORS), most * 3 // 4)
 
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
@@ -159,7 +159,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
         return best
     for least, keys in _STAYING[best.consumers]:
         if blocks >= least:
-            in_turns = {"resident": _MULTIPROCESSORS, "ping_pong": best.consumers == 2}
+            in_turns = {"resident": MULTIPROCESSORS, "ping_pong": best.consumers == 2}
             rings = buffers(keys, H, is_8_bit)
             return dataclasses.replace(best, keys=keys, **rings, **in_turns)
     return best
