@@ -105,7 +105,7 @@ def _limited() -> Iterator[None]:
 
 def _plain(value: Any) -> Any:
     """A copy in JSON's types: methods of other objects may do anything."""
-    return json.loads(json.dumps(value, default=_as_json))
+    return json.loads(_ENCODER.encode(value))
 
 
 def _as_json(value: Any) -> Any:
@@ -115,6 +115,9 @@ def _as_json(value: Any) -> Any:
         if callable(made := getattr(value, name, None)) and not hasattr(value, "__len__"):
             return made()
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
+
+
+_ENCODER = json.JSONEncoder(default=_as_json)  # `json.dumps` would make one each time
 
 
 def _schema(tool: Any) -> Any:
