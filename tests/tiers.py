@@ -152,7 +152,7 @@ SLOW = {
     "bench/test_bench_step.py": "several_devices",
     "benchmarks/test_fp8_gpu.py": "every_part",
     "benchmarks/test_routing_script.py": "counted",
-    "cli/test_cli_bench.py": "fixed_canvases",
+    "cli/test_cli_bench.py": "fixed_canvases|throughput_of_fixed",
     "cli/test_cli_generate.py": "prompt_file",
     "cli/test_cli_verbs.py": "users_settings",
     "convert/test_convert_memory.py": "peak_is",
@@ -172,7 +172,7 @@ SLOW = {
     "models/test_family_decode.py": "llada2_2",
     "models/test_family_logits.py": "bfloat16",
     "models/test_sharding.py": r"llada2-4|dream-8|(part_by_part|last_bit_alone)[^\[]*\[2",
-    "project/test_packaging.py": "source_distribution",
+    "project/test_packaging.py": "source_distribution|top_level_names|same_name",
     "runner/test_engine_device.py": r"chunkings.*speculate|nothing_compiles.*shifted"
     r"|buckets_change|order.*\[(block_diff|full_seq)"
     r"|every_fetch.*\[d2f_grid|fill_a_bucket_up.*\[d2f",
@@ -201,6 +201,10 @@ SLOW = {
     "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["
     r"|drafts|compiles_nothing|of_a_plan|of_one_prompt|batch\[(?!0.0-0)",
     "structured/test_holes.py": r"they_need\[(ar|full)|across_given",
+    "project/test_readme.py": "other_commands",
+    "project/test_docs.py": r"blocks_run\[docs/(serving|structured)",
+    "cli/test_builtin.py": "drafted_texts",
+    "api/test_threads.py": "spawned_child",
 }
 
 # What depends on the version of JAX: the only tests that CI runs under its older Python too, the
