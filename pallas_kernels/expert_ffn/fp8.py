@@ -64,7 +64,8 @@ def quantize_experts(w: Float[Array, "E K *N"]) -> Fp8Experts:
         values, scales = quantize(jnp.moveaxis(matrix, 0, -1))
         return _filled(values, -(-depth // _LINE) * _LINE if depth > _LINE else depth), scales
 
-    return Fp8Experts(*jax.lax.map(one, w), depth)
+    values, scales = jax.lax.map(one, w)
+    return Fp8Experts(values, scales, depth)
 
 
 def _filled(rows: Float[Array, "... K"], width: int) -> Float[Array, "... L"]:
