@@ -180,7 +180,7 @@ SLOW = {
     "runner/test_no_copies.py": r"bfloat16\[speculate|choice_among_widths"
     r"|dense_run\[(?!dflash|canvas|block_c)",
     "runner/test_several_devices.py": r"users_mesh|vmap|canvases"
-    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)-(2|8)"
+    r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)"
     r"|soft_parallel|dmax|d2f_whole|letter.*experts|device\[(edit|full_sequence)\]",
     "serve/test_client_traps.py": "twin",
     "serve/test_server.py": "any bytes",
@@ -229,7 +229,7 @@ VERSIONS = (
 )
 VERSIONS_LONG = {
     "runner/test_no_copies.py": "engine_work",
-    "runner/test_several_devices.py": r"one_device\[(experts|in_8)|reductions|to_the_letter",
+    "runner/test_several_devices.py": "reductions",
     "strategies/test_by_class.py": "adopted",
     "strategies/test_shards.py": "",
     "training/test_training_loop.py": "",

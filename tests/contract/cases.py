@@ -375,7 +375,6 @@ SWIFT = (
     "full_sequence",
     "canvas",
     "dflash",
-    "diffusion_gemma",
 )
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {

@@ -1,8 +1,9 @@
 """One of two processes of two CPU devices each that share a toy model; see `test_hosts.py`.
 
-    python -m tests.runner.one_of_several RANK PORT FOLDER
+    python -m tests.runner.one_of_several RANK PORT FOLDER [all]
 
 Rank 0 prints a JSON line a part, and waits for a line before the last one. Snapshots go to FOLDER.
+With `all` automata and labels are among the parts.
 """
 
 import json
@@ -18,7 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 
 
-def main(rank, port, folder):
+def main(rank, port, folder, *every):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
@@ -34,7 +35,8 @@ def main(rank, port, folder):
 
     model = place(models.plain(), over_devices(4))
     llm = dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False, progress=False)
-    print(json.dumps({"texts": texts(llm), "labels": labels(llm)}), flush=True)
+    found = {"texts": texts(llm, bool(every)), "labels": labels(llm) if every else None}
+    print(json.dumps(found), flush=True)
 
     prompts, params = requests()
     saver = snapshots.snapshot_saver(model, llm.strategy, CONFIG, Path(folder))

@@ -64,11 +64,11 @@ def requests():
     return prompts, params
 
 
-def texts(llm):
+def texts(llm, with_automata):
     """Ids, reasons and forwards of `requests`, and of two texts that keep to automata."""
     every = [Request(prompt_token_ids=p, params=q) for p, q in zip(*requests(), strict=True)]
     never = (models.MASK, models.PADDED)
-    for seed, temperature in ((0, 0.0), (1, 1.0)):
+    for seed, temperature in ((0, 0.0), (1, 1.0)) if with_automata else ():
         toy = random_toy(np.random.default_rng(seed), models.VOCAB, 5, never, states=6, classes=5)
         room = int(toy.distance[toy.start]) + 4
         params = dj.SamplingParams(
@@ -80,7 +80,7 @@ def texts(llm):
         ids = [inbox.add(request) for request in every]
         outputs = {output.request_id: output for output in inbox}
     last = [outputs[one] for one in ids]
-    assert [one.outputs[0].constraint_met for one in last[-2:]] == [True, True]
+    assert all(one.outputs[0].constraint_met for one in last[len(requests()[0]) :])
     return [[o.outputs[0].token_ids, o.outputs[0].finish_reason, o.metrics.nfe] for o in last]
 
 
@@ -95,31 +95,35 @@ def free_port():
         return server.getsockname()[1]
 
 
-def test_two_processes_give_the_texts_of_one_device_and_a_dead_one_is_named(tmp_path):
+@pytest.mark.parametrize("more", [(), pytest.param(("all",), marks=pytest.mark.slow)])
+def test_two_processes_give_the_texts_of_one_device_and_a_dead_one_is_named(more, tmp_path):
     command = [sys.executable, "-m", "tests.runner.one_of_several"]
     port = str(free_port())
     how: Any = {"text": True, "cwd": ROOT, "stdout": subprocess.PIPE, "env": ENV}
     with (
-        subprocess.Popen([*command, "0", port, tmp_path], stdin=subprocess.PIPE, **how) as leader,
-        subprocess.Popen([*command, "1", port, tmp_path], **how) as follower,
+        subprocess.Popen(
+            [*command, "0", port, tmp_path, *more], stdin=subprocess.PIPE, **how
+        ) as leader,
+        subprocess.Popen([*command, "1", port, tmp_path, *more], **how) as follower,
     ):
         ends = threading.Timer(500, lambda: (leader.kill(), follower.kill()))
         ends.start()
         try:
-            _compared(leader, follower, tmp_path)
+            _compared(leader, follower, tmp_path, bool(more))
         finally:
             leader.kill()
             follower.kill()
             ends.cancel()
 
 
-def _compared(leader: Any, follower: Any, folder: Path) -> None:
+def _compared(leader: Any, follower: Any, folder: Path, with_all: bool) -> None:
     lines = (json.loads(line) for line in leader.stdout if line.startswith("{"))
     with dj.LLM(models.plain(), STRATEGY, config=CONFIG, warm_up=False, progress=False) as llm:
-        wanted, probabilities = texts(llm), labels(llm)
+        wanted, probabilities = texts(llm, with_all), labels(llm) if with_all else None
     found = next(lines)
     assert found["texts"] == wanted
-    np.testing.assert_allclose(found["labels"], probabilities, rtol=1e-5, atol=1e-5)
+    if with_all:
+        np.testing.assert_allclose(found["labels"], probabilities, rtol=1e-5, atol=1e-5)
     second = next(lines)
     _assert_replayed(folder, wanted[1][0])
     assert second["stream"] == wanted[0][0]
