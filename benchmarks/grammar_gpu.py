@@ -3,7 +3,7 @@
     python benchmarks/grammar_gpu.py parts --out parts.json
     python benchmarks/grammar_gpu.py steps --model random:JetLM/SDAR-8B-Chat --shapes 1x4x32
 
-`parts` checks the kernels against XLA's form and times both. `steps` runs the same engine with no
+`parts` checks the kernels against XLA's form and times them. `steps` runs the same engine with no
 slot constrained and with all of them, in bare device loops of one process, by turns. `--smoke`
 shrinks the parts for a CPU.
 """
@@ -25,13 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.kernels import grammar_path
-from dllm_jax.kernels.token_readout import api as readouts
 
 NEVER = -1e9
 
 
-def timed(fn, *args, count=30, repeats=5):
-    """Milliseconds of a call within a loop on the device, the median, and its output."""
+def timed(fn, *args, count=30, repeats=5, together=None):
+    """Milliseconds of a call within a loop on the device: the median."""
 
     @jax.jit
     def loop(count, args):
@@ -43,67 +42,83 @@ def timed(fn, *args, count=30, repeats=5):
 
         return jax.lax.fori_loop(0, count, body, jnp.float32(0.0))
 
-    out = jax.block_until_ready(jax.jit(fn)(*args))
     found = []
     few, many = 3, 3 + count
     jax.block_until_ready((loop(few, args), loop(many, args)))
     for _ in range(repeats):
-        walls = []
-        for number in (few, many):
-            began = time.perf_counter()
-            jax.block_until_ready(loop(number, args))
-            walls.append(time.perf_counter() - began)
+        with alone(together):
+            walls = []
+            for number in (few, many):
+                began = time.perf_counter()
+                jax.block_until_ready(loop(number, args))
+                walls.append(time.perf_counter() - began)
         found.append((walls[1] - walls[0]) / count * 1e3)
-    return statistics.median(found), out
+    return statistics.median(found)
+
+
+@contextlib.contextmanager
+def alone(together):
+    """No other process that was told of the folder is here."""
+    if together is None:
+        yield
+        return
+    with open(Path(together.rsplit(":", 1)[0], "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # --- parts ----------------------------------------------------------------------------------------
 
 
 def parts(args, say):
-    """Each kernel against XLA's form, bit for bit, and the times of both."""
+    """Each kernel against plain JAX, the plans bit for bit, and times."""
     from dllm_jax.kernels.token_readout import IdClasses, class_readout, token_readout
     from dllm_jax.runner import grammars
     from dllm_jax.strategies.core import constraint
 
-    V, D = (3000, 64) if args.smoke else (151_936, 2048)
-    grammar = tool_grammar(V)[0]
+    V, D = (3200, 64) if args.smoke else (151_936, 2048)
+    own = [tool_grammar(V, schema=schema)[0] for schema in (TOOL, TOOL["properties"]["arguments"])]
+    bucket = grammars.bucket_of(own[1], grammars.bucket_of(own[0], None))
     kernels = None if args.smoke else grammar_path.api.TRITON
     shapes = [tuple(map(int, one.split("x"))) for one in args.cells.split(",")]
     rng = np.random.default_rng(0)
-    head = jnp.asarray(rng.standard_normal((V, D), np.float32) * 3 * D**-0.5, jnp.bfloat16)
-    never = jnp.arange(V) == V - 1
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    head = draw(jax.random.key(0), (V, D)) * jnp.bfloat16(3 * D**-0.5)
+    never = np.arange(V) == V - 1
+    time_of = functools.partial(timed, together=args.together)
 
     def of_shape(B, W):
         shape = f"{B}x{W}"
-        rows = grammars.stacked([grammars.padded(grammar, grammars.bucket_of(grammar, None))] * B)
+        mine = [own[slot % 2] for slot in range(B)]
+        rows = grammars.stacked([grammars.padded(one, bucket) for one in mine])
         classes = IdClasses(**{name: getattr(rows, name) for name in IdClasses._fields})
-        hidden = jnp.asarray(rng.standard_normal((B * W, D)), jnp.bfloat16)
+        hidden = draw(jax.random.key(B * W), (B * W, D))
         plain = functools.partial(token_readout, head=head, forbidden=never)
-        full = functools.partial(class_readout, head=head, forbidden=never, classes=classes)
-        ms, alone = timed(lambda h: plain(h)[1:3], hidden)
-        say("readout", shape, "as without grammars", ms, "")
-        truth = full(hidden, implementation="xla")[1] if B * W <= 128 else None
-        for form in ("xla",) if args.smoke else ("triton", "mosaic"):
-            reads = functools.partial(full, implementation=form)
-            try:
-                ms, both = timed(lambda h, reads=reads: (reads(h)[0].confidence, reads(h)), hidden)
-            except Exception as error:
-                say("readout", shape, form, None, f"{type(error).__name__}: {str(error)[:200]}")
-                continue
-            read, ids = both[1]
-            near = float(jnp.max(jnp.abs(read.confidence - alone[0]) / alone[0]))
-            far = away(ids, truth, rows)
-            truth = ids if truth is None else truth
-            say("readout", shape, f"by classes, {form}", ms, f"confidence {near:.1e} off; {far}")
+        if args.plain:
+            say("readout", shape, "as without", time_of(lambda h: plain(h)[1:3], hidden), "")
+        # The head is an argument: a constant of the program would be compiled with it.
+        full = functools.partial(class_readout, forbidden=never, implementation=args.form)
+        named = {"head": head, "classes": classes}
+        try:
+            read, ids = jax.jit(full)(hidden, **named)
+        except Exception as error:
+            say("readout", shape, str(args.form), None, f"{type(error).__name__}: {error}"[:200])
+            return
+        found = away(read, ids, logits_of(hidden, head, never), mine)
+        say("readout", shape, f"by classes, {args.form}", None, found)
+        if not args.check:
+            ms = time_of(lambda h, named: full(h, **named)[0][1:], hidden, named)
+            say("readout", shape, f"by classes, {args.form}", ms, "")
         ids = constraint.IdStats(*(leaf.reshape(B, W, *leaf.shape[1:]) for leaf in ids))
         kind = rng.choice([0, 1, 2, 2, 2, 2], (B, W)).astype(np.int32)
         view = constraint.View(
             grammar=rows.replace(kernels=None),
-            at=jnp.full((B,), grammar.start, jnp.int32),
+            at=jnp.asarray([one.start for one in mine], jnp.int32),
             bound=jnp.ones((B,), bool),
             kind=jnp.asarray(kind),
-            known=jnp.asarray(rng.integers(1, grammar.delta.shape[1], (B, W)), jnp.int32),
+            known=jnp.asarray(
+                [a_text(rng, *given) for given in zip(mine, kind, strict=True)], jnp.int32
+            ),
             room=jnp.asarray(rng.integers(20, 60, B), jnp.int32),
         )
         holes = view.replace(kind=jnp.full((B, W), constraint.HOLE))
@@ -125,52 +140,93 @@ def parts(args, say):
             )
             found = f"{float(truth[2].mean()):.2f} have a path"
             say("plan", shape, name, None, f"{'same' if same else 'DIFFERS'}; {found}")
-        say("plan", shape, "by kernels", timed(by_kernel, *given)[0], "")
+        if kernels is None or args.check:
+            return
         seen = view.replace(grammar=rows.replace(kernels=kernels))
-        known = jnp.asarray(view.known, jnp.float32)
 
         def score(mass, seen, ids, asked):
             return kernels.label_scores(
                 seen.grammar, ids.narrow, ids.wide, mass, asked, floor=-80.0, never=NEVER, free=1
             )
 
-        def path(scores, seen, tile):
-            kind = jnp.full((B, W), constraint.HOLE)
+        def path(scores, seen, tile=TILES[0], kind=constraint.HOLE):
+            kind = jnp.full((B, W), kind)
             given = seen.at, seen.room, kind, seen.known, scores
-            named = {"never": NEVER, "skip": 0, "is_known": 1, "written": 3}
+            named = {"never": NEVER, "no_label": 0, "skip": 0, "is_known": 1, "written": 3}
             found = kernels.best_path(seen.grammar, *given, tile=tile, **named)
             return found[1], found
 
+        def token(mass, seen, path, ids):
+            given = seen.grammar, path, *ids._replace(log_mass=mass)
+            return kernels.tokens_along(*given, never=NEVER, no_class=0)[1]
+
         def walk(known, seen):
             kind = jnp.ones((B, W), jnp.int32)
-            known = known.astype(jnp.int32)
-            return seen.grammar.kernels.walk(seen.grammar, seen.at, kind, known, skip=0)
+            given = seen.grammar, seen.at, kind, known.astype(jnp.int32)
+            return kernels.walk(*given, skip=0, hole=2)
 
-        if kernels is not None:
-            ms, scores = timed(score, ids.log_mass, seen, ids, asked)
-            say("kernel", shape, "label scores", ms, "")
-            for tile in ((256, 8), (128, 4), (256, 4), (128, 2)):
-                ms = timed(functools.partial(path, tile=tile), scores, seen)[0]
-                say("kernel", shape, f"best path, {tile}", ms, "states, warps")
-            say("kernel", shape, "walk", timed(walk, known, seen)[0], "")
+        ms, scores = time_of(score, ids.log_mass, seen, ids, asked), score(*given)
+        say("kernel", shape, "label scores", ms, "")
+        for tile in TILES:
+            ms = time_of(functools.partial(path, tile=tile), scores, seen)
+            say("kernel", shape, f"best path, {tile}", ms, "states, warps")
+        for name, kind in (("skipped", constraint.SKIP), ("known", constraint.KNOWN)):
+            ms = time_of(functools.partial(path, kind=kind), scores, seen)
+            say("kernel", shape, f"best path, cells {name}", ms, "")
+        ms = time_of(token, ids.log_mass, seen, plan[1].path, ids)
+        say("kernel", shape, "tokens along", ms, "")
+        ms = time_of(walk, jnp.asarray(view.known, jnp.float32), seen)
+        say("kernel", shape, "walk", ms, "of known cells")
 
-    try:
-        for shape in shapes:
-            of_shape(*shape)
-    finally:
-        if args.together:
-            arrived(args.together)
+    for shape in shapes:
+        of_shape(*shape)
 
 
-def away(ids, truth, rows):
-    """How far two readouts by classes are apart, of what the grammar has."""
-    if truth is None:
-        return ""
-    narrow, wide = int(rows.num_narrow[0]), int(rows.num_wide[0])
-    far = jnp.max(jnp.abs(ids.narrow[:, :narrow] - truth.narrow[:, :narrow]))
-    far_wide = jnp.max(jnp.abs(ids.wide[:, :wide] - truth.wide[:, :wide]))
-    tokens = jnp.mean(ids.wide_token[:, :wide] == truth.wide_token[:, :wide])
-    return f"away {float(far):.1e}, {float(far_wide):.1e}; wide ids {float(tokens):.4f} the same"
+TILES = (128, 4), (256, 8), (64, 2)
+
+
+def a_text(rng, grammar, kind):
+    """Classes of a text that the grammar has, cell by cell."""
+    state, classes = grammar.start, []
+    for skips in kind == 0:
+        goes_on = np.flatnonzero(grammar.delta[state][1:]) + 1
+        classes.append(int(rng.choice(goes_on)))
+        state = state if skips else int(grammar.delta[state, classes[-1]])
+    return classes
+
+
+@jax.jit
+def logits_of(hidden, head, never):
+    """In plain JAX."""
+    products = jax.lax.dot_general(
+        hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return jnp.where(never, -jnp.inf, products)
+
+
+def away(read, ids, logits, grammars):
+    """How far a readout by classes is from logits, of what each slot's grammar has."""
+    far, of_slot = np.zeros(4), len(logits) // len(grammars)
+    for slot, grammar in enumerate(grammars):
+        rows, has = slice(slot * of_slot, (slot + 1) * of_slot), grammar.arrays
+        mine, codes = logits[rows], has["codes"]
+        said = jnp.where(has["narrow_class"] > 0, ids.narrow[rows, : len(has["narrow"])], 0.0)
+        true = jnp.where(has["narrow_class"] > 0, mine[:, has["narrow"]], 0.0)
+        far[0] = max(far[0], differ(said, true))
+        for place in range(len(has["wide"])):
+            among = jnp.where(codes == -(place + 1), mine, -jnp.inf)
+            far[1] = max(far[1], differ(ids.wide[rows, place], jnp.max(among, axis=1)))
+            token = ids.wide_token[rows, place][:, None]
+            theirs = jnp.take_along_axis(among, token, axis=1)[:, 0]
+            far[2] = max(far[2], differ(theirs, jnp.max(among, axis=1)))
+    far[3] = differ(read.confidence, jnp.max(jax.nn.softmax(logits, axis=1), axis=1))
+    named = zip(("narrow", "wide", "wide ids", "confidence"), far, strict=True)
+    return "away: " + ", ".join(f"{name} {value:.1e}" for name, value in named)
+
+
+def differ(a, b):
+    """The largest difference; of infinities alike none."""
+    return float(jnp.max(jnp.where(a == b, 0.0, jnp.abs(a - b))))
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -223,7 +279,7 @@ class Bound:
         self._inner.admit(slot, dataclasses.replace(placement, grammar=self._grammar))
 
 
-def tool_grammar(num_ids, stops=None, never=None):
+def tool_grammar(num_ids, stops=None, never=None, schema=None):
     """The grammar of a tool's call, its states, and the seconds it took."""
     from dllm_jax import structured
     from dllm_jax.runner import grammars
@@ -233,7 +289,11 @@ def tool_grammar(num_ids, stops=None, never=None):
     never = np.array([num_ids - 1] if never is None else [never])
     began = time.perf_counter()
     automaton = structured.compile(
-        structured.JsonSchema(TOOL), words, stops, never, grammars.BUCKETS[-1].states
+        structured.JsonSchema(TOOL if schema is None else schema),
+        words,
+        stops,
+        never,
+        grammars.BUCKETS[-1].states,
     )
     grammar = grammars.ready(automaton, num_ids)
     return grammar, len(automaton.delta), time.perf_counter() - began
@@ -339,20 +399,21 @@ def main():
     parser.add_argument("part", choices=["parts", "steps"])
     parser.add_argument("--model", default="builtin:tiny-sdar")
     parser.add_argument("--shapes", default="1x1,1x4")
-    parser.add_argument("--cells", default="8x16,1x128,8x128", help="slots x cells, of parts")
+    parser.add_argument("--cells", default="1x128,8x128", help="slots x cells, of parts")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2, help="of both ways by turns")
+    parser.add_argument("--check", action="store_true", help="parts: no times")
+    parser.add_argument("--plain", action="store_true", help="parts: also without grammars")
     parser.add_argument("--profile", action="store_true", help="also by kernel")
     parser.add_argument("--together", help="FOLDER:COUNT of processes that compile at once")
-    parser.add_argument("--form", choices=["xla", "triton", "mosaic"], help="of the kernels")
+    parser.add_argument(
+        "--form", choices=["xla", "triton", "mosaic"], help="of the readout by classes"
+    )
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out")
     args = parser.parse_args()
-    if args.form:
-        readouts.TRITON_CLASSES = 0 if args.form == "xla" else readouts.TRITON_ROWS
-        readouts.MOSAIC_CLASSES = args.form == "mosaic"
     rows = []
 
     def say(part, shape, name, ms, measured):

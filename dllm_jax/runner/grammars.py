@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.kernels.token_readout import ID_STEP
+from dllm_jax.kernels.token_readout import ID_STEP, packed_codes
 from dllm_jax.strategies.core.constraint import DEAD, FREE, NO_CLASS, NO_LABEL, Constraint, Grammar
 
 WIDE = 256  # a class with more ids is read by masked maxima
+_MANY = 8  # of `ID_STEP` neighbouring ids: with more narrow ones, all of them are narrow
+_ROW = 8  # ids of a class, or classes of a label, side by side
 
 
 class Automaton(Protocol):
@@ -152,14 +154,21 @@ def arrays(
     pairs = [(number, one) for classes, number in numbers.items() for one in sorted(classes)]
     counts = np.bincount(class_of, minlength=delta.shape[1])
     is_wide = (counts > WIDE) & (np.arange(len(counts)) != NO_CLASS)
-    narrow = np.flatnonzero(~is_wide[class_of] & (class_of != NO_CLASS))
-    order = np.argsort(class_of[narrow], kind="stable")
+    is_narrow = ~is_wide[class_of] & (class_of != NO_CLASS)
+    narrow, narrow_from, whole_step = _narrow(is_narrow)
+    narrow_class = np.where(is_narrow[narrow], class_of[narrow], NO_CLASS)
     _, first = np.unique(class_of, return_index=True)
     wide = np.flatnonzero(is_wide)
     codes = np.zeros(len(class_of), np.int32)
-    codes[narrow] = np.arange(len(narrow)) + 1
+    mine = np.flatnonzero(is_narrow[narrow])
+    codes[narrow[mine]] = mine + 1
     for place, number in enumerate(wide):
         codes[class_of == number] = -(place + 1)
+    wide_codes, wide_among = packed_codes(codes)
+    by_class = [np.flatnonzero(narrow_class == one) for one in range(1, delta.shape[1])]
+    class_rows, class_from = _in_rows([np.array([], int), *by_class])
+    nothing, *labels = (np.array(sorted(label), int) for label in numbers)
+    label_rows, label_from = _in_rows([nothing, nothing, *labels])  # of `FREE` too
     lowest = np.zeros(delta.shape[1], np.int32)
     lowest[class_of[first]] = first
     return {
@@ -172,20 +181,59 @@ def arrays(
         "class_of": class_of,
         "wide": wide,
         "narrow": narrow,
-        "narrow_class": class_of[narrow],
-        "narrow_order": order,
-        "narrow_from": np.searchsorted(narrow, np.arange(0, len(class_of) + ID_STEP, ID_STEP)),
-        "class_from": np.searchsorted(class_of[narrow][order], np.arange(delta.shape[1] + 1)),
-        "label_from": np.searchsorted([n for n, _ in pairs], np.arange(len(numbers) + 2)),
+        "narrow_class": narrow_class,
+        "narrow_from": narrow_from,
+        "whole_step": whole_step,
+        "class_rows": class_rows,
+        "class_from": class_from,
+        "label_rows": label_rows,
+        "label_from": label_from,
         "num_states": np.asarray(len(delta), np.int32),
         "num_edges": np.asarray(most, np.int32),
         "num_wide": np.asarray(len(wide), np.int32),
         "num_narrow": np.asarray(len(narrow), np.int32),
         "codes": codes,
+        "wide_codes": wide_codes,
+        "wide_among": wide_among,
         "lowest": lowest,
         "end": np.asarray(end, np.int32),
         "by_mass": np.asarray(False),
     }
+
+
+def _narrow(is_narrow: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids that are read one by one, and `narrow_from` and `whole_step` of `IdClasses`.
+
+    First come steps of ids with many narrow ones, whole; they are written at once.
+    """
+    steps = np.arange(0, len(is_narrow) + ID_STEP, ID_STEP)
+    counts = np.add.reduceat(np.append(is_narrow, False), steps[:-1])
+    counts[steps[1:] > len(is_narrow)] = 0  # not all of the last step are ids
+    dense = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts > _MANY)]
+    room = BUCKETS[-1].narrow - np.count_nonzero(is_narrow)
+    dense = np.sort(dense[np.cumsum(ID_STEP - counts[dense]) <= room])
+    whole_step = np.zeros(len(steps), np.int32)
+    whole_step[dense] = np.arange(len(dense)) + 1
+    others = is_narrow.copy()
+    whole = (steps[dense, None] + np.arange(ID_STEP)).ravel()
+    others[whole] = False
+    others = np.flatnonzero(others)
+    return (
+        np.concatenate([whole, others]),
+        len(whole) + np.searchsorted(others, steps),
+        whole_step,
+    )
+
+
+def _in_rows(sets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Sets in rows of a few, one after another, and where each begins and ends.
+
+    Sets are filled up with their first. Rows are columns, so that neighbours are read at once.
+    """
+    counts = [-(-len(one) // _ROW) for one in sets]
+    rows = [np.pad(one, (0, -len(one) % _ROW), "edge") for one in sets if len(one)]
+    flat = np.concatenate(rows) if rows else np.zeros(0, int)
+    return flat.reshape(-1, _ROW).T, np.cumsum([0, *counts])
 
 
 def sizes(given: dict[str, np.ndarray]) -> Sizes:
@@ -214,11 +262,15 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         "wide": ((of.wide,), small),
         "narrow": ((of.narrow,), np.int32),
         "narrow_class": ((of.narrow,), small),
-        "narrow_order": ((of.narrow,), small),
         "narrow_from": ((-(-num_ids // ID_STEP) + 1,), np.int32),
+        "whole_step": ((-(-num_ids // ID_STEP) + 1,), np.int32),
+        "class_rows": ((_ROW, C + of.narrow // _ROW), small),
         "class_from": ((C + 1,), small),
+        "label_rows": ((_ROW, of.labels + of.pairs // _ROW), small),
         "label_from": ((of.labels + 1,), small),
         "codes": ((num_ids,), np.int32),
+        "wide_codes": ((-(-num_ids // 32) * 8,), np.int32),
+        "wide_among": ((-(-num_ids // 32),), np.int32),
         "num_states": ((), np.int32),
         "num_edges": ((), np.int32),
         "num_wide": ((), np.int32),

@@ -17,9 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-_TILE = 256, 8  # states in turn, and warps
-_EDGES = 4  # of a state, in turn
-_IN_TURN = 8  # ids of a class, or classes of a label
+_TILE = 128, 4  # states in turn, and warps
+_HELD = 12  # edges of a state, of the first tile: read once
+_EDGES = 4  # of a state behind those, or of other tiles, in turn
+_CELLS = 16  # whose states are read at once, to be near
+_ROWS = 128  # of ids or of classes, in turn
+_IN_TURN = 4  # rows of a class, or of a label
 _IDS = 256  # in turn
 
 _NO_ID = jnp.iinfo(jnp.int32).max
@@ -30,7 +33,8 @@ def label_scores(
 ) -> Array:
     """See `constraint.scores_of_ids`; `constants` are its module's."""
     (B, W, N), M, L = narrow.shape, wide.shape[2], grammar.num_labels
-    C, P = grammar.lowest.shape[1], grammar.pair_class.shape[1]
+    C = grammar.lowest.shape[1]
+    (_, each, Q), Y = grammar.class_rows.shape, grammar.label_rows.shape[2]
     named = {
         "narrow": narrow,
         "wide": wide,
@@ -38,66 +42,84 @@ def label_scores(
         "read": read.astype(jnp.int32),
         "wide_class": grammar.wide,
         "num_wide": grammar.num_wide,
-        "order": grammar.narrow_order,
+        "class_rows": grammar.class_rows,
         "class_from": grammar.class_from,
-        "pair_class": grammar.pair_class,
+        "label_rows": grammar.label_rows,
         "label_from": grammar.label_from,
     }
-    out = {"score": ((B, W, L), jnp.float32), "best": ((B, W, C), jnp.float32)}
-    sizes = {"W": W, "N": N, "M": M, "L": L, "C": C, "P": P}
+    out = {
+        "score": ((B, W, L), jnp.float32),
+        "best": ((B, W, C), jnp.float32),
+        "rows": ((B, W, max(Q, Y)), jnp.float32),
+    }
+    sizes = {"W": W, "N": N, "M": M, "L": L, "C": C, "each": each, "Q": Q, "Y": Y}
     return _launch(_score, named, out, sizes, (B, W), 4, **constants)["score"]
 
 
 def _score(of, out, sizes, *, floor, never, free, barrier):
     b, w = pl.program_id(0), pl.program_id(1)
     cell = b * sizes["W"] + w
-    C, L = sizes["C"], sizes["L"]
+    C, L, each = sizes["C"], sizes["L"], sizes["each"]
+    to = cell * max(sizes["Q"], sizes["Y"])
 
-    def ranges(name, size):
-        """Where each of `size` sets begins and ends in an array, and the most turns of one."""
+    def ends(name, size):
+        """Where each of `size` sets begins and ends among the rows."""
         which = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
         there = which < size
-        begin = _load(of[name], b * (size + 1) + which, there, 0)
-        end = _load(of[name], b * (size + 1) + which + 1, there, 0)
+        begin, end = (
+            _load(of[name], b * (size + 1) + which + behind, there, 0) for behind in (0, 1)
+        )
+        return which, begin, end
+
+    is_read = pltriton.load(of["read"].at[cell]) != 0
+
+    def maxima(name, width, ranges, values, first, nothing):
+        """The largest of `values` of each set, whose places there stand in rows."""
+        which, begin, end = ranges
+        count = jnp.max(end)
+
+        def rows(block, _):
+            row = block * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
+            mine, top = row < count, jnp.full((_ROWS,), nothing, jnp.float32)
+            for i in range(each):
+                place = _load(of[name], (b * each + i) * width + row, mine, 0)
+                top = jnp.maximum(top, _sound(_load(values, first + place, mine, nothing)))
+            pltriton.store(out["rows"].at[to + row], top, mask=mine)
+
+        jax.lax.fori_loop(0, (count + (_ROWS - 1)) // _ROWS, rows, None)
+        barrier()
+
+        def sets(k, top):
+            for i in range(_IN_TURN):
+                row = begin + (k * _IN_TURN + i)
+                top = jnp.maximum(top, _load(out["rows"], to + row, row < end, nothing))
+            return top
+
         turns = (jnp.max(end - begin) + (_IN_TURN - 1)) // _IN_TURN
-        return which, begin[:, None], end[:, None], turns
+        return jax.lax.fori_loop(0, turns, sets, jnp.full(which.shape, nothing, jnp.float32))
 
-    turn = jnp.arange(_IN_TURN, dtype=jnp.int32)[None]
-    number, begin, end, turns = ranges("class_from", C)
-
-    def ids(k, top):
-        place = begin + k * _IN_TURN + turn
-        mine = place < end
-        place = _load(of["order"], b * sizes["N"] + place, mine, 0)
-        value = _load(of["narrow"], cell * sizes["N"] + place, mine, -jnp.inf)
-        return jnp.maximum(top, jnp.max(_sound(value), axis=1))
-
-    top = jnp.full(number.shape, -jnp.inf, jnp.float32)
-    top = jax.lax.fori_loop(0, turns, ids, top)
+    # Of a cell that was not read all classes are alike: their ids are not looked at.
+    number, begin, end = ends("class_from", C)
+    ranges = number, begin, jnp.where(is_read, end, 0)
+    top = maxima(
+        "class_rows", sizes["Q"], ranges, of["narrow"], cell * sizes["N"], jnp.float32(-jnp.inf)
+    )
 
     def wide(m, top):
         mine = number == pltriton.load(of["wide_class"].at[b * sizes["M"] + m]).astype(jnp.int32)
         value = _sound(pltriton.load(of["wide"].at[cell * sizes["M"] + m]))
         return jnp.where(mine, value, top)
 
-    top = jax.lax.fori_loop(0, pltriton.load(of["num_wide"].at[b]), wide, top)
+    num_wide = jnp.where(is_read, pltriton.load(of["num_wide"].at[b]), 0)
+    top = jax.lax.fori_loop(0, num_wide, wide, top)
     mass = top - pltriton.load(of["log_mass"].at[cell])
     mass = jnp.maximum(jnp.where(mass == mass, mass, floor), floor)
-    mass = jnp.where(pltriton.load(of["read"].at[cell]) != 0, mass, 0.0)
+    mass = jnp.where(is_read, mass, 0.0)
     pltriton.store(out["best"].at[cell * C + number], mass, mask=number < C)
     barrier()
 
-    label, begin, end, turns = ranges("label_from", L)
-
-    def classes(k, top):
-        place = begin + k * _IN_TURN + turn
-        mine = place < end
-        number = _load(of["pair_class"], b * sizes["P"] + place, mine, 0)
-        value = _load(out["best"], cell * C + number, mine, never)
-        return jnp.maximum(top, jnp.max(value, axis=1))
-
-    top = jnp.full(label.shape, never, jnp.float32)
-    top = jax.lax.fori_loop(0, turns, classes, top)
+    label, *_ = ranges = ends("label_from", L)
+    top = maxima("label_rows", sizes["Y"], ranges, out["best"], cell * C, jnp.float32(never))
     pltriton.store(
         out["score"].at[cell * L + label], jnp.where(label == free, 0.0, top), mask=label < L
     )
@@ -128,88 +150,132 @@ def best_path(
         "known": known,
         "score": score,
     }
+    # What a cell reads of the one behind it is where it was two cells ago: near in the cache.
     out = {
         "path": ((B, W + 1), jnp.int32),
         "value": ((B,), jnp.float32),
-        "beta": ((B, W + 1, G), jnp.float32),
+        "beta": ((B, 2, G), jnp.float32),
         "onto": ((B, W, G), jnp.int32),
+        # What was read to have it near, lest it be not read.
+        "scores_near": ((B, L), jnp.float32),
+        "onto_near": ((B, tile[0]), jnp.int32),
     }
     sizes = {"W": W, "L": L, "G": G, "D": D, "C": C, "T": tile[0]}
     found = _launch(_path, named, out, sizes, (B,), tile[1], **constants)
     return found["path"], found["value"]
 
 
-def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
+def _path(of, out, sizes, *, never, no_label, skip, is_known, written, barrier):
     b = pl.program_id(0)
     W, L, G, D, C, T = (sizes[name] for name in "WLGDCT")
     blocks = (pltriton.load(of["num_states"].at[b]) + (T - 1)) // T
-    turns = (pltriton.load(of["num_edges"].at[b]) + (_EDGES - 1)) // _EDGES
+    num_edges = pltriton.load(of["num_edges"].at[b])
     room = pltriton.load(of["room"].at[b])
     every = jnp.arange(T, dtype=jnp.int32)
+    labels = jnp.arange(pl.next_power_of_2(L), dtype=jnp.int32)
 
     def ends(i, _):
         state = i * T + every
         there = state < G
         distance = _load(of["distance"], b * G + state, there, 0)
         value = jnp.where(distance <= room, 0.0, never)
-        pltriton.store(out["beta"].at[(b * (W + 1) + W) * G + state], value, mask=there)
+        pltriton.store(out["beta"].at[2 * b * G + state], value, mask=there)
 
     jax.lax.fori_loop(0, blocks, ends, None)
     barrier()
 
-    def cell(i, _):
+    def read_ahead(w):
+        """A cell's kind, class and scores, the latter to have them near."""
+        place = b * W + jnp.maximum(w, 0)
+        kind, known = (pltriton.load(of[name].at[place]) for name in ("kind", "known"))
+        return kind, known, _load(of["score"], place * L + labels, labels < L, 0.0)
+
+    # Loads keep their order, and the first use of one waits: those that do not depend on each other
+    # come before any use.
+    def table(state, columns):
+        """Labels and targets of some edges of states, and which there are."""
+        places = [((b * G + state) * D + column, (state < G) & (column < D)) for column in columns]
+        label = [_load(of["label"], *place, 0) for place in places]
+        target = [_load(of["target"], *place, 0) for place in places]
+        has = [there & (one != no_label) for (_, there), one in zip(places, label, strict=True)]
+        return list(zip(label, target, has, strict=True))
+
+    held_edges = table(every, range(min(_HELD, D)))
+
+    def cell(i, carry):
         w = W - 1 - i
-        kind = pltriton.load(of["kind"].at[b * W + w])
-        known = pltriton.load(of["known"].at[b * W + w])
-        scores, behind = (b * W + w) * L, (b * (W + 1) + w + 1) * G
-        holds = (kind == is_known) | (kind == written)
+        half, (kind, known, near), total = carry
+        after = read_ahead(w - 1)
+        scores, behind, to = (b * W + w) * L, (2 * b + half) * G, (2 * b + 1 - half) * G
+        holds, is_cell = (kind == is_known) | (kind == written), kind != skip
+        num_free = jnp.where(kind == is_known, 0, num_edges)
 
-        def states(block, _):
+        def best_of(edges, best):
+            through = [_load(of["score"], scores + label, has, 0.0) for label, _, has in edges]
+            onward = [
+                _load(out["beta"], behind + target, has, 2 * never) for _, target, has in edges
+            ]
+            top, onto = best
+            for score, beta, (_, target, _) in zip(through, onward, edges, strict=True):
+                better = score + beta > top  # of equals the first
+                top = jnp.where(better, score + beta, top)
+                onto = jnp.where(better, target, onto)
+            return top, onto
+
+        def states(block, edges):
             state = block * T + every
-            there = state < G
-            row = b * G + state
+            there, first = state < G, len(edges)
+            kept = _load(of["delta"], (b * G + state) * C + known, there & holds, 0)
+            best = jnp.full((T,), -jnp.inf, jnp.float32), jnp.zeros((T,), jnp.int32)
+            if edges:
+                best = best_of(edges, best)
 
-            def edges(k, best):
-                top, onto = best
-                column = k * _EDGES + jnp.arange(_EDGES, dtype=jnp.int32)[None]
-                place = row[:, None] * D + column
-                mine = there[:, None] & (column < D)
-                label = _load(of["label"], place, mine, 0)
-                target = _load(of["target"], place, mine, 0)
-                through = _load(of["score"], scores + label, mine, 2 * never)
-                through += _load(out["beta"], behind + target, mine, 0.0)
-                found = jnp.max(through, axis=1)
-                column = jnp.broadcast_to(column, place.shape)
-                first = jnp.where(through == found[:, None], column, D)
-                first = jnp.min(first, axis=1)
-                theirs = jnp.max(jnp.where(column == first[:, None], target, 0), axis=1)
-                return jnp.maximum(top, found), jnp.where(found > top, theirs, onto)
+            def others(k, best):
+                columns = [first + k * _EDGES + i for i in range(_EDGES)]
+                return best_of(table(state, columns), best)
 
-            none = jnp.full((T,), -jnp.inf, jnp.float32), jnp.zeros((T,), jnp.int32)
-            asks = (kind != skip) & (kind != is_known)
-            free, onto = jax.lax.fori_loop(0, jnp.where(asks, turns, 0), edges, none)
-            kept = _load(of["delta"], row * C + known, there & holds, 0)
+            turns = (num_free - first + (_EDGES - 1)) // _EDGES
+            free, onto = jax.lax.fori_loop(0, turns, others, best)
             held = _load(out["beta"], behind + kept, there & holds, never)
-            same = _load(out["beta"], behind + state, there & (kind == skip), never)
             keeps = (kind == is_known) | ((kind == written) & (held >= free))
             value = jnp.maximum(jnp.where(keeps, held, free), never)
+            pltriton.store(out["beta"].at[to + state], value, mask=there)
             onto = jnp.where(keeps, kept, onto)
-            value = jnp.where(kind == skip, same, value)
-            onto = jnp.where(kind == skip, state, onto)
-            pltriton.store(out["beta"].at[behind - G + state], value, mask=there)
             pltriton.store(out["onto"].at[(b * W + w) * G + state], onto, mask=there)
 
-        jax.lax.fori_loop(0, blocks, states, None)
-        barrier()
+        def tiles(_, none):
+            states(0, held_edges)
+            jax.lax.fori_loop(1, blocks, lambda block, _: states(block, ()), none)
 
-    jax.lax.fori_loop(0, W, cell, None)
+        jax.lax.fori_loop(0, is_cell.astype(jnp.int32), tiles, None)
+        barrier()
+        return jnp.where(is_cell, 1 - half, half), after, total + near
+
+    first = jnp.int32(0), read_ahead(W - 1), jnp.zeros(labels.shape, jnp.float32)
+    half, _, total = jax.lax.fori_loop(0, W, cell, first)
+    pltriton.store(out["scores_near"].at[b * L + labels], total, mask=labels < L)
     at = pltriton.load(of["at"].at[b])
-    pltriton.store(out["value"].at[b], pltriton.load(out["beta"].at[b * (W + 1) * G + at]))
+    value = pltriton.load(out["beta"].at[(2 * b + half) * G + at])
+    pltriton.store(out["value"].at[b], value)
 
     def follow(w, here):
-        return pltriton.load(out["onto"].at[(b * W + w) * G + here])
+        kind = pltriton.load(of["kind"].at[b * W + w])
+        onto = pltriton.load(out["onto"].at[(b * W + w) * G + here])
+        return jnp.where(kind == skip, here, onto)
 
-    _put_path(out["path"], b, W, G, at, follow)
+    def cells(i, carry):
+        here, total = carry
+        first = i * _CELLS
+        for w in (first + i for i in range(_CELLS)):
+            place = (b * W + w) * G + every
+            total += _load(out["onto"], place, (every < G) & (w < W), 0)
+        end = jnp.minimum(first + _CELLS, W)
+        return _follow(out["path"], b * (W + 1), first, end, G, here, follow), total
+
+    pltriton.store(out["path"].at[b * (W + 1)], at)
+    start = at, jnp.zeros((T,), jnp.int32)
+    _, total = jax.lax.fori_loop(0, (W + (_CELLS - 1)) // _CELLS, cells, start)
+    pltriton.store(out["onto_near"].at[b * T + every], total)
 
 
 def tokens_along(
@@ -243,7 +309,7 @@ def tokens_along(
     return found["token"], found["confidence"]
 
 
-def _token(of, out, sizes, *, never, barrier):
+def _token(of, out, sizes, *, never, no_class, barrier):
     del barrier
     b, w = pl.program_id(0), pl.program_id(1)
     W, N, M, G, C = (sizes[name] for name in "WNMGC")
@@ -263,6 +329,7 @@ def _token(of, out, sizes, *, never, barrier):
         place = k * _IDS + jnp.arange(_IDS, dtype=jnp.int32)
         mine = place < count
         number = _load(of["class"], b * N + place, mine, 0)
+        mine &= number != no_class
         fits = mine & (_load(of["delta"], edges + number, mine, 0) == there)
         value = _load(of["narrow"], cell * N + place, fits, 2 * never)
         return better(best, value, _load(of["ids"], b * N + place, mine, 0), fits)
@@ -294,28 +361,38 @@ def walk(grammar: Any, at: Array, kind: Array, known: Array, **constants: Any) -
     ]
 
 
-def _walk(of, out, sizes, *, skip, barrier):
+def _walk(of, out, sizes, *, skip, hole, barrier):
     del barrier
     b = pl.program_id(0)
     W, G, C = (sizes[name] for name in "WGC")
+    every = jnp.arange(pl.next_power_of_2(W), dtype=jnp.int32)
+    kinds = _load(of["kind"], b * W + every, every < W, hole)
+    count = jnp.min(jnp.where(kinds == hole, every, W))
+    at = pltriton.load(of["at"].at[b])
+    pltriton.store(
+        out["path"].at[b * (W + 1) + 1 + every],
+        jnp.broadcast_to(at, every.shape),
+        mask=(every >= count) & (every < W),
+    )
 
     def follow(w, here):
         known = pltriton.load(of["known"].at[b * W + w])
         onto = pltriton.load(of["delta"].at[(b * G + here) * C + known]).astype(jnp.int32)
         return jnp.where(pltriton.load(of["kind"].at[b * W + w]) == skip, here, onto)
 
-    _put_path(out["path"], b, W, G, pltriton.load(of["at"].at[b]), follow)
+    pltriton.store(out["path"].at[b * (W + 1)], at)
+    _follow(out["path"], b * (W + 1), 0, count, G, at, follow)
 
 
-def _put_path(path, b, num_cells, num_states, at, follow):
-    pltriton.store(path.at[b * (num_cells + 1)], at)
+def _follow(path, to, first, end, num_states, here, follow):
+    """The state behind some cells, from one before them; the states go to a slot's path."""
 
     def step(w, here):
         here = jnp.clip(follow(w, here), 0, num_states - 1)  # a slot without a grammar has any
-        pltriton.store(path.at[b * (num_cells + 1) + w + 1], here)
+        pltriton.store(path.at[to + w + 1], here)
         return here
 
-    jax.lax.fori_loop(0, num_cells, step, at)
+    return jax.lax.fori_loop(first, end, step, here)
 
 
 def _sound(value):

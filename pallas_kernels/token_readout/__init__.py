@@ -13,6 +13,7 @@ from .api import (
     choose_with_classes,
     class_readout,
     law_readout,
+    packed_codes,
     token_readout,
 )
 from .reference import of_law
@@ -31,5 +32,6 @@ __all__ = [
     "class_readout",
     "law_readout",
     "of_law",
+    "packed_codes",
     "token_readout",
 ]

@@ -21,6 +21,7 @@ from .result import SHARE as SHARE
 from .result import IdClasses as IdClasses
 from .result import IdReadout as IdReadout
 from .result import LawReadout, TokenReadout
+from .result import packed_codes as packed_codes
 
 Implementation = Literal["xla", "triton", "mosaic"]
 
@@ -34,9 +35,8 @@ TRITON_ROWS = 1024
 # 4,357 (in quarters) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
 # (benchmarks/results/readout_mosaic_h200.json).
 FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
-# Forms that also read by classes: the most rows at which Triton's was compared with XLA's on a GPU,
-# and whether Mosaic's was (it was timed alone: benchmarks/results/grammar_h200.json).
-TRITON_CLASSES, MOSAIC_CLASSES = 128, False
+# The most rows at which Triton's form that also reads by classes was measured.
+TRITON_CLASSES = 128
 
 
 def token_readout(
@@ -172,11 +172,12 @@ def _with_classes(
     if isinstance(head, Fp8Head):
         on_mosaic = "has no form for a head in 8 bits"
     else:
-        on_mosaic = mosaic.unsupported_classes(rows, of_slot)
+        on_mosaic = mosaic.unsupported_classes(rows, of_slot, len(head))
         on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
-    is_fast = FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS and MOSAIC_CLASSES
     return {
-        "mosaic": BackEnd(mosaic.read_classes, on_mosaic, is_fast),
+        "mosaic": BackEnd(
+            mosaic.read_classes, on_mosaic, FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS
+        ),
         "triton": BackEnd(
             triton.read_classes, triton.unsupported(hidden, head, num_top), rows <= TRITON_CLASSES
         ),

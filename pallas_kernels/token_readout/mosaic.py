@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from ..lowered import lowered_once
 from .result import (
+    CODE_STEP,
     ID_STEP,
     SHARE,
     IdClasses,
@@ -94,8 +95,10 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
     return None if not num_top else f"names no likeliest ids but the first, got {num_top=}"
 
 
-def unsupported_classes(num_rows: int, of_slot: int) -> str | None:
+def unsupported_classes(num_rows: int, of_slot: int, num_ids: int) -> str | None:
     """Why no device can read so many rows by classes, so many of a slot, or None."""
+    if num_ids % ID_STEP:
+        return f"needs ids in a multiple of {ID_STEP}, got {num_ids}"
     if of_slot == num_rows or of_slot % _ROWS == 0:
         return None
     return f"needs a slot's rows in a multiple of {_ROWS}, got {of_slot}"
@@ -170,9 +173,9 @@ def read_classes(
         hidden, head, *given, scale=scale, cap=cap, tiling=tiling, interpret=interpret
     )
     whole = joined(parts)
-    wide, token = joined_maxima(found["wide"], found["wide_token"])
+    wide, token = joined_maxima(found["wide"], found["wide_token"], axis=1)
     log_mass = whole.peak + jnp.log(whole.mass)
-    ids = IdReadout(found["narrow_logit"].T, wide.T, token.T, log_mass)
+    ids = IdReadout(found["narrow_logit"], wide.T, token.T, log_mass)
     return _finished(whole), ids
 
 
@@ -222,7 +225,7 @@ def _run(
     """One launch: the parts of all tiles.
 
     And, by name: where there is `heat`, weights by tile; where there are classes, what rows say of
-    them, rows behind.
+    them.
     """
     (R, D), V, ids = hidden.shape, len(head), tiling.ids
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
@@ -250,13 +253,13 @@ def _run(
         shapes["weights"] = jax.ShapeDtypeStruct((row_tiles * _TILE_ROWS, V), hidden.dtype)
     of_slot = R
     if classes is not None:
-        names = "codes", "num_wide", "narrow", "narrow_from"
+        names = "wide_codes", "wide_among", "num_wide", "narrow", "narrow_from", "whole_step"
         named |= {name: getattr(classes, name).astype(jnp.int32) for name in names}
         of_slot = R // len(classes.codes)
         rows, (N, M) = row_tiles * _TILE_ROWS, (classes.narrow.shape[1], classes.wide.shape[1])
-        shapes["narrow_logit"] = jax.ShapeDtypeStruct((N, rows), jnp.float32)
-        shapes["wide"] = jax.ShapeDtypeStruct((M, rows, id_tiles), jnp.float32)
-        shapes["wide_token"] = jax.ShapeDtypeStruct((M, rows, id_tiles), jnp.int32)
+        shapes["narrow_logit"] = jax.ShapeDtypeStruct((rows, N), jnp.float32)
+        shapes["wide"] = jax.ShapeDtypeStruct((M, id_tiles, rows), jnp.float32)
+        shapes["wide_token"] = jax.ShapeDtypeStruct((M, id_tiles, rows), jnp.int32)
     swizzled = (
         plgpu.TilingTransform((8, _STEP)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(2 * _STEP),  # pyright: ignore[reportAbstractUsage]
@@ -303,7 +306,8 @@ def _run(
     )(*named.values())
     found = dict(zip(shapes, out, strict=True))
     parts = Part(**{name: found.pop(name)[:R] for name in Part._fields})
-    return parts, {n: leaf[:R] if n == "weights" else leaf[:, :R] for n, leaf in found.items()}
+    by_tile = "wide", "wide_token"
+    return parts, {n: leaf[:, :, :R] if n in by_tile else leaf[:R] for n, leaf in found.items()}
 
 
 def _has_forbidden(forbidden, tiling):
@@ -405,6 +409,12 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles, of_slot):
     def compute_tile(i, _):
         row_tile, id_tile, start = place_of(i)
         rows = row_tile * _CONSUMERS + warpgroup
+        row = pl.multiple_of(rows * _ROWS, _ROWS)
+        slot = codes = None
+        if "wide_codes" in given:  # loaded while the products are made
+            slot = jax.lax.div(row, _whole(of_slot))
+            slot = jnp.minimum(slot, len(given["num_wide"]) - 1)  # of rows that fill up a tile
+            codes = _codes(given, slot, start, ids)
         special = given["special"][rows if "penalties" in given else 0, id_tile]
 
         def products(sums):
@@ -425,15 +435,13 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles, of_slot):
             return sums[...]
 
         logit = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
-        row = pl.multiple_of(rows * _ROWS, _ROWS)
         place = special, row, start, id_tile * ids
         logit = _restricted(logit_of(logit), *place, given)
         for name, values in _part(logit, row, start, out.get("weights"))._asdict().items():
             out[name][pl.ds(row, _ROWS), id_tile] = values
-        if "codes" in given:
-            slot = jax.lax.div(row, _whole(of_slot))
-            slot = jnp.minimum(slot, given["codes"].shape[0] - 1)  # of rows that fill up a tile
-            _put_classes(logit, row, start, id_tile, slot, given, out)
+        if codes is not None:
+            _put_wide(logit, codes, row, start, id_tile, given["num_wide"][slot], out)
+            _put_narrow(logit, row, start, id_tile * ids, slot, given, out["narrow_logit"])
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
@@ -502,47 +510,85 @@ def _part(logit, row, start, weights) -> Part:
     )
 
 
-def _put_classes(logit, row, start, id_tile, slot, given, out):
-    """Write what a warpgroup's tile says of the ids of its slot's classes."""
+def _codes(given, slot, start, ids):
+    """Wide classes of a tile's ids, by 32 of them; see `packed_codes`."""
+    by_id, many = plgpu.Layout.WGMMA.reduce(0), 4 * CODE_STEP
+    first = jax.lax.div(start, _whole(many))
+
+    def words(place):
+        place = pl.multiple_of(place * CODE_STEP, CODE_STEP)
+        return _loaded(given["wide_codes"].at[slot, pl.ds(place, CODE_STEP)], by_id)
+
+    places = [first + i for i in range(ids // many)]
+    return [(words(place), given["wide_among"][slot, place]) for place in places]
+
+
+def _put_wide(logit, codes, row, start, id_tile, num_wide, out):
+    """Write a warpgroup's tile's largest logit of each wide class of its slot."""
     layout = plgpu.Layout.WGMMA
-    by_id = layout.reduce(0)
-    ids, shape = logit.shape[1], (_ROWS, _CHUNK)
+    shape = _ROWS, CODE_STEP
     rows = pl.ds(row, _ROWS)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
 
     def full(value):
         return plgpu.layout_cast(jnp.full(shape, value), layout)
 
-    def allowed(value):
-        return jnp.where(value <= _NEVER, -jnp.inf, value)
-
     def one_class(i, _):
-        best, where = full(jnp.float32(_LEAST)), full(jnp.int32(_NO_ID))
-        for chunk in range(0, ids, _CHUNK):
-            part = logit[:, chunk : chunk + _CHUNK]
-            at = pl.ds(pl.multiple_of(start + chunk, _ID_MULTIPLE), _CHUNK)
-            code = _loaded(given["codes"].at[slot, at], by_id)
-            mine = jax.lax.broadcast_in_dim(code, shape, [1]) == -(i + 1)
-            better = mine & (part > best)  # of equals the first
-            best, where = jnp.where(better, part, best), jnp.where(better, chunk, where)
+        found, mark = (full(jnp.float32(_LEAST)), full(jnp.int32(_NO_ID))), (i + 1) * 0x01010101
+        for place, (words, among) in enumerate(codes):
+
+            def of_words(found, place=place, words=words):
+                (best, where), differs = found, words ^ mark
+                for byte in range(4):
+                    first = (4 * place + byte) * CODE_STEP
+                    part = logit[:, first : first + CODE_STEP]
+                    differ = differs & np.uint32(0xFF << 8 * byte).astype(np.int32)
+                    mine = jax.lax.broadcast_in_dim(differ, shape, [1]) == 0
+                    better = mine & (part > best)  # of equals the first
+                    best, where = jnp.where(better, part, best), jnp.where(better, first, where)
+                return best, where
+
+            some = (jax.lax.shift_right_logical(among, i) & 1) != 0
+            found = jax.lax.cond(some, of_words, lambda found: found, found)
+        best, where = found
         top = best.max(axis=1)
         token = jnp.where(best == _down(top, shape), where + column, _NO_ID)
-        out["wide"][i, rows, id_tile] = allowed(top)
-        out["wide_token"][i, rows, id_tile] = token.min(axis=1) + start
+        out["wide"][i, id_tile, rows] = _allowed(top)
+        out["wide_token"][i, id_tile, rows] = token.min(axis=1) + start
 
-    jax.lax.fori_loop(0, given["num_wide"][slot], one_class, None)
+    jax.lax.fori_loop(0, num_wide, one_class, None)
 
-    def one_id(i, _):
-        mine, best = given["narrow"][slot, i] - start, full(jnp.float32(_LEAST))
-        for chunk in range(0, ids, _CHUNK):
-            part = logit[:, chunk : chunk + _CHUNK]
-            best = jnp.where(column == mine - chunk, part, best)
-        out["narrow_logit"][i, rows] = allowed(best.max(axis=1))
 
-    last = given["narrow_from"].shape[1] - 1
-    first, end = (jnp.minimum((id_tile + i) * (ids // ID_STEP), last) for i in (0, 1))
-    first, end = (given["narrow_from"][slot, at] for at in (first, end))
-    jax.lax.fori_loop(first, end, one_id, None)
+def _put_narrow(logit, row, start, first, slot, given, out):
+    """Write a warpgroup's tile's logits of its slot's narrow ids, which count from `first` on."""
+    rows, shape = pl.ds(row, _ROWS), (_ROWS, _CHUNK)
+    layout = plgpu.Layout.WGMMA
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+    for begin in range(0, logit.shape[1], ID_STEP):
+        part = logit[:, begin : begin + ID_STEP]
+        step = jax.lax.div(start + begin, _whole(ID_STEP))
+        whole = given["whole_step"][slot, step]
+        is_mine = start + begin >= first
+
+        @pl.when(is_mine & (whole > 0))
+        def _(part=part, whole=whole):
+            place = pl.multiple_of((whole - 1) * ID_STEP, ID_STEP)
+            out[rows, pl.ds(place, ID_STEP)] = _allowed(part)
+
+        def one_id(i, _, part=part, begin=begin):
+            mine = given["narrow"][slot, i] - (start + begin)
+            best = plgpu.layout_cast(jnp.full(shape, jnp.float32(_LEAST)), layout)
+            for chunk in range(0, ID_STEP, _CHUNK):
+                best = jnp.where(column == mine - chunk, part[:, chunk : chunk + _CHUNK], best)
+            out[rows, i] = _allowed(best.max(axis=1))
+
+        begins, ends = (given["narrow_from"][slot, step + i] for i in (0, 1))
+        jax.lax.fori_loop(begins, jnp.where(is_mine, ends, begins), one_id, None)
+
+
+def _allowed(value):
+    return jnp.where(value <= _NEVER, -jnp.inf, value)
 
 
 def _whole(number: int) -> Array:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -53,19 +54,40 @@ class IdClasses(NamedTuple):
         codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
             wide ones, plus 1 and negative; or 0.
         num_wide: Wide classes of a slot.
-        narrow: Ids that are read one by one, rising.
-        narrow_from: How many of them are below each multiple of `ID_STEP`, up to all ids.
+        wide_codes, wide_among: The wide classes of ids, and which there are; see `packed_codes`.
+        narrow: Ids that are read one by one: of some steps of `ID_STEP` neighbours all, whether
+            they have a code or not, then others, rising.
+        narrow_from: Where the others of each step begin, and where the last one's end.
+        whole_step: A step's number, from 1, among those of which all ids are read; or 0.
         wide: Numbers of the wide classes, of which only their count matters here.
     """
 
     codes: Int[Array, "B V"]
+    wide_codes: Int[Array, "B U"]
+    wide_among: Int[Array, "B U8"]
     num_wide: Int[Array, " B"]
     narrow: Int[Array, "B N"]
     narrow_from: Int[Array, "B X"]
+    whole_step: Int[Array, "B X"]
     wide: Int[Array, "B M"]
 
 
 ID_STEP = 64
+CODE_STEP = 8  # ids of which a byte of as many words tells
+
+
+def packed_codes(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The wide classes of ids, by `IdClasses.codes`, four in a word, and which of 32 ids have.
+
+    Of 32 ids, byte `b` of word `j` is that of id `8 b + j`: its class's place, plus 1, or 0; and
+    bit `i` of the other word tells whether there is one of the class in place `i`.
+    """
+    wide = np.maximum(-codes, 0)
+    wide = np.pad(wide, (0, -len(wide) % (4 * CODE_STEP))).reshape(-1, 4, CODE_STEP)
+    words = wide.astype(np.uint8).transpose(0, 2, 1)
+    bits = np.where(wide > 0, np.uint32(1) << (np.maximum(wide, 1) - 1).astype(np.uint32), 0)
+    among = np.bitwise_or.reduce(bits.astype(np.uint32), axis=(1, 2))
+    return np.ascontiguousarray(words).view("<i4").ravel(), among.view(np.int32)
 
 
 class IdReadout(NamedTuple):
@@ -135,15 +157,15 @@ def joined(parts: Part) -> Part:
     return Part(*jax.lax.reduce(tuple(parts), tuple(none), combine, (axis,)))
 
 
-def joined_maxima(value: Array, token: Array) -> tuple[Array, Array]:
-    """The largest of the last axis, and the lowest id that has it."""
+def joined_maxima(value: Array, token: Array, axis: int) -> tuple[Array, Array]:
+    """The largest of an axis, and the lowest id that has it."""
 
     def combine(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
         return jnp.maximum(a[0], b[0]), jnp.where(first, a[1], b[1])
 
     none = jnp.float32(-jnp.inf), jnp.int32(jnp.iinfo(jnp.int32).max)
-    return jax.lax.reduce((value, token), none, combine, (value.ndim - 1,))
+    return jax.lax.reduce((value, token), none, combine, (axis,))
 
 
 def finish(

@@ -193,7 +193,7 @@ def _run(named, classes, *, scale, cap, num_top, tiling, interpret):
     read = finish(whole, top_logits, top_ids)
     if classes is None:
         return read, None
-    wide, token = joined_maxima(of_ids["wide"], of_ids["wide_token"])
+    wide, token = joined_maxima(of_ids["wide"], of_ids["wide_token"], axis=2)
     return read, IdReadout(of_ids["narrow"], wide, token, whole.peak + jnp.log(whole.mass))
 
 

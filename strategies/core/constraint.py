@@ -41,13 +41,12 @@ class Grammar(struct.PyTreeNode):
         distance: Fewest tokens from a state to one in which the text may end.
         class_of: Class of each id.
         wide: Classes with many ids.
-        narrow, narrow_class: Ids of the other classes, rising, and their classes.
-        narrow_from: How many of them are below each multiple of `ID_STEP` of the readout.
-        narrow_order: Their places, class after class.
-        class_from: Where each class begins in that order, and the end of all.
-        label_from: Where the pairs of each label begin, and the end of all.
-        codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
-            wide ones, plus 1 and negative; or 0.
+        narrow, narrow_class: Ids of the other classes and their classes; also ids beside them,
+            whose class is 0 here.
+        narrow_from, whole_step, codes, wide_codes, wide_among: Of the readout (`IdClasses`).
+        class_rows: Places of the narrow ids, class after class in columns.
+        class_from: Where each class begins among the columns, and the end of all.
+        label_rows, label_from: The same of labels, of whose classes there are numbers.
         num_states, num_edges, num_wide, num_narrow: How much of the tables is the grammar's own.
         lowest: The lowest id of a class.
         end: The state behind a stop id.
@@ -68,10 +67,14 @@ class Grammar(struct.PyTreeNode):
     narrow: Int[Array, "B N"]
     narrow_class: Int[Array, "B N"]
     narrow_from: Int[Array, "B X"]
-    narrow_order: Int[Array, "B N"]
+    whole_step: Int[Array, "B X"]
+    class_rows: Int[Array, "B 8 Q"]
     class_from: Int[Array, "B C1"]
+    label_rows: Int[Array, "B 8 Y"]
     label_from: Int[Array, "B L1"]
     codes: Int[Array, "B V"]
+    wide_codes: Int[Array, "B U"]
+    wide_among: Int[Array, "B U8"]
     num_states: Int[Array, " B"]
     num_edges: Int[Array, " B"]
     num_wide: Int[Array, " B"]
@@ -309,7 +312,8 @@ def plan_of_ids(view: View, ids: IdStats, read: Bool[Array, "B W"]) -> Plan:
         grammar, ids.narrow, ids.wide, ids.log_mass, read, floor=FLOOR, never=NEVER, free=FREE
     )
     path, value = _paths(view, view.kind, scores)
-    token, confidence = kernels.tokens_along(grammar, path, *ids, never=NEVER)
+    given = grammar, path, *ids
+    token, confidence = kernels.tokens_along(*given, never=NEVER, no_class=NO_CLASS)
     tail = path[:, :-1] == grammar.end[:, None]
     anything = (view.kind == SKIP) | tail | (token == _NO_ID)
     return Plan(path, value, jnp.where(anything, -1, token), confidence)
@@ -323,7 +327,8 @@ def _paths(
     if view.grammar.kernels is None:
         return jax.vmap(_chain)(view.grammar, *chained)
     kinds = {"skip": SKIP, "is_known": KNOWN, "written": WRITTEN}
-    return view.grammar.kernels.best_path(view.grammar, *chained, never=NEVER, **kinds)
+    named = kinds | {"never": NEVER, "no_label": NO_LABEL}
+    return view.grammar.kernels.best_path(view.grammar, *chained, **named)
 
 
 def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
@@ -417,7 +422,8 @@ def walk(state: DecodeState) -> Int[Array, "B W1"]:
     seen = view(state)
     assert seen is not None
     if seen.grammar.kernels is not None:
-        return seen.grammar.kernels.walk(seen.grammar, seen.at, seen.kind, seen.known, skip=SKIP)
+        given = seen.grammar, seen.at, seen.kind, seen.known
+        return seen.grammar.kernels.walk(*given, skip=SKIP, hole=HOLE)
     count = seen.grammar.delta.shape[1]
     onto = jax.vmap(lambda delta, known: delta[:, known].T)(seen.grammar.delta, seen.known)
     stays = (seen.kind == SKIP)[..., None]

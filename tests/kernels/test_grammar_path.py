@@ -21,6 +21,7 @@ from dllm_jax.runner.readout import by_row
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import IdStats, View
 from tests.cross_lowering import H200, triton_grids
+from tests.kernels.test_layer_mosaic import interpreted
 from tests.structured.toys import random_toy
 
 SIZES = grammars.Sizes(24, 9, 60, 8, 90, 8, 48)
@@ -67,11 +68,13 @@ def classes_of(grammar):
     return IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_same_plans_to_the_bit(seed, monkeypatch):
-    monkeypatch.setattr(grammars, "WIDE", 5)  # so that some classes are
+@pytest.mark.parametrize(("seed", "wide"), [(0, 5), (1, 0), (2, IDS)])
+def test_the_same_plans_to_the_bit(seed, wide, monkeypatch):
+    """Some classes are wide; all are; none is."""
+    monkeypatch.setattr(grammars, "WIDE", wide)
     view, ids, read = case(seed)
-    assert np.asarray(view.grammar.num_wide).max() > 0 < np.asarray(view.grammar.num_narrow).max()
+    counts = (np.asarray(getattr(view.grammar, name)) for name in ("num_wide", "num_narrow"))
+    assert [bool(count.max()) for count in counts] == [wide < IDS, wide > 0]
     truth = jax.jit(constraint.plan_of_ids)(view, ids, read)
     kernel = view.replace(grammar=view.grammar.replace(kernels=INTERPRETED))
     plan = jax.jit(constraint.plan_of_ids)(kernel, ids, read)
@@ -93,14 +96,16 @@ def test_the_engines_half_is_the_same_too(seed):
     truth, mine = (constraint._paths(one, kind, score) for one in (view, kernel))
     for a, b in zip(mine, truth, strict=True):
         np.testing.assert_array_equal(np.asarray(a)[:-1], np.asarray(b)[:-1])
-    walked = triton.walk(
-        view.grammar, view.at, view.kind, view.known, skip=constraint.SKIP, interpret=True
-    )
+    kind = view.kind.at[0].set(constraint.KNOWN)  # the others have holes
+    given = view.grammar, view.at, kind, view.known
+    walked = triton.walk(*given, skip=constraint.SKIP, hole=constraint.HOLE, interpret=True)
     for slot in range(SLOTS - 1):
         at = int(view.at[slot])
-        for cell in range(CELLS):
+        for cell in range(CELLS + 1):
             assert walked[slot, cell] == at
-            if view.kind[slot, cell] != constraint.SKIP:
+            if cell == CELLS or kind[slot, cell] == constraint.HOLE:
+                break
+            if kind[slot, cell] != constraint.SKIP:
                 at = int(view.grammar.delta[slot, at, view.known[slot, cell]])
 
 
@@ -139,35 +144,36 @@ def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypat
 
 @NEEDS_JAX
 def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    """Steps of which all ids are read, and few; a tile of ids that is all its neighbour's."""
     monkeypatch.setattr(grammars, "WIDE", 20)
-    rng, num_ids, D = np.random.default_rng(3), 200, 64
+    monkeypatch.setattr(grammars, "_MANY", 11)
+    rng, num_ids, D = np.random.default_rng(3), 320, 64
     grammar = grammars.stacked(
         [
             grammars.padded(
-                grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=6), num_ids),
-                dataclasses.replace(SIZES, narrow=200),
+                grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=classes), num_ids),
+                dataclasses.replace(SIZES, narrow=320, classes=18, wide=16),
             )
-            for _ in range(2)
+            for classes in (14, 16)
         ]
     )
     hidden = jnp.asarray(rng.standard_normal((2 * 64, D)), jnp.bfloat16)
     head = jnp.asarray(rng.standard_normal((num_ids, D)) * 3 * D**-0.5, jnp.bfloat16)
     given = hidden, head, jnp.asarray(rng.random(num_ids) < 0.2), classes_of(grammar)
     options = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}
-    tiling = mosaic.Tiling(ids=64, stages=1, shared="rows", blocks=2)
-    how = options | {"tiling": tiling, "interpret": plgpu.InterpretGPUParams()}
-    read, ids = mosaic.read_classes(*given, **how)
-    alone = mosaic.read(*given[:-1], **how)
+    how = options | {"tiling": mosaic.Tiling(ids=64, stages=1, shared="rows", blocks=2)}
+    by_classes = functools.partial(mosaic.read_classes, classes=given[-1])
+    read, ids = interpreted(by_classes, *given[:-1], **how)
+    alone = interpreted(mosaic.read, *given[:-1], **how)
     for mine, theirs in zip(read, alone, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     truth = class_readout(*given, **options, implementation="xla")[1]
     np.testing.assert_allclose(ids.log_mass, truth.log_mass, rtol=1e-5)
+    assert int(grammar.whole_step[0].max()) * 64 < int(grammar.num_narrow[0])
     for slot in range(2):
-        rows = slice(slot * 64, slot * 64 + 64)
+        rows, whole = slice(slot * 64, slot * 64 + 64), grammar.whole_step[slot]
         narrow, wide = int(grammar.num_narrow[slot]), int(grammar.num_wide[slot])
-        assert min(narrow, wide) > 0
+        assert int(whole.max()) > 0 < wide
         mine, theirs = (one.narrow[rows, :narrow] for one in (ids, truth))
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(
@@ -189,7 +195,8 @@ def test_lowers_for_a_gpu():
     def both(grammar, at, bound, kind, known, room, ids, read):
         view = View(grammar.replace(kernels=kernels), at, bound, kind, known, room)
         plan = constraint.plan_of_ids(view, ids, read)
-        return plan, kernels.walk(view.grammar, at, kind, known, skip=constraint.SKIP)
+        walk = functools.partial(kernels.walk, skip=constraint.SKIP, hole=constraint.HOLE)
+        return plan, walk(view.grammar, at, kind, known)
 
     def readout_of(hidden, head, forbidden, grammar):
         options = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.token_readout import SHARE, api, choose, law_readout, mosaic, token_readout
+from dllm_jax.kernels.token_readout import (
+    SHARE,
+    api,
+    choose,
+    choose_with_classes,
+    law_readout,
+    mosaic,
+    token_readout,
+)
 from dllm_jax.kernels.token_readout.mosaic import Tiling
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
@@ -160,6 +168,13 @@ def test_mosaic_is_chosen_for_the_rows_it_was_measured_to_win(on_hopper):
     assert chosen(1024, num_top=2) == "triton"
     assert chosen(1024, ids=151665) == "triton"
     assert chosen(1024, dtype="float32") == "xla"
+
+    def with_classes(rows, of_slot, ids=151936):
+        return choose_with_classes(real(rows, 2048), real(ids, 2048), 0, of_slot)
+
+    assert [with_classes(*one) for one in ((128, 128), (1024, 128), (4096, 64))] == ["mosaic"] * 3
+    assert with_classes(100, 100) == with_classes(128, 16) == with_classes(64, 64) == "triton"
+    assert with_classes(256, 32) == with_classes(256, 128, ids=151968) == "xla"
 
 
 @pytest.mark.parametrize(
