@@ -11,9 +11,13 @@ import functools
 import hashlib
 import inspect
 import os
+import pickle
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +40,8 @@ def lowered_once(*, static_argnames: Sequence[str]) -> Callable[[Callable[..., A
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         plain = jax.jit(function, static_argnames=tuple(static_argnames))
         signature = inspect.signature(function)
-        kept: dict[Any, Any] = {}
+        kept: dict[Any, Future[tuple[Any, Any]]] = {}
+        one_at_a_time = threading.Lock()
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
@@ -50,9 +55,16 @@ def lowered_once(*, static_argnames: Sequence[str]) -> Callable[[Callable[..., A
             leaves, tree = jax.tree.flatten(given)
             kinds = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
             key = kinds, tree, jax.config.jax_enable_x64, *static.values()
-            if key not in kept:
-                kept[key] = _exported(functools.partial(function, **static), kinds, tree)
-            run, tree = kept[key]
+            with one_at_a_time:
+                is_mine, future = key not in kept, kept.setdefault(key, Future())
+            if is_mine:
+                try:
+                    future.set_result(_exported(functools.partial(function, **static), given))
+                except BaseException as error:
+                    del kept[key]
+                    future.set_exception(error)
+                    raise
+            run, tree = future.result()
             return jax.tree.unflatten(tree, run(*leaves))
 
         return call
@@ -60,35 +72,53 @@ def lowered_once(*, static_argnames: Sequence[str]) -> Callable[[Callable[..., A
     return decorate
 
 
-def _exported(function: Bound, kinds: Sequence[Any], tree: Any) -> tuple[Any, Any]:
+class Text(NamedTuple):
+    """A kernel as MLIR's bytes, and the shapes of its results."""
+
+    text: bytes
+    out: Any
+
+
+# How a thread has kernels lowered that are in no folder; None: by itself.
+elsewhere: ContextVar[Callable[[Bound, Any], Text] | None] = ContextVar("elsewhere", default=None)
+
+
+def _exported(function: Bound, given: Any) -> tuple[Any, Any]:
     """A function of the leaves of its arguments, and the tree of what it returns."""
-    given = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
-    trees = []
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), given)
+    place = _place(function, *jax.tree.flatten(given))
+    made = None if place is None else _read(place)
+    if made is None:
+        made = (elsewhere.get() or lower)(function, given)
+        if place is not None:
+            _write(place, made)
+    leaves, tree = jax.tree.flatten(made.out)
+    # Beside its text, it is what any function of such arguments and results is.
+    blank = _export(function, lambda *_: [jnp.zeros(x.shape, x.dtype) for x in leaves], given)
+    exported = dataclasses.replace(blank, mlir_module_serialized=made.text)
+    # In jit, so that the layers of a program share its text. It has no batching rule.
+    return jax.jit(jax.custom_batching.sequential_vmap(exported.call)), tree
+
+
+def lower(function: Bound, given: Any) -> Text:
+    """A kernel's text for arguments of such shapes."""
+    made, tree = [], jax.tree.structure(given)
 
     def flat(*leaves: Any) -> list[Any]:
-        out, of_out = jax.tree.flatten(function(**jax.tree.unflatten(tree, leaves)))
-        trees.append(of_out)
-        return out
+        out = function(**jax.tree.unflatten(tree, leaves))
+        made.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out))
+        return jax.tree.leaves(out)
 
-    place = _place(function, given, tree)
-    text = None if place is None else _read(place)
-    if text is None:
-        exported = _export(function, flat, given)
-        if place is not None:
-            _write(place, exported.mlir_module_serialized)
-    else:  # beside its text, it is what any function of such arguments and results is
-        out = jax.eval_shape(flat, *given)
-        blank = _export(function, lambda *_: [jnp.zeros(x.shape, x.dtype) for x in out], given)
-        exported = dataclasses.replace(blank, mlir_module_serialized=text)
-    # In jit, so that the layers of a program share its text. It has no batching rule.
-    return jax.jit(jax.custom_batching.sequential_vmap(exported.call)), trees[0]
+    exported = _export(function, flat, given)
+    return Text(exported.mlir_module_serialized, made[-1])
 
 
-def _export(function: Bound, flat: Callable[..., list[Any]], given: Sequence[Any]) -> Any:
+def _export(function: Bound, flat: Callable[..., list[Any]], given: Any) -> Any:
     flat.__name__ = function.func.__name__
     jitted = jax.jit(flat, keep_unused=True)
     allowed = [jax.export.DisabledSafetyCheck.custom_call(_CALLS)]
-    return jax.export.export(jitted, platforms=("cuda",), disabled_checks=allowed)(*given)
+    exporting = jax.export.export(jitted, platforms=("cuda",), disabled_checks=allowed)
+    return exporting(*jax.tree.leaves(given))
 
 
 def _place(function: Bound, given: Sequence[Any], tree: Any) -> Path | None:
@@ -111,17 +141,18 @@ def _version() -> str:
     return f"{jax.__version__} {source.hexdigest()}"
 
 
-def _read(place: Path) -> bytes | None:
+def _read(place: Path) -> Text | None:
     """A text, unless there is none, or it was damaged."""
     try:
         kept = place.read_bytes()
     except OSError:
         return None
     text = kept[_DIGEST:]
-    return text if hashlib.sha256(text).digest() == kept[:_DIGEST] else None
+    return pickle.loads(text) if hashlib.sha256(text).digest() == kept[:_DIGEST] else None
 
 
-def _write(place: Path, text: bytes) -> None:
+def _write(place: Path, made: Text) -> None:
+    text = pickle.dumps(made)
     with contextlib.suppress(OSError):  # a full disk, say: the next process lowers it again
         place.parent.mkdir(exist_ok=True)
         half = place.with_name(f"{place.name}.{os.getpid()}")

@@ -16,6 +16,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
+from dllm_jax.kernels import lowered
+from dllm_jax.kernels.helpers import Helpers
 from dllm_jax.runner import warmup
 from dllm_jax.strategies.core.errors import described
 
@@ -23,16 +27,30 @@ from dllm_jax.strategies.core.errors import described
 # Python's default of 5 ms, each of the dozens of turns of a step takes as long.
 SWITCH_S = 5e-4
 _in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
+HELPERS = 4  # processes at most that lower kernels
 
 
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(SWITCH_S, usual_s))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual_s)
+class _ShortTurns:
+    """A context of several threads, in which none of them keeps the GIL for long."""
+
+    def __init__(self):
+        self._lock, self._count, self._usual_s = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_S, self._usual_s))
+            self._count += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                sys.setswitchinterval(self._usual_s)
+
+
+_short_turns = _ShortTurns()
 
 
 class Behind:
@@ -56,6 +74,10 @@ class Behind:
         self._telling = threading.Lock()
         # Half of the cores are for those who are served.
         count = min(len(work), max(1, warmup.num_cores() // 2))
+        self._working = count
+        self._helpers = None
+        if jax.default_backend() == "gpu":
+            self._helpers = Helpers(min(HELPERS, max(1, warmup.num_cores() // 4)))
         self._threads = [
             threading.Thread(target=self._run, name="dllm-compile", daemon=True)
             for _ in range(count)
@@ -79,6 +101,15 @@ class Behind:
             thread.join()
 
     def _run(self) -> None:
+        try:
+            self._compile_all()
+        finally:
+            with self._telling:
+                self._working -= 1
+            if self._helpers is not None and not self._working:
+                self._helpers.close()
+
+    def _compile_all(self) -> None:
         while not self._ends:
             try:
                 item = self._left.popleft()
@@ -99,12 +130,13 @@ class Behind:
         if runner is None:
             self._ends = True
             return
-        with _in_python, _short_turns():
+        with _short_turns, contextlib.ExitStack() as turn, _lowered_by(self._helpers, turn):
+            turn.enter_context(_in_python)
             call = item.call(runner)
-            lowered = runner.lower(call)
+            text = runner.lower(call)
         key = call.key
         del runner, call  # while it compiles, nothing here holds the weights
-        lowered.compile()
+        text.compile()
         runner = self._runner()
         if runner is None:
             return
@@ -113,6 +145,26 @@ class Behind:
             self.missing.discard(key)
             if self._progress:
                 self._progress(item.name, runner.num_compiled, runner.num_programs)
+
+
+@contextlib.contextmanager
+def _lowered_by(helpers: Helpers | None, turn: contextlib.ExitStack) -> Iterator[None]:
+    """Have this thread's kernels lowered by helpers, if there are any.
+
+    The first one ends the thread's turn, for good: another thread may hold the turn while it waits
+    for what this one is tracing.
+    """
+
+    def lower(function: lowered.Bound, given: Any) -> lowered.Text:
+        turn.close()
+        assert helpers is not None
+        return helpers.lower(function, given)
+
+    token = lowered.elsewhere.set(lower if helpers else None)
+    try:
+        yield
+    finally:
+        lowered.elsewhere.reset(token)
 
 
 _running: weakref.WeakSet[Behind] = weakref.WeakSet()
