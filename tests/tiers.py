@@ -42,6 +42,7 @@ LONG: dict[str, str | None] = {
     "kernels/test_layer_mosaic.py": "many_rows",
     "kernels/test_layer_mosaic_rotate.py": None,
     "kernels/test_layer_ops.py": None,
+    "kernels/test_lowered.py": "another_process",
     "kernels/test_paged_attention.py": "published|window",
     "kernels/test_paged_attention_mosaic.py": None,
     "kernels/test_token_readout.py": "decoding_reads|no_logits",
