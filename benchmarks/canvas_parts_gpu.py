@@ -26,7 +26,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.bench.numbers import commit
-from dllm_jax.kernels.layer import LayerOps, norm_rotate, sandwich_norm
+from dllm_jax.kernels.layer import Fp8Sums, LayerOps, gate, norm_rotate, sandwich_norm
 from dllm_jax.kernels.paged_attention import WindowMask, api, paged_attention
 from dllm_jax.kernels.router import choose_experts
 from dllm_jax.kernels.token_readout import law_readout
@@ -133,6 +133,52 @@ def norms(rows: int, is_second: bool) -> Case:
     return Case(name, "norms", second if is_second else first, given)
 
 
+def small(rows: int) -> list[Case]:
+    """What follows the products of 8 bits, whose scales it applies, and makes rows of 8 bits."""
+    x, b, *scales = draws(10, *[(1, rows, D)] * 2, *[(D,)] * 4, (2,))
+    mode = jnp.arange(rows)[None] % 3 == 0
+    by_row = jax.random.uniform(jax.random.key(11), (1, rows)) + 0.5
+
+    def product(*outputs: int) -> tuple[jax.Array, ...]:
+        sums, by_column = draws(12, (1, rows, *outputs), outputs)
+        return sums.astype(jnp.float32), by_row, jnp.abs(by_column.astype(jnp.float32)) + 0.5
+
+    def turned(form, *given):
+        *sums, q_norm, k_norm, cos, sin = given
+        how = {"dtype": jnp.bfloat16, "implementation": form}
+        return norm_rotate(Fp8Sums(*sums), q_norm, k_norm, cos, sin, EPS, **how)
+
+    def first(form, x, *given):
+        *sums, s, t, u = given
+        how = {"is_quantized": True, "implementation": form}
+        return sandwich_norm(x, ((Fp8Sums(*sums), s),), (t, u), EPS, **how)
+
+    def second(form, x, *given):
+        *sums, b, mode, s, t, u, v, factors = given
+        branches, how = ((Fp8Sums(*sums), s), (b, t)), {"outer": u, "factor": (factors, mode)}
+        how |= {"is_quantized": True, "implementation": form}
+        return sandwich_norm(x, branches, (v,), EPS, **how)
+
+    def gated(form, *sums):
+        how = {"dtype": jnp.bfloat16, "is_quantized": True, "implementation": form}
+        return gate(Fp8Sums(*sums), "gelu", **how)
+
+    N, G, H = SLIDING
+    norm = draws(13, (H,))[0]
+    angle = jax.random.uniform(jax.random.key(1), (1, rows, H // 2)) * 9
+    tables = jnp.cos(angle), jnp.sin(angle)
+    given = {
+        "heads": (turned, (*product(G, N // G + 2, H), norm, norm, *tables)),
+        "norms first": (first, (x, *product(D), *scales[:3])),
+        "norms second": (second, (x, *product(D), b, mode, *scales)),
+        "gate": (gated, product(66, 2, 32)),
+    }
+    # Held to XLA's form: two roundings to 8 bits may fall apart.
+    return [
+        Case(f"small {name} {rows}", "small", run, own, own) for name, (run, own) in given.items()
+    ]
+
+
 def router(rows: int) -> Case:
     x, scale, weights, factors = draws(3, (rows, D), (D,), (D, E), (E,))
 
@@ -219,6 +265,8 @@ def cases(names: set[str]) -> list[Case]:
         found += [heads(256, SLIDING), heads(256, GLOBAL), heads(4096, SLIDING)]
     if "norms" in names:
         found += [norms(rows, is_second) for rows in (256, 4096) for is_second in (False, True)]
+    if "small" in names:
+        found += small(256)
     if "router" in names:
         found += [router(256), router(4096)]
     if "attention" in names:
@@ -228,7 +276,7 @@ def cases(names: set[str]) -> list[Case]:
             attention("prefill", 1, 1024, SLIDING, True, False, 0),
         ]
     if "wide" in names:
-        found += [attention(str(slots), slots, 256, GLOBAL, False) for slots in (1, 4)]
+        found += [attention(str(slots), slots, 256, GLOBAL, False) for slots in (1, 4, 16)]
         found += [attention("beside a store", 1, 512, GLOBAL, False, True)]
         found += [attention("prefill", 1, 1024, GLOBAL, True, False, 0)]
     if "readout" in names:

@@ -17,8 +17,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.expert_ffn import expert_ffn
-from dllm_jax.kernels.layer import Fp8Matrix, LayerOps, fp8, norm_rotate, reference, sandwich_norm
-from dllm_jax.kernels.layer.reference import gated
+from dllm_jax.kernels.layer import (
+    Fp8Matrix,
+    Fp8Rows,
+    Fp8Sums,
+    LayerOps,
+    fp8,
+    gate,
+    norm_rotate,
+    quantize_rows,
+    reference,
+    sandwich_norm,
+)
 from dllm_jax.kernels.layer.reference import late_rms_norm as rms_norm
 from dllm_jax.kernels.router import choose_experts
 from dllm_jax.models import dense
@@ -147,7 +157,8 @@ def condition(
             even then, so that no row of the decoder is a row of `embed`.
     """
     signal = rms_norm(expected.astype(rows.dtype), params["condition_norm"], cfg.norm_eps)
-    signal = _geglu(signal, params["condition_gate_up"], params["condition_down"])
+    matrices = params["condition_gate_up"], params["condition_down"]
+    signal = fp8.rounded(_geglu(signal, *matrices, rows.dtype), rows.dtype)
     return rms_norm(rows + signal, None, cfg.norm_eps)
 
 
@@ -182,18 +193,28 @@ def trunk(
 
     layers, streams = params["layers"], {0: x}
     firsts = [*(layer["attn_norm"] for layer in layers), params["final_norm"]]
+    readers = [*(layer.get("wqkv", layer.get("wqk")) for layer in layers[1:]), None]
     rows = rms_norm(x, firsts[0], cfg.norm_eps)
     for i, layer in enumerate(layers):
-        out = attend(i, *_before(layer, rows, *tables[cfg.sliding[i]], cfg=cfg, ops=ops))
-        x, rows = _behind(layer, x, out, firsts[i + 1], is_decoder, live, cfg=cfg, ops=ops)
+        how: Any = {"cfg": cfg, "ops": ops}
+        out = attend(i, *_before(layer, rows, *tables[cfg.sliding[i]], dtype=x.dtype, **how))
+        how["is_quantized"] = isinstance(readers[i], Fp8Matrix)
+        x, rows = _behind(layer, x, out, firsts[i + 1], is_decoder, live, **how)
         streams[i + 1] = x
     return rows, tuple(streams[j] for j in hidden_layers)
 
 
 # As in `dense.py`, layers that are alike share these.
-@functools.partial(jax.jit, static_argnames=("cfg", "ops"))
+@functools.partial(jax.jit, static_argnames=("dtype", "cfg", "ops"))
 def _before(
-    layer: Any, rows: Array, cos: Array, sin: Array, *, cfg: GemmaConfig, ops: LayerOps
+    layer: Any,
+    rows: Array | Fp8Rows,
+    cos: Array,
+    sin: Array,
+    *,
+    dtype: Any,
+    cfg: GemmaConfig,
+    ops: LayerOps,
 ) -> tuple[Array, Array, Array]:
     """Rotated queries and keys, and values, of normed rows."""
     has_values = "wqkv" in layer  # else they are of what the keys are of
@@ -205,11 +226,12 @@ def _before(
         sin,
         cfg.norm_eps,
         shares_values=not has_values,
+        dtype=dtype,
         implementation=ops.norm_rotate,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "ops"))
+@functools.partial(jax.jit, static_argnames=("is_quantized", "cfg", "ops"))
 def _behind(
     layer: Any,
     x: Array,
@@ -218,24 +240,36 @@ def _behind(
     is_decoder: Array,
     live: Array | None,
     *,
+    is_quantized: bool,
     cfg: GemmaConfig,
     ops: LayerOps,
-) -> tuple[Array, Array]:
-    """The residual stream behind a layer, and its norm; `out` is what attention gave."""
+) -> tuple[Array, Array | Fp8Rows]:
+    """The residual stream behind a layer, and its norm; `out` is what attention gave.
+
+    Args:
+        is_quantized: The norm is in 8 bits, as what reads it is.
+    """
 
     def sandwich(x: Array, branches: Any, following: tuple[Array, ...], **how: Any) -> Any:
         back_end = ops.sandwich_norm
         return sandwich_norm(x, branches, following, cfg.norm_eps, **how, implementation=back_end)
 
-    wo = layer["wo"]
-    wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
-    out = total(_matmul(out.reshape(*x.shape[:2], -1), wo, ops.axis), x, ops.axis)
+    wo, rows = layer["wo"], out.reshape(*x.shape[:2], -1)
+    if not isinstance(wo, Fp8Matrix):
+        wo = wo.reshape(-1, cfg.hidden_size)
+    elif ops.axis is None:
+        rows = quantize_rows(rows)
+    added = _matmul(rows, wo, ops.axis)
+    if ops.axis is not None:
+        added = total(fp8.rounded(added, x.dtype), x, ops.axis)
     following = layer["mlp_norm"], layer["pre_experts_norm"]
-    x, (rows, routed) = sandwich(x, ((out, layer["post_attn_norm"]),), following)
-    plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], ops.axis)
+    is_small = isinstance(layer["w_gate_up"], Fp8Matrix)
+    branches = ((added, layer["post_attn_norm"]),)
+    x, (rows, routed) = sandwich(x, branches, following, is_quantized=is_small)
+    plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], x.dtype, ops.axis)
     routed = _experts(layer, cfg, x, routed, live, ops)
     if ops.axis is not None:  # both in one sum, before their norms
-        both = jnp.stack([plain, routed])
+        both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
         plain, routed = total(both, both, ops.axis)
     x, (rows,) = sandwich(
         x,
@@ -243,6 +277,7 @@ def _behind(
         (scale,),
         outer=layer["post_ffn_norm"],
         factor=(layer["mode_scale"], is_decoder),
+        is_quantized=is_quantized,
     )
     return x, rows
 
@@ -310,21 +345,28 @@ def _experts(
 
 
 def _geglu(
-    x: Float[Array, "... D"],
+    x: Float[Array, "... D"] | Fp8Rows,
     w_gate_up: Array | Fp8Matrix,
     w_down: Array | Fp8Matrix,
+    dtype: Any,
     axis: str | None = None,
-) -> Float[Array, "... D"]:
+) -> Float[Array, "... D"] | Fp8Sums:
     """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
-    return _matmul(gated(_matmul(x, w_gate_up), "gelu"), w_down, axis)
+    # What several devices share has one scale, which they find together.
+    is_quantized = isinstance(w_down, Fp8Matrix) and axis is None
+    inner = gate(_matmul(x, w_gate_up), "gelu", dtype=dtype, is_quantized=is_quantized)
+    return _matmul(inner, w_down, axis)
 
 
-def _matmul(x: Float[Array, "... K"], w: Array | Fp8Matrix, axis: str | None = None) -> Array:
-    """`x @ w` over the first axis of `w`, in the type of `x`.
+def _matmul(
+    x: Float[Array, "... K"] | Fp8Rows, w: Array | Fp8Matrix, axis: str | None = None
+) -> Array | Fp8Sums:
+    """`x @ w` over the first axis of `w`; of 8 bits, what follows applies the scales.
 
     Args:
         axis: The axis of a mesh whose devices each have a part of K.
     """
     if isinstance(w, Fp8Matrix):
-        return fp8.matmul(x, w, x.dtype, axis)
+        return fp8.product(x, w, axis)
+    assert isinstance(x, jax.Array)
     return reference.matmul(x, w)

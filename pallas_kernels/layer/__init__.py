@@ -3,23 +3,28 @@
 from .api import (
     LayerOps,
     add_rms_norm,
+    gate,
     gated_matmul,
     norm_rotate,
     qkv_matmul,
+    quantize_rows,
     rotate_qkv,
     sandwich_norm,
     split_matmul,
 )
-from .fp8 import Fp8Matrix, Fp8Rows
+from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums
 
 __all__ = [
     "Fp8Matrix",
     "Fp8Rows",
+    "Fp8Sums",
     "LayerOps",
     "add_rms_norm",
+    "gate",
     "gated_matmul",
     "norm_rotate",
     "qkv_matmul",
+    "quantize_rows",
     "rotate_qkv",
     "sandwich_norm",
     "split_matmul",

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .. import dispatch
+from ..activation import Activation
 from ..dispatch import BackEnd
-from . import fp8, mosaic, mosaic_heads, mosaic_many, mosaic_rotate, reference, triton
-from .fp8 import Fp8Matrix, Fp8Rows
+from . import fp8, mosaic, mosaic_gate, mosaic_heads, mosaic_many, mosaic_rotate, reference, triton
+from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums
 
 Implementation = Literal["xla", "triton", "mosaic"]
 # (rows, weights) up to which `split_matmul` of Triton is faster than XLA; measured at 32, 128 and
@@ -37,11 +38,6 @@ MOSAIC_MANY_FP8_ROWS = 1024
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
 MOSAIC_ROWS = 1024
-# Most rows of a product whose parts XLA adds up in the one `sandwich_norm` behind it. On an H200, a
-# layer of DiffusionGemma, us, XLA / Mosaic, the product in front and the loop's 10 us included: one
-# branch 256 rows 30 / 35, 4,096 rows 178 / 163, two branches 40 / 24 and 132 / 113; more rows than
-# 256 and fewer than 4,096 were not timed (benchmarks/results/canvas_parts_h200.json).
-PARTS_ROWS = 1024
 # Most rows of `rotate_qkv` with Mosaic: faster from 128 to 4,096 rows; more were not measured.
 MOSAIC_ROTATED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
@@ -114,14 +110,15 @@ def _plain_norm(
 
 def sandwich_norm(
     x: Float[Array, "*M D"],
-    branches: tuple[tuple[Float[Array, "*M D"], Float[Array, " D"]], ...],
+    branches: tuple[tuple[Float[Array, "*M D"] | Fp8Sums, Float[Array, " D"]], ...],
     following: tuple[Float[Array, " D"], ...],
     eps: float,
     *,
     outer: Float[Array, " D"] | None = None,
     factor: tuple[Float[Array, "2"], Bool[Array, "*M"]] | None = None,
+    is_quantized: bool = False,
     implementation: Literal["xla", "mosaic"] | None = None,
-) -> tuple[Float[Array, "*M D"], tuple[Float[Array, "*M D"], ...]]:
+) -> tuple[Float[Array, "*M D"], tuple[Float[Array, "*M D"] | Fp8Rows, ...]]:
     """Residual stream plus normed branches, and norms of the sum, each rounded after its scale.
 
     Args:
@@ -129,6 +126,7 @@ def sandwich_norm(
         following: Scales of the norms of the sum that come out.
         outer: Scale of a norm of the branches' sum; None: that is added as it is.
         factor: Two factors of the new stream, and whether a row's is the second; None: 1.
+        is_quantized: The first of the norms that come out is rounded once more, to 8 bits.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11), or None for the
             faster one.
 
@@ -144,12 +142,53 @@ def sandwich_norm(
         "mosaic": BackEnd(
             mosaic.sandwich_norm,
             mosaic.unsupported(x) or mosaic.unsupported_sandwich(x),
-            len(branches) > 1 or _num_rows(x) > PARTS_ROWS,
         ),
-        "xla": BackEnd(reference.sandwich_norm),
+        "xla": BackEnd(_plain_sandwich),
     }
-    how = {"outer": outer, "factor": factor}
+    how = {"outer": outer, "factor": factor, "is_quantized": is_quantized}
     return dispatch.run(implementation, back_ends, x, branches, following, eps, **how)
+
+
+def _plain_sandwich(
+    x: Array, branches: Any, following: Any, eps: float, *, is_quantized: bool, **how: Any
+) -> tuple[Array, tuple[Array | Fp8Rows, ...]]:
+    branches = tuple((fp8.rounded(y, x.dtype), scale) for y, scale in branches)
+    total, normed = reference.sandwich_norm(x, branches, following, eps, **how)
+    return total, (fp8.quantize_rows(normed[0]), *normed[1:]) if is_quantized else normed
+
+
+def gate(
+    both: Float[Array, "*M C 2 W"] | Fp8Sums,
+    activation: Activation,
+    *,
+    dtype: jax.typing.DTypeLike,
+    is_quantized: bool = False,
+    implementation: Literal["xla", "mosaic"] | None = None,
+) -> Float[Array, "*M C*W"] | Fp8Rows:
+    """Activated gates times the others, gate and up in turns, in `dtype`.
+
+    Args:
+        is_quantized: Rounded once more, to 8 bits.
+        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11; from 8 bits to 8 bits, turns
+            of 32), or None for the faster one.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+    """
+    like = jax.ShapeDtypeStruct((both.sums if isinstance(both, Fp8Sums) else both).shape, dtype)
+    reason = mosaic.unsupported(like) or mosaic_gate.unsupported_sums(both, is_quantized)
+    back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
+        "mosaic": BackEnd(mosaic_gate.gate, reason),
+        "xla": BackEnd(functools.partial(_plain_gate, is_quantized)),
+    }
+    return dispatch.run(implementation, back_ends, both, activation=activation, dtype=dtype)
+
+
+def _plain_gate(
+    is_quantized: bool, both: Array | Fp8Sums, *, activation: Activation, dtype: Any
+) -> Array | Fp8Rows:
+    out = reference.gated(fp8.rounded(both, dtype), activation)
+    return fp8.quantize_rows(out) if is_quantized else out
 
 
 def qkv_matmul(
@@ -446,7 +485,7 @@ def rotate_qkv(
 
 
 def norm_rotate(
-    qkv: Float[Array, "*M G n+2 H"] | Float[Array, "*M G n+1 H"],
+    qkv: Float[Array, "*M G n+2 H"] | Float[Array, "*M G n+1 H"] | Fp8Sums,
     q_norm: Float[Array, " H"],
     k_norm: Float[Array, " H"],
     cos: Float[Array, "*M R2"],
@@ -454,6 +493,7 @@ def norm_rotate(
     eps: float,
     *,
     shares_values: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Literal["xla", "mosaic"] | None = None,
 ) -> tuple[Float[Array, "*M N H"], Float[Array, "*M G H"], Float[Array, "*M G H"]]:
     """Queries, keys and values, each head normed, the values' without a scale; two are rotated.
@@ -464,6 +504,7 @@ def norm_rotate(
         qkv: For each KV head its n query heads, its key and its value.
         cos, sin: As of `rotate_qkv`.
         shares_values: There are no values in `qkv`: they are made of what the keys are made of.
+        dtype: Type of the results; None for that of `qkv`.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11, heads of 64 to 512
             that are rotated whole), or None for the faster one.
 
@@ -473,15 +514,22 @@ def norm_rotate(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    sums = qkv.sums if isinstance(qkv, Fp8Sums) else qkv
+    dtype = sums.dtype if dtype is None else jnp.dtype(dtype)
     back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
         "mosaic": BackEnd(
-            mosaic_heads.norm_rotate,
-            mosaic.unsupported(qkv) or mosaic_heads.unsupported_heads(qkv, cos),
+            functools.partial(mosaic_heads.norm_rotate, dtype=dtype),
+            mosaic.unsupported(jax.ShapeDtypeStruct(sums.shape, dtype))
+            or mosaic_heads.unsupported_heads(sums, cos),
         ),
-        "xla": BackEnd(reference.norm_rotate),
+        "xla": BackEnd(functools.partial(_plain_heads, dtype)),
     }
     arguments = (qkv, q_norm, k_norm, cos, sin, eps)
     return dispatch.run(implementation, back_ends, *arguments, shares_values=shares_values)
+
+
+def _plain_heads(dtype: Any, qkv: Array | Fp8Sums, *rest: Any, **how: Any) -> Any:
+    return reference.norm_rotate(fp8.rounded(qkv, dtype), *rest, **how)
 
 
 def choose_tiling(x: Array, w: Array) -> triton.Tiling:

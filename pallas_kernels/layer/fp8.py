@@ -60,6 +60,25 @@ class Fp8Rows:
     scales: Float[Array, "*M"]  # float32
 
 
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Fp8Sums:
+    """A product of 8 bits as `sums * rows * columns`: the launch that reads it applies the scales.
+
+    Rounding them in a launch of its own would read and write every sum once more.
+    """
+
+    sums: Float[Array, "..."]  # of the axes of both scales; float32
+    rows: Float[Array, "*M"]
+    columns: Float[Array, "*N"]
+
+    def rounded(self, dtype: Any) -> Float[Array, "..."]:
+        """The product in `dtype`."""
+        by_row = self.rows.reshape(*self.rows.shape, *(1,) * self.columns.ndim)
+        by_column = self.columns.reshape(*(1,) * self.rows.ndim, *self.columns.shape)
+        return (self.sums * by_row * by_column).astype(dtype)
+
+
 def quantize(
     x: Float[Array, "... K"], axis: str | None = None
 ) -> tuple[Float[Array, "... K"], Float[Array, "..."]]:
@@ -105,10 +124,8 @@ def quantize_matrix(
     return Fp8Matrix(*quantize(outputs_first, axis))
 
 
-def matmul(
-    x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any, axis: str | None = None
-) -> Float[Array, "..."]:
-    """`x @ w` in `dtype`, rows in 8 bits, sums in float32; `axis` as of `quantize`."""
+def product(x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, axis: str | None = None) -> Fp8Sums:
+    """`x @ w`, rows in 8 bits, sums in float32; `axis` as of `quantize`."""
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
     sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
         rows.values.reshape(-1, w.shape[0]),
@@ -116,5 +133,16 @@ def matmul(
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    out = sums * rows.scales.reshape(-1, 1) * flat.scales[None]
-    return out.astype(dtype).reshape(*rows.scales.shape, *w.shape[1:])
+    return Fp8Sums(sums.reshape(*rows.scales.shape, *w.shape[1:]), rows.scales, w.scales)
+
+
+def matmul(
+    x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any, axis: str | None = None
+) -> Float[Array, "..."]:
+    """`product` in `dtype`."""
+    return product(x, w, axis).rounded(dtype)
+
+
+def rounded(x: Array | Fp8Sums, dtype: Any) -> Array:
+    """Rows in `dtype`."""
+    return x.rounded(dtype) if isinstance(x, Fp8Sums) else x.astype(dtype)

@@ -22,7 +22,7 @@ from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
-from .fp8 import Fp8Matrix, Fp8Rows, factors_of
+from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums, factors_of
 
 _ROWS = 64  # of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
@@ -439,23 +439,27 @@ def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
     scales[0][row] = unit
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))  # layers lower once
-def sandwich_norm(
+@functools.partial(jax.jit, static_argnames=("eps", "is_quantized", "interpret"))
+def sandwich_norm(  # layers lower once
     x: Array,
-    branches: tuple[tuple[Array, Array], ...],
+    branches: tuple[tuple[Array | Fp8Sums, Array], ...],
     following: tuple[Array, ...],
     eps: float,
     *,
     outer: Array | None = None,
     factor: tuple[Array, Array] | None = None,
+    is_quantized: bool = False,
     interpret: Any = None,
-) -> tuple[Array, tuple[Array, ...]]:
+) -> tuple[Array, tuple[Array | Fp8Rows, ...]]:
     """See `api.sandwich_norm`."""
 
     def run(x, branches, following, outer, factor):
         rows = x.reshape(-1, x.shape[-1])
         named = {"x": rows}
         for i, (y, scale) in enumerate(branches):
+            if isinstance(y, Fp8Sums):
+                named |= {f"rows{i}": y.rows.reshape(-1), f"columns{i}": y.columns}
+                y = y.sums
             named |= {f"branch{i}": y.reshape(rows.shape), f"scale{i}": scale}
         named |= {f"following{i}": scale for i, scale in enumerate(following)}
         if outer is not None:
@@ -463,15 +467,22 @@ def sandwich_norm(
         if factor is not None:
             is_second = factor[1].astype(jnp.int32).reshape(-1)
             named |= {"factors": factor[0].astype(x.dtype), "is_second": is_second}
-        total, *normed = plgpu.kernel(
+        out = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(following))
+        if is_quantized:
+            out[1] = out[1].update(dtype=FP8)
+            out.append(jax.ShapeDtypeStruct((len(rows),), jnp.float32))
+        out = plgpu.kernel(
             functools.partial(_sandwich_norm, names=tuple(named), eps=eps),
-            out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(following)),
+            out_type=out,
             grid=(len(rows),),
             grid_names=("row",),
             kernel_name="sandwich_norm",
             interpret=interpret,
         )(*named.values())
-        return total.reshape(x.shape), tuple(one.reshape(x.shape) for one in normed)
+        total, *normed = (one.reshape(x.shape) for one in out[: 1 + len(following)])
+        if is_quantized:
+            normed[0] = Fp8Rows(normed[0], out[-1].reshape(x.shape[:-1]))
+        return total, tuple(normed)
 
     return jax.custom_batching.sequential_vmap(run)(x, branches, following, outer, factor)
 
@@ -480,6 +491,7 @@ def _sandwich_norm(*refs, names, eps):
     """One row, by one warpgroup."""
     given = dict(zip(names, refs, strict=False))
     total, *normed = refs[len(names) :]
+    units = [normed.pop()] if len(normed[-1].shape) == 1 else []
     row, (_, D) = jax.lax.axis_index("row"), total.shape
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=math.gcd(D // _THREADS, _ROUNDED_VECTOR))
 
@@ -496,11 +508,16 @@ def _sandwich_norm(*refs, names, eps):
         factor = jnp.where(given.pop("is_second")[row] != 0, second, first)
         del given["factors"]
 
+    by_row = {name: given.pop(name)[row] for name in names if name.startswith("rows")}
     at = {
         name: hopper.load(ref.at[row] if len(ref.shape) > 1 else ref, layout).astype(jnp.float32)
         for name, ref in given.items()
     }
     count = sum(name.startswith("branch") for name in names)
+    for i in range(count):
+        if f"rows{i}" in by_row:
+            whole = at[f"branch{i}"] * by_row[f"rows{i}"] * at[f"columns{i}"]
+            at[f"branch{i}"] = rounded(whole)
     each = [rounded(norm(at[f"branch{i}"], at[f"scale{i}"])) for i in range(count)]
     out = functools.reduce(lambda a, b: rounded(a + b), each)
     if "outer" in at:
@@ -511,7 +528,12 @@ def _sandwich_norm(*refs, names, eps):
     total[row] = kept.astype(total.dtype)
     root = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
     for i, to in enumerate(normed):
-        to[row] = (kept * root * at[f"following{i}"]).astype(to.dtype)
+        value = kept * root * at[f"following{i}"]
+        if i == 0 and units:
+            value = rounded(value)
+            by, units[0][row] = factors_of(jnp.max(jnp.abs(value)))
+            value = value * by
+        to[row] = value.astype(to.dtype)
 
 
 @lowered_once(static_argnames=("interpret",))

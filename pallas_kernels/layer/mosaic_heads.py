@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .. import hopper
+from .fp8 import Fp8Sums
 
 _ROWS = 4  # warps of a program
 _LANES = 32
@@ -33,9 +34,9 @@ def unsupported_heads(qkv: Array, cos: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "shares_values", "interpret"))  # lowered once
-def norm_rotate(
-    qkv: Array,
+@functools.partial(jax.jit, static_argnames=("eps", "shares_values", "dtype", "interpret"))
+def norm_rotate(  # lowered once
+    qkv: Array | Fp8Sums,
     q_norm: Array,
     k_norm: Array,
     cos: Array,
@@ -43,19 +44,23 @@ def norm_rotate(
     eps: float,
     *,
     shares_values: bool = False,
+    dtype: Any = None,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
     """See `api.norm_rotate`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
-    G, both, H = qkv.shape[-3:]
+    G, both, H = (qkv.sums if isinstance(qkv, Fp8Sums) else qkv).shape[-3:]
     n = both - (1 if shares_values else 2)
 
     def run(qkv, q_norm, k_norm, cos, sin):
         *rows, half = cos.shape
         M = cos.size // half
+        scales = ()
+        if isinstance(qkv, Fp8Sums):
+            qkv, scales = qkv.sums, (qkv.rows.reshape(M), qkv.columns)
         q, k, v = plgpu.kernel(
             functools.partial(_norm_rotate, eps=eps),
             out_type=[
-                jax.ShapeDtypeStruct(shape, qkv.dtype)
+                jax.ShapeDtypeStruct(shape, dtype or qkv.dtype)
                 for shape in ((M, G, n, H), (M, G, H), (M, G, H))
             ],
             grid=(M // _ROWS, G),
@@ -70,6 +75,7 @@ def norm_rotate(
             sin.reshape(M, half),
             q_norm,
             k_norm,
+            *scales,
         )
         return q.reshape(*rows, G * n, H), k.reshape(*rows, G, H), v.reshape(*rows, G, H)
 
@@ -77,8 +83,9 @@ def norm_rotate(
     return jax.custom_batching.sequential_vmap(run)(qkv, q_norm, k_norm, cos, sin)
 
 
-def _norm_rotate(qkv, cos, sin, q_norm, k_norm, q, k, v, *, eps):
-    """One group in four rows, a head after the other."""
+def _norm_rotate(qkv, cos, sin, q_norm, k_norm, *refs, eps):
+    """One group in four rows, a head after the other; sums of 8 bits have two scales."""
+    *factors, q, k, v = refs
     (both, H), n = qkv.shape[2:], q.shape[2]
     half = H // 2
     tile, halves = (_ROWS, half), (pl.ds(0, half), pl.ds(half, half))
@@ -88,13 +95,26 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, q, k, v, *, eps):
     def load(ref, layout=layout):
         return hopper.load(ref, layout).astype(jnp.float32)
 
+    def load_row(ref):
+        return jax.lax.broadcast_in_dim(load(ref, layout.reduce(0)), tile, [1])
+
     def load_scale(ref):
-        return [
-            jax.lax.broadcast_in_dim(load(ref.at[at], layout.reduce(0)), tile, [1]) for at in halves
-        ]
+        return [load_row(ref.at[at]) for at in halves]
 
     def rounded(values):
         return values.astype(q.dtype).astype(jnp.float32)
+
+    by_row = [
+        jax.lax.broadcast_in_dim(load(ref.at[rows], layout.reduce(1)), tile, [0])
+        for ref in factors[:1]
+    ]
+
+    def load_head(j):
+        pieces = [load(qkv.at[rows, group, j, at]) for at in halves]
+        if not factors:
+            return pieces
+        columns = [load_row(factors[1].at[group, j, at]) for at in halves]
+        return [rounded(a * by_row[0] * b) for a, b in zip(pieces, columns, strict=True)]
 
     def store(ref, pieces):
         for piece, at in zip(pieces, halves, strict=True):
@@ -103,7 +123,7 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, q, k, v, *, eps):
     cosine, sine = load(cos.at[rows]), load(sin.at[rows])
     scales = {"q": load_scale(q_norm), "k": load_scale(k_norm)}
     for j in range(both):
-        pieces = [load(qkv.at[rows, group, j, at]) for at in halves]
+        pieces = load_head(j)
         mass = jnp.sum(sum(piece * piece for piece in pieces), axis=1)
         factor = jax.lax.broadcast_in_dim(jax.lax.rsqrt(mass / H + eps), tile, [0])
         normed = [piece * factor for piece in pieces]

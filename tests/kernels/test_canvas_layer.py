@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.layer import mosaic, mosaic_heads, norm_rotate, reference, sandwich_norm
+from dllm_jax.kernels.layer import (
+    Fp8Sums,
+    fp8,
+    gate,
+    mosaic,
+    mosaic_gate,
+    mosaic_heads,
+    norm_rotate,
+    reference,
+    sandwich_norm,
+)
 from dllm_jax.kernels.router import choose_experts
 from dllm_jax.kernels.router import mosaic as router_mosaic
 from dllm_jax.kernels.router import reference as router_reference
@@ -107,6 +117,67 @@ def test_norms_of_both_halves_match_numpy(is_second):
         assert (a == same).mean() > 0.99
 
 
+def sums_of(seed, rows, outputs) -> Any:
+    """A product of 8 bits, and the same as rows of 16."""
+    sums, by_row, by_column = normal(seed, (*rows, *outputs), rows, outputs, dtype="float32")
+    product = Fp8Sums(*map(jnp.asarray, (sums, 1 + by_row**2, 1 + by_column**2)))
+    return product, product.rounded(jnp.bfloat16)
+
+
+def same_rows(got: Any, want: Any):
+    """Rows of 8 bits that another order of roundings may round otherwise, here and there."""
+    want = jax.tree.map(np.asarray, want)
+    assert got.values.shape == want.values.shape
+    assert got.values.dtype == want.values.dtype
+    assert (got.values == want.values).mean() > 0.95
+    np.testing.assert_allclose(got.scales, want.scales, rtol=1e-2)
+    restored = np.float32(want.values) * want.scales[..., None]
+    close(np.float32(got.values) * got.scales[..., None], restored, 0.1)
+
+
+@needs_mosaic
+def test_heads_of_a_product_of_8_bits_are_those_of_its_rounded_rows():
+    sums, plain = sums_of(5, (1, 8), (2, 4, 64))
+    _, *scales, cos, sin = heads_of((1, 8), 2, 2, 64, False)
+
+    def run(*given, **how):
+        return mosaic_heads.norm_rotate(sums, *given, EPS, dtype=jnp.bfloat16, **how)
+
+    got = interpreted(run, *scales, cos, sin)
+    want = like_heads(plain, *map(jnp.asarray, (*scales, cos, sin)), EPS)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert (a == b).mean() > 0.99
+
+
+@needs_mosaic
+@pytest.mark.parametrize("is_second", [False, True])
+def test_norms_from_8_bits_to_8_bits_are_those_of_rounded_rows(is_second):
+    x, branches, following, how = jax.tree.map(jnp.asarray, norms_of(is_second))
+    sums, plain = sums_of(6, (1, 3), (512,))
+    (_, scale), *others = branches
+
+    def norms(call, rows, **more):
+        return call(x, ((rows, scale), *others), following, EPS, is_quantized=True, **how, **more)
+
+    kept, normed = interpreted(functools.partial(norms, mosaic.sandwich_norm, sums))
+    like, (first, *rest) = norms(sandwich_norm, plain, implementation="xla")
+    assert (kept == like).mean() > 0.99
+    same_rows(normed[0], first)
+    for a, b in zip(normed[1:], rest, strict=True):
+        assert (a == b).mean() > 0.99
+
+
+@needs_mosaic
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gates_from_8_bits_to_8_bits_are_those_of_rounded_rows(activation):
+    sums, plain = sums_of(7, (2, 8), (3, 2, 32))
+    run = functools.partial(mosaic_gate.gate, sums, activation=activation, dtype=jnp.bfloat16)
+    inner = reference.gated(plain.astype(jnp.float32), activation).astype(jnp.bfloat16)
+    want = fp8.quantize_rows(inner)
+    same_rows(interpreted(run), want)
+
+
 def router_of(rows, width, experts, dtype="bfloat16") -> Any:
     x, scale, weights, factors = normal(3, (rows, width), (width,), (width, experts), (experts,))
     live = np.arange(rows) % 5 > 0
@@ -169,6 +240,22 @@ def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
         return sandwich_norm(x, ((x, scale), (x, scale)), (scale,), EPS, **how)
 
     assert lowered(norms, x, scale, mode, real(2)) == (1, 0)
+
+    def small(sums, by_row, by_column):
+        both = Fp8Sums(sums, by_row, by_column)
+        how = {"dtype": jnp.bfloat16, "is_quantized": True, "implementation": "mosaic"}
+        return gate(both, "gelu", **how)
+
+    scales = real(1, 256, dtype=jnp.float32), real(66, 2, 32, dtype=jnp.float32)
+    assert lowered(small, real(1, 256, 66, 2, 32, dtype=jnp.float32), *scales) == (1, 0)
+
+    def small_norms(x, sums, by_row, by_column, scale):
+        branches = ((Fp8Sums(sums, by_row, by_column), scale),)
+        how = {"is_quantized": True, "implementation": "mosaic"}
+        return sandwich_norm(x, branches, (scale, scale), EPS, **how)
+
+    wide, column = real(1, 256, 2816, dtype=jnp.float32), real(2816, dtype=jnp.float32)
+    assert lowered(small_norms, x, wide, scales[0], column, scale) == (1, 0)
     chosen = functools.partial(choose, k=8, eps=EPS, implementation="mosaic")
     rows, weights, live = real(256, 2816), real(2816, 128), real(256, dtype=bool)
     assert lowered(chosen, rows, scale, weights, real(128), live) == (2, 0)
