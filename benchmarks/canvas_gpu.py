@@ -219,7 +219,7 @@ def main():
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--quantization", choices=["none", "fp8"])
     parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
-    parser.add_argument("--engines", nargs="+", default=["few", "alone", "many"])
+    parser.add_argument("--parts", nargs="+", default=["few", "alone", "many", "touched"])
     parser.add_argument("--profile", action="store_true", help="of 1 slot, kernel by kernel")
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a text")
     args = parser.parse_args()
@@ -242,12 +242,11 @@ def main():
         "alone": {"slots": ALONE, "early_slots": 0},
         "many": {"slots": tuple(n for n in args.slots if n > EARLY), "early_slots": EARLY},
     }
-    engines = {name: engines[name] for name in args.engines}
     for name, engine in engines.items():
-        if engine["slots"] and not report.is_late(name):
+        if name in args.parts and engine["slots"] and not report.is_late(name):
             profiled = args.profile and name != "alone"
             measure(report, model, **engine, tokens=args.tokens, profiled=profiled)
-    if not report.is_late("experts touched"):
+    if "touched" in args.parts and not report.is_late("experts touched"):
         report.add(experts_touched=touched(model))
 
 
