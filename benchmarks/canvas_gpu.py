@@ -32,7 +32,7 @@ from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
 
 MODEL = "random:google/diffusiongemma-26B-A4B-it"
 STEPS = 16
-FLOOR_MS = {1: 13.2, 4: 20.9, 16: 55.7}  # bfloat16, one H200, context 1.5 k
+FLOOR_MS = {None: {1: 13.2, 4: 20.9, 16: 55.7}, "fp8": {1: 7.3}}  # one H200, context 1.5 k
 SLOTS, ALONE = (1, 4, 16), (1,)
 EARLY = 4  # most slots at which a canvas begins beside the store of the one before it
 
@@ -118,7 +118,7 @@ def measure(report, model, slots, early_slots, tokens, profiled):
             for _ in range(1 if count == max(SLOTS) else 2):
                 seconds, nfe = call(count, tokens)
                 forward_s = (seconds - one_s) / max(nfe - one_nfe, 1)
-                floor = FLOOR_MS.get(count)
+                floor = FLOOR_MS[model.quantization].get(count)
                 report.add(
                     slots=count,
                     early=0 < count <= early_slots,
