@@ -152,7 +152,7 @@ def parts(args, say):
         def path(scores, seen, tile=TILES[0], kind=constraint.HOLE):
             kind = jnp.full((B, W), kind)
             given = seen.at, seen.room, kind, seen.known, scores
-            named = {"never": NEVER, "no_label": 0, "skip": 0, "is_known": 1, "written": 3}
+            named = {"never": NEVER, "skip": 0, "is_known": 1, "written": 3}
             found = kernels.best_path(seen.grammar, *given, tile=tile, **named)
             return found[1], found
 

@@ -165,7 +165,7 @@ def best_path(
     return found["path"], found["value"]
 
 
-def _path(of, out, sizes, *, never, no_label, skip, is_known, written, barrier):
+def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
     b = pl.program_id(0)
     W, L, G, D, C, T = (sizes[name] for name in "WLGDCT")
     blocks = (pltriton.load(of["num_states"].at[b]) + (T - 1)) // T
@@ -193,12 +193,11 @@ def _path(of, out, sizes, *, never, no_label, skip, is_known, written, barrier):
     # Loads keep their order, and the first use of one waits: those that do not depend on each other
     # come before any use.
     def table(state, columns):
-        """Labels and targets of some edges of states, and which there are."""
+        """Labels and targets of some edges of states; 0, which leads nowhere, past the last."""
         places = [((b * G + state) * D + column, (state < G) & (column < D)) for column in columns]
         label = [_load(of["label"], *place, 0) for place in places]
         target = [_load(of["target"], *place, 0) for place in places]
-        has = [there & (one != no_label) for (_, there), one in zip(places, label, strict=True)]
-        return list(zip(label, target, has, strict=True))
+        return list(zip(label, target, strict=True))
 
     held_edges = table(every, range(min(_HELD, D)))
 
@@ -211,12 +210,10 @@ def _path(of, out, sizes, *, never, no_label, skip, is_known, written, barrier):
         num_free = jnp.where(kind == is_known, 0, num_edges)
 
         def best_of(edges, best):
-            through = [_load(of["score"], scores + label, has, 0.0) for label, _, has in edges]
-            onward = [
-                _load(out["beta"], behind + target, has, 2 * never) for _, target, has in edges
-            ]
+            through = [pltriton.load(of["score"].at[scores + label]) for label, _ in edges]
+            onward = [pltriton.load(out["beta"].at[behind + target]) for _, target in edges]
             top, onto = best
-            for score, beta, (_, target, _) in zip(through, onward, edges, strict=True):
+            for score, beta, (_, target) in zip(through, onward, edges, strict=True):
                 better = score + beta > top  # of equals the first
                 top = jnp.where(better, score + beta, top)
                 onto = jnp.where(better, target, onto)

@@ -327,8 +327,7 @@ def _paths(
     if view.grammar.kernels is None:
         return jax.vmap(_chain)(view.grammar, *chained)
     kinds = {"skip": SKIP, "is_known": KNOWN, "written": WRITTEN}
-    named = kinds | {"never": NEVER, "no_label": NO_LABEL}
-    return view.grammar.kernels.best_path(view.grammar, *chained, **named)
+    return view.grammar.kernels.best_path(view.grammar, *chained, never=NEVER, **kinds)
 
 
 def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
