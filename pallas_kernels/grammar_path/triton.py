@@ -5,6 +5,9 @@ took longer than a third of a step. Here a program is a slot and goes through th
 cells need of ids, each apart, is a program a cell. Tables are padded to a bucket, but loops end
 where a grammar does. Arrays are flat, so that indices are sums.
 
+Loads keep their order, and the first use of one waits: those that do not depend on each other
+stand together, before any use.
+
 JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
 """
 
@@ -81,9 +84,10 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
         def rows(block, _):
             row = block * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
             mine, top = row < count, jnp.full((_ROWS,), nothing, jnp.float32)
-            for i in range(each):
-                place = _load(of[name], (b * each + i) * width + row, mine, 0)
-                top = jnp.maximum(top, _sound(_load(values, first + place, mine, nothing)))
+            columns = [(b * each + i) * width + row for i in range(each)]
+            places = [_load(of[name], column, mine, 0) for column in columns]
+            for value in [_load(values, first + place, mine, nothing) for place in places]:
+                top = jnp.maximum(top, _sound(value))
             pltriton.store(out["rows"].at[to + row], top, mask=mine)
 
         jax.lax.fori_loop(0, (count + (_ROWS - 1)) // _ROWS, rows, None)
@@ -190,8 +194,6 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
         kind, known = (pltriton.load(of[name].at[place]) for name in ("kind", "known"))
         return kind, known, _load(of["score"], place * L + labels, labels < L, 0.0)
 
-    # Loads keep their order, and the first use of one waits: those that do not depend on each other
-    # come before any use.
     def table(state, columns):
         """Labels and targets of some edges of states; 0, which leads nowhere, past the last."""
         places = [((b * G + state) * D + column, (state < G) & (column < D)) for column in columns]
@@ -244,7 +246,12 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
             states(0, held_edges)
             jax.lax.fori_loop(1, blocks, lambda block, _: states(block, ()), none)
 
+        def stay(block, _):
+            state = block * T + every
+            pltriton.store(out["onto"].at[(b * W + w) * G + state], state, mask=state < G)
+
         jax.lax.fori_loop(0, is_cell.astype(jnp.int32), tiles, None)
+        jax.lax.fori_loop(0, jnp.where(is_cell, 0, blocks), stay, None)
         barrier()
         return jnp.where(is_cell, 1 - half, half), after, total + near
 
@@ -256,9 +263,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
     pltriton.store(out["value"].at[b], value)
 
     def follow(w, here):
-        kind = pltriton.load(of["kind"].at[b * W + w])
-        onto = pltriton.load(out["onto"].at[(b * W + w) * G + here])
-        return jnp.where(kind == skip, here, onto)
+        return pltriton.load(out["onto"].at[(b * W + w) * G + here])
 
     def cells(i, carry):
         here, total = carry
