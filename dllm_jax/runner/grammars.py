@@ -268,7 +268,7 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         "class_from": ((C + 1,), small),
         "label_rows": ((_ROW, of.labels + of.pairs // _ROW), small),
         "label_from": ((of.labels + 1,), small),
-        "codes": ((num_ids,), np.int32),
+        "codes": ((num_ids,), small),
         "wide_codes": ((-(-num_ids // 32) * 8,), np.int32),
         "wide_among": ((-(-num_ids // 32),), np.int32),
         "num_states": ((), np.int32),
