@@ -83,6 +83,11 @@ class Behind:
             for _ in range(count)
         ]
 
+    @property
+    def is_working(self) -> bool:
+        """Whether a thread compiles, or will."""
+        return self._working > 0
+
     def start(self) -> None:
         """Begin to compile."""
         _running.add(self)

@@ -806,6 +806,11 @@ class ModelRunner:
         return len(self.compiled)
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether programs are compiled behind the requests now."""
+        return self._behind is not None and self._behind.is_working
+
+    @property
     def num_programs(self) -> int:
         """Programs that are there, and those that are still to be compiled."""
         return len(self.compiled) + (len(self._behind.missing) if self._behind is not None else 0)

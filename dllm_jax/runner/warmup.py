@@ -92,13 +92,16 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
 def in_two(layout: EngineLayout, saved_size: int) -> tuple[list[Work], list[Work]]:
     """The programs that any request can do with, and the smaller ones, the most wanted first.
 
-    Requests begin few and short.
+    Requests begin few and short, and steps in a larger size cost more than a pass in one.
     """
     needed = {item.name for item in largest_programs(layout)}
     every = every_program(layout, saved_size)
     sized = [item for item in every if item.is_sized and item.name not in needed]
     left = {item.name for item in sized}
-    return [item for item in every if item.name not in left], sized[::-1]
+    short = {_decode(rows, layout.page_buckets[0]).name for rows in layout.slot_buckets}
+    sized.reverse()
+    sized.sort(key=lambda item: item.name not in short)
+    return [item for item in every if item.name not in left], sized
 
 
 def largest_programs(layout: EngineLayout) -> list[Work]:

@@ -570,12 +570,13 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: ModuleType) -> 
     first = books.run([5] * 4)
     planning, scheduler = host.rounds, books.scheduler
 
-    def steps(step_s: float, is_open: bool = False) -> int:
-        return planning.num_steps(step_s, scheduler, scheduler.decoding(), None, is_open)
+    def steps(step_s: float, **how: bool) -> int:
+        return planning.num_steps(step_s, scheduler, scheduler.decoding(), None, **how)
 
     assert steps(0.0) == 1
     assert steps(0.001) == int(planning.CHUNK_S / 0.001)
     assert steps(0.001, is_open=True) == int(planning.CHUNK_S_WATCHED / 0.001)
+    assert steps(0.001, is_compiling=True) == int(planning.CHUNK_S_COMPILING / 0.001)
     others = [books.run([5] * 4) for _ in range(2)]  # no slot is free: whoever comes waits for one
     assert steps(0.001, is_open=True) == int(planning.CHUNK_S / 0.001)
     for other in others:

@@ -99,8 +99,8 @@ def test_what_any_request_can_do_with_comes_first_and_few_short_texts_next():
         "restore",
         "begin",
     }
-    assert names[:2] == ["prefill 8 tokens, 3 pages, blocks", "prefill 16 tokens, 3 pages, blocks"]
-    assert names[2:4] == ["decode 1 slots, 3 pages", "decode 3 slots, 3 pages"]
+    assert names[:2] == ["decode 1 slots, 3 pages", "decode 3 slots, 3 pages"]
+    assert names[2:4] == ["prefill 8 tokens, 3 pages, blocks", "prefill 16 tokens, 3 pages, blocks"]
 
 
 @pytest.mark.parametrize(
