@@ -28,6 +28,9 @@ from dllm_jax.strategies.core.errors import described
 SWITCH_S = 5e-4
 _in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
 HELPERS = 4  # processes at most that lower kernels
+# Programs that are lowered at once, most of the time waiting for those. Eight at once shared the
+# helpers, so that the first was there after 29 s, and one call waited 1.1 s for the GIL (H200).
+_lowering = threading.Semaphore(2)
 
 
 class _ShortTurns:
@@ -135,7 +138,12 @@ class Behind:
         if runner is None:
             self._ends = True
             return
-        with _short_turns, contextlib.ExitStack() as turn, _lowered_by(self._helpers, turn):
+        with (
+            _lowering,
+            _short_turns,
+            contextlib.ExitStack() as turn,
+            _lowered_by(self._helpers, turn),
+        ):
             turn.enter_context(_in_python)
             call = item.call(runner)
             text = runner.lower(call)
