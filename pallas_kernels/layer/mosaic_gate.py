@@ -1,8 +1,8 @@
 """Pallas Mosaic kernel for NVIDIA Hopper: gate, up and the activation, from sums to rows of 8 bits.
 
-A program is a warpgroup with eight rows, two to each warp: sixteen lanes have a turn of gate and of
-up, neighbours in a lane, and a row's largest number is a maximum over them. Everything is computed
-twice, once for that number: the second time its operands are in the first cache. What the
+A program has eight rows, and each of its warpgroups some turns of gate and up, all of whose loads
+are under way together. A warp has two rows: sixteen lanes have a turn, neighbours in a lane. A
+row's largest number is a maximum over lanes, then over warpgroups, through shared memory. What the
 activation gives is rounded to 16 bits before it is rounded to 8, as by the reference.
 """
 
@@ -22,7 +22,7 @@ from .fp8 import DTYPE, Fp8Rows, Fp8Sums, factors_of
 
 _ROWS = 8  # of a program
 _TURN = 32  # columns of gate, and as many of up: a pair for each of sixteen lanes
-_AT_ONCE = 6  # turns whose loads are under way together, at most
+_WARPGROUPS, _MOST_TURNS = 6, 16  # of a program, and turns of each, at most
 
 
 def unsupported_sums(both: Array | Fp8Sums, is_quantized: bool) -> str | None:
@@ -30,10 +30,10 @@ def unsupported_sums(both: Array | Fp8Sums, is_quantized: bool) -> str | None:
     if not isinstance(both, Fp8Sums) or not is_quantized:
         return "needs a product of 8 bits, and gives rows of 8 bits"
     *rows, C, _, W = both.sums.shape
-    if W != _TURN or both.rows.size % _ROWS:
+    if W != _TURN or C // _warpgroups(C) > _MOST_TURNS or both.rows.size % _ROWS:
         return (
-            f"needs turns of {_TURN} columns and a multiple of {_ROWS} rows, got {C} of {W} and "
-            f"{rows}"
+            f"needs turns of {_TURN} columns, at most {_MOST_TURNS} for each warpgroup, and a "
+            f"multiple of {_ROWS} rows, got {C} of {W} and {rows}"
         )
     return None
 
@@ -46,7 +46,7 @@ def gate(
 
     def run(both):
         *lead, C, _, W = both.sums.shape
-        M = both.rows.size
+        M, warpgroups = both.rows.size, _warpgroups(C)
         values, scales = plgpu.kernel(
             functools.partial(_gate, activation=activation, dtype=dtype),
             out_type=[
@@ -56,8 +56,13 @@ def gate(
             grid=(M // _ROWS,),
             grid_names=("rows",),
             kernel_name="gate",
-            # Nothing reads what is written here, so threads need not wait for their warpgroup.
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+            scratch_types=[
+                plgpu.SMEM((warpgroups, _ROWS), jnp.float32),
+                plgpu.Barrier(num_barriers=1, num_arrivals=warpgroups),
+            ],
+            compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=interpret,
         )(both.sums.reshape(M, C, 2, W), both.rows.reshape(M), both.columns)
         return Fp8Rows(values.reshape(*lead, C * W), scales.reshape(lead))
@@ -66,9 +71,10 @@ def gate(
     return jax.custom_batching.sequential_vmap(run)(both)
 
 
-def _gate(sums, by_row, by_column, values, scales, *, activation, dtype):
-    """Eight rows, a turn after the other."""
+def _gate(sums, by_row, by_column, values, scales, most, told, *, activation, dtype):
+    """Eight rows."""
     C, _, W = sums.shape[1:]
+    warpgroups, mine = most.shape[0], jax.lax.axis_index("warpgroup")
     rows = pl.ds(pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS), _ROWS)
     tile, layout = (_ROWS, W), _layout()
 
@@ -77,40 +83,43 @@ def _gate(sums, by_row, by_column, values, scales, *, activation, dtype):
 
     factor = across(hopper.load(by_row.at[rows], layout.reduce(1)))
 
-    def half(c, i):
-        column = hopper.load(by_column.at[c, i], layout.reduce(0))
-        column = jax.lax.broadcast_in_dim(column, tile, [1])
-        value = hopper.load(sums.at[rows, c, i], layout) * factor * column
+    def rounded(value):
         return value.astype(dtype).astype(jnp.float32)
 
-    def turn(c):
-        opened, up = half(c, 0), half(c, 1)
+    def turn(c, halves):
+        columns = [hopper.load(by_column.at[c, i], layout.reduce(0)) for i in range(2)]
+        columns = [jax.lax.broadcast_in_dim(column, tile, [1]) for column in columns]
+        opened, up = (rounded(a * factor * b) for a, b in zip(halves, columns, strict=True))
         slope = opened
         if activation == "gelu":
             slope = GELU_SLOPE * (opened + GELU_CUBE * opened * opened * opened)
         root = jax.lax.rsqrt(1 + jnp.exp(-slope))  # one instruction; a division takes about twenty
-        return (opened * (root * root) * up).astype(dtype).astype(jnp.float32)
+        return rounded(opened * (root * root) * up)
 
-    at_once = next(n for n in range(_AT_ONCE, 0, -1) if C % n == 0)
+    first, count = mine * (C // warpgroups), C // warpgroups
+    # All loads start before the first sum, for which the threads wait.
+    each = [
+        [hopper.load(sums.at[rows, first + i, j], layout) for j in (0, 1)] for i in range(count)
+    ]
+    turns = [turn(first + i, halves) for i, halves in enumerate(each)]
+    most[mine] = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, turns)), axis=1)
+    plgpu.barrier_arrive(told.at[0])
+    plgpu.barrier_wait(told.at[0])
+    found = [hopper.load(most.at[i], layout.reduce(1)) for i in range(warpgroups)]
+    by, unit = factors_of(functools.reduce(jnp.maximum, found))
 
-    def largest(i, most):
-        for j in range(at_once):
-            most = jnp.maximum(most, jnp.abs(turn(i * at_once + j)))
-        return most
+    @pl.when(mine == 0)
+    def _():
+        scales[rows] = unit
 
-    none = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), layout)
-    most = jax.lax.fori_loop(0, C // at_once, largest, none)
-    by, unit = factors_of(jnp.max(most, axis=1))
-    scales[rows] = unit
     by = across(by)
+    for i, kept in enumerate(turns):
+        columns = pl.ds(pl.multiple_of((first + i) * W, W), W)
+        values[rows, columns] = (kept * by).astype(DTYPE)
 
-    def store(i, carry):
-        for j in range(at_once):
-            c = i * at_once + j
-            values[rows, pl.ds(pl.multiple_of(c * W, W), W)] = (turn(c) * by).astype(DTYPE)
-        return carry
 
-    jax.lax.fori_loop(0, C // at_once, store, 0)
+def _warpgroups(turns: int) -> int:
+    return next(n for n in range(_WARPGROUPS, 0, -1) if turns % n == 0)
 
 
 def _layout() -> Any:

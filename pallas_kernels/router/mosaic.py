@@ -23,7 +23,7 @@ from ..layer.mosaic_heads import layout_of_rows
 
 _ROWS = 64  # of a product
 _DEPTH = 64  # of a step
-_STEPS = 4  # of a part, at most
+_STEPS = 2  # of a part, at most
 _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
 _CHOSEN = 4  # rows of a program that chooses
 _WIDEST = 256  # of a row that is loaded at once
