@@ -450,13 +450,6 @@ def move(grammars, slot, at):
 decode = jax.jit(_decode, donate_argnames=("state",))
 decode_bound = jax.jit(_decode_bound, donate_argnames=("state",))
 
-# Steps of few slots with many rows, as of a canvas: XLA's own products of 256 rows leave parts that
-# it adds up in launches of their own, 0.4 to 0.8 ms of a step of DiffusionGemma on an H200.
-FEW_ROWS = 128  # of a block of each slot
-_WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS}
-decode_wide = jax.jit(_decode, **_WIDE)
-decode_bound_wide = jax.jit(_decode_bound, **_WIDE)
-
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
 _MANY = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
