@@ -103,5 +103,8 @@ def _answer_all(asked: BinaryIO, answers: BinaryIO) -> None:
             text = lowered.lower(functools.partial(function, **settings), given)
         except Exception:
             text = None  # whoever asks will see for itself
-        pickle.dump(text, answers)
-        answers.flush()
+        try:
+            pickle.dump(text, answers)
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(0)  # whoever asked is gone: no traceback, and nothing left to write
