@@ -4,6 +4,9 @@ Another process may lower them, and its end harms nobody.
 """
 
 import functools
+import io
+import pickle
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -138,3 +141,15 @@ def test_another_process_lowers_for_this_one(bodies, monkeypatch):
         other.close()
         lowered.elsewhere.reset(token)
     assert all(process.poll() is not None for process in begun)
+
+
+def test_a_process_that_nobody_reads_from_ends_without_a_word(monkeypatch):
+    class Gone(io.BytesIO):
+        def write(self, _data):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(helpers.os, "_exit", sys.exit)
+    asked = pickle.dumps((mosaic.__name__, "add_rms_norm", {}, None))
+    with pytest.raises(SystemExit) as ended:
+        helpers._answer_all(io.BytesIO(asked), Gone())
+    assert ended.value.code == 0
