@@ -186,7 +186,7 @@ def interrupted_run(monkeypatch, number, after, argv):
     """The status of a command that gets a signal in its `after`th step, of one forward each."""
     from dllm_jax.engine.engine import Engine
 
-    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)
     step, calls = Engine._take_step, []
 
     def signalled(engine):
