@@ -45,7 +45,7 @@ def make_llm(model, folder, strategy=STRATEGY):
 
 def break_device(llm, after, monkeypatch):
     """Let every fetch, of one step each, fail once `after` of them have worked."""
-    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)
     fetch, left = llm.engine.runner.fetch, [after]
 
     def failing(chunk):

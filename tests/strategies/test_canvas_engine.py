@@ -77,7 +77,7 @@ def test_a_request_resumes_from_a_snapshot_within_a_canvas(tmp_path, monkeypatch
     llm.engine._save_snapshot = snapshot.snapshot_saver(
         llm.model, case(NAME).strategy, llm.config, tmp_path
     )
-    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)
     fetch, left = llm.engine.runner.fetch, [5]
 
     def failing(chunk):

@@ -339,7 +339,7 @@ def test_events_recordings_and_snapshots_show_text_that_moves(
             assert shown.get(step.before.start + cell, replay.HOLE) == token
 
     # A device that fails in the middle, where texts, marks and budgets are at work.
-    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_: 1)
+    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)
     llm = make()
     fetch, left = llm.engine.runner.fetch, [truth.nfe // 2]
 
