@@ -335,7 +335,7 @@ def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
         "from dllm_jax.engine import engine\n"
         "from dllm_jax.cli import main\n"
         "from dllm_jax.runner.runner import ModelRunner\n"
-        "engine.num_steps = lambda *_: 1\n"
+        "engine.num_steps = lambda *_, **__: 1\n"
         "fetch, calls = ModelRunner.fetch, []\n"
         "def stuck(device, chunk):\n"
         "    calls.append(1)\n"
