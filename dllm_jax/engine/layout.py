@@ -35,8 +35,8 @@ class EngineConfig:
         memory_utilization: Share of the device's memory to use when `num_pages` is None.
         enable_prefix_caching: Reuse pages of equal prefixes.
         max_num_batched_tokens: Most prefill tokens between two decode steps; None: as many as
-            keep the step below twice its time, for each waiting prompt where no text is streamed
-            and for as many as texts decode where one is.
+            keep the step below twice its time. That budget is multiplied by the waiting prompts,
+            or, where a text is streamed, by the waiting prompts for each decoding text.
         max_steps_per_chunk: Most decode steps of one dispatch.
         slot_buckets, page_buckets, prefill_buckets: Sizes to compile; None: chosen.
     """

@@ -2,9 +2,9 @@
 
 A piece of prefill may cost nearly as much as the decode steps beside it, so a long prompt at most
 doubles the time of a step. Where no client streams, that share holds for each waiting prompt: the
-sooner all of them decode, the fewer rounds run half empty. Where one does, it holds once for as
-many waiting prompts as texts decode: few do not hold many up. `runner.cost` predicts seconds;
-without it, rounds are sized by tokens.
+sooner all of them decode, the fewer rounds run half empty. Where one does, the share is multiplied
+by the waiting prompts for each decoding text, so that few texts do not hold many prompts up.
+`runner.cost` predicts seconds; without it, rounds are sized by tokens.
 """
 
 import dataclasses

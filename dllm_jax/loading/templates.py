@@ -278,9 +278,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> Any:
     compiled = _Environment().from_string(template)
-    compiled.globals = dict(
-        compiled.globals
-    )  # each rendering copies them: a ChainMap is slow traced
+    # Each rendering copies these, and a ChainMap is slow to copy under the tracer that bounds it.
+    compiled.globals = dict(compiled.globals)
     return compiled
 
 
