@@ -38,7 +38,7 @@ from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.resolve import load_strategy
 
-VERSION = 4
+VERSION = 5
 FACTS, SLOTS = "snapshot.json", "slots.npz"
 _HASHED = 1 << 16  # leaves of at most this many elements identify the weights
 
@@ -369,6 +369,10 @@ class SavedSlot:
 
     def __init__(self, slot: np.ndarray, device: ModelRunner):
         self._slot, self._device = slot, device
+
+    def hold(self) -> bool:
+        """As `Fetched.hold`."""
+        return True
 
     def saved(self, row: int) -> np.ndarray:
         """As `Fetched.saved`."""

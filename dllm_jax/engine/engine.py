@@ -266,6 +266,9 @@ class Engine:
                 self._rounds.append(_Round([], last_pass))
             return last_pass is not None
         steps = scheduler.grow(decoding, steps)
+        for sequence in decoding:
+            if sequence.stage != DECODE and sequence.saved is not None:  # preempted
+                sequence.saved[0].hold()  # the device need not, for as long as it waits
         sized = groups(scheduler, scheduler.decoding(), steps, cost)
         self._rounds.append(_Round([self._decode(*group) for group in sized]))
         return True
@@ -472,11 +475,15 @@ class Engine:
         """Resume from the last fetches: the donated state is gone.
 
         A sequence without a step since the failure before is given up: it would fail again. So is
-        one that needs a program which cannot be compiled.
+        one that needs a program which cannot be compiled. Where what a fetch left on the device is
+        lost too, the text starts over and comes to the same tokens.
         """
         self._counts["num_failures"] += 1
         self._drop_rounds()
         lost = list(self.scheduler.live)
+        for sequence in lost:
+            if sequence.saved is not None and not sequence.saved[0].hold():
+                sequence.saved = None
         if isinstance(failure, CompileFailure):
             for sequence in [s for s in lost if s.slot in failure.slots]:
                 self._end(sequence, "error", str(failure))

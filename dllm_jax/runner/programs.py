@@ -346,8 +346,8 @@ def _steps(programs, state, requests, bound=None):
         bound: Which of them have a grammar, in `state.constraint`; None: none has.
 
     Returns:
-        The state, and a row of words a slot, `packing.fetched_fields`; with grammars one word more,
-        the automaton's state.
+        The state, and a row of words a slot, `packing.fetched_fields`, with grammars one word more,
+        the automaton's state; beside it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
     words = packing.DECODE
@@ -400,7 +400,7 @@ def _steps(programs, state, requests, bound=None):
         "steps": jnp.full_like(before, steps),
     }
     head = jnp.stack([head[name] for name in packing.HEAD], axis=1)
-    slots = packing.pack(packing.kept_part(bucket))
+    slots, far = packing.pack(packing.kept_part(bucket))
     packed = jnp.concatenate([head, new_tokens, slots], axis=1)
     if grammars is not None:
         at = bucket.constraint.at
@@ -411,7 +411,7 @@ def _steps(programs, state, requests, bound=None):
     same = state.replace(pools=None, sampling=None, limits=None, knobs=None, keys=None)
     put = _put_rows(same, rows, bucket.replace(sampling=None, limits=None, knobs=None, keys=None))
     kept = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}
-    return put.replace(**kept, constraint=grammars), packed
+    return put.replace(**kept, constraint=grammars), (packed, far)
 
 
 def _with_grammars(programs, bucket, grammars, rows, bound):

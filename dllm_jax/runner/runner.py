@@ -46,9 +46,9 @@ ADMIT_ROWS = 8  # requests that one program puts into their slots
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A dispatched decode: what it returns is still being computed."""
+    """A dispatched decode: the two arrays that it returns are still being computed."""
 
-    packed: Future
+    words: Future
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,10 @@ class Fetched:
         steps: Decode steps the chunk ran.
     """
 
-    def __init__(self, packed: np.ndarray, runner: "ModelRunner"):
-        self._packed, self._runner = packed, runner
+    def __init__(
+        self, packed: np.ndarray, runner: "ModelRunner", far: jax.Array | np.ndarray | None = None
+    ):
+        self._packed, self._runner, self._far = packed, runner, far
         columns = packed[:, : packing.HEAD.size].T.tolist()
         head: dict[str, list[int]] = dict(zip(packing.HEAD, columns, strict=True))
         self.start, self.finish, self.nfe = head["start"], head["finish"], head["nfe"]
@@ -88,9 +90,26 @@ class Fetched:
     def _slot(self, row: int) -> np.ndarray:
         return self._packed[row, packing.fetched_fields(self._runner.layout.most_new).span("slot")]
 
+    def hold(self) -> bool:
+        """Bring the rest of the slots to the host; False: the device failed, and they are lost."""
+        far = self._far
+        try:
+            self._far = None if far is None else self._runner.read(lambda: np.asarray(far))
+        except (DeviceFailure, jax.errors.JaxRuntimeError):
+            return False
+        return True
+
     def saved(self, row: int) -> np.ndarray:
-        """The slot as `ModelRunner.restore` takes it; a copy."""
-        return self._slot(row).copy()
+        """The slot as `ModelRunner.restore` takes it; a copy.
+
+        Raises:
+            DeviceFailure: It is lost.
+        """
+        if not self.hold():
+            raise DeviceFailure("what a text needs to resume is lost with the device")
+        slot, near = self._slot(row), self._runner.num_near_words
+        far = () if self._far is None else self._far[row]
+        return np.concatenate([slot[:near], far, slot[near:]]).astype(np.int32, copy=False)
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells behind the first `length` output tokens, None for a hole."""
@@ -256,7 +275,7 @@ class ModelRunner:
         """What a future holds; a process that is gone ends the wait with DeviceFailure."""
         return future.result() if self.leader is None else self.leader.wait(future)
 
-    def _read(self, function: Callable[[], Any]) -> Any:
+    def read(self, function: Callable[[], Any]) -> Any:
         """As `_result`, of a function that waits for the device."""
         return function() if self.leader is None else self.leader.call(function)
 
@@ -324,8 +343,9 @@ class ModelRunner:
                 if not leaf.is_deleted():
                     leaf.delete()
             raise
-        if isinstance(rest, jax.Array):
-            rest.copy_to_host_async()
+        fetched = rest[0] if isinstance(rest, tuple) else rest
+        if isinstance(fetched, jax.Array):
+            fetched.copy_to_host_async()
         return rest
 
     # --- several processes --------------------------------------------------------------------
@@ -423,7 +443,7 @@ class ModelRunner:
         if not self._worker.is_alive():
             raise RuntimeError("the engine is closed; make another LLM")
         found = self._result(self._submit(self._read_labels, *arrays))
-        return self._read(lambda: np.asarray(found))
+        return self.read(lambda: np.asarray(found))
 
     def _read_labels(self, *arrays: np.ndarray) -> jax.Array:
         self._tell({"what": "labels"}, arrays)
@@ -706,8 +726,8 @@ class ModelRunner:
         """
         self._flush()  # the device need not wait
         try:
-            packed = self._result(chunk.packed)
-            return Fetched(self._read(lambda: np.asarray(packed)), self)
+            packed, far = self._result(chunk.words)
+            return Fetched(self.read(lambda: np.asarray(packed)), self, far)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise self._failure(error) from error
 
@@ -720,7 +740,7 @@ class ModelRunner:
         self._flush()
         try:
             row = self._result(last_pass)
-            self._read(lambda: jax.block_until_ready(row))
+            self.read(lambda: jax.block_until_ready(row))
         except jax.errors.JaxRuntimeError as error:
             raise self._failure(error) from error
 
@@ -738,6 +758,11 @@ class ModelRunner:
     def num_words(self) -> int:
         """Words of a saved slot."""
         return self._slot_layout.size
+
+    @property
+    def num_near_words(self) -> int:
+        """Words of a saved slot that every fetch brings; they are its first ones."""
+        return self._slot_layout.near
 
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
@@ -913,7 +938,7 @@ def _work(tasks: queue.SimpleQueue) -> None:
         future, function, args, plan = task
         try:
             result = function(*args)
-            last = result if isinstance(result, jax.Array) else last
+            last = result if isinstance(result, (jax.Array, tuple)) else last
             future.set_result(result)
             del result
         except jax.errors.JaxRuntimeError as error:

@@ -206,7 +206,7 @@ def damage(path, tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "reported"),
     [
-        (lambda layout, folder: layout.update(version=99), "has version 99, this program reads 4"),
+        (lambda layout, folder: layout.update(version=99), "has version 99, this program reads 5"),
         (lambda layout, folder: layout.pop("texts"), "is damaged (KeyError: 'texts')"),
         (lambda layout, folder: (folder / "slots.npz").write_bytes(b"PK"), "is damaged ("),
         (

@@ -228,11 +228,12 @@ class Failing:
         error = jax.errors.JaxRuntimeError(self._message)
         if self._when == "before":
             raise error
-        state, _ = self._program(*args, **static)
+        state, rest = self._program(*args, **static)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(args[1].pools))
         if self._when == "after":
             raise error
-        return state, Unreadable(error)
+        lost = Unreadable(error)
+        return state, (lost, lost) if isinstance(rest, tuple) else lost
 
 
 class Unreadable:

@@ -119,7 +119,7 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
 
 def test_who_waits_does_not_wait_for_more():
     ran = Dispatched()
-    for wait in (ran.device.join, lambda handle: ran.device.fetch(mock.Mock(packed=handle))):
+    for wait in (ran.device.join, lambda handle: ran.device.fetch(mock.Mock(words=handle))):
         (handle,) = ran.prefill(0)
         waits = mock.patch.object(Future, "result", side_effect=ZeroDivisionError)
         with waits, pytest.raises(ZeroDivisionError):
