@@ -40,9 +40,9 @@ EARLY = 4  # most slots at which a canvas begins beside the store of the one bef
 class Report:
     """What was measured so far, in a file."""
 
-    def __init__(self, path, within, facts):
+    def __init__(self, path, within, facts, began):
         self.path, self.within, self.facts = Path(path), within, facts
-        self.rows, self.began = [], time.perf_counter()
+        self.rows, self.began = [], began
 
     @property
     def seconds(self):
@@ -223,6 +223,10 @@ def main():
     parser.add_argument("--profile", action="store_true", help="of 1 slot, kernel by kernel")
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a text")
     args = parser.parse_args()
+    began = time.perf_counter()
+    # Before JAX looks for devices, as users do: `dj.load` says who launches what the loops need.
+    model = dj.load(args.model, quantization=args.quantization)
+    jax.block_until_ready(model.params)
     facts = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -233,9 +237,7 @@ def main():
         "prompt_tokens": args.tokens,
         "seed": "prompts: NumPy's 0; weights: the model's own; requests: 0, 1, ...",
     }
-    report = Report(args.out, args.within, facts)
-    model = dj.load(args.model, quantization=args.quantization)
-    jax.block_until_ready(model.params)
+    report = Report(args.out, args.within, facts, began)
     report.add(load_s=report.seconds, peak_gb=peak_gb())
     engines = {
         "few": {"slots": tuple(n for n in args.slots if n <= EARLY), "early_slots": EARLY},

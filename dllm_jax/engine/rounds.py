@@ -18,8 +18,9 @@ from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
 
 # How long a dispatch should last. Beside its steps, each takes 1.6 ms on an H200 (SDAR-1.7B; 0.8 ms
 # for a model of a few layers): 1.2 in the call, which checks some 300 arrays, 0.25 to update
-# command buffers, and the way back. A request that ends or arrives in a chunk waits for its end.
-CHUNK_S = 0.2
+# command buffers, and the way back; 3 to 5 ms for the 900 of DiffusionGemma. A request that ends
+# does so at once, as its chunk does; one that is aborted leaves its slot at the chunk's end.
+CHUNK_S = 0.5
 CHUNK_S_WATCHED = 0.03  # a client streams, or a request that comes now could have a slot
 # Programs are compiled behind: XLA tries their products out while no program runs, so between two
 # chunks. Beside chunks of 0.2 s a decode program took 31 to 81 s in place of 10 (H200).
