@@ -9,6 +9,7 @@ step grow with the slots by a tile of the vocabulary, not by all of it.
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def end_of(output):
 def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
     """One request, given up once, behind its first forward, its second, and so on."""
     want = toy.wanted(NAME, REQUEST)
-    met = set()
+    met, stayed = set(), []
     for forward in range(1, want[2]):
         engine = toy.make_engine(NAME, prefix_caching=forward % 2 == 0)
 
@@ -59,6 +60,7 @@ def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
             for sequence in list(engine.scheduler.live):
                 if sequence.nfe == forward and not sequence.num_preemptions:
                     got, row = sequence.saved
+                    stayed.append(isinstance(got._far, jax.Array))
                     buffer = engine.runner.unpack(got.saved(row))["buffer"]
                     met.add((int(buffer.start), *np.ravel(buffer.block_steps).tolist()))
                     engine.scheduler.preempt(sequence)
@@ -67,6 +69,7 @@ def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
             (output,) = toy.run(engine, [toy.wish(REQUEST)], between)
         assert toy.ends([output]) == [want], f"preempted behind forward {forward}"
         assert output.metrics.num_preemptions == 1
+    assert all(stayed), "a fetch brought the expectations of a canvas to the host"
     log = case(NAME).truth(request=FOLDED).log
     assert len(log) > 1, "a second canvas begins beside a store"
     assert len(met) == want[2] - 1
