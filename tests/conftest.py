@@ -67,13 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     enable_async_dispatch()  # as `load` does, but tests touch the device before they call it
 
 
+@functools.cache
 def _path(path: Path) -> str:
     """A file's path as tests/tiers.py writes it."""
     return path.relative_to(ROOT / "tests").as_posix()
-
-
-def _depends_on_version(path: str) -> bool:
-    return path.startswith(tiers.VERSIONS)
 
 
 @functools.cache
@@ -100,9 +97,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     path = _path(collection_path)
-    if "not long" in marks and _long(path) is None:
-        return True
-    return True if marks.startswith("versions") and not _depends_on_version(path) else None
+    if "not long" in marks:
+        others = _long(path) is None
+    elif marks.startswith("long"):
+        others = _long(path) == "" and path not in tiers.CASE_FILES
+    else:
+        others = marks.startswith("versions") and path not in tiers.VERSIONS
+    return True if others else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -123,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             one_version = True
         if is_long and not re.search(tiers.VERSIONS_LONG.get(path, "(?!)"), item.name):
             one_version = True
-        if _depends_on_version(path) and not one_version:
+        if not one_version and re.search(tiers.VERSIONS.get(path, "(?!)"), item.name):
             item.add_marker(pytest.mark.versions)
 
 

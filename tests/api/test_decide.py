@@ -99,12 +99,12 @@ def test_questions_are_answered_in_one_forward(tiny, monkeypatch, joint):
 def test_many_questions_at_once_equal_single_ones_bit_for_bit(tiny):
     questions = [
         Question.choice(f"Which is number {i}?", ["pens", "books", "days", "dollars"][: 2 + i % 3])
-        for i in range(64)
+        for i in range(16)
     ]
     together = decide(tiny, CONTEXT, questions)
     alone = [decide(tiny, CONTEXT, [one])[0] for one in questions]
     assert together == alone
-    assert len({one.probabilities for one in together}) > 60
+    assert len({one.probabilities for one in together}) > 14
 
 
 def test_each_text_ends_with_one_cell_for_its_letter(tiny):

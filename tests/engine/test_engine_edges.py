@@ -14,12 +14,17 @@ import pytest
 
 from tests.contract import engine as toy
 from tests.contract import models
-from tests.contract.cases import NAMES, SWIFT, case, sweep
+from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 
 CACHED = [name for name in NAMES if name not in ("full_sequence", "full_sequence_dual")]
 
-FEW = ("multi_bd", "d2f_grid_full", "ar", "block_cache", "speculate", "canvas")
+QUICK = ("multi_bd_shifted", "d2f_whole_full", "ar", "block_cache", "canvas", "dflash")
+FEW = sweep(
+    ("multi_bd_shifted", "d2f_whole_full", "ar", "block_cache", "canvas"),
+    ("multi_bd", "multi_bd_shifted", "d2f_grid_full", "d2f_whole_full", "ar", "block_cache")
+    + ("speculate", "canvas"),
+)
 
 
 def longest(name):
@@ -33,7 +38,7 @@ def cut(name, length, **changed):
     return dataclasses.replace(longest(name), prompt=ids, suffix=(), **changed)
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT))
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_prompts_of_any_length_end_as_the_truth(name):
     """One token, under a block, exactly one, exactly a page (8, 16), and around them."""
     requests = [cut(name, length, max_tokens=6) for length in (1, 3, 4, 7, 8, 12, 16, 17, 24)]
@@ -41,7 +46,7 @@ def test_prompts_of_any_length_end_as_the_truth(name):
     assert ends(got) == [wanted(name, r) for r in requests]
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT))
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_limits_that_are_no_multiple_of_a_block(name):
     requests = [cut(name, length, max_tokens=m) for length in (3, 8) for m in (1, 2, 3, 5, 9)]
     got = run(make_engine(name), [wish(r) for r in requests])
@@ -49,7 +54,7 @@ def test_limits_that_are_no_multiple_of_a_block(name):
     assert [len(one.outputs[0].token_ids) for one in got] == [1, 2, 3, 5, 9] * 2
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT, CACHED))
+@pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_the_model_length_ends_a_text_within_a_block(name):
     request = cut(name, 9, max_tokens=40)
     within = dataclasses.replace(request, max_tokens=23 - 9)
@@ -59,7 +64,7 @@ def test_the_model_length_ends_a_text_within_a_block(name):
     assert len(got.outputs[0].token_ids) == 14
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT, CACHED))
+@pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     """At the first position that a block behind it would not fit."""
     engine = make_engine(name, num_pages=3)
@@ -70,7 +75,7 @@ def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     assert ends([got]) == [wanted(name, dataclasses.replace(request, max_tokens=min(room, 55)))]
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT))
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
     prompt = list(longest(name).prompt)
     for place in (0, 5, len(prompt) - 1):
@@ -83,7 +88,7 @@ def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
 # --- ends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT))
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_stop_ids_of_the_request_and_of_the_model(name):
     tokens = wanted(name, longest(name))[0]
     stop = tokens[len(tokens) // 2]
@@ -100,7 +105,7 @@ def test_stop_ids_of_the_request_and_of_the_model(name):
 
 
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
-@pytest.mark.parametrize("name", sweep(SWIFT))
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_max_nfe_ends_with_what_is_settled(name, steps):
     tokens, _, nfe = wanted(name, longest(name))
     engine = make_engine(name)
@@ -145,7 +150,7 @@ def test_a_run_of_equal_tokens_ends_a_text(preempted):
 # --- the same prompt ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sweep(SWIFT))
+@pytest.mark.parametrize("name", sweep(QUICK))
 def test_equal_prompts_together_and_one_behind_another(name):
     request = dataclasses.replace(longest(name), temperature=0.9)
     other = dataclasses.replace(request, seed=11)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.driving import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = re.compile(r"pip |make test|.*(/models/|--model |--draft )")
@@ -65,9 +67,11 @@ def test_other_commands_work_as_printed(clone):
 
 def run(clone, lines):
     """What a shell prints that stands in the clone."""
-    # Under `make test-long VENV=…`, MAKEFLAGS would hand that variable to the clone's own `make`.
+    # `make test-long VENV=…` gives its variables to what it runs, twice: in MAKEFLAGS and each by
+    # itself. The clone's own `make` would set up another environment, from the registry.
     dropped = {"PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    dropped |= set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    env = {name: value for name, value in os.environ.items() if name not in dropped} | PROGRAMS
     done = subprocess.run(
         ["bash", "-ex", "-c", "\n".join(lines)],
         cwd=clone,

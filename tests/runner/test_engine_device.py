@@ -36,7 +36,6 @@ CACHED = [name for name in NAMES if name not in WHOLE]
 QUICK = (
     "multi_bd_shifted",
     "d2f_whole_full",
-    "block_diffusion",
     "ar",
     "block_cache",
     "full_sequence",

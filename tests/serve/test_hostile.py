@@ -143,7 +143,7 @@ def test_bodies_of_the_schema_have_documented_answers(server, path):
     seen = {}
 
     @settings(
-        max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(well_formed | broken)
     def run(body):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from dllm_jax.runner import grammars
 from dllm_jax.runner.readout import read_classes
@@ -60,6 +59,8 @@ _drawn = jax.jit(_draw, static_argnums=0)
 
 def check_shares(module, seed):
     """Texts that a module `constraint` draws, by chi-squared."""
+    from scipy import stats  # two seconds, which no other worker need spend
+
     rng = np.random.default_rng(seed)
     toy = random_toy(rng, states=3)
     room = max(0, int(toy.distance[toy.start]) - W) + 1
