@@ -21,9 +21,8 @@ CACHED = [name for name in NAMES if name not in ("full_sequence", "full_sequence
 
 QUICK = ("multi_bd_shifted", "d2f_whole_full", "ar", "block_cache", "canvas", "dflash")
 FEW = sweep(
-    ("multi_bd_shifted", "d2f_whole_full", "ar", "block_cache", "canvas"),
-    ("multi_bd", "multi_bd_shifted", "d2f_grid_full", "d2f_whole_full", "ar", "block_cache")
-    + ("speculate", "canvas"),
+    ("d2f_whole_full", "ar", "block_cache", "canvas"),
+    ("multi_bd", "d2f_grid_full", "d2f_whole_full", "ar", "block_cache", "speculate", "canvas"),
 )
 
 
