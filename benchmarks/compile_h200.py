@@ -71,6 +71,8 @@ device_description_str: "NVIDIA H200"
 LAUNCHES = ("fusion", "custom-call", "copy", "conditional", "while", "scatter", "sort", "gather")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
 REDUCTION = re.compile(r" all-reduce(?:-start)?\(")
+# A slice that a kernel reads in place: it may begin anywhere, and Mosaic refuses the launch.
+VIEW = re.compile(r"^%dynamic-slice-fusion(?:(?!^}).)*?mosaic_gpu", re.MULTILINE | re.DOTALL)
 
 # What Pallas asks for where no device is, and what the choice of a kernel asks a device for.
 ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -195,6 +197,8 @@ def main() -> None:
                 end="; ",
             )
             print(f"{len(REDUCTION.findall(text))} all-reduces", flush=True)
+            if views := len(VIEW.findall(text)):
+                parser.error(f"{views} Mosaic kernels read slices in place; see `hopper.kernel`")
             for name, count in launches(text)[:3]:
                 print(f"    {name}: {count}", flush=True)
 

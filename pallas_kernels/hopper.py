@@ -1,6 +1,7 @@
 """What the Mosaic kernels share: the GPU that they need, its sizes, loads, rings, and swizzles."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,16 @@ def unsupported_version() -> str | None:
     if jax.__version_info__ < (0, 11, 2):
         return f"needs jax 0.11.2, got {jax.__version__}"
     return None
+
+
+def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """`plgpu.kernel`, each of whose operands begins at a whole line of 256 bytes.
+
+    XLA has a custom call read a slice in place, wherever it begins ("dynamic slice fusion"), and
+    Mosaic refuses that at the launch. XLA does not look behind a barrier, which costs nothing.
+    """
+    launch = plgpu.kernel(body, **options)
+    return lambda *operands: launch(*jax.lax.optimization_barrier(operands))
 
 
 def load(ref: Any, layout: Any, optimized: bool = False) -> Array:

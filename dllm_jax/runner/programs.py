@@ -295,9 +295,7 @@ def prefill(programs, state, pieces, size, kind):
     slots, first, end, live_end, last = (pieces[:, words.at(name)] for name in packing.PIECE)
     row = _rows(state, slots)
     broken = row.finish == ERROR
-    # Computed: a bare slice might go to the attention kernel in place, and that takes whole lines
-    # of 256 bytes. An H200 once refused a page table of a prefill for this; why was not found.
-    pages = jnp.maximum(pieces[:, words.span("pages")], -1)
+    pages = pieces[:, words.span("pages")]
     row = row.replace(finish=jnp.full_like(row.finish, RUNNING), page_table=pages)
     done = decoding.prefill_pass(
         programs.strategy,

@@ -141,7 +141,7 @@ def expert_ffn(
     if is_small:
         inner = _rounded(inner, place, F, interpret)
     results = multiply(inner, w_down, lambda sums: sums, parts=1, columns=tiling.down)
-    return plgpu.kernel(
+    return hopper.kernel(
         _combine,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(len(x),),
@@ -187,7 +187,7 @@ def _sorted_rows(
     # Loads of a tile's rows may reach past the last place.
     places = T * k + min(T * k, E) * (_ALIGNED - 1) + tile_rows
     places = -(-places // _ALIGNED) * _ALIGNED
-    place, tiles, rows, *scales = plgpu.kernel(
+    place, tiles, rows, *scales = hopper.kernel(
         functools.partial(_place, k=k, tile_rows=tile_rows),
         out_type=[
             jax.ShapeDtypeStruct((T, k), jnp.int32),
@@ -269,7 +269,7 @@ def _rounded(
 ) -> Fp8Rows:
     """The rows of all pairs in 8 bits, by place; columns from F on hold anything and become 0."""
     P, width = inner.shape
-    values, scales = plgpu.kernel(
+    values, scales = hopper.kernel(
         functools.partial(_round, F=F),
         out_type=_rows_like(P, width, FP8),
         grid=place.shape,
@@ -363,7 +363,7 @@ def _product(
         scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=parts + 1)
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     wide = _THREADS * _PAIR if scales and parts == 2 else 1
-    return plgpu.kernel(
+    return hopper.kernel(
         functools.partial(_multiply, names=names, N=N, finish=finish),
         out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
         grid=(min(len(tiles) * -(-N * parts // columns), tiling.blocks),),

@@ -61,6 +61,7 @@ def _launch(
     pages: tuple[Array, ...], rows: tuple[Array, ...], page: Array, offset: Array, interpret: Any
 ) -> tuple[Array, ...]:
     flat = [new.reshape(-1, *new.shape[-2:]) for new in rows]
+    flat, page, offset = jax.lax.optimization_barrier((flat, page, offset))  # see `hopper.kernel`
     written = [jax.new_ref(mine) for mine in pages]
     plgpu.kernel(
         functools.partial(_write_rows, num_arrays=len(pages)),

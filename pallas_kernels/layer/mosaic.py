@@ -267,7 +267,7 @@ def _launch(
         consumers=consumers,
         finish=finish,
     )
-    return plgpu.kernel(
+    return hopper.kernel(
         body,
         out_type=out,
         grid=(N // columns, tiling.splits),
@@ -401,7 +401,7 @@ def add_rms_norm(
         out = [kind, kind]
         if is_quantized:
             out = [kind, kind.update(dtype=FP8), jax.ShapeDtypeStruct((len(rows),), jnp.float32)]
-        total, normed, *scales = plgpu.kernel(
+        total, normed, *scales = hopper.kernel(
             functools.partial(_add_rms_norm, eps=eps),
             out_type=out,
             grid=(len(rows),),
@@ -471,7 +471,7 @@ def sandwich_norm(  # layers lower once
         if is_quantized:
             out[1] = out[1].update(dtype=FP8)
             out.append(jax.ShapeDtypeStruct((len(rows),), jnp.float32))
-        out = plgpu.kernel(
+        out = hopper.kernel(
             functools.partial(_sandwich_norm, names=tuple(named), eps=eps),
             out_type=out,
             grid=(len(rows),),
@@ -542,7 +542,7 @@ def quantize_rows(x: Float[Array, "*M K"], *, interpret: Any = None) -> Fp8Rows:
 
     def run(x):
         rows = x.reshape(-1, x.shape[-1])
-        values, scales = plgpu.kernel(
+        values, scales = hopper.kernel(
             _quantize_rows,
             out_type=[
                 jax.ShapeDtypeStruct(rows.shape, FP8),

@@ -47,7 +47,7 @@ def gate(
     def run(both):
         *lead, C, _, W = both.sums.shape
         M, warpgroups = both.rows.size, _warpgroups(C)
-        values, scales = plgpu.kernel(
+        values, scales = hopper.kernel(
             functools.partial(_gate, activation=activation, dtype=dtype),
             out_type=[
                 jax.ShapeDtypeStruct((M, C * W), DTYPE),

@@ -57,7 +57,7 @@ def norm_rotate(  # lowered once
         scales = ()
         if isinstance(qkv, Fp8Sums):
             qkv, scales = qkv.sums, (qkv.rows.reshape(M), qkv.columns)
-        q, k, v = plgpu.kernel(
+        q, k, v = hopper.kernel(
             functools.partial(_norm_rotate, eps=eps),
             out_type=[
                 jax.ShapeDtypeStruct(shape, dtype or qkv.dtype)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE, Fp8Matrix, Fp8Rows
@@ -176,7 +177,7 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret):
     tiles = len(rows) // _TILE * (width // out[-1])
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     sizes = {"tiles": tiles, "columns": columns, "W": piece, "is_gated": is_gated}
-    out = plgpu.kernel(
+    out = hopper.kernel(
         functools.partial(_multiply, names=names, **sizes),
         out_type=jax.ShapeDtypeStruct((len(rows), width), kind),
         grid=(min(tiles, blocks),),

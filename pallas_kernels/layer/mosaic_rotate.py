@@ -65,7 +65,7 @@ def rotate_qkv(
             _rotate_qkv, groups=groups, has_norms=bool(norms), has_bias=bias is not None, eps=eps
         )
         shapes = ((M, G, both - 2, H), (M, G, H), (M, G, H))
-        q, k, v = plgpu.kernel(
+        q, k, v = hopper.kernel(
             body,
             out_type=[jax.ShapeDtypeStruct(shape, kind) for shape in shapes],
             grid=(M, G // groups, -(-both // _HEADS)),

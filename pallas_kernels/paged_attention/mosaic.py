@@ -187,7 +187,7 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
     if tiling.resident:
         grid = {"block": stay}
     cluster = {"split": grid.pop("split")} if is_cluster else {}
-    out = plgpu.kernel(
+    out = hopper.kernel(
         body,
         out_type=outputs,
         grid=tuple(grid.values()),

@@ -74,7 +74,7 @@ def choose_experts(
         def staged(*shape):
             return plgpu.SMEM(shape, x.dtype, transforms=swizzled(_DEPTH, x.dtype))
 
-        parts = plgpu.kernel(
+        parts = hopper.kernel(
             _multiply,
             out_type=jax.ShapeDtypeStruct((splits, T, E), jnp.float32),
             grid=(T // _ROWS, splits),
@@ -89,7 +89,7 @@ def choose_experts(
             interpret=interpret,
         )(x, scale, router)
         kinds = (jnp.int32, jnp.float32)
-        return plgpu.kernel(
+        return hopper.kernel(
             functools.partial(_choose, eps=eps),
             out_type=[jax.ShapeDtypeStruct((T, k), kind) for kind in kinds],
             grid=(T // _CHOSEN,),

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from .. import hopper
 from ..lowered import lowered_once
 from .result import (
     CODE_STEP,
@@ -290,7 +291,7 @@ def _run(
             of_slot=of_slot,
         )
 
-    out = plgpu.kernel(
+    out = hopper.kernel(
         body,
         out_type=list(shapes.values()),
         grid=(workers,),

@@ -1,12 +1,14 @@
 """Mosaic kernels are lowered once a process, and programs hold the text that they held before.
 
-Another process may lower them, and its end harms nobody.
+Another process may lower them, and its end harms nobody. No operand is a slice read in place.
 """
 
 import functools
 import io
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,21 @@ def test_programs_share_the_text_of_a_kernel(bodies):
     other = text_of(lambda x, y, scale: mosaic.add_rms_norm(x, y, scale, 2 * eps))
     assert bodies == [eps, 2 * eps]
     assert other != texts[0]
+
+
+def test_no_operand_is_a_slice_that_xla_reads_in_place(bodies):
+    """It may begin anywhere, and Mosaic then refuses the launch; see `hopper.kernel`."""
+    text = text_of(lambda x, y, scale: mosaic.add_rms_norm(x, y, scale, 4e-6))
+    barriers = set(re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier", text))
+    (operands,) = re.findall(r"@mosaic_gpu_v2\((.*?)\)", text)
+    assert {name.split("#")[0] for name in operands.split(", ")} <= barriers
+    folder = Path(lowered.__file__).parent
+    bare = [path for path in folder.rglob("*.py") if "plgpu.kernel(" in path.read_text()]
+    # References can have no barrier; `kv_write` has one for what it reads.
+    assert {path.relative_to(folder).as_posix() for path in bare} == {
+        "hopper.py",
+        "kv_write/mosaic.py",
+    }
 
 
 def test_one_after_another_under_vmap(bodies):
