@@ -412,7 +412,7 @@ def main():
         "context": CONTEXT,
         "readout_floor_ms": {"256": 0.96, "1024": 3.8},
     }
-    report = canvas_gpu.Report(args.out, args.within, facts)
+    report = canvas_gpu.Report(args.out, args.within, facts, time.perf_counter())
     parts = set(args.parts.split(","))
     last = {"wide"} if "step" in parts else set()  # behind the steps
     forms = check(report, parts - {"step"} - last)
