@@ -449,6 +449,9 @@ def move(grammars, slot, at):
 
 decode = jax.jit(_decode, donate_argnames=("state",))
 decode_bound = jax.jit(_decode_bound, donate_argnames=("state",))
+_WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS}
+decode_wide = jax.jit(_decode, **_WIDE)
+decode_bound_wide = jax.jit(_decode_bound, **_WIDE)
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.

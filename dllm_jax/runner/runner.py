@@ -38,10 +38,12 @@ from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
 _REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page")
-_REPLAYED += ("decode", "decode_many", "decode_bound", "decode_bound_many")
+_REPLAYED += ("decode", "decode_wide", "decode_many")
+_REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
+WIDE = 256  # cells of a block from which on a step of one slot has many rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -694,16 +696,19 @@ class ModelRunner:
             early=early,
             pages=pages,
         )
-        many = self.layout.many_rows
-        is_many = many is not None and len(rows) >= many
+        many, form = self.layout.many_rows, ""
+        if many is not None and len(rows) >= many:
+            form = "_many"
+        elif many is not None and self.layout.block_size >= WIDE:
+            form = "_wide"
         if any(bound):
             which = np.zeros((len(rows),), bool)
             which[: len(bound)] = bound
             key = ("decode with grammars", *pages.shape, self._bucket)
             args = requests, which
-            program = programs.decode_bound_many if is_many else programs.decode_bound
+            program = getattr(programs, f"decode_bound{form}")
             return Call(key, program, self._priced(len(rows)), args, bound=True)
-        program = programs.decode_many if is_many else programs.decode
+        program = getattr(programs, f"decode{form}")
         return Call(("decode", *pages.shape), program, self._priced(len(rows)), (requests,))
 
     def _priced(self, num_slots: int) -> Programs:

@@ -1,7 +1,8 @@
 """Proves what accelerators do differently for many slots, on a CPU.
 
-The program without command buffers gives the tokens, finish reasons and forwards of the other one,
-and runs from `EngineLayout.many_rows` on. A few rows with long contexts run beside the others
+The programs without command buffers and without XLA's own products give the tokens, finish reasons
+and forwards of the usual one. The first runs from `EngineLayout.many_rows` on, the second where
+blocks are wide. A few rows with long contexts run beside the others
 within their share (`rounds.BESIDE`), and the others run enough steps for one of theirs to fit. The
 host loop, which imports no JAX, knows the device's codes by the same numbers.
 """
@@ -17,7 +18,7 @@ from dllm_jax.engine import engine, rounds
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import NO_LIMIT, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.runner import buckets, programs
+from dllm_jax.runner import buckets, programs, runner
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core import state
@@ -59,14 +60,18 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
     return ended, ran
 
 
-def test_many_slots_have_the_tokens_of_few() -> None:
+def test_many_slots_and_wide_blocks_have_the_tokens_of_few(monkeypatch) -> None:
     usual, ran = texts(None)
-    assert programs.decode in ran
-    assert programs.decode_many not in ran
-    assert programs.decode_many.__wrapped__ is programs.decode.__wrapped__
+    forms = {programs.decode, programs.decode_wide, programs.decode_many}
+    assert forms & set(ran) == {programs.decode}
+    assert len({form.__wrapped__ for form in forms}) == 1
+    monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size)
     other, ran = texts(3)
     assert other == usual
-    assert {programs.decode, programs.decode_many} <= set(ran)  # one slot is not many
+    # One slot is not many.
+    assert forms & set(ran) == {programs.decode_wide, programs.decode_many}
+    monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size + 1)
+    assert forms & set(texts(3)[1]) == {programs.decode, programs.decode_many}
 
 
 def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
@@ -75,6 +80,7 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
 
     assert options(programs.decode_many)["xla_gpu_enable_triton_gemm"] is False
     assert options(programs.prefill) == {"xla_gpu_enable_triton_gemm": False}
+    assert options(programs.decode_wide) == options(programs.prefill)
     assert options(programs.decode) == {}
 
 
