@@ -219,7 +219,7 @@ def _before(
     """Rotated queries and keys, and values, of normed rows."""
     has_values = "wqkv" in layer  # else they are of what the keys are of
     return norm_rotate(
-        _matmul(rows, layer["wqkv" if has_values else "wqk"]),
+        _matmul(rows, layer["wqkv" if has_values else "wqk"], dtype),
         layer["q_norm"],
         layer["k_norm"],
         cos,
@@ -259,7 +259,7 @@ def _behind(
         wo = wo.reshape(-1, cfg.hidden_size)
     elif ops.axis is None:
         rows = quantize_rows(rows)
-    added = _matmul(rows, wo, ops.axis)
+    added = _matmul(rows, wo, x.dtype, ops.axis)
     if ops.axis is not None:
         added = total(fp8.rounded(added, x.dtype), x, ops.axis)
     following = layer["mlp_norm"], layer["pre_experts_norm"]
@@ -354,19 +354,21 @@ def _geglu(
     """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
     # What several devices share has one scale, which they find together.
     is_quantized = isinstance(w_down, Fp8Matrix) and axis is None
-    inner = gate(_matmul(x, w_gate_up), "gelu", dtype=dtype, is_quantized=is_quantized)
-    return _matmul(inner, w_down, axis)
+    inner = gate(_matmul(x, w_gate_up, dtype), "gelu", dtype=dtype, is_quantized=is_quantized)
+    return _matmul(inner, w_down, dtype, axis)
 
 
 def _matmul(
-    x: Float[Array, "... K"] | Fp8Rows, w: Array | Fp8Matrix, axis: str | None = None
+    x: Float[Array, "... K"] | Fp8Rows, w: Array | Fp8Matrix, dtype: Any, axis: str | None = None
 ) -> Array | Fp8Sums:
     """`x @ w` over the first axis of `w`; of 8 bits, what follows applies the scales.
 
     Args:
-        axis: The axis of a mesh whose devices each have a part of K.
+        dtype: Of rows. Sums of 8 bits have it too: half of the bytes of float32, which at 4,096
+            rows take longer to write and to read than the next launch has to compute.
+        axis: The axis of a mesh whose devices each have a part of K, and add sums in float32.
     """
     if isinstance(w, Fp8Matrix):
-        return fp8.product(x, w, axis)
+        return fp8.product(x, w, axis, dtype if axis is None else jnp.float32)
     assert isinstance(x, jax.Array)
     return reference.matmul(x, w)

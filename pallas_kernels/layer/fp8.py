@@ -68,7 +68,7 @@ class Fp8Sums:
     Rounding them in a launch of its own would read and write every sum once more.
     """
 
-    sums: Float[Array, "..."]  # of the axes of both scales; float32
+    sums: Float[Array, "..."]  # of the axes of both scales
     rows: Float[Array, "*M"]
     columns: Float[Array, "*N"]
 
@@ -76,7 +76,7 @@ class Fp8Sums:
         """The product in `dtype`."""
         by_row = self.rows.reshape(*self.rows.shape, *(1,) * self.columns.ndim)
         by_column = self.columns.reshape(*(1,) * self.rows.ndim, *self.columns.shape)
-        return (self.sums * by_row * by_column).astype(dtype)
+        return (self.sums.astype(jnp.float32) * by_row * by_column).astype(dtype)
 
 
 def quantize(
@@ -124,14 +124,22 @@ def quantize_matrix(
     return Fp8Matrix(*quantize(outputs_first, axis))
 
 
-def product(x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, axis: str | None = None) -> Fp8Sums:
-    """`x @ w`, rows in 8 bits, sums in float32; `axis` as of `quantize`."""
+def product(
+    x: Float[Array, "*M K"] | Fp8Rows,
+    w: Fp8Matrix,
+    axis: str | None = None,
+    dtype: Any = jnp.float32,
+) -> Fp8Sums:
+    """`x @ w`, rows in 8 bits, sums in `dtype`; `axis` as of `quantize`.
+
+    Sums are below 448 * 448 * K, which 16 bits with 8 of exponent hold.
+    """
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
     sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
         rows.values.reshape(-1, w.shape[0]),
         flat.values,
         (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     )
     return Fp8Sums(sums.reshape(*rows.scales.shape, *w.shape[1:]), rows.scales, w.scales)
 

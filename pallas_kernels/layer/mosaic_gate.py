@@ -89,6 +89,7 @@ def _gate(sums, by_row, by_column, values, scales, most, told, *, activation, dt
     def turn(c, halves):
         columns = [hopper.load(by_column.at[c, i], layout.reduce(0)) for i in range(2)]
         columns = [jax.lax.broadcast_in_dim(column, tile, [1]) for column in columns]
+        halves = [half.astype(jnp.float32) for half in halves]
         opened, up = (rounded(a * factor * b) for a, b in zip(halves, columns, strict=True))
         slope = opened
         if activation == "gelu":

@@ -120,7 +120,8 @@ def test_norms_of_both_halves_match_numpy(is_second):
 def sums_of(seed, rows, outputs) -> Any:
     """A product of 8 bits, and the same as rows of 16."""
     sums, by_row, by_column = normal(seed, (*rows, *outputs), rows, outputs, dtype="float32")
-    product = Fp8Sums(*map(jnp.asarray, (sums, 1 + by_row**2, 1 + by_column**2)))
+    scales = map(jnp.asarray, (1 + by_row**2, 1 + by_column**2))
+    product = Fp8Sums(jnp.asarray(sums, jnp.bfloat16), *scales)
     return product, product.rounded(jnp.bfloat16)
 
 
@@ -247,14 +248,14 @@ def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
         return gate(both, "gelu", **how)
 
     scales = real(1, 256, dtype=jnp.float32), real(66, 2, 32, dtype=jnp.float32)
-    assert lowered(small, real(1, 256, 66, 2, 32, dtype=jnp.float32), *scales) == (1, 0)
+    assert lowered(small, real(1, 256, 66, 2, 32), *scales) == (1, 0)
 
     def small_norms(x, sums, by_row, by_column, scale):
         branches = ((Fp8Sums(sums, by_row, by_column), scale),)
         how = {"is_quantized": True, "implementation": "mosaic"}
         return sandwich_norm(x, branches, (scale, scale), EPS, **how)
 
-    wide, column = real(1, 256, 2816, dtype=jnp.float32), real(2816, dtype=jnp.float32)
+    wide, column = real(1, 256, 2816), real(2816, dtype=jnp.float32)
     assert lowered(small_norms, x, wide, scales[0], column, scale) == (1, 0)
     chosen = functools.partial(choose, k=8, eps=EPS, implementation="mosaic")
     rows, weights, live = real(256, 2816), real(2816, 128), real(256, dtype=bool)
