@@ -330,10 +330,10 @@ def of_model(rows, D, F, G, n, H):
 
 
 def operations(call, *arguments):
-    """What XLA is given to run."""
+    """What XLA is given to run; views, and barriers, are no launches."""
     with jax.sharding.use_abstract_mesh(H200):
         text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    return set(re.findall(r"stablehlo\.(\w+)", text))
+    return set(re.findall(r"stablehlo\.(\w+)", text)) - {"reshape", "optimization_barrier"}
 
 
 @needs_mosaic
@@ -350,10 +350,10 @@ def test_a_layer_in_8_bits_lowers_to_one_kernel_an_operation(on_hopper, model, r
     sizes = MODELS[model]
     for call, x, w in of_model(rows, *sizes).values():
         call = functools.partial(call, dtype=jnp.bfloat16)
-        assert operations(call, x, w) - {"reshape"} == {"custom_call"}
+        assert operations(call, x, w) == {"custom_call"}
         assert lowered(call, x, w) == (1, 0)
         rows_of_16 = real(*x.values.shape)  # rounded in one launch more
-        assert operations(call, rows_of_16, w) - {"reshape"} == {"custom_call"}
+        assert operations(call, rows_of_16, w) == {"custom_call"}
         assert lowered(call, rows_of_16, w) == (2, 0)
     x, scale = real(1, rows, sizes[0]), real(sizes[0])
     assert lowered(lambda x, s: add_rms_norm(x, x, s, EPS, is_quantized=True), x, scale) == (1, 0)
