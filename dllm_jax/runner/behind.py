@@ -7,6 +7,7 @@ on in its place.
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -23,9 +24,10 @@ from dllm_jax.kernels.helpers import Helpers
 from dllm_jax.runner import warmup
 from dllm_jax.strategies.core.errors import described
 
-# Seconds that a thread which lowers a program may hold the GIL while the host loop waits for it. By
+# Seconds that a thread which makes a program may hold the GIL while the host loop waits for it. By
 # Python's default of 5 ms, each of the dozens of turns of a step takes as long.
 SWITCH_S = 5e-4
+NEVER = 2**31 - 1  # collections of younger objects, until all objects are looked at
 _in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
 HELPERS = 4  # processes at most that lower kernels
 # Programs that are lowered at once, most of the time waiting for those. Eight at once shared the
@@ -34,16 +36,22 @@ _lowering = threading.Semaphore(2)
 
 
 class _ShortTurns:
-    """A context of several threads, in which none of them keeps the GIL for long."""
+    """A context of several threads, in which none of them keeps the GIL for long.
+
+    That includes the garbage collector: to look at all objects takes some 0.1 s, and a program that
+    is lowered makes so many new ones that it does.
+    """
 
     def __init__(self):
-        self._lock, self._count, self._usual_s = threading.Lock(), 0, 0.0
+        self._lock, self._count = threading.Lock(), 0
+        self._usual_s, self._usual = 0.0, gc.get_threshold()
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._count:
-                self._usual_s = sys.getswitchinterval()
+                self._usual_s, self._usual = sys.getswitchinterval(), gc.get_threshold()
                 sys.setswitchinterval(min(SWITCH_S, self._usual_s))
+                gc.set_threshold(*self._usual[:2], NEVER)
             self._count += 1
 
     def __exit__(self, *_: Any) -> None:
@@ -51,6 +59,7 @@ class _ShortTurns:
             self._count -= 1
             if not self._count:
                 sys.setswitchinterval(self._usual_s)
+                gc.set_threshold(*self._usual)
 
 
 _short_turns = _ShortTurns()
@@ -110,7 +119,8 @@ class Behind:
 
     def _run(self) -> None:
         try:
-            self._compile_all()
+            with _short_turns:
+                self._compile_all()
         finally:
             with self._telling:
                 self._working -= 1
@@ -140,7 +150,6 @@ class Behind:
             return
         with (
             _lowering,
-            _short_turns,
             contextlib.ExitStack() as turn,
             _lowered_by(self._helpers, turn),
         ):

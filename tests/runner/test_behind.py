@@ -23,7 +23,7 @@ import dllm_jax as dj
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.runner import buckets, timing, warmup
+from dllm_jax.runner import behind, buckets, timing, warmup
 from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
@@ -52,6 +52,11 @@ def make_runner(config: EngineConfig = SIZES, allocate: bool = False, several: i
     return ModelRunner(models.plain(), split_knobs(STRATEGY)[0], {}, made, allocate=allocate)
 
 
+def turns() -> tuple[float, int]:
+    """How long a thread may keep the GIL, and after what all objects are looked at for garbage."""
+    return sys.getswitchinterval(), gc.get_threshold()[2]
+
+
 class Compiler:
     """A runner that compiles nothing, and takes as long for it as it is told."""
 
@@ -59,6 +64,7 @@ class Compiler:
         self.compiled, self.began, self.go = set(), [], threading.Event()
         self.fails, self.behind = fails, None
         self.num_lowering = self.most_lowering = 0
+        self.turns = set()
 
     num_compiled = property(lambda self: len(self.compiled))
     num_programs = property(lambda self: len(self.compiled) + len(self.behind.missing))
@@ -67,6 +73,7 @@ class Compiler:
         self.num_lowering += 1
         self.most_lowering = max(self.most_lowering, self.num_lowering)
         self.began.append(call.key)
+        self.turns.add(turns())
         time.sleep(0.005)
         self.num_lowering -= 1
         go, fails = self.go, self.fails == call.key
@@ -162,7 +169,7 @@ def run(compiler: Compiler, work: list[warmup.Work], progress=None) -> Behind:
 
 def test_programs_come_one_by_one_in_order_and_are_told(monkeypatch):
     monkeypatch.setattr(warmup, "num_cores", lambda: 4)
-    compiler, reported = Compiler(), []
+    compiler, reported, usual = Compiler(), [], turns()
     made = run(compiler, programs("a", "b", "c", "d"), lambda *one: reported.append(one))
     time.sleep(0.1)
     assert made.missing == {"a", "b", "c", "d"}, "not there before it is compiled"
@@ -172,6 +179,8 @@ def test_programs_come_one_by_one_in_order_and_are_told(monkeypatch):
     assert made.missing == set()
     assert compiler.began == ["a", "b", "c", "d"]
     assert compiler.most_lowering == 1
+    assert compiler.turns == {(behind.SWITCH_S, behind.NEVER)}, "requests wait for neither"
+    assert turns() == usual
     assert {name for name, _, _ in reported[1:]} == {"a", "b", "c", "d"}
     assert [(done, of) for _, done, of in reported] == [(i, 4) for i in range(5)]
 
