@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import compilation_cache  # nothing public says when a program is written
 
 from dllm_jax.kernels import lowered
 from dllm_jax.kernels.helpers import Helpers
@@ -39,12 +40,15 @@ class _ShortTurns:
     """A context of several threads, in which none of them keeps the GIL for long.
 
     That includes the garbage collector: to look at all objects takes some 0.1 s, and a program that
-    is lowered makes so many new ones that it does.
+    is lowered makes so many new ones that it does. JAX keeps the GIL while it makes bytes of a
+    program for its folder, 0.3 s and more. Threads whose programs are compiled go on to that at
+    once, so without a lock several in a row kept a step waiting for 3 s (H200).
     """
 
     def __init__(self):
         self._lock, self._count = threading.Lock(), 0
         self._usual_s, self._usual = 0.0, gc.get_threshold()
+        self._writing, self._write = threading.Lock(), compilation_cache.put_executable_and_time
 
     def __enter__(self) -> None:
         with self._lock:
@@ -52,6 +56,8 @@ class _ShortTurns:
                 self._usual_s, self._usual = sys.getswitchinterval(), gc.get_threshold()
                 sys.setswitchinterval(min(SWITCH_S, self._usual_s))
                 gc.set_threshold(*self._usual[:2], NEVER)
+                self._write = compilation_cache.put_executable_and_time
+                compilation_cache.put_executable_and_time = self._write_in_turn
             self._count += 1
 
     def __exit__(self, *_: Any) -> None:
@@ -60,6 +66,11 @@ class _ShortTurns:
             if not self._count:
                 sys.setswitchinterval(self._usual_s)
                 gc.set_threshold(*self._usual)
+                compilation_cache.put_executable_and_time = self._write
+
+    def _write_in_turn(self, *args: Any, **options: Any) -> None:
+        with self._writing:  # packing, the second half, leaves the GIL to others
+            self._write(*args, **options)
 
 
 _short_turns = _ShortTurns()

@@ -14,10 +14,13 @@ import threading
 import time
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from jax._src import compilation_cache
 
 import dllm_jax as dj
 from dllm_jax.engine.engine import Engine
@@ -52,9 +55,11 @@ def make_runner(config: EngineConfig = SIZES, allocate: bool = False, several: i
     return ModelRunner(models.plain(), split_knobs(STRATEGY)[0], {}, made, allocate=allocate)
 
 
-def turns() -> tuple[float, int]:
-    """How long a thread may keep the GIL, and after what all objects are looked at for garbage."""
-    return sys.getswitchinterval(), gc.get_threshold()[2]
+def turns() -> tuple[Any, ...]:
+    """How long a thread may keep the GIL, after what all objects are looked at for garbage, and
+    what writes a program."""
+    write = compilation_cache.put_executable_and_time
+    return sys.getswitchinterval(), gc.get_threshold()[2], write
 
 
 class Compiler:
@@ -179,10 +184,26 @@ def test_programs_come_one_by_one_in_order_and_are_told(monkeypatch):
     assert made.missing == set()
     assert compiler.began == ["a", "b", "c", "d"]
     assert compiler.most_lowering == 1
-    assert compiler.turns == {(behind.SWITCH_S, behind.NEVER)}, "requests wait for neither"
+    in_turn = behind._short_turns._write_in_turn
+    assert compiler.turns == {(behind.SWITCH_S, behind.NEVER, in_turn)}, "requests wait for none"
     assert turns() == usual
     assert {name for name, _, _ in reported[1:]} == {"a", "b", "c", "d"}
     assert [(done, of) for _, done, of in reported] == [(i, 4) for i in range(5)]
+
+
+def test_programs_are_written_one_at_a_time(monkeypatch):
+    now, most = [], []
+
+    def write(name: str) -> None:
+        now.append(name)
+        most.append(len(now))
+        time.sleep(0.01)
+        now.remove(name)
+
+    monkeypatch.setattr(compilation_cache, "put_executable_and_time", write)
+    with behind._short_turns, ThreadPoolExecutor(4) as pool:
+        [*pool.map(compilation_cache.put_executable_and_time, "abcd")]
+    assert most == [1] * 4
 
 
 def test_a_program_that_fails_is_told_and_the_others_come():
