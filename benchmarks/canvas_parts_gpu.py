@@ -28,7 +28,7 @@ import dllm_jax as dj
 from dllm_jax.bench.numbers import commit
 from dllm_jax.kernels.layer import Fp8Sums, LayerOps, gate, norm_rotate, sandwich_norm
 from dllm_jax.kernels.paged_attention import WindowMask, api, paged_attention
-from dllm_jax.kernels.router import choose_experts
+from dllm_jax.kernels.router import Rule, choose_experts, route
 from dllm_jax.kernels.token_readout import law_readout
 from dllm_jax.models.head import Head
 from dllm_jax.runner import expectation, forward
@@ -36,6 +36,10 @@ from dllm_jax.strategies.core.state import Sampling
 
 V, D, E, CANVAS, PAGE, WINDOW = 262_144, 2816, 128, 256, 64, 1024
 CONTEXT, EPS = 1536, 1e-6
+ROUTERS = {  # of other families: experts, whether they have a bias, and the rule
+    "LLaDA2-mini": (256, True, Rule(k=8, score="sigmoid", factor=2.5, groups=8, kept_groups=4)),
+    "SDAR-30B-A3B": (128, False, Rule(k=8)),
+}
 SLIDING, GLOBAL = (16, 8, 256), (16, 2, 512)  # query heads, KV heads, their size
 BOUND = 2e-2  # of the error of 16 bits
 NEAR_TIES = 0.99  # share of tokens, or of experts, that must be the same
@@ -190,6 +194,19 @@ def router(rows: int) -> Case:
     )
 
 
+def router_of(name: str, rows: int) -> Case:
+    """The choice of experts of a family whose rows are 2,048 wide."""
+    experts, has_bias, rule = ROUTERS[name]
+    x, weights, bias = draws(14, (rows, 2048), (2048, experts), (experts,))
+    bias = 0.1 * bias.astype(jnp.float32) if has_bias else None
+
+    def run(form, x, weights, bias, live):
+        return route(x, weights, bias, live, rule=rule, implementation=form)
+
+    given = (x, weights * 2048**-0.5, bias, jnp.arange(rows) >= 3)
+    return Case(f"route {name} {rows}", "route", run, given)
+
+
 def attention(
     name: str,
     slots: int,
@@ -269,6 +286,8 @@ def cases(names: set[str]) -> list[Case]:
         found += small(256)
     if "router" in names:
         found += [router(256), router(4096)]
+    if "route" in names:
+        found += [router_of(name, rows) for name in ROUTERS for rows in (32, 1024, 4096)]
     if "attention" in names:
         found += [
             attention("canvas 1", 1, 256, SLIDING, False),
@@ -399,7 +418,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--within", type=float, default=250.0)
     parser.add_argument("--model", default=canvas_gpu.MODEL)
-    parser.add_argument("--parts", default="heads,norms,router,attention,readout,step,wide")
+    parser.add_argument("--parts", default="heads,norms,router,route,attention,readout,step,wide")
     parser.add_argument("--forms", help="of the step; left out: what was right and faster")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=1024)

@@ -57,8 +57,8 @@ def scripted(script, reached=None, drawn=None):
     """
     route, rng = routing.route, np.random.default_rng(0)
 
-    def chosen(cfg, x, router, bias, positions, live=None):
-        ids, weights = route(cfg, x, router, bias, positions, live)
+    def chosen(cfg, x, router, bias, positions, live=None, implementation=None):
+        ids, weights = route(cfg, x, router, bias, positions, live, implementation)
         E = cfg.num_experts
         mine = draw_ids(rng, script, positions.size, E, ids.shape[-1]).reshape(ids.shape)
         if drawn is not None:

@@ -1,5 +1,6 @@
 """From rows to the experts that they go to."""
 
-from .api import choose_experts
+from .api import choose_experts, route
+from .reference import Rule
 
-__all__ = ["choose_experts"]
+__all__ = ["Rule", "choose_experts", "route"]

@@ -10,8 +10,40 @@ from jaxtyping import Array, Bool, Float, Int
 from .. import dispatch
 from ..dispatch import BackEnd
 from . import mosaic, reference
+from .reference import Rule
 
 Implementation = Literal["xla", "mosaic"]
+
+
+def route(
+    x: Float[Array, "T D"],
+    router: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None,
+    live: Bool[Array, " T"] | None,
+    *,
+    rule: Rule,
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """The experts of each normed row, the best first, and their weights; float32 throughout.
+
+    Among equal scores the lowest expert wins.
+
+    Args:
+        bias: Of each expert; it takes part in the choice and not in the weights.
+        live: Rows that count; the others get the expert E, which is none. None: all.
+        implementation: "xla" (any device), "mosaic" (Hopper, bfloat16, jax 0.11, a multiple of 8
+            rows and 64, 128 or 256 experts), or None for the faster one.
+
+    Raises:
+        NotImplementedError: The named back end cannot do this; a named one never falls back.
+
+    Source: Qwen3-MoE (softmax); DeepSeek-AI 2024 (DeepSeek-V3), §2.1.2 (sigmoid, bias, groups).
+    """
+    back_ends: dict[Implementation, BackEnd] = {
+        "mosaic": BackEnd(mosaic.route, mosaic.unsupported_route(x, router)),
+        "xla": BackEnd(reference.route),
+    }
+    return dispatch.run(implementation, back_ends, x, router, bias, live, rule=rule)
 
 
 def choose_experts(

@@ -1,10 +1,11 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: two launches from rows to their experts.
 
-1. `_multiply`: a tile of 64 rows times a part of the depth, on the tensor cores and yet in float32.
-   The router has 16 bits, and a scaled row is the sum of three numbers of 16 bits each: three
-   products whose terms are exact. The norm's own factor waits: it is one number a row.
-2. `_choose`: four rows, a row to each warp: the parts added, the norm's factor, softmax, and the
-   likeliest expert k times.
+1. A tile of up to 64 rows times a part of the depth, on the tensor cores and yet in float32: the
+   terms of products of 16 bits are exact. `_multiply` takes normed rows. In `_multiply_scaled` a
+   scaled row is the sum of three numbers of 16 bits each; the norm's own factor waits, one number a
+   row.
+2. Four rows, a row to each warp: the parts added, the scores, and the likeliest expert k times.
+   `_choose` is that of `route`, `_choose_scaled` that of `choose_experts`.
 """
 
 import functools
@@ -20,6 +21,8 @@ from jaxtyping import Array
 from .. import hopper
 from ..hopper import load, swizzled
 from ..layer.mosaic_heads import layout_of_rows
+from ..lowered import lowered_once
+from .reference import Rule
 
 _ROWS = 64  # of a product
 _DEPTH = 64  # of a step
@@ -29,6 +32,9 @@ _STEPS = ((1024, 2), (float("inf"), 4))
 _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
 _CHOSEN = 4  # rows of a program that chooses
 _WIDEST = 256  # of a row that is loaded at once
+_EXPERTS = (64, 128, 256)  # two, four or eight to a lane
+_LEAST_ROWS = 8  # of a swizzled tile
+_LOWEST = -(2**31)  # key
 
 
 def unsupported(x: Array, router: Array) -> str | None:
@@ -51,6 +57,216 @@ def unsupported_arguments(x: Array, router: Array) -> str | None:
     return None
 
 
+def unsupported_route(x: Array, router: Array) -> str | None:
+    """Why `route` cannot take these arguments here, or None."""
+    D, E = router.shape
+    if reason := hopper.unsupported() or hopper.unsupported_version():
+        return reason
+    if x.dtype != jnp.bfloat16 or router.dtype != x.dtype:
+        return f"needs rows and router in bfloat16, got {x.dtype} and {router.dtype}"
+    if not len(x) or len(x) % _LEAST_ROWS or D % _DEPTH or E not in _EXPERTS:
+        return (
+            f"needs a multiple of {_LEAST_ROWS} rows and of {_DEPTH} components, and 64, 128 or "
+            f"256 experts, got {len(x)}, {D} and {E}"
+        )
+    return None
+
+
+@lowered_once(static_argnames=("rule", "interpret"))
+def route(
+    x: Array,
+    router: Array,
+    bias: Array | None,
+    live: Array | None,
+    *,
+    rule: Rule,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """See `api.route`; `interpret`, an `InterpretGPUParams`, is for tests on a CPU."""
+    names = [name for name, given in (("bias", bias), ("live", live)) if given is not None]
+
+    def run(x, router, *given):
+        (T, D), E = x.shape, router.shape[1]
+        rows, steps = math.gcd(T, _ROWS), _steps(T, D)
+        tiles, splits = T // rows, D // _DEPTH // steps
+        parts = hopper.kernel(
+            _multiply,
+            # Rows of a tile that has fewer are written too, and not read.
+            out_type=jax.ShapeDtypeStruct((splits, tiles * _ROWS, E), jnp.float32),
+            grid=(tiles, splits),
+            grid_names=("rows", "split"),
+            kernel_name="router_scores",
+            scratch_types=[
+                _staged(x.dtype, steps, _ROWS, _DEPTH),
+                _staged(x.dtype, steps, _DEPTH, E),
+                plgpu.Barrier(num_barriers=steps, num_arrivals=2),
+            ],
+            interpret=interpret,
+        )(x, router)
+        return _launch_choice(
+            functools.partial(_choose, names=names, rows=rows, rule=rule),
+            (parts, *given),
+            (T, rule.k),
+            interpret,
+        )
+
+    given = [each for each in (bias, live) if each is not None]
+    given = [each.astype(jnp.int32) if each.dtype == jnp.bool_ else each for each in given]
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
+    run = jax.custom_batching.sequential_vmap(lambda *all, run=run: tuple(run(*all)))
+    return run(x, router, *given)
+
+
+def _steps(T: int, D: int) -> int:
+    """Steps of a part for so many rows of such a depth."""
+    return math.gcd(D // _DEPTH, next(steps for rows, steps in _STEPS if rows >= T))
+
+
+def _staged(dtype: Any, *shape: int) -> Any:
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(_DEPTH, dtype))
+
+
+def _launch_choice(body: Any, given: Any, shape: tuple[int, int], interpret: Any) -> Any:
+    """Experts and weights of as many rows as `shape` says, four to a program."""
+    kinds = (jnp.int32, jnp.float32)
+    return hopper.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, kind) for kind in kinds],
+        grid=(shape[0] // _CHOSEN,),
+        grid_names=("rows",),
+        kernel_name="router_choice",
+        # Nothing reads what is written here, so threads need not wait for their warpgroup.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(*given)
+
+
+def _multiply(x, router, out, rows, weights, loaded):
+    """A tile of rows times some of the depth."""
+    steps, tile, split = rows.shape[0], jax.lax.axis_index("rows"), jax.lax.axis_index("split")
+    count = math.gcd(x.shape[0], _ROWS)
+    for i in range(steps):
+        at = pl.ds(pl.multiple_of((split * steps + i) * _DEPTH, _DEPTH), _DEPTH)
+        source = x.at[pl.ds(pl.multiple_of(tile * count, count), count), at]
+        plgpu.copy_gmem_to_smem(source, rows.at[i, pl.ds(0, count)], loaded.at[i])
+        plgpu.copy_gmem_to_smem(router.at[at], weights.at[i], loaded.at[i])
+
+    def products(sums):
+        for i in range(steps):
+            plgpu.barrier_wait(loaded.at[i])
+            plgpu.wgmma(sums, rows.at[i], weights.at[i])
+        plgpu.wgmma_wait(0)
+        return sums[...]
+
+    shape = (_ROWS, router.shape[1])
+    sums = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    out[split, pl.ds(pl.multiple_of(tile * _ROWS, _ROWS), _ROWS)] = sums
+
+
+def _choose(parts, *refs, names, rows, rule):
+    """The experts of four rows."""
+    given = dict(zip(names, refs[: len(names)], strict=True))
+    ids, weights = refs[len(names) :]
+    splits, _, E = parts.shape
+    first = jax.lax.axis_index("rows") * _CHOSEN
+    tile, layout = (_CHOSEN, E), layout_of_rows(E)
+    mine = pl.ds(pl.multiple_of(first, _CHOSEN), _CHOSEN)
+    first += jax.lax.div(first, jnp.int32(rows)) * (_ROWS - rows)
+    source = pl.ds(pl.multiple_of(first, _CHOSEN), _CHOSEN)
+
+    def across(values):
+        return jax.lax.broadcast_in_dim(values, tile, [0])
+
+    logits = functools.reduce(jnp.add, [load(parts.at[i, source], layout) for i in range(splits)])
+    if rule.score == "softmax":
+        scores = jnp.exp(logits - across(jnp.max(logits, axis=1)))
+        scores = scores / across(jnp.sum(scores, axis=1))
+    else:
+        scores = 1 / (1 + jnp.exp(-logits))
+    choice = scores
+    if "bias" in given:
+        own = load(given["bias"], layout.reduce(0)).astype(jnp.float32)
+        choice = scores + jax.lax.broadcast_in_dim(own, tile, [1])
+    number = plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=layout)
+    keys, values = _ordered(choice), _ordered(scores)
+    if rule.groups > 1:
+        keys = _within_groups(keys, number, rule, across)
+    chosen = []
+    for which, best, is_it in _best(keys, number, rule.k, across):
+        chosen.append((which, _numbers(best) if choice is scores else _at(values, is_it)))
+    factor = rule.factor
+    if rule.is_normed:
+        total = functools.reduce(jnp.add, [score for _, score in chosen])
+        factor = factor / (total + rule.least)
+    is_live = None
+    if "live" in given:
+        is_live = load(given["live"].at[mine], layout.reduce(1)) != 0
+    for j, (which, score) in enumerate(chosen):
+        ids[mine, j] = which if is_live is None else jnp.where(is_live, which, E)
+        weights[mine, j] = score * factor
+
+
+def _ordered(values):
+    """Integers in the order of these numbers: their maximum over a warp is one instruction."""
+    return _flipped(jax.lax.bitcast_convert_type(values, jnp.int32))
+
+
+def _numbers(keys):
+    """What `_ordered` made these of."""
+    return jax.lax.bitcast_convert_type(_flipped(keys), jnp.float32)
+
+
+def _flipped(bits):
+    """Of negative numbers the larger ones have the larger bits: all but the sign turn round."""
+    return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+
+
+def _best(keys, number, k, across):
+    """The highest of a row k times: its number, its key, and where it is."""
+    E = keys.shape[1]
+    for _ in range(k):
+        best = jnp.max(keys, axis=1)
+        # The lowest of equals is the highest from the last on.
+        from_last = jnp.where(keys == across(best), (E - 1) - number, -1)
+        which = (E - 1) - jnp.max(from_last, axis=1)
+        is_it = number == across(which)
+        yield which, best, is_it
+        keys = jnp.where(is_it, _LOWEST, keys)
+
+
+def _at(keys, where):
+    """The number that is there; one a row."""
+    return _numbers(jnp.max(jnp.where(where, keys, _LOWEST), axis=1))
+
+
+def _within_groups(keys, number, rule, across):
+    """The lowest key outside of the groups whose two best experts together score highest."""
+    size = keys.shape[1] // rule.groups
+    group = jax.lax.div(number, jnp.int32(size))
+    # Step by step for all groups: those of one wait for each other, and for a warp's lanes.
+    theirs = [jnp.where(group == i, keys, _LOWEST) for i in range(rule.groups)]
+    firsts = [jnp.max(each, axis=1) for each in theirs]
+    masses = [_numbers(first) for first in firsts]
+    if size > 1:
+        first_is = [each == across(first) for each, first in zip(theirs, firsts, strict=True)]
+        counts = [jnp.sum(jnp.where(is_it, 1, 0), axis=1) for is_it in first_is]
+        others = [
+            jnp.max(jnp.where(is_it, _LOWEST, each), axis=1)
+            for is_it, each in zip(first_is, theirs, strict=True)
+        ]
+        masses = [
+            mass + _numbers(jnp.where(count > 1, first, other))
+            for mass, first, count, other in zip(masses, firsts, counts, others, strict=True)
+        ]
+    better = jnp.zeros_like(number)  # groups in front of an expert's own
+    for i, mass in enumerate(masses):
+        for j, other in enumerate(masses):
+            if i != j:
+                is_first = (other >= mass) if j < i else (other > mass)
+                better += jnp.where((group == i) & across(is_first), 1, 0)
+    return jnp.where(better < rule.kept_groups, keys, _LOWEST)
+
+
 @functools.partial(jax.jit, static_argnames=("k", "eps", "interpret"))  # layers lower once
 def choose_experts(
     x: Array,
@@ -67,38 +283,24 @@ def choose_experts(
 
     def run(x, scale, router, expert_scale, live):
         (T, D), E = x.shape, router.shape[1]
-        most = next(steps for rows, steps in _STEPS if rows >= T)
-        steps = math.gcd(D // _DEPTH, most)
+        steps = _steps(T, D)
         splits = D // _DEPTH // steps
-
-        def staged(*shape):
-            return plgpu.SMEM(shape, x.dtype, transforms=swizzled(_DEPTH, x.dtype))
-
         parts = hopper.kernel(
-            _multiply,
+            _multiply_scaled,
             out_type=jax.ShapeDtypeStruct((splits, T, E), jnp.float32),
             grid=(T // _ROWS, splits),
             grid_names=("rows", "split"),
             kernel_name="router_scores",
             scratch_types=[
-                staged(steps, _ROWS, _DEPTH),
-                staged(steps, _DEPTH, E),
-                staged(steps, _PARTS, _ROWS, _DEPTH),
+                _staged(x.dtype, steps, _ROWS, _DEPTH),
+                _staged(x.dtype, steps, _DEPTH, E),
+                _staged(x.dtype, steps, _PARTS, _ROWS, _DEPTH),
                 plgpu.Barrier(num_barriers=steps, num_arrivals=2),
             ],
             interpret=interpret,
         )(x, scale, router)
-        kinds = (jnp.int32, jnp.float32)
-        return hopper.kernel(
-            functools.partial(_choose, eps=eps),
-            out_type=[jax.ShapeDtypeStruct((T, k), kind) for kind in kinds],
-            grid=(T // _CHOSEN,),
-            grid_names=("rows",),
-            kernel_name="router_choice",
-            # Nothing reads what is written here, so threads need not wait for their warpgroup.
-            compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-            interpret=interpret,
-        )(parts, x, expert_scale, live.astype(jnp.int32))
+        given = parts, x, expert_scale, live.astype(jnp.int32)
+        return _launch_choice(functools.partial(_choose_scaled, eps=eps), given, (T, k), interpret)
 
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(lambda *all: tuple(run(*all)))(
@@ -106,7 +308,7 @@ def choose_experts(
     )
 
 
-def _multiply(x, scale, router, out, rows, weights, parts, loaded):
+def _multiply_scaled(x, scale, router, out, rows, weights, parts, loaded):
     """A tile of rows times some of the depth; the norm's factor of a row is not in it."""
     steps = rows.shape[0]
     row = pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS)
@@ -141,7 +343,7 @@ def _multiply(x, scale, router, out, rows, weights, parts, loaded):
     out[split, pl.ds(row, _ROWS)] = sums
 
 
-def _choose(parts, x, expert_scale, live, ids, weights, *, eps):
+def _choose_scaled(parts, x, expert_scale, live, ids, weights, *, eps):
     """The experts of four rows."""
     (splits, _, E), D, k = parts.shape, x.shape[1], ids.shape[1]
     rows = pl.ds(pl.multiple_of(jax.lax.axis_index("rows") * _CHOSEN, _CHOSEN), _CHOSEN)
@@ -164,15 +366,11 @@ def _choose(parts, x, expert_scale, live, ids, weights, *, eps):
     own = load(expert_scale, layout.reduce(0)).astype(jnp.float32)
     own = jax.lax.broadcast_in_dim(own, tile, [1])
     number = plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=layout)
-    from_last = (E - 1) - number
-    chosen = []
-    for _ in range(k):
-        best = jnp.max(scores, axis=1)
-        # The lowest of equals is the highest from the last on: a maximum is one instruction.
-        which = (E - 1) - jnp.max(jnp.where(scores == across(best), from_last, -1), axis=1)
-        mine = number == across(which)
-        chosen.append((which, best, jnp.sum(jnp.where(mine, own, 0.0), axis=1)))
-        scores = jnp.where(mine, -1.0, scores)
+    own = _ordered(own)
+    chosen = [
+        (which, _numbers(best), _at(own, is_it))
+        for which, best, is_it in _best(_ordered(scores), number, k, across)
+    ]
     total = functools.reduce(jnp.add, [best for _, best, _ in chosen])
     is_live = load(live.at[rows], layout.reduce(1)) != 0
     for j, (which, best, factor) in enumerate(chosen):
