@@ -31,9 +31,8 @@ from dllm_jax.models.sharding import once, total
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]
-# ffn(weights of a layer, rows [B T D], *given, cfg=, dtype=, ops=) -> [B T D], or parts of it
-# as `split_matmul` leaves
-FeedForward = Callable[..., Array]
+# ffn(weights of a layer, rows [B T D], *given, cfg=, dtype=, ops=) -> what `add_rms_norm` adds
+FeedForward = Callable[..., Any]
 
 # Every operation in plain XLA: for training, and for the truth.
 PLAIN = LayerOps(
@@ -303,10 +302,10 @@ def _behind(
 ) -> tuple[Array, Array | Fp8Rows]:
     """The residual stream behind a layer, and its norm; `out` is what attention gave."""
 
-    def add(x: Array, y: Array, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
+    def add(x: Array, y: Any, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
         return add_rms_norm(
             x,
-            total(y, x, ops.axis),
+            y if isinstance(y, tuple) else total(y, x, ops.axis),
             scale,
             cfg.norm_eps,
             is_quantized=is_quantized,  # where a product in 8 bits reads it

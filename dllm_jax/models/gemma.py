@@ -22,12 +22,14 @@ from dllm_jax.kernels.layer import (
     Fp8Rows,
     Fp8Sums,
     LayerOps,
+    RoutedRows,
     fp8,
     gate,
     norm_rotate,
     quantize_rows,
     reference,
     sandwich_norm,
+    takes_routed,
 )
 from dllm_jax.kernels.layer.reference import late_rms_norm as rms_norm
 from dllm_jax.kernels.router import choose_experts
@@ -269,6 +271,7 @@ def _behind(
     plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], x.dtype, ops.axis)
     routed = _experts(layer, cfg, x, routed, live, ops)
     if ops.axis is not None:  # both in one sum, before their norms
+        assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
         plain, routed = total(both, both, ops.axis)
     x, (rows,) = sandwich(
@@ -319,7 +322,7 @@ def _experts(
     rows: Float[Array, "B T D"],
     live: Bool[Array, "B T"] | None,
     ops: LayerOps,
-) -> Float[Array, "B T D"]:
+) -> Float[Array, "B T D"] | RoutedRows:
     """The routed half of the feed-forward part on normed rows, of a device's own experts.
 
     The router reads the residual stream `x` with a norm of its own, in float32.
@@ -340,8 +343,9 @@ def _experts(
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
     matrices = layer["experts_gate_up"], layer["experts_down"]
-    flat = rows.reshape(-1, D)
-    return expert_ffn(flat, ids, weights, *matrices, activation="gelu").reshape(x.shape)
+    flat, is_summed = rows.reshape(-1, D), not takes_routed(x, ops, "sandwich_norm")
+    out = expert_ffn(flat, ids, weights, *matrices, activation="gelu", is_summed=is_summed)
+    return out.like(x) if isinstance(out, RoutedRows) else out.reshape(x.shape)
 
 
 def _geglu(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.expert_ffn import expert_ffn
-from dllm_jax.kernels.layer import LayerOps
+from dllm_jax.kernels.layer import LayerOps, RoutedRows, takes_routed
 from dllm_jax.models import dense, routing
 from dllm_jax.models.dense import PLAIN, Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
 from dllm_jax.models.layers import gate_up_shape, swiglu
@@ -125,11 +125,12 @@ def _ffn(
     cfg: MoEConfig,
     dtype: Any,
     ops: LayerOps,
-) -> Array:
+) -> Array | tuple[Array | RoutedRows, ...]:
+    """Rows, or several that the norm behind them adds up."""
     if "router" not in layer:
         return dense.mlp(layer, rows, cfg=cfg, dtype=dtype, ops=ops)
     ids, weights = routing.route(
-        cfg, rows, layer["router"], layer.get("router_bias"), positions, live
+        cfg, rows, layer["router"], layer.get("router_bias"), positions, live, ops.choose_experts
     )
     if ops.axis is not None:  # an id outside of a device's own experts is none there
         none = ids >= cfg.num_experts
@@ -141,7 +142,14 @@ def _ffn(
         weights.reshape(len(flat), -1),
         layer["experts_gate_up"],
         layer["experts_down"],
-    ).reshape(rows.shape)
+        is_summed=not takes_routed(rows, ops, "add_rms_norm"),
+    )
+    if isinstance(out, RoutedRows):
+        out = out.like(rows)
+        if not cfg.shared_size:
+            return (out,)
+        return out, swiglu(rows, layer["shared_gate_up"], layer["shared_down"], ops)
+    out = out.reshape(rows.shape)
     if cfg.shared_size:
         plain = dataclasses.replace(PLAIN, axis=ops.axis)
         out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"], plain)

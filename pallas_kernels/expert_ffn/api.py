@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from .. import dispatch
 from ..activation import Activation
 from ..dispatch import BackEnd
+from ..layer.routed import RoutedRows
 from . import grouped, mosaic, reference, triton
 from .fp8 import Fp8Experts
 from .transforms import transformable
@@ -45,8 +46,9 @@ def expert_ffn(
     w_down: Float[Array, "E F D"] | Fp8Experts,
     *,
     activation: Activation = "silu",
+    is_summed: bool = True,
     implementation: Implementation | None = None,
-) -> Float[Array, "T D"]:
+) -> Float[Array, "T D"] | RoutedRows:
     """`sum over k of weight * (silu(x Wg) * (x Wu)) Wd`, each expert with its own Wg, Wu and Wd.
 
     Products are taken in the dtype of `x` and accumulated in float32, as is the sum over k. No row
@@ -60,6 +62,7 @@ def expert_ffn(
         expert_weights: The factor of each result, float32, as the router normalised it.
         w_gate_up: Index 0 of the axis of 2 is the gate.
         activation: Of the gate; "gelu" is its tanh approximation.
+        is_summed: False leaves the sum over k to the norm that follows, if the back end can.
         implementation: "dense" (every expert over every row: the reference; any device), "grouped"
             (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU, not for
             experts of 8 bits), "mosaic" (Hopper, rows of 16 bits, jax 0.11; it rounds each expert's
@@ -75,6 +78,10 @@ def expert_ffn(
     _check(x, expert_ids, expert_weights, w_gate_up, w_down)
     arguments = (x, expert_ids, expert_weights, w_gate_up, w_down)
     back_ends = _back_ends(x, expert_ids, w_down, activation)
+    if not is_summed and dispatch.choose(implementation, back_ends) == "mosaic":
+        run = functools.partial(mosaic.routed_rows, activation=activation)
+        # Mosaic kernels have no batching rule, so vmap runs them one after another.
+        return jax.custom_batching.sequential_vmap(run)(*arguments)
     return dispatch.run(implementation, back_ends, *arguments)
 
 

@@ -34,6 +34,8 @@ from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load, load_scales, next_buffer, swizzled
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Rows, factors_of
+from ..layer.mosaic import weighted
+from ..layer.routed import RoutedRows
 from ..lowered import lowered_once
 from .fp8 import Fp8Experts
 from .tiles import NO_PLACE, max_tiles
@@ -44,6 +46,8 @@ _COLUMNS = 64  # that an inner width is a multiple of
 _LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
+_FEW_CHUNKS = 16  # whose counts each row adds up by itself
+_AT_ONCE = 16  # pairs that others are compared with between two branches
 _THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
 _REGISTERS = {1: 208, 2: 232, 3: 152, 4: 112}  # by the number of warpgroups that compute
 
@@ -107,6 +111,44 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
 
 
 @lowered_once(static_argnames=("activation", "tiling", "interpret"))
+def routed_rows(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    w_gate_up: Array | Fp8Experts,
+    w_down: Array | Fp8Experts,
+    *,
+    activation: Activation = "silu",
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> RoutedRows:
+    """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
+    E, F, D = w_down.shape
+    tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
+    if tiling.gate_up > 2 * F or tiling.down > D:
+        raise ValueError(f"{tiling=} is wider than its matrices, {F=} and {D=}")
+    is_small = isinstance(w_down, Fp8Experts)
+    rows, place, tiles, num_tiles = _sorted_rows(
+        x, expert_ids, E, tiling.groups * _ROWS, is_small, interpret
+    )
+
+    def gated(gate: Array, up: Array) -> Array:
+        slope = gate
+        if activation == "gelu":
+            slope = GELU_SLOPE * (gate + GELU_CUBE * gate * gate * gate)
+        root = jax.lax.rsqrt(1 + jnp.exp(-slope))  # one instruction; a division takes about twenty
+        return gate * (root * root) * up
+
+    how = {"tiles": tiles, "num_tiles": num_tiles, "tiling": tiling, "interpret": interpret}
+    multiply = functools.partial(_product, dtype=x.dtype, **how)
+    inner = multiply(rows, w_gate_up, gated, parts=2, columns=tiling.gate_up)
+    if is_small:
+        inner = _rounded(inner, place, F, interpret)
+    results = multiply(inner, w_down, lambda sums: sums, parts=1, columns=tiling.down)
+    return RoutedRows(results, place, expert_weights.astype(jnp.float32))
+
+
+@lowered_once(static_argnames=("activation", "tiling", "interpret"))
 def expert_ffn(
     x: Array,
     expert_ids: Array,
@@ -118,29 +160,10 @@ def expert_ffn(
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> Array:
-    """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
-    E, F, D = w_down.shape
-    tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
-    if tiling.gate_up > 2 * F or tiling.down > D:
-        raise ValueError(f"{tiling=} is wider than its matrices, {F=} and {D=}")
-    is_small = isinstance(w_down, Fp8Experts)
-    rows, place, tiles, first_tile = _sorted_rows(
-        x, expert_ids, E, tiling.groups, is_small, interpret
-    )
-
-    def gated(gate: Array, up: Array) -> Array:
-        slope = gate
-        if activation == "gelu":
-            slope = GELU_SLOPE * (gate + GELU_CUBE * gate * gate * gate)
-        root = jax.lax.rsqrt(1 + jnp.exp(-slope))  # one instruction; a division takes about twenty
-        return gate * (root * root) * up
-
-    how = {"tiles": tiles, "first_tile": first_tile, "tiling": tiling, "interpret": interpret}
-    multiply = functools.partial(_product, dtype=x.dtype, **how)
-    inner = multiply(rows, w_gate_up, gated, parts=2, columns=tiling.gate_up)
-    if is_small:
-        inner = _rounded(inner, place, F, interpret)
-    results = multiply(inner, w_down, lambda sums: sums, parts=1, columns=tiling.down)
+    """`routed_rows`, added up and rounded."""
+    given = x, expert_ids, expert_weights, w_gate_up, w_down
+    how = {"activation": activation, "tiling": tiling, "interpret": interpret}
+    routed = routed_rows.__wrapped__(*given, **how)
     return hopper.kernel(
         _combine,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -148,34 +171,61 @@ def expert_ffn(
         grid_names=("row",),
         kernel_name="expert_ffn_combine",
         interpret=interpret,
-    )(results, place, expert_weights.astype(jnp.float32))
+    )(routed.results, routed.place, routed.weights)
 
 
 def _sorted_rows(
     x: Float[Array, "T D"],
     expert_ids: Int[Array, "T k"],
     E: int,
-    groups: int,
+    tile_rows: int,
     is_quantized: bool,
     interpret: Any,
-) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " E+1"]]:
-    """Rows by place, the place of each pair, the tiles, and the first tile of each expert.
+) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " n"]]:
+    """Rows by place, the place of each pair, the tiles, and numbers whose last is how many.
 
-    A tile is its expert, the place of its first row and how many it has; the last of the first
-    tiles is how many there are. Places between experts and tiles past the last one hold anything.
+    A tile is its expert, the place of its first row and how many it has. Places between experts and
+    tiles past the last one hold anything.
     """
     T, k = expert_ids.shape
-    chunks, tile_rows = -(-T // _CHUNK), groups * _ROWS
+    chunks = -(-T // _CHUNK)
     pairs = -(-_CHUNK * k // _THREADS) * _THREADS  # of a chunk
     ids = jnp.pad(
         expert_ids.astype(jnp.int32), ((0, chunks * _CHUNK - T), (0, 0)), constant_values=-1
     )
     ids = ids.reshape(chunks, _CHUNK * k)
     ids = jnp.pad(ids, ((0, 0), (0, pairs - _CHUNK * k)), constant_values=-1)
+    # Loads of a tile's rows may reach past the last place.
+    places = T * k + min(T * k, E) * (_ALIGNED - 1) + tile_rows
+    places = -(-places // _ALIGNED) * _ALIGNED
+    out = [
+        jax.ShapeDtypeStruct((T, k), jnp.int32),
+        jax.ShapeDtypeStruct((max_tiles(T * k, E, tile_rows), 3), jnp.int32),
+        *_rows_like(places, x.shape[1], FP8 if is_quantized else x.dtype),
+    ]
+    launch = functools.partial(
+        hopper.kernel,
+        grid=(T,),
+        grid_names=("row",),
+        kernel_name="expert_ffn_place",
+        interpret=interpret,
+    )
+    if chunks == 1:
+        body = functools.partial(_place_few, E=E, k=k, tile_rows=tile_rows)
+        count = jax.ShapeDtypeStruct((1,), jnp.int32)
+        num_tiles, place, tiles, rows, *scales = launch(body, out_type=[count, *out])(x, ids)
+        return Fp8Rows(rows, *scales) if scales else rows, place, tiles, num_tiles
 
     # Comparisons and sums, a fusion each: a sort or a running sum takes several launches.
     experts = jnp.arange(E, dtype=jnp.int32)
     counts = (ids[:, None, :] == experts[None, :, None]).sum(axis=2, dtype=jnp.int32)
+    if chunks <= _FEW_CHUNKS and E % _THREADS == 0:
+        body = functools.partial(_place_counted, k=k, tile_rows=tile_rows)
+        count = jax.ShapeDtypeStruct((1,), jnp.int32)
+        num_tiles, place, tiles, rows, *scales = launch(body, out_type=[count, *out])(
+            x, ids, counts
+        )
+        return Fp8Rows(rows, *scales) if scales else rows, place, tiles, num_tiles
     earlier = jnp.tri(chunks + 1, chunks, k=-1, dtype=bool)  # the last line: all chunks
     before = jnp.where(earlier[:, :, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
     count = before[-1]
@@ -184,21 +234,8 @@ def _sorted_rows(
         jnp.where(below, -(-count[None] // size), 0).sum(axis=1, dtype=jnp.int32)
         for size in (_ALIGNED, tile_rows)
     )
-    # Loads of a tile's rows may reach past the last place.
-    places = T * k + min(T * k, E) * (_ALIGNED - 1) + tile_rows
-    places = -(-places // _ALIGNED) * _ALIGNED
-    place, tiles, rows, *scales = hopper.kernel(
-        functools.partial(_place, k=k, tile_rows=tile_rows),
-        out_type=[
-            jax.ShapeDtypeStruct((T, k), jnp.int32),
-            jax.ShapeDtypeStruct((max_tiles(T * k, E, tile_rows), 3), jnp.int32),
-            *_rows_like(places, x.shape[1], FP8 if is_quantized else x.dtype),
-        ],
-        grid=(T,),
-        grid_names=("row",),
-        kernel_name="expert_ffn_place",
-        interpret=interpret,
-    )(x, ids, before, first, first_tile)
+    body = functools.partial(_place, k=k, tile_rows=tile_rows)
+    place, tiles, rows, *scales = launch(body, out_type=out)(x, ids, before, first, first_tile)
     return Fp8Rows(rows, *scales) if scales else rows, place, tiles, first_tile
 
 
@@ -210,49 +247,140 @@ def _rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]
 
 def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, tile_rows):
     """One row: the places of its pairs, and the row at each of them."""
-    row = jax.lax.axis_index("row")
-    number = functools.partial(jnp.asarray, dtype=jnp.int32)
+    row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
     chunk = jax.lax.div(row, number(_CHUNK))
     start = (row - chunk * _CHUNK) * k  # of its pairs in the chunk
-    layout = _strided(ids.shape[1], 4)
-    theirs = load(ids.at[chunk], layout)
-    index = plgpu.broadcasted_iota(jnp.int32, theirs.shape, 0, layout=layout)
-    values, *unit = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
+    theirs, index = _pairs_of(ids, chunk)
+    values = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
     # What is read comes before what is written, so that nothing waits for memory in turn.
-    experts = [ids[chunk, start + j] for j in range(k)]
-    routed = [(expert >= 0) & (expert < before.shape[1]) for expert in experts]
-    mine = [jnp.where(is_one, one, 0) for one, is_one in zip(experts, routed, strict=True)]
+    mine, routed = _experts_of(ids, chunk, start, k, before.shape[1])
     begin = [first[one] * _ALIGNED for one in mine]
     tile = [first_tile[one] for one in mine]
     length = [before[before.shape[0] - 1, one] for one in mine]
-    rank = [before[chunk, one] for one in mine]
+    ahead = [(theirs == one) & (index < start + j) for j, one in enumerate(mine)]
+    rank = [before[chunk, one] + more for one, more in zip(mine, _counts(ahead), strict=True)]
+    where = [mine, routed, begin, tile, length, rank]
+    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows)
 
-    # Sums of several pairs in one: a sum over threads takes as long as some 50 instructions.
-    bits = ids.shape[1].bit_length()
-    at_once = 31 // bits
-    for j in range(0, k, at_once):
-        packed = jnp.zeros_like(index)
-        for i, expert in enumerate(experts[j : j + at_once]):
-            ahead = (theirs == expert) & (index < start + j + i)
-            packed += jnp.where(ahead, 1 << (bits * i), 0)
-        total = jnp.sum(packed)
-        for i in range(min(at_once, k - j)):
-            rank[j + i] += (total >> (bits * i)) & ((1 << bits) - 1)
 
-    for j in range(k):
-        place[row, j] = jnp.where(routed[j], begin[j] + rank[j], NO_PLACE)
+def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, tile_rows):
+    """As `_place`, given how many pairs of each chunk an expert has: a row adds them up itself."""
+    row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
+    chunks, E = counts.shape
+    chunk = jax.lax.div(row, number(_CHUNK))
+    start = (row - chunk * _CHUNK) * k
+    theirs, index = _pairs_of(ids, chunk)
+    layout = _strided(E, 4)
+    each = [load(counts.at[i], layout) for i in range(chunks)]
+    values = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
+    mine, routed = _experts_of(ids, chunk, start, k, E)
+    own = plgpu.broadcasted_iota(jnp.int32, (E,), 0, layout=layout)
+    whole = functools.reduce(jnp.add, each)
+    earlier = functools.reduce(
+        jnp.add, [one * jnp.where(i < chunk, 1, 0) for i, one in enumerate(each)]
+    )
+    groups, cut = (jax.lax.div(whole + (size - 1), number(size)) for size in (_ALIGNED, tile_rows))
+    half = 16  # bits of each of two numbers in one
+    ahead = [jnp.sum(jnp.where(own < one, groups + (cut << half), 0)) for one in mine]
+    at = [jnp.sum(jnp.where(own == one, whole + (earlier << half), 0)) for one in mine]
+    low = (1 << half) - 1
+    begin, tile = [_ALIGNED * (n & low) for n in ahead], [n >> half for n in ahead]
+    before = _counts([(theirs == one) & (index < start + j) for j, one in enumerate(mine)])
+    rank = [(n >> half) + more for n, more in zip(at, before, strict=True)]
+    where = [mine, routed, begin, tile, [n & low for n in at], rank]
+    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows)
+    count = jnp.sum(cut)
 
-        @pl.when(routed[j])
-        def _(j=j):
-            for ref, value in zip((rows, *scales), (values, *unit), strict=True):
-                ref[begin[j] + rank[j]] = value
+    @pl.when(row == 0)
+    def _():
+        num_tiles[0] = count
 
-        @pl.when(routed[j] & (jax.lax.rem(rank[j], number(tile_rows)) == 0))
-        def _(j=j):
-            to = tile[j] + jax.lax.div(rank[j], number(tile_rows))
-            tiles[to, 0] = mine[j]
-            tiles[to, 1] = begin[j] + rank[j]
-            tiles[to, 2] = jnp.minimum(length[j] - rank[j], tile_rows)
+
+def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows):
+    """As `_place`, where all pairs are one chunk: each row counts them for itself.
+
+    An expert has as many tiles as pairs whose rank among its own is a multiple of a tile's rows.
+    """
+    row, zero = jax.lax.axis_index("row"), jnp.asarray(0, jnp.int32)
+    start = row * k
+    theirs, index = _pairs_of(ids, zero)
+    values = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
+    mine, routed = _experts_of(ids, zero, start, k, E)
+
+    def count_ahead(i, ranks):
+        for j in range(_AT_ONCE):
+            at = i * _AT_ONCE + j
+            ranks += jnp.where((theirs == ids[zero, at]) & (index > at), 1, 0)
+        return ranks
+
+    ranks = jax.lax.fori_loop(0, ids.shape[1] // _AT_ONCE, count_ahead, jnp.zeros_like(index))
+    is_one = (theirs >= 0) & (theirs < E)
+    begins, is_tile = (
+        is_one & (ranks == jax.lax.div(ranks, jnp.int32(size)) * size)
+        for size in (_ALIGNED, tile_rows)
+    )
+    found = [is_tile]
+    for j, one in enumerate(mine):
+        below = theirs < one
+        same = theirs == one
+        found += [begins & below, is_tile & below, same, same & (index < start + j)]
+    count, *found = _counts(found)
+    begin = [_ALIGNED * n for n in found[::4]]
+    where = [mine, routed, begin, found[1::4], found[2::4], found[3::4]]
+    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows)
+
+    @pl.when(row == 0)
+    def _():
+        num_tiles[0] = count
+
+
+def _pairs_of(ids, chunk):
+    """Experts of a chunk's pairs, and the pairs' numbers."""
+    layout = _strided(ids.shape[1], 4)
+    theirs = load(ids.at[chunk], layout)
+    return theirs, plgpu.broadcasted_iota(jnp.int32, theirs.shape, 0, layout=layout)
+
+
+def _experts_of(ids, chunk, start, k, E):
+    """Experts of a row, 0 for none, and which of them are any."""
+    experts = [ids[chunk, start + j] for j in range(k)]
+    routed = [(expert >= 0) & (expert < E) for expert in experts]
+    return [jnp.where(is_one, one, 0) for one, is_one in zip(experts, routed, strict=True)], routed
+
+
+def _counts(masks):
+    """How many of each mask are true.
+
+    Several in one sum: a sum over threads takes as long as some 50 instructions.
+    """
+    bits = masks[0].shape[0].bit_length()
+    at_once, found = 31 // bits, []
+    for first in range(0, len(masks), at_once):
+        together = masks[first : first + at_once]
+        packed = [jnp.where(mask, 1 << (bits * i), 0) for i, mask in enumerate(together)]
+        total = jnp.sum(functools.reduce(jnp.add, packed))
+        found += [(total >> (bits * i)) & ((1 << bits) - 1) for i in range(len(together))]
+    return found
+
+
+def _write_row(row, where, values, place, tiles, targets, tile_rows):
+    """The row at the places of its pairs, and the tiles that begin with one of them."""
+    for j, (expert, routed, begin, tile, length, rank) in enumerate(zip(*where, strict=True)):
+        at = begin + rank
+        place[row, j] = jnp.where(routed, at, NO_PLACE)
+
+        @pl.when(routed)
+        def _(at=at):
+            for ref, value in zip(targets, values, strict=True):
+                ref[at] = value
+
+        before = jax.lax.div(rank, jnp.asarray(tile_rows, jnp.int32))
+
+        @pl.when(routed & (rank == before * tile_rows))
+        def _(at=at, to=tile + before, expert=expert, left=length - rank):
+            tiles[to, 0] = expert
+            tiles[to, 1] = at
+            tiles[to, 2] = jnp.minimum(left, tile_rows)
 
 
 def _as(dtype: Any, row: Array) -> list[Array]:
@@ -296,19 +424,9 @@ def _round(inner, place, values, scales, *, F):
 
 
 def _combine(results, place, weights, out):
-    """One row: the weighted sum of its experts' results, in their order."""
-    row = jax.lax.axis_index("row")
-    layout = _strided(results.shape[1], 8)
-    total = None
-    for j in range(place.shape[1]):
-        at = place[row, j]
-        is_there = at < NO_PLACE
-        values = load(results.at[jnp.where(is_there, at, 0)], layout).astype(jnp.float32)
-        share = jnp.where(is_there, weights[row, j], 0.0)
-        part = jnp.where(jnp.broadcast_to(is_there, values.shape), values, 0.0) * share
-        total = part if total is None else total + part
-    assert total is not None
-    out[row] = total.astype(out.dtype)
+    """One row: the weighted sum of its experts' results."""
+    row, layout = jax.lax.axis_index("row"), _strided(results.shape[1], 8)
+    out[row] = weighted(results, place, weights, row, layout).astype(out.dtype)
 
 
 def _product(
@@ -318,7 +436,7 @@ def _product(
     *,
     dtype: Any,
     tiles: Int[Array, "N 3"],
-    first_tile: Int[Array, " E+1"],
+    num_tiles: Int[Array, " n"],
     parts: int,
     columns: int,
     tiling: Tiling,
@@ -340,7 +458,7 @@ def _product(
     kind, most_rows = rows.dtype, tiling.groups * _ROWS
     depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
     width = columns // parts
-    tile = (width, depth) if scales else (depth, width)
+    tile = (columns, depth) if scales else (parts, depth, width)
     staged = (tiling.groups, _ROWS, width)
     apart = math.prod(staged) * jnp.dtype(dtype).itemsize
     apart += 2 * 4 * (most_rows + columns) if scales else 0
@@ -352,7 +470,7 @@ def _product(
     transforms = swizzled(depth if scales else math.gcd(depth, width), kind)
     scratch = {
         "rows": plgpu.SMEM((stages, most_rows, depth), kind, transforms=transforms),
-        "weights": plgpu.SMEM((stages, parts, *tile), kind, transforms=transforms),
+        "weights": plgpu.SMEM((stages, *tile), kind, transforms=transforms),
         "out": plgpu.SMEM(staged, dtype, transforms=swizzled(width, dtype)),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=parts + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
@@ -364,7 +482,7 @@ def _product(
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     wide = _THREADS * _PAIR if scales and parts == 2 else 1
     return hopper.kernel(
-        functools.partial(_multiply, names=names, N=N, finish=finish),
+        functools.partial(_multiply, names=names, N=N, parts=parts, finish=finish),
         out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
         grid=(min(len(tiles) * -(-N * parts // columns), tiling.blocks),),
         grid_names=("block",),
@@ -374,23 +492,25 @@ def _product(
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(rows, flat, tiles, first_tile, *scales)
+    )(rows, flat, tiles, num_tiles, *scales)
 
 
-def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
-    """One thread block: a tile of rows and columns, then the one `blocks` further on."""
+def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
+    """One thread block: a tile of rows and columns, then the one `blocks` further on.
+
+    Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
+    """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, most_rows, depth = scratch["rows"].shape
-    _, parts, *tile = scratch["weights"].shape
-    groups, width = most_rows // _ROWS, tile[0 if is_scaled else 1]
+    groups, width = most_rows // _ROWS, scratch["out"].shape[2]
     aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
     warpgroup = jax.lax.axis_index("warpgroup")
     across = -(-N // width)
     zero, steps = number(0), (w.shape[1] if is_scaled else x.shape[1]) // depth
-    work = first_tile[first_tile.shape[0] - 1] * across
+    work = num_tiles[num_tiles.shape[0] - 1] * across
     count = jnp.maximum(jax.lax.div(work - block + (blocks - 1), number(blocks)), 0)
     after = functools.partial(next_buffer, stages=stages)
 
@@ -435,10 +555,12 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
                 if is_scaled:
                     start = pl.multiple_of((expert * parts + part) * N + column, aligned)
                     source = w.at[pl.ds(start, width), deep]
+                    target = scratch["weights"].at[slot, pl.ds(part * width, width)]
                 else:
                     start = pl.multiple_of(part * N + column, aligned)
                     source = w.at[piece(expert * steps + step, depth), pl.ds(start, width)]
-                plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot, part], loaded)
+                    target = scratch["weights"].at[slot, part]
+                plgpu.copy_gmem_to_smem(source, target, loaded)
             for least, size in zip([0, *sizes], sizes, strict=False):
 
                 @pl.when((length > least) & (length <= size))
@@ -470,11 +592,11 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
         def step(k, slots):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
+            weights = scratch["weights"].at[slot]
             mine = scratch["rows"].at[slot, piece(warpgroup, _ROWS)]
             for part, own in enumerate(sums):
-                weights = scratch["weights"].at[slot, part]
-                plgpu.wgmma(own, mine, weights.T if is_scaled else weights)
-            plgpu.wgmma_wait(parts)  # the products of the step before are done
+                plgpu.wgmma(own, mine, weights.T if is_scaled else weights.at[part])
+            plgpu.wgmma_wait(len(sums))  # the products of the step before are done
 
             @pl.when(k > 0)
             def _():
@@ -485,7 +607,10 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
         _, last = jax.lax.fori_loop(0, steps, step, (slot, slot))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        return finish(*scaled([own[...] for own in sums], i & 1)).astype(out.dtype)
+        pieces = [own[...] for own in sums]
+        if len(pieces) < parts:
+            pieces = [pieces[0][:, part * width : (part + 1) * width] for part in range(parts)]
+        return finish(*scaled(pieces, i & 1)).astype(out.dtype)
 
     def scaled(sums, half):
         if not is_scaled:
@@ -523,7 +648,8 @@ def _multiply(x, w, tiles, first_tile, *refs, names, N, finish):
 
         @pl.when(is_busy)
         def _():
-            sums = [plgpu.WGMMAAccumulatorRef((_ROWS, width), jnp.float32)] * parts
+            shapes = [(_ROWS, parts * width)] if is_scaled else [(_ROWS, width)] * parts
+            sums = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes]
             values = pl.run_scoped(functools.partial(products, i=i, slot=slot), *sums)
             store(values, first, length, column)
 

@@ -11,14 +11,17 @@ from .api import (
     rotate_qkv,
     sandwich_norm,
     split_matmul,
+    takes_routed,
 )
 from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums
+from .routed import RoutedRows
 
 __all__ = [
     "Fp8Matrix",
     "Fp8Rows",
     "Fp8Sums",
     "LayerOps",
+    "RoutedRows",
     "add_rms_norm",
     "gate",
     "gated_matmul",
@@ -28,4 +31,5 @@ __all__ = [
     "rotate_qkv",
     "sandwich_norm",
     "split_matmul",
+    "takes_routed",
 ]

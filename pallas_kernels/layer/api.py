@@ -20,14 +20,16 @@ from ..activation import Activation
 from ..dispatch import BackEnd
 from . import fp8, mosaic, mosaic_gate, mosaic_heads, mosaic_many, mosaic_rotate, reference, triton
 from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums
+from .routed import RoutedRows
 
 Implementation = Literal["xla", "triton", "mosaic"]
 # (rows, weights) up to which `split_matmul` of Triton is faster than XLA; measured at 32, 128 and
 # 1024 rows (benchmarks/notes/layer_launches.md).
 SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
 # Least and most weights of a matrix whose product is faster with Mosaic; measured at 32 and 128
-# rows with the matrices of SDAR-1.7B and -8B (benchmarks/notes/few_row_products.md).
-MOSAIC_WEIGHTS = (2**21, 2**26)
+# rows with the matrices of SDAR-1.7B and -8B (benchmarks/notes/few_row_products.md), and with those
+# of LLaDA2-mini's shared expert (benchmarks/notes/experts.md).
+MOSAIC_WEIGHTS = (2**20, 2**26)
 MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
 # Least share of the multiprocessors that hold a tile of `gated_matmul` with many rows, the mean of
 # its rounds: from 0.9 on it is 3 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
@@ -44,6 +46,7 @@ MOSAIC_ROUNDED_ROWS = 4096
 MOSAIC_ROTATED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
 GATED_COLUMNS = (128, 192, 256)
+FEW_BLOCKS = 32  # fewer blocks have half as many columns each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class LayerOps:
 
 def add_rms_norm(
     x: Float[Array, "*M D"],
-    y: Float[Array, "*M D"] | Float[Array, "X *M D"],
+    y: Float[Array, "*M D"] | Float[Array, "X *M D"] | tuple[Array | RoutedRows, ...],
     scale: Float[Array, " D"],
     eps: float,
     *,
@@ -78,7 +81,7 @@ def add_rms_norm(
 
     Args:
         y: Rows of any float type, or the float32 parts that `split_matmul` returns, which are
-            added first. The sum is rounded once.
+            added first; or several of these, and of `RoutedRows`. The sum is rounded once.
         is_quantized: The norm is rounded once more, to 8 bits: a product with an `Fp8Matrix`
             follows.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, 16-bit, jax
@@ -95,7 +98,10 @@ def add_rms_norm(
         ),
         "triton": BackEnd(
             triton.add_rms_norm,
-            _NO_FP8 if is_quantized else triton.unsupported_type(x) or triton.unsupported_row(x),
+            (_NO_FP8 if is_quantized else None)
+            or (_NO_SEVERAL if isinstance(y, tuple) else None)
+            or triton.unsupported_type(x)
+            or triton.unsupported_row(x),
             x.dtype.itemsize == 2,
         ),
         "xla": BackEnd(functools.partial(_plain_norm, is_quantized)),
@@ -103,16 +109,37 @@ def add_rms_norm(
     return dispatch.run(implementation, back_ends, x, y, scale, eps)
 
 
+def takes_routed(
+    x: Float[Array, "*M D"], ops: LayerOps, norm: Literal["add_rms_norm", "sandwich_norm"]
+) -> bool:
+    """Whether the norm that follows adds up `RoutedRows` faster than who makes them."""
+    is_plain = norm == "add_rms_norm"
+    fits = mosaic.unsupported_row if is_plain else mosaic.unsupported_sandwich
+    if getattr(ops, norm) is not None or ops.axis is not None:
+        return False
+    is_few = not is_plain or _num_rows(x) <= MOSAIC_ROWS
+    return is_few and not (mosaic.unsupported(x) or fits(x))
+
+
 def _plain_norm(
-    is_quantized: bool, x: Array, y: Array, scale: Array, eps: float
+    is_quantized: bool, x: Array, y: Any, scale: Array, eps: float
 ) -> tuple[Array, Array | Fp8Rows]:
+    if isinstance(y, tuple):
+        y = jnp.stack([_summed(each, x.ndim) for each in y])
     total, normed = reference.add_rms_norm(x, y, scale, eps)
     return total, fp8.quantize_rows(normed) if is_quantized else normed
 
 
+def _summed(y: Array | RoutedRows, ndim: int) -> Array:
+    """Rows or their parts as rows, in float32."""
+    if isinstance(y, RoutedRows):
+        return y.sums
+    return jnp.sum(y.astype(jnp.float32), axis=0) if y.ndim > ndim else y.astype(jnp.float32)
+
+
 def sandwich_norm(
     x: Float[Array, "*M D"],
-    branches: tuple[tuple[Float[Array, "*M D"] | Fp8Sums, Float[Array, " D"]], ...],
+    branches: tuple[tuple[Float[Array, "*M D"] | Fp8Sums | RoutedRows, Float[Array, " D"]], ...],
     following: tuple[Float[Array, " D"], ...],
     eps: float,
     *,
@@ -154,7 +181,10 @@ def sandwich_norm(
 def _plain_sandwich(
     x: Array, branches: Any, following: Any, eps: float, *, is_quantized: bool, **how: Any
 ) -> tuple[Array, tuple[Array | Fp8Rows, ...]]:
-    branches = tuple((fp8.rounded(y, x.dtype), scale) for y, scale in branches)
+    branches = tuple(
+        (y.sums.astype(x.dtype) if isinstance(y, RoutedRows) else fp8.rounded(y, x.dtype), scale)
+        for y, scale in branches
+    )
     total, normed = reference.sandwich_norm(x, branches, following, eps, **how)
     return total, (fp8.quantize_rows(normed[0]), *normed[1:]) if is_quantized else normed
 
@@ -321,10 +351,18 @@ def _many_rows(x: Array, w: Array) -> BackEnd:
     )
 
 
+def _gated_columns(w: Array | Fp8Matrix) -> tuple[int, ...]:
+    """Columns of a thread block that hold whole turns of gate and up, in order of preference."""
+    width = math.prod(w.shape[1:])
+    half = GATED_COLUMNS[0] // 2
+    every = GATED_COLUMNS if width >= FEW_BLOCKS * GATED_COLUMNS[0] else (half, *GATED_COLUMNS)
+    return tuple(n for n in every if n % (2 * w.shape[-1]) == 0)
+
+
 def _few_rows(x: Array, w: Array) -> BackEnd:
     flat = w.reshape(len(w), -1)
     W = w.shape[-1]
-    columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
+    columns = _gated_columns(w)
     tiling = mosaic.choose_tiling(x, flat, columns, is_gated=True)
     reason = mosaic.unsupported(x) or mosaic.unsupported_turn(W)
     return BackEnd(
@@ -335,6 +373,7 @@ def _few_rows(x: Array, w: Array) -> BackEnd:
 
 
 _NO_FP8 = "has no form for 8 bits"
+_NO_SEVERAL = "has no form that adds up several"
 
 
 def _in_8_bits(
@@ -401,7 +440,7 @@ def _many_rows_split_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
 
 def _few_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
     W = w.shape[-1]
-    columns = tuple(n for n in GATED_COLUMNS if n % (2 * W) == 0)
+    columns = _gated_columns(w)
     tiling = mosaic.choose_tiling(rows.values, w.flat, columns, True, dtype)
     reason = mosaic.unsupported_turn(W) or _unsupported_fp8(rows, w.flat, tiling, dtype)
     return BackEnd(

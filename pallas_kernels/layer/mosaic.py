@@ -23,6 +23,7 @@ from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, sw
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums, factors_of
+from .routed import RoutedRows
 
 _ROWS = 64  # of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
@@ -385,7 +386,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
 @lowered_once(static_argnames=("eps", "is_quantized", "interpret"))
 def add_rms_norm(
     x: Array,
-    y: Array,
+    y: Array | tuple[Array | RoutedRows, ...],
     scale: Array,
     eps: float,
     *,
@@ -397,34 +398,65 @@ def add_rms_norm(
     def run(x, y, scale):
         D = x.shape[-1]
         rows = x.reshape(-1, D)
+        given, groups = [], []  # what is added, in parts (one array) or by place (three)
+        for each in y:
+            if isinstance(each, RoutedRows):
+                lists = each.place.reshape(len(rows), -1), each.weights.reshape(len(rows), -1)
+                mine = [each.results, *lists]
+            else:
+                mine = [each.reshape(-1, *rows.shape)]
+            given += mine
+            groups.append(len(mine))
         kind = jax.ShapeDtypeStruct(rows.shape, x.dtype)
         out = [kind, kind]
         if is_quantized:
             out = [kind, kind.update(dtype=FP8), jax.ShapeDtypeStruct((len(rows),), jnp.float32)]
         total, normed, *scales = hopper.kernel(
-            functools.partial(_add_rms_norm, eps=eps),
+            functools.partial(_add_rms_norm, groups=groups, eps=eps),
             out_type=out,
             grid=(len(rows),),
             grid_names=("row",),
             kernel_name="add_rms_norm",
             interpret=interpret,
-        )(rows, y.reshape(-1, *rows.shape), scale)
+        )(rows, scale, *given)
         total, normed = total.reshape(x.shape), normed.reshape(x.shape)
         return total, Fp8Rows(normed, scales[0].reshape(x.shape[:-1])) if scales else normed
 
-    return jax.custom_batching.sequential_vmap(run)(x, y, scale)
+    return jax.custom_batching.sequential_vmap(run)(x, y if isinstance(y, tuple) else (y,), scale)
 
 
-def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
+def weighted(results, place, weights, row, layout):
+    """The sum over a row's experts, in their order, as `RoutedRows` says."""
+    total = None
+    for j in range(place.shape[1]):
+        at = place[row, j]
+        is_there = at < results.shape[0]
+        values = hopper.load(results.at[jnp.where(is_there, at, 0)], layout).astype(jnp.float32)
+        share = jnp.where(is_there, weights[row, j], 0.0)
+        part = jnp.where(jnp.broadcast_to(is_there, values.shape), values, 0.0) * share
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _add_rms_norm(x, scale, *refs, groups, eps):
     """One row, by one warpgroup."""
+    given, (total, normed, *scales) = refs[: sum(groups)], refs[sum(groups) :]
     row, (_, D) = jax.lax.axis_index("row"), x.shape
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=_VECTOR)
 
     def load(ref):
         return hopper.load(ref, layout).astype(jnp.float32)
 
-    added = functools.reduce(jnp.add, [load(parts.at[i, row]) for i in range(parts.shape[0])])
-    kept = (load(x.at[row]) + added).astype(x.dtype)
+    addends = []
+    for size in groups:
+        own, given = given[:size], given[size:]
+        if size == 3:
+            results, place, weights = own
+            addends.append(weighted(results, place, weights, row, layout))
+        else:
+            addends += [load(own[0].at[i, row]) for i in range(own[0].shape[0])]
+    kept = (load(x.at[row]) + functools.reduce(jnp.add, addends)).astype(x.dtype)
     total[row] = kept
     kept = kept.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
@@ -442,7 +474,7 @@ def _add_rms_norm(x, parts, scale, total, normed, *scales, eps):
 @functools.partial(jax.jit, static_argnames=("eps", "is_quantized", "interpret"))
 def sandwich_norm(  # layers lower once
     x: Array,
-    branches: tuple[tuple[Array | Fp8Sums, Array], ...],
+    branches: tuple[tuple[Array | Fp8Sums | RoutedRows, Array], ...],
     following: tuple[Array, ...],
     eps: float,
     *,
@@ -460,7 +492,13 @@ def sandwich_norm(  # layers lower once
             if isinstance(y, Fp8Sums):
                 named |= {f"rows{i}": y.rows.reshape(-1), f"columns{i}": y.columns}
                 y = y.sums
-            named |= {f"branch{i}": y.reshape(rows.shape), f"scale{i}": scale}
+            if isinstance(y, RoutedRows):
+                lists = {"place": y.place, "weights": y.weights}
+                named |= {f"{name}{i}": a.reshape(len(rows), -1) for name, a in lists.items()}
+                y = y.results
+            else:
+                y = y.reshape(rows.shape)
+            named |= {f"branch{i}": y, f"scale{i}": scale}
         named |= {f"following{i}": scale for i, scale in enumerate(following)}
         if outer is not None:
             named["outer"] = outer
@@ -509,10 +547,16 @@ def _sandwich_norm(*refs, names, eps):
         del given["factors"]
 
     by_row = {name: given.pop(name)[row] for name in names if name.startswith("rows")}
+    sums = {}
+    for i in [name.removeprefix("place") for name in names if name.startswith("place")]:
+        own = (given.pop(f"{name}{i}") for name in ("branch", "place", "weights"))
+        results, place, weights = own
+        sums[f"branch{i}"] = rounded(weighted(results, place, weights, row, layout))
     at = {
         name: hopper.load(ref.at[row] if len(ref.shape) > 1 else ref, layout).astype(jnp.float32)
         for name, ref in given.items()
     }
+    at |= sums
     count = sum(name.startswith("branch") for name in names)
     for i in range(count):
         if f"rows{i}" in by_row:

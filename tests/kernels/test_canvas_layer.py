@@ -13,6 +13,7 @@ import pytest
 
 from dllm_jax.kernels.layer import (
     Fp8Sums,
+    RoutedRows,
     fp8,
     gate,
     mosaic,
@@ -22,10 +23,17 @@ from dllm_jax.kernels.layer import (
     reference,
     sandwich_norm,
 )
-from dllm_jax.kernels.router import choose_experts
+from dllm_jax.kernels.router import Rule, choose_experts, route
 from dllm_jax.kernels.router import mosaic as router_mosaic
 from dllm_jax.kernels.router import reference as router_reference
-from tests.kernels.test_layer_mosaic import close, interpreted, lowered, normal, real
+from tests.kernels.test_layer_mosaic import (
+    close,
+    integers,
+    interpreted,
+    lowered,
+    normal,
+    real,
+)
 from tests.oracles import layer as oracle
 
 EPS = 1e-6
@@ -108,7 +116,14 @@ def test_norms_of_both_halves_match_numpy(is_second):
 
     run = functools.partial(mosaic.sandwich_norm, **jax.tree.map(jnp.asarray, how), eps=EPS)
     given = jax.tree.map(jnp.asarray, (branches, following))
-    kept, normed = interpreted(lambda x, **more: run(x, *given, **more), x)
+    with_routed = given
+    if is_second:  # the experts' half by places, of which a row has one
+        first, (rows, scale) = given[0]
+        place = jnp.asarray([[[2, 9], [9, 0], [1, 9]]], jnp.int32)
+        results = rows[0, jnp.asarray([1, 2, 0])]
+        weights = jnp.where(place < 9, 1.0, jnp.nan)
+        with_routed = (first, (RoutedRows(results, place, weights), scale)), given[1]
+    kept, normed = interpreted(lambda x, **more: run(x, *with_routed, **more), x)
     like, others = like_norms(jnp.asarray(x), *given, EPS, **how)
     for a, b, same in zip([kept, *normed], want, [like, *others], strict=True):
         assert a.shape == b.shape
@@ -229,6 +244,36 @@ def test_of_equal_experts_the_lowest_is_chosen():
     assert np.array_equal(pairs[:, 1::2], pairs[:, ::2] + 1)
 
 
+RULES = {
+    "softmax": (Rule(k=3), 24, False),
+    "groups": (Rule(k=3, score="sigmoid", factor=2.5, groups=8, kept_groups=2), 64, True),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", RULES)
+def test_a_route_of_16_bits_on_the_tensor_cores_is_that_of_float32(name):
+    """Sums of small integers are exact, so experts have equal scores, and whole groups too."""
+    rule, rows, has_bias = RULES[name]
+    x, weights, bias = integers(4, (rows, 128), (128, 64), (64,))
+    weights[:, 32:40], bias[32:40] = weights[:, :8], bias[:8]
+    live = np.arange(rows) % 5 > 0
+    given = x, weights / 16, bias.astype(np.float32) / 16, live
+    given = given if has_bias else (*given[:2], None, None)
+    given = [None if leaf is None else jnp.asarray(leaf) for leaf in given]
+    there = [leaf for leaf in given if leaf is not None]
+
+    def run(*leaves, interpret):
+        every = iter(leaves)
+        filled = [None if leaf is None else next(every) for leaf in given]
+        return router_mosaic.route(*filled, rule=rule, interpret=interpret)
+
+    ids, shares = interpreted(run, *there)
+    like, theirs = router_reference.route(*given, rule=rule)
+    assert np.array_equal(ids, like)
+    np.testing.assert_allclose(shares, theirs, rtol=0, atol=1e-5)
+
+
 @needs_mosaic
 def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
     heads, cos = real(1, 256, 8, 4, 256), real(1, 256, 128, dtype=jnp.float32)
@@ -260,6 +305,10 @@ def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
     chosen = functools.partial(choose, k=8, eps=EPS, implementation="mosaic")
     rows, weights, live = real(256, 2816), real(2816, 128), real(256, dtype=bool)
     assert lowered(chosen, rows, scale, weights, real(128), live) == (2, 0)
+    rule = Rule(k=8, score="sigmoid", factor=2.5, groups=8, kept_groups=4)
+    routed = functools.partial(route, rule=rule, implementation="mosaic")
+    given = real(32, 2048), real(2048, 256), real(256, dtype=jnp.float32), real(32, dtype=bool)
+    assert lowered(routed, *given) == (2, 0)
 
 
 @needs_mosaic

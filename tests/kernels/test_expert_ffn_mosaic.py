@@ -129,6 +129,29 @@ def test_rows_of_no_expert_are_zeros():
     assert not interpreted(mosaic.expert_ffn, *arguments, tiling=Tiling()).any()
 
 
+@pytest.mark.parametrize("rows", [20, 40])
+def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
+    """Each row by itself, from the counts of chunks, or by sums of XLA."""
+    rng = np.random.default_rng(rows)
+    ids = rng.permutation(np.sort(rng.integers(-1, 9, (rows, 3)), axis=0)).astype(np.int32)
+    x = rng.standard_normal((rows, D)).astype(jnp.bfloat16)
+
+    def placed():
+        def run(*given, interpret):
+            return mosaic._sorted_rows(*given, 128, 64, False, interpret)
+
+        sorted_rows, place, tiles, count = interpreted(run, x, ids)
+        routed = (ids >= 0) & (ids < 128)
+        assert np.array_equal(sorted_rows[place[routed]], np.repeat(x[:, None], 3, axis=1)[routed])
+        return place, tiles[: count[-1]]
+
+    by_themselves = placed()
+    monkeypatch.setattr(mosaic, "_FEW_CHUNKS", 0)
+    monkeypatch.setattr(mosaic, "_CHUNK", 8)
+    for got, want in zip(by_themselves, placed(), strict=True):
+        assert np.array_equal(got, want)
+
+
 def shapes(model, rows, dtype=jnp.bfloat16, is_small=False):
     E, D, F, k = SHAPES[model]
     kinds = functools.partial(real, dtype=dtype)

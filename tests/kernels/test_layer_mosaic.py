@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels.layer import (
+    RoutedRows,
     add_rms_norm,
     gated_matmul,
     mosaic,
@@ -237,6 +238,30 @@ def test_add_rms_norm_matches_numpy(parts, dtype, width):
     assert total.dtype == normed.dtype == x.dtype
     added = functools.reduce(np.add, y) if parts else np.float32(y)
     assert np.array_equal(total, (np.float32(x) + added).astype(x.dtype))  # rounded once
+
+
+def test_add_rms_norm_adds_up_the_results_of_experts():
+    """Beside the parts of a product; results that no row names are not finite."""
+    x, scale, results, parts = integers(10, (1, 4, 512), (512,), (16, 512), (2, 1, 4, 512))
+    place = np.asarray([[[3, 8], [0, 2**31 - 1], [2**31 - 1, 16], [15, 2]]], np.int32)
+    weights = np.asarray([[[0.5, 2], [1.5, np.nan], [np.nan, np.nan], [1, 0.25]]], np.float32)
+    results[np.setdiff1d(np.arange(16), place)] = np.nan
+
+    def run(x, *given, interpret):
+        routed, parts = RoutedRows(*given[:3]), given[3].astype(jnp.float32)
+        return mosaic.add_rms_norm(x, (routed, parts), given[4], EPS, interpret=interpret)
+
+    got = interpreted(run, x, results, place, weights, parts, scale)
+    there = place < 16
+    found = np.float32(results)[np.where(there, place, 0)] * np.where(there, weights, 0)[..., None]
+    added = found.sum(axis=2) + np.float32(parts).sum(axis=0)
+    want = oracle.add_rms_norm(x, added, scale, EPS)
+    assert np.array_equal(np.float32(got[0]), np.float32(want[0].astype(x.dtype)))
+    close(got[1], want[1])
+    given = [RoutedRows(*map(jnp.asarray, (results, place, weights))), jnp.asarray(parts)]
+    plain = add_rms_norm(*map(jnp.asarray, (x,)), tuple(given), jnp.asarray(scale), EPS)
+    for a, b in zip(got, plain, strict=True):
+        close(a, np.float64(b))
 
 
 def test_add_rms_norm_rounds_its_scale():

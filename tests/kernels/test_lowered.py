@@ -30,9 +30,9 @@ def bodies(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     seen, body = [], mosaic._add_rms_norm
 
-    def noted(*refs, eps):
+    def noted(*refs, eps, **how):
         seen.append(eps)
-        return body(*refs, eps=eps)
+        return body(*refs, eps=eps, **how)
 
     monkeypatch.setattr(mosaic, "_add_rms_norm", noted)
     return seen
