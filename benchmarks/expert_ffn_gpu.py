@@ -173,8 +173,11 @@ def error_of(got, wanted, scale):
     return error if np.isfinite(error) else float("inf")
 
 
-def compile_form(function, x, ids, weights, layers):
+def compile_form(function, rounds, x, ids, weights, layers):
     """A loop on the device over all layers, and seconds to compile it.
+
+    So many rounds are a constant: else the host would ask after each whether there is another, and
+    the first launches of the next would wait for it.
 
     It returns the rows of the last round, and what the first layer gave in it: after one round, the
     operation's result for the arguments.
@@ -182,7 +185,7 @@ def compile_form(function, x, ids, weights, layers):
     experts = len(layers[0][1])
 
     @jax.jit
-    def loop(rounds, x, ids, weights, layers):
+    def loop(x, ids, weights, layers):
         def one_round(i, carry):
             x, outs = carry[0], []
             for layer, (w_gate_up, w_down) in enumerate(layers):
@@ -197,7 +200,7 @@ def compile_form(function, x, ids, weights, layers):
         return jax.lax.fori_loop(0, rounds, one_round, (x, jnp.full_like(x, jnp.nan)))
 
     began = time.perf_counter()
-    program = loop.lower(1, x, ids, weights, layers).compile()
+    program = loop.lower(x, ids, weights, layers).compile()
     return program, time.perf_counter() - began
 
 
@@ -206,7 +209,7 @@ def time_form(program, x, ids, weights, layers, rounds, repeats):
     samples = []
     for _ in range(repeats + 2):  # two to warm up
         began = time.perf_counter()
-        out = jax.block_until_ready(program(rounds, x, ids, weights, layers))
+        out = jax.block_until_ready(program(x, ids, weights, layers))
         samples.append((time.perf_counter() - began) / (rounds * len(layers)) * 1e6)
     assert bool(jnp.isfinite(out[0]).all()), "the loop's rows are not finite"
     samples = samples[2:]
@@ -216,9 +219,7 @@ def time_form(program, x, ids, weights, layers, rounds, repeats):
 def kernels_of(program, x, ids, weights, layers, rounds):
     """Microseconds of each kernel in one call of the operation, glue included."""
     spent = collections.Counter()
-    for event in traced(
-        lambda: jax.block_until_ready(program(rounds, x, ids, weights, layers))
-    ).events:
+    for event in traced(lambda: jax.block_until_ready(program(x, ids, weights, layers))).events:
         spent[event.name] += event.duration_ns / 1e3 / (rounds * len(layers))
     return {name: round(us, 2) for name, us in spent.most_common(12)}
 
@@ -241,7 +242,7 @@ def check_form(program, x, ids, weights, layers, activation, tolerance):
     experts, layer = len(layers[0][1]), layers[0]
 
     def run(x, ids):
-        out = program(1, x, ids, weights, layers)[1]
+        out = program(x, ids, weights, layers)[1]
         wanted = truth(jnp.nan_to_num(x), ids[0], weights[0], *layer, activation=activation)
         scale = jnp.sqrt(jnp.mean(jnp.square(wanted)))
         mean = float(jnp.sqrt(jnp.mean(jnp.square(out.astype(jnp.float32) - wanted))) / scale)
@@ -283,22 +284,23 @@ def measure_shape(model, shape, rows, dtype, layers, args, tilings):
     given = (x, ids, weights, layers)
     with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
         work = {
-            name: pool.submit(compile_form, function, *given)
+            (name, rounds): pool.submit(compile_form, function, rounds, *given)
             for name, function in wanted_forms.items()
+            for rounds in {1, 1 if name.split()[0] in SLOW else args.rounds}
         }
     glue_us = 0.0
-    for i, (name, prepared) in enumerate(work.items()):
+    for i, name in enumerate(wanted_forms):
         # Other rows for each form, so that what another left in memory is wrong here.
         given = (jax.random.permutation(jax.random.key(i), x), *given[1:])
         line = {"model": model, "rows": rows, "dtype": dtype, "form": name, "floor_us": least}
         line |= {"routing": args.routing, "touched": touched, "weight_bytes": weight_bytes}
         try:
-            program, line["compile_s"] = prepared.result()
+            rounds, repeats = (1, 1) if name.split()[0] in SLOW else (args.rounds, args.repeats)
+            program, line["compile_s"] = work[name, 1].result()
             if name not in ("glue", "tile table"):
                 line |= check_form(program, *given, activation, tolerance)
             if line.get("right", True):
-                is_slow = name.split()[0] in SLOW
-                rounds, repeats = (1, 1) if is_slow else (args.rounds, args.repeats)
+                program, _ = work[name, rounds].result()
                 timed = time_form(program, *given, rounds, repeats)
                 line |= dict(zip(("us", "min_us", "max_us"), timed, strict=True))
                 glue_us = line["us"] if name == "glue" else glue_us

@@ -1,16 +1,21 @@
 """Where the time of one decode step goes: kernels by total time, from a profile of the device loop.
 
 python benchmarks/profile_step.py --slots 1 --blocks 1 --top 30 [--hlo step.hlo.txt]
+
+Where there are experts, `--routing` sends the rows to them (see routing_script.py).
 """
 
 import argparse
 import collections
+import contextlib
 import glob
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from routing_script import scripted
 
 import dllm_jax as dj
 from dllm_jax.api import generate
@@ -27,9 +32,17 @@ def main():
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--implementation", default=None)
     parser.add_argument("--top", type=int, default=40)
+    parser.add_argument("--routing", default=None, help="of the experts, see routing_script.py")
+    parser.add_argument("--quantization", choices=("fp8", "none"), default="none")
     parser.add_argument("--hlo", default=None, help="write the optimised HLO here")
     args = parser.parse_args()
-    model = dj.load(args.model)
+    with scripted(args.routing) if args.routing else contextlib.nullcontext():
+        profile(args)
+
+
+def profile(args):
+    """The step of `args`."""
+    model = dj.load(args.model, quantization=args.quantization)
     prompts = jnp.asarray(
         np.random.default_rng(0).integers(0, 1000, (args.slots, args.context)), jnp.int32
     )
@@ -50,6 +63,10 @@ def main():
             file.write(compiled.as_text())
     session = generate.advance(model, session, 8, args.implementation)
     jax.block_until_ready(session.state.finish)
+    began = time.perf_counter()
+    session = generate.advance(model, session, args.steps, args.implementation)
+    jax.block_until_ready(session.state.finish)
+    print(f"without the profiler: {(time.perf_counter() - began) / args.steps * 1e3:.3f} ms a step")
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             session = generate.advance(model, session, args.steps, args.implementation)
