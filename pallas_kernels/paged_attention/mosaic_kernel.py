@@ -281,8 +281,16 @@ def compute(
         place = (work.sequence, jax.lax.axis_index("block") * tiling.row_groups + group)
         if not tiling.is_cluster:
             means, masses = results
-            means[work.split, *place] = mean
-            masses[work.split, *place] = log_mass
+            if own_columns is None:
+                means[work.split, *place] = mean
+                masses[work.split, *place] = log_mass
+                return
+            means[work.split, *place, :, own_columns] = mean
+
+            @pl.when(warpgroup == 0)
+            def _():
+                masses[work.split, *place] = log_mass
+
             return
         index = work.split * 2 + warpgroup if tiling.shares_keys else work.split
         own = merged(

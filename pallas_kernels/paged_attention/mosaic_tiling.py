@@ -82,7 +82,7 @@ class Tiling:
     @property
     def parts(self) -> int:
         """Warpgroups that share the keys of a row."""
-        return self.splits * (self.consumers // self.row_groups)
+        return self.splits * (2 if self.shares_keys else 1)
 
 
 def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
@@ -93,11 +93,12 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     """
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
-    if H > _WIDEST:  # one tile of keys and values fills the ring
-        return Tiling(consumers=2, stages=1, shares_rows=True)
-    is_8_bit = k_pages.dtype.itemsize == 1
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))
+    if H > _WIDEST:  # one tile of keys and values fills the ring
+        splits = 2 if 2 * B * G * warpgroups <= MULTIPROCESSORS else 1
+        return Tiling(consumers=2, stages=1, shares_rows=True, splits=splits, is_cluster=False)
+    is_8_bit = k_pages.dtype.itemsize == 1
     tiles = -(-page_table.shape[1] * Z // 64) + -(-T // 64)  # of 64 keys, for one row
 
     def microseconds(tiling):
@@ -254,10 +255,10 @@ def _shares_keys(tiling, head_size):
 def _shares_rows(tiling):
     """Refuse what two warpgroups with halves of the columns do not support."""
     others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.staged
-    if tiling.consumers != 2 or tiling.splits > 1 or any(others):
+    if tiling.consumers != 2 or any(others) or (tiling.splits > 1 and tiling.is_cluster):
         raise ValueError(
-            f"{tiling} with shares_rows wants two warpgroups, keys that are not split, and nothing "
-            "else that they take turns at; use Tiling(consumers=2, stages=1, shares_rows=True)"
+            f"{tiling} with shares_rows wants two warpgroups, no cluster, and nothing else that "
+            "they take turns at; use Tiling(consumers=2, stages=1, shares_rows=True)"
         )
 
 

@@ -232,6 +232,10 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, stages=1, shares_rows=True),
         {"T": 32, "S": 16, "heads": (3, 1, 512), "canvas": True, "by_blocks": True, "rows": 3},
     ),
+    "heads of 512, keys in two parts": (
+        mosaic.Tiling(consumers=2, stages=1, shares_rows=True, splits=2, is_cluster=False),
+        {"T": 32, "S": 16, "heads": (3, 1, 512), "canvas": True, "by_blocks": True, "rows": 3},
+    ),
     "a window by blocks, large pages": (
         mosaic.Tiling(splits=3, stages=2, is_cluster=False),
         {"T": 32, "S": 8, "Z": 128, "C": 3, "window": 20, "by_blocks": True, "left_out": 16},
